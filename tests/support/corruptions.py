@@ -296,7 +296,7 @@ def swapped_lines(lines: list[Any]) -> None:
 
 
 CORRUPTIONS = (
-    # The journal, by somebody who computes every digest again, on the master's tape too.
+    # The journal, by an attacker who computes every digest again, on the master's tape too.
     Corruption("kappa", "journal", in_judgement(kappa="0.125"), "kappa"),
     Corruption("rho", "journal", in_judgement(rho="0.25"), "rho"),
     Corruption("merged_norm", "journal", in_judgement(merged_norm="3.0"), "merged_norm"),
@@ -354,13 +354,13 @@ CORRUPTIONS = (
     Corruption("lines were swapped", "archive", in_archive(swapped_lines), "its digest differs"),
     Corruption("the newest file is gone", "archive", remove_segment(-1), "ends at record"),
     Corruption("the oldest file is gone", "archive", remove_segment(0), "digest differs"),
-    Corruption("all of it is gone", "archive", remove("master/archive"), "are not here"),
+    Corruption("all of it is gone", "archive", remove("master/archive"), "are missing, and it does not say"),
     # Tapes, with fitting digests.
-    Corruption("prepared is gone", "slave tape", without_lines("s0", "prepared"), "nothing says that slave s0"),
+    Corruption("prepared is gone", "slave tape", without_lines("s0", "prepared"), "no record says that slave s0"),
     Corruption("one prepared is gone", "slave tape", without_lines("s1", "prepared", index=2), "that slave s1"),
     Corruption("finite is gone", "slave tape", without_field("s0", "prepared", "finite"), "I13"),
     Corruption("not finite", "slave tape", in_line("s0", "prepared", finite=False), "not finite"),
-    Corruption("staged is gone", "slave tape", without_lines("s0", "staged", index=3), "never said that it had all"),
+    Corruption("staged is gone", "slave tape", without_lines("s0", "staged", index=3), "recorded that it had all"),
     Corruption("staged otherwise", "slave tape", in_line("s0", "staged", digest="cd" * 16), "I9"),
     Corruption("prepared otherwise", "slave tape", in_line("s0", "prepared", digest="cd" * 16), "I5"),
     Corruption("committed otherwise", "slave tape", in_line("s0", "committed", commit_hash="cd" * 32), "I1"),
@@ -381,24 +381,24 @@ CORRUPTIONS = (
     Corruption("accepted", "master tape", in_line("master", "judged", 1, accepted=["z"]), "accepted"),
     Corruption("s_max", "master tape", in_line("master", "commit", 2, s_max=80), "s_max"),
     Corruption("published tokens", "master tape", in_line("master", "publish", 2, tokens=7), "I4"),
-    Corruption("tickets are gone", "master tape", without_lines("master", "ticket", index=3), "nothing of a ticket"),
+    Corruption("tickets are gone", "master tape", without_lines("master", "ticket", index=3), "tape has no ticket for"),
     Corruption("a ticket's tokens", "master tape", in_line("master", "ticket", 3, tokens=7), "its ticket says"),
     Corruption("journaled otherwise", "master tape", in_line("master", "journaled", digest="0" * 32), "digest for it"),
-    Corruption("its end is gone", "master tape", cut_in_half("master"), "nothing of a ticket"),
-    # Tapes, by somebody who knows of no digest.
+    Corruption("its end is gone", "master tape", cut_in_half("master"), "tape has no ticket for"),
+    # Tapes, by an attacker who does not know the digests.
     Corruption("a line was edited", "slave tape", in_line("s0", "staged", rechain=False, attempt=9), "tape.jsonl"),
     Corruption("a line is gone", "cluster tape", without_lines("a", "verdict", rechain=False, index=1), "a.jsonl"),
     Corruption("lines were swapped", "master tape", lambda run: edit_tape(
         tape_of(run, "master"), swapped_lines, rechain=False), "master.tape.jsonl"),
     # What is not there.
-    Corruption("no tape", "cluster tape", remove("a.jsonl"), "no tape of cluster a"),
-    Corruption("no tape", "slave tape", remove("s0/tape.jsonl"), "no tape of slave s0"),
-    Corruption("no tape", "master tape", remove(f"master/{TAPE_NAME}"), "no tape of the master"),
+    Corruption("no tape", "cluster tape", remove("a.jsonl"), "the tape of cluster a is missing"),
+    Corruption("no tape", "slave tape", remove("s0/tape.jsonl"), "the tape of slave s0 is missing"),
+    Corruption("no tape", "master tape", remove(f"master/{TAPE_NAME}"), "the tape of the master is missing"),
     Corruption("all manifests and snapshots are gone", "manifest", remove("s?/manifest-*", "s?/ring-*"), "no manifest"),
     Corruption("those of one slave are gone", "manifest", remove("s1/manifest-*", "s1/ring-*"), "disk of slave s1"),
     Corruption("the newest is gone", "manifest", lambda run: newest_manifest(run).unlink(), "disk of slave s0"),
     Corruption("the files are gone", "snapshot", remove("s0/ring-*"), "No such file"),
-    Corruption("a slave's directory is gone", "snapshot", remove("s0"), "no tape of slave s0"),
+    Corruption("a slave's directory is gone", "snapshot", remove("s0"), "the tape of slave s0 is missing"),
     # Manifests and snapshots.
     Corruption("its record", "manifest", in_manifest(in_record_of_manifest(s_max=80)), "s_max = 8 in the journal"),
     Corruption("its digest", "manifest", in_manifest(lambda body: body.update(digest="ab" * 16)), "ring-"),
@@ -411,7 +411,7 @@ CORRUPTIONS = (
     Corruption("an older promise", "promise", small(PROMISE, promised_epoch=0), "promised epoch"),
     Corruption("a promise of no epoch", "promise", small(PROMISE, promised_epoch=40), "which the journal never began"),
     Corruption("another slave", "identity", small(IDENTITY, slave_id="s1"), "is the directory of slave s1"),
-    Corruption("another run", "identity", small(IDENTITY, run_id="other"), "is of run 'other'"),
+    Corruption("another run", "identity", small(IDENTITY, run_id="other"), "belongs to run 'other'"),
     # Recorded pushes.
     Corruption("only the first round is left", "recorded push", only_the_first_round, "were not computed again"),
     Corruption("one push is gone", "recorded push", lambda run: rounds(run)[2].with_name("r1.3-0.safetensors").unlink(),

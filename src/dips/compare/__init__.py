@@ -1,1 +1,1 @@
-"""Methods side by side: real training by the real state machines, under a virtual clock (docs/convergence.md)."""
+"""Compares training methods: real training by the real state machines, under a virtual clock (docs/convergence.md)."""

@@ -1,7 +1,7 @@
-"""One undisturbed run of the simulator: it boots, trains until the master ends it, and must end in good order.
+"""Runs the simulator without faults: it boots, trains until the master ends the run, and must end in order.
 
-The same processes as in every simulated run, without faults, readers and restarts: a cluster that fails, a promise that
-is broken or a machine that raises ends the comparison with an error, because numbers of a broken run mean nothing.
+The same processes as in every simulated run, without faults, readers and restarts: a failed cluster, a broken
+promise or an exception in a state machine ends the comparison with an error: numbers of a broken run mean nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dips.sim.world import World
 from dips.worker.state.effects import Finished
 
 CLUSTERS_BOOT_S = 1.0
-"""The servers are up by then, so that all clusters join together."""
+"""The time at which clusters start: the servers are up by then, so all clusters join together."""
 
 
 class SimulationError(LocalProtocolError):
@@ -31,7 +31,8 @@ class SimulationError(LocalProtocolError):
 
 
 class Course(World):
-    """published: told of each version as the master publishes it. journal: told of each durable record."""
+    """A simulated run without faults. published: called for each published version; journal: for each durable
+    record."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Course(World):
         self.watchers.append(self._watch)
 
     def run_through(self, stop: Callable[[], bool], limit_s: float) -> None:
-        """Until the master ends the run, or `stop`. limit_s: virtual. Raises SimulationError."""
+        """Run until the master ends the run, or `stop` does. limit_s: virtual. Raises SimulationError."""
         self._boot()
         self._until(lambda: bool(self.ended) or stop(), limit_s)
         if self.ended:
@@ -57,18 +58,18 @@ class Course(World):
             raise SimulationError(f"the simulated run does not end within {limit_s:.0f} s: {self.waiting_for()}")
 
     def parameters(self, version: Version) -> F32:
-        """What the slaves hold as a published version, in layout order. Only where chunks are numbers."""
+        """The parameters of a published version on the slaves, in layout order. Only when chunks are numbers."""
         flat = np.full(self.plan.layout.n_elems, math.nan, np.float32)
         for slave in self.slaves.values():
             memory = slave.port.memory
-            assert memory is not None, "a version is published by slaves that hold it"
+            assert memory is not None, "a published version is on all slaves"
             theta, start = memory.readable[version].theta, 0
             for block in memory.blocks:
                 flat[block.start_elem : block.stop_elem] = theta[start : start + block.n_elems]
                 start += block.n_elems
         return flat
 
-    # ---- what World leaves to chance or mends ----
+    # ---- what World draws at random or repairs ----
 
     def _boot(self) -> None:
         for boot in (self.masters[0].boot, *(slave.boot for slave in self.slaves.values())):

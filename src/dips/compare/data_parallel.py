@@ -1,7 +1,7 @@
-"""Data parallel training, the baseline that communicates in every step (the Di-PS paper, section 5.1, baseline i).
+"""Runs data parallel training, the baseline that communicates in every step (the Di-PS paper, section 5.1, baseline i).
 
-K clusters with equal batches average their gradients; that is one optimizer on one batch of all their sequences, and
-is computed so. There is no server and no version: a "round" of the record is a step.
+K clusters with equal batches average their gradients; that equals one optimizer on one batch of all their sequences,
+and is computed in this way. There is no server and no version: a "round" of the record is a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Progress = Callable[[int, float], None]
 """Called with the tokens trained on and the virtual second."""
 
 _CHUNKS_PER_ROW = 2
-"""Held for each row of a batch, so that a batch mixes chunks as in training without a master."""
+"""Chunks that are held for each row of a batch, so that a batch mixes chunks as in training without a master."""
 
 
 def run_data_parallel(
@@ -36,7 +36,7 @@ def run_data_parallel(
     """Train `learner` on setup.run.tokens tokens; loss and time at exactly that many by linear interpolation.
 
     A step's time: its slowest cluster, then a ring all-reduce of the gradient over the clusters' links. A
-    training loss that is not finite ends the run; that, or such a held-out loss, is "diverged".
+    training loss that is not finite ends the run; that, or a held-out loss that is not finite, is "diverged".
     """
     run = _Run(setup, learner, evaluate, Random(seed))
     finite = True
@@ -66,7 +66,8 @@ class _Run:
         self.busy_s = dict.fromkeys(self.setup.cluster_names, 0.0)
 
     def step(self) -> bool:
-        """One step; False when its loss is not finite. Evaluated before and after a step that crosses the end."""
+        """Do one step; returns False when its loss is not finite. Evaluated before and after a step that crosses the
+        end."""
         rows = next(self._rows)
         step_tokens = sum(row.tokens for row in rows)
         total, ends_at = self.setup.run.tokens, self.tokens + step_tokens
@@ -108,7 +109,7 @@ class _Run:
 
 
 def exchange_s(setup: ComparisonSetup, n_elems: int) -> float:
-    """Seconds of one all-reduce of the model's gradient, or of the set-up's pretended model, in float32."""
+    """Seconds of one all-reduce of the gradient, of the model or of the set-up's wire_parameters, in float32."""
     n_bytes = FLOAT32_BYTES * (setup.model.wire_parameters or n_elems)
     return all_reduce_s(n_bytes, setup.up_bits_per_s, setup.down_bits_per_s, setup.links.latency)
 

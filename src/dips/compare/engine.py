@@ -1,6 +1,6 @@
-"""Runs one method on the simulated servers, with clusters that train or, for times alone, with symbols.
+"""Runs one method on the simulated servers, with clusters that train or, to get only times, with symbols.
 
-What is trained and merged is real; what takes how long is the set-up's. A run is evaluated at exactly the set-up's
+Training and merging are real; the times come from the set-up. A run is evaluated at exactly the set-up's
 tokens, so that methods of unequal rounds can be compared.
 """
 
@@ -30,18 +30,18 @@ from dips.sim.kernel import SimulatedProcess
 from dips.sim.numbers import Numbers
 
 LIMIT_FACTOR = 30.0
-"""A run may take so many times the ideal time, and that of its transfers, before it counts as one that stands still."""
+"""A run may take so many times the ideal time plus that of its transfers before it counts as stuck."""
 
 LIMIT_EXTRA_S = 3600.0
 
 HOPELESS_VOIDS = 32
-"""So many void rounds in a row: updates overflow, or the penalty refuses everybody; nothing more will be published."""
+"""After so many void rounds in a row nothing more will be published: updates overflow, or the penalty refuses all."""
 
 Progress = Callable[[int, float], None]
-"""Told of each version: the tokens applied, and the virtual second."""
+"""Called for each version, with the tokens applied and the virtual second."""
 
 Versions = Callable[[Mapping[str, Any], F32], None]
-"""Told of each published version: its COMMIT record, and the parameters as one flat vector."""
+"""Called for each published version, with its COMMIT record and the parameters as one flat vector."""
 
 
 def run_on_servers(
@@ -61,7 +61,7 @@ def run_on_servers(
     between the last version below and the first at or above it. A training loss that is not finite, or HOPELESS_VOIDS
     void rounds in a row, end the run as "diverged", with loss None; as "locked out" when the last of those rounds
     refused pushes that are finite. Raises SimulationError when the simulated run breaks a promise or does not end,
-    ConfigError for settings that no master takes, and for a method without servers.
+    ConfigError for settings that the master refuses, and for a method without servers.
     """
     learners = {name: _Watched(learner_of(name, index)) for index, name in enumerate(setup.cluster_names)}
     first, spoiler = learners[setup.cluster_names[0]], _Spoiler(setup, injection, seed)
@@ -74,12 +74,12 @@ def run_on_servers(
 
 
 def timing_only(setup: ComparisonSetup, method: Method, seed: int, progress: Progress | None = None) -> RunRecord:
-    """The same course without training: times, rounds and staleness; no losses, and no bad pushes. Raises alike."""
+    """Run the method without training: times, rounds and staleness; no losses, and no bad pushes. Same errors."""
     return _Run(setup, method, seed, _Parts(timing_layout(setup), timing_data(setup), SYMBOLS), progress).through()
 
 
 class _Watched:
-    """A learner, and whether it was ever told that its loss is not finite."""
+    """A learner, and whether its loss was ever not finite."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
@@ -119,7 +119,7 @@ class _Spoiler:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What is simulated. Without training: no learners, nothing to spoil, and nothing to evaluate."""
+    """The parts of a simulation. Without training there are no learners, no injection and no evaluation."""
 
     layout: Layout
     data: DataPlan
@@ -131,14 +131,14 @@ class _Parts:
 
 
 class _Run:
-    """One run, and what was seen of it."""
+    """One run and its results."""
 
     def __init__(
         self, setup: ComparisonSetup, method: Method, seed: int, parts: _Parts, progress: Progress | None
     ) -> None:
-        """Raises ConfigError for a method without servers: its settings would be those of the default preset."""
+        """Prepare the run. Raises ConfigError for a method without servers, which has no settings."""
         if method.kind != "servers":
-            raise ConfigError(f"method {method.name} has no servers to be run on: take run_data_parallel for it")
+            raise ConfigError(f"method {method.name} has no servers to run on: use run_data_parallel for it")
         self._setup, self._method, self._seed, self._parts = setup, method, seed, parts
         self._progress = progress
         plan = plan_of(setup, method, parts.layout, parts.data, parts.arithmetic)
@@ -161,7 +161,7 @@ class _Run:
         return self._record()
 
     def _hopeless(self) -> bool:
-        """Whether it will never come to its tokens."""
+        """Whether the run will never reach its tokens."""
         lost = any(learner.diverged for learner in self._parts.learners) or self._tally.voids_in_a_row >= HOPELESS_VOIDS
         return lost and not self._done
 
@@ -170,7 +170,7 @@ class _Run:
         """All tokens are applied and published."""
         return bool(self._curve) and self._curve[-1].tokens >= self._setup.run.tokens
 
-    # ---- what is heard ----
+    # ---- events of the run ----
 
     def _watch(self, role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
         spoiler = self._parts.spoiler
@@ -204,7 +204,7 @@ class _Run:
             self._progress(tokens, at_s)
 
     def _made(self) -> dict[str, tuple[int, float]]:
-        """Each cluster's steps, and the time that it spent on them."""
+        """The steps of each cluster, and the time that it spent on them."""
         return {name: (host.steps, host.trained_until_now_s) for name, host in self._course.clusters.items()}
 
     # ---- the curve ----
@@ -224,7 +224,7 @@ class _Run:
             self._measure(-1, theta)
 
     def _measure(self, index: int, theta: F32) -> None:
-        assert self._parts.evaluate is not None, "asked only where something is trained"
+        assert self._parts.evaluate is not None, "called only with training"
         loss = self._parts.evaluate(theta)
         self._curve[index] = replace(self._curve[index], loss=loss if math.isfinite(loss) else None)
 
@@ -256,7 +256,7 @@ class _Run:
 
 
 def _transfers_s(setup: ComparisonSetup) -> float:
-    """Of all pushes and pulls of a run, of which the slowest link carries each cluster's share."""
+    """Seconds of all pushes and pulls of a run, if the slowest link carries each cluster's share."""
     rates = (*setup.up_bits_per_s, *setup.down_bits_per_s, setup.links.slave_card)
     slowest = min((rate for rate in rates if rate > 0), default=math.inf)
     rounds = setup.run.tokens / (setup.n_clusters * setup.run.inner_steps * setup.tokens_per_step)

@@ -1,4 +1,4 @@
-"""A figure of losses, run and told: its table and picture, and the paper's statement beside what was found here."""
+"""Runs and reports a figure about losses: its table and picture, and the paper's statement with our result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Gather = Callable[[Sequence[ComparisonJob]], list[RunRecord]]
 
 @dataclass(frozen=True)
 class FigureResult:
-    """labelled: each run with its line; summaries: the lines over their seeds."""
+    """The result of a figure. labelled: each run with its line; summaries: the lines over their seeds."""
 
     figure: Figure
     setup: ComparisonSetup
@@ -38,7 +38,7 @@ class FigureResult:
 def run_figure(
     figure: Figure, setup: ComparisonSetup, seeds: Sequence[int], data: Sequence[Path], gather: Gather
 ) -> FigureResult:
-    """Raises ConfigError and DipsError as the runs do."""
+    """Run a figure. Raises ConfigError and DipsError as the runs do."""
     pairs = figure_jobs(figure.lines(setup), seeds, data)
     records = gather([job for _, job in pairs])
     labelled = [(line, record) for (line, _), record in zip(pairs, records, strict=True)]
@@ -47,7 +47,7 @@ def run_figure(
 
 
 def write_figure(found: FigureResult, run_dir: Path) -> list[Path]:
-    """figure-NAME.json and .png in the run's directory."""
+    """Write figure-NAME.json and .png into the run's directory."""
     paths = [run_dir / f"figure-{found.figure.name}.{kind}" for kind in ("json", "png")]
     write_json(paths[0], figure_json(found))
     curves = [(line.label, record) for line, record in found.labelled]
@@ -100,20 +100,20 @@ def figure_table(found: FigureResult) -> Table:
 
 
 def tell_figure(found: FigureResult, console: Console) -> None:
-    """The set-up, the table, and the paper's words with ours below them."""
+    """Print the set-up, the table, the paper's statement and our result."""
     for what, value in found.setup.describe():
         console.print(f"{what:<11} {value}", soft_wrap=True, markup=False)
     console.print("")
     console.print(figure_table(found), "")
     if len({line.setup.clusters.gaps for line, _ in found.labelled}) > 1:
         console.print(
-            "DP and DiLoCo: with the gaps above, at which their losses are the same; times are not to compare."
+            "DP and DiLoCo: with the gaps above, at which their losses are the same; times are not comparable."
         )
     tell_statement(console, found.figure.section, found.figure.statement, [found.figure.reading(found.summaries)])
 
 
 def tell_statement(console: Console, section: str, statement: str, readings: Sequence[str]) -> None:
-    """The paper's words, and below them what was found here."""
+    """Print the paper's statement, and below it our result."""
     console.print(f'the paper ({section}): "{statement}"', markup=False)
     for reading in readings:
         console.print(f"here: {reading}", markup=False)

@@ -1,6 +1,6 @@
-"""The figures of the Di-PS paper that show losses, as comparisons: what each runs, and what it says beside the paper.
+"""Defines the paper's figures about losses, as comparisons: what each runs, and how the result compares.
 
-The paper trains LLaMA3.2-1B; here the small byte model is trained, so what can be compared are statements, not numbers.
+The paper trains LLaMA3.2-1B; here the small byte model is trained, so statements can be compared, not numbers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dips.compare.setup import ComparisonSetup
 from dips.compare.summary import MethodSummary
 
 CLOSE = 0.15
-"""Nats per byte: what counts as comparable here, in words only."""
+"""Nats per byte: the difference up to which losses count as comparable in a sentence."""
 
 FAR = 0.5
-"""Nats per byte above DiLoCo with clip: what counts as not converging here, in words only."""
+"""Nats per byte above DiLoCo with clip from which a run counts as not converging in a sentence."""
 
 DP, DILOCO, CLIPPED = "DP", "DiLoCo", "DiLoCo, clip 1"
 
@@ -36,7 +36,7 @@ class FigureLine:
 
 @dataclass(frozen=True)
 class Figure:
-    """statement: the paper's words. reading: what was found here, said beside it."""
+    """A figure. statement: quoted from the paper. reading: our sentence about the result."""
 
     name: str
     title: str
@@ -49,7 +49,7 @@ class Figure:
 def figure_jobs(
     lines: Sequence[FigureLine], seeds: Sequence[int], data: Sequence[Path]
 ) -> list[tuple[FigureLine, ComparisonJob]]:
-    """Every line with every seed. Raises ConfigError for text that cannot be used."""
+    """The runs of a figure: every line with every seed. Raises ConfigError for text that cannot be used."""
     text = text_digest(lines[0].setup, data)
     return [
         (line, ComparisonJob(line.method, seed, line.setup, text, tuple(data), variant=line.variant))
@@ -64,7 +64,7 @@ def spread(n_clusters: int, largest: float) -> tuple[float, ...]:
 
 
 def _synchronous(setup: ComparisonSetup) -> list[FigureLine]:
-    """At equal tokens their losses do not depend on gaps: they are those of the plain comparison."""
+    """The lines of synchronous methods: at equal tokens their losses do not depend on gaps, so plain runs are used."""
     return [
         FigureLine(DP, "dp", setup, ""),
         FigureLine(DILOCO, "diloco", setup, ""),
@@ -78,7 +78,7 @@ def _with_gap(setup: ComparisonSetup, label: str, method: str, percent: int) -> 
 
 
 def _with_steps(setup: ComparisonSetup, inner_steps: int) -> FigureLine:
-    """Gaps to 50 %: those of the set-up if they are, so that a run of the plain comparison is shared."""
+    """The lines with H steps and gaps to 50 %; if these are the set-up's, a run of the plain comparison is shared."""
     largest = 0.5
     gaps = None if max(setup.clusters.gaps) == largest else spread(setup.n_clusters, largest)
     changed = setup.with_overrides(inner_steps=inner_steps, gaps=gaps)
@@ -127,7 +127,7 @@ def _reading_12(lines: Lines) -> str:
 
 
 def _above(lines: Lines, reference: str) -> dict[str, float | None]:
-    """How much higher each asynchronous line ends."""
+    """How much higher the loss of each asynchronous line ends."""
     return {label: line.minus(lines[reference]) for label, line in lines.items() if label.startswith("Async")}
 
 
@@ -169,4 +169,4 @@ _FIGURES = (
 )
 
 FIGURES: Mapping[str, Figure] = {figure.name: figure for figure in _FIGURES}
-"""By the paper's number."""
+"""Figures by their number in the paper."""

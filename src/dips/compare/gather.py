@@ -1,4 +1,4 @@
-"""Brings together the results of jobs: those that are kept from before, and the others by running them."""
+"""Collects the results of jobs: kept ones are read, the others are run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def gather(
     again: bool = False,
     work: Work[ComparisonJob, RunRecord] = do_job,
 ) -> list[RunRecord]:
-    """The record of each job, in the order of the jobs. again: runs everything, whatever is kept.
+    """The record of each job, in the order of the jobs. again: runs all jobs, also those with a kept result.
 
-    Every finished run is kept at once, so that a comparison that ends early goes on later. Raises DipsError, with one
+    Every finished run is kept at once, so that an interrupted comparison can go on later. Raises DipsError, with one
     sentence, when a run fails.
     """
     results = Results(run_dir)
@@ -61,7 +61,7 @@ def _sentence(job: ComparisonJob, failed: PoolJobFailed, run_dir: Path, n_found:
         path = run_dir / "logs" / f"{job.name}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(failed.trace)
-        trace = f"; where in the program: {path}"
+        trace = f"; place in the program: {path}"
     return f"{job.title}: {failed}{trace}; {_kept(n_found, n_jobs, run_dir / 'runs')}"
 
 

@@ -1,7 +1,7 @@
-"""A bad cluster: what it pushes instead of what it trained, and when.
+"""Injects bad pushes: what a bad cluster pushes instead of what it trained, and when.
 
-The damage is done to the push alone. The cluster itself trains on undamaged, as one does whose transfer or hardware
-spoils what it sends; so a push that comes after the bad ones is good.
+The damage is done to the push alone. The cluster itself keeps training undamaged, as with a transfer or
+hardware that spoils what it sends; so a push after the bad ones is good.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dips.core.errors import ConfigError
 F32 = NDArray[np.float32]
 
 KINDS = ("nan", "x30", "flip", "noise")
-"""Elements that are no numbers; thirty times too far; the way back; a random direction of the same length."""
+"""Kinds: elements that are NaN; the update times thirty; the opposite update; a random direction of the same length."""
 
 HUGE = 30.0
 NAN_ELEMS = 8
-"""A handful: one must be enough to be noticed, whichever block it lies in."""
+"""The number of NaN elements: a single one must be enough to be noticed, in any block."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Injection:
     """Which cluster pushes what, and when: the pushes of a cluster are numbered from 1.
 
     cluster: its index. first_push: the first bad one, later than the norms' warm-up of 8. Then bad_run bad pushes and
-    good_run good ones by turns, fewer than the 8 in a row after which a cluster's statistics begin anew. The
+    good_run good ones by turns, fewer than the 8 in a row after which a cluster's statistics begin again. The
     defaults spoil 17 of a cluster's first 35 pushes.
     """
 
@@ -39,7 +39,7 @@ class Injection:
     good_run: int = 3
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for an unknown kind and for numbers that name no push."""
+        """Check the fields. Raises ConfigError for an unknown kind and for numbers that name no push."""
         if self.kind not in KINDS:
             raise ConfigError(f"injection {self.kind!r} is not known: choose one of {', '.join(KINDS)}")
         if self.cluster < 0 or min(self.first_push, self.bad_run, self.good_run) < 1:
@@ -61,9 +61,9 @@ class Injector:
         self._seed = seed
 
     def corrupt(self, n_push: int, push: F32, base: F32) -> bool:
-        """Spoil the n-th push in place, if its turn has come; whether it did.
+        """Spoil the n-th push in place if it is a bad one; returns whether it is.
 
-        push: what would be sent; base: the version that the cluster last pulled; both (n_elems,) float32.
+        push: the vector to be sent; base: the version that the cluster last pulled; both (n_elems,) float32.
         """
         if not self.injection.is_bad(n_push):
             return False

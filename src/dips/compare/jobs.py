@@ -1,7 +1,7 @@
-"""The runs of a comparison: what each is, the file that keeps its result, and how a process does it.
+"""Defines the runs of a comparison, keeps their results in files, and executes one run.
 
 A finished run is not repeated: its file names, by a digest, everything that its numbers depend on (set-up, method,
-seed, injection, text, program). It must never use a result whose digest is another.
+seed, injection, text, program). It must never use a result with another digest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dips.trainer.config import TrainConfig, corpus_of
 
 SCHEMA = "dips-compare-run/1"
 _PROGRAM = ("core", "master", "slave", "worker", "trainer", "sim", "compare", "protos")
-"""Packages on whose source the numbers depend."""
+"""Packages whose source the numbers depend on."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,24 @@ class ComparisonJob:
     seed: int
     setup: ComparisonSetup
     text: str
-    """Of the text, as text_digest gives it."""
+    """Digest of the text, from text_digest."""
     data: tuple[Path, ...] = ()
     inject: str = ""
     variant: str = ""
 
     @property
     def name(self) -> str:
-        """Names the result's file as well."""
+        """The run's name, also that of the result's file."""
         return "-".join(part for part in (self.method, self.variant, self.inject, str(self.seed)) if part)
 
     @property
     def title(self) -> str:
-        """For the screen."""
+        """The run's title on the screen."""
         what = " ".join(part for part in (self.method, self.variant, self.inject) if part)
         return f"{what}, seed {self.seed}"
 
     def digest(self) -> str:
-        """The same for runs that give the same numbers."""
+        """A digest that is equal for runs that give the same numbers."""
         method = find_method(self.method)
         flags = (*method.flags(), *method.flags_of_clusters())
         parts = [self.setup.digest(), method.kind, *flags, self.seed, self.inject, self.text]
@@ -65,9 +65,9 @@ class ComparisonJob:
 def jobs_of(
     methods: Sequence[str], seeds: Sequence[int], setup: ComparisonSetup, data: Sequence[Path], inject: str = ""
 ) -> list[ComparisonJob]:
-    """Every method with every seed, the first seed of all methods first.
+    """The runs of every method with every seed, the first seed of all methods first.
 
-    Data parallel pushes nothing that could be spoilt: beside an injection it runs clean. Raises ConfigError for text
+    Data parallel has no pushes to spoil: in a comparison with an injection it runs clean. Raises ConfigError for text
     that cannot be used, and for settings of the set-up with which a method's master would not start.
     """
     for name in methods:
@@ -86,7 +86,7 @@ def jobs_of(
 
 
 class Results:
-    """The files DIR/runs/*.json."""
+    """The result files DIR/runs/*.json."""
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / "runs"
@@ -95,7 +95,7 @@ class Results:
         return self.folder / f"{job.name}.json"
 
     def load(self, job: ComparisonJob) -> RunRecord | None:
-        """The result of the same run, if it is there; of another set-up, program or text: None."""
+        """The result of the same run; None when there is none, or one of another set-up, program or text."""
         try:
             kept = json.loads(self.path(job).read_text())
         except (OSError, ValueError):
@@ -105,13 +105,13 @@ class Results:
         return RunRecord.from_json(kept["record"])
 
     def keep(self, job: ComparisonJob, record: RunRecord) -> None:
-        """Write it at once or not at all."""
+        """Write the result atomically."""
         kept = {"schema": SCHEMA, "digest": job.digest(), "setup": job.setup.name, "record": record.to_json()}
         write_json(self.path(job), kept)
 
 
 def do_job(job: ComparisonJob, tell: TellProgress) -> RunRecord:
-    """Run it here, to its end. Raises DipsError with a sentence when it cannot be done."""
+    """Execute a run in this process, to its end. Raises DipsError with a sentence when it fails."""
     method = find_method(job.method)
     from dips.trainer.learner import ByteLearner, evaluator, read_text
 
@@ -137,7 +137,7 @@ def do_job(job: ComparisonJob, tell: TellProgress) -> RunRecord:
 
 
 def text_digest(setup: ComparisonSetup, data: Sequence[Path]) -> str:
-    """Stands for the text that would be read; reads it. Raises ConfigError for text that cannot be used."""
+    """A digest of the text, which is read for it. Raises ConfigError for text that cannot be used."""
     corpus = corpus_of(_train_config(setup, data, seed=0))
     found = hashlib.blake2b(corpus.heldout, digest_size=16)
     for document in corpus.training:
@@ -148,9 +148,9 @@ def text_digest(setup: ComparisonSetup, data: Sequence[Path]) -> str:
 
 @functools.cache
 def program_digest() -> str:
-    """Of the source of everything that a run's numbers come from, so that a changed program repeats its runs.
+    """A digest of the source that a run's numbers depend on, so that a changed program repeats its runs.
 
-    Another torch or numpy rounds otherwise: their versions count as well.
+    Other releases of torch or numpy round differently: their versions are included.
     """
     found = hashlib.blake2b(json.dumps(software_versions(), sort_keys=True).encode(), digest_size=16)
     for path in _sources():
@@ -167,8 +167,8 @@ def _sources() -> Iterator[Path]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write it at once or not at all. Raises ConfigError for a place that cannot be written."""
-    temporary = path.with_suffix(f".{os.getpid()}.part")  # another command may write the same run just now
+    """Write a JSON file atomically. Raises ConfigError for a place that cannot be written."""
+    temporary = path.with_suffix(f".{os.getpid()}.part")  # another command may be writing the same run at this moment
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
@@ -179,7 +179,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _train_config(setup: ComparisonSetup, data: Sequence[Path], seed: int) -> TrainConfig:
-    """The trainer's settings: text in the order of the seed, first parameters of the seed."""
+    """The trainer's settings: the seed gives the order of the text and the first parameters."""
     inner = setup.inner
     return TrainConfig(
         data=tuple(data),

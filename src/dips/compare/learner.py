@@ -1,4 +1,4 @@
-"""What a cluster of a comparison trains: the seam between the simulator, which knows no torch, and the worker."""
+"""The interface of what a cluster trains: it keeps torch, which the worker needs, out of the simulator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Learner(Protocol):
     def layout(self) -> Layout: ...
 
     def data_plan(self) -> DataPlan:
-        """What the master lends; equal on all clusters."""
+        """The data that the master leases; equal on all clusters."""
         ...
 
     def snapshot(self, into: F32) -> None: ...
@@ -38,7 +38,7 @@ class Learner(Protocol):
     def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float:
         """One inner step on exactly these tokens; the mean loss in nats per byte.
 
-        progress_tokens: where the run stands on the learning rate's schedule. A loss that is not finite changes
+        progress_tokens: the position of the run on the learning rate's schedule. A loss that is not finite changes
         nothing and is returned.
         """
         ...

@@ -1,6 +1,6 @@
-"""The methods that a comparison sets side by side, as settings of `dips master`: what is compared is what would run.
+"""The methods of a comparison, as settings of `dips master`, so that what is compared is what would run.
 
-Data parallel alone has no master; it is computed by dips.compare.data_parallel. It must never hold a number that
+Only data parallel has no master; it is computed by dips.compare.data_parallel. It must never hold a number that
 belongs to the set-up (steps, tokens, links): those are the same for all methods (dips.compare.setup).
 """
 
@@ -20,7 +20,7 @@ MethodKind = Literal["servers", "data parallel"]
 
 @dataclass(frozen=True)
 class Method:
-    """One way to train. master: settings by the names of `dips master`; they win over the set-up's own. wire_dtype: the
+    """One way to train. master: settings by the names of `dips master`; they override the set-up's. wire_dtype: the
     clusters' own setting.
     """
 
@@ -36,7 +36,7 @@ class Method:
         return tuple(_flag(name, value) for name, value in self.master.items())
 
     def flags_of_clusters(self) -> tuple[str, ...]:
-        """What every cluster is started with besides."""
+        """The flags with which every cluster is started in addition."""
         return () if self.wire_dtype == "float32" else (_flag("wire_dtype", self.wire_dtype),)
 
 
@@ -52,7 +52,7 @@ def _servers(name: str, title: str, about: str, **master: Setting) -> Method:
 
 
 def _written(name: str, wire_dtype: str, times: str) -> Method:
-    """The default with pushes in another wire type."""
+    """The default method with pushes in another wire type."""
     about = f"as dips; pushes are differences in {wire_dtype} with error feedback, {times} as long as float32"
     return Method(name, f"Di-PS, pushes in {wire_dtype}", about, "servers", {"preset": "safe"}, wire_dtype)
 
@@ -62,7 +62,7 @@ _NO_PENALTY: Mapping[str, Setting] = {
     "participation_scaling": False,
     "quarantine_after_flags": 0,
 }
-"""The outer step alone, as in DiLoCo. Numbers that are not finite are refused still."""
+"""The outer step alone, as in DiLoCo. Numbers that are not finite are still refused."""
 
 _ALL_TOGETHER: Mapping[str, Setting] = {
     "grace_s": "6 h",
@@ -70,8 +70,8 @@ _ALL_TOGETHER: Mapping[str, Setting] = {
     "verdict_wait_s": "1 d",
     "ticket_ttl_s": "60 s",
 }
-"""A window closes early once every live cluster is in, and nobody trains on before the verdict: these times stand for
-no limit, in the order that the master demands."""
+"""A window closes early when every live cluster has pushed, and no cluster trains before the verdict: these times mean
+"no limit", in the order that the master requires."""
 
 _METHODS = (
     Method(
@@ -144,7 +144,7 @@ _METHODS = (
     _servers(
         "averaging",
         "Di-PS, plain averaging",
-        "as dips, without momentum: the merged parameters as they are",
+        "as dips, without momentum: the merged parameters are used unchanged",
         preset="safe",
         outer_optimizer="averaging",
         outer_lr=1.0,
@@ -163,7 +163,7 @@ _METHODS = (
     _servers(
         "dips-full",
         "Di-PS, training through everything",
-        "as dips; clusters train on while they push, while its verdict is out, and while they pull",
+        "as dips; clusters train on while they push, while its verdict is awaited, and while they pull",
         preset="safe",
         overlap="full",
     ),
@@ -177,14 +177,14 @@ _METHODS = (
     _servers(
         "dynamic-full",
         "Di-PS, dynamic, training through everything",
-        "as dynamic; clusters train on while they push, while its verdict is out, and while they pull",
+        "as dynamic; clusters train on while they push, while its verdict is awaited, and while they pull",
         preset="dynamic",
         overlap="full",
     ),
 )
 
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _METHODS})
-"""By name, in the order in which a table shows them."""
+"""Methods by name, in the order of the tables."""
 
 
 def find_method(name: str) -> Method:
@@ -192,5 +192,5 @@ def find_method(name: str) -> Method:
     if name in METHODS:
         return METHODS[name]
     near = difflib.get_close_matches(name, METHODS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"choose among {', '.join(METHODS)}"
+    hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(METHODS)}"
     raise ConfigError(f"there is no method {name!r}: {hint}")

@@ -1,7 +1,8 @@
-"""The pictures of a comparison: loss over tokens, loss over virtual time, and each push's norm, cosine and verdict.
+"""Draws the pictures of a comparison: loss over tokens, loss over virtual time, and each push's norm, cosine and
+verdict.
 
-They must draw only what the records hold. Colours are those of Okabe and Ito, which colour-blind people tell apart;
-line styles and marks differ as well.
+They must draw only what the records hold. Colours are those of Okabe and Ito, which colour-blind people can
+distinguish; line styles and marks differ as well.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _PANEL_INCHES = (4.4, 2.5)
 _DPI = 100
 _COLUMNS = 2
 _RING = "none"
-"""The colour of nothing: an empty square stands around what was injected."""
+"""No fill colour: an empty square marks what was injected."""
 
 Along = Literal["tokens", "virtual_s"]
 _ALONG = {"tokens": "tokens (bytes of text)", "virtual_s": "virtual seconds"}
@@ -40,7 +41,8 @@ class _Point:
 
 
 def draw_curves(path: Path, labelled: Sequence[tuple[str, RunRecord]], along: Along, title: str) -> None:
-    """Write held-out losses as PNG. One colour for each label; its first run is drawn fully, further ones pale."""
+    """Write held-out losses as PNG. One colour for each label; its first run is drawn in full colour, further ones
+    pale."""
     figure = _figure(_CURVES_INCHES)
     axes = figure.add_subplot()
     labels = list(dict.fromkeys(label for label, _ in labelled))
@@ -102,7 +104,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
 
 
 def _readable(records: Sequence[RunRecord]) -> tuple[float, float]:
-    """Limits that hold every loss up to that of a model that knows nothing: a lost run must not hide the others."""
+    """Axis limits that include every loss up to that of an untrained model: a lost run must not hide the others."""
     losses = [point.loss for record in records for point in record.curve if point.loss is not None]
     known = [loss for loss in losses if loss <= KNOWS_NOTHING] or [KNOWS_NOTHING]
     margin = 0.05 * (max(known) - min(known)) + 0.01
@@ -159,7 +161,7 @@ def _panel(axes: Axes, record: RunRecord, quantity: str) -> None:
 
 
 def _marks(axes: Axes, points: Sequence[_Point], mark: str, colour: str) -> None:
-    """Those that are not finite stand on the upper edge."""
+    """The marks of the pushes; those that are not finite are on the upper edge."""
     ring = colour == _RING
     inside = [(point.at_s, point.value) for point in points if point.value is not None and _finite(point.value)]
     above = [(point.at_s, 1.0) for point in points if not _finite(point.value)]
@@ -176,7 +178,7 @@ def _marks(axes: Axes, points: Sequence[_Point], mark: str, colour: str) -> None
             markerfacecolor=colour,
             markeredgewidth=0.7 if ring else 1.2,
         )
-        line.set_in_layout(False)  # marks on the edge stand out of the axes, which must not grow for them
+        line.set_in_layout(False)  # marks on the edge extend beyond the axes, which must not grow for them
 
 
 def _legend_of_marks(figure: Figure, records: Sequence[RunRecord]) -> None:

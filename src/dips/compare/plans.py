@@ -1,6 +1,6 @@
-"""From a set-up and a method to what the simulator runs: the Plan of a World in which nothing fails.
+"""Makes the simulator's Plan from a set-up and a method: a World in which nothing fails.
 
-Time-outs that only faults need are far away, chance is left to the jitter of steps and delays, and every size that a
+Time-outs that only faults need are very long, only the jitter of steps and delays is random, and every size that a
 transfer has is that of the model whose parameters it carries (set-up, [model] wire_parameters).
 """
 
@@ -22,7 +22,7 @@ from dips.sim.run_plan import SimulatedRunPlan
 from dips.trainer.sizes import SIZES
 
 NEVER_S = 1e7
-"""In place of a time-out."""
+"""A time-out that never ends."""
 
 LEAVE_S = 600.0
 RETRY_S = 0.05
@@ -35,9 +35,9 @@ TIMING_CHUNKS_PER_BLOCK = 6
 def plan_of(
     setup: ComparisonSetup, method: Method, layout: Layout, data: DataPlan, arithmetic: Arithmetic = SYMBOLS
 ) -> SimulatedRunPlan:
-    """The Plan of this method; World(seed, plan=...) runs it. Raises ConfigError for settings that contradict.
+    """The Plan of this method; World(seed, plan=...) runs it. Raises ConfigError for contradicting settings.
 
-    Symbols are not trained: there a step is one row, since where rows begin is nothing to them.
+    Symbols are not trained: for them a step is one row, since they do not depend on where rows begin.
     """
     config = setup.master_config(method).to_run_config()
     inner, trains = setup.inner, arithmetic is not SYMBOLS
@@ -77,7 +77,7 @@ def plan_of(
 
 
 def link_plan(setup: ComparisonSetup, model_bytes: int) -> LinkPlan:
-    """The set-up's rates; a model of `model_bytes` takes as long as one of wire_parameters."""
+    """The links with the set-up's rates; a model of `model_bytes` takes as long as one of wire_parameters."""
     links = setup.links
     card = _rate(links.slave_card)
     rates = dict.fromkeys(setup.slave_names, LinkRates(card, card))
@@ -89,13 +89,13 @@ def link_plan(setup: ComparisonSetup, model_bytes: int) -> LinkPlan:
 
 
 def wire_bytes(setup: ComparisonSetup) -> int:
-    """What one transfer of the whole model carries: float32 parameters."""
+    """Bytes of one transfer of the whole model: float32 parameters."""
     return BYTES_PER_PARAMETER * (setup.model.wire_parameters or SIZES[setup.model.size].n_elems)
 
 
 def timing_layout(setup: ComparisonSetup) -> Layout:
-    """A model of symbols that travels in as many messages as are needed to share links: six for each of a slave's four
-    blocks, of the set-up's chunk size."""
+    """The layout of a model of symbols, in as many messages as are needed to share links: six for each of a slave's
+    four blocks, of the set-up's chunk size."""
     chunk_bytes = _chunk_bytes(setup)
     n_elems = TIMING_CHUNKS_PER_BLOCK * chunk_bytes // BYTES_PER_PARAMETER
     return Layout(

@@ -1,7 +1,7 @@
-"""Runs jobs on several processes, and tells how far each one is.
+"""Runs jobs on several processes, and reports their progress.
 
-It must never leave a process behind: whatever ends the caller, ctrl-C and SIGTERM included, ends them all. It knows
-nothing of what a job does.
+It must never leave a process behind: whatever ends the caller, ctrl-C and SIGTERM included, ends them all. It does
+not depend on what a job does.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ TellProgress = Callable[[int, float], None]
 """Called by a job with its tokens and its virtual seconds so far."""
 
 Work = Callable[[J, TellProgress], R]
-"""What a process does with a job; a function of a module's top level, as all of it is pickled."""
+"""The function that does a job; it must be at a module's top level, because it is pickled."""
 
 
 class PoolJobFailed(DipsError):
-    """A job could not be done. trace: where in the program, for a bug; empty for an error that a sentence explains."""
+    """A job failed. trace: the place in the program, for a bug; empty for an error that a sentence explains."""
 
     def __init__(self, index: int, sentence: str, trace: str = "") -> None:
         super().__init__(sentence)
@@ -44,7 +44,7 @@ class PoolJobFailed(DipsError):
 
 
 class ProgressListener(Protocol):
-    """Who wants to know how far the jobs are; called in the caller's process."""
+    """Receives the progress of the jobs, in the caller's process."""
 
     def began(self, index: int) -> None: ...
 
@@ -56,7 +56,7 @@ class ProgressListener(Protocol):
 def run_jobs(
     jobs: Sequence[J], work: Work[J, R], processes: int, told: ProgressListener
 ) -> Generator[tuple[int, R], None, None]:
-    """Do all jobs, so many at a time; yields (index, result) in the order in which they end.
+    """Run all jobs, so many at a time; yields (index, result) in the order in which they end.
 
     Raises JobFailed for the first that fails; the others are ended then.
     """
@@ -82,7 +82,7 @@ def run_jobs(
 
 
 class _Worker(Generic[J, R]):
-    """One process and the caller's end of the pipe to it. index: of the job that it does; None: it has none."""
+    """One process and the caller's end of the pipe to it. index: of its job; None: it has none."""
 
     def __init__(self, work: Work[J, R]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -93,7 +93,7 @@ class _Worker(Generic[J, R]):
     def start(self) -> None:
         with _sheltered():
             self.process.start()
-        self._theirs.close()  # so that its death is an end of file here
+        self._theirs.close()  # so that its end is an end of file here
 
     def give(self, index: int, job: J, told: ProgressListener) -> None:
         self.index = index
@@ -104,7 +104,7 @@ class _Worker(Generic[J, R]):
         told.began(index)
 
     def hear(self, told: ProgressListener) -> tuple[int, R] | None:
-        """One message; the job's index and result when it is done. Raises JobFailed."""
+        """Receive one message; returns the job's index and result when it is done. Raises JobFailed."""
         assert self.index is not None
         index = self.index
         try:
@@ -121,7 +121,7 @@ class _Worker(Generic[J, R]):
         return index, content[0]
 
     def end(self) -> None:
-        """Whatever it does; also one that was never started."""
+        """End the process at any time, also when it was never started."""
         self.connection.close()
         self._theirs.close()
         if self.process.pid is None:
@@ -143,8 +143,8 @@ class _Worker(Generic[J, R]):
 
 @contextmanager
 def _sheltered() -> Iterator[None]:
-    """Processes that start within: with one thread each, and deaf to ctrl-C, of which the caller is told."""
-    resource_tracker.ensure_running()  # it would end the blocking of signals
+    """Start processes with one thread each that ignore ctrl-C, which the caller gets."""
+    resource_tracker.ensure_running()  # it would unblock the signals
     before = {name: os.environ.get(name) for name in _ONE_THREAD}
     os.environ.update(_ONE_THREAD)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -160,7 +160,7 @@ def _sheltered() -> Iterator[None]:
 
 
 def _serve(connection: Connection, work: Work[J, R]) -> None:
-    """A process's life: jobs come, results go, until the caller is gone."""
+    """The loop of a process: it receives jobs and sends results until the caller is gone."""
     try:
         while True:
             connection.send(_answer(connection, work, connection.recv()))

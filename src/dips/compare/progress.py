@@ -1,4 +1,4 @@
-"""Shows which runs of a comparison go on, and how long it will still take; never on standard output."""
+"""Shows the runs of a comparison in progress and the remaining time; never on standard output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN_EVERY_S = 10.0
 
 
 class CompareProgress:
-    """Where the jobs' progress goes (dips.compare.pool.Told). Use as a context manager.
+    """Shows the jobs' progress (a dips.compare.pool.ProgressListener). Use as a context manager.
 
     A bar for each run on a terminal; elsewhere a line every few seconds.
     """
@@ -28,7 +28,7 @@ class CompareProgress:
         self._titles = titles
         self._tokens = tokens
         self._made = [0] * len(titles)
-        self._running: dict[int, TaskID | None] = {}  # None: without bars
+        self._running: dict[int, TaskID | None] = {}  # None: no bars
         self._ended = 0
         self._begin_s = self._said_s = clock.monotonic_s()
         self._bars: Progress | None = None
@@ -67,7 +67,7 @@ class CompareProgress:
         self._console.print(f"{age:>12}  done: {self._titles[index]}", highlight=False, markup=False)
 
     def left_s(self) -> float | None:
-        """Seconds until all is done, at the pace so far; None while nothing is known."""
+        """Seconds until all jobs are done, at the pace so far; None while no pace is known."""
         made, whole = sum(self._made), sum(self._tokens)
         age_s = self._clock.monotonic_s() - self._begin_s
         return age_s * (whole - made) / made if made and age_s > 0 else None

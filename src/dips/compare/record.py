@@ -1,4 +1,4 @@
-"""What one run of one method showed, as plain data: for the table, the pictures, compare.json and tests."""
+"""The record of one run of one method, as plain data for the tables, the pictures, compare.json and tests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A published version. virtual_s: since the first version; loss: held-out, nats per byte, None: not evaluated, or
-    not finite."""
+    """A point of the loss curve: a published version. virtual_s: since the first version; loss: held-out, nats per
+    byte, None: not evaluated, or not finite."""
 
     version: str
     tokens: int
@@ -69,11 +69,11 @@ class RoundFact:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One (method, seed, injection).
+    """The record of one run: a (method, seed, injection).
 
     loss, virtual_s: at exactly `tokens`, by linear interpolation between the last version below and the first at or
     above it; loss None: not finite, or nothing was trained. ended: "finished", "diverged", or "locked out": the penalty
-    refused every push for good, finite ones too. alarms: (virtual second, sentence). cluster_tokens: applied.
+    refused every push from some time on, finite ones too. alarms: (virtual second, sentence). cluster_tokens: applied.
     timing-only runs have no losses.
     """
 

@@ -1,4 +1,4 @@
-"""The result of a comparison for people and for programs: two tables with what they mean, and compare.json.
+"""Reports the result of a comparison: two tables with explanations, and compare.json.
 
 Losses are nats per byte at equal tokens; times are virtual seconds. What was not measured is shown as "-", what is no
 finite number as "not finite": neither is left out.
@@ -25,17 +25,18 @@ from dips.core.units import format_count, format_seconds
 
 SCHEMA = "dips-compare/1"
 REFERENCES = ("diloco-clip", "dp")
-"""The methods that the others are set against."""
+"""The methods that the others are compared with."""
 
 USUAL_NOISE = 0.02
-"""Between seeds of `small`, in nats (docs/convergence.md): what is said where one seed alone was run."""
+"""The spread between seeds of `small`, in nats (docs/convergence.md), which is given when only one seed was run."""
 
 NOTHING = "-"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is reported. clean: the same methods and seeds without the injection, as far as they were run before."""
+    """The results to report. clean: the same methods and seeds without the injection, as far as they were run
+    before."""
 
     setup: ComparisonSetup
     seeds: tuple[int, ...]
@@ -91,7 +92,7 @@ def _seed_json(summary: MethodSummary, record: RunRecord) -> dict[str, Any]:
 
 
 def loss_table(found: Comparison) -> Table:
-    """What each method reached, and in which time."""
+    """The table of what each method reached, and in which time."""
     title = f"held-out loss after {format_count(found.setup.run.tokens)} tokens"
     others = [name for name in REFERENCES if name in found.summaries]
     beside = ["clean"] if found.clean else []
@@ -112,7 +113,7 @@ def loss_table(found: Comparison) -> Table:
 
 
 def course_table(found: Comparison) -> Table:
-    """How each method got there: rounds, staleness, clip, flags, alarms.
+    """The table of each method's course: rounds, staleness, clip, flags, alarms.
 
     Flags of spoilt pushes have a column only where pushes were spoilt, void rounds only where there were any.
     """
@@ -141,8 +142,8 @@ def readings(found: Comparison) -> list[str]:
     """Sentences below the tables: what the numbers mean, and how far they can be trusted."""
     said = [
         "loss: nats per byte of held-out text, the same for all, lower is better. Virtual time: on the set-up's clock, "
-        "from the first version; of ideal: tokens a second, beside clusters that train all the time and never wait"
-        + ("; speed: how much sooner than diloco-clip it had trained on as many." if _timed(found) else "."),
+        "from the first version; of ideal: tokens a second, relative to clusters that train all the time and never wait"
+        + ("; speed: how many times faster than diloco-clip it trained on the same tokens." if _timed(found) else "."),
         _noise_sentence(found),
         *(reading(found) for reading in (_lost_sentence, _flag_sentence, _alarm_sentence)),
     ]
@@ -167,8 +168,9 @@ def _noise_sentence(found: Comparison) -> str:
 def _lost_sentence(found: Comparison) -> str:
     lost = [name for name, summary in found.summaries.items() if summary.not_finite and not summary.locked_out]
     shut = [name for name, summary in found.summaries.items() if summary.locked_out]
-    said = f"Not finite: {', '.join(lost)}: the model was lost on the way. " if lost else ""
-    said += f"Locked out: {', '.join(shut)}: the penalty refused every push for good, sound ones too." if shut else ""
+    said = f"Not finite: {', '.join(lost)}: the model was lost during the run. " if lost else ""
+    if shut:
+        said += f"Locked out: {', '.join(shut)}: the penalty refused every push from some time on, good ones too."
     return said.strip()
 
 
@@ -178,14 +180,13 @@ def _flag_sentence(found: Comparison) -> str:
     if not bad and not wrongly:
         return ""
     if not found.inject:
-        return "good out: pushes that were excluded, though nothing was spoilt."
-    return (
-        "bad out: spoilt pushes that were excluded; good out: sound ones that were; bad in: spoilt ones that were not."
-    )
+        return "good out: pushes that were excluded, although none was spoilt."
+    return "bad out: excluded spoilt pushes; good out: excluded good ones; bad in: spoilt ones that were not excluded."
 
 
 def _alarm_sentence(found: Comparison) -> str:
-    """What the master raised alarms about, with the second of each method's first one; compare.json has all words."""
+    """A sentence about the master's alarms, with the second of each method's first one; compare.json has their full
+    text."""
     about: dict[str, dict[str, float]] = {}
     for name, summary in found.summaries.items():
         for at_s, sentence in (alarm for run in summary.runs.values() for alarm in run.alarms):
@@ -196,7 +197,7 @@ def _alarm_sentence(found: Comparison) -> str:
 
 
 def loss_text(summary: MethodSummary) -> str:
-    """A mean with its spread, or how many seeds have none."""
+    """A mean loss with its spread, or how many seeds have none."""
     if summary.loss is not None:
         spread = f" ± {summary.sd:.3f}" if summary.sd is not None else ""
         return f"{summary.loss:.3f}{spread}"
@@ -205,28 +206,28 @@ def loss_text(summary: MethodSummary) -> str:
 
 
 def time_text(summary: MethodSummary) -> str:
-    """Of all tokens; NOTHING where they were not made."""
+    """The time of all tokens; NOTHING when they were not reached."""
     return NOTHING if summary.virtual_s is None else format_seconds(round(summary.virtual_s))
 
 
 def _timed(found: Comparison) -> bool:
-    """Whom spoilt pushes slow down is not the question."""
+    """Whether times are shown: not with spoilt pushes, where they are not compared."""
     return "diloco-clip" in found.summaries and not found.inject
 
 
 def _speed(summary: MethodSummary, reference: MethodSummary) -> float | None:
-    """How much sooner than the reference it has trained as many tokens."""
+    """How many times faster than the reference it trained on the same tokens."""
     ours, theirs = summary.virtual_s, reference.virtual_s
     return theirs / ours if ours and theirs else None
 
 
 def show(value: float | None, form: str, unit: str = "") -> str:
-    """A number in this format; NOTHING for None."""
+    """Format a number; NOTHING for None."""
     return NOTHING if value is None else f"{value:{form}}{unit}"
 
 
 def table_of(title: str, columns: Sequence[str]) -> Table:
-    """An empty table with these headings; all columns but the first stand to the right."""
+    """An empty table with these headings; all columns except the first are right-aligned."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)

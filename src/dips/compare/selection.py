@@ -1,4 +1,4 @@
-"""What `dips compare` was asked for: texts of the command line made into values, with a sentence for every slip."""
+"""Parses the options of `dips compare`: texts of the command line to values, with a sentence for every mistake."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 def setup_of(
     name: str, gaps: str | None, inner_steps: int | None, tokens: str | None, lr: float | None = None
 ) -> ComparisonSetup:
-    """The set-up with what the command line changes. Raises ConfigError."""
+    """The set-up with the command line's changes. Raises ConfigError."""
     return load_setup(name).with_overrides(
         gaps=None if gaps is None else _numbers("--gaps", gaps, _gap, "0,16,33,50"),
         inner_steps=inner_steps,
@@ -48,27 +48,29 @@ def methods_of(text: str) -> tuple[str, ...]:
 
 
 def seeds_of(text: str) -> tuple[int, ...]:
-    """Each once. Raises ConfigError."""
+    """Seeds, each once. Raises ConfigError."""
     return tuple(dict.fromkeys(_numbers("--seeds", text, _seed, "1,2,3")))
 
 
 def check_inject(kind: str | None) -> None:
-    """Raises ConfigError for an unknown kind."""
+    """Check the kind of injection. Raises ConfigError for an unknown one."""
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"--inject {kind!r} is not known: choose one of {', '.join(KINDS)}")
 
 
 def check_figure(figure: str, given: Mapping[str, object]) -> None:
-    """Raises ConfigError for an unknown figure, and for an option in `given` that a figure chooses by itself."""
+    """Check the figure. Raises ConfigError for an unknown one, and for an option in `given` that a figure sets
+    itself."""
     if figure not in ALL_FIGURES:
         raise ConfigError(f"--figure {figure!r} is not known: choose one of {', '.join(ALL_FIGURES)}")
     for option, value in given.items():
         if value is not None:
-            raise ConfigError(f"figure {figure} has no use for {option}: leave {option} out, or leave --figure out")
+            raise ConfigError(f"figure {figure} does not use {option}: leave {option} out, or leave --figure out")
 
 
 def check_place(run_dir: Path) -> None:
-    """Before anything is trained for nothing. Raises ConfigError, or ModuleNotFoundError, which the command tells."""
+    """Check the run's folder and packages before the training. Raises ConfigError, or ModuleNotFoundError, which the
+    command reports."""
     for package in _NEEDED:
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)

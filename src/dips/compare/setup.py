@@ -1,8 +1,8 @@
-"""The set-up of a comparison: what a TOML file may say, and the files that come with the package.
+"""Reads the set-up of a comparison from a TOML file, the user's own or one that comes with the package.
 
 One file holds everything that is the same for all methods: speeds, links, hyper-parameters, tokens. Amounts carry units
-("10 Gbps", "1 s"). The table [master] takes the settings of `dips master` by the same names; a method's own win over
-them. Nothing is guessed: an unknown name is refused with the nearest known one.
+("10 Gbps", "1 s"). The table [master] takes the settings of `dips master` by the same names; a method's own settings
+override them. Nothing is guessed: an unknown name is refused with the nearest known one.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from dips.sim.run_plan import RUN_ID
 
 SHIPPED = files("dips.compare") / "setups"
 FOLDER = Path("compared")
-"""The master asks for a folder; a simulated one never touches it."""
+"""The folder in the master's settings; a simulated master never uses it."""
 
 
 VERDICT_WAIT = "30 s"
-"""A fixed time, so that what is compared does not hang on how long exchanges took."""
+"""A fixed time, so that the comparison does not depend on how long exchanges took."""
 
 _OURS = {"run_id", "directory", "listen", "log_level", "log_format"}
-"""Settings of a real master process, which a simulated one has no use for."""
+"""Settings of a real master process that a simulated one does not use."""
 
 _FROM_TABLES = {
     "slaves": "[servers] slaves",
@@ -56,13 +56,13 @@ _FROM_TABLES = {
     "min_clusters": "[clusters]",
     "max_clusters": "[clusters]",
 }
-"""Settings of the master that follow from other tables, and where they stand."""
+"""Settings of the master that follow from other tables, with their keys there."""
 
 _TABLES = ("run", "model", "inner", "clusters", "links", "servers", "master")
 
 
 class ComparisonSetup(Knobs):
-    """One whole set-up. Clusters are named a, b, c...; rates in bits/s, times in seconds."""
+    """A complete set-up. Clusters are named a, b, c...; rates in bits/s, times in seconds."""
 
     name: str = Field(description="File name without .toml")
     run: RunTable = Field(description="[run]")
@@ -83,7 +83,7 @@ class ComparisonSetup(Knobs):
                 )
         return self
 
-    # ---- what follows from it ----
+    # ---- derived values ----
 
     @property
     def n_clusters(self) -> int:
@@ -99,12 +99,12 @@ class ComparisonSetup(Knobs):
 
     @property
     def step_s(self) -> tuple[float, ...]:
-        """One inner step, cluster by cluster."""
+        """Seconds of one inner step, cluster by cluster."""
         return tuple(self.clusters.fastest_step * (1 + gap) for gap in self.clusters.gaps)
 
     @property
     def up_bits_per_s(self) -> tuple[float, ...]:
-        """Cluster by cluster; 0: no limit."""
+        """Rates towards the servers, cluster by cluster; 0: no limit."""
         return _for_each(self.links.up, self.n_clusters)
 
     @property
@@ -117,12 +117,12 @@ class ComparisonSetup(Knobs):
 
     @property
     def ideal_tokens_per_s(self) -> float:
-        """Every cluster trains all the time, and nothing travels."""
+        """The rate when every cluster trains all the time, and transfers take no time."""
         return sum(self.tokens_per_step / step_s for step_s in self.step_s)
 
     @property
     def ideal_ratio(self) -> float:
-        """ideal_tokens_per_s over that of a method in which all wait for the slowest cluster: sum of speeds / (K x
+        """ideal_tokens_per_s / the rate of a method in which all wait for the slowest cluster: sum of speeds / (K x
         slowest)."""
         return sum(1 / step_s for step_s in self.step_s) * max(self.step_s) / self.n_clusters
 
@@ -140,10 +140,10 @@ class ComparisonSetup(Knobs):
         latency_s: float | None = None,
         master: Mapping[str, Any] | None = None,
     ) -> ComparisonSetup:
-        """The same set-up with these values; None leaves what stands. Raises ConfigError.
+        """The same set-up with these values; None keeps the present one. Raises ConfigError.
 
-        lr: the inner optimizer's. up, down: bits/s, one or one for each cluster; a list of rates does not outlive
-        another number of clusters. master: added to the table [master].
+        lr: the inner optimizer's. up, down: bits/s, one or one for each cluster; a list of rates is dropped
+        when the number of clusters changes. master: added to the table [master].
         """
         tables = self.model_dump()
         changes: Mapping[str, Mapping[str, Any]] = {
@@ -158,7 +158,7 @@ class ComparisonSetup(Knobs):
         return _from_tables(self.name, tables, f"set-up {self.name}, changed")
 
     def master_config(self, method: Method) -> MasterConfig:
-        """The settings with which `dips master` would run this method. Raises ConfigError."""
+        """The settings of `dips master` for this method. Raises ConfigError."""
         return load_table(
             MasterConfig,
             {
@@ -184,14 +184,14 @@ class ComparisonSetup(Knobs):
         return plain
 
     def digest(self) -> str:
-        """The same for equal set-ups, whatever their name and words."""
+        """A digest that is equal for equal set-ups, whatever their name and description."""
         tables = self.to_json()
         tables["run"].pop("about")
         del tables["name"]
         return hashlib.blake2b(json.dumps(tables, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def describe(self) -> list[tuple[str, str]]:
-        """(what, value) line by line, for the screen."""
+        """The set-up as lines (what, value) for the screen."""
         inner, run, settings = self.inner, self.run, dict(self.master)
         carried = format_count(self.model.wire_parameters) if self.model.wire_parameters else "its own"
         steps = ", ".join(
@@ -233,14 +233,15 @@ def shipped() -> list[str]:
 
 
 def load_setup(name: str | Path) -> ComparisonSetup:
-    """A shipped set-up by its name, or a person's own file. Raises ConfigError."""
+    """Load a shipped set-up by its name, or the user's own file. Raises ConfigError."""
     path = _find(name)
     tables = read_tables(path, _TABLES)
     return _from_tables(path.stem, tables, str(path))
 
 
 def _find(name: str | Path) -> Path:
-    """A shipped name wins over a file or folder of that name, which may stand in any working directory."""
+    """The file of a set-up. A shipped name takes precedence over a file or folder of that name in the working
+    directory."""
     own = Path(name)
     if str(name) in shipped():
         return Path(str(SHIPPED / f"{name}.toml"))
@@ -274,7 +275,7 @@ def _from_tables(name: str, tables: Mapping[str, Any], where: str) -> Comparison
 
 
 def _master(table: dict[str, Any], where: str) -> dict[str, Any]:
-    """Settings of `dips master`, as they were written; checked with each method."""
+    """Settings of `dips master`, as written in the file; they are checked with each method."""
     if wrong := sorted(_OURS & set(table)):
         raise ConfigError(f"{where} [master]: {wrong[0]!r} has no meaning in a simulation: leave it out")
     if wrong := sorted(set(_FROM_TABLES) & set(table)):

@@ -1,4 +1,4 @@
-"""The tables of a comparison's set-up, field by field, but for [master], whose settings are those of `dips master`."""
+"""The tables of a comparison's set-up, field by field, except [master], whose settings are those of `dips master`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Rates = Annotated[tuple[BitsPerSecond, ...], BeforeValidator(_listed)]
 class RunTable(Knobs):
     """[run]"""
 
-    about: str = Field("", description="One sentence on what is set up")
+    about: str = Field("", description="One sentence about the set-up")
     tokens: Annotated[Count, Field(ge=1)] = Field(786_432, description="Tokens of the run, equal for all methods")
     inner_steps: int = Field(16, ge=1, le=1_000_000, description="H: inner steps between two pushes")
     evaluations: int = Field(12, ge=1, le=1000, description="Points of a curve, equally spaced in tokens")
@@ -45,7 +45,7 @@ class ModelTable(Knobs):
         "tiny", description="The byte model that is really trained: tiny or small"
     )
     wire_parameters: Count = Field(
-        0, description="Parameters that every transfer pretends to carry, in float32; 0: as many as the model has"
+        0, description="Parameters from which the size of transfers follows, in float32; 0: as many as the model has"
     )
 
 
@@ -69,14 +69,16 @@ class ClustersTable(Knobs):
         (0.0, 0.16, 0.33, 0.5),
         description="By how much a step of each cluster takes longer than without a gap: 0.16 = 16 %",
     )
-    jitter: float = Field(0.0, ge=0, lt=0.5, description="A step takes up to so much more or less, as a fraction")
+    jitter: float = Field(
+        0.0, ge=0, lt=0.5, description="Random variation of a step's time: 0.1 = up to 10 % more or less"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not 1 <= len(self.gaps) <= MAX_CLUSTERS:
             raise ValueError(f"gaps has {len(self.gaps)} entries: give one for each cluster, 1 to {MAX_CLUSTERS}")
         if min(self.gaps) < 0:
-            raise ValueError(f"gaps holds {min(self.gaps):g}: a gap is what a step takes longer, so 0 or more")
+            raise ValueError(f"gaps holds {min(self.gaps):g}: a gap is the additional time of a step, so 0 or more")
         return self
 
 
@@ -94,4 +96,4 @@ class ServersTable(Knobs):
 
     slaves: int = Field(2, ge=1, le=64, description="How many slaves hold the model")
     flush: Seconds = Field(0.001, description="One durable write of a slave's or the master's disk")
-    work: Seconds = Field(0.001, description="What a slave's job takes: to measure, to prepare, to write")
+    work: Seconds = Field(0.001, description="Time of one job of a slave: to measure, to prepare, to write")

@@ -1,7 +1,7 @@
-"""The figures of the Di-PS paper that show throughput: what each runs, and what it says beside the paper.
+"""Defines the paper's figures about throughput: what each runs, and how the result compares with the paper.
 
-Nothing is trained: the real state machines play the set-up's rounds with its links (dips.compare.throughput), and
-the paper's baselines without servers are computed. A gain is over synchronous DiLoCo, the faster of its two forms.
+Nothing is trained: the real state machines run the set-up's rounds over its links (dips.compare.throughput), and the
+paper's baselines without servers are computed. A gain is relative to synchronous DiLoCo, the faster of its two forms.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dips.compare.throughput import ThroughputComparison, compare, first_cluster
 METHODS = ("dips", "dynamic", "dynamic-push", "dynamic-full")
 GBPS = 1e9
 RATES_GBPS = (1, 2, 5, 10)
-"""Of the last cluster's link, each way."""
+"""Rates of the last cluster's link, each way."""
 
 
 @dataclass(frozen=True)
 class SpeedJob:
-    """One set-up, of which all methods are measured. column: its heading in the table."""
+    """One set-up, in which all methods are measured. column: its heading in the table."""
 
     column: str
     setup: ComparisonSetup
@@ -35,24 +35,24 @@ class SpeedJob:
 
 @dataclass(frozen=True)
 class SpeedResult:
-    """What was found in one family of set-ups, column by column."""
+    """The throughputs of one family of set-ups, column by column."""
 
     setup: ComparisonSetup
     columns: Sequence[tuple[str, ThroughputComparison]]
 
     def shares(self, method: str) -> list[float]:
-        """Of ideal."""
+        """Throughput as a part of the ideal one."""
         return [found.of(method).share_of_ideal for _, found in self.columns]
 
     def gains(self, method: str, over: str | None = None) -> list[float]:
-        """Over synchronous DiLoCo, or another method."""
+        """Speed relative to synchronous DiLoCo, or to another method."""
         return [
             found.of(method).gain_over(found.synchronous if over is None else found.of(over))
             for _, found in self.columns
         ]
 
     def ideal_gains(self) -> list[float]:
-        """Over synchronous DiLoCo, of clusters that train all the time and never wait."""
+        """Speed of clusters that train all the time and never wait, relative to synchronous DiLoCo."""
         return [found.synchronous.ideal_tokens_per_s / found.synchronous.tokens_per_s for _, found in self.columns]
 
     def methods(self) -> list[str]:
@@ -63,8 +63,8 @@ class SpeedResult:
 
 @dataclass(frozen=True)
 class SpeedFigure:
-    """setups: the shipped ones that it is made of. statement: the paper's words, [...] where some are left out.
-    reading: ours, of one result."""
+    """setups: the shipped ones that it is made of. statement: quoted from the paper, [...] for omissions.
+    reading: our sentence about one result."""
 
     name: str
     title: str
@@ -76,7 +76,7 @@ class SpeedFigure:
 
 
 def speed_jobs(figure: SpeedFigure, setups: Sequence[ComparisonSetup], seed: int) -> list[SpeedJob]:
-    """Raises ConfigError for a set-up that the figure cannot be made of."""
+    """The jobs of a figure. Raises ConfigError for a set-up that the figure cannot use."""
     return [SpeedJob(column, changed, seed) for setup in setups for column, changed in figure.columns(setup)]
 
 
@@ -102,7 +102,7 @@ def _reading_9(found: SpeedResult) -> str:
 
 def _reading_10(found: SpeedResult) -> str:
     if len(found.columns) == 1:
-        return "one cluster has nothing to wait for."
+        return "one cluster never waits."
     several = SpeedResult(found.setup, found.columns[1:])
     shares = "; ".join(f"{name} {span(several.shares(name), '.1%', '')}" for name in METHODS)
     return (
@@ -150,4 +150,4 @@ _FIGURES = (
 )
 
 SPEED_FIGURES: Mapping[str, SpeedFigure] = {figure.name: figure for figure in _FIGURES}
-"""By the paper's number."""
+"""Figures by their number in the paper."""

@@ -1,4 +1,4 @@
-"""A figure of throughput, run and told: tables, pictures, and the paper's statement beside what was found here."""
+"""Runs and reports a figure about throughput: tables, pictures, and the paper's statement with our result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def run_speed(
     clock: Clock,
     work: Work[SpeedJob, ThroughputComparison] = do_speed,
 ) -> list[SpeedResult]:
-    """One result for each set-up. Raises ConfigError for a set-up that does not fit, DipsError when a run fails."""
+    """Run a figure; one result for each set-up. Raises ConfigError for a set-up that does not fit, DipsError when a run
+    fails."""
     jobs = speed_jobs(figure, setups, seed)
     found: dict[int, ThroughputComparison] = {}
     try:
@@ -81,7 +82,7 @@ def speed_json(figure: SpeedFigure, results: Sequence[SpeedResult]) -> dict[str,
 
 
 def write_speed(figure: SpeedFigure, results: Sequence[SpeedResult], run_dir: Path) -> list[Path]:
-    """figure-NAME.json, and a picture for each set-up, in the run's directory."""
+    """Write figure-NAME.json, and a picture for each set-up, into the run's directory."""
     paths = [run_dir / f"figure-{figure.name}.json"]
     write_json(paths[0], speed_json(figure, results))
     for result in results:
@@ -93,7 +94,7 @@ def write_speed(figure: SpeedFigure, results: Sequence[SpeedResult], run_dir: Pa
 
 
 def share_table(figure: SpeedFigure, result: SpeedResult) -> Table:
-    """Tokens a second beside the ideal, column by column."""
+    """The table of tokens a second as a part of the ideal, column by column."""
     table = _table(f"Figure {figure.name}, {result.setup.name}: tokens a second, of ideal", result)
     for method in result.methods():
         table.add_row(method, *(f"{share:.1%}" for share in result.shares(method)))
@@ -101,7 +102,7 @@ def share_table(figure: SpeedFigure, result: SpeedResult) -> Table:
 
 
 def gain_table(result: SpeedResult) -> Table:
-    """Tokens a second beside synchronous DiLoCo, the faster of its two forms."""
+    """The table of tokens a second relative to synchronous DiLoCo, the faster of its two forms."""
     table = _table("tokens a second, over synchronous DiLoCo", result)
     for method in result.methods():
         table.add_row(method, *(f"{gain:.2f}x" for gain in result.gains(method)))

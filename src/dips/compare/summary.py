@@ -1,7 +1,7 @@
-"""What the runs of one method come to: means over seeds, and the counts that say how it got there.
+"""Summarises the runs of one method: means over seeds, and the counts of rounds and pushes.
 
 Losses are nats per byte, times are virtual seconds. A run that did not end with a finite loss counts as such: it is
-never left out of a mean in silence.
+never silently left out of a mean.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dips.compare.record import PushFact, RoundFact, RunRecord
 
 APPLIED, EXCLUDED = "APPLIED", "EXCLUDED"
 FINISHED, LOCKED_OUT = "finished", "locked out"
-"""How a run ended that made all its tokens, and one whose penalty refused every push for good."""
+"""How a run ended that reached all its tokens, and one whose penalty refused every push from some time on."""
 
 KNOWS_NOTHING = math.log(256)
-"""Nats per byte of a model that guesses: who ends above it has lost its model, finite or not."""
+"""Nats per byte of a model that guesses: a run that ends above it has lost its model, finite or not."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run. Counts of pushes are None for a method that has none (data parallel).
+    """The summary of one run. Counts of pushes are None for a method that has none (data parallel).
 
-    share_of_ideal: its tokens a second beside the sum of what the clusters make alone; None when it did not finish.
+    share_of_ideal: its tokens a second / the sum of what the clusters make alone; None when it did not finish.
     merged_per_round: accepted pushes of a committed round. clipped: share of the committed rounds whose merge was
-    shortened. flagged_bad: injected pushes that were excluded; flagged_good: sound ones that were; missed: injected
-    ones that were applied.
+    shortened. flagged_bad: injected pushes that were excluded; flagged_good: good ones that were excluded; missed:
+    injected ones that were applied.
     """
 
     loss: float | None
@@ -55,7 +55,7 @@ class RunSummary:
 
 
 def summarise(record: RunRecord, ideal_tokens_per_s: float) -> RunSummary:
-    """Counts what the record holds; judges nothing anew."""
+    """Summarise a record by counting; it judges nothing again."""
     pushes = [push for row in record.judged for push in row.pushes]
     committed = [row for row in record.judged if row.kappa is not None]
     return RunSummary(
@@ -88,7 +88,7 @@ class MethodSummary:
 
     @property
     def losses(self) -> list[float]:
-        """Of the seeds that ended with a finite loss."""
+        """The losses of the seeds that ended with a finite one."""
         return [run.loss for run in self.runs.values() if run.loss is not None]
 
     @property
@@ -97,7 +97,7 @@ class MethodSummary:
 
     @property
     def locked_out(self) -> bool:
-        """Whether the runs without a loss have none because the penalty refused every push for good."""
+        """Whether the runs without a loss have none because the penalty refused every push from some time on."""
         lost = [run.ended for run in self.runs.values() if run.loss is None]
         return bool(lost) and set(lost) == {LOCKED_OUT}
 
@@ -107,7 +107,7 @@ class MethodSummary:
 
     @property
     def virtual_s(self) -> float | None:
-        """Of all tokens; None when one of the runs did not make them, since it is no shorter for that."""
+        """The time of all tokens; None when one of the runs did not reach them: its time would not be comparable."""
         return self.mean("virtual_s") if all(run.ended == FINISHED for run in self.runs.values()) else None
 
     @property
@@ -115,7 +115,7 @@ class MethodSummary:
         return stdev(self.losses) if len(self.losses) > 1 and not self.not_finite else None
 
     def mean(self, name: str) -> float | None:
-        """Over the seeds, of a field of RunSummary; None when it is None."""
+        """The mean over the seeds of a field of RunSummary; None when it is None."""
         values = [getattr(run, name) for run in self.runs.values()]
         return None if None in values else _mean(values)
 
@@ -132,7 +132,7 @@ class MethodSummary:
         return sum(len(run.alarms) for run in self.runs.values())
 
     def minus(self, other: MethodSummary | None) -> float | None:
-        """How much higher this method's loss is, over the seeds that both have; None when that cannot be said."""
+        """How much higher this method's loss is, over the seeds that both have; None when there is none."""
         if other is None:
             return None
         both = [(run.loss, other.runs[seed].loss) for seed, run in self.runs.items() if seed in other.runs]
@@ -156,7 +156,7 @@ def by_label(labelled: Iterable[tuple[str, RunRecord, float]]) -> dict[str, Meth
 def seed_noise(summaries: Mapping[str, MethodSummary]) -> float | None:
     """The spread of a loss over seeds, the median of the methods' variances; None when no method has two seeds.
 
-    A method that lost its model in any seed says nothing about the others: how far it fell is chance.
+    A method that lost its model in any seed is not used: its losses are random.
     """
     sound = [summary for summary in summaries.values() if all(loss < KNOWS_NOTHING for loss in summary.losses)]
     variances = [summary.sd**2 for summary in sound if summary.sd is not None]

@@ -1,4 +1,4 @@
-"""What a run's tapes and journal said, gathered for its record. It decides nothing and computes no time of its own."""
+"""Collects a run's record from its tapes and journal. It decides nothing and computes no time of its own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dips.sim.kernel import SimulatedProcess
 
 
 class RunTally:
-    """began_s: when the first version was published; every time here counts from it."""
+    """Counts one run. began_s: when the first version was published; all times here count from it."""
 
     def __init__(self) -> None:
         self.began_s = math.nan
         self.tokens: dict[Version, int] = {}
-        """Applied up to each version."""
+        """Tokens applied up to each version."""
 
         self.rounds = 0
         self.voids = 0
@@ -37,14 +37,14 @@ class RunTally:
         self._version: Version | None = None
 
     def watch(self, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
-        """A line of the master's tape."""
+        """Take a line of the master's tape."""
         if kind == "judged":
             self._judged = {fields["round"]: fields}
         elif kind == "alarm":
             self.alarms.append((process.kernel.now_s - self.began_s, fields["sentence"]))
 
     def journal(self, record: Mapping[str, Any], now_s: float) -> None:
-        """A durable record."""
+        """Take a durable record of the journal."""
         if record["kind"] == "COMMIT":
             self._committed(record, now_s)
         elif record["kind"] == "VOID":

@@ -1,8 +1,8 @@
-"""Tokens per second of a method in a set-up, against what would be ideal and against synchronous DiLoCo.
+"""Measures tokens per second of a method in a set-up, relative to the ideal and to synchronous DiLoCo.
 
 Our own methods are run, without training, on the simulated servers with links (engine.timing_only). The paper's
-baselines have no servers: what they take follows from the set-up and the time of a ring all-reduce
-(links.all_reduce_s). Synchronous DiLoCo is both computed and run; the faster of the two is what every gain is over.
+baselines have no servers: their times follow from the set-up and the time of a ring all-reduce
+(links.all_reduce_s). Synchronous DiLoCo is both computed and run; every gain is relative to the faster of the two.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from dips.core.errors import ConfigError
 from dips.sim.links import all_reduce_s
 
 WARM_UP_SHARE = 0.25
-"""Of a run's tokens: before that, clusters' phases still settle."""
+"""The part of a run's tokens that is not measured: the clusters' phases still change."""
 
 ROUNDS = 16
-"""How often each cluster pushes in a run that measures throughput, about."""
+"""About how often each cluster pushes in a run that measures throughput."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """tokens_per_s: applied, of all clusters together. Rounds' figures are 0 where nothing was run but computed."""
+    """A throughput. tokens_per_s: applied, of all clusters together. Numbers of rounds are 0 when it was only
+    computed."""
 
     method: str
     tokens_per_s: float
@@ -38,7 +39,7 @@ class Throughput:
 
     @property
     def share_of_ideal(self) -> float:
-        """Of what the clusters would train if nothing travelled and nobody waited."""
+        """The part of what the clusters would train if transfers took no time and no cluster waited."""
         return self.tokens_per_s / self.ideal_tokens_per_s
 
     def gain_over(self, other: Throughput) -> float:
@@ -47,8 +48,8 @@ class Throughput:
 
 @dataclass(frozen=True)
 class ThroughputComparison:
-    """One set-up. baselines: data parallel, synchronous and asynchronous DiLoCo without servers, and synchronous DiLoCo
-    over our servers; measured: the methods that were asked for."""
+    """The throughputs in one set-up. baselines: data parallel, synchronous and asynchronous DiLoCo without servers, and
+    synchronous DiLoCo over our servers; measured: the chosen methods."""
 
     setup: ComparisonSetup
     synchronous: Throughput
@@ -56,7 +57,7 @@ class ThroughputComparison:
     measured: tuple[Throughput, ...]
 
     def gain(self, method: str) -> float:
-        """Of a measured method over synchronous DiLoCo, the faster of its two forms."""
+        """Speed of a measured method relative to synchronous DiLoCo, the faster of its two forms."""
         return self.of(method).gain_over(self.synchronous)
 
     def of(self, method: str) -> Throughput:
@@ -66,7 +67,7 @@ class ThroughputComparison:
 def compare(
     setup: ComparisonSetup, methods: Sequence[Method], seed: int = 1, rounds: int = ROUNDS
 ) -> ThroughputComparison:
-    """All baselines and `methods` in one set-up. Raises ConfigError for a method without servers."""
+    """Compare all baselines and `methods` in one set-up. Raises ConfigError for a method without servers."""
     synchronous = (ring_diloco(setup), measure(setup, METHODS["diloco"], seed, rounds))
     baselines = (data_parallel(setup), *synchronous, ring_async(setup))
     measured = tuple(measure(setup, method, seed, rounds) for method in methods)
@@ -77,12 +78,12 @@ def measure(setup: ComparisonSetup, method: Method, seed: int = 1, rounds: int =
     """Run `method` for so many rounds of each cluster; the rate is that of the steady part.
 
     rounds: of H steps, of a cluster of mean speed. Raises ConfigError for a method without servers, and for fewer than
-    6 rounds, of which too little would be steady.
+    6 rounds, which have too short a steady part.
     """
     if method.kind != "servers":
-        raise ConfigError(f"method {method.name} has no servers to be run on: take data_parallel() for it")
+        raise ConfigError(f"method {method.name} has no servers to run on: use data_parallel() for it")
     if rounds < 6:
-        raise ConfigError(f"{rounds} rounds are too few to measure a throughput: take at least 6")
+        raise ConfigError(f"{rounds} rounds are too few to measure a throughput: give at least 6")
     tokens = rounds * setup.n_clusters * setup.run.inner_steps * setup.tokens_per_step
     record = timing_only(setup.with_overrides(tokens=tokens), method, seed)
     judged = [push for fact in record.judged for push in fact.pushes]
@@ -99,8 +100,8 @@ def measure(setup: ComparisonSetup, method: Method, seed: int = 1, rounds: int =
 def steady_tokens_per_s(record: RunRecord) -> float:
     """The sum of the clusters' rates after the warm-up.
 
-    Of each: the tokens of its merged pushes after the first one, over the time from the first to the last. So rounds
-    that are cut at either end do not blur it as they would a total.
+    Of each: the tokens of its merged pushes after the first one, over the time from the first to the last. Incomplete
+    rounds at either end do not distort it, as they would distort a total.
     """
     begins = WARM_UP_SHARE * record.virtual_s
     merged: dict[str, list[tuple[float, int]]] = {}
@@ -120,21 +121,23 @@ def _rate(pushes: Sequence[tuple[float, int]]) -> float:
 
 
 def data_parallel(setup: ComparisonSetup) -> Throughput:
-    """Every step waits for the slowest cluster and for an all-reduce of the gradients, in float32 (paper 5.1, i)."""
+    """Data parallel: every step waits for the slowest cluster and for an all-reduce of the gradients, in float32 (paper
+    5.1, i)."""
     return _computed(setup, "dp", max(setup.step_s) + exchange_s(setup), 1)
 
 
 def ring_diloco(setup: ComparisonSetup) -> Throughput:
-    """Every round of H steps waits for the slowest cluster and for an all-reduce of the parameters (paper 5.1, ii)."""
+    """Synchronous DiLoCo without servers: every round of H steps waits for the slowest cluster and for an all-reduce of
+    the parameters (paper 5.1, ii)."""
     h = setup.run.inner_steps
     return _computed(setup, "ring-diloco", h * max(setup.step_s) + exchange_s(setup), h)
 
 
 def ring_async(setup: ComparisonSetup) -> Throughput:
-    """Each cluster goes round by itself; its exchange takes as long as everybody's, since the ring goes through all
-    links (paper 5.1, iii, and 3.1: "uniformly high communication overhead").
+    """Asynchronous DiLoCo without servers: each cluster has rounds of its own, but an exchange takes equally long for
+    all, since the ring goes through all links (paper 5.1, iii, and 3.1: "uniformly high communication overhead").
 
-    What exchanges take from one another is not counted, so this is an upper bound.
+    That exchanges slow each other down is not counted, so this is an upper bound.
     """
     h, exchange = setup.run.inner_steps, exchange_s(setup)
     rate = sum(h * setup.tokens_per_step / (h * step_s + exchange) for step_s in setup.step_s)
@@ -142,7 +145,7 @@ def ring_async(setup: ComparisonSetup) -> Throughput:
 
 
 def exchange_s(setup: ComparisonSetup) -> float:
-    """One ring all-reduce of the model that is on the wire."""
+    """Seconds of one ring all-reduce of the model as it is sent."""
     return all_reduce_s(wire_bytes(setup), setup.up_bits_per_s, setup.down_bits_per_s, setup.links.latency)
 
 
@@ -163,7 +166,7 @@ def with_last_link(setup: ComparisonSetup, bits_per_s: float) -> ComparisonSetup
 def first_clusters(setup: ComparisonSetup, n: int) -> ComparisonSetup:
     """The set-up with its first n clusters only (paper 5.2: added one after another). Raises ConfigError."""
     if not 1 <= n <= setup.n_clusters:
-        raise ConfigError(f"set-up {setup.name} has {setup.n_clusters} clusters: {n} of them cannot be taken")
+        raise ConfigError(f"set-up {setup.name} has {setup.n_clusters} clusters: {n} of them cannot be used")
     return setup.with_overrides(
         gaps=setup.clusters.gaps[:n], up=setup.up_bits_per_s[:n], down=setup.down_bits_per_s[:n]
     )

@@ -1,1 +1,2 @@
-"""Judges of any run, real or simulated, by what its processes recorded: invariants, verify, replay, story."""
+"""Judges of any run, real or simulated, by what its processes recorded: invariants, verification, replay, event
+history."""

@@ -1,8 +1,8 @@
-"""Whether what the processes recorded is whole, and whether records of one thing agree, whoever wrote them.
+"""Checks that a run's records are complete, and that records of the same fact by different processes agree.
 
-The invariants judge what a record says; this judges whether it may be believed. A digest shows that a file changed;
-here the same fact is looked up in every other place that has it, so that one record that was changed together with its
-digest stands alone against the others. It must never judge a promise about state: that is the invariants' work.
+The invariants judge what a record says; this module judges whether it can be trusted. A digest shows that a file
+changed; here the same fact is looked up in every other place that has it, so that one record that was changed together
+with its digest contradicts the others. It must never judge a promise about state: that is the invariants' work.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ SPEAKS = frozenset(
         *(("slave", kind) for kind in ("promised", "persisted", "stopped")),
     }
 )
-"""Lines of tapes, by role and kind, that are compared here."""
+"""Role and kind of the tape lines that are compared here."""
 
 MAX_SENTENCES = 20
-"""Of one kind of difference: the first ones explain the others."""
+"""How many sentences are kept of one kind of difference: the first ones explain the others."""
 
 
 @dataclass
 class Evidence:
-    """What became of it. judged: how many records were compared; unproven: what is missing that others speak of."""
+    """The result. judged: how many records were compared; unproven: what is missing although other records name it."""
 
     judged: int = 0
     violations: list[Violation] = field(default_factory=list)
     unproven: list[str] = field(default_factory=list)
 
     def differs(self, sentence: str, where: str) -> None:
-        """Two records do not agree."""
+        """Report that two records do not agree."""
         if sum(violation.fact == where for violation in self.violations) < MAX_SENTENCES:
             self.violations.append(Violation(NAME, sentence, where))
 
 
 def judge_evidence(records: RunRecords, history: History, without: Collection[str] = ()) -> Evidence:
-    """Compare everything with everything that speaks of the same.
+    """Compare each record with all other records of the same fact.
 
-    history: what the invariants made of the records. without: names of processes (`master` is one) whose tapes were
-    never in this directory, as who asks knows.
+    history: what the invariants collected from the records. without: names of processes (`master` is one) whose tapes
+    were never in this directory, as the caller says.
     """
     found = Evidence(unproven=list(records.unproven))
     _missing_tapes(records, history, without, found)
@@ -70,7 +70,7 @@ def judge_evidence(records: RunRecords, history: History, without: Collection[st
         try:
             compare(records, history, found)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            records.problems.append(f"a record lacks what others of its kind have ({error!r}): it was changed")
+            records.problems.append(f"a record lacks fields that others of its kind have ({error!r}): it was changed")
     return found
 
 
@@ -78,22 +78,22 @@ def judge_evidence(records: RunRecords, history: History, without: Collection[st
 
 
 def _missing_tapes(records: RunRecords, history: History, without: Collection[str], found: Evidence) -> None:
-    """Of processes that the journal names: what only they could contradict is not proven."""
+    """Report missing tapes of processes that the journal names: what only these could contradict is not proven."""
     commits = history.commits.values()
     named = {("slave", "slave", slave) for made in commits for slave in made.digests}
     named |= {("worker", "cluster", item.push[0]) for made in commits for item in made.participants}
     missing = [
-        f"no tape of {what} {name} is here" for role, what, name in sorted(named)
+        f"the tape of {what} {name} is missing" for role, what, name in sorted(named)
         if (role, name) not in records.tapes and name not in without
     ]  # fmt: skip
     if "master" not in without and not any(role == "master" for role, _ in records.tapes):
-        missing.insert(0, "no tape of the master is here")
+        missing.insert(0, "the tape of the master is missing")
     how = "put it into the directory, or give --without-tape NAME if there never was one"
     found.unproven += [f"{sentence}: {how}" for sentence in missing]
 
 
 def _missing_manifests(records: RunRecords, history: History, without: Collection[str], found: Evidence) -> None:
-    """What was published, and on disk, is on disk still, unless something newer is."""
+    """Check that a version that was published and on disk is still there, or a newer one."""
     published = [pair(line.fields.get("version")) for line in records.lines["master"] if line.kind == "publish"]
     newest = next((version for version in reversed(published) if version in history.commits), None)
     if newest is None:
@@ -113,7 +113,7 @@ def _missing_manifests(records: RunRecords, history: History, without: Collectio
             have = f"the newest is {say_version(max(here))}" if here else "there is none"
             found.unproven.append(
                 f"version {say_version(wanted)} was on the disk of slave {slave}, but no manifest of it, or of a newer "
-                f"one, is here ({have}): the slave's directory was emptied, or is elsewhere"
+                f"one, was found ({have}): the slave's directory was emptied or moved"
             )
 
 
@@ -121,7 +121,7 @@ def _missing_manifests(records: RunRecords, history: History, without: Collectio
 
 
 def _newest_state(records: RunRecords, _: History, found: Evidence) -> None:
-    """The ledger of the last record belongs to the newest decision."""
+    """Check that the ledger of the last record belongs to the newest decision."""
     ledger, decisions = records.ledger, [record for record in records.journal if record["kind"] in MERGES]
     if not ledger or not decisions or not records.rows:
         return
@@ -134,7 +134,7 @@ def _newest_state(records: RunRecords, _: History, found: Evidence) -> None:
             where,
         )
     if commit is None:
-        return  # hand-made: a master always keeps the record of its version
+        return  # edited by hand: a master always keeps the record of its version
     if commit["version"] != newest["version"] or commit["digests"] != newest["digests"]:
         found.differs("the journal's newest state is of another version than its newest decision", where)
     if newest["kind"] != "ADOPT":
@@ -157,7 +157,7 @@ def _round(raw: Any) -> str:
 
 
 def _records_of_manifests(records: RunRecords, _: History, found: Evidence) -> None:
-    """A manifest carries the whole record of its version, the ledger included; the journal has it without."""
+    """Compare the record in each manifest, which includes the ledger, with the journal's, which does not."""
     by_name: dict[tuple[str, Pair | None, Pair | None], Fields] = {
         (record["kind"], pair(record["version"]), pair(record["round"])): record
         for record in records.journal
@@ -169,7 +169,7 @@ def _records_of_manifests(records: RunRecords, _: History, found: Evidence) -> N
             raw = json.loads(text)
             key = (str(raw["kind"]), pair(raw["version"]), pair(raw["round"]))
         except (ValueError, KeyError, TypeError):
-            continue  # hand-made; a slave's start would refuse it
+            continue  # edited by hand; a slave refuses it at its start
         if key in by_name:
             where = f"the manifest of version {stored.body['version']} on slave {stored.slave}"
             _same_record(by_name[key], text, where, f"manifest {stored.slave}", found)
@@ -196,7 +196,7 @@ def _short(value: object) -> str:
 
 
 def _decisions_against_master(records: RunRecords, history: History, found: Evidence) -> None:
-    """What was judged, and what was committed with which bound, stands on the master's tape as well."""
+    """Compare the journal's judgements and staleness bounds (s_max) with those on the master's tape."""
     judged: dict[Pair | None, list[Fields]] = {}
     committed: dict[Pair | None, list[Fields]] = {}
     for line in (*records.lines["master"], *_later(records, "master")):
@@ -219,37 +219,40 @@ def _decisions_against_master(records: RunRecords, history: History, found: Evid
             if all(fields.get("s_max") != record.get("s_max") for fields in said):
                 bound = said[-1].get("s_max")
                 found.differs(
-                    f"{about} says s_max = {record.get('s_max')}, but the master's tape {bound}", "master commit"
+                    f"{about} says s_max = {record.get('s_max')}, but the master's tape says {bound}", "master commit"
                 )
         elif (
-            record["kind"] == "COMMIT" and committed and not history.lossy and _since_commits_are_told(records, record)
+            record["kind"] == "COMMIT"
+            and committed
+            and not history.lossy
+            and _since_commits_are_recorded(records, record)
         ):
-            found.differs(f"the master's tape says nothing of {about}", "master commit")
+            found.differs(f"the master's tape has no line about {about}", "master commit")
 
 
-def _since_commits_are_told(records: RunRecords, record: Fields) -> bool:
-    """Releases before this one did not write the line: only what came after the first one can lack it."""
+def _since_commits_are_recorded(records: RunRecords, record: Fields) -> bool:
+    """Whether the record is not older than the tape's first "commit" line: older releases did not write these lines."""
     first = next(line for line in (*records.lines["master"], *_later(records, "master")) if line.kind == "commit")
-    told, asked = pair(first.fields.get("round")), pair(record["round"])
-    return told is not None and asked is not None and asked >= told
+    oldest, asked = pair(first.fields.get("round")), pair(record["round"])
+    return oldest is not None and asked is not None and asked >= oldest
 
 
 def _later(records: RunRecords, role: str) -> list[TapeLine]:
-    """What a live process said while the journal was read."""
+    """Lines that a live process wrote while the journal was read."""
     return [line for line in records.later if line.role == role]
 
 
 def _judgement_differs(judgement: Fields, said: Fields) -> str:
-    """The first number of a judgement that the tape has otherwise; empty when none is."""
+    """The first number of a judgement that differs on the tape; empty when none does."""
     norms = {str(cluster): norm for cluster, norm, *_ in judgement["norms"]}
     numbers = {name: (judgement[name], said.get(name)) for name in ("kappa", "rho", "merged_norm")}
     numbers |= {f"norm of {name}": (norm, (said.get("norms") or {}).get(name)) for name, norm in norms.items()}
-    for name, (text, told) in numbers.items():
+    for name, (text, on_tape) in numbers.items():
         # JSON has neither NaN nor infinity: a tape has null for them.
-        if _finite(float(text)) != told:
-            return f"{name} = {text}, but the master's tape {told}"
+        if _finite(float(text)) != on_tape:
+            return f"{name} = {text}, but the master's tape says {on_tape}"
     if list(judgement["accepted"]) != list(said.get("accepted", ())):
-        return f"that {judgement['accepted']} were accepted, but the master's tape {said.get('accepted')}"
+        return f"that {judgement['accepted']} were accepted, but the master's tape says {said.get('accepted')}"
     return ""
 
 
@@ -258,8 +261,7 @@ def _finite(value: float) -> float | None:
 
 
 def _pushes_against_tapes(records: RunRecords, history: History, found: Evidence) -> None:
-    """Tokens, steps, base, fence and ranges of each decided push: as its cluster sent it, as the master's ticket has
-    it, and as its record says."""
+    """Compare tokens, steps, base, fence and ranges of each decided push: cluster's tape, master's ticket, record."""
     begun, sent, tickets = (
         _by_push((*records.lines["worker"], *_later(records, "worker")), "push_begun"),
         _by_push((*records.lines["worker"], *_later(records, "worker")), "push_sent"),
@@ -270,18 +272,18 @@ def _pushes_against_tapes(records: RunRecords, history: History, found: Evidence
             continue
         for item in record.get("participants", ()):
             push = push_of(item["push"])
-            told = {
+            recorded = {
                 "tokens": item["tokens"], "base": pair(item["base"]), "fence": item["fence"],
                 "attempt": item["attempt"], "steps": item.get("steps"), "ranges": item["ranges"],
             }  # fmt: skip
             about = f"push {say_push(push)} of the {record['kind']} of round {say_round(pair(record['round']))}"
-            _one_push(about, told, sent.get(push), f"worker {push[0]}", "its cluster sent", found)
-            _one_push(about, told, begun.get(push), f"worker {push[0]}", "its cluster began it with", found)
-            _one_push(about, told, tickets.get(push), "master", "its ticket says", found)
-            _untold(records, history, about, push, (begun, sent, tickets), found)
+            _one_push(about, recorded, sent.get(push), f"worker {push[0]}", "its cluster sent", found)
+            _one_push(about, recorded, begun.get(push), f"worker {push[0]}", "its cluster began it with", found)
+            _one_push(about, recorded, tickets.get(push), "master", "its ticket says", found)
+            _unrecorded(records, history, about, push, (begun, sent, tickets), found)
 
 
-def _untold(
+def _unrecorded(
     records: RunRecords,
     history: History,
     about: str,
@@ -289,16 +291,16 @@ def _untold(
     lines: tuple[Mapping[PushKey, Any], ...],
     found: Evidence,
 ) -> None:
-    """A cluster's tape has the push before its first byte is sent, the master's before its ticket is."""
+    """Report pushes without a line: the cluster writes it before the first byte, the master before the ticket."""
     begun, sent, tickets = lines
     cluster = push[0]
     if ("worker", cluster) in records.tapes and ("worker", cluster) not in records.gaps:
         if push not in begun and push not in sent:
             found.differs(
-                f"the tape of cluster {cluster} says nothing of {about}: lines are missing", f"worker {cluster}"
+                f"the tape of cluster {cluster} has no line about {about}: lines are missing", f"worker {cluster}"
             )
     if tickets and push not in tickets and not history.lossy:
-        found.differs(f"the master's tape says nothing of a ticket for {about}: lines are missing", "master ticket")
+        found.differs(f"the master's tape has no ticket for {about}: lines are missing", "master ticket")
 
 
 def _by_push(lines: Iterable[TapeLine], kind: str) -> dict[PushKey, list[Fields]]:
@@ -309,32 +311,32 @@ def _by_push(lines: Iterable[TapeLine], kind: str) -> dict[PushKey, list[Fields]
     return by_push
 
 
-def _one_push(about: str, told: Fields, said: list[Fields] | None, fact: str, whose: str, found: Evidence) -> None:
-    """Of lines of the same attempt, one has the very numbers."""
-    same = [fields for fields in said or () if fields.get("attempt", told["attempt"]) == told["attempt"]]
-    if said and not same and fact == "master":  # a cluster that was killed may not have written its last attempt down
-        found.differs(f"{about} has attempt = {told['attempt']}, for which there never was a ticket", fact)
+def _one_push(about: str, recorded: Fields, said: list[Fields] | None, fact: str, whose: str, found: Evidence) -> None:
+    """Report when no line of the same attempt has the record's numbers."""
+    same = [fields for fields in said or () if fields.get("attempt", recorded["attempt"]) == recorded["attempt"]]
+    if said and not same and fact == "master":  # a cluster that was killed may not have recorded its last attempt
+        found.differs(f"{about} has attempt = {recorded['attempt']}, for which no ticket was recorded", fact)
     if not same:
         return
     found.judged += 1
-    differing = [_push_differs(told, fields) for fields in same]
+    differing = [_push_differs(recorded, fields) for fields in same]
     if all(differing):
         name, ours, theirs = differing[-1][0]
         found.differs(f"{about} has {name} = {_short(ours)}, but {whose} {_short(theirs)}", fact)
 
 
-def _push_differs(told: Fields, said: Fields) -> list[tuple[str, object, object]]:
+def _push_differs(recorded: Fields, said: Fields) -> list[tuple[str, object, object]]:
     wrong: list[tuple[str, object, object]] = []
     for name in ("tokens", "steps", "fence"):
-        if name in said and told[name] is not None and said[name] != told[name]:
-            wrong.append((name, told[name], said[name]))
-    if "base" in said and pair(said["base"]) != told["base"]:
-        wrong.append(("base", told["base"], said["base"]))
+        if name in said and recorded[name] is not None and said[name] != recorded[name]:
+            wrong.append((name, recorded[name], said[name]))
+    if "base" in said and pair(said["base"]) != recorded["base"]:
+        wrong.append(("base", recorded["base"], said["base"]))
     if "ranges" in said:
         names = ("lease_id", "pass_index", "chunk", "begin_tokens", "end_tokens")
         theirs = [[item[name] for name in names] for item in said["ranges"]]
-        if theirs != told["ranges"]:
-            wrong.append(("ranges", told["ranges"], theirs))
+        if theirs != recorded["ranges"]:
+            wrong.append(("ranges", recorded["ranges"], theirs))
     return wrong
 
 
@@ -342,7 +344,7 @@ def _push_differs(told: Fields, said: Fields) -> list[tuple[str, object, object]
 
 
 def _directories(records: RunRecords, history: History, found: Evidence) -> None:
-    """What lies in a slave's directory is that slave's, and its promise is the one of its tape."""
+    """Check that a slave's directory holds only its own files, and that its promise is the one on its tape."""
     epochs = [int(record["epoch"]) for record in records.journal if record["kind"] == EPOCH]
     epochs += [int(line.fields["epoch"]) for line in _later(records, "master") if line.kind == "epoch"]
     for folder in sorted({path.parent for path in records.run_dir.rglob(IDENTITY)}):
@@ -356,7 +358,7 @@ def _directories(records: RunRecords, history: History, found: Evidence) -> None
         slave, fact = str(owner.get("slave_id")), f"directory {folder.name}"
         found.judged += 1
         if str(owner.get("run_id")) != records.run_id:
-            found.differs(f"{folder} is of run {owner.get('run_id')!r}, the journal of {records.run_id!r}", fact)
+            found.differs(f"{folder} belongs to run {owner.get('run_id')!r}, the journal to {records.run_id!r}", fact)
         others = {item.slave for item in records.manifests if item.path.parent == folder} - {slave}
         others |= {name for path, name in records.tape_names.items() if path.parent == folder} - {slave}
         for other in sorted(others):
@@ -374,25 +376,25 @@ def _directories(records: RunRecords, history: History, found: Evidence) -> None
 
 
 def _stray_manifests(records: RunRecords, found: Evidence) -> None:
-    """One slave, one directory."""
+    """Report manifests of one slave in more than one directory."""
     homes: dict[str, set[Path]] = {}
     for item in records.manifests:
         homes.setdefault(item.slave, set()).add(item.path.parent)
     for slave, folders in sorted(homes.items()):
         if len(folders) > 1:
             names = ", ".join(sorted(str(folder) for folder in folders))
-            found.differs(f"manifests of slave {slave} lie in more than one directory: {names}", f"manifest {slave}")
+            found.differs(f"manifests of slave {slave} are in more than one directory: {names}", f"manifest {slave}")
 
 
 def ended_without_a_word(records: RunRecords) -> list[str]:
-    """Notes: processes whose tape does not end as an orderly end does, of a run that did."""
+    """Notes about processes whose tape lacks the line of an orderly end, in a run that ended in order."""
     last: dict[tuple[str, str], str] = records.last_kinds
     if not any(role == "master" and kind == "master-ended" for (role, _), kind in last.items()):
         return []
     ends = {"slave": {"stopped"}, "worker": {"left", "stopped", "heldout"}}
     return [
-        f"the tape of {role} {name} does not end as an orderly end does: the process was killed, goes on, or lines at "
-        "the end are missing"
+        f"the tape of {role} {name} does not end with the line of an orderly end: the process was killed, is still "
+        "running, or the last lines are missing"
         for (role, name), kind in sorted(last.items())
         if kind not in ends.get(role, {kind})
     ]
@@ -408,8 +410,8 @@ def put_back(records: RunRecords) -> str:
         return ""
     number = lines[wrong[0]].fields["number"]
     return (
-        f"the journal was put back, or lost its end, once: record {number} and what followed is not in it, though the "
-        "master's tape says that it was written; what only it knew is not judged"
+        f"the journal was restored from a copy, or lost its end, once: record {number} and what followed is not in it, "
+        "though the master's tape says that it was written; what only the lost records said is not judged"
     )
 
 
@@ -437,7 +439,7 @@ def _journal_against_tape(records: RunRecords, _: History, found: Evidence) -> N
 
 
 def _other_rows(records: RunRecords) -> tuple[list[TapeLine], list[int]]:
-    """What the master's tape says of the journal, and which of these lines (by index) the journal contradicts."""
+    """The "journaled" lines of the master's tape, and the indexes of those that the journal contradicts."""
     digests = {row.number: row.digest for row in records.rows}
     oldest = records.rows[0].number if records.rows else 1
     if records.rows and not records.rows[-1].digest:

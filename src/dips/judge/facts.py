@@ -1,4 +1,4 @@
-"""What the invariants judge: facts, and the history that they add up to.
+"""The facts that the invariants judge, and the history that is built from them.
 
 A fact is a record of the master's journal, a line of a process's tape, or a slave's manifest, as the role wrote it. The
 history is what all facts before said, in dictionaries, so that judging one fact never reads the others again. It must
@@ -22,17 +22,17 @@ Pair = tuple[int, int]
 PushKey = tuple[str, int, int, int]
 Fields = Mapping[str, Any]
 Sentences = list[str] | None
-"""What an invariant says of a fact: what is wrong, an empty list when nothing is, None when it does not judge it."""
+"""An invariant's result for a fact: what is wrong, an empty list when nothing is, None when it does not judge it."""
 
 MERGES = frozenset({"COMMIT", "ROLLBACK", "ADOPT", "RESHARD"})
-"""Kinds of journal records that say what a version is."""
+"""Kinds of journal records that make a version."""
 
 
 # ---- names ----
 
 
 def pair(raw: Any) -> Pair | None:
-    """A version, round or incarnation from a list of two numbers or from its text; None for none."""
+    """Parse a version, round or incarnation from a list of two numbers or from its text; None for none."""
     if raw is None or raw == "None":
         return None
     if isinstance(raw, str):
@@ -48,7 +48,7 @@ def _pair_of_text(text: str) -> Pair:
 
 
 def push_of(raw: Any) -> PushKey:
-    """A push from a list of four or from its text."""
+    """Parse a push from a list of four values or from its text."""
     if isinstance(raw, str):
         return _push_of_text(raw)
     cluster, epoch, n, seq = raw
@@ -64,7 +64,7 @@ def _push_of_text(text: str) -> PushKey:
 
 
 def hex_of(raw: Any) -> str:
-    """A digest as hexadecimal text, whether it was bytes or that already."""
+    """A digest as hexadecimal text, from bytes or from that text."""
     return raw.hex() if isinstance(raw, bytes | bytearray) else str(raw)
 
 
@@ -81,7 +81,7 @@ def say_push(push: PushKey) -> str:
 
 
 def short(digest: str) -> str:
-    """Enough of a digest to tell it from another one."""
+    """The first 12 characters of a digest, enough to tell it from another one."""
     return digest[:12]
 
 
@@ -90,7 +90,7 @@ def short(digest: str) -> str:
 
 @dataclass(frozen=True)
 class RecordedParticipant:
-    """One push of a decided round, as the record names it. ranges: (pass, chunk, begin, end)."""
+    """One push of a decided round, as its record has it. ranges: (pass, chunk, begin, end)."""
 
     push: PushKey
     attempt: int
@@ -103,7 +103,7 @@ class RecordedParticipant:
 
 @dataclass(frozen=True)
 class Decision:
-    """A COMMIT, VOID, ROLLBACK, ADOPT or RESHARD."""
+    """A COMMIT, VOID, ROLLBACK, ADOPT or RESHARD record of the journal."""
 
     kind: str
     epoch: int
@@ -134,7 +134,7 @@ class Decision:
 
 
 def decision_of(record: Fields) -> Decision:
-    """Read a record. Raises KeyError, ValueError or TypeError when it is not one."""
+    """Parse a decision's record. Raises KeyError, ValueError or TypeError when it is not one."""
     kind = str(record["kind"])
     tokens, s_max = record.get("tokens"), record.get("s_max")
     return Decision(
@@ -192,7 +192,7 @@ class Fact:
 
     @property
     def made(self) -> Decision:
-        assert self.decision is not None, "only decisions are asked for theirs"
+        assert self.decision is not None, "only facts with a decision are asked for it"
         return self.decision
 
     def __str__(self) -> str:
@@ -204,7 +204,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class RecordedPrepare:
-    """What a slave made in a round. durable is None when its tape does not say."""
+    """The version that a slave prepared in a round. durable is None when its tape does not say."""
 
     version: Pair | None
     digest: str
@@ -213,12 +213,12 @@ class RecordedPrepare:
 
 @dataclass
 class History:
-    """What the facts so far add up to.
+    """What the facts so far say, indexed for the invariants.
 
     durability: "sync" or "async", None when it is not known. live: facts come in the order in which they happened; else
-    source by source. tapes: processes whose tapes are at hand, None for all. whole: the journal's beginning is there.
-    lossy: a journal was lost, or another history was adopted, so that what it decided may be unknown. stands: a slave's
-    tape says that it serves the version, and whether from disk; on_disk: it has a manifest.
+    source by source. tapes: processes whose tapes are available, None for all. whole: the journal's beginning is there.
+    lossy: a journal was lost, or another history was adopted, so that what it decided may be unknown. held: a slave's
+    tape says that it holds the version, and whether on disk; on_disk: it has a manifest.
     """
 
     durability: str | None = "sync"
@@ -241,7 +241,7 @@ class History:
     digests: dict[tuple[Pair, str], tuple[str, str]] = field(default_factory=dict)
     rounds: dict[Pair, tuple[Pair, str]] = field(default_factory=dict)
     hashes: dict[Pair, tuple[str, str]] = field(default_factory=dict)
-    stands: dict[tuple[str, Pair], bool | None] = field(default_factory=dict)
+    held: dict[tuple[str, Pair], bool | None] = field(default_factory=dict)
     on_disk: set[tuple[str, Pair]] = field(default_factory=set)
     prepared: dict[tuple[str, Pair], RecordedPrepare] = field(default_factory=dict)
     staged: dict[tuple[PushKey, str], dict[int, str]] = field(default_factory=dict)
@@ -249,12 +249,12 @@ class History:
     promised: dict[str, int] = field(default_factory=dict)
     promised_at_s: dict[str, float] = field(default_factory=dict)
     ticketed: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    told: dict[PushKey, str] = field(default_factory=dict)
+    reported: dict[PushKey, str] = field(default_factory=dict)
     said: dict[PushKey, str] = field(default_factory=dict)
-    """What this life of the master said; what it did not tell anybody may be decided otherwise in the next."""
+    """Verdicts that this incarnation of the master recorded; one that it did not send may be decided differently."""
     published: set[Pair] = field(default_factory=set)
     unproven: list[tuple[Decision, int]] = field(default_factory=list)
-    """Records that some tape does not cover, and how many times the run had gone back by then."""
+    """Records that some tape does not cover, and how many rollbacks and adoptions the run had by then."""
     went_back: int = 0
     leased: bool | None = None
     judging: Judging = field(default_factory=Judging)
@@ -270,7 +270,7 @@ class History:
         return self.tapes is None or (role, name) in self.tapes
 
     def lost_journal(self, kept: Collection[Pair] = ()) -> None:
-        """The master's disk was lost, or put back from a copy: what was decided may be decided again, otherwise.
+        """Note that the master's disk was lost or restored: what was decided may be decided again, differently.
 
         kept: versions whose records the copy holds.
         """
@@ -278,7 +278,7 @@ class History:
         self.judging.lost_journal()
         self._forget_unseen(kept)
         stay = self.published | set(kept)
-        self.decided = {p: known for p, known in self.decided.items() if p in self.told or known[1] in stay}
+        self.decided = {p: known for p, known in self.decided.items() if p in self.reported or known[1] in stay}
         self.epoch = 0
         self.head = self.newest_round = None
         self.last_decided.clear()
@@ -286,9 +286,10 @@ class History:
         self.ticketed.clear()
 
     def _forget_unseen(self, kept: Collection[Pair]) -> None:
-        """Versions that only the lost journal knew, committed by no slave and read by nobody: their names are free."""
-        stand = {version for _, version in self.stands} | self.published | set(kept)
-        unseen = {version for version in self.commits if version not in stand}
+        """Forget versions that only the lost journal had, that no slave committed and that were never published: their
+        names may be used again."""
+        seen = {version for _, version in self.held} | self.published | set(kept)
+        unseen = {version for version in self.commits if version not in seen}
         for version in unseen:
             self._forget(version, adopted=True)
         for line in self.applied_ranges.values():
@@ -297,7 +298,7 @@ class History:
     # ---- adding a fact, after it was judged ----
 
     def add(self, fact: Fact) -> None:
-        """Take the fact into the history."""
+        """Add the fact to the history."""
         handler = _ADD.get((fact.source, fact.kind))
         if handler is not None:
             handler(self, fact)
@@ -342,9 +343,9 @@ class History:
                 self.applied_ranges.setdefault((pass_index, chunk), []).append(piece)
 
     def _forget_newer(self, made: Decision) -> None:
-        """Versions newer than the one that the run goes on from are no longer part of the history that it keeps."""
+        """Drop versions newer than the one that the run goes on from: they are no longer part of its history."""
         kept = made.origin if made.kind == "ROLLBACK" else made.version
-        assert kept is not None, "both name what they keep"
+        assert kept is not None, "a ROLLBACK names its origin, an ADOPT its version"
         self.taken_back.update(made.rolled_back)
         dropped = {version for version in self.commits if version > kept}
         fork = self.commits.get(kept)
@@ -360,16 +361,16 @@ class History:
             if item.verdict == "APPLIED":
                 self.taken_back.add(item.push)
         if adopted and version not in self.published:
-            # Another history won before anybody saw this one: the same name may be given to another content, and its
-            # pushes may be merged there.
+            # Another history was adopted before this version was published: its name may be given to another content,
+            # and its pushes may be merged there.
             for item in self.commits[version].participants:
-                if item.push not in self.told:
+                if item.push not in self.reported:
                     self.decided.pop(item.push, None)
             del self.commits[version]
             for slave in [slave for known, slave in self.digests if known == version]:
-                if (slave, version) not in self.stands:
+                if (slave, version) not in self.held:
                     del self.digests[version, slave]
-            if not any(known == version for _, known in self.stands):
+            if not any(known == version for _, known in self.held):
                 self.rounds.pop(version, None)
 
     def add_join(self, fact: Fact) -> None:
@@ -399,8 +400,8 @@ class History:
             durable = fact.fields.get("durable")
             self.prepared[fact.who, round_id] = RecordedPrepare(fact.version(), fact.digest(), durable)
 
-    def add_stands(self, fact: Fact) -> None:
-        """committed, configured, persisted, rolled_back, or a manifest: a version stands on a slave."""
+    def add_held(self, fact: Fact) -> None:
+        """Note that a slave holds a version, by a line of a kind in HELD or by a manifest."""
         version, round_id, where = fact.version(), fact.round(), str(fact)
         if version is None:
             return
@@ -414,8 +415,8 @@ class History:
             self.on_disk.add((fact.who, version))
             return
         durable = fact.fields.get("durable") if fact.kind == "committed" else True
-        known = self.stands.get((fact.who, version))
-        self.stands[fact.who, version] = True if known else durable
+        known = self.held.get((fact.who, version))
+        self.held[fact.who, version] = True if known else durable
 
     # ---- master and workers ----
 
@@ -432,24 +433,24 @@ class History:
         digests = fact.fields.get("digest_of_slave") or {}
         self.sent.setdefault(fact.push(), {name: hex_of(digest) for name, digest in digests.items()})
 
-    def add_life(self, fact: Fact) -> None:
+    def add_start(self, fact: Fact) -> None:
         self.said.clear()
 
     def add_said(self, fact: Fact) -> None:
         self.said[fact.push()] = verdict_of(fact)
 
-    def add_told(self, fact: Fact) -> None:
-        self.told[fact.push()] = verdict_of(fact)
+    def add_reported(self, fact: Fact) -> None:
+        self.reported[fact.push()] = verdict_of(fact)
 
 
 def verdict_of(fact: Fact) -> str:
-    """The kind of the verdict that a tape's line tells."""
+    """The kind of the verdict in a tape's line."""
     raw = fact.fields.get("verdict", fact.fields.get("kind"))
     return str(getattr(raw, "name", raw))
 
 
-STANDS = ("committed", "configured", "persisted", "rolled_back")
-"""Kinds of slaves' lines after which a version stands there."""
+HELD = ("committed", "configured", "persisted", "rolled_back")
+"""Kinds of slaves' tape lines after which the slave holds a version."""
 
 SENT = ("push_sent", "sent")
 PULLED = ("installed", "pulled")
@@ -461,18 +462,18 @@ _ADD = {
     ("slave", "staged"): History.add_staged,
     ("slave", "measured"): History.add_measured,
     ("slave", "prepared"): History.add_prepared,
-    **{("slave", kind): History.add_stands for kind in STANDS},
-    ("manifest", "manifest"): History.add_stands,
+    **{("slave", kind): History.add_held for kind in HELD},
+    ("manifest", "manifest"): History.add_held,
     ("master", "ticket"): History.add_ticket,
     ("master", "publish"): History.add_publish,
-    ("master", "epoch"): History.add_life,
+    ("master", "epoch"): History.add_start,
     ("master", "verdict"): History.add_said,
     **{("worker", kind): History.add_sent for kind in SENT},
-    ("worker", "verdict"): History.add_told,
+    ("worker", "verdict"): History.add_reported,
 }
 
 REMEMBERED = frozenset(_ADD)
-"""Source and kind of the facts that the history remembers, whether or not an invariant judges them, too."""
+"""Source and kind of the facts that the history keeps, whether or not an invariant judges them, too."""
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""JUDGE a second time: what a record says was judged, computed again from what it says that it followed from.
+"""Computes the judgement of a record (JUDGE) a second time, from the inputs that the record names.
 
 Written from docs/algorithm.md, in plain arithmetic on dictionaries, and by no code that the master judges with
 (master/state/penalty*.py): a mistake there must not be repeated here. The master's record carries all that a judgement
@@ -20,26 +20,26 @@ from typing import Any
 Fields = Mapping[str, Any]
 Pair = tuple[int, int]
 PushState = tuple[Pair, Pair]
-"""A version and the round that made it: the same version may be made twice after a journal was lost."""
+"""A version and its round: after the loss of a journal, two rounds may make the same version."""
 
 FORMAT = 1
-"""Of the inputs in a record that this release understands; records of older releases have none."""
+"""The format of the inputs in a record that this release understands; records of older releases have none."""
 
 RELATIVE = 1e-9
-"""How far a float may lie from the one computed here: sums are not added in the same order everywhere."""
+"""Relative tolerance against the float computed here: sums are not added in the same order everywhere."""
 
 MAX_TOKENS = 2.0**63
 
 KEPT = 256
-"""States of the detector, of the newest versions: a ROLLBACK goes back to one that slaves keep on disk, and they are
-few."""
+"""How many states of the detector are kept, of the newest versions: a ROLLBACK goes back to a version that slaves keep
+on disk, and these are few."""
 
 MAX_SENTENCES = 4
-"""Of one record: the first wrong number explains the others."""
+"""How many sentences are kept of one record: the first wrong number explains the others."""
 
 
 def near(a: float, b: float, slack: float = 0.0) -> bool:
-    """The same number but for rounding; NaN is near NaN."""
+    """Whether two numbers are equal except for rounding; NaN is near NaN."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return True
     return abs(a - b) <= RELATIVE * max(abs(a), abs(b)) + slack < math.inf
@@ -50,7 +50,7 @@ def near(a: float, b: float, slack: float = 0.0) -> bool:
 
 @dataclass(frozen=True)
 class ClusterMemory:
-    """Of one cluster."""
+    """The detector's state of one cluster."""
 
     n: int = 0
     mu: float = 0.0
@@ -64,7 +64,7 @@ class ClusterMemory:
 
 @dataclass(frozen=True)
 class PenaltyMemory:
-    """Of all clusters; what they share is oldest first."""
+    """The detector's state of all clusters; the lists that they share are oldest first."""
 
     of: Mapping[str, ClusterMemory]
     norms: tuple[float, ...] = ()
@@ -78,7 +78,7 @@ class PenaltyMemory:
 
 
 def memory_of(detector: Fields) -> PenaltyMemory:
-    """From the detector's state as a ledger holds it. Raises KeyError, TypeError or ValueError when it is none."""
+    """Parse the detector's state as a ledger holds it. Raises KeyError, TypeError or ValueError when it is none."""
     of = {
         str(name): ClusterMemory(
             int(raw["accepted"]), float(raw["mean"]), float(raw["variance"]),
@@ -92,19 +92,19 @@ def memory_of(detector: Fields) -> PenaltyMemory:
 
 
 def difference(ours: PenaltyMemory, theirs: PenaltyMemory) -> str:
-    """What of `theirs` is not as it was computed here; empty when nothing is."""
+    """A sentence about the first difference of `theirs` from what was computed here; empty when there is none."""
     if ours.of.keys() != theirs.of.keys():
-        return f"it knows clusters {', '.join(theirs.of) or 'none'}, not {', '.join(ours.of) or 'none'}"
+        return f"it has clusters {', '.join(theirs.of) or 'none'}, not {', '.join(ours.of) or 'none'}"
     if ours.voids != theirs.voids:
         return f"it counts {theirs.voids} void rounds in a row, not {ours.voids}"
     for name, a in ours.of.items():
         b = theirs.of[name]
         if (a.n, a.H, a.flags, a.score_flags, a.quarantined) != (b.n, b.H, b.flags, b.score_flags, b.quarantined):
-            return f"of cluster {name} it knows {b}, not {a}"
+            return f"for cluster {name} it has {b}, not {a}"
         slack = RELATIVE * a.mu * a.mu
         same_T = (a.T is None and b.T is None) or (a.T is not None and b.T is not None and near(a.T, b.T))
         if not (near(a.mu, b.mu) and near(a.V, b.V, slack) and same_T):
-            return f"of cluster {name} it knows {b}, not {a}"
+            return f"for cluster {name} it has {b}, not {a}"
     for what, mine, other, slack in (
         ("norms", ours.norms, theirs.norms, 0.0),
         ("scores", ours.scores, theirs.scores, 1e-6),
@@ -124,7 +124,7 @@ def _short(values: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class Round:
-    """What one judgement followed from, read from its record. Lists are in the order of `names`."""
+    """The inputs of one judgement, parsed from its record. Lists are in the order of `names`."""
 
     names: tuple[str, ...]
     T: tuple[float, ...]
@@ -144,7 +144,7 @@ class Round:
 
 
 def round_of(participants: Sequence[Fields], inputs: Fields) -> Round:
-    """Raises KeyError, TypeError or ValueError when a field is missing or is of another kind or length."""
+    """Parse a judgement's inputs. Raises KeyError, TypeError or ValueError for a missing or wrong field."""
     names = tuple(str(item["push"][0]) for item in participants)
     k = len(names)
     upper = iter([float(text) for text in inputs["gram"]])
@@ -178,8 +178,8 @@ def _ints(raw: Sequence[Any], k: int) -> tuple[int, ...]:
 class JudgedPush:
     """One participant as it is judged here.
 
-    bad: "invalid", "gate", "score" or empty; close: rounding decides whether it is bad, so either is right. z, dev: NaN
-    while undefined.
+    bad: "invalid", "gate", "score" or empty; close: rounding decides whether it is bad, so both answers are right. z,
+    dev: NaN while undefined.
     """
 
     G: float
@@ -191,7 +191,7 @@ class JudgedPush:
 
 
 def pushes_of(given: Round, memory: PenaltyMemory) -> list[JudgedPush]:
-    """The detector, on every participant, against the memory before."""
+    """Apply the detector to every participant, with the memory before the round."""
     found = [_measured(given, memory, j) for j in range(len(given.names))]
     detector = given.settings["detector"]
     if detector == "off":
@@ -214,12 +214,12 @@ def pushes_of(given: Round, memory: PenaltyMemory) -> list[JudgedPush]:
 
 
 def _near_score(push: JudgedPush, a: float, b: float) -> bool:
-    """Scores are differences, which rounding moves by more than their own size tells."""
+    """Whether two scores are equal except for rounding: as differences, they have a larger error than `near` allows."""
     return near(a, b, RELATIVE * (1.0 + 2.0 * push.Gn / push.dev)) if push.dev > 0.0 else near(a, b)
 
 
 def threshold(given: Round, memory: PenaltyMemory) -> float:
-    """tau."""
+    """tau, the threshold of the scores."""
     beta, scores = given.number("beta"), memory.scores
     match given.settings["detector"]:
         case "off":
@@ -251,13 +251,13 @@ def _measured(given: Round, memory: PenaltyMemory, j: int) -> JudgedPush:
 
 
 def _T_of_H(given: Round, j: int) -> float:
-    """The tokens of H of the steps that it made."""
+    """The tokens of H steps, from those of the steps that the push made."""
     T, H, made = given.T[j], given.H[j], given.made[j]
     return T * H / made if 0 < H < made else T
 
 
 def _other_steps(given: Round, me: ClusterMemory, j: int) -> bool:
-    """H moved so far that the usual T does not stand for it."""
+    """Whether H changed so much that the usual T is no longer valid."""
     H = given.H[j]
     return me.H > 0 and H > 0 and abs(H - me.H) > given.number("steps_change") * me.H
 
@@ -272,7 +272,7 @@ def weights_of(given: Round, accepted: Sequence[int]) -> list[float]:
 
 
 def merged_norm_of(given: Round, accepted: Sequence[int], weights: Sequence[float]) -> tuple[float, float]:
-    """||d||, and how much of it may be rounding: what opposite pushes leave of each other is small."""
+    """||d||, and its possible rounding error: opposite pushes nearly cancel."""
     terms = [
         w_j * w_i * given.gram[j][i]
         for j, w_j in zip(accepted, weights, strict=True)
@@ -352,7 +352,7 @@ def after_commit(
 
 
 def after_void(given: Round, memory: PenaltyMemory, pushes: Sequence[JudgedPush], accepted: set[str]) -> PenaltyMemory:
-    """accepted: by JUDGE, before a slave's step was not finite; whose fault that was is not known."""
+    """The memory after a VOID. accepted: by JUDGE, before a slave's step was not finite, by an unknown push's fault."""
     of = dict(memory.of)
     for j, (name, push) in enumerate(zip(given.names, pushes, strict=True)):
         if name not in accepted:
@@ -394,7 +394,7 @@ def _flagged(given: Round, memory: PenaltyMemory, push: JudgedPush, j: int) -> C
 
 @dataclass(frozen=True)
 class RoundJudged:
-    """What a record says was judged, beside what is computed from it. pushes: None while the memory is not known."""
+    """A record's judgement and what is computed from it again. pushes: None while the memory is not known."""
 
     given: Round
     accepted: tuple[int, ...]
@@ -402,12 +402,11 @@ class RoundJudged:
 
 
 class Judging:
-    """Follows the records of one run and says what of a judgement does not follow from section 7's rules.
+    """Follows the records of one run and reports what in a judgement does not follow from the rules (section 7).
 
-    memory: what the detector remembers now; None while that is not known, because the records before are not there or
-    do not say it. recomputed: judgements that were computed again; blind: those of them whose accepted set could not
-    be. old: judgements whose records do not say what they followed from; holes: those of them that come after one that
-    did.
+    memory: what the detector remembers now; None while that is not known, because earlier records are missing or do
+    not contain it. recomputed: judgements that were computed again; blind: those of them whose accepted set could not
+    be. old: judgements whose records have no inputs; holes: those of them that come after one that has them.
     """
 
     def __init__(self, whole: bool = True) -> None:
@@ -421,18 +420,18 @@ class Judging:
     # ---- facts ----
 
     def lost_journal(self) -> None:
-        """What the master knows now is what slaves or a copy gave it: its next judgement says it."""
+        """Note that the master's state came from slaves or a copy: its next judgement contains it."""
         self.memory = None
 
     def measured(self, slave: str, round_id: Pair, gram: Sequence[Any], nonfinite: Sequence[Any]) -> None:
-        """A slave said what it measured. Two sayings about one round that differ are no evidence."""
+        """Add what a slave measured. Two different reports about one round are no evidence."""
         said = (tuple(map(float, gram)), tuple(map(int, nonfinite)))
         of_round = self._measured.setdefault(round_id, {})
         same = slave not in of_round or repr(of_round[slave]) == repr(said)
         of_round[slave] = said if same else None
 
     def moved(self, kind: str, now: PushState | None, origin: PushState | None) -> None:
-        """A record was taken: after a COMMIT or VOID with what judge() computed, else with what was then."""
+        """Add a record: after a COMMIT or VOID with what judge() computed, else with the state at its origin."""
         match kind:
             case "COMMIT" | "VOID":
                 self.memory = self._after
@@ -448,7 +447,7 @@ class Judging:
                 del self._at[oldest]
 
     def ledger(self, detector: Fields, at: PushState | None = None) -> list[str] | None:
-        """The detector's state as a ledger holds it: at a version, or now. None when there is nothing to compare."""
+        """Compare the detector's state in a ledger, at a version or now. None when there is nothing to compare."""
         known = self.memory if at is None else self._at.get(at)
         if known is None or at in self._compared:
             return None
@@ -460,11 +459,11 @@ class Judging:
     # ---- judgements ----
 
     def judge(self, record: Fields, slaves: Sequence[str] | None = None) -> list[str] | None:
-        """What is wrong with a COMMIT's or VOID's judgement; None when nothing can be said about it.
+        """Sentences about what is wrong with a COMMIT's or VOID's judgement; None when it cannot be checked.
 
-        slaves: who holds the model, if what they said they measured is to be compared.
+        slaves: those that hold the model, if what they measured is to be compared.
         """
-        before, self._after = self.memory, None  # what cannot be read is followed by nothing that is known
+        before, self._after = self.memory, None  # after a record that cannot be read, the memory is not known
         judgement, kind = record.get("judgement"), str(record["kind"])
         if judgement is None:
             self._after = before
@@ -492,7 +491,7 @@ class Judging:
         return wrong[:MAX_SENTENCES]
 
     def _anchor(self, given: Round) -> list[str]:
-        """The record says what the detector remembered: it must be what follows from the records before, if known."""
+        """Take over the detector's state in the record; it must follow from the records before, if these are known."""
         if given.detector is None:
             return []
         before, self.memory = self.memory, memory_of(given.detector)
@@ -500,7 +499,7 @@ class Judging:
         return [f"what the detector remembered does not follow from the rounds before: {wrong}"] if wrong else []
 
     def _as_measured(self, record: Fields, given: Round, slaves: Sequence[str] | None) -> list[str]:
-        """The Gram matrix is the sum of what the slaves said that they measured."""
+        """Check that the Gram matrix is the sum of what the slaves measured."""
         round_id = (int(record["round"][0]), int(record["round"][1]))
         said = self._measured.pop(round_id, None)
         if said is None or slaves is None or any(said.get(name) is None for name in slaves):
@@ -527,7 +526,7 @@ class Judging:
         return [] if near(said, tau, 1e-6) else [f"its threshold is {said!r}, but the last scores make it {tau!r}"]
 
     def _wrong_numbers(self, judged: RoundJudged, judgement: Fields) -> list[str]:
-        """Weights, merged norm, kappa, T_round and rho, each from those before it as the record has them."""
+        """Check weights, merged norm, kappa, T_round and rho, each from the ones before it as the record has them."""
         given, accepted, wrong = judged.given, judged.accepted, list[str]()
         said = [float(text) for text in judgement["weights"]]
         weights = weights_of(given, accepted)
@@ -558,7 +557,7 @@ class Judging:
         return wrong
 
     def _remember(self, judged: RoundJudged, record: Fields) -> PenaltyMemory | None:
-        """What follows from what the record decided, so that one wrong judgement is said once."""
+        """Update the memory by what the record decided, so that one wrong judgement is reported once."""
         if self.memory is None or judged.pushes is None:
             return None
         names = {judged.given.names[j] for j in judged.accepted}
@@ -595,7 +594,7 @@ def _wrong_accepted(judged: RoundJudged, record: Fields) -> list[str]:
 
 
 def pushes_of_numbers(given: Round) -> list[JudgedPush]:
-    """Only what no memory is needed for: numbers that can be no push's."""
+    """Check only what needs no memory: numbers that no push can have."""
     return [_measured(given, PenaltyMemory({}), j) for j in range(len(given.names))]
 
 
@@ -609,7 +608,7 @@ def _why_bad(push: JudgedPush, given: Round) -> str:
 
 
 def _wrong_norms(judged: RoundJudged, judgement: Fields) -> list[str]:
-    """The norms and scores in the record are those of the Gram matrix's diagonal and of the memory."""
+    """Check the norms in the record by the Gram matrix's diagonal, and the scores by the memory."""
     given = judged.given
     rows = judgement["norms"]
     if [row[0] for row in rows] != list(given.names):
@@ -625,7 +624,7 @@ def _wrong_norms(judged: RoundJudged, judgement: Fields) -> list[str]:
 
 
 def _wrong_step(judged: RoundJudged, record: Fields) -> list[str]:
-    """Scale, rates and coefficients follow from kappa, rho and the settings."""
+    """Check that scale, rates and coefficients follow from kappa, rho and the settings."""
     judgement, before = record["judgement"], record.get("from_version")
     said = judgement["outer_step"]
     if said is None:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 ROLES = ("master", "slave", "worker", "launch")
 TRIES = 5
-"""A record that a live run replaces while it is read is read again, so many times."""
+"""How often a record is read again that a live run replaced while it was read."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TapeLine:
 
 @dataclass(frozen=True)
 class StoredManifest:
-    """A manifest and, of the snapshot beside it, how many elements of each tensor are not finite."""
+    """A manifest, and how many elements of each tensor in its snapshot are not finite."""
 
     slave: str
     path: Path
@@ -59,11 +59,11 @@ class StoredManifest:
 class RunRecords:
     """Everything that was recorded of a run.
 
-    journal: the records' content; rows: the same records as the journal's file has them. tapes: role and name of the
-    processes that left one; gaps: of those that lost lines to a full disk; tape_names: whose tape a file is;
+    journal: the content of the records; rows: the same records as the journal's file has them. tapes: role and name of
+    the processes that left one; gaps: of those that lost lines to a full disk; tape_names: whose tape a file is;
     last_kinds: the kind of each tape's last line; later: lines of masters and clusters that were written while the rest
-    was read. problems: what is there and cannot be used. unproven: what nothing
-    vouches for. notes: what is not there.
+    was read. problems: what is there and cannot be used. unproven: what no digest or other record confirms. notes: what
+    is missing.
     """
 
     run_dir: Path
@@ -88,7 +88,7 @@ class RunRecords:
 def read_run(run_dir: Path, keep: Callable[[str, str], bool] | None = None, files: bool = True) -> RunRecords:
     """Read a run's directory, finished or live.
 
-    keep: of a tape's line, by role and kind, whether it is wanted. files: whether snapshots are read, too. Raises
+    keep: whether a tape's line is wanted, by role and kind. files: whether snapshots are read, too. Raises
     ConfigError when there is no journal or a record cannot be read, FatalError when the journal is damaged.
     """
     records = RunRecords(run_dir)
@@ -103,7 +103,7 @@ def read_run(run_dir: Path, keep: Callable[[str, str], bool] | None = None, file
 
 
 def _read_later(records: RunRecords, sizes_bytes: Mapping[Path, int], keep: Callable[[str, str], bool] | None) -> None:
-    """What a live run's master and clusters wrote on their tapes since these were read."""
+    """Read what a live run's master and clusters wrote on their tapes since these were read."""
     for path, role in find_tapes(records.run_dir).items():
         if role not in ("master", "worker") or path.stat().st_size == sizes_bytes.get(path):
             continue
@@ -116,7 +116,7 @@ def _read_later(records: RunRecords, sizes_bytes: Mapping[Path, int], keep: Call
 
 
 def _read_manifests(records: RunRecords, files: bool) -> None:
-    """All of them. A live slave may give the place of one that was listed to another: then they are listed again."""
+    """Read all manifests. A live slave may replace a listed one by a newer one: then they are listed again."""
     for _ in range(TRIES):
         paths = sorted(records.run_dir.rglob("manifest-*.json"))
         found = [(path, _stored(records, path, files)) for path in paths]
@@ -129,7 +129,7 @@ def _read_manifests(records: RunRecords, files: bool) -> None:
 
 
 def find_tapes(run_dir: Path) -> dict[Path, str]:
-    """Every tape below the directory, with its process's role, whatever the tape's name."""
+    """Find every tape below the directory, whatever its name, with its process's role."""
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is not a directory: give the directory of a run of `dips demo` or `dips up`")
     found: dict[Path, str] = {}
@@ -141,7 +141,8 @@ def find_tapes(run_dir: Path) -> dict[Path, str]:
 
 
 def _role(path: Path) -> str | None:
-    """None for a file that is no tape, or whose first line is not whole yet. Raises ConfigError for a damaged tape."""
+    """The role of a tape's process; None for no tape or an incomplete first line. Raises ConfigError for a damaged
+    tape."""
     begin = b""
     try:
         with path.open("rb") as file:
@@ -190,7 +191,7 @@ def _line(event: dict[str, Any], path: Path) -> TapeLine:
 
 
 def master_directory(run_dir: Path) -> Path:
-    """Where the journal is: the run's `master` folder, or the directory itself. Raises ConfigError."""
+    """The folder of the journal: the run's `master` folder, or the directory itself. Raises ConfigError."""
     for folder in (run_dir / "master", run_dir):
         if (folder / FILE_NAME).is_file():
             return folder
@@ -221,12 +222,12 @@ def _read_journal(records: RunRecords, master: Path) -> None:
     if first <= last:
         records.whole = False
         records.unproven.append(
-            f"records {first} to {last} of the journal in {master} are not here, and it does not say that they were "
-            f"deleted for want of room: put the files of {FOLDER}/ back"
+            f"records {first} to {last} of the journal in {master} are missing, and it does not say that they were "
+            f"deleted to free disk space: restore the files of {FOLDER}/"
         )
     if not content.has_digests:
         records.unproven.append(
-            f"the journal in {master} has no digests, because an older release wrote it: nothing vouches for it"
+            f"the journal in {master} has no digests, because an older release wrote it: changes cannot be detected"
         )
     if content.snapshot_json is not None:
         records.ledger = _ledger(master / FILE_NAME, content.snapshot_json)
@@ -241,7 +242,7 @@ def _ledger(path: Path, text: str) -> Mapping[str, Any]:
 
 
 def _again(read: Callable[[], T]) -> T:
-    """A live master may move old records to its archive, and delete the oldest, while they are read."""
+    """Read, and try again: a live master may move old records to its archive, or delete the oldest, meanwhile."""
     for _ in range(TRIES - 1):
         try:
             return read()
@@ -254,7 +255,7 @@ def _again(read: Callable[[], T]) -> T:
 
 
 def _stored(records: RunRecords, path: Path, files: bool) -> StoredManifest | None:
-    """None when a live slave took the manifest away meanwhile, or it is damaged."""
+    """Read a manifest; None when a live slave removed it meanwhile, or it is damaged."""
     for attempt in range(TRIES):
         try:
             data = path.read_bytes()
@@ -276,7 +277,7 @@ def _stored(records: RunRecords, path: Path, files: bool) -> StoredManifest | No
 
 
 def _unchanged(path: Path, data: bytes) -> bool:
-    """Whether the manifest still says what it said, so that what it names should have been whole."""
+    """Whether the manifest is the same as before, so that the file that it names should have been complete."""
     try:
         return path.read_bytes() == data
     except OSError:
@@ -284,7 +285,7 @@ def _unchanged(path: Path, data: bytes) -> bool:
 
 
 def non_finite(path: Path, manifest: manifests.Manifest) -> dict[str, int]:
-    """Elements of theta and momentum that are NaN or infinite. Raises SnapshotError and OSError."""
+    """Count the elements of theta and momentum that are NaN or infinite. Raises SnapshotError and OSError."""
     with path.open("rb") as file:
         head = read_head(file, str(path))
         if head is None or not manifest.fits(head):

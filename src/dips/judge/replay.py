@@ -1,7 +1,7 @@
 """Computes every version of a run again, from the pushes that slaves recorded, and compares it bit for bit.
 
-Uses the readable reference of the outer step, not the compiled kernel that slaves ran, so that the one proves the
-other; both define the same bits (docs/algorithm.md). Only rounds that the journal committed count. It must never write.
+Uses the NumPy reference of the outer step, not the compiled kernel that slaves ran, so that each checks the other; both
+define the same bits (docs/algorithm.md). Only rounds that the journal committed count. It must never write.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ from dips.slave.push_evidence import FORMAT, checksum
 F32 = NDArray[np.float32]
 
 WITHOUT_CHECKSUMS = "dips-round-2"
-"""What an older release wrote."""
+"""The format that an older release wrote, without checksums."""
 
 FOLDER = "pushes"
 
 
 @dataclass
 class Replayed:
-    """versions: computed again on every slave; shards: digests compared; wrong: sentences; skipped: why a version was
+    """The result of a replay.
+
+    versions: computed again on every slave; shards: digests compared; wrong: sentences; skipped: why a version was
     not computed. judged: rounds whose norms were measured again; misjudged: sentences about norms, and about numbers of
     the step that slaves recorded and the COMMIT record says otherwise. missing: those of
     skipped that nothing explains; the others follow a version of which the journal that is here knows nothing, because
-    it was lost once or its beginning was deleted. unproven: what nothing vouches for."""
+    it was lost once or its beginning was deleted. unproven: what no checksum confirms."""
 
     versions: int = 0
     shards: int = 0
@@ -71,7 +73,7 @@ class Replayed:
     unknown: set[Pair] = field(default_factory=set, repr=False)
 
     def skip(self, version: Pair, before: Pair | None, sentence: str) -> None:
-        """The version is not computed. before: what it would be computed from."""
+        """Note that a version is not computed, and why. before: the version that it would be computed from."""
         self.skipped.append(sentence)
         if before is not None and (before in self.unknown or before not in self.made):
             self.unknown.add(version)
@@ -137,19 +139,19 @@ def _folders(run_dir: Path) -> dict[str, Path]:
             found[str(_read_json(path)["slave_id"])] = path.parent
     if not found:
         raise ConfigError(
-            f"{run_dir} has no recorded pushes, from which versions are computed again: run the slaves with "
+            f"{run_dir} has no recorded pushes, from which versions are computed again: start the slaves with "
             "--record-pushes (record_pushes = true in a run's file)"
         )
     return found
 
 
 class _Places:
-    """Which slave held which block at each version: a RESHARD changes it, and a ROLLBACK over one changes it back."""
+    """Which slave held which block at each version: a RESHARD changes it, and a ROLLBACK to before it restores it."""
 
     def __init__(self, records: RunRecords) -> None:
         ledger = records.ledger
         if ledger is None or not ledger.get("layout") or ledger.get("placement") is None:
-            raise ConfigError(f"the journal in {records.run_dir} knows no layout: no version was ever made")
+            raise ConfigError(f"the journal in {records.run_dir} has no layout: no version was ever made")
         moves = [record for record in records.journal if record["kind"] == "RESHARD"]
         try:
             self.layout = layout_from_json(ledger["layout"])
@@ -165,8 +167,8 @@ class _Places:
         self._at: dict[Pair, Placement] = {}
 
     def take(self, made: Decision, record: Mapping[str, Any]) -> None:
-        """The next version of the journal."""
-        assert made.version is not None, "the caller leaves out what makes no version"
+        """Go on to the next version of the journal."""
+        assert made.version is not None, "the caller passes only decisions that make a version"
         self.before = self.now
         if made.kind == "RESHARD":
             self.before, self.now = _placement(record["placement_before"]), self._after[made.version]
@@ -185,7 +187,7 @@ def _placement(raw: Mapping[str, Any]) -> Placement:
 def _move_all(
     made: Decision, places: _Places, kept: dict[str, dict[Pair, _State]], chunk_bytes: int, result: Replayed
 ) -> bool:
-    """The shards of a RESHARD, put together from those of the version before; whether all could be."""
+    """Put the shards of a RESHARD together from those of the version before; False when one of these is missing."""
     assert made.version is not None, "a RESHARD makes a version"
     parts: dict[int, tuple[F32, F32]] = {}
     for slave in places.before.slaves:
@@ -218,8 +220,8 @@ def _replay_one(
     result: Replayed,
     measured: _Measured,
 ) -> bool:
-    """Whether the shard could be computed; a wrong one is said, and what was computed goes on."""
-    assert made.version is not None, "the caller leaves out what makes no version"
+    """Compute one shard again; False when it cannot be. A wrong one is reported, and the replay goes on with it."""
+    assert made.version is not None, "the caller passes only decisions that make a version"
     name = f"version {say_version(made.version)} on slave {slave}"
     if made.kind == "ROLLBACK" and made.donor is None:
         origin = kept.get(made.origin) if made.origin is not None else None
@@ -230,7 +232,7 @@ def _replay_one(
         return _compare(made, slave, origin, blocks, _chunk_bytes({slave: folders[slave]}), name, result)
     path = folders[slave] / f"round-{say_round(made.round)}.json"
     if not path.is_file():
-        result.skip(made.version, made.from_version, f"{name}: {path.name} is not there")
+        result.skip(made.version, made.from_version, f"{name}: {path.name} is missing")
         return False
     recorded = _read_json(path)
     before = pair(recorded["from_version"])
@@ -279,7 +281,7 @@ def _same_pushes(made: Decision, recorded: Mapping[str, Any], name: str, result:
 
 
 class _Staged:
-    """What slaves' tapes say of the pushes that they held, where a push is kept as it came: as full numbers."""
+    """The digests of staged pushes on slaves' tapes, for pushes that were sent as float32 and are kept unchanged."""
 
     def __init__(self, records: RunRecords) -> None:
         self._plain = {
@@ -296,7 +298,7 @@ class _Staged:
     def compare(
         self, recorded: Mapping[str, Any], slave: str, rows: F32, blocks: Sequence[Block], name: str, result: Replayed
     ) -> None:
-        """The recorded pushes are those that were staged."""
+        """Check that the recorded pushes are those that were staged."""
         for item, row in zip(recorded["accepted"], rows, strict=True):
             said = self._digests.get((slave, str(item["push"])))
             if said is None or str(item["push"]) not in self._plain:
@@ -321,7 +323,7 @@ def _compare(
 
 
 class _Measured:
-    """MEASURE again, from the recorded pushes of one round: the Gram matrix of what was accepted, over all slaves."""
+    """MEASURE again, from the recorded pushes of one round: the Gram matrix of the accepted ones, over all slaves."""
 
     def __init__(self, made: Decision) -> None:
         self._made = made
@@ -329,13 +331,13 @@ class _Measured:
         self._gram = np.zeros((k, k))
 
     def add(self, theta: F32, rows: F32, blocks: Sequence[Block]) -> None:
-        """One slave's share. Differences in float32, as slaves take them; products and sums in float64."""
+        """Add one slave's share. Differences in float32, as slaves take them; products and sums in float64."""
         if len(rows) != len(self._gram):
-            return  # other pushes than the record's, which is said of the shard
+            return  # other pushes than the record's: that is reported for the shard
         start = 0
         for block in blocks:
             if block.averaged:
-                break  # part of no norm, and behind all others
+                break  # part of no norm, and after all others
             for begin in range(start, start + block.n_elems, PIECE_ELEMS):
                 piece = slice(begin, min(begin + PIECE_ELEMS, start + block.n_elems))
                 ways = (theta[piece] - rows[:, piece]).astype(np.float64)
@@ -343,7 +345,7 @@ class _Measured:
             start += block.n_elems
 
     def compare(self) -> list[str]:
-        """What of the norms in the record is not that of its pushes."""
+        """Sentences about norms in the record that differ from those of its pushes."""
         judgement = self._made.judgement
         assert judgement is not None, "only judged rounds are compared"
         said = {str(name): float(norm) for name, norm, *_ in judgement["norms"]}
@@ -362,11 +364,11 @@ class _Measured:
 
 
 PIECE_ELEMS = 1 << 20
-"""Elements whose differences stand in memory at once, in float64."""
+"""Elements whose differences are in memory at once, in float64."""
 
 
 def _other_numbers(made: Decision, recorded: Mapping[str, Any], name: str, is_averaged: bool) -> list[str]:
-    """Numbers of the step that the slave recorded and that the COMMIT record says otherwise: both write every bit.
+    """Sentences about numbers of the step that differ between the slave's record and the COMMIT: both write every bit.
 
     is_averaged: this shard has averaged blocks, which move by rho.
     """
@@ -388,7 +390,7 @@ def _other_numbers(made: Decision, recorded: Mapping[str, Any], name: str, is_av
 
 
 def _step(rows: F32, recorded: Mapping[str, Any], before: _State | None, n_trained: int) -> _State:
-    """One outer step, as the slave made it; elements behind n_trained are averaged."""
+    """Compute one outer step, as the slave did; elements from n_trained on are averaged."""
     n = rows.shape[1]
     theta, momentum = np.empty(n, np.float32), np.empty(n, np.float32)
     if before is None:
@@ -414,9 +416,7 @@ def _push(path: Path, said: str | None) -> F32:
             raise ConfigError(f"recorded push {path} is not what was written: its checksum differs; restore it")
         push = load_file(path)["push"]
     except (OSError, KeyError, SafetensorError) as error:
-        raise ConfigError(
-            f"recorded push {path} cannot be read ({error}): without it nothing can be replayed"
-        ) from error
+        raise ConfigError(f"recorded push {path} cannot be read ({error}): it is needed for the replay") from error
     return np.ascontiguousarray(push, np.float32)
 
 

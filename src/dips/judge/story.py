@@ -1,7 +1,7 @@
-"""The causal log of one thing: what every process recorded of a round, version, push, cluster or slave, in time order.
+"""The event history of one round, version, push, cluster or slave: what every process recorded of it, in time order.
 
 Follows a round to its pushes and its version, and a version to its round, so that one look shows why. Times are those
-of each process's own clock. It must never write, and never guess: what no process recorded, it does not tell.
+of each process's own clock. It must never write, and never guess: what no process recorded is not shown.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _PUSH = re.compile(r".+/\d+\.\d+#\d+\Z")
 _DIGEST = re.compile(r"[0-9a-f]{24,}\Z")
 
 QUIET = frozenset({"step", "heartbeat", "beat", "journaled"})
-"""Kinds that tell of a cluster's or slave's everyday work, and would bury its story."""
+"""Kinds of frequent routine events, which are left out: they would hide the others."""
 
 
 @dataclass(frozen=True)
 class StoryLine:
-    """One line of a story. at_s: seconds since 1970 by its process's clock."""
+    """One line of an event history. at_s: seconds since 1970 by its process's clock."""
 
     at_s: float
     who: str
@@ -40,7 +40,7 @@ class StoryLine:
 
 @dataclass
 class Story:
-    """what: "round", "version", "push", "cluster" or "slave"."""
+    """The event history of one thing. what: "round", "version", "push", "cluster" or "slave"."""
 
     what: str
     name: str
@@ -51,23 +51,29 @@ class Story:
             "what": self.what,
             "name": self.name,
             "lines": [
-                {"at_s": told.at_s, "who": told.who, "kind": told.kind, "cause": told.cause, **_without_heads(told)}
-                for told in self.lines
+                {
+                    "at_s": entry.at_s,
+                    "who": entry.who,
+                    "kind": entry.kind,
+                    "cause": entry.cause,
+                    **_without_heads(entry),
+                }
+                for entry in self.lines
             ],
         }
 
 
-def _without_heads(told: StoryLine) -> dict[str, Any]:
-    return {name: value for name, value in told.fields.items() if name not in ("at_s", "who", "kind", "cause")}
+def _without_heads(entry: StoryLine) -> dict[str, Any]:
+    return {name: value for name, value in entry.fields.items() if name not in ("at_s", "who", "kind", "cause")}
 
 
 def tell_story(run_dir: Path, name: str) -> Story:
-    """All that was recorded of `name`. Raises ConfigError when the run knows no such thing, naming what is like it."""
+    """Collect all that was recorded of `name`. Raises ConfigError, with similar names, when the run has no such one."""
     records = read_run(run_dir, keep=lambda _, kind: kind not in QUIET, files=False)
     decisions = [decision_of(record) for record in records.journal if record["kind"] in DECISIONS]
     what = _what(name, records)
     wanted = _targets(what, name, decisions)
-    story = Story(what, name, [told for told in _all(records) if _concerns(told, what, name, wanted)])
+    story = Story(what, name, [entry for entry in _all(records) if _concerns(entry, what, name, wanted)])
     if not story.lines:
         raise ConfigError(f"{run_dir} has no record of {what} {name!r}. {_hint(name, records, decisions)}")
     return story
@@ -86,7 +92,7 @@ def _what(name: str, records: RunRecords) -> str:
         return "cluster"
     decisions = [decision_of(record) for record in records.journal if record["kind"] in DECISIONS]
     raise ConfigError(
-        f"{records.run_dir} knows no {name!r}: name a round (r1.7), a version (1:6), a push (a/1.1#3), a cluster or a "
+        f"{records.run_dir} has no {name!r}: give a round (r1.7), a version (1:6), a push (a/1.1#3), a cluster or a "
         f"slave. {_hint(name, records, decisions)}"
     )
 
@@ -111,12 +117,12 @@ def _hint(name: str, records: RunRecords, decisions: Iterable[Decision]) -> str:
     if close:
         return f"Did you mean {', '.join(close)}?"
     names = sorted(_clusters(records) | _slaves(records))
-    return f"It knows {', '.join(names[:20]) or 'no cluster and no slave'}."
+    return f"The run has {', '.join(names[:20]) or 'no cluster and no slave'}."
 
 
 @dataclass(frozen=True)
 class _Targets:
-    """Texts that make a line part of the story, by what they name."""
+    """The rounds, versions and pushes whose lines are part of the event history."""
 
     rounds: frozenset[str] = frozenset()
     versions: frozenset[str] = frozenset()
@@ -141,22 +147,22 @@ def _targets(what: str, name: str, decisions: Iterable[Decision]) -> _Targets:
     )
 
 
-def _concerns(told: StoryLine, what: str, name: str, wanted: _Targets) -> bool:
-    fields = told.fields
+def _concerns(entry: StoryLine, what: str, name: str, wanted: _Targets) -> bool:
+    fields = entry.fields
     if what == "slave":
-        return told.who == f"slave {name}" or fields.get("slave") == name or name in fields.get("digests", {})
+        return entry.who == f"slave {name}" or fields.get("slave") == name or name in fields.get("digests", {})
     if what == "cluster":
-        return _of_cluster(told, name)
-    if fields.get("round") in wanted.rounds or told.cause in wanted.rounds:
+        return _of_cluster(entry, name)
+    if fields.get("round") in wanted.rounds or entry.cause in wanted.rounds:
         return True
     if fields.get("push") in wanted.pushes or wanted.pushes.intersection(fields.get("participants", ())):
         return True
-    return fields.get("version") in wanted.versions and told.kind not in ("base", "join", "joined")
+    return fields.get("version") in wanted.versions and entry.kind not in ("base", "join", "joined")
 
 
-def _of_cluster(told: StoryLine, name: str) -> bool:
-    fields = told.fields
-    if told.who == f"worker {name}" or name in (fields.get("cluster"), fields.get("by")):
+def _of_cluster(entry: StoryLine, name: str) -> bool:
+    fields = entry.fields
+    if entry.who == f"worker {name}" or name in (fields.get("cluster"), fields.get("by")):
         return True
     pushes = [fields.get("push"), *fields.get("participants", ())]
     return any(isinstance(push, str) and push.startswith(f"{name}/") for push in pushes)
@@ -167,7 +173,7 @@ def _of_cluster(told: StoryLine, name: str) -> bool:
 
 def _all(records: RunRecords) -> list[StoryLine]:
     tapes = [_told(line) for lines in records.lines.values() for line in lines]
-    return sorted([*tapes, *_journal(records)], key=lambda told: told.at_s)
+    return sorted([*tapes, *_journal(records)], key=lambda entry: entry.at_s)
 
 
 def _told(line: TapeLine) -> StoryLine:
@@ -176,7 +182,7 @@ def _told(line: TapeLine) -> StoryLine:
 
 
 def _journal(records: RunRecords) -> Iterator[StoryLine]:
-    """Records that say no time stand after the one before them; the first ones where the master's tape begins."""
+    """The journal's records as lines. One without a time gets the previous one's, the first one the tape's first."""
     began = [line.wall_s for line in records.lines["master"][:1]]
     at_s = began[0] if began else 0.0
     for record in records.journal:
@@ -186,7 +192,7 @@ def _journal(records: RunRecords) -> Iterator[StoryLine]:
 
 
 def _named(key: str, value: Any) -> Any:
-    """Lists of numbers in the text form that tapes have."""
+    """A value of a record in the text form that tapes have."""
     if value is None:
         return None
     match key:
@@ -209,13 +215,13 @@ def _push(participant: Mapping[str, Any]) -> PushKey:
 
 
 def render(story: Story) -> Iterator[str]:
-    """The story's lines: seconds since its first one, who, what, and what was said."""
+    """Format the event history: seconds since its first line, process, kind and fields."""
     began_s = story.lines[0].at_s if story.lines else 0.0
-    width = max((len(told.who) for told in story.lines), default=0)
-    kinds = max((len(told.kind) for told in story.lines), default=0)
-    for told in story.lines:
-        said = " ".join(_word(name, value) for name, value in told.fields.items() if not _empty(value))
-        yield f"+{told.at_s - began_s:9.3f} s  {told.who:<{width}}  {told.kind:<{kinds}}  {said}".rstrip()
+    width = max((len(entry.who) for entry in story.lines), default=0)
+    kinds = max((len(entry.kind) for entry in story.lines), default=0)
+    for entry in story.lines:
+        said = " ".join(_word(name, value) for name, value in entry.fields.items() if not _empty(value))
+        yield f"+{entry.at_s - began_s:9.3f} s  {entry.who:<{width}}  {entry.kind:<{kinds}}  {said}".rstrip()
 
 
 def _empty(value: Any) -> bool:
@@ -227,7 +233,7 @@ def _word(name: str, value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """Digests by their beginnings, long lists by their lengths."""
+    """A value in short: of a digest its beginning, of a long list its length."""
     if isinstance(value, str):
         return short(value) if _DIGEST.match(value) else value if " " not in value else repr(value)
     if isinstance(value, float):

@@ -1,6 +1,6 @@
-"""`dips verify` without the command: every promise about state, against all that a run's processes recorded.
+"""Checks every promise about state against all that a run's processes recorded (`dips verify`).
 
-A promise is "ok" when records were judged and none breaks it, "unproven" when no record speaks of it, and "not
+A promise is "ok" when records were judged and none breaks it, "unproven" when no record is about it, and "not
 applicable" when the run's own configuration rules it out. docs/verify.md lists each promise's evidence, and what it
 cannot see.
 """
@@ -27,14 +27,14 @@ EXIT_UNREADABLE = 1
 EXIT_BROKEN = 7
 
 BEFORE_THE_JOURNAL = frozenset({"promised", "staged", "measured", "prepared"})
-"""What slaves say before a COMMIT is written; the rest of their tapes speaks of what the journal already holds."""
+"""Lines that slaves write before the COMMIT; the other lines of their tapes are about what the journal already has."""
 
 _OWN_DATA = "clusters bring their own data, so no token is lent"
 
 
 @dataclass(frozen=True)
 class PromiseRow:
-    """What became of one promise. records: how many facts were judged."""
+    """The result for one promise. records: how many facts were judged."""
 
     invariant: str
     promise: str
@@ -49,7 +49,7 @@ class PromiseRow:
 
 @dataclass
 class VerifyReport:
-    """The answer. problems: what is there and cannot be read; unproven: what is missing, or what nothing vouches for;
+    """The result of a verification. problems: what cannot be read; unproven: what is missing, or what nothing confirms;
     notes: what else a reader should know."""
 
     run_dir: Path
@@ -83,7 +83,7 @@ class VerifyReport:
         return "; ".join([*broken, *self.problems])
 
     def counts(self) -> dict[str, int]:
-        """Invariant -> records judged, of those that apply."""
+        """Invariant -> number of records judged, for the invariants that apply."""
         return {row.invariant: row.records for row in self.rows if row.result != NOT_APPLICABLE}
 
     def to_json(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def verify_run(
 ) -> VerifyReport:
     """Check all that a run recorded; `replay` also computes every version again from the recorded pushes.
 
-    allow_skipped: versions that cannot be computed again, for want of a recorded push, are said and no more. without:
+    allow_skipped: versions that cannot be computed again because a recorded push is missing are only reported. without:
     names of processes whose tapes were never in the directory.
     Raises ConfigError when there is no run or (with replay) no recorded push, FatalError when its journal is damaged.
     """
@@ -123,7 +123,7 @@ def verify_run(
         if replayed.missing and not allow_skipped:
             evidence.unproven.append(
                 f"{len(replayed.missing)} shards were not computed again, the first because: {replayed.missing[0]} "
-                "(--allow-skipped takes the others for enough)"
+                "(--allow-skipped accepts that)"
             )
     violations = [*checker.violations, *evidence.violations, *(_of_replay(replayed) if replayed is not None else ())]
     notes = [*records.notes, *_not_recomputed(checker.history.judging), *ended_without_a_word(records)]
@@ -140,7 +140,7 @@ def verify_run(
 
 
 def _of_records(evidence: Evidence) -> PromiseRow:
-    """The row below the promises: whether their evidence may be believed."""
+    """The row below the promises: whether the records are complete and agree."""
     result, why = OK, ""
     if evidence.violations:
         result, why = VIOLATED, f"{len(evidence.violations)} times"
@@ -150,7 +150,7 @@ def _of_records(evidence: Evidence) -> PromiseRow:
 
 
 def check_records(records: RunRecords) -> Checker:
-    """Feed everything to a checker, in the order in which each source covers what the next one says."""
+    """Feed all records to a checker, source by source: each source covers what the next one says."""
     durability, lost = _durability(records.lines["master"]), _lost_journal(records)
     whole = records.whole and not lost
     checker = Checker(live=False, durability=durability, tapes=frozenset(records.tapes), whole=whole)
@@ -193,27 +193,34 @@ def _feed(checker: Checker, lines: Iterable[TapeLine], records: RunRecords) -> N
 
 
 def _durability(master: Iterable[TapeLine]) -> str | None:
-    """What the master promised in all its lives: the weaker one if both; None when no life said it."""
+    """The durability in all incarnations of the master: the weaker one if both occur; None when none was recorded."""
     said = {line.fields["durability"] for line in master if line.kind == "epoch" and "durability" in line.fields}
     return "async" if "async" in said else "sync" if said else None
 
 
 def _lost_journal(records: RunRecords) -> str:
-    """A sentence when this is not the only journal that the run ever had: epochs are counted one by one, unless slaves
-    have promised ones that the journal does not know. A lost one may have begun at 1 as well, as the master's tape
-    says."""
+    """A sentence when the run had another journal before this one; empty when not.
+
+    Epochs are counted one by one, unless slaves have promised ones that the journal does not know. A lost journal may
+    have begun at 1 as well, as the master's tape says."""
     epochs = [int(record["epoch"]) for record in records.journal if record["kind"] == "EPOCH"]
     expected = range(epochs[0] if not records.whole else 1, epochs[-1] + 1) if epochs else ()
     missing = sorted(set(expected) - set(epochs))
     if missing:
         what = f"epoch {missing[0]}" if len(missing) == 1 else f"{len(missing)} epochs, {missing[0]} the first,"
-        return f"the journal knows nothing of {what}: it was lost or put back once, and what only it knew is not judged"
+        return (
+            f"the journal has no record of {what}: it was lost or restored once, and what only the lost records said "
+            "is not judged"
+        )
     if any(record["kind"] == "ADOPT" for record in records.journal):
-        return "the journal was lost or put back once: it took over a version from the slaves, and knows none before it"
+        return "the journal was lost or restored once: it adopted a version from the slaves, and has none before it"
     begun = Counter(str(line.fields.get("epoch")) for line in records.lines["master"] if line.kind == "epoch")
     twice = [epoch for epoch, times in begun.items() if times > 1]
     if twice:
-        return f"epoch {twice[0]} was begun twice: the journal was lost once, and what only it knew is not judged"
+        return (
+            f"epoch {twice[0]} was begun twice: the journal was lost once, and what only the lost records said is not "
+            "judged"
+        )
     return put_back(records)
 
 
@@ -232,30 +239,28 @@ def _rows(checker: Checker, records: RunRecords, replayed: Replayed | None) -> l
         elif count == 0:
             result, why = _why_none(item.name, records)
         elif item.name == "I18" and (holes := checker.history.judging.holes):
-            result, why = UNPROVEN, f"{holes} records do not say what was judged from, though records before them do"
+            result, why = UNPROVEN, f"{holes} records lack the inputs of their judgement, though earlier ones have them"
         rows.append(PromiseRow(item.name, item.promise, count, result, why))
     return rows
 
 
 def _why_none(name: str, records: RunRecords) -> tuple[str, str]:
-    """No record speaks of the promise: is it ruled out, or only not shown?"""
+    """The result and its reason for a promise without a judged record: not applicable, or unproven."""
     ledger = records.ledger
     if name == "I12" and ledger is not None and ledger.get("data_plan") and ledger.get("leases") is None:
         return NOT_APPLICABLE, _OWN_DATA
-    return UNPROVEN, "no record speaks of it"
+    return UNPROVEN, "no record is about it"
 
 
 def _not_recomputed(judging: Judging) -> list[str]:
-    """Judgements of which I18 says nothing, or not all."""
+    """Notes about judgements that I18 does not check, or not completely."""
     notes = []
     if judging.old:
-        notes.append(
-            f"{judging.old} judgements are not computed again: their records do not say what they followed from"
-        )
+        notes.append(f"{judging.old} judgements are not computed again: their records lack the inputs")
     if judging.blind:
         notes.append(
-            f"of {judging.blind} judgements the accepted set is not computed again: what the detector remembered then "
-            "is in no record that is here"
+            f"of {judging.blind} judgements the accepted set is not computed again: the detector's state at that time "
+            "is in none of the records"
         )
     return notes
 
@@ -273,7 +278,7 @@ class Summary(TypedDict):
 
 
 def verify_or_say(run_dir: Path) -> Summary:
-    """The summary of a run, also when its records cannot be read."""
+    """Verify a run and return the summary, also when its records cannot be read."""
     try:
         report = verify_run(run_dir)
     except DipsError as error:

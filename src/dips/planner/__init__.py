@@ -1,4 +1,4 @@
-"""The planner: how to train a model on clusters that lie in different places, and how long an iteration will take.
+"""The planner: how to train a model on clusters in different places, and how long an iteration will take.
 
 Pure computation: no network, no torch, no grpc. Times are integer nanoseconds, sizes bytes, everywhere.
 

@@ -1,4 +1,4 @@
-"""Whole pipelines at several places: sites in groups, each with a part of the replicas, gradients between the groups.
+"""Plans whole pipelines at several places: groups of sites with a part of the replicas each, which exchange gradients.
 
 With one group for each site this is data parallelism across sites (CrossPipe, arXiv:2507.00217, appendix E); with
 fewer, a pipeline crosses the sites of its group. Stages of equal position exchange over the links between their
@@ -19,7 +19,7 @@ STATIC_AND_GREEDY = ("1f1b", "zb_h1", "zb_v", "cross_ud/1")
 
 
 def data_parallel(problem: Problem, names: Iterable[str] = STATIC_AND_GREEDY) -> Candidate:
-    """The best of these schedules with a whole pipeline at each site. Raises PlanError where sites cannot hold that."""
+    """The best of these schedules with a whole pipeline at each site. Raises PlanError when sites cannot hold that."""
     if len(problem.setup.sites) < 2:
         raise PlanError("whole pipelines at several sites need at least two of them")
     best = min(those_that_fit(regrouped(problem, len(problem.setup.sites)), names), key=lambda c: c.makespan_ns)
@@ -27,7 +27,7 @@ def data_parallel(problem: Problem, names: Iterable[str] = STATIC_AND_GREEDY) ->
 
 
 def regrouped(problem: Problem, groups: int) -> Problem:
-    """The problem of one replica, where each group of neighbouring sites holds whole pipelines; 1: as it stands.
+    """The problem of one replica, where each group of neighbouring sites holds whole pipelines; 1 group: unchanged.
 
     A site of the new problem is all those of one position in their groups, with the least speed and memory of them.
     Raises PlanError where sites or replicas do not divide so.
@@ -58,7 +58,7 @@ def regrouped(problem: Problem, groups: int) -> Problem:
 
 
 def _together(sites: Sequence[Site], alone: bool) -> Site:
-    """All sites of one position as one. alone: there is no other position, so that it takes all stages."""
+    """All sites of one position as one site. alone: there is no other position, so it takes all stages."""
     networks = [site.network_gbps for site in sites if site.network_gbps is not None]
     return sites[0].model_copy(
         update={
@@ -76,7 +76,7 @@ def _together(sites: Sequence[Site], alone: bool) -> Site:
 
 
 def _links(setup: ClusterFile, members: Sequence[Sequence[int]], sites: Sequence[Site]) -> Iterable[Link]:
-    """Between positions: of the groups' links the narrowest, with the longest latency."""
+    """The links between positions: the least bandwidth and the longest latency of the groups' links."""
     for here, senders in enumerate(members):
         for there, receivers in enumerate(members):
             pairs = zip(senders, receivers, strict=True)
@@ -87,7 +87,8 @@ def _links(setup: ClusterFile, members: Sequence[Sequence[int]], sites: Sequence
 
 
 def _slowest(setup: ClusterFile, pairs: Sequence[tuple[int, int]]) -> Link | None:
-    """None where a group has no such link, which only matters where stages there are neighbours."""
+    """The slowest of the links; None when a group has no such link, which only matters where stages there are
+    neighbours."""
     try:
         found = [setup.link(setup.sites[a].name, setup.sites[b].name) for a, b in pairs]
     except PlanError:

@@ -1,4 +1,4 @@
-"""The planner for Python, in the words of the command: make, compare, sweep_rows and show are `dips plan make`,
+"""The planner's Python API, with the names of the command: make, compare, sweep_rows and show are `dips plan make`,
 `compare`, `sweep` and `show`. What they return is what the command prints or writes."""
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dips.planner.sweep import Case, SweepRow, cases, rows_of
 from dips.planner.validate import check_complete, validate
 
 MOST_SECONDS = 3600.0
-"""Of a solver's search."""
+"""The longest search of a solver."""
 
 MOST_BYTES = 1 << 26
-"""Of a file that is shown: several times the largest plan's."""
+"""The largest file that is shown: several times the largest plan's."""
 
 # ---- make, compare ----
 
@@ -30,10 +30,11 @@ MOST_BYTES = 1 << 26
 def make(
     setup: str | Path, *, out: str | Path | None = None, seconds: float | None = None, sensitivity: bool = True
 ) -> Plan:
-    """The best plan for a TOML file, or for a shipped setting by its name.
+    """Make the best plan for a TOML file, or for a shipped setting by its name.
 
     out: folder for the plan's files. seconds: a solver's, for each kind of schedule; None: what the file says.
-    sensitivity: also what would help most. Raises ConfigError, whose sentence names the file and the key.
+    sensitivity: also which change of a setting would help most. Raises ConfigError, whose sentence names the file and
+    the key.
     """
     problem = pose(setup, seconds)
     if out is not None:
@@ -45,7 +46,8 @@ def make(
 
 
 def compare(setups: Iterable[str | Path]) -> dict[str, list[float | None]]:
-    """schedule: its best iteration with each of the setups, in seconds; None where it cannot be. Raises ConfigError."""
+    """Schedule -> its best iteration with each of the setups, in seconds; None where it is not possible. Raises
+    ConfigError."""
     return best_times([make(setup, sensitivity=False) for setup in setups])
 
 
@@ -58,12 +60,12 @@ def best_times(plans: Sequence[Plan]) -> dict[str, list[float | None]]:
 
 
 def pose(setup: str | Path, seconds: float | None = None) -> Problem:
-    """What is to be planned. Raises ConfigError."""
+    """The problem of a file or shipped setting. Raises ConfigError."""
     problem = Problem(read_setup(setup))
     if seconds is None:
         return problem
     if not 0 <= seconds <= MOST_SECONDS:
-        raise PlanError(f"{seconds:g} seconds are no time for a solver: give 0 to {MOST_SECONDS:g}")
+        raise PlanError(f"{seconds:g} seconds are not a valid time for a solver: give 0 to {MOST_SECONDS:g}")
     return problem.with_options(solver_s=seconds)
 
 
@@ -83,15 +85,17 @@ def sweep_rows(
 ) -> list[SweepRow]:
     """Every schedule for every combination, in units of T_F. seconds: the solver's for each schedule, with optimal.
 
-    Raises ConfigError for a combination that cannot be, before anything is computed.
+    Raises ConfigError for an impossible combination, before anything is computed.
     """
     return list(swept(cases(stages, microbatches, sites, latency, bandwidth, memory), optimal, seconds))
 
 
 def swept(grid: Iterable[Case], optimal: bool, seconds: float) -> Iterator[SweepRow]:
-    """The rows of each case in its turn. Raises ConfigError."""
+    """The rows of each case, one case after another. Raises ConfigError."""
     if not 0 < seconds <= MOST_SECONDS:
-        raise PlanError(f"{seconds:g} seconds are no time for a solver: give more than 0, up to {MOST_SECONDS:g}")
+        raise PlanError(
+            f"{seconds:g} seconds are not a valid time for a solver: give more than 0, up to {MOST_SECONDS:g}"
+        )
     return (row for case in grid for row in rows_of(case, seconds if optimal else 0.0))
 
 
@@ -99,10 +103,10 @@ def swept(grid: Iterable[Case], optimal: bool, seconds: float) -> Iterator[Sweep
 
 
 def show(file: str | Path, latency: float = 0.0) -> Timeline:
-    """When each device computes what: of a plan.json as it was planned, of a schedule alone with equal times.
+    """The timeline of a plan.json as it was planned, or of a schedule alone with equal times.
 
-    latency: of a message between any two devices of a schedule alone, in T_F. Raises ConfigError for what is no plan
-    and no schedule; its sentence names the cell.
+    latency: of a message between any two devices of a schedule alone, in T_F. Raises ConfigError for what is neither a
+    plan and no schedule; its sentence names the cell.
     """
     text = read_text(Path(file))
     return planned(text, str(file)) if is_plan(text) else played(text, str(file), latency)
@@ -132,7 +136,7 @@ def played(text: str, name: str, latency: float) -> Timeline:
 
 @contextmanager
 def named(file: str) -> Iterator[None]:
-    """A mistake in a schedule names its file."""
+    """Add the file's name to the error about a schedule."""
     try:
         yield
     except PlanError as error:
@@ -140,14 +144,15 @@ def named(file: str) -> Iterator[None]:
 
 
 def read_text(file: Path, kind: str = "schedule", remedy: str = "give a plan.json or a schedule like plan.csv") -> str:
-    """Of a plan or schedule, whichever the file should be. Raises PlanError, which says so and ends with the remedy."""
+    """Read the text of a plan or schedule. Raises PlanError, which says what the file should be and ends with the
+    remedy."""
     try:
         with file.open("rb") as stream:
             text = stream.read(MOST_BYTES + 1).decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise PlanError(f"{file} cannot be read as a {kind}: it is no text: {remedy}") from None
+        raise PlanError(f"{file} cannot be read as a {kind}: it is not text: {remedy}") from None
     except OSError as error:
         raise PlanError(f"{file} cannot be read as a {kind}: {error.strerror}: {remedy}") from error
     if len(text) > MOST_BYTES:
-        raise PlanError(f"{file} has more than {MOST_BYTES} bytes, so it is no {kind}: {remedy}")
+        raise PlanError(f"{file} has more than {MOST_BYTES} bytes, so it is not a {kind}: {remedy}")
     return text

@@ -1,4 +1,4 @@
-"""One way to train, judged: a schedule made for a division of the model, played, with its memory and its bytes."""
+"""Evaluates one way to train: a schedule for a division of the model, simulated, with its memory and its bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MAKERS: dict[str, tuple[ScheduleMaker, Callable[[int], tuple[int, ...]]]] = {
     "cross_ud/4": (_ud(4), straight),
     "cross_wave": (lambda p, costs, limits: cross_wave(p.n_devices, p.n_microbatches, costs, limits), wave),
 }
-"""name: (maker, where the stages stand). jeeves, the solver's and dp are made otherwise."""
+"""name: (maker, device of each stage). jeeves, the solver's and dp are made in other ways."""
 
 NAMES = (*MAKERS, "jeeves", "optimal_ud", "optimal_wave", "dp")
 
@@ -52,7 +52,7 @@ NAMES = (*MAKERS, "jeeves", "optimal_ud", "optimal_wave", "dp")
 @dataclass(frozen=True)
 class Candidate:
     """One way to train. schedules: of each replica that has an order of its own (one, where all are equal). sharing:
-    how replicas use a link. sync_ns: of the makespan what exchanges of replicas take before the first operation and
+    how replicas use a link. sync_ns: the part of the makespan for exchanges of replicas before the first operation and
     after the last one. site_of: of each device, as the file numbers sites. lower_bound_ns: no schedule of this kind is
     shorter; None where no solver looked. costs: what the first replica was made for; where replicas take turns on a
     link, its own messages alone."""
@@ -80,15 +80,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RefusedCandidate:
-    """A candidate that cannot be, and why, in a sentence."""
+    """A candidate that is not possible, and the reason as a sentence."""
 
     name: str
     why: str
 
 
 def divided(problem: Problem, name: str) -> Iterator[Candidate]:
-    """With even stages, and with balanced ones where those differ and are wanted. Raises PlanError where neither can
-    be."""
+    """The candidates with even stages, and with balanced ones where these differ and are wanted. Raises PlanError when
+    neither is possible."""
     places = MAKERS[name][1](problem.n_devices)
     found, why = [], PlanError("")
     divisions = [problem.uniform(len(places))]
@@ -150,8 +150,8 @@ def judged(
 
 
 def coordinated(problem: Problem, candidate: Candidate, most: int = 1 << 30) -> Candidate:
-    """The same order on each replica, one message on a link at a time. most: replicas that are played, with messages as
-    much larger."""
+    """The same order on each replica, one message on a link at a time. most: replicas that are simulated, with messages
+    as much larger."""
     (schedule,) = candidate.schedules
     played = min(most, problem.replicas)
     costs = problem.costs(candidate.division, schedule.device_of_stage, together=problem.replicas / played)
@@ -183,7 +183,8 @@ def jeeves_of(problem: Problem) -> Iterator[Candidate]:
 
 
 def jeeves_with(problem: Problem, division: Division, coordinated: bool, most: int = 1 << 30) -> Candidate:
-    """JEEVES' greedy for one division. most: as for coordinated(). Raises PlanError where memory forbids it."""
+    """JEEVES' greedy schedule for one division. most: as for coordinated(). Raises PlanError when memory is too
+    small."""
     limits = problem.limits(division)
     if not coordinated:
         costs = problem.costs(division)
@@ -213,7 +214,7 @@ def jeeves_with(problem: Problem, division: Division, coordinated: bool, most: i
 
 
 def optimal_of(problem: Problem, name: str) -> Candidate:
-    from dips.planner.schedules.optimal import optimal  # a second to import, and only needed here
+    from dips.planner.schedules.optimal import optimal  # imported here: it takes a second, and only this needs it
 
     places = straight(problem.n_devices) if name == "optimal_ud" else wave(problem.n_devices)
     division = problem.uniform(len(places))
@@ -252,7 +253,7 @@ def link_bytes(
     problem: Problem, division: Division, timelines: Sequence[Timeline], times: float
 ) -> dict[tuple[int, int], float]:
     """Bytes of an iteration over each directed link between sites, as the file numbers them, of all replicas: messages
-    of the pipeline, weights and gradients. times: replicas that each timeline stands for."""
+    of the pipeline, weights and gradients. times: replicas that each timeline represents."""
     found: dict[tuple[int, int], float] = {}
     for timeline in timelines:
         for message in timeline.messages:

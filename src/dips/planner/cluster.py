@@ -1,8 +1,8 @@
-"""Where a model is to be trained, read from TOML: sites with their devices, directed links between them, how the
-work is split, and, where somebody has measured them, the times of a stage.
+"""Reads a planner's TOML file: sites with their devices, directed links between them, how the work is split, and, if
+they were measured, the times of a stage.
 
-Units stand in the names of the keys, and every table of numbers names its source. Nothing is guessed: a number that a
-plan needs and the file does not give is asked for by name.
+The names of the keys contain the units, and every table of numbers names its source. Nothing is guessed: a number that
+a plan needs and the file does not give is asked for by name.
 """
 
 from __future__ import annotations
@@ -20,29 +20,33 @@ from dips.planner.errors import PlanError
 from dips.planner.model import Maybe, Model, Name, PositiveCount, Sourced, model_of
 
 Amount = Annotated[float, Field(ge=1e-6, le=1e9)]
-"""Of a rate or a size, in the unit of its key: what lies outside is a slip of the pen, or of the unit."""
+"""A rate or a size, in the unit of its key: a value outside of these limits is a mistake in the number or the unit."""
 
 Duration = Annotated[float, Field(gt=0, le=1e8)]
 DurationOrNone = Annotated[float, Field(ge=0, le=1e8)]
-"""Milliseconds, up to a day; nanoseconds of all operations together stay whole numbers that a solver can hold."""
+"""A time in milliseconds, up to a day; nanoseconds of all operations together stay whole numbers that a solver can
+hold."""
 
 MOST_BLOCKS = 1 << 16
-"""Stages x microbatches of a pipeline: 64 x 1024, a few minutes."""
+"""The largest stages x microbatches of a pipeline: 64 x 1024 take a few minutes."""
 
 MOST_MESSAGES = 1 << 18
-"""Stages x microbatches x replicas, whose messages take turns on a link."""
+"""The largest stages x microbatches x replicas: their messages take turns on a link."""
 
 TABLES = ("model", "sites", "links", "training", "profile", "options")
 
 
 class Site(Sourced):
-    """Equal devices in one place. What a site's own network costs a message between stages is nothing unless given."""
+    """Equal devices in one place. A message between stages inside of a site costs nothing unless its network is
+    given."""
 
-    name: Name = Field(description="what the place is called")
-    devices: PositiveCount = Field(description="accelerators that it has")
+    name: Name = Field(description="name of the site")
+    devices: PositiveCount = Field(description="number of accelerators")
     memory_gib: Amount | None = Field(default=None, description="memory of one device")
-    sustained_tflops: Amount | None = Field(default=None, description="10^12 operations a second of one device, really")
-    stages: Maybe = Field(default=0, description="pipeline stages that stand there; 0: in proportion to the devices")
+    sustained_tflops: Amount | None = Field(
+        default=None, description="10^12 operations a second that one device reaches in practice"
+    )
+    stages: Maybe = Field(default=0, description="pipeline stages at this site; 0: in proportion to the devices")
     network_gbps: Amount | None = Field(
         default=None, description="bandwidth between two stages at this site, 10^9 bit/s"
     )
@@ -50,7 +54,7 @@ class Site(Sourced):
 
 
 class Link(Sourced):
-    """From one site to another. All replicas share its bandwidth."""
+    """A link from one site to another. All replicas share its bandwidth."""
 
     sender: str = Field(description="site that sends")
     receiver: str = Field(description="site that receives")
@@ -58,7 +62,8 @@ class Link(Sourced):
     bandwidth_gbps: Amount = Field(description="10^9 bit a second, of the link as a whole")
     latency_ms: DurationOrNone = Field(description="time of one bit on its way")
     oversubscription: Annotated[float, Field(ge=1, le=1e4)] = Field(
-        default=1.0, description="by how much others share the link: it carries bandwidth / oversubscription of ours"
+        default=1.0,
+        description="factor by which others share the link: bandwidth / oversubscription is left for this training",
     )
 
     @property
@@ -69,7 +74,7 @@ class Link(Sourced):
 class Training(Sourced):
     """How one iteration is split."""
 
-    pipeline: PositiveCount = Field(description="stages of the pipeline: groups of devices, one behind the other")
+    pipeline: PositiveCount = Field(description="stages of the pipeline: groups of devices, one after another")
     data: PositiveCount = Field(default=1, description="replicas of the pipeline (data parallel)")
     tensor: PositiveCount = Field(
         default=1, description="devices that share each layer (tensor parallel, with sequences)"
@@ -84,7 +89,7 @@ class Training(Sourced):
         default=1, description="what replicas shard: 1 optimizer, 2 gradients, 3 all"
     )
     recompute: Literal["none", "full"] = Field(
-        default="none", description="whether backward passes compute layers anew"
+        default="none", description="whether backward passes compute layers again"
     )
     flash_attention: bool = Field(default=True, description="whether attention scores are never stored")
     extra_layers: Maybe = Field(
@@ -106,7 +111,7 @@ class Profile(Sourced):
 
 
 class PlanOptions(Knobs):
-    """What is asked for."""
+    """What the plan is made for: schedules, solver, stage division."""
 
     schedules: list[str] = Field(default=[], description="schedules to compare; empty: all")
     replicas: Literal["fair", "coordinated", "best"] = Field(
@@ -124,7 +129,7 @@ class PlanOptions(Knobs):
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """A whole file. sites in the order of the pipeline."""
+    """The content of a whole file. sites: in the order of the pipeline."""
 
     file: str
     model: Model
@@ -135,7 +140,7 @@ class ClusterFile:
     options: PlanOptions
 
     def link(self, sender: str, receiver: str) -> Link:
-        """Raises PlanError where there is none."""
+        """The link between two sites. Raises PlanError when there is none."""
         for link in self.links:
             if (link.sender, link.receiver) == (sender, receiver):
                 return link
@@ -149,7 +154,7 @@ class ClusterFile:
 
     @property
     def devices_of_a_stage(self) -> int:
-        """Of all replicas together."""
+        """Devices of one stage, of all replicas together."""
         training = self.training
         return training.tensor * training.context * training.data
 
@@ -161,7 +166,7 @@ def shipped_setups() -> list[str]:
 
 
 def read_setup(name: str | Path) -> ClusterFile:
-    """A file, or a shipped one by its name. Raises PlanError or ConfigError, which name file and key."""
+    """Read a file, or a shipped one by its name. Raises PlanError or ConfigError, which name file and key."""
     if isinstance(name, str) and name in shipped_setups():
         with resources.as_file(resources.files("dips.planner.setups") / f"{name}.toml") as file:
             return _read(file)
@@ -169,7 +174,7 @@ def read_setup(name: str | Path) -> ClusterFile:
     if not file.is_file():
         known = ", ".join(shipped_setups())
         raise PlanError(
-            f"{name} is no file that can be read, and none of the shipped settings ({known}): give one of these"
+            f"{name} is not a file that can be read, and none of the shipped settings ({known}): give one of these"
         )
     return _read(file)
 
@@ -182,11 +187,11 @@ def _read(file: Path) -> ClusterFile:
 
 
 def setup_of(tables: dict[str, Any], file: Path) -> ClusterFile:
-    """The tables of a file as read_setup() checks them; file: how errors call it."""
+    """Check the tables of a file; file: its name in error sentences."""
     for name in ("model", "sites", "training"):
         if name not in tables:
             brackets = f"[[{name}]]" if name == "sites" else f"[{name}]"
-            raise PlanError(f"{file}: the table {brackets} is not given: add it (docs/planner.md says what it holds)")
+            raise PlanError(f"{file}: the table {brackets} is missing: add it (docs/planner.md says what it holds)")
     setup = ClusterFile(
         file=str(file),
         model=model_of(_one(tables, "model", file), file),
@@ -205,14 +210,14 @@ def setup_of(tables: dict[str, Any], file: Path) -> ClusterFile:
 def _one(tables: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
     table = tables.get(name, {})
     if not isinstance(table, dict):
-        raise PlanError(f"{file}: {name!r} is no table: write its keys below a line [{name}]")
+        raise PlanError(f"{file}: {name!r} is not a table: write its keys below a line [{name}]")
     return table
 
 
 def _many(kind: type[K], tables: dict[str, Any], name: str, file: Path) -> list[K]:
     found = tables.get(name, [])
     if not isinstance(found, list) or not all(isinstance(table, dict) for table in found):
-        raise PlanError(f"{file}: {name!r} is no list of tables: write each below a line [[{name}]]")
+        raise PlanError(f"{file}: {name!r} is not a list of tables: write each below a line [[{name}]]")
     return [load_table(kind, table, f"{file} [[{name}]] {number}") for number, table in enumerate(found, 1)]
 
 
@@ -224,7 +229,7 @@ def _check(setup: ClusterFile) -> None:
         for end in (link.sender, link.receiver):
             if end not in names:
                 raise PlanError(
-                    f"{setup.file} [[links]] {number}: {end!r} is no site: choose one of {', '.join(names)}"
+                    f"{setup.file} [[links]] {number}: {end!r} is not a site: choose one of {', '.join(names)}"
                 )
         if link.sender == link.receiver:
             raise PlanError(f"{setup.file} [[links]] {number}: goes from {link.sender} to itself: name two sites")
@@ -233,7 +238,7 @@ def _check(setup: ClusterFile) -> None:
 
 
 def _check_links_differ(setup: ClusterFile) -> None:
-    """Of two links with the same ends one would be ignored."""
+    """Refuse two links with the same ends: one of them would be ignored."""
     given: dict[tuple[str, str], int] = {}
     for number, link in enumerate(setup.links, 1):
         ways = [(link.sender, link.receiver), (link.receiver, link.sender)]
@@ -247,7 +252,7 @@ def _check_links_differ(setup: ClusterFile) -> None:
 
 
 def check_parallelism(setup: ClusterFile) -> None:
-    """Raises PlanError where model, devices and the way of splitting do not go together."""
+    """Check that model, devices and the way of splitting fit together. Raises PlanError."""
     training, where = setup.training, f"{setup.file} [training]"
     units = setup.model.layers + training.extra_layers
     if training.extra_layers > 2:
@@ -287,7 +292,7 @@ def check_parallelism(setup: ClusterFile) -> None:
 
 
 def stages_of_sites(setup: ClusterFile) -> list[int]:
-    """How many stages stand at each site. Raises PlanError where they do not fit."""
+    """The number of stages at each site. Raises PlanError when they do not fit."""
     sites, n = setup.sites, setup.training.pipeline
     given = [site.stages for site in sites]
     if any(given):
@@ -312,7 +317,7 @@ def stages_of_sites(setup: ClusterFile) -> list[int]:
 
 
 def in_proportion(weights: Sequence[int], total: int) -> list[int]:
-    """Whole numbers that sum to total, as near to the weights' shares as can be (largest remainders)."""
+    """Whole numbers that sum to total, as near as possible to the weights' shares (largest remainders)."""
     whole = sum(weights)
     found = [total * weight // whole for weight in weights]
     remainders = sorted(range(len(weights)), key=lambda i: (-(total * weights[i] % whole), i))

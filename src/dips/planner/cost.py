@@ -1,6 +1,6 @@
-"""What training a transformer costs: operations, memory, and the bytes that each way of splitting it sends.
+"""Computes the costs of training a transformer: operations, memory, and the bytes that each way of splitting sends.
 
-Counts are of one microbatch, or of one iteration where it is said; a multiplication and an addition are two
+Counts are for one microbatch, or for one iteration where noted; a multiplication and an addition are two
 operations. Causal attention computes half of the scores. Sources: Narayanan et al. (arXiv:2104.04473) for operations,
 Korthikanti et al. (arXiv:2205.05198) for activations, Rajbhandari et al. (arXiv:1910.02054) for the optimizer's state.
 """
@@ -13,7 +13,7 @@ from dips.planner.cluster import Training
 from dips.planner.model import Model
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
-"""Of a parameter in mixed precision with Adam: 16-bit weight and gradient; 32-bit weight and two moments."""
+"""Bytes of a parameter in mixed precision with Adam: 16-bit weight and gradient; 32-bit weight and two moments."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class MicrobatchCost:
         )
 
     def recomputed(self) -> MicrobatchCost:
-        """When the backward pass runs the forward pass anew."""
+        """The operations when the backward pass runs the forward pass again."""
         return MicrobatchCost(self.forward, self.input_gradient + self.forward, self.weight_gradient)
 
 
 def layer_work(model: Model, layer: int, tokens: int, sequence_tokens: int, causal: bool = True) -> MicrobatchCost:
-    """Of one layer and `tokens` tokens in sequences. Gradients of weights need no attention scores; gradients of
-    inputs need them twice."""
+    """Operations of one layer and `tokens` tokens in sequences. Gradients of weights need no attention scores;
+    gradients of inputs need them twice."""
     matrices = 2.0 * tokens * model.layer_matrices(layer, active=True)
     scores = 2.0 * tokens * sequence_tokens * model.heads * (model.qk_width + model.v_width) / (2 if causal else 1)
     return MicrobatchCost(matrices + scores, matrices + 2 * scores, matrices)
 
 
 def output_work(model: Model, tokens: int) -> MicrobatchCost:
-    """Of the output layer; looking up an embedding computes nothing that counts."""
+    """Operations of the output layer; looking up an embedding costs almost nothing."""
     matrix = 2.0 * tokens * model.vocabulary * model.hidden
     return MicrobatchCost(matrix, matrix, matrix)
 
@@ -65,7 +65,7 @@ def model_work(model: Model, tokens: int, sequence_tokens: int, causal: bool = T
 
 
 def layer_activation_bytes(model: Model, layer: int, training: Training, tensor: int | None = None) -> float:
-    """What one device keeps of one layer and microbatch for the backward pass, in 16-bit numbers.
+    """Bytes that one device keeps of one layer and microbatch for the backward pass, in 16-bit numbers.
 
     Everything is divided among the devices of a tensor group (sequence parallel) and of a context group.
     """
@@ -101,8 +101,8 @@ def state_bytes(parameters: float, training: Training, replicas: float | None = 
 
 
 def layer_state_bytes(model: Model, layer: int, training: Training) -> float:
-    """Of one layer on one device. Experts are spread over an expert group, which takes its devices from the
-    replicas."""
+    """Bytes of weights, gradients and optimizer state of one layer on one device. Experts are spread over an expert
+    group, which takes its devices from the replicas."""
     if model.is_dense(layer) or training.expert == 1:
         return state_bytes(model.layer_parameters(layer) / training.tensor, training)
     experts = model.experts * model.expert_parameters()
@@ -115,9 +115,9 @@ def layer_state_bytes(model: Model, layer: int, training: Training) -> float:
 
 
 def inside_exchange_bytes(parameters: float, experts: float, training: Training, groups: int = 1) -> float:
-    """What all devices of one replica and stage send when the replicas that stand together exchange so many parameters
-    once (an all-gather or a reduce-scatter in a ring); experts: of these, in experts. groups: that replicas are split
-    into; an exchange between groups is none of this."""
+    """Bytes that all devices of one replica and stage send when the replicas of one group exchange so many parameters
+    once (an all-gather or a reduce-scatter in a ring). experts: how many of these are in experts. groups: that replicas
+    are split into; exchanges between groups are not counted."""
     n = training.data // groups * training.context
     among_experts = max(1, n // training.expert)
     sent = (parameters - experts) * _ring(n) + experts / training.expert * _ring(among_experts)
@@ -125,14 +125,14 @@ def inside_exchange_bytes(parameters: float, experts: float, training: Training,
 
 
 def pipeline_message_bytes(model: Model, training: Training) -> float:
-    """Of one microbatch between two stages of one replica, all devices of the stage together, one way."""
+    """Bytes of one microbatch between two stages of one replica, all devices of the stage together, one way."""
     tokens = training.microbatch_sequences * training.sequence_tokens
     return tokens * model.hidden * training.activation_bytes
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one device sends in one iteration, by what for. pipeline: of a stage in the middle."""
+    """Bytes that one device sends in one iteration, by purpose. pipeline: of a stage in the middle."""
 
     tensor: float
     context: float
@@ -142,7 +142,7 @@ class Traffic:
 
 
 def traffic(model: Model, training: Training) -> Traffic:
-    """Of a device that holds an equal share of the layers. Rings: n devices send (n - 1) / n of what they share.
+    """The traffic of a device with an equal share of the layers. Rings: n devices send (n - 1) / n of what they share.
 
     tensor: four all-gathers and four reduce-scatters a layer (forward and backward, attention and MLP), as sequence
     parallelism has them. context: keys and values go round, and their gradients. expert: each token goes to its

@@ -20,7 +20,7 @@ NS = 1_000_000_000
 
 @dataclass(frozen=True)
 class StageCost:
-    """Of one stage of the model and one microbatch.
+    """Costs of one stage of the model for one microbatch.
 
     activation: charged when F starts; of it, D releases `d_release` at its end and W (or B) the rest.
     """
@@ -38,7 +38,7 @@ class StageCost:
             raise PlanError(f"D releases {self.d_release}, more than the activation of {self.activation}")
 
     def compute_ns(self, kind: Kind) -> int:
-        """Of the whole operation."""
+        """Time of the whole operation."""
         if kind is Kind.F:
             return self.f_ns
         if kind is Kind.D:
@@ -46,7 +46,7 @@ class StageCost:
         return self.w_ns if kind is Kind.W else self.d_ns + self.w_ns
 
     def released(self, kind: Kind) -> int:
-        """Memory that its end gives back."""
+        """Memory that is free again at its end."""
         if kind is Kind.F:
             return 0
         if kind is Kind.D:
@@ -55,14 +55,14 @@ class StageCost:
 
 
 REPLICAS_APART = 1 << 40
-"""Between the resources of two replicas that do not share a link."""
+"""The distance between the resource numbers of two replicas that do not share a link."""
 
 
 class Wire(NamedTuple):
-    """Of one message from one device to another. busy_ns: it occupies its link so long; latency_ns does not occupy.
+    """The cost of one message between two devices. busy_ns: time on the link; latency_ns: does not occupy the link.
 
-    resource: messages with the same one share a link; every link serves one message at a time. hold_ns: how much longer
-    the next message waits than for the link (for the acknowledgement of this one, where senders block). shared:
+    resource: messages with the same resource share a link; every link serves one message at a time. hold_ns: how much
+    longer the next message waits than for the link (for the acknowledgement of this one, where senders block). shared:
     with the other replicas of a pipeline; else each has a link of its own there.
     """
 
@@ -79,9 +79,10 @@ class Wire(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """stages[s] of the model; wires[(from, to)]: between devices, absent where messages are free and at once.
+    """All costs of a pipeline. stages[s]: of the model; wires[(from, to)]: between devices, none where messages take no
+    time.
 
-    exchanges[s]: what replicas send each other of stage s; empty: nothing that counts. overlapped: they do so while
+    exchanges[s]: what replicas send each other of stage s; empty: they cost nothing. overlapped: they do so while
     the pipeline computes; else before all of it and after all of it.
     """
 
@@ -95,7 +96,7 @@ class Costs:
             raise PlanError(f"exchanges of {len(self.exchanges)} stages for {len(self.stages)} stages: give one each")
 
     def compute_ns(self, stage: int, kind: Kind, part: int = 0, parts: int = 1) -> int:
-        """Of one part; the first ones take the nanoseconds that do not divide."""
+        """Time of one part of an operation; the first parts get the nanoseconds that do not divide."""
         whole, rest = divmod(self.stages[stage].compute_ns(kind), parts)
         return whole + (part < rest)
 
@@ -108,8 +109,8 @@ def uniform(
     wires: Mapping[tuple[int, int], Wire] | None = None,
     activation: int = 1 << 20,
 ) -> Costs:
-    """Equal devices. times: (T_F, T_D, T_W) in seconds for one microbatch on one device, shared by its `chunks` stages,
-    as is the activation of one microbatch on one device."""
+    """Costs of equal devices. times: (T_F, T_D, T_W) in seconds for one microbatch on one device, shared by its
+    `chunks` stages, as is the activation of one microbatch on one device."""
     f_ns, d_ns, w_ns = (round(t * NS / chunks) for t in times)
     whole = activation // chunks
     stage = StageCost(f_ns, d_ns, w_ns, whole, round(whole * release_of_d))

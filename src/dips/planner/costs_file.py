@@ -1,4 +1,4 @@
-"""Costs as JSON, beside the schedule that was made for them: a plan can be played and run again from its file."""
+"""Writes and reads costs as JSON, with the schedule that was made for them: a plan can be simulated and run again."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dips.planner.costs import Costs, StageCost, Wire
 
 
 def costs_json(costs: Costs) -> dict[str, Any]:
-    """Times in nanoseconds, activations in bytes (or the units of the costs). What replicas exchange is not written,
-    only whether they do: replicas_exchange."""
+    """Costs as JSON: times in nanoseconds, activations in bytes (or the units of the costs). What replicas exchange is
+    not written, only whether they do: replicas_exchange."""
     return {
         "stages": [
             {"f_ns": s.f_ns, "d_ns": s.d_ns, "w_ns": s.w_ns, "activation": s.activation, "d_release": s.d_release}

@@ -1,9 +1,9 @@
-"""JEEVES' memory-aware stage division (Deng et al., HotNets 2025, section 3.2): how many layers each stage gets.
+"""JEEVES' memory-aware stage division (Deng et al., HotNets 2025, section 3.2): the number of layers of each stage.
 
-The paper's objective, an integer program, is solved first (CP-SAT in place of a commercial solver). It is an
-estimate of what the greedy schedule will take, and its best point can simulate worse than a uniform division; so
-hill climbing on the simulator follows, from the solver's point and from the uniform one, and the answer is never
-worse than uniform.
+The paper's objective, an integer program, is solved first (CP-SAT in place of a commercial solver). It only
+estimates the time of the greedy schedule, and its best point can be slower in simulation than a uniform division. So
+hill climbing on the simulator follows, from the solver's point and from the uniform one; the result is never worse
+than uniform.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ UNIT_NS = 1000
 """The solver's unit of time: its products stay small."""
 
 FEW_REPLICAS = 4
-"""The climb plays so many replicas with proportionally larger messages; the end is judged with all of them."""
+"""Replicas that the hill climbing simulates, with proportionally larger messages; its result is judged with all
+replicas."""
 
 SpanOf = Callable[[Division], int]
 
 
 @dataclass(frozen=True)
 class Divided:
-    """span_ns and uniform_ns: of the greedy schedule, with all replicas. seed: the solver's division."""
+    """The division that was found. span_ns and uniform_ns: makespans of the greedy schedule, with all replicas, for it
+    and for the uniform division. seed: the solver's division."""
 
     division: Division
     span_ns: int
@@ -38,7 +40,7 @@ class Divided:
 
 
 def divide(problem: Problem, coordinated: bool = True, most_trials: int = 150) -> Divided:
-    """The best division that was found. coordinated: replicas send one message at a time.
+    """Find the best division. coordinated: replicas send one message at a time.
 
     most_trials: divisions that are simulated in all. Raises PlanError where not even a uniform division has a schedule.
     """
@@ -52,7 +54,7 @@ def divide(problem: Problem, coordinated: bool = True, most_trials: int = 150) -
     judged = {division: whole(division) for division in ends if few(division) < _NONE}
     if uniform not in judged:
         if not judged:
-            problem.limits(uniform)  # its sentence says which stage holds too little
+            problem.limits(uniform)  # its error names the stage with too little memory
             raise PlanError(f"{problem.setup.file}: no stage division fits the memory: use more stages, or recompute")
         judged[uniform] = _NONE
     best = min(judged, key=lambda division: (judged[division], division != uniform, division))
@@ -63,7 +65,8 @@ _NONE = 1 << 62
 
 
 def _spans(problem: Problem, replicas: int) -> SpanOf:
-    """The greedy schedule's makespan for a division; _NONE where memory forbids it. replicas: that are played."""
+    """The greedy schedule's makespan for a division; _NONE when memory is too small. replicas: how many are
+    simulated."""
     together = problem.replicas / replicas
 
     def span_ns(division: Division) -> int:
@@ -109,8 +112,8 @@ def _moves(division: Division) -> list[Division]:
 
 
 def _slopes(problem: Problem) -> Iterator[Division]:
-    """Fewer layers on the first stages or at the first sites, which hold most microbatches: single moves do not get
-    there where several stages are full at once."""
+    """Divisions with fewer layers on the first stages or at the first sites, which hold most microbatches: single moves
+    do not reach them when several stages are full at once."""
     n, total = problem.n_devices, len(problem.units)
     for lean in (0.05, 0.1, 0.15, 0.2, 0.3):
         yield _shared(total, [1 - lean + 2 * lean * stage / max(1, n - 1) for stage in range(n)])
@@ -119,7 +122,7 @@ def _slopes(problem: Problem) -> Iterator[Division]:
 
 
 def _shared(total: int, weights: Sequence[float]) -> Division:
-    """At least one unit for each stage, the others as near to the weights as whole numbers can be."""
+    """At least one unit for each stage, the others as near to the weights as whole numbers allow."""
     rest, whole = total - len(weights), sum(weights)
     ideal = [max(0.0, total * weight / whole - 1) for weight in weights]
     scale = rest / (sum(ideal) or 1.0)
@@ -134,8 +137,9 @@ def _shared(total: int, weights: Sequence[float]) -> Division:
 
 
 def solve(problem: Problem, time_limit_s: float = 2.0) -> Division:
-    """The division that the paper's objective is smallest for; units are taken to be equal, as its layers are."""
-    from ortools.sat.python import cp_model  # a second to import, and only needed here
+    """The division with the smallest value of the paper's objective; all units count as equal, as the paper's
+    layers."""
+    from ortools.sat.python import cp_model  # imported here: it takes a second, and only this needs it
 
     program = _Program(problem, cp_model.CpModel())
     solver = cp_model.CpSolver()
@@ -148,8 +152,8 @@ def solve(problem: Problem, time_limit_s: float = 2.0) -> Division:
 
 
 class _Program:
-    """Variables: layers of each stage. Objective: the longer of the computation-dominant and the communication-dominant
-    path, plus the wait for the first release of memory, as often as memory is full."""
+    """The integer program. Variables: layers of each stage. Objective: the longer of the computation-dominant and the
+    communication-dominant path, plus the wait for the first release of memory, as often as memory is full."""
 
     def __init__(self, problem: Problem, model: Any) -> None:
         self.model = model
@@ -175,7 +179,7 @@ class _Program:
         model.minimize(ideal + waits)
 
     def _each(self, problem: Problem, stage: int, what: str) -> int:
-        """Time of one unit on a stage."""
+        """Times of one unit on each stage."""
         cost = problem.costs(problem.uniform()).stages[stage]
         units = problem.uniform()[stage]
         return (cost.f_ns if what == "forward" else cost.d_ns + cost.w_ns) // units // UNIT_NS

@@ -1,4 +1,4 @@
-"""What would help most: each change of a setting alone, planned anew among the schedules that are near the front."""
+"""Finds the change of a setting that helps most: plans again with each change alone, for the best schedules only."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from dips.planner.problem import Problem
 from dips.planner.simulate import simulate
 
 FEW = 8
-"""Replicas that are played, before and after, to see what a change would do."""
+"""Replicas that are simulated, before and after a change, to see its effect."""
 
 
 @dataclass(frozen=True)
 class ChangeEffect:
-    """What a change of the setting would do. saved: part of each microbatch's share of the iteration that it saves."""
+    """The effect of a change of the setting. saved: the part of each microbatch's share of the iteration that it
+    saves."""
 
     change: str
     saved: float
 
 
 def effects_of(problem: Problem, ranked: Sequence[Candidate]) -> Iterator[ChangeEffect]:
-    """Each change alone, planned anew among the schedules that are near the front; the greatest help first."""
+    """Plan again with each change alone, for the best schedules only; the greatest saving first."""
     changes: list[tuple[str, Problem]] = [
         ("microbatches x 2", problem.with_training(microbatches=2 * problem.n_microbatches))
     ]
@@ -41,7 +42,7 @@ def effects_of(problem: Problem, ranked: Sequence[Candidate]) -> Iterator[Change
     found = []
     for change, other in changes:
         each = _near_the_front(other, ranked) * problem.n_microbatches / other.n_microbatches
-        found.append(ChangeEffect(change, max(0.0, 1 - each / before)))  # nobody has to use what does not help
+        found.append(ChangeEffect(change, max(0.0, 1 - each / before)))  # a change that does not help need not be used
     yield from sorted(found, key=lambda effect: -effect.saved)
 
 
@@ -55,7 +56,7 @@ def _more_activations(problem: Problem) -> Problem:
 
 
 def _near_the_front(problem: Problem, ranked: Sequence[Candidate]) -> float:
-    """The best iteration in seconds of the chosen order, its kind and the greedies."""
+    """The best iteration, in seconds, of the chosen order, its kind of schedule and the greedy ones."""
     chosen = ranked[0]
     spans = [_replayed_s(problem, chosen)]
     together = chosen.sharing == "coordinated"
@@ -75,7 +76,7 @@ def _near_the_front(problem: Problem, ranked: Sequence[Candidate]) -> float:
 
 
 def _replayed_s(problem: Problem, chosen: Candidate) -> float:
-    """The chosen order under another setting, in seconds; infinite where that has other microbatches."""
+    """The iteration of the chosen order with another setting, in seconds; infinite when its microbatches differ."""
     first = chosen.schedules[0]
     if first.n_microbatches != problem.n_microbatches or chosen.name.startswith("dp/"):
         return math.inf

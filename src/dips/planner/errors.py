@@ -1,4 +1,4 @@
-"""What a user of the planner did wrong, in a sentence with the remedy."""
+"""The planner's error: a sentence about what the user did wrong, with the remedy."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from dips.core.errors import ConfigError
 
 
 class PlanError(ConfigError):
-    """A plan, a schedule or a description that cannot be: the sentence names the place and what to do."""
+    """A plan, schedule or description is not possible: the sentence names the place and the remedy."""

@@ -1,8 +1,9 @@
-"""What replicas of a pipeline send each other: weights before a stage's first operation, gradients after its last.
+"""Times the exchanges between a pipeline's replicas: weights before a stage's first operation, gradients after its
+last.
 
 CrossPipe's Figure 7 (arXiv:2507.00217): with ZeRO stage 1 an all-gather of weights precedes the first F of each stage,
 and a reduce-scatter of gradients follows its last W; without, an all-reduce follows. An exchange is a message like
-others: it occupies its resource so long, its latency does not, and devices compute on meanwhile. Its resource is the
+others: it occupies its resource for a time, its latency does not, and devices compute meanwhile. Its resource is the
 network of its device, or the link between two sites that all stages there share; either way exchanges with the same
 resource go one after the other, all-gathers in the order of the stages (which is that of their first F), gradients in
 the order in which they are ready. Messages of the pipeline use other resources: inside a site each pair of stages has
@@ -19,8 +20,8 @@ from dips.planner.errors import PlanError
 
 
 class Exchange(NamedTuple):
-    """Of one stage. gather_ns, reduce_ns: that it occupies its resource, before and after; it is there
-    gather_latency_ns or reduce_latency_ns later. All 0: there is none."""
+    """The costs of one stage's exchange. gather_ns, reduce_ns: time on its resource, before and after the stage; it
+    arrives gather_latency_ns or reduce_latency_ns later. All 0: no exchange."""
 
     resource: int
     gather_ns: int
@@ -38,7 +39,7 @@ class Exchange(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """One that was carried out. before: weights, else gradients. It occupied its resource in [start_ns, freed_ns)."""
+    """One simulated exchange. before: weights, else gradients. It occupied its resource in [start_ns, freed_ns)."""
 
     stage: int
     before: bool
@@ -60,7 +61,7 @@ def gathered(exchanges: Sequence[Exchange]) -> list[Exchanged]:
 
 
 def gates(exchanges: Sequence[Exchange], overlapped: bool) -> list[int]:
-    """When the first F of each stage may start. Not overlapped: when all weights are there."""
+    """When the first F of each stage may start. Not overlapped: when all weights have arrived."""
     found = [0] * len(exchanges)
     for one in gathered(exchanges):
         found[one.stage] = one.ends_ns
@@ -83,7 +84,7 @@ def reduced(exchanges: Sequence[Exchange], ready: Sequence[int], overlapped: boo
 def check_exchanges(
     done: Iterable[Exchanged], exchanges: Sequence[Exchange], first: Sequence[int], last: Sequence[int]
 ) -> None:
-    """first[s], last[s]: start of the first operation and end of the last one of stage s.
+    """Check the exchanges. first[s], last[s]: start of the first operation and end of the last one of stage s.
 
     Raises PlanError, which names the stage, for an exchange that is missing, doubled or of another length, for one that
     does not precede or follow its stage, and for two at a time on one resource.
@@ -96,14 +97,16 @@ def check_exchanges(
         if there
     )
     if sorted((row.stage, row.before) for row in rows) != wanted:
-        raise PlanError(f"{len(rows)} exchanges between replicas where {len(wanted)} are due: one for each stage")
+        raise PlanError(f"{len(rows)} exchanges between replicas instead of {len(wanted)}: give one for each stage")
     for row in rows:
         one = exchanges[row.stage]
         lasts = (one.gather_ns, one.gather_latency_ns) if row.before else (one.reduce_ns, one.reduce_latency_ns)
         if (row.freed_ns - row.start_ns, row.ends_ns - row.freed_ns, row.resource) != (*lasts, one.resource):
-            raise PlanError(f"stage {row.stage}: its exchange {row} is not the one that it costs ({one})")
+            raise PlanError(f"stage {row.stage}: its exchange {row} does not have its cost ({one})")
         if row.before and row.ends_ns > first[row.stage]:
-            raise PlanError(f"stage {row.stage} starts at {first[row.stage]} ns, its weights come at {row.ends_ns} ns")
+            raise PlanError(
+                f"stage {row.stage} starts at {first[row.stage]} ns, its weights arrive at {row.ends_ns} ns"
+            )
         if not row.before and row.start_ns < last[row.stage]:
             raise PlanError(f"stage {row.stage} ends at {last[row.stage]} ns, its gradients leave at {row.start_ns} ns")
     _check_apart(rows)

@@ -1,11 +1,11 @@
-"""Several replicas of a pipeline whose messages share links.
+"""Simulates several replicas of a pipeline whose messages share links.
 
-How they share is what systems differ by. fifo: a link carries one message at a time at its full rate, in the order in
-which messages are ready (JEEVES' coordination, HotNets 2025, section 3.3; equal ones by replica). order: the same in an
-order that is given, whatever is ready first (its global list of transfers). fair: the messages of
+There are three ways of sharing. fifo: a link carries one message at a time at its full rate, in the order in
+which messages are ready (JEEVES' coordination, HotNets 2025, section 3.3; equal ones by replica). order: the same in a
+given order (its global list of transfers). fair: the messages of
 all senders at once, each at an equal part of the rate, as competing connections do.
 
-A wire's hold_ns keeps only its own sender waiting here: the next message of that device on that wire (blocking sends).
+A wire's hold_ns delays only its own sender here: the next message of that device on that wire (blocking sends).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sharing(StrEnum):
 
 @dataclass(frozen=True)
 class Fleet:
-    """A timeline for each replica; device d of one is device d of all."""
+    """The result: a timeline for each replica; device d is the same in all."""
 
     timelines: tuple[Timeline, ...]
 
@@ -46,13 +46,13 @@ class Fleet:
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of makespan x all devices in which nothing was computed."""
+        """The part of makespan x all devices without computation."""
         busy = sum(sum(map(sum, t.ends)) - sum(map(sum, t.starts)) for t in self.timelines)
         whole = self.makespan_ns * sum(t.schedule.n_devices for t in self.timelines)
         return 1.0 - busy / whole if whole else 0.0
 
     def order(self, costs: Costs) -> dict[int, list[tuple[int, Op]]]:
-        """The global list of transfers: by link, as they went."""
+        """The global list of transfers: by link, in the simulated order."""
         found: dict[int, list[tuple[int, int, Op]]] = defaultdict(list)
         for replica, timeline in enumerate(self.timelines):
             for message in timeline.messages:
@@ -67,7 +67,7 @@ class Fleet:
 def simulate_fleet(
     schedules: Sequence[Schedule], costs: Costs, sharing: Sharing = Sharing.FIFO, order: Order | None = None
 ) -> Fleet:
-    """Play one schedule for each replica. order: needed with Sharing.ORDER.
+    """Simulate one schedule for each replica. order: needed with Sharing.ORDER.
 
     Raises PlanError, which names replica and cell, when they cannot end.
     """
@@ -91,7 +91,7 @@ def _fleet(
     ends: list[list[int]],
     messages: Sequence[Sequence[SimulatedMessage]],
 ) -> Fleet:
-    """What was played, without pauses, with what replicas exchange."""
+    """The result without pauses, with the exchanges of replicas."""
     _check_ended(schedules, program.operations_before(at))
     starts, ends, n = program.strip(starts), program.strip(ends), schedules[0].n_devices
     played = ((schedule, ends[replica * n : replica * n + n]) for replica, schedule in enumerate(schedules))
@@ -126,7 +126,7 @@ def _timelines(
 
 @dataclass
 class _Waiting:
-    """A message on its way to or over a link. left: of its nanoseconds alone on the link."""
+    """A message on its way to or over a link. left: the rest of its nanoseconds alone on the link."""
 
     device: int
     index: int
@@ -138,7 +138,7 @@ class _Waiting:
 
 @dataclass
 class _Link:
-    """now: (fifo, order) the message it carries. served: virtual time of a fair link, at `since`."""
+    """A link. now: (fifo, order) the message it carries. served: virtual time of a fair link, at `since`."""
 
     queue: deque[_Waiting] = field(default_factory=deque)
     order: deque[tuple[int, int]] = field(default_factory=deque)
@@ -151,7 +151,8 @@ class _Link:
 
 
 class _Run:
-    """Events are (time, rank, number, what): ends of operations before links at the same time, by device."""
+    """One simulation. Events are (time, rank, number, what): ends of operations before links at the same time, by
+    device."""
 
     def __init__(self, program: Program, n: int, sharing: Sharing, order: Order) -> None:
         self._program, self._n, self._sharing = program, n, sharing
@@ -224,8 +225,8 @@ class _Run:
     # ---- senders ----
 
     def _send(self, message: _Waiting, now: int) -> None:
-        """To the link, or behind the sender's last message while that is unacknowledged, or on a fair link unsent: what
-        one sender sends to one receiver goes over one connection."""
+        """Send to the link, or queue after the sender's last message while that one is unacknowledged or, on a fair
+        link, unsent: one sender's messages to one receiver use one connection."""
         if message.wire.hold_ns or self._sharing is Sharing.FAIR:
             line = self._own[message.device, message.give.target]
             line.append(message)
@@ -240,7 +241,7 @@ class _Run:
             self._offer(line[0], now)
 
     def _done(self, message: _Waiting, now: int) -> None:
-        """It has left its link at `now`."""
+        """Finish a message that left its link at `now`."""
         wire, target = message.wire, message.give.target
         arrives = now + wire.latency_ns
         op = self._program.orders[message.device][message.index]
@@ -290,7 +291,7 @@ class _Run:
         self._serve(number, link, now)
         self._done(message, now)
 
-    # ---- fair links: with n messages each is served a n-th of the time ----
+    # ---- fair links: each of n messages gets one n-th of the rate ----
 
     def _join(self, number: int, link: _Link, message: _Waiting, now: int) -> None:
         self._pass(link, now)
@@ -315,7 +316,7 @@ class _Run:
         link.since = now
 
     def _wake(self, number: int, link: _Link, now: int) -> None:
-        """Note when the first of the messages on the link will have been served; older notes are void."""
+        """Note when the first of the messages on the link will have been served; older notes no longer count."""
         link.wakes += 1
         if link.shared:
             left = (link.shared[0][0] - link.served) * len(link.shared)

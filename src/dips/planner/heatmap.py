@@ -1,5 +1,5 @@
-"""A sweep as maps: for each latency and bandwidth the best schedule, and how many times faster it is than another one,
-as CrossPipe draws it (arXiv:2507.00217, Figures 8 and 9)."""
+"""Draws a sweep as maps: for each latency and bandwidth the best schedule, and how many times faster it is than another
+one, as CrossPipe draws it (arXiv:2507.00217, Figures 8 and 9)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 _COLUMNS = 4
 _CELL_INCHES = (1.05, 0.62)
-_COLOURS = "viridis"  # brightness rises with the number, so it reads without colours too
+_COLOURS = "viridis"  # brightness rises with the number, so the map can be read without colours too
 
 
 class Best(NamedTuple):
-    """times_faster: the other schedule's makespan over this one's."""
+    """The best schedule of a cell. times_faster: the other schedule's makespan / this one's."""
 
     schedule: str
     makespan: float
@@ -34,7 +34,7 @@ class Best(NamedTuple):
 class Panel:
     """The map of one pipeline. cells[i][j]: for latencies[i] and bandwidths[j].
 
-    over_fits: whether the schedule that is compared with would fit the memory everywhere.
+    over_fits: whether the schedule for comparison would fit the memory everywhere.
     """
 
     n_pp: int
@@ -57,7 +57,7 @@ def panels(rows: Iterable[SweepRow], over: str = "1f1b") -> list[Panel]:
     """A map for each pipeline, in the order of the rows. over: the schedule that is compared with.
 
     Of schedules that fit the memory the one with the shortest makespan is the best; of equal ones, the first. Raises
-    PlanError where no row is of `over`.
+    PlanError when there is no row of `over`.
     """
     pipelines: dict[tuple[int, int, int, float], dict[tuple[float, float], list[SweepRow]]] = defaultdict(
         lambda: defaultdict(list)

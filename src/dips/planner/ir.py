@@ -1,9 +1,9 @@
-"""A pipeline schedule: for each device, the operations that it runs, in their order.
+"""The pipeline schedule: for each device, the operations that it runs, in their order.
 
 Text form, one cell for each operation, as in the CSV that torch.distributed.pipelining's schedule runtime loads: the
 stage, the kind, the microbatch: "2F3". A schedule whose blocks are cut into parts (CrossPipe's sub-blocks,
-arXiv:2507.00217, section 4.2) names the part behind a dot: "2F3.1". Reading back what was printed gives the same
-schedule.
+arXiv:2507.00217, section 4.2) names the part after a dot: "2F3.1". Reading the text gives the same schedule
+again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Kind(StrEnum):
     W = "W"
     B = "B"
 
-    __hash__ = str.__hash__  # Enum's own is Python; operations are looked up millions of times
+    __hash__ = str.__hash__  # Enum's own is slow Python code; operations are looked up millions of times
 
 
 _CELL = re.compile(r"(\d{1,6})([FIWB])(\d{1,6})(?:\.(\d{1,3}))?", re.ASCII)
@@ -49,17 +49,17 @@ class Op(NamedTuple):
 
     @classmethod
     def parse(cls, cell: str) -> Op:
-        """Inverse of str(). Raises PlanError."""
+        """Parse the text of an operation, the inverse of str(). Raises PlanError."""
         found = _CELL.fullmatch(cell.strip())
         if found is None:
-            raise PlanError(f"{cell!r} is no operation: write STAGE KIND MICROBATCH without blanks, as in 2F3")
+            raise PlanError(f"{cell!r} is not an operation: write STAGE KIND MICROBATCH without blanks, as in 2F3")
         stage, kind, microbatch, part = found.groups()
         return cls(Kind(kind), int(stage), int(microbatch), int(part or 0))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """orders[d]: the operations of device d. device_of_stage[s]: where stage s of the model runs.
+    """A schedule. orders[d]: the operations of device d. device_of_stage[s]: where stage s of the model runs.
 
     parts: pieces that every block is cut into; only the last one sends. split: backward passes are D and W, not B.
     """
@@ -84,7 +84,7 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """Stages of the device that holds most."""
+        """The number of stages on the device with the most stages."""
         return max(Counter(self.device_of_stage).values())
 
     @property
@@ -93,8 +93,8 @@ class Schedule:
         return any(op.kind is Kind.D for order in self.orders for op in order)
 
     def with_parts_as_stages(self) -> Schedule:
-        """The same for a runtime that knows no parts: each part is a stage of its own, `parts` adjacent ones on a
-        device, which backward passes go through in the other order."""
+        """The same schedule for a runtime without parts: each part is a stage of its own, `parts` adjacent ones on a
+        device, in reverse order for backward passes."""
         if self.parts == 1:
             return self
         parts, last = self.parts, self.parts - 1
@@ -109,14 +109,14 @@ class Schedule:
         return Schedule(self.name, places, self.n_microbatches, orders)
 
     def to_csv(self) -> str:
-        """One line for each device, one cell for each operation."""
+        """The text form: one line for each device, one cell for each operation."""
         return "\n".join(",".join(map(str, order)) for order in self.orders) + "\n"
 
     @classmethod
     def from_csv(cls, text: str, name: str = "file", device_of_stage: Sequence[int] | None = None) -> Schedule:
-        """Inverse of to_csv(); where stages run is read off the lines unless it is given.
+        """Inverse of to_csv(); the place of each stage follows from the lines unless it is given.
 
-        Raises PlanError for a cell that is none, and for a stage on two devices or on none.
+        Raises PlanError for a cell that is not an operation, and for a stage on two devices or on none.
         """
         orders = tuple(tuple(_cells(line, at)) for at, line in enumerate(text.splitlines()) if line.strip())
         found: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""What an engine measured of a running plan: a TOML or JSON file with times of each stage, and with links.
+"""Reads what was measured of a running plan: a TOML or JSON file with the times of each stage, and with links.
 
 [measured] says where the numbers come from; [[stages]] has the times of one microbatch on each stage of the plan, as
-plan.json numbers them; [[links]] what a link gave. What is not measured stays as it was planned.
+plan.json numbers them; [[links]] the rate of a link. Values that were not measured stay as planned.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ TABLES = ("measured", "stages", "links")
 
 
 class MeasuredRun(Knobs):
-    """Where the numbers come from."""
+    """The table [measured]: where the numbers come from."""
 
     source: str = Field(min_length=1, description="who measured, when and how: one text for all numbers of the file")
     iterations: PositiveCount = Field(default=1, description="iterations that were measured; times are their medians")
 
 
 class MeasuredStage(Knobs):
-    """One microbatch on one stage of the plan, with what recomputation takes. Give all stages or none."""
+    """Times of one microbatch on one stage of the plan, recomputation included. Give all stages or none."""
 
     stage: Maybe = Field(description="number of the stage, from 0 on, in the order of the model")
     forward_ms: Duration = Field(description="T_F")
@@ -41,18 +41,18 @@ class MeasuredStage(Knobs):
 
 
 class MeasuredLink(Knobs):
-    """Between two sites of the plan, for this training alone: what others take of the link is off already."""
+    """A link between two sites of the plan: the rate that is left for this training."""
 
     sender: str = Field(description="site that sends")
     receiver: str = Field(description="site that receives")
-    both_ways: bool = Field(default=True, description="whether the way back is the same")
+    both_ways: bool = Field(default=True, description="whether the link back is equal")
     bandwidth_gbps: Amount = Field(description="10^9 bit a second, of all replicas together")
     latency_ms: DurationOrNone = Field(description="time of one bit on its way")
 
 
 @dataclass(frozen=True)
 class MeasuredFile:
-    """A whole file. stages: in their order, or none."""
+    """The content of a whole file. stages: in their order, or none."""
 
     file: str
     run: MeasuredRun
@@ -61,14 +61,14 @@ class MeasuredFile:
 
 
 def read_measured(file: Path) -> MeasuredFile:
-    """Raises PlanError or ConfigError, which name file and key."""
+    """Read the file. Raises PlanError or ConfigError, which name file and key."""
     tables = _json(file) if file.suffix == ".json" else read_tables(file, TABLES)
     unknown = sorted(set(tables) - set(TABLES))
     if unknown:
         raise PlanError(f"{file}: {unknown[0]!r} is unknown: write [measured], [[stages]] and [[links]]")
     run = tables.get("measured")
     if not isinstance(run, dict):
-        raise PlanError(f'{file}: the table [measured] is not given: add it, with source = "who measured, and how"')
+        raise PlanError(f'{file}: the table [measured] is missing: add it, with source = "who measured, and how"')
     found = MeasuredFile(
         str(file),
         load_table(MeasuredRun, run, f"{file} [measured]"),
@@ -95,17 +95,17 @@ def _json(file: Path) -> dict[str, Any]:
         raise PlanError(f"{file} cannot be read as a profile: {error.strerror}: name another file") from error
     except (ValueError, RecursionError) as error:
         raise PlanError(
-            f"{file} is not JSON: {error}: mend it, or write TOML into a file that ends in .toml"
+            f"{file} is not JSON: {error}: correct it, or write TOML into a file that ends in .toml"
         ) from error
     if not isinstance(found, dict):
-        raise PlanError(f"{file} is no profile: write an object with measured, stages and links")
+        raise PlanError(f"{file} is not a profile: write an object with measured, stages and links")
     return found
 
 
 def _rows(tables: dict[str, Any], name: str, file: Path) -> list[dict[str, Any]]:
     found = tables.get(name, [])
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
-        raise PlanError(f"{file}: {name!r} is no list of tables: write each below a line [[{name}]]")
+        raise PlanError(f"{file}: {name!r} is not a list of tables: write each below a line [[{name}]]")
     return found
 
 
@@ -113,7 +113,7 @@ def _rows(tables: dict[str, Any], name: str, file: Path) -> list[dict[str, Any]]
 
 
 def with_measured_links(problem: Problem, measured: MeasuredFile) -> Problem:
-    """Raises PlanError for a link that the plan has not."""
+    """The problem with the measured links. Raises PlanError for a link that the plan does not have."""
     if not measured.links:
         return problem
     return replace(problem, setup=replace(problem.setup, links=_links(problem, measured)))
@@ -122,13 +122,13 @@ def with_measured_links(problem: Problem, measured: MeasuredFile) -> Problem:
 def with_measured_stages(
     problem: Problem, division: Division, places: tuple[int, ...], measured: MeasuredFile
 ) -> Problem:
-    """division and places: of the plan that ran. A device's measured over its planned time is taken to be the
-    device's, whatever layers it gets. Raises PlanError for stages that the plan has not."""
+    """The problem with the measured stages. division and places: of the plan that ran. A device's ratio of measured to
+    planned time is used for any layers that it gets. Raises PlanError for stages that the plan does not have."""
     return problem.with_paces(_paces(problem, division, places, measured)) if measured.stages else problem
 
 
 def _links(problem: Problem, measured: MeasuredFile) -> tuple[Link, ...]:
-    """All links one way each, the measured ones with their numbers."""
+    """All links, one for each direction, the measured ones with their numbers."""
     found: dict[tuple[str, str], Link] = {}
     for link in problem.setup.links:
         for way in [(link.sender, link.receiver), (link.receiver, link.sender)][: 1 + link.both_ways]:
@@ -139,7 +139,7 @@ def _links(problem: Problem, measured: MeasuredFile) -> tuple[Link, ...]:
         for way in [(new.sender, new.receiver), (new.receiver, new.sender)][: 1 + new.both_ways]:
             if way not in found:
                 known = ", ".join(f"{a} to {b}" for a, b in found) or "none"
-                raise PlanError(f"{where}: the plan has no link from {way[0]} to {way[1]}: choose of {known}")
+                raise PlanError(f"{where}: the plan has no link from {way[0]} to {way[1]}: choose from {known}")
             if way in seen:
                 raise PlanError(f"{where}: from {way[0]} to {way[1]} was given before: remove one")
             seen.add(way)
@@ -177,7 +177,8 @@ def _pace(row: list[list[float]]) -> TimesPerLayer:
 def layers_moved(
     old: tuple[Division, tuple[int, ...]], new: tuple[Division, tuple[int, ...]]
 ) -> list[tuple[int, int, int]]:
-    """(unit, from device, to device) of those that change their device; old, new: divisions and where stages stand."""
+    """(unit, from device, to device) of those that change their device; old, new: divisions and the devices of
+    stages."""
     before, after = (_device_of_units(*each) for each in (old, new))
     return [(u, a, b) for u, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
 

@@ -1,4 +1,4 @@
-"""A transformer as numbers: what it is made of, read from TOML, and how many parameters that makes.
+"""Describes a transformer in numbers, read from TOML, and counts its parameters.
 
 Dense and mixture-of-experts layers; multi-head, grouped-query and latent attention (DeepSeek-V2, arXiv:2405.04434,
 section 2.1). Every file names the source of its numbers.
@@ -22,14 +22,14 @@ Maybe = Annotated[int, Field(ge=0, le=10**9)]
 
 def _one_line(name: str) -> str:
     if not name.strip() or not name.isprintable():
-        raise ValueError("a name is one line of printable characters: it stands in tables and pictures")
+        raise ValueError("a name is one line of printable characters: it is shown in tables and pictures")
     return name
 
 
 Name = Annotated[str, Field(max_length=200), AfterValidator(_one_line)]
 
 MOST_LAYERS = 2000
-"""Ten times what anybody trains; dividing layers into stages takes time with the square of them."""
+"""The limit, ten times the layers of today's models; the time to divide layers into stages grows with their square."""
 
 
 class Sourced(Knobs):
@@ -48,7 +48,7 @@ class Sourced(Knobs):
         given = self.model_fields_set - {"source"}
         bare = sorted(name for name in given if _is_number(getattr(self, name)) and name not in self.source)
         if bare:
-            raise ValueError(f"source says nothing of {', '.join(bare)}: add where each number comes from")
+            raise ValueError(f"source does not name {', '.join(bare)}: add where each number comes from")
         strange = sorted(set(self.source) - given)
         if strange:
             raise ValueError(f"source names {', '.join(strange)}, which the table does not give: remove it")
@@ -62,7 +62,7 @@ def _is_number(value: object) -> bool:
 class Model(Sourced):
     """One decoder-only transformer."""
 
-    name: Name = Field(description="what it is called")
+    name: Name = Field(description="name of the model")
     layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = Field(description="transformer layers")
     hidden: PositiveCount = Field(description="width of the residual stream")
     heads: PositiveCount = Field(description="attention heads")
@@ -99,7 +99,7 @@ class Model(Sourced):
         if not self.experts and (self.experts_per_token or self.expert_width or self.dense_layers):
             raise ValueError("experts is 0, but other keys describe experts: give experts, or remove them")
         if self.dense_layers > self.layers:
-            raise ValueError(f"dense_layers {self.dense_layers} are more than layers {self.layers}: give fewer")
+            raise ValueError(f"dense_layers {self.dense_layers} is more than layers {self.layers}: give fewer")
         latent = (self.latent_q, self.latent_kv, self.rope_width, self.value_width)
         if any(latent) and not all(latent):
             raise ValueError("latent attention needs all of latent_q, latent_kv, rope_width and value_width")
@@ -140,18 +140,18 @@ class Model(Sourced):
         return (3 if self.gated_mlp else 2) * self.hidden * width
 
     def expert_parameters(self) -> int:
-        """Of one expert."""
+        """Parameters of one expert."""
         return self.mlp_matrices(self.expert_width)
 
     def layer_matrices(self, layer: int, active: bool = False) -> int:
-        """Elements of all matrices; active: of those only that one token goes through."""
+        """Elements of all matrices of a layer; active: only of those that one token goes through."""
         if self.is_dense(layer):
             return self.attention_matrices() + self.mlp_matrices(self.mlp_width)
         experts = (self.experts_per_token if active else self.experts) + self.shared_experts
         return self.attention_matrices() + experts * self.expert_parameters() + self.hidden * self.experts
 
     def layer_parameters(self, layer: int, active: bool = False) -> int:
-        """With norms and biases."""
+        """Parameters of a layer, with norms and biases."""
         norms = 2 * self.hidden * (2 if self.biases else 1) + self.latent_q + self.latent_kv
         biases = 0
         if self.biases:
@@ -164,12 +164,12 @@ class Model(Sourced):
         return (self.vocabulary + self.positions) * self.hidden
 
     def output_parameters(self) -> int:
-        """The last norm, and the output layer where it is none of the embedding's."""
+        """Parameters of the last norm, and of the output layer where it does not share the embedding's."""
         norm = self.hidden * (2 if self.biases else 1)
         return norm + (0 if self.tied_embeddings else self.vocabulary * self.hidden)
 
     def parameters(self, active: bool = False) -> int:
-        """Of the whole model; active: of those only that one token goes through."""
+        """Parameters of the whole model; active: only of those that one token goes through."""
         layers = sum(self.layer_parameters(layer, active) for layer in range(self.layers))
         return self.embedding_parameters() + layers + self.output_parameters()
 
@@ -181,7 +181,7 @@ def shipped_models() -> list[str]:
 
 
 def read_model(name: str) -> Model:
-    """A shipped model. Raises PlanError."""
+    """Read a shipped model by its name. Raises PlanError for an unknown name."""
     if name not in shipped_models():
         raise PlanError(f"model {name!r} is unknown: choose one of {', '.join(shipped_models())}, or give its numbers")
     with resources.as_file(resources.files("dips.planner.models") / f"{name}.toml") as file:
@@ -189,7 +189,7 @@ def read_model(name: str) -> Model:
 
 
 def model_of(table: Mapping[str, object], file: Path) -> Model:
-    """A table [model] with numbers, or with the name of a shipped model alone."""
+    """Parse a table [model]: all numbers, or only the name of a shipped model."""
     if set(table) == {"name"}:
         try:
             return read_model(str(table["name"]))

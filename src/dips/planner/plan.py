@@ -1,4 +1,4 @@
-"""The best of all schedules for a problem, what it beat and by how much, and what would help most.
+"""Makes a plan: the best of all schedules for a problem, the others by comparison, and which change would help most.
 
 Candidates: every schedule that fits the memory, with the stage divisions and the ways of sharing a link that the
 problem allows, and the other answer to slow links, a whole pipeline at each site with gradients exchanged between
@@ -28,12 +28,12 @@ from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
 
 COORDINATED_TOO = 3
-"""Schedules that are also played with one message at a time: the best so many, and jeeves."""
+"""Schedules that are also simulated with one message at a time: the best so many, and jeeves."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """candidates: the fastest first; the first is chosen."""
+    """A plan. candidates: the fastest first; the first is chosen."""
 
     problem: Problem
     candidates: tuple[Candidate, ...]
@@ -46,7 +46,7 @@ class Plan:
 
 
 def make_plan(problem: Problem, sensitivity: bool = True) -> Plan:
-    """Raises PlanError where nothing fits, with the reason of each candidate."""
+    """Make the plan of a problem. Raises PlanError when nothing fits, with the reason of each candidate."""
     names = _names(problem)
     found: list[Candidate] = []
     refused: list[RefusedCandidate] = []
@@ -58,7 +58,7 @@ def make_plan(problem: Problem, sensitivity: bool = True) -> Plan:
     if not found:
         _check_one_fits(problem)
         reasons = "; ".join(f"{no.name}: {no.why}" for no in refused[:3])
-        raise PlanError(f"{problem.setup.file}: no schedule can be: {reasons}")
+        raise PlanError(f"{problem.setup.file}: no schedule is possible: {reasons}")
     if problem.shares_links and problem.setup.options.replicas != "fair":
         found.sort(key=lambda c: c.iteration_s)
         plain = [c for c in found if c.sharing == "fair" and c.name in MAKERS]
@@ -75,7 +75,7 @@ def make_plan(problem: Problem, sensitivity: bool = True) -> Plan:
 
 
 def _check_one_fits(problem: Problem) -> None:
-    """Raises PlanError where a stage cannot hold a single microbatch."""
+    """Raise PlanError when a stage cannot hold a single microbatch."""
     division, training = problem.uniform(), problem.setup.training
     limits, costs = problem.limits(division), problem.costs(division)
     for device, (stage, limit) in enumerate(zip(costs.stages, limits, strict=True)):
@@ -98,7 +98,7 @@ def _names(problem: Problem) -> list[str]:
         if name not in NAMES:
             raise PlanError(
                 f"{problem.setup.file} [options]: schedules has {name!r}, which is unknown: "
-                f"choose of {', '.join(NAMES)}"
+                f"choose from {', '.join(NAMES)}"
             )
     names = list(asked or NAMES)
     if not options.solver_s:
@@ -113,7 +113,7 @@ def _names(problem: Problem) -> list[str]:
 
 
 def pipelines_of(problem: Problem) -> Problem:
-    """The same where no other place of replicas is asked for: without dp."""
+    """The same problem without dp, which places replicas elsewhere."""
     options = problem.setup.options
     names = [name for name in options.schedules or NAMES if name != "dp"] or list(MAKERS)
     solved = [name for name in names if options.solver_s or not name.startswith("optimal")]

@@ -1,5 +1,5 @@
-"""A plan as files: plan.json (everything), plan.csv (the order of operations, in the form of torch's pipeline runtime),
-trace.json (Perfetto), timeline.svg and timeline.png; and plan.json read back."""
+"""Writes a plan as files: plan.json (everything), plan.csv (the order of operations, in the form of torch's pipeline
+runtime), trace.json (Perfetto), timeline.svg and timeline.png; and reads plan.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMAT = 1
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """All that is known of a plan; times in seconds."""
+    """The content of plan.json; times in seconds."""
     setup, chosen = plan.problem.setup, plan.chosen
     best = chosen.iteration_s
     return {
@@ -70,7 +70,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def orders_of(chosen: Candidate) -> list[Schedule]:
-    """The schedules of its replicas, each once."""
+    """The different schedules of its replicas."""
     return list(dict.fromkeys(chosen.schedules))
 
 
@@ -120,7 +120,7 @@ def schedule_json(schedule: Schedule) -> dict[str, Any]:
 
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:
-    """All files of a plan. The folder is made. Raises PlanError where it cannot be written."""
+    """Write all files of a plan, and make the folder. Raises PlanError when it cannot be written."""
     chosen = plan.chosen
     sites = plan.problem.setup.sites
     names = [f"{sites[site].name} {device}" for device, site in enumerate(chosen.site_of)]
@@ -141,15 +141,15 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Raises PlanError for a file that cannot be written."""
+    """Turn the error of a file that cannot be written into a PlanError."""
     try:
         yield
     except OSError as error:
-        raise PlanError(f"{folder}: nothing can be written there: {error.strerror}: choose another --out") from error
+        raise PlanError(f"{folder}: no file can be written there: {error.strerror}: choose another --out") from error
 
 
 def ready_folder(folder: Path) -> None:
-    """Make the folder and try whether files can stand there, before minutes are spent on them. Raises PlanError."""
+    """Make the folder and check that files can be written there, before the long computation. Raises PlanError."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -157,11 +157,11 @@ def ready_folder(folder: Path) -> None:
 
 
 def read_plan(text: str, where: str) -> tuple[Schedule, list[list[tuple[int, int]]]]:
-    """The schedule of a plan.json and when it runs. Raises PlanError."""
+    """Read the schedule and the timeline of a plan.json. Raises PlanError."""
     try:
         found = json.loads(text)
         if found.get("format") != FORMAT:
-            raise PlanError(f"format is {found.get('format')!r}, not {FORMAT}: make the plan anew with dips plan FILE")
+            raise PlanError(f"format is {found.get('format')!r}, not {FORMAT}: make the plan again with dips plan FILE")
         inner = found["schedule"]
         places: Sequence[int] = [int(device) for device in inner["device_of_stage"]]
         schedule = Schedule.from_csv("\n".join(inner["orders"]), str(inner["name"]), places)
@@ -170,16 +170,16 @@ def read_plan(text: str, where: str) -> tuple[Schedule, list[list[tuple[int, int
         raise PlanError(f"{where}: {error}") from None
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise PlanError(
-            f"{where} is no plan.json ({type(error).__name__}: {error}): make one with dips plan FILE"
+            f"{where} is not a plan.json ({type(error).__name__}: {error}): make one with dips plan FILE"
         ) from error
     if [len(row) for row in times] != [len(order) for order in schedule.orders]:
-        raise PlanError(f"{where}: timeline and schedule have unequal lengths: make the plan anew with dips plan FILE")
+        raise PlanError(f"{where}: timeline and schedule have unequal lengths: make the plan again with dips plan FILE")
     for device, row in enumerate(times):
         flat = [0, *(at_ns for pair in row for at_ns in pair)]
         if any(before > after for before, after in pairwise(flat)):
             raise PlanError(
-                f"{where}: timeline of device {device} does not go forward: make the plan anew with dips plan FILE"
+                f"{where}: timeline of device {device} goes back in time: make the plan again with dips plan FILE"
             )
     if not any(end for row in times for _, end in row):
-        raise PlanError(f"{where}: timeline takes no time: make the plan anew with dips plan FILE")
+        raise PlanError(f"{where}: timeline takes no time: make the plan again with dips plan FILE")
     return schedule, times

@@ -1,4 +1,4 @@
-"""From sites, a model and a way of splitting to what a schedule is made for: costs of stages, wires, memory limits.
+"""Computes what a schedule is made for from sites, model and way of splitting: stage costs, wires, memory limits.
 
 A model is a row of units (dips.planner.units), which are divided into stages. Replicas are equal; one is planned.
 """
@@ -20,11 +20,11 @@ from dips.planner.ir import straight
 from dips.planner.units import Division, Unit, even_division, tflops_of, units_of
 
 RELEASED_BY_INPUT_GRADIENT = 2 / 34
-"""Of an activation, when D ends; the rest when W ends: with flash attention a layer holds 34 s b h bytes, and W
-needs 32 of them (Zero Bubble, arXiv:2401.10241, Table 1)."""
+"""The part of an activation that is released when D ends; the rest when W ends: with flash attention a layer holds 34 s
+b h bytes, and W needs 32 of them (Zero Bubble, arXiv:2401.10241, Table 1)."""
 
 TimesPerLayer = tuple[float, float, float]
-"""Measured over planned time of a device's forward passes, gradients of inputs and gradients of weights."""
+"""Measured time / planned time of a device's forward passes, gradients of inputs and gradients of weights."""
 
 
 class ReplicaRing(NamedTuple):
@@ -38,10 +38,10 @@ class ReplicaRing(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """devices are the pipeline's: each stands for all of one replica's that share a stage. released: the part of an
-    activation that the gradient of the input gives back, from 0 to 1.
+    """What is to be planned. Each device of the pipeline represents all devices of one replica that share a stage.
+    released: the part of an activation that is free after the gradient of the input, from 0 to 1.
 
-    rings[p]: where replicas stand at different sites, between which sites those of position p exchange (and
+    rings[p]: where replicas are at different sites, the sites between which those of position p exchange (and
     setup.sites[p] is all of them together); empty: all replicas of a stage are at one site. paces[d]: of device d as
     measured; empty: as planned.
     """
@@ -61,12 +61,12 @@ class Problem:
 
     @cached_property
     def groups(self) -> int:
-        """Of sites that hold whole pipelines."""
+        """The number of groups of sites that hold whole pipelines."""
         return len(self.rings[0].members) if self.rings else 1
 
     @cached_property
     def replicas(self) -> int:
-        """That use the same links."""
+        """The number of replicas that use the same links."""
         return self.setup.training.data // self.groups
 
     @cached_property
@@ -80,7 +80,7 @@ class Problem:
         return tuple(self.members(site)[0] for site in self.site_of)
 
     def members(self, site: int) -> tuple[int, ...]:
-        """The sites that one of this problem stands for, as the file numbers them."""
+        """The sites, as the file numbers them, that a site of this problem represents."""
         return self.rings[site].members if self.rings else (site,)
 
     @cached_property
@@ -94,14 +94,14 @@ class Problem:
 
     @cached_property
     def message_bytes(self) -> float:
-        """Of one microbatch of one replica between two stages."""
+        """Bytes of the message of one microbatch of one replica between two stages."""
         profile = self.setup.profile
         if profile is not None and profile.message_mb is not None:
             return profile.message_mb * 1e6
         return pipeline_message_bytes(self.setup.model, self.setup.training)
 
     def _slowness(self, device: int) -> float:
-        """Time on this device over time on the first site's."""
+        """Time on this device / time on a device of the first site."""
         site = self.site_of[device]
         sites = self.setup.sites
         if site == 0 or (sites[0].sustained_tflops is None and sites[site].sustained_tflops is None):
@@ -114,8 +114,8 @@ class Problem:
     # ---- stages ----
 
     def uniform(self, n_stages: int | None = None) -> Division:
-        """As even as can be; what does not divide goes to later stages, which hold fewer microbatches. Raises
-        PlanError where there are more stages than units."""
+        """The division that is as even as possible; the remainder goes to later stages, which hold fewer microbatches.
+        Raises PlanError when there are more stages than units."""
         n = self.n_devices if n_stages is None else n_stages
         whole, rest = divmod(len(self.units), n)
         if not whole:
@@ -123,12 +123,12 @@ class Problem:
         return tuple(whole + (stage >= n - rest) for stage in range(n))
 
     def balanced(self, places: Sequence[int]) -> Division:
-        """Stages of times as equal as can be (least squares), where units or sites differ; places[s]: device of stage
-        s."""
+        """The division with stage times as equal as possible (least squares), where units or sites differ; places[s]:
+        device of stage s."""
         return even_division([unit.total_s for unit in self.units], [self._slower(device) for device in places])
 
     def _slower(self, device: int) -> float:
-        """Time of a layer on this device over its planned time on the first site's."""
+        """Time of a layer on this device / its planned time on a device of the first site."""
         if not self.paces:
             return self._slowness(device)
         unit = self.units[len(self.units) // 2]
@@ -137,8 +137,8 @@ class Problem:
         return self._slowness(device) * measured / unit.total_s
 
     def costs(self, division: Division, places: Sequence[int] | None = None, together: float | None = None) -> Costs:
-        """places[s]: device of stage s; straight if not given. together: replicas whose messages one wire carries as
-        one (a fair share of the link for each); all of them if not given."""
+        """The costs of a division. places[s]: device of stage s; straight if not given. together: replicas whose
+        messages one wire carries as one (a fair share of the link for each); all of them if not given."""
         placed = straight(self.n_devices) if places is None else tuple(places)
         starts = [0, *accumulate(division)]
         stages = tuple(self._stage(self.units[starts[s] : starts[s + 1]], placed[s]) for s in range(len(division)))
@@ -155,7 +155,8 @@ class Problem:
         return StageCost(f_ns, d_ns, w_ns, held, round(held * self.released))
 
     def wires(self, placed: Sequence[int], together: float) -> dict[tuple[int, int], Wire]:
-        """Between the devices that are neighbours in the model. All messages of a link share it, in each direction."""
+        """The wires between devices that are neighbours in the model. All messages of a link share it, in each
+        direction."""
         n, n_sites, found = self.n_devices, len(self.setup.sites), {}
         for a, b in {
             pair for s in range(1, len(placed)) for pair in (placed[s - 1 : s + 1], placed[s - 1 : s + 1][::-1])
@@ -178,7 +179,7 @@ class Problem:
         return Wire(here * len(sites) + there, busy_ns, latency_ns, hold_ns)
 
     def _inside(self, site: Site, resource: int) -> Wire | None:
-        """Each pair of devices of one replica has a link of its own there."""
+        """The wire inside a site: each pair of devices of one replica has a link of its own there."""
         latency_ns = round(site.network_latency_us * 1e3)
         if site.network_gbps is None:
             return Wire(resource, 0, latency_ns, shared=False) if latency_ns else None
@@ -187,14 +188,15 @@ class Problem:
     # ---- between replicas ----
 
     def exchanges(self, division: Division, placed: Sequence[int]) -> tuple[Exchange, ...]:
-        """Of each stage; empty where they cost nothing: one replica, or a site whose network is not given."""
+        """The exchanges of each stage; empty when they cost nothing: one replica, or a site whose network is not
+        given."""
         starts = [0, *accumulate(division)]
         found = [self._exchange(self.units[starts[s] : starts[s + 1]], device) for s, device in enumerate(placed)]
         return tuple(found) if any(one.reduces for one in found) else ()
 
     def _exchange(self, units: Sequence[Unit], device: int) -> Exchange:
-        """A ring inside the site, then (for weights: before) one between sites. Of these two it occupies the latter
-        where there is one: the link is what stages share."""
+        """The exchange of one stage: a ring inside the site, then (for weights: before) one between sites. Of these two
+        it occupies the latter where there is one: the link is what stages share."""
         position = self.site_of[device]
         site, training = self.setup.sites[position], self.setup.training
         members = self.replicas * training.context
@@ -233,7 +235,7 @@ class Problem:
         return [round(value) for value in found]
 
     def limits(self, division: Division, places: Sequence[int] | None = None) -> list[int]:
-        """Bytes of activations that each device may hold. Raises PlanError where nothing is left for them."""
+        """Bytes of activations that each device may hold. Raises PlanError when nothing is left for them."""
         profile = self.setup.profile
         if profile is not None and profile.memory_microbatches is not None:
             share = len(self.units) / self.n_devices
@@ -262,7 +264,7 @@ class Problem:
     # ---- other problems ----
 
     def with_links(self, bandwidth: float = 1.0, latency: float = 1.0) -> Problem:
-        """The same with all links between sites that much wider and later."""
+        """The same problem with the bandwidth and latency of all links between sites multiplied."""
         links = tuple(
             link.model_copy(
                 update={"bandwidth_gbps": link.bandwidth_gbps * bandwidth, "latency_ms": link.latency_ms * latency}
@@ -291,7 +293,7 @@ class Problem:
         return replace(self, setup=replace(self.setup, options=self.setup.options.model_copy(update=changes)))
 
     def with_delays(self, latency_s: float, busy_s: float) -> Problem:
-        """All links between sites such that a message of all replicas takes so long; 0 busy_s: no time at all."""
+        """The same problem with links between sites that have these delays for a message of all replicas."""
         gbps = self.message_bytes * self.replicas * 8 / busy_s / 1e9 if busy_s else 1e15
         links = tuple(
             link.model_copy(update={"bandwidth_gbps": gbps, "latency_ms": latency_s * 1e3, "oversubscription": 1.0})

@@ -1,5 +1,5 @@
-"""A problem as JSON inside of a plan.json, so that it can be planned anew with measured numbers; and what was
-assumed."""
+"""Writes and reads a problem as JSON inside of a plan.json, so that it can be planned again with measured numbers; and
+lists the assumptions."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def read_problem(found: Mapping[str, Any], file: str) -> Problem:
         problem = Problem(setup, float(found["released"]))
     except (KeyError, TypeError, ValueError) as error:
         raise PlanError(
-            f'{file}: "problem" is not what dips plan writes ({type(error).__name__}: {error}): make the plan anew'
+            f'{file}: "problem" is not what dips plan writes ({type(error).__name__}: {error}): make the plan again'
         ) from error
     if paces and len(paces) != problem.n_devices:
-        raise PlanError(f"{file}: paces of {len(paces)} devices for {problem.n_devices}: make the plan anew")
+        raise PlanError(f"{file}: paces of {len(paces)} devices for {problem.n_devices}: make the plan again")
     return problem.with_paces(paces)
 
 
 def assumptions(problem: Problem) -> list[str]:
-    """What a plan of this problem does not count, in sentences without an end."""
+    """What a plan of this problem does not count, as sentences without a full stop."""
     training, sites = problem.setup.training, problem.setup.sites
-    found = ["a sender computes on while it sends, and a receiver while it receives"]
+    found = ["a sender computes while it sends, and a receiver while it receives"]
     if training.data * training.context > 1:
         if any(site.network_gbps is None for site in sites):
             found.append("the exchange of weights and gradients inside a site without network_gbps costs no time")
@@ -61,6 +61,6 @@ def assumptions(problem: Problem) -> list[str]:
                 "weights before the first one and gradients after the last one"
             )
     found.append(
-        "after the gradient of the input 2/34 of an activation are given back, the rest after that of the weights"
+        "after the gradient of the input 2/34 of an activation are released, the rest after that of the weights"
     )
     return found

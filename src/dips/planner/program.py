@@ -1,11 +1,11 @@
-"""Schedules as flat lists of numbers, which is what the simulators run on.
+"""Compiles schedules into flat lists of numbers, on which the simulators run.
 
 An operation is an index on its device. What it waits for and what it makes possible are slots: one for each
-(replica, direction, stage, microbatch) that says when that input is there. Devices of replica r stand behind those of
+(replica, direction, stage, microbatch) that says when that input is there. Devices of replica r come after those of
 replica r - 1; replicas share nothing but their links.
 
-Where a stage waits for its weights (dips.planner.exchange), a pause stands before its first operation: one that takes
-no time and needs a slot that is filled from the beginning. strip() removes the pauses from what was played.
+Where a stage waits for its weights (dips.planner.exchange), a pause comes before its first operation: an operation
+of length 0 that needs a slot that is filled from the beginning. strip() removes the pauses from the result.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 class Give(NamedTuple):
-    """What the end of an operation makes possible. slot: filled when the message is there; target: device that gets
-    it. wire: None where that is at once."""
+    """The output of an operation. slot: filled when the message arrives; target: the device that gets it. wire: None
+    when it arrives at once."""
 
     slot: int
     target: int
@@ -32,7 +32,8 @@ class Give(NamedTuple):
 
 
 class Device(NamedTuple):
-    """lasts[i]: nanoseconds of operation i; needs[i]: the slot that it waits for, or NOTHING; gives[i]: or None."""
+    """The operations of one device. lasts[i]: nanoseconds of operation i; needs[i]: the slot that it waits for, or
+    NOTHING; gives[i]: or None."""
 
     lasts: list[int]
     needs: list[int]
@@ -40,7 +41,8 @@ class Device(NamedTuple):
 
 
 class Program(NamedTuple):
-    """filled: slots that are so from the beginning, and when. pauses[d]: indices on device d that are no operations."""
+    """A compiled program. filled: slots that are filled from the beginning, and when. pauses[d]: indices of the pauses
+    on device d."""
 
     devices: list[Device]
     n_slots: int
@@ -49,7 +51,7 @@ class Program(NamedTuple):
     pauses: list[list[int]]
 
     def strip(self, rows: list[list[T]]) -> list[list[T]]:
-        """Of each device what belongs to operations."""
+        """Remove the entries of pauses from the values of each device."""
         if not any(self.pauses):
             return rows
         found = [list(row) for row in rows]
@@ -64,7 +66,7 @@ class Program(NamedTuple):
 
 
 def compile_program(schedules: Sequence[Schedule], costs: Costs) -> Program:
-    """schedules: one for each replica. Raises PlanError where costs are of another number of stages."""
+    """Compile schedules, one for each replica. Raises PlanError where costs are of another number of stages."""
     devices: list[Device] = []
     orders: list[tuple[Op, ...]] = []
     base = 0
@@ -81,13 +83,13 @@ def compile_program(schedules: Sequence[Schedule], costs: Costs) -> Program:
 
 
 def _with_pauses(program: Program, waits: Sequence[int]) -> Program:
-    """waits[s]: before this time stage s has no weights."""
+    """Insert the pauses. waits[s]: before this time stage s has no weights."""
     filled = {program.n_slots + stage: at_ns for stage, at_ns in enumerate(waits)}
     orders, pauses = list(program.orders), []
     for number, (device, order) in enumerate(zip(program.devices, program.orders, strict=True)):
         firsts = sorted({op.stage: at for at, op in reversed(list(enumerate(order)))}.values())
         longer = list(order)
-        for at in reversed(firsts):  # from the end, so that earlier indices stay what they are
+        for at in reversed(firsts):  # from the end, so that earlier indices do not change
             device.lasts.insert(at, 0)
             device.needs.insert(at, program.n_slots + order[at].stage)
             device.gives.insert(at, None)
@@ -98,7 +100,7 @@ def _with_pauses(program: Program, waits: Sequence[int]) -> Program:
 
 
 class _Tables:
-    """Of one replica, whose slots begin at `base` and whose devices at `first`."""
+    """The tables of one replica, whose slots begin at `base` and whose devices at `first`."""
 
     def __init__(self, schedule: Schedule, costs: Costs, base: int, first: int, replica: int) -> None:
         self._n, self._last_part = schedule.n_microbatches, schedule.parts - 1

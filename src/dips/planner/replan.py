@@ -1,7 +1,7 @@
-"""Whether a running pipeline should change its schedule now that times and links are not what was planned.
+"""Decides whether a running pipeline should change its schedule when measured times and links differ from the plan.
 
-CrossPipe (arXiv:2507.00217), sections 6.2 and 8.2: profile anew, plan anew, and swap the schedule while training goes
-on. The present schedule and the new ones are played with the measured numbers. A swap costs the time to move layers
+CrossPipe (arXiv:2507.00217), sections 6.2 and 8.2: profile again, plan again, and swap the schedule while training goes
+on. The present schedule and the new ones are simulated with the measured numbers. A swap costs the time to move layers
 that change their device: 14 bytes a parameter (16-bit weights, 32-bit weights and two moments), one copy over each link
 between sites, all links at once, while training waits; nothing where only the order changes.
 """
@@ -31,12 +31,12 @@ from dips.planner.simulate import simulate
 from dips.planner.units import Division
 
 MOVED = (WEIGHT_BYTES + OPTIMIZER_BYTES) / WEIGHT_BYTES
-"""Bytes that move of a layer over those of its weights."""
+"""The bytes of a layer that move, divided by those of its weights."""
 
 
 @dataclass(frozen=True)
 class Running:
-    """A plan that is carried out. problem: of its file. groups: of sites that hold whole pipelines. schedules: one, or
+    """A plan that is in use. problem: of its file. groups: of sites that hold whole pipelines. schedules: one, or
     one for each replica."""
 
     problem: Problem
@@ -51,7 +51,7 @@ class Running:
         return self.schedules[0].device_of_stage
 
     def iteration_s(self, problem: Problem) -> float:
-        """Under the numbers of `problem`, which is regrouped."""
+        """The iteration's time with the numbers of `problem`, which is regrouped."""
         if self.sharing != "coordinated":
             return simulate(self.schedules[0], problem.costs(self.division, self.places)).makespan_ns / NS
         orders = self.schedules if len(self.schedules) > 1 else self.schedules * problem.replicas
@@ -60,8 +60,8 @@ class Running:
 
 @dataclass(frozen=True)
 class Limits:
-    """When a swap is worth it. least_gain: part of an iteration. within: iterations in which it must have paid off.
-    pause_s: what any swap takes, besides moving layers."""
+    """When a swap is worth it. least_gain: part of an iteration. within: iterations after which it must have paid off.
+    pause_s: the time of any swap in addition to moving layers."""
 
     least_gain: float = 0.02
     within: int = 1000
@@ -70,7 +70,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Swap:
-    """link_bytes: over each directed link between sites, by name. inside_bytes: within sites."""
+    """The cost of a swap. link_bytes: over each directed link between sites, by name. inside_bytes: within sites."""
 
     layers: int
     link_bytes: dict[tuple[str, str], float]
@@ -80,8 +80,8 @@ class Swap:
 
 @dataclass(frozen=True)
 class ReplanVerdict:
-    """planned_s, now_s: of the present schedule, as planned and as measured. new: the best of the others, under the
-    measured numbers. break_even: iterations after which a swap has paid off; None: never."""
+    """The decision. planned_s, now_s: iteration of the present schedule, as planned and as measured. new: the best of
+    the others, under the measured numbers. break_even: iterations after which a swap has paid off; None: never."""
 
     plan: Plan
     planned_s: float
@@ -97,12 +97,13 @@ class ReplanVerdict:
 
     @property
     def gain_s(self) -> float:
-        """Of each iteration; negative where the present schedule is the faster one."""
+        """The gain in each iteration; negative when the present schedule is faster."""
         return self.now_s - self.new.iteration_s
 
 
 def replan(running: Running, measured: MeasuredFile, limits: Limits) -> ReplanVerdict:
-    """Raises PlanError where the file is not of this plan, or nothing fits."""
+    """Plan again with the measured numbers and decide. Raises PlanError when the file is not of this plan, or nothing
+    fits."""
     whole = with_measured_links(running.problem, measured)
     problem = with_measured_stages(regrouped(whole, running.groups), running.division, running.places, measured)
     plan = _as_of_file(make_plan(pipelines_of(problem), sensitivity=False), running, whole)
@@ -115,7 +116,7 @@ def replan(running: Running, measured: MeasuredFile, limits: Limits) -> ReplanVe
 
 
 def _as_of_file(plan: Plan, running: Running, whole: Problem) -> Plan:
-    """With the problem of the file, and names that say where replicas are."""
+    """The candidates with the problem of the file, and with names that say where replicas are."""
     if running.groups == 1:
         return plan
     named = tuple(replace(one, name=f"dp/{one.name}") for one in plan.candidates)
@@ -126,7 +127,7 @@ def decide(now_s: float, new_s: float, swap_s: float, limits: Limits) -> tuple[i
     """(iterations until a swap has paid off, whether to swap, why) from the two iterations and the swap's time."""
     gain_s = now_s - new_s
     if gain_s <= 0:
-        return None, False, "no schedule that was found is faster"
+        return None, False, "no faster schedule was found"
     break_even = math.ceil(swap_s / gain_s)
     if gain_s < limits.least_gain * now_s:
         return break_even, False, f"it would gain {gain_s / now_s:.2%}, less than {limits.least_gain:.2%}"
@@ -139,7 +140,7 @@ def decide(now_s: float, new_s: float, swap_s: float, limits: Limits) -> tuple[i
 
 
 def swap_cost(problem: Problem, running: Running, new: Candidate, pause_s: float = 0.0) -> Swap:
-    """What moves when one plan follows the other, and how long that takes."""
+    """The bytes that move when the new plan replaces the old one, and how long that takes."""
     moved = layers_moved((running.division, running.places), (new.division, new.schedules[0].device_of_stage))
     over: dict[tuple[int, int], float] = defaultdict(float)
     inside: dict[tuple[int, int, int], float] = defaultdict(float)
@@ -179,12 +180,14 @@ def _link_s(problem: Problem, pair: tuple[int, int], size: float) -> float:
 
 
 def read_running(text: str, where: str) -> Running:
-    """From a plan.json. Raises PlanError."""
+    """Read a running plan from its plan.json. Raises PlanError."""
     try:
         found = json.loads(text)
         chosen, inner = found["chosen"], found["schedule"]
         if found["format"] != FORMAT or "problem" not in found or "schedule_of_replica" not in found:
-            raise PlanError(f"{where} was made by another dips: make it anew with dips plan FILE --out FOLDER")
+            raise PlanError(
+                f"{where} was made by another release of dips: make it again with dips plan FILE --out FOLDER"
+            )
         name, sharing = str(chosen["schedule"]), str(chosen["sharing"])
         places = tuple(int(device) for device in inner["device_of_stage"])
         orders = [inner["orders"], *found["schedules_of_other_replicas"]]
@@ -196,7 +199,7 @@ def read_running(text: str, where: str) -> Running:
         raise
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise PlanError(
-            f"{where} is no plan.json ({type(error).__name__}: {error}): make one with dips plan FILE --out FOLDER"
+            f"{where} is not a plan.json ({type(error).__name__}: {error}): make one with dips plan FILE --out FOLDER"
         ) from error
     _check(problem, division, schedules, where)
     groups = len(problem.setup.sites) if name.startswith("dp/") else 1
@@ -207,4 +210,4 @@ def _check(problem: Problem, division: Division, schedules: Sequence[Schedule], 
     first = schedules[0]
     same = first.n_devices == problem.n_devices and first.n_microbatches == problem.n_microbatches
     if not same or len(division) != first.n_stages or sum(division) != len(problem.units):
-        raise PlanError(f"{where}: its schedule and its problem do not go together: make the plan anew")
+        raise PlanError(f"{where}: its schedule and its problem do not match: make the plan again")

@@ -1,7 +1,7 @@
-"""Where to put the parameter servers: the site whose links serve the training best (paper 3.1).
+"""Chooses the site for the parameter servers: the one whose links serve the training best (paper 3.1).
 
-Pure: numbers in, a choice and its reasons out, so that an operator can decide before anything runs. It must
-never contact a site; bandwidths and throughputs are what the operator measured.
+Pure: an operator can decide before anything runs. It must never contact a site; bandwidths and throughputs are what the
+operator measured.
 
 Legend: N sites with CPU servers, M training clusters; B[i][j] Gbit/s between the CPU servers of site i and
 the training cluster j; p[j] tokens/s of training cluster j. A cluster pushes as often as it has trained, so
@@ -26,7 +26,7 @@ KEYS = ("names", "clusters", "bandwidth_gbps", "tokens_per_s")
 
 @dataclass(frozen=True)
 class SiteChoice:
-    """index: the best site. demand: B_i^T p of every site, in Gbit/s x tokens/s."""
+    """The chosen site. index: of the best site. demand: B_i^T p of every site, in Gbit/s x tokens/s."""
 
     index: int
     demand: tuple[float, ...]
@@ -34,7 +34,7 @@ class SiteChoice:
 
 @dataclass(frozen=True)
 class Sites:
-    """What a file states. names: N sites; clusters: M training clusters (the sites themselves unless
+    """The table [sites] of a file. names: N sites; clusters: M training clusters (the sites themselves unless
     given)."""
 
     names: tuple[str, ...]
@@ -46,7 +46,7 @@ class Sites:
         return choose_server_site(self.bandwidth_gbps, self.tokens_per_s)
 
     def explain(self) -> str:
-        """A table of all sites, best first, and one sentence; for a person."""
+        """A table of all sites, best first, and one sentence, as text."""
         choice = self.choice()
         order = sorted(range(len(self.names)), key=lambda i: (-choice.demand[i], i))
         width = max(len("site"), *(len(name) for name in self.names))

@@ -1,13 +1,13 @@
-"""When every operation and every message of a schedule begins and ends.
+"""Simulates a schedule: when every operation and every message begins and ends.
 
 CrossPipe's conventions (arXiv:2507.00217, section 3.5): an operation starts when its device has ended the one before
 and its input is there; a message starts when its producer ends and its link is free, occupies the link for busy_ns
 and arrives latency_ns later; sending costs a device nothing. A link serves messages in the order in which they are
-ready, equal ones by device. What replicas exchange before and after each stage stands in dips.planner.exchange.
+ready, equal ones by device. What replicas exchange before and after each stage is in dips.planner.exchange.
 
 The simulation follows time (a heap of device wake-ups) only where a link is shared by several senders; where each link
 has one sender, messages are ready in the sender's own order, and following the dependencies gives the same times
-sooner. Other ways of sharing a link stand in dips.planner.fleet.
+sooner. Other ways of sharing a link are in dips.planner.fleet.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNKNOWN = -1
 
 
 class SimulatedMessage(NamedTuple):
-    """One that crossed a link. ready_ns: its producer ended; it occupied the link in [start_ns, freed_ns)."""
+    """A message that crossed a link. ready_ns: end of its producer; it occupied the link in [start_ns, freed_ns)."""
 
     op: Op
     source: int
@@ -41,8 +41,8 @@ class SimulatedMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """starts[d][i], ends[d][i]: of operation i of device d. messages: those between devices that have a wire.
-    exchanges: between replicas, which this timeline takes part in."""
+    """The result of a simulation. starts[d][i], ends[d][i]: of operation i of device d. messages: those between devices
+    that have a wire. exchanges: between replicas, which this timeline takes part in."""
 
     schedule: Schedule
     starts: tuple[tuple[int, ...], ...]
@@ -52,12 +52,12 @@ class Timeline:
 
     @property
     def begin_ns(self) -> int:
-        """Of the first operation or exchange."""
+        """Start of the first operation or exchange."""
         return min([s[0] for s in self.starts if s] + [one.start_ns for one in self.exchanges])
 
     @property
     def end_ns(self) -> int:
-        """Of the last operation or exchange."""
+        """End of the last operation or exchange."""
         return max([e[-1] for e in self.ends if e] + [one.ends_ns for one in self.exchanges])
 
     @property
@@ -68,17 +68,18 @@ class Timeline:
 
     @property
     def exposed_ns(self) -> int:
-        """Of the makespan what lies before the first operation and after the last one: exchanges that nothing hides."""
+        """The part of the makespan before the first operation and after the last one: exchanges that no computation
+        hides."""
         computed = max(e[-1] for e in self.ends if e) - min(s[0] for s in self.starts if s)
         return self.makespan_ns - computed
 
     def span_ns(self, device: int) -> int:
-        """From this device's first start to its last end."""
+        """The time from this device's first start to its last end."""
         return self.ends[device][-1] - self.starts[device][0]
 
     @property
     def stage0_span_ns(self) -> int:
-        """Of the device that holds the first stage."""
+        """The span of the device with the first stage."""
         return self.span_ns(self.schedule.device_of_stage[0])
 
     @property
@@ -88,14 +89,14 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of makespan x devices in which nothing was computed."""
+        """The part of makespan x devices without computation."""
         busy = sum(map(sum, self.ends)) - sum(map(sum, self.starts))
         whole = self.makespan_ns * self.schedule.n_devices
         return 1.0 - busy / whole if whole else 0.0
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Play a schedule. Raises PlanError, which names the cells that wait for each other, when it cannot end."""
+    """Simulate a schedule. Raises PlanError, which names the cells that wait for each other, when it cannot end."""
     run = Run(compile_program([schedule], costs))
     if shares_links(costs):
         run.follow_time()
@@ -110,8 +111,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def exchanged(costs: Costs, played: Iterable[tuple[Schedule, Sequence[Sequence[int]]]]) -> tuple[Exchanged, ...]:
-    """The exchanges between replicas whose operations end so; played: one for each replica that was. A stage's
-    gradients leave when all replicas have ended it."""
+    """The exchanges between replicas, from the ends of their operations; played: one for each simulated replica. A
+    stage's gradients leave when all replicas have ended it."""
     if not costs.exchanges:
         return ()
     ready = [0] * len(costs.stages)
@@ -143,7 +144,7 @@ def shares_links(costs: Costs) -> bool:
 
 
 class Run:
-    """One playing of a program. at[d]: the operation that device d has come to."""
+    """One simulation of a program. at[d]: the operation that device d has reached."""
 
     def __init__(self, program: Program) -> None:
         n = len(program.devices)
@@ -163,7 +164,7 @@ class Run:
         return any(at < len(device.lasts) for at, device in zip(self.at, self.program.devices, strict=True))
 
     def sent_by(self, n: int) -> list[list[SimulatedMessage]]:
-        """The messages by sender, as those of a pipeline of n devices: replicas stand behind each other."""
+        """The messages by sender, as of a pipeline of n devices, one replica after another."""
         found: list[list[SimulatedMessage]] = [[] for _ in self.at]
         for message in self.messages:
             source, target = message.source % n, message.target % n
@@ -184,7 +185,7 @@ class Run:
                     queue.append(woken)
 
     def _run_device(self, number: int) -> set[int]:
-        """Run on until an input is missing; the devices that were sent something."""
+        """Run a device until an input is missing; returns the devices that were sent a message."""
         lasts, needs, gives = self.program.devices[number]
         free, there = self._free[number], self._there
         woken: set[int] = set()
@@ -232,8 +233,8 @@ class Run:
     def follow_time(self) -> None:
         """Operations end in the order of time, so that messages reach a shared link in the order they are ready.
 
-        A device's next operation begins as soon as its input is on its way: its start may lie ahead, and nothing can
-        come in between. The heap holds end x devices + device, one for each device that runs.
+        A device's next operation begins as soon as its input is on its way: its start may be in the future, and nothing
+        can come in between. The heap holds end x devices + device, one for each device that runs.
         """
         n = len(self.at)
         bits = n.bit_length()
@@ -246,7 +247,7 @@ class Run:
         running, left = [False] * n, [len(row) for row in lasts]
         wanted: Sequence[int] = range(n)
         while True:
-            for device in wanted:  # begin what is next there
+            for device in wanted:  # begin the next operation there
                 index = at[device]
                 if running[device] or index == left[device]:
                     continue
@@ -280,7 +281,7 @@ class Run:
 
 
 def stuck(schedule: Schedule, at: Sequence[int]) -> str:
-    """The sentence for a schedule that cannot end; at[d]: the operation at which device d waits."""
+    """The error sentence for a schedule that cannot end; at[d]: the operation at which device d waits."""
     waiting = [
         f"device {device} waits at cell {index + 1} ({schedule.orders[device][index]})"
         for device, index in enumerate(at[: schedule.n_devices])

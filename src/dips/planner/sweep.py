@@ -1,4 +1,4 @@
-"""Every schedule over a grid of pipelines and links: how each one bears delay, as in CrossPipe's Figures 8 and 9.
+"""Compares every schedule over a grid of pipelines and links: the effect of delay, as in CrossPipe's Figures 8 and 9.
 
 All times are ratios to T_F of one microbatch on one device: T_F = T_D = T_W = 1, D and W each release half of an
 activation. latency and bandwidth are the two delays of a message that crosses sites; bandwidth is the time that it
@@ -26,16 +26,16 @@ from dips.planner.simulate import simulate
 from dips.planner.validate import peaks, validate
 
 ACTIVATION = 1 << 20
-"""Units of one microbatch's activation on one device: divides evenly whatever it is shared by."""
+"""Units of one microbatch's activation on one device: divides evenly among chunks and parts."""
 
 MOST = 1e6
-"""A delay or a memory beyond it is a slip of the pen."""
+"""The largest delay or memory: a larger number is a mistake."""
 
 MOST_BLOCKS = 1 << 18
-"""Stages x microbatches of a case: 64 x 4096. One such case takes minutes."""
+"""The largest stages x microbatches of a case: 64 x 4096. One such case takes minutes."""
 
 MOST_BLOCKS_OF_A_GRID = 1 << 23
-"""Stages x microbatches of all cases together: hours."""
+"""The largest stages x microbatches of all cases together, which takes hours."""
 
 STATIC: dict[str, tuple[Callable[[int, int], Schedule], int]] = {
     "gpipe": (gpipe, 1),
@@ -62,12 +62,12 @@ class Case:
     memory: float
 
     def costs(self, chunks: int = 1, wraps: bool = False) -> Costs:
-        """Of `chunks` stages on each device. wraps: the last device sends to the first."""
+        """The costs with `chunks` stages on each device. wraps: the last device sends to the first."""
         wires = site_wires(equal_sites(self.n_pp, self.n_sites), self.bandwidth, self.latency, wraps)
         return uniform(self.n_pp * chunks, chunks, wires=wires, activation=ACTIVATION)
 
     def limits(self) -> list[int]:
-        """Activation memory of each device."""
+        """The activation memory of each device."""
         return [round(self.memory * self.n_pp * ACTIVATION)] * self.n_pp
 
 
@@ -121,7 +121,7 @@ def cases(
 def _check(case: Case) -> None:
     for value in (case.latency, case.bandwidth, case.memory):
         if not math.isfinite(value) or value > MOST:
-            raise PlanError(f"{value:g} is no number that can be planned with: give one up to {MOST:g}")
+            raise PlanError(f"{value:g} is not a number that can be planned with: give one up to {MOST:g}")
     if case.n_pp < 1 or case.n_mb < 1:
         raise PlanError(f"{case.n_pp} stages and {case.n_mb} microbatches: both are at least 1")
     if case.n_pp * case.n_mb > MOST_BLOCKS:
@@ -139,26 +139,26 @@ def _check(case: Case) -> None:
 
 
 def names_of(case: Case, optimal: bool = False) -> list[str]:
-    """The schedules that a case has rows of. Interleaved 1F1B takes a multiple of its devices as microbatches."""
+    """The schedules that a case has rows for. Interleaved 1F1B takes a multiple of its devices as microbatches."""
     names = [name for name in STATIC if name != "interleaved_1f1b" or case.n_mb % case.n_pp == 0]
     return [*names, *(f"cross_ud/{parts}" for parts in GREEDY_PARTS), *(OPTIMAL if optimal else ())]
 
 
 def check_compared(grid: Sequence[Case], over: str, optimal: bool) -> None:
-    """Raises PlanError where a case has no row of `over`, before anything is computed."""
+    """Raise PlanError when a case has no row of `over`, before anything is computed."""
     for case in grid:
         names = names_of(case, optimal)
         if over not in names:
             raise PlanError(
-                f"{over!r} is no schedule that {case.n_pp} stages and {case.n_mb} microbatches can be compared with: "
-                f"choose one of {', '.join(names)}"
+                f"{over!r} is not a schedule that {case.n_pp} stages and {case.n_mb} microbatches can be compared "
+                f"with: choose one of {', '.join(names)}"
             )
 
 
 def rows_of(case: Case, optimal_s: float = 0.0) -> Iterator[SweepRow]:
-    """Every schedule in one case. optimal_s > 0: the solver's too, with so much time for each.
+    """The rows of one case, every schedule. optimal_s > 0: the solver's too, with so much time for each.
 
-    Static schedules know no limit: their peak_activations say what they need.
+    Static schedules have no memory limit: their peak_activations say what they need.
     """
     for name in names_of(case):
         if name not in STATIC:
@@ -183,7 +183,8 @@ def _optima(case: Case, time_limit_s: float) -> Iterator[SweepRow]:
 
 
 def _best_cut(case: Case, others: Sequence[Schedule], costs: Costs, time_limit_s: float) -> SweepRow:
-    """Of whole blocks; and where the greedy does better with parts, of as many parts: the shorter one."""
+    """The shorter one of the schedule with whole blocks and, if the greedy is better with parts, one with as many
+    parts."""
     place = straight(case.n_pp)
     whole = [other for other in others if other.parts == 1]
     best = _optimum(case, OPTIMAL[0], place, costs, whole, time_limit_s)

@@ -1,4 +1,4 @@
-"""A timeline for others to look at: Chrome's trace format, which Perfetto (ui.perfetto.dev) opens, and drawings."""
+"""Writes a timeline in Chrome's trace format, which Perfetto (ui.perfetto.dev) opens, and as a drawing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LETTERS = {Kind.F: "F", Kind.D: "D", Kind.W: "W", Kind.B: "B"}
 COLOURS = {Kind.F: "#56B4E9", Kind.D: "#E69F00", Kind.W: "#009E73", Kind.B: "#D55E00"}
-"""Okabe and Ito's, which colour-blind people tell apart."""
+"""The colours of Okabe and Ito, which colour-blind people can distinguish."""
 
 LINK_COLOUR, EXCHANGE_COLOUR = "#999999", "#CC79A7"
 _INCHES_WIDE = 12.0
@@ -23,8 +23,8 @@ _MOST_LABELS = 700
 
 
 def trace_events(timeline: Timeline, names: Sequence[str] = ()) -> dict[str, Any]:
-    """names[d]: of device d. A process for each device with its operations, and one for links; times in
-    microseconds."""
+    """The events of the trace format: a process for each device with its operations, and one for links; times in
+    microseconds. names[d]: name of device d."""
     events: list[dict[str, Any]] = []
     n = timeline.schedule.n_devices
     for device in range(n):
@@ -57,7 +57,7 @@ def trace_events(timeline: Timeline, names: Sequence[str] = ()) -> dict[str, Any
 
 
 def _exchanged(timeline: Timeline, process: int, thread: int) -> Iterator[dict[str, Any]]:
-    """What replicas send each other, a thread for each network behind those of the links."""
+    """The exchanges between replicas: a thread for each network, after those of the links."""
     networks = sorted({one.resource for one in timeline.exchanges})
     for number, _ in enumerate(networks):
         named = {"name": f"between replicas {number}"}

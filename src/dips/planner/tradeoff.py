@@ -1,7 +1,7 @@
-"""The ways to split the same devices and the same batch into stages and replicas, and what the long links then carry.
+"""Compares the ways to split the same devices and batch into stages and replicas, and what long links then carry.
 
-CrossPipe (arXiv:2507.00217), sections 2.4 and 7.4 and appendix E: stages x replicas stays what it is, and so does the
-batch, so replicas that are half as many take twice the microbatches each. Where sites hold whole pipelines, their links
+CrossPipe (arXiv:2507.00217), sections 2.4 and 7.4 and appendix E: stages x replicas and the batch stay
+the same, so half as many replicas take twice the microbatches each. Where sites hold whole pipelines, their links
 carry weights and gradients; where a pipeline crosses the sites, activations; with groups of sites, both.
 """
 
@@ -40,7 +40,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way, with the best schedule for it."""
+    """One way to split, with the best schedule for it."""
 
     split: Split
     plan: Plan
@@ -51,7 +51,7 @@ class Choice:
 
     @property
     def memory_used(self) -> float:
-        """Of the memory of the device that has least left: the part of it that is taken, from 0 to 1."""
+        """The used part of the memory of the device with the least free memory, from 0 to 1."""
         best = self.best
         return max(
             (state + held) / (state + limit)
@@ -61,7 +61,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Impossible:
-    """A way that cannot be, and why, in a sentence."""
+    """A way to split that is not possible, and the reason as a sentence."""
 
     split: Split
     why: str
@@ -69,7 +69,7 @@ class Impossible:
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """choices: the fastest first."""
+    """The result. choices: the fastest first."""
 
     problem: Problem
     choices: tuple[Choice, ...]
@@ -77,7 +77,7 @@ class Tradeoff:
 
 
 def tradeoff(problem: Problem) -> Tradeoff:
-    """Raises PlanError where no way is possible, with the first reasons."""
+    """Plan every way to split. Raises PlanError when none is possible, with the first reasons."""
     choices: list[Choice] = []
     impossible: list[Impossible] = []
     for split in splits(problem):
@@ -93,7 +93,8 @@ def tradeoff(problem: Problem) -> Tradeoff:
 
 
 def splits(problem: Problem) -> Iterator[Split]:
-    """All ways with as many stages x replicas and as many microbatches in all; fewest stages first. Some cannot be."""
+    """All ways with the same stages x replicas and the same microbatches in all, fewest stages first; some are
+    impossible."""
     training, n_sites = problem.setup.training, len(problem.setup.sites)
     places, batch = training.pipeline * training.data, training.microbatches * training.data
     for pipeline in _divisors(places):
@@ -107,7 +108,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def divided_so(problem: Problem, split: Split) -> Problem:
-    """The problem of one of the ways. Raises PlanError where it cannot be."""
+    """The problem of one way to split. Raises PlanError when it is not possible."""
     training = problem.setup.training
     batch = training.microbatches * training.data
     if batch % split.data:
@@ -125,7 +126,7 @@ def divided_so(problem: Problem, split: Split) -> Problem:
 
 
 def _with_profile(before: Problem, after: Problem) -> Problem:
-    """Measured times of a stage and the room for activations, which were of another number of stages."""
+    """The measured profile, converted to the new number of stages: times of a stage and microbatches that fit."""
     profile = before.setup.profile
     if profile is None:
         return after
@@ -142,13 +143,12 @@ def _with_profile(before: Problem, after: Problem) -> Problem:
 
 
 def _room(before: Problem, after: Problem, microbatches: float) -> float:
-    """Microbatches that a stage can hold: the device has the room that it had, and what weights and optimizer state
-    leave or take."""
+    """Microbatches that a stage can hold: as before, plus or minus the change of its weights and optimizer state."""
     held = max(unit.activation_bytes for unit in before.units) * len(before.units)
     was, now = (max(one.state_bytes(one.uniform())) for one in (before, after))
     room = (microbatches * held / before.n_devices + was - now) / (held / after.n_devices)
     if room < 1:
         raise PlanError(
-            f"a stage has room for {max(room, 0):.2f} microbatches beside its weights and optimizer state: too few"
+            f"a stage has room for {max(room, 0):.2f} microbatches next to its weights and optimizer state: too few"
         )
     return room

@@ -1,7 +1,8 @@
-"""A model as a row of units, which are divided into stages: what each computes, holds, and sends to other replicas.
+"""A model as a row of units, which are divided into stages: with what each computes, stores, and sends to other
+replicas.
 
-Its layers, and the embedding and the output layer as units of their own if extra_layers says so (they then cost as much
-as a layer, as Llama 3's stages are made); else they belong to the first and the last unit.
+Its layers, and the embedding and the output layer as units of their own if extra_layers says so (each then costs as
+much as a layer, as in Llama 3's stages); else they belong to the first and the last unit.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ class Unit:
 
 
 def units_of(setup: ClusterFile, groups: int = 1) -> tuple[Unit, ...]:
-    """groups: of sites, each with a part of the replicas; what they send inside is among those. Raises PlanError where
-    neither a profile nor a speed is given."""
+    """The units of a model. groups: of sites, each with a part of the replicas, between which inside_bytes are sent.
+    Raises PlanError when neither a profile nor a speed is given."""
     return tuple(_Units(setup, groups).all())
 
 
 def tflops_of(setup: ClusterFile, site: int) -> float:
-    """10^12 operations a second of one device. Raises PlanError."""
+    """10^12 operations a second of one device. Raises PlanError when not given."""
     given = setup.sites[site].sustained_tflops
     if given is None:
         raise PlanError(
-            f"{setup.file} [[sites]] {site + 1}: sustained_tflops is not given, and no [profile] says "
-            "how long a stage takes: add one of them"
+            f"{setup.file} [[sites]] {site + 1}: sustained_tflops is not given, and no [profile] has "
+            "the times of a stage: add one of them"
         )
     return given
 
@@ -102,7 +103,7 @@ class _Units:
         return _plus(known, self._timed(work.recomputed() if training.recompute == "full" else work))
 
     def _weights(self, parameters: float) -> Unit:
-        """So many parameters that compute nothing."""
+        """A unit of so many parameters without computation."""
         training = self._setup.training
         inside = inside_exchange_bytes(parameters, 0, training, self._groups)
         state = state_bytes(parameters / training.tensor, training)
@@ -131,7 +132,7 @@ def _plus(a: Unit, b: Unit) -> Unit:
 
 
 def _with_weights(unit: Unit, weights: Unit) -> Unit:
-    """What one computes with what another holds."""
+    """A unit with the computation of one and the weights of both."""
     return replace(
         unit,
         state_bytes=weights.state_bytes,
@@ -141,9 +142,9 @@ def _with_weights(unit: Unit, weights: Unit) -> Unit:
 
 
 def even_division(times: Sequence[float], slowness: Sequence[float]) -> Division:
-    """Units in their order, at least one on each stage, so that the squares of the stages' times have the least sum."""
+    """Divide units in their order, at least one on each stage, so that the sum of the squared stage times is least."""
     n, sums = len(times), [0.0, *accumulate(times)]
-    best = [0.0] + [math.inf] * n  # of the first k units on the stages so far
+    best = [0.0] + [math.inf] * n  # least sum for the first k units on the stages so far
     cuts: list[list[int]] = []
     for stage, slow in enumerate(slowness):
         cut, after = [0] * (n + 1), [math.inf] * (n + 1)

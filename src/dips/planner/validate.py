@@ -1,5 +1,4 @@
-"""Whether a schedule is one: every operation once and on its device, in a possible order, within memory, able to
-end."""
+"""Checks a schedule: every operation once and on its device, in a possible order, within memory, able to end."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from dips.planner.simulate import Timeline, simulate
 
 
 def validate(schedule: Schedule, costs: Costs, memory: Sequence[int] | None = None) -> Timeline:
-    """Check a schedule and play it. memory[d]: limit of device d, in the units of costs.
+    """Check a schedule and simulate it. memory[d]: limit of device d, in the units of costs.
 
     Raises PlanError, which names the device and the cell, for: an operation that is missing, doubled or elsewhere;
-    one that stands before what it needs on its own device; memory over the limit; devices that wait for each other;
-    exchanges of replicas that do not stand where they must.
+    one before an operation that it needs on its own device; memory over the limit; devices that wait for each other;
+    exchanges of replicas in a wrong place.
     """
     check_complete(schedule)
     for device, order in enumerate(schedule.orders):
@@ -66,7 +65,7 @@ def peaks(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Raises PlanError for an operation that is missing, doubled or on another device."""
+    """Check that every operation is there once and on its device. Raises PlanError."""
     seen: set[Op] = set()
     parts_of: Counter[tuple[int, int, Kind]] = Counter()
     for device, order in enumerate(schedule.orders):
@@ -82,7 +81,7 @@ def check_complete(schedule: Schedule) -> None:
 
 
 def _misplaced(schedule: Schedule, device: int, op: Op, seen: Set[Op]) -> str:
-    """What is wrong with an operation where it stands; empty: nothing."""
+    """What is wrong with an operation at its place; empty when nothing is."""
     if op.stage >= schedule.n_stages or op.microbatch >= schedule.n_microbatches or op.part >= schedule.parts:
         return (
             f"is outside of {schedule.n_stages} stages, {schedule.n_microbatches} microbatches and "
@@ -90,7 +89,7 @@ def _misplaced(schedule: Schedule, device: int, op: Op, seen: Set[Op]) -> str:
         )
     if schedule.device_of_stage[op.stage] != device:
         return f"belongs to device {schedule.device_of_stage[op.stage]}: move it there"
-    return "stands there a second time: remove one" if op in seen else ""
+    return "is there a second time: remove one" if op in seen else ""
 
 
 def _check_block(
@@ -101,7 +100,7 @@ def _check_block(
     if f == whole and (d, w, b) in ((whole, whole, 0), (0, 0, whole)):
         return
     raise PlanError(
-        f"{schedule.name}: stage {stage} has {f} F, {d} I, {w} W and {b} B of microbatch {microbatch}: it takes "
+        f"{schedule.name}: stage {stage} has {f} F, {d} I, {w} W and {b} B of microbatch {microbatch}: it needs "
         f"{whole} F, and either {whole} I and {whole} W or {whole} B"
     )
 
@@ -111,14 +110,12 @@ def _check_order(device: int, order: Sequence[Op]) -> None:
     for index, op in enumerate(order):
         needed = _before(op)
         if needed is not None and needed not in done:
-            raise PlanError(
-                f"device {device}, cell {index + 1}: {op} stands before {needed}, which it needs: swap them"
-            )
+            raise PlanError(f"device {device}, cell {index + 1}: {op} comes before {needed}, which it needs: swap them")
         done.add(op)
 
 
 def _before(op: Op) -> Op | None:
-    """What must precede it on its own device."""
+    """The operations that must precede it on its own device."""
     if op.part:
         return Op(op.kind, op.stage, op.microbatch, op.part - 1)
     if op.kind is Kind.F:

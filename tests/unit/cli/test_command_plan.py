@@ -93,8 +93,8 @@ def test_show_as_json_gives_every_start(tmp_path: Path, capsys: pytest.CaptureFi
         (["sweep", "--latency", "1,x"], "--latency '1,x' is no list of numbers"),
         (["sweep", "--stages", "4", "--sites", "3"], "4 devices do not divide into 3 equal sites"),
         (["sweep", "--bandwidth", "-1"], "bandwidth -1: neither is negative"),
-        (["sweep", "--bandwidth", "nan"], "is no number that can be planned with"),
-        (["sweep", "--seconds", "0"], "0 seconds are no time for a solver: give more than 0"),
+        (["sweep", "--bandwidth", "nan"], "is not a number that can be planned with"),
+        (["sweep", "--seconds", "0"], "0 seconds are not a valid time for a solver: give more than 0"),
         (["show", "nowhere.csv"], "nowhere.csv cannot be read as a schedule"),
     ],
 )
@@ -185,8 +185,8 @@ def test_published_numbers_beside_ours(capsys: pytest.CaptureFixture[str], monke
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nowhere.toml"], "nowhere.toml is no file that can be read"),
-        (["make", FEW, "--seconds", "-1"], "-1 seconds are no time for a solver: give 0 to 3600"),
+        (["nowhere.toml"], "nowhere.toml is not a file that can be read"),
+        (["make", FEW, "--seconds", "-1"], "-1 seconds are not a valid time for a solver: give 0 to 3600"),
         (["compare", FEW], "takes at least two files: name another one"),
         (["validate", "--paper", "dapple"], "--paper 'dapple' is unknown: choose one of jeeves, crosspipe, all"),
         (["validate", "--seconds", "0"], "--seconds 0 is no time"),
@@ -205,5 +205,5 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "taken").write_text("")
     code, _, error = told(capsys, FEW, "--out", str(tmp_path / "taken"))
     assert code == 2
-    assert "nothing can be written there" in error
+    assert "no file can be written there" in error
     assert "choose another --out" in error

@@ -63,7 +63,7 @@ def test_exit_code_1_is_a_swap_and_0_is_none(plan: Path, tmp_path: Path, capsys:
     second = tmp_path / "new" / "plan.json"
     code, out, _ = told(capsys, str(second), "--profile", profile)
     assert code == 0
-    assert out.splitlines()[-1] == "keep: no schedule that was found is faster"
+    assert out.splitlines()[-1] == "keep: no faster schedule was found"
     code, out, _ = told(capsys, str(plan), "--profile", profile, "--least-gain", "99")
     assert code == 0
     assert "less than 99.00%" in out
@@ -97,9 +97,9 @@ def test_files_that_cannot_be(plan: Path, tmp_path: Path, capsys: pytest.Capture
     for arguments, sentence in [
         ([str(tmp_path / "nowhere.json"), "--profile", profile], "nowhere.json cannot be read as a plan.json"),
         ([str(binary), "--profile", profile], "binary.json cannot be read as a plan.json"),
-        (["/dev/zero", "--profile", profile], "/dev/zero has more than 67108864 bytes, so it is no plan.json"),
+        (["/dev/zero", "--profile", profile], "/dev/zero has more than 67108864 bytes, so it is not a plan.json"),
         ([str(plan), "--profile", str(tmp_path / "nowhere.toml")], "nowhere.toml cannot be read"),
-        ([profile, "--profile", profile], "profile.toml is no plan.json"),
+        ([profile, "--profile", profile], "profile.toml is not a plan.json"),
     ]:
         code, out, error = told(capsys, *arguments)
         assert (code, out) == (2, "")

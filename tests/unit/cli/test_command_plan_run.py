@@ -230,8 +230,8 @@ def test_the_rank_that_failed_first_is_told(
         (["1f1b", "--stages", "65", "--sites", "1"], "65 ranks are too many processes for one machine: at most 64"),
         (["1f1b", "--stages", "3"], "3 devices do not divide into 2 equal sites"),
         (["1f1b", "--microbatches", "0"], "4 stages and 0 microbatches: both are at least 1"),
-        (["interleaved_1f1b", "--microbatches", "6"], "interleaved 1F1B takes a multiple of 4 microbatches"),
-        (["1f1b", "--latency", "nan"], "nan is no number that can be planned with"),
+        (["interleaved_1f1b", "--microbatches", "6"], "interleaved 1F1B needs a multiple of 4 microbatches"),
+        (["1f1b", "--latency", "nan"], "nan is not a number that can be planned with"),
         (["1f1b", "--operation-ms", "0"], "--operation-ms 0 cannot be timed: give more than 0, up to 60000"),
         (["1f1b", "--repeats", "0"], "--repeats 0: give 1 to 1000; --check-gradients times nothing"),
         (["1f1b", "--tolerance", "100"], "--tolerance 100 is no percentage: give more than 0, below 100"),
@@ -240,9 +240,9 @@ def test_the_rank_that_failed_first_is_told(
         (["JSON", "--latency", "1"], "--latency does not go with a plan.json, which has its own: leave it out"),
         (["OLD"], "does not say what its operations cost (KeyError: 'costs'): make it anew with dips plan FILE --out"),
         (["CYCLE"], "the schedule cannot end: device 0 waits at cell 2 (0B0), device 1 waits at cell 2 (1F1)"),
-        (["HALF"], "stage 0 has 1 F, 0 I, 0 W and 0 B of microbatch 1: it takes"),
+        (["HALF"], "stage 0 has 1 F, 0 I, 0 W and 0 B of microbatch 1: it needs"),
         (["BINARY"], "cannot be read as a plan: "),
-        (["/dev/zero"], "/dev/zero has more than 67108864 bytes, so it is no plan: name a plan.json or a plan.csv"),
+        (["/dev/zero"], "/dev/zero has more than 67108864 bytes, so it is not a plan: name a plan.json or a plan.csv"),
     ],
 )
 def test_a_persons_mistake_is_one_sentence(

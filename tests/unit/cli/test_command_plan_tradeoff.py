@@ -40,7 +40,7 @@ def test_ways_as_a_table_and_as_json(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nowhere.toml"], "nowhere.toml is no file that can be read"),
+        (["nowhere.toml"], "nowhere.toml is not a file that can be read"),
         (["crosspipe-figure-8", "--seconds", "-1"], "--seconds -1 is no time for a solver: give 0 to 3600"),
     ],
 )

@@ -132,7 +132,7 @@ def test_a_figure_is_told_with_the_papers_words_beside_ours(text: Path) -> None:
     assert "Figure 7: Di-PS, gaps to 40, 100 and 200 %; loss after 786.4k tokens" in told
     assert 'the paper (4.1): "Di-PS can provide a stable convergence' in told
     assert "here: Async-40 +0.00, Async-100 +0.00" in told
-    assert "times are not to compare" in told
+    assert "times are not comparable" in told
     assert figure_table(result).row_count == 6
 
 

@@ -68,9 +68,9 @@ def test_a_run_that_the_penalty_locked_out_did_not_lose_its_model() -> None:
     found = comparison([*THREE, record("paper-literal", 1, None, ended="locked out")], "nan")
     assert loss_text(found.summaries["paper-literal"]) == "locked out"
     (told,) = [sentence for sentence in readings(found) if "paper-literal" in sentence]
-    assert told == "Locked out: paper-literal: the penalty refused every push for good, sound ones too."
+    assert told == "Locked out: paper-literal: the penalty refused every push from some time on, good ones too."
     both = comparison([record(seed=1, loss=None), record("edit", 1, None, ended="locked out")])
-    assert "Not finite: dips: the model was lost on the way. Locked out: edit: the" in " ".join(readings(both))
+    assert "Not finite: dips: the model was lost during the run. Locked out: edit: the" in " ".join(readings(both))
 
 
 def test_data_parallel_has_no_rounds_and_the_columns_fit() -> None:
@@ -90,13 +90,13 @@ def test_with_injection_flags_are_counted_and_the_clean_run_stands_beside() -> N
     assert head[2:] == ["void", "merged", "stale", "most", "clip", "out", "out", "in", "alarms"]
     assert row[-4:] == ["1", "0", "1", "0"]
     assert "+0.070" in shown(loss_table(found))[3]
-    assert any(sentence.startswith("bad out: spoilt pushes") for sentence in readings(found))
+    assert any(sentence.startswith("bad out: excluded spoilt pushes") for sentence in readings(found))
 
 
 def test_flags_without_an_injection_are_explained_without_columns_that_are_not_there() -> None:
     flagged = record(judged=(committed(1, push("a", 1), push("b", 1, excluded=True)),))
     (told,) = [sentence for sentence in readings(comparison([flagged])) if "out:" in sentence]
-    assert told == "good out: pushes that were excluded, though nothing was spoilt."
+    assert told == "good out: pushes that were excluded, although none was spoilt."
 
 
 def test_the_sentences_say_how_far_to_trust_a_difference() -> None:

@@ -157,7 +157,7 @@ def test_methods_are_found_by_name_or_refused_with_the_nearest() -> None:
     assert find_method("dips").title
     with pytest.raises(ConfigError, match="did you mean 'dynamic'"):
         find_method("dynamics")
-    with pytest.raises(ConfigError, match="choose among dp, diloco"):
+    with pytest.raises(ConfigError, match="choose from dp, diloco"):
         find_method("zzz")
 
 

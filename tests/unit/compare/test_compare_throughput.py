@@ -53,7 +53,7 @@ def test_one_cluster_s_baselines_are_ideal() -> None:
 
 def test_clusters_that_a_set_up_does_not_have_are_refused() -> None:
     for n in (0, 8):
-        with pytest.raises(ConfigError, match=f"{n} of them cannot be taken"):
+        with pytest.raises(ConfigError, match=f"{n} of them cannot be used"):
             first_clusters(load_setup("weak-scaling"), n)
 
 
@@ -80,7 +80,7 @@ def round_of(at_s: float, cluster: str, tokens: int, verdict: str) -> RoundFact:
 
 
 def test_too_few_rounds_and_methods_without_servers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="take at least 6"):
+    with pytest.raises(ConfigError, match="give at least 6"):
         measure(load_setup("small"), find_method("dips"), rounds=5)
     with pytest.raises(ConfigError, match="has no servers"):
         measure(load_setup("small"), find_method("dp"))

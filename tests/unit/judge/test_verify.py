@@ -106,7 +106,7 @@ def test_a_run_that_never_published_is_unproven(tmp_path: Path) -> None:
     report = verify_run(write_run(tmp_path / "run", script))
     assert report.exit_code == EXIT_BROKEN
     rows = {row.invariant: row for row in report.rows}
-    assert (rows["I4"].result, rows["I4"].why) == ("unproven", "no record speaks of it")
+    assert (rows["I4"].result, rows["I4"].why) == ("unproven", "no record is about it")
     assert rows["I8"].result == "ok"
 
 
@@ -146,9 +146,9 @@ def add_to(tape: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("remove", "note", "result"),
     [
-        ("tapes", "no tape of cluster a is here", {"I3": "unproven"}),
-        ("slaves/s0", "no tape of slave s0 is here", {"I4": "ok"}),
-        ("master/test.tape.jsonl", "no tape of the master is here", {"I4": "unproven", "I6": "ok"}),
+        ("tapes", "the tape of cluster a is missing", {"I3": "unproven"}),
+        ("slaves/s0", "the tape of slave s0 is missing", {"I4": "ok"}),
+        ("master/test.tape.jsonl", "the tape of the master is missing", {"I4": "unproven", "I6": "ok"}),
     ],
 )
 def test_missing_tapes_are_said(run: Path, remove: str, note: str, result: dict[str, str]) -> None:
@@ -165,7 +165,7 @@ def test_a_tape_that_never_was_here_is_named_by_who_asks(run: Path, capsys: pyte
     (run / "tapes" / "a.tape.jsonl").unlink()
     code, out, _ = told(capsys, "verify", run)
     assert code == EXIT_BROKEN
-    assert "unproven: no tape of cluster a is here: put it into the directory" in out
+    assert "unproven: the tape of cluster a is missing: put it into the directory" in out
     assert told(capsys, "verify", run, "--without-tape", "a")[0] == 0
     assert told(capsys, "verify", run, "--without-tape", "b")[0] == EXIT_BROKEN
 
@@ -249,7 +249,7 @@ def test_a_journal_that_was_lost_once_is_said_and_what_it_knew_is_not_judged(tmp
             records.tapes.add((step.source, step.who))
     checker = check_records(records)
     assert checker.violations == []
-    assert records.notes[0].startswith("the journal knows nothing of epoch 1: it was lost or put back once")
+    assert records.notes[0].startswith("the journal has no record of epoch 1: it was lost or restored once")
 
 
 def test_a_journal_that_was_lost_in_the_epoch_in_which_the_new_one_began_is_told_by_the_tape(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_lines_are_short_and_begin_with_the_time(run: Path) -> None:
         ("1:11", "Did you mean"),
         ("a/1.1#9", "Did you mean"),
         ("s7", "Did you mean"),
-        ("nobody", "It knows a, b, s0, s1."),
+        ("nobody", "The run has a, b, s0, s1."),
     ],
 )
 def test_an_unknown_name_is_answered_with_names_like_it(run: Path, name: str, says: str) -> None:

@@ -61,11 +61,11 @@ def test_sweep_rows_are_those_of_the_command(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_mistake_is_the_same_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.toml is no file that can be read"):
+    with pytest.raises(ConfigError, match=r"nowhere\.toml is not a file that can be read"):
         planner.make("nowhere.toml")
-    with pytest.raises(ConfigError, match="-1 seconds are no time for a solver: give 0 to 3600"):
+    with pytest.raises(ConfigError, match="-1 seconds are not a valid time for a solver: give 0 to 3600"):
         planner.make(FEW, seconds=-1)
-    with pytest.raises(ConfigError, match="nan seconds are no time for a solver: give more than 0"):
+    with pytest.raises(ConfigError, match="nan seconds are not a valid time for a solver: give more than 0"):
         planner.sweep_rows(optimal=True, seconds=float("nan"))
     with pytest.raises(ConfigError, match="4 devices do not divide into 3 equal sites"):
         planner.sweep_rows(sites=[3])

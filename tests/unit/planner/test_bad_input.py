@@ -102,7 +102,7 @@ def test_more_layers_than_anybody_trains_are_refused(tmp_path: Path, capsys: pyt
     ("content", "sentence"),
     [
         (bytes(range(256)), "is not TOML"),
-        (b"", "the table [model] is not given: add it"),
+        (b"", "the table [model] is missing: add it"),
         (b"[model\nx = 1", "is not TOML: Expected ']'"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     file = tmp_path / "sites.toml"
     file.write_bytes(content)
     assert sentence in refused(capsys, str(file))
-    assert "is no file that can be read" in refused(capsys, str(tmp_path))
+    assert "is not a file that can be read" in refused(capsys, str(tmp_path))
 
 
 # ---- folders ----
@@ -124,7 +124,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_computed(
     for name in ("make_plan", "swept"):
         monkeypatch.setattr(f"dips.cli.plan.{name}", lambda *_: pytest.fail("it computed"))
     told = refused(capsys, *arguments, "--out", str(tmp_path / "taken" / "plan"))
-    assert "taken/plan: nothing can be written there: Not a directory: choose another --out" in told
+    assert "taken/plan: no file can be written there: Not a directory: choose another --out" in told
 
 
 # ---- schedules ----
@@ -134,13 +134,13 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_computed(
     ("content", "sentence"),
     [
         (b"0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "the schedule cannot end: device 0 waits at cell 2 (0B0), device 1"),
-        (bytes(range(256)), "it is no text: give a plan.json or a schedule like plan.csv"),
-        (b"0F0\0,0B0\n", r"line 1, column 1: '0F0\x00' is no operation"),
+        (bytes(range(256)), "it is not text: give a plan.json or a schedule like plan.csv"),
+        (b"0F0\0,0B0\n", r"line 1, column 1: '0F0\x00' is not an operation"),
         (b"", "no device runs stage 0"),
         (b"0F999999,0B999999\n", "1 stages x 1000000 microbatches are 1000000, at most 262144"),
         (b"0F99999,0B99999\n", "stage 0 has 0 F, 0 I, 0 W and 0 B of microbatch 0"),
         (b"999999F0,999999B0\n", "no device runs stage 0"),
-        (b"0F0,0F0.2,0B0,0B0.2\n", "stage 0 has 2 F, 0 I, 0 W and 2 B of microbatch 0: it takes 3 F"),
+        (b"0F0,0F0.2,0B0,0B0.2\n", "stage 0 has 2 F, 0 I, 0 W and 2 B of microbatch 0: it needs 3 F"),
     ],
 )
 def test_a_schedule_that_cannot_be_names_its_file(
@@ -160,7 +160,7 @@ def test_a_schedule_of_an_editor_that_marks_its_files_is_read(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("latency", "sentence"), [("nan", "nan is no number"), ("inf", "inf is no number"), ("1e300", "up to 1e+06")]
+    ("latency", "sentence"), [("nan", "nan is not a number"), ("inf", "inf is not a number"), ("1e300", "up to 1e+06")]
 )
 def test_a_latency_that_is_no_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], latency: str, sentence: str
@@ -171,7 +171,7 @@ def test_a_latency_that_is_no_number(
 
 
 def test_a_file_without_end_is_not_read_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "has more than 67108864 bytes, so it is no schedule" in refused(capsys, "show", "/dev/zero")
+    assert "has more than 67108864 bytes, so it is not a schedule" in refused(capsys, "show", "/dev/zero")
 
 
 # ---- plan.json ----
@@ -192,14 +192,14 @@ def first_time(*pair: object) -> Callable[[Any], object]:
 @pytest.mark.parametrize(
     ("harm", "sentence"),
     [
-        (lambda plan: plan.pop("schedule"), "is no plan.json (KeyError: 'schedule'): make one with dips plan FILE"),
-        (lambda plan: plan.update(format=99), "format is 99, not 1: make the plan anew"),
-        (first_time(float("nan"), 1), "is no plan.json (ValueError"),
-        (first_time(0, float("inf")), "is no plan.json (OverflowError"),
-        (first_time(500, 1), "timeline of device 0 does not go forward"),
-        (first_time(-5, 1), "timeline of device 0 does not go forward"),
+        (lambda plan: plan.pop("schedule"), "is not a plan.json (KeyError: 'schedule'): make one with dips plan FILE"),
+        (lambda plan: plan.update(format=99), "format is 99, not 1: make the plan again"),
+        (first_time(float("nan"), 1), "is not a plan.json (ValueError"),
+        (first_time(0, float("inf")), "is not a plan.json (OverflowError"),
+        (first_time(500, 1), "timeline of device 0 goes back in time"),
+        (first_time(-5, 1), "timeline of device 0 goes back in time"),
         (lambda plan: plan["timeline"][0].pop(), "timeline and schedule have unequal lengths"),
-        (lambda plan: plan["schedule"]["orders"].__setitem__(0, "0F0,zz"), "line 1, column 2: 'zz' is no operation"),
+        (lambda plan: plan["schedule"]["orders"].__setitem__(0, "0F0,zz"), "column 2: 'zz' is not an operation"),
         (lambda plan: plan.update(timeline=[[[0, 0]] * len(row) for row in plan["timeline"]]), "no time"),
     ],
 )  # fmt: skip
@@ -214,7 +214,7 @@ def test_a_plan_that_was_harmed(written: dict[str, Any], harm: Callable[[Any], o
 
 
 def test_a_plan_nested_without_end() -> None:
-    with pytest.raises(PlanError, match=r"plan\.json is no plan\.json"):
+    with pytest.raises(PlanError, match=r"plan\.json is not a plan.json"):
         read_plan('{"a":' + "[" * 100_000, "plan.json")
 
 
@@ -238,11 +238,14 @@ def test_devices_that_do_not_exist_name_the_file(
         (["--latency", "0," * 2000 + "0", "--bandwidth", "0," * 2000 + "0"], "in all combinations together would take"),
         (["--stages", "-4"], "-4 stages and 8 microbatches: both are at least 1"),
         (["--stages", "9" * 5000], "--stages '9999"),
-        (["--memory", "nan"], "nan is no number that can be planned with: give one up to 1e+06"),
-        (["--latency", "1e9"], "1e+09 is no number that can be planned with"),
+        (["--memory", "nan"], "nan is not a number that can be planned with: give one up to 1e+06"),
+        (["--latency", "1e9"], "1e+09 is not a number that can be planned with"),
         (["--sites", "0"], "4 devices do not divide into 0 equal sites"),
-        (["--seconds", "nan"], "nan seconds are no time for a solver"),
-        (["--over", "zbh1"], "'zbh1' is no schedule that 4 stages and 8 microbatches can be compared with: choose one"),
+        (["--seconds", "nan"], "nan seconds are not a valid time for a solver"),
+        (
+            ["--over", "zbh1"],
+            "'zbh1' is not a schedule that 4 stages and 8 microbatches can be compared with: choose one",
+        ),
     ],
 )
 def test_a_grid_that_cannot_be(capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str) -> None:

@@ -140,12 +140,12 @@ def pose(tmp_path: Path, before: str, after: str) -> None:
         ("latency_ms = 5", "latency_ms = 5\nlatency_s = 1", "'latency_s' is not a setting; did you mean 'latency_ms'"),
         ("latency_ms = 5\n", "", r"\[\[links\]\] 1: latency_ms is not given .*: add it to the table"),
         ('latency_ms = 5\nsource = "a test"', "latency_ms = 5", r"source is not given .*: add it to the table"),
-        ('latency_ms = 5\nsource = "a test"', 'latency_ms = 5\nsource = { latency_ms = "x" }', "says nothing of band"),
+        ('latency_ms = 5\nsource = "a test"', 'latency_ms = 5\nsource = { latency_ms = "x" }', "does not name band"),
         ("pipeline = 4", "pipeline = 33", r"\[training\]: pipeline = 33 is more stages than layers \(32\): give at"),
         ("memory_gib = 80", "memory_gib = 5", "memory_gib = 5 of here holds less than .* stage 0: use more stages"),
         ("memory_gib = 80\n", "", r"\[\[sites\]\] 1: memory_gib is not given, and no \[profile\]"),
         ("sustained_tflops = 400\n", "", r"\[\[sites\]\] 1: sustained_tflops is not given, and no \[profile\]"),
-        ('receiver = "there"', 'receiver = "nowhere"', "'nowhere' is no site: choose one of here, there"),
+        ('receiver = "there"', 'receiver = "nowhere"', "'nowhere' is not a site: choose one of here, there"),
         ('receiver = "there"', 'receiver = "here"', "goes from here to itself: name two sites"),
         ('name = "there"', 'name = "here"', r"\[\[sites\]\] are .*: give at least one, each with a name of its own"),
         ("data = 2", "data = 200", r"here has devices = 16, its 2 stages need 1600 \(tensor x context x data = 800 "),
@@ -154,7 +154,7 @@ def pose(tmp_path: Path, before: str, after: str) -> None:
         ('"llama3-8b"', '"llama9"', r"\[model\]: model 'llama9' is unknown: choose one of .*llama3-8b.*, or give its"),
         ('name = "llama3-8b"', 'nam = "llama3-8b"', r"\[model\]: 'nam' is not a setting; did you mean 'name'"),
         ("[model]", "[modell]", "'modell' is unknown; did you mean 'model'"),
-        ("[training]", "[[training]]", "'training' is no table: write its keys below a line"),
+        ("[training]", "[[training]]", "'training' is not a table: write its keys below a line"),
         ("devices = 16", "devices = 16\nstages = 3", r"have \[3, 3\] stages, .* pipeline = 4: give stages for"),
         ("pipeline = 4", "pipeline = true", "pipeline = true cannot be"),
         ("microbatches = 8", "microbatches = 1e999", "microbatches"),
@@ -167,7 +167,7 @@ def test_a_mistake_names_file_key_and_remedy(tmp_path: Path, before: str, after:
 
 
 def test_a_file_that_is_not_there_is_told_what_is() -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.toml is no file .*crosspipe-m8.*jeeves"):
+    with pytest.raises(ConfigError, match=r"nowhere\.toml is not a file .*crosspipe-m8.*jeeves"):
         read_setup("nowhere.toml")
 
 

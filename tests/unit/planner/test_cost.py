@@ -201,7 +201,7 @@ def test_traffic_of_experts() -> None:
         ({"experts": 4}, "4 experts need expert_width"),
         ({"expert_width": 4}, "experts is 0, but other keys describe experts"),
         ({"latent_q": 4}, "latent attention needs all of"),
-        ({"source": {"layers": "here"}}, "source says nothing of heads, hidden, mlp_width, vocabulary"),
+        ({"source": {"layers": "here"}}, "source does not name heads, hidden, mlp_width, vocabulary"),
         ({"source": " "}, "source is empty: say where the numbers come from"),
         ({"layers": 0}, "greater than or equal to 1"),
     ],

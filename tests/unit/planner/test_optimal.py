@@ -61,7 +61,7 @@ def test_blocks_cut_into_parts() -> None:
 
 def test_memory_for_no_microbatch_has_no_schedule() -> None:
     case = Case(2, 2, 2, 0, 0, 1)
-    with pytest.raises(PlanError, match="best: no schedule within the memory; there is none"):
+    with pytest.raises(PlanError, match="best: no schedule within the memory; none exists"):
         optimal("best", straight(2), 2, case.costs(), [1, 1])
 
 

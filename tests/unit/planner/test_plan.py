@@ -96,9 +96,9 @@ def test_options_narrow_the_search() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"schedules": ["1f2b"]}, r"\[options\]: schedules has '1f2b', which is unknown: choose of gpipe, 1f1b"),
+        ({"schedules": ["1f2b"]}, r"\[options\]: schedules has '1f2b', which is unknown: choose from gpipe, 1f1b"),
         ({"schedules": ["optimal_ud"]}, r"\[options\]: optimal schedules need solver_s"),
-        ({"schedules": ["gpipe"]}, r"no schedule can be: gpipe: stage 0 would hold .* of activations"),
+        ({"schedules": ["gpipe"]}, r"no schedule is possible: gpipe: stage 0 would hold .* of activations"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, list[str]], sentence: str) -> None:
@@ -237,12 +237,12 @@ def test_replicas_with_orders_of_their_own_are_kept() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("{", "is no plan.json"),
-        ("{}", "format is None, not 1: make the plan anew with dips plan FILE"),
-        ('{"format": 1}', "is no plan.json .KeyError: 'schedule'.: make one with dips plan FILE"),
+        ("{", "is not a plan.json"),
+        ("{}", "format is None, not 1: make the plan again with dips plan FILE"),
+        ('{"format": 1}', "is not a plan.json .KeyError: 'schedule'.: make one with dips plan FILE"),
         (
             '{"format": 1, "schedule": {"name": "x", "device_of_stage": [0], "orders": ["0F0,0X0"]}}',
-            "'0X0' is no operation",
+            "'0X0' is not an operation",
         ),
     ],
 )

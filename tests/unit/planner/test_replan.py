@@ -254,7 +254,7 @@ def test_the_documents_profile_is_one(tmp_path: Path) -> None:
         (LINKS.format(gbps="nan", ms=3), r"\[\[links\]\] 1: bandwidth_gbps"),
         (LINKS.format(gbps=1, ms=3).replace("gbps", "mbps"), r"\[\[links\]\] 1: 'bandwidth_mbps' is not a setting"),
         ("[[stages]]\nstage = 0\nforward_ms = 0\n", r"\[\[stages\]\] 1: forward_ms = 0"),
-        ("[stages]\nstage = 0\n", "'stages' is no list of tables: write each below a line"),
+        ("[stages]\nstage = 0\n", "'stages' is not a list of tables: write each below a line"),
         ("[[sites]]\n", "'sites' is unknown"),
     ],
 )
@@ -267,8 +267,8 @@ def test_a_profile_that_is_none(tmp_path: Path, text: str, sentence: str) -> Non
     ("text", "sentence"),
     [
         ("{", "is not JSON"),
-        ("[]", "is no profile: write an object"),
-        ('{"stages": []}', r"the table \[measured\] is not given"),
+        ("[]", "is not a profile: write an object"),
+        ('{"stages": []}', r"the table \[measured\] is missing"),
         ('{"measured": {"source": ""}}', "source"),
         ('{"measured": {"source": "x"}, "link": []}', "'link' is unknown"),
         ('{"measured": {"source": "x"}, "stages": [{"stage": 0, "forward_ms": NaN}]}', "forward_ms"),
@@ -297,16 +297,16 @@ def test_a_profile_of_another_plan(tmp_path: Path, text: str, sentence: str) -> 
 
 def test_a_file_that_is_no_plan() -> None:
     good = plan_json(planned("1f1b"))
-    with pytest.raises(PlanError, match=r"mine.json is no plan.json .*: make one with dips plan FILE --out FOLDER"):
+    with pytest.raises(PlanError, match=r"mine.json is not a plan.json .*: make one with dips plan FILE --out FOLDER"):
         read_running("{", "mine.json")
-    with pytest.raises(PlanError, match=r"mine\.json is no plan.json"):
+    with pytest.raises(PlanError, match=r"mine\.json is not a plan.json"):
         read_running("[]", "mine.json")
     old = {key: value for key, value in good.items() if key != "problem"}
     for other in (old, {**good, "format": 2}):
-        with pytest.raises(PlanError, match="was made by another dips: make it anew"):
+        with pytest.raises(PlanError, match="was made by another release of dips: make it again"):
             read_running(json.dumps(other), "mine.json")
     apart = {**good, "chosen": {**good["chosen"], "layers": [1] * 8}}
-    with pytest.raises(PlanError, match="its schedule and its problem do not go together"):
+    with pytest.raises(PlanError, match="its schedule and its problem do not match"):
         read_running(json.dumps(apart), "mine.json")
     with pytest.raises(ConfigError, match=r"mine\.json"):
         read_problem({"tables": {"model": {}}, "paces": [], "released": 0.5}, "mine.json")

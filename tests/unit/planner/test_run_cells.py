@@ -24,8 +24,11 @@ def test_where_stages_stand_is_read_off_the_lines() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("0F0,0X0\n", "plan.csv, line 1, column 2: '0X0' is no operation: write STAGE KIND MICROBATCH without blanks"),
-        ("0F0,\n", "plan.csv, line 1, column 2: '' is no operation"),
+        (
+            "0F0,0X0\n",
+            "plan.csv, line 1, column 2: '0X0' is not an operation: write STAGE KIND MICROBATCH without blanks",
+        ),
+        ("0F0,\n", "plan.csv, line 1, column 2: '' is not an operation"),
         ("0F0.1\n", "parts such as 2F3.1 are stages of their own in plan.csv"),
         ("0F0,0B0\n0F1,0B1\n", "plan.csv: stage 0 runs on ranks 0 and 1: give it one line"),
         ("0F0,0B0\n2F0,2B0\n", "plan.csv: no line runs stage 1: every stage needs one"),

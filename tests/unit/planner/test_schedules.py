@@ -176,7 +176,7 @@ def test_parts_are_printed() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("0F0,0X0\n", "line 1, column 2: '0X0' is no operation"),
+        ("0F0,0X0\n", "line 1, column 2: '0X0' is not an operation"),
         ("0F0\n0B0\n", "stage 0 runs on devices 0 and 1"),
         ("1F0\n", "no device runs stage 0"),
         ("\n", "no device runs stage 0"),
@@ -198,17 +198,17 @@ def broken(*orders: str) -> Schedule:
 @pytest.mark.parametrize(
     ("schedule", "sentence"),
     [
-        (broken("0F0 0B0 0F0"), r"device 0, cell 3 \(0F0\) stands there a second time"),
+        (broken("0F0 0B0 0F0"), r"device 0, cell 3 \(0F0\) is there a second time"),
         (
             broken("0F0"),
-            "stage 0 has 1 F, 0 I, 0 W and 0 B of microbatch 0: it takes 1 F, and either 1 I and 1 W or 1 B",
+            "stage 0 has 1 F, 0 I, 0 W and 0 B of microbatch 0: it needs 1 F, and either 1 I and 1 W or 1 B",
         ),
         (broken("0F0 0I0"), "stage 0 has 1 F, 1 I, 0 W and 0 B"),
         (broken("0F0 0B0 0W0"), "stage 0 has 1 F, 0 I, 1 W and 1 B"),
         (broken("0F0 0B1"), r"device 0, cell 2 \(0B1\) is outside of 1 stages, 1 microbatches"),
         (broken("0F0 0B0", "0F0 1B0"), r"device 1, cell 1 \(0F0\) belongs to device 0"),
-        (broken("0B0 0F0"), "device 0, cell 1: 0B0 stands before 0F0, which it needs"),
-        (broken("0F0 0W0 0I0"), "device 0, cell 2: 0W0 stands before 0I0"),
+        (broken("0B0 0F0"), "device 0, cell 1: 0B0 comes before 0F0, which it needs"),
+        (broken("0F0 0W0 0I0"), "device 0, cell 2: 0W0 comes before 0I0"),
     ],
 )
 def test_the_validator_names_the_cell(schedule: Schedule, sentence: str) -> None:

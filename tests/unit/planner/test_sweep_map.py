@@ -69,7 +69,9 @@ def test_what_cannot_be_compared_with_is_refused_before_anything_is_computed() -
     grid = [Case(4, 8, 2, 0, 0, 1), Case(4, 9, 2, 0, 0, 1)]
     check_compared(grid, "zb_v", optimal=False)
     check_compared(grid, OPTIMAL[0], optimal=True)
-    with pytest.raises(PlanError, match=r"'interleaved_1f1b' is no schedule that 4 stages and 9 microbatches can be"):
+    with pytest.raises(
+        PlanError, match=r"'interleaved_1f1b' is not a schedule that 4 stages and 9 microbatches can be"
+    ):
         check_compared(grid, "interleaved_1f1b", optimal=False)
     with pytest.raises(PlanError, match="choose one of gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_v, cross_ud/1"):
         check_compared(grid, OPTIMAL[0], optimal=False)

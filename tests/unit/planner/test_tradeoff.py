@@ -75,7 +75,9 @@ def test_a_deeper_pipeline_has_the_room_that_its_weights_leave() -> None:
     split = divided_so(four, Split(8, 2, 32, 1, 2))
     whole = [max(one.state_bytes(one.uniform())) + min(one.limits(one.uniform())) for one in (four, split)]
     assert whole[0] == pytest.approx(whole[1], rel=1e-6)
-    with pytest.raises(PlanError, match=r"a stage has room for .* microbatches beside its weights and optimizer state"):
+    with pytest.raises(
+        PlanError, match=r"a stage has room for .* microbatches next to its weights and optimizer state"
+    ):
         divided_so(four, Split(1, 16, 4, 2, 2))
 
 

@@ -1,7 +1,7 @@
-"""The promises about state, one named function each, and the Checker that asks them about every fact.
+"""The promises about state, one named function each, and the Checker that runs them on every fact.
 
-A function gets the history of all facts before and one fact, and answers with sentences about what is wrong, an empty
-list when nothing is, or None when the fact is none that it judges. docs/verify.md lists the evidence of each.
+A function gets the history of all earlier facts and one fact. It returns sentences about what is wrong, an empty list
+when nothing is, or None when it does not judge this fact. docs/verify.md lists the evidence of each.
 """
 
 from __future__ import annotations

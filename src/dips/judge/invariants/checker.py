@@ -1,4 +1,4 @@
-"""Asks every invariant about every fact, at the cost of a few dictionary look-ups for each fact."""
+"""Runs every invariant on every fact, at the cost of a few dictionary look-ups for each fact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dips.judge.facts import Fact, History, Pair, decision_of
 from dips.judge.invariants.register import INVARIANTS, Invariant, Key
 
 KEPT = 20
-"""Violations that are kept of one invariant: the first ones explain the others."""
+"""How many violations of one invariant are kept: the first ones explain the others."""
 
 DECISIONS = frozenset({"COMMIT", "VOID", "ROLLBACK", "ADOPT", "RESHARD"})
 
@@ -29,11 +29,11 @@ class Violation:
 
 
 class Checker:
-    """Feed it facts, and it says what is wrong as soon as it is known.
+    """Judges the facts that it is fed, and reports a violation as soon as it is known.
 
     live: facts come in the order in which they happened, in all processes together; else source by source, and what a
     source that comes later would prove is judged by finish(). durability: "sync" or "async"; None when unknown, which
-    asks nothing of disks. tapes: (role, name) of the processes whose tapes are at hand; None for all.
+    asks nothing of disks. tapes: (role, name) of the processes whose tapes are available; None for all.
     """
 
     def __init__(
@@ -76,19 +76,20 @@ class Checker:
         return self._feed(Fact("file", slave, "snapshot", {"file": file, "what": what, "non_finite": non_finite}))
 
     def lost_journal(self, kept: Collection[Pair] = ()) -> None:
-        """The master's disk was lost or put back from a copy: what only it knew may be decided anew, and otherwise.
+        """The master's disk was lost or put back from a copy: what only the lost records said may be decided
+        again, and differently.
 
         kept: versions whose records the copy holds.
         """
         self.history.lost_journal(kept)
 
     def check(self) -> list[Violation]:
-        """What was found since the last call."""
+        """The violations that were found since the last call."""
         new, self._new = self._new, []
         return new
 
     def finish(self) -> list[Violation]:
-        """No more facts will come: judge what waited for them. Returns all violations of the history."""
+        """Judge what waited for later facts, after the last one. Returns all violations of the history."""
         self._feed(Fact("end", "", "end", {}))
         return self.violations
 

@@ -1,4 +1,4 @@
-"""I8: nothing old changes anything."""
+"""I8: nothing from an older epoch, incarnation, attempt or timeline changes state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _journal(history: History, fact: Fact) -> Sentences:
     wrong = []
     epoch = int(fact.fields.get("epoch", 0))
     if epoch < history.epoch or (fact.kind == "EPOCH" and epoch == history.epoch):
-        wrong.append(f"the journal's {fact.kind} is of epoch {epoch}, written after one of epoch {history.epoch}")
+        wrong.append(f"the journal's {fact.kind} has epoch {epoch}, but was written after one of epoch {history.epoch}")
     if fact.kind == "JOIN":
         cluster, incarnation = str(fact.fields["cluster"]), pair(fact.fields.get("incarnation"))
         known = history.joined.get(cluster)
@@ -50,7 +50,7 @@ def _decision(history: History, made: Decision) -> list[str]:
         if item.base is not None and item.fence <= fence and made.kind != "ROLLBACK":
             wrong.append(
                 f"{made} takes push {say_push(item.push)} with fence {item.fence}, but push {say_push(push)} of the "
-                f"same cluster was decided with fence {fence}: it stands on what was before"
+                f"same cluster was decided with fence {fence}: it is based on an older state"
             )
     return wrong
 
@@ -69,7 +69,7 @@ def _slave(history: History, fact: Fact) -> Sentences:
 
 
 def _begun_before(history: History, fact: Fact) -> bool:
-    """A job that runs while the slave promises a newer epoch ends afterwards; nobody hears of it, and it is dropped."""
+    """Whether the job was running when the slave promised a newer epoch: it ends later, and its result is dropped."""
     took_s = fact.fields.get("took_s")
     return took_s is not None and fact.at_s - float(took_s) <= history.promised_at_s.get(fact.who, 0.0)
 

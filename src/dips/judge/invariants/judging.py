@@ -24,7 +24,7 @@ def recomputed(history: History, fact: Fact) -> Sentences:
             try:
                 wrong = judging.judge(fact.fields, slaves)
             except (LookupError, TypeError, ValueError, ArithmeticError, StopIteration) as error:
-                wrong = [f"what it was judged from cannot be read ({error!r})"]
+                wrong = [f"the inputs of its judgement cannot be read ({error!r})"]
             return None if wrong is None else [f"{fact.made}: {sentence}" for sentence in wrong]
     version, round_id = fact.version(), fact.round()
     ledger = ledger_of_record(fact.fields["commit_record"]) if fact.fields.get("commit_record") else None

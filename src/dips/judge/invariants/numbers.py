@@ -68,7 +68,7 @@ def one_state_for_each_token(history: History, fact: Fact) -> Sentences:
 
 
 def _covers(ledger: Fields, table: Fields, where: str) -> list[str]:
-    """Each pass from its first token to its last, without gap or overlap."""
+    """Check that the leases cover each pass from its first token to its last, without gap or overlap."""
     plan = ledger.get("data_plan")
     total = int(plan[2]) if plan else 0
     reached = [0] * int(table["passes"])

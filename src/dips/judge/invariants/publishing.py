@@ -1,4 +1,4 @@
-"""I3, I4, I5: what is published is whole, committed everywhere, and could always be completed."""
+"""I3, I4, I5: a published version is whole and committed everywhere, and every logged COMMIT can be completed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def never_torn(history: History, fact: Fact) -> Sentences:
         return [f"{fact} pulled version {say_version(version)}, which no record in the journal made"]
     if said.keys() != made.digests.keys():
         return [
-            f"{fact} pulled version {say_version(version)} from slaves {names_of(said)}, but it stands on "
+            f"{fact} pulled version {say_version(version)} from slaves {names_of(said)}, but it is on "
             f"{names_of(made.digests)}"
         ]
     return [
@@ -36,7 +36,7 @@ def committed_everywhere(history: History, fact: Fact) -> Sentences:
     """Published means committed everywhere, and durable in sync mode.
 
     Evidence: for each `publish` the journal has the record that made the version, and every slave's own tape or
-    manifest says that the version stands there; in sync mode, that it was on disk.
+    manifest says that it holds the version; in sync mode, that it was on disk.
     """
     version = fact.version()
     if version is None:
@@ -47,12 +47,12 @@ def committed_everywhere(history: History, fact: Fact) -> Sentences:
     wrong, judged = [], 0
     for slave in made.digests:
         on_disk = (slave, version) in history.on_disk
-        if (slave, version) not in history.stands and (history.live or not on_disk):
+        if (slave, version) not in history.held and (history.live or not on_disk):
             if history.has_tape("slave", slave):
-                wrong.append(f"{published}, but nothing says that it was committed on slave {slave}")
+                wrong.append(f"{published}, but no record says that it was committed on slave {slave}")
             continue
         judged += 1
-        if history.is_sync and not on_disk and not history.stands[slave, version]:
+        if history.is_sync and not on_disk and not history.held[slave, version]:
             wrong.append(f"{published}, but was only in the memory of slave {slave} (durability is sync)")
     tokens = fact.fields.get("tokens")
     if tokens is not None and made.tokens is not None and int(tokens) != made.tokens:
@@ -65,7 +65,8 @@ def completable(history: History, fact: Fact) -> Sentences:
 
     Evidence: when the COMMIT was written, every slave had prepared the version in that round, with the digest that the
     record names and, in sync mode, on disk. A ROLLBACK names the digests of its origin. When a slave's disk was lost,
-    with its tape, so that the run went back, records before are proven by what stands on that slave afterwards.
+    with its tape, so that the run went back, earlier records are proven by the versions that this slave holds
+    afterwards.
     """
     if fact.source == "end":
         return _left_over(history)
@@ -108,15 +109,15 @@ def _as_origin(history: History, made: Decision) -> Sentences:
 
 
 def _left_over(history: History) -> Sentences:
-    """Records without a `prepared` on some tape: did the version stand there later?"""
+    """Judge records without a `prepared` line on some tape: they are proven when the slave held the version later."""
     wrong = []
     for made, went_back in history.unproven:
         excused = history.lossy or history.went_back > went_back
         version, round_id = made.version, made.round
-        assert version is not None, "only decisions with a version wait here"
+        assert version is not None, "only decisions with a version are in this list"
         assert round_id is not None, "and with a round"
         wrong += [
-            f"{made} was written, but nothing says that slave {slave} prepared it (round {say_round(round_id)})"
+            f"{made} was written, but no record says that slave {slave} prepared it (round {say_round(round_id)})"
             for slave in made.digests
             if not _proven(history, slave, version, round_id, excused) and history.has_tape("slave", slave)
         ]
@@ -127,5 +128,5 @@ def _left_over(history: History) -> Sentences:
 def _proven(history: History, slave: str, version: Pair, round_id: Pair, excused: bool) -> bool:
     if not excused:
         return (slave, round_id) in history.prepared
-    stands = (slave, version) in history.stands or (slave, version) in history.on_disk
-    return stands or (slave, round_id) in history.prepared
+    is_there = (slave, version) in history.held or (slave, version) in history.on_disk
+    return is_there or (slave, round_id) in history.prepared

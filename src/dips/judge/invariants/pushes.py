@@ -21,14 +21,14 @@ def one_verdict(history: History, fact: Fact) -> Sentences:
     ROLLBACK; a data range is applied at most once in the history that the current timeline keeps.
 
     Evidence: participants of the journal's records against each other, against the verdicts on the master's tape, and
-    against those that clusters were told.
+    against those that clusters received.
     """
     if fact.source == "journal":
         return _decided_once(history, fact.made)
     said, push = verdict_of(fact), fact.push()
     if fact.source == "master":
-        return _same_in_a_life(history, fact, push, said)
-    return _against_record(history, fact, push, said) + _against_told(history, fact, push, said)
+        return _same_in_an_incarnation(history, fact, push, said)
+    return _against_record(history, fact, push, said) + _against_reported(history, fact, push, said)
 
 
 def _decided_once(history: History, made: Decision) -> Sentences:
@@ -59,43 +59,44 @@ def _applied_before(history: History, made: Decision, item: RecordedParticipant)
     return wrong
 
 
-def _same_in_a_life(history: History, fact: Fact, push: PushKey, said: str) -> list[str]:
-    """The master's tape is ahead of its journal and of its answers: what a killed master only noted, nobody was told.
-    Within one life it must not say two things, and APPLIED is said when the version is published, not before."""
+def _same_in_an_incarnation(history: History, fact: Fact, push: PushKey, said: str) -> list[str]:
+    """Check the verdicts on the master's tape within one incarnation: each push has one, and APPLIED comes only when
+    the version is published. The tape is ahead of the journal and of the answers: a verdict that a killed master only
+    recorded was never sent."""
     known, decided = history.said.get(push), history.decided.get(push)
-    told = f"{fact} says that push {say_push(push)} is {said}"
+    sentence = f"{fact} says that push {say_push(push)} is {said}"
     wrong = []
     if known is not None and known != said and (known, said) != ("APPLIED", "ROLLED_BACK"):
-        wrong.append(f"{told}, but said {known} before")
+        wrong.append(f"{sentence}, but said {known} before")
     if said == "APPLIED" and decided is not None and decided[0] != said and not history.lossy:
-        wrong.append(f"{told}, but the journal decided {decided[0]}")
+        wrong.append(f"{sentence}, but the journal decided {decided[0]}")
     return wrong
 
 
 def _against_record(history: History, fact: Fact, push: PushKey, said: str) -> list[str]:
-    """What a cluster is told was decided, durably, before."""
+    """Check that a verdict that a cluster received was decided durably before."""
     decided = history.decided.get(push)
     taken_back = push in history.taken_back
-    told = f"{fact} was told that push {say_push(push)} is {said}"
+    sentence = f"{fact} received that push {say_push(push)} is {said}"
     if said == "ROLLED_BACK":
         if taken_back or history.lossy or not history.whole:
             return []
-        return [f"{told}, but no ROLLBACK in the journal took back a version that it was APPLIED in"]
+        return [f"{sentence}, but no ROLLBACK in the journal took back a version that it was APPLIED in"]
     if decided is None:
         missing = said != "ABORTED" and history.whole and not history.lossy
-        return [f"{told}, but the journal decided nothing of the kind"] if missing else []
+        return [f"{sentence}, but the journal has no decision on it"] if missing else []
     if decided[0] == said or (history.lossy and (taken_back or history.head is None or said == "ABORTED")):
         return []
-    return [f"{told}, but the journal decided {decided[0]} (version {say_version(decided[1])})"]
+    return [f"{sentence}, but the journal decided {decided[0]} (version {say_version(decided[1])})"]
 
 
-def _against_told(history: History, fact: Fact, push: PushKey, said: str) -> list[str]:
-    known = history.told.get(push)
+def _against_reported(history: History, fact: Fact, push: PushKey, said: str) -> list[str]:
+    known = history.reported.get(push)
     if known is None or known == said or (known, said) == ("APPLIED", "ROLLED_BACK"):
         return []
     if history.lossy and (push in history.taken_back or "APPLIED" not in (known, said)):
         return []
-    return [f"{fact} was told {said} of push {say_push(push)}, but {known} before"]
+    return [f"{fact} received {said} for push {say_push(push)}, but {known} before"]
 
 
 def complete_or_absent(history: History, fact: Fact) -> Sentences:
@@ -115,7 +116,8 @@ def complete_or_absent(history: History, fact: Fact) -> Sentences:
             if staged is None:
                 if history.has_tape("slave", slave):
                     wrong.append(
-                        f"{made} merged push {say_push(item.push)}, but slave {slave} never said that it had all of it"
+                        f"{made} merged push {say_push(item.push)}, but slave {slave} never recorded that it had all "
+                        "of it"
                     )
                 continue
             judged += 1
@@ -125,7 +127,7 @@ def complete_or_absent(history: History, fact: Fact) -> Sentences:
 
 
 def _sent(history: History, fact: Fact) -> Sentences:
-    """The cluster's own word came after the slaves'."""
+    """Judge the digests that a cluster says it sent, when its line comes after those of the slaves."""
     push = fact.push()
     digests = fact.fields.get("digest_of_slave") or {}
     decided = history.decided.get(push)
@@ -159,7 +161,7 @@ def bounded_staleness(history: History, fact: Fact) -> Sentences:
     for item in made.participants:
         taken = f"{made} takes push {say_push(item.push)}"
         if item.base is None:
-            wrong.append(f"{taken}, which stands on no version")
+            wrong.append(f"{taken}, which has no base version")
         elif item.base[0] != before[0]:
             wrong.append(f"{taken} with base {say_version(item.base)} into timeline {before[0]}")
         elif item.base > before:

@@ -1,4 +1,4 @@
-"""Which invariant judges which facts."""
+"""Registers the invariants and the facts that each one judges."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dips.judge.facts import PULLED, SENT, STANDS, Fact, History, Sentences
+from dips.judge.facts import HELD, PULLED, SENT, Fact, History, Sentences
 from dips.judge.invariants import fencing, judging, numbers, publishing, pushes, versions
 
 Key = tuple[str, str]
@@ -15,7 +15,7 @@ Key = tuple[str, str]
 _COMMIT, _VOID, _ROLLBACK, _ADOPT, _RESHARD = (
     ("journal", kind) for kind in ("COMMIT", "VOID", "ROLLBACK", "ADOPT", "RESHARD")
 )
-_STANDS = tuple(("slave", kind) for kind in STANDS)
+_STANDS = tuple(("slave", kind) for kind in HELD)
 _MANIFEST = ("manifest", "manifest")
 _PULLED = tuple(("worker", kind) for kind in PULLED)
 _SENT = tuple(("worker", kind) for kind in SENT)
@@ -25,7 +25,7 @@ _END = ("end", "end")
 
 @dataclass(frozen=True)
 class Invariant:
-    """name: I1 to I14, and I18. listens: the facts that it is asked about."""
+    """name: I1 to I14, and I18. listens: source and kind of the facts that it judges."""
 
     name: str
     judge: Callable[[History, Fact], Sentences]

@@ -1,4 +1,4 @@
-"""I1, I2, I7, I14: what a version is, on every slave, for ever."""
+"""I1, I2, I7, I14: a version has the same content on every slave, always."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dips.judge.facts import (
 def same_round(history: History, fact: Fact) -> Sentences:
     """All shards of a published version come from the same round record.
 
-    Evidence: the round and the commit hash that each slave's tape and manifests give a version, against those that
-    other slaves give it and against the journal's record; a manifest's record has the hash that the manifest says.
+    Evidence: the round and the commit hash that each slave's tape and manifests give for a version, against those of
+    the other slaves and of the journal's record; a manifest's record has the hash that the manifest says.
     """
     version, round_id = fact.version(), fact.round()
     if version is None or round_id is None:
@@ -83,9 +83,8 @@ def _digests(fact: Fact) -> dict[str, str]:
 def one_line(history: History, fact: Fact) -> Sentences:
     """An APPLIED push is in the version that its verdict names and in every later version of the timeline.
 
-    Evidence: each COMMIT and RESHARD makes the version that follows the one that the record before it made, so nothing
-    is left out;
-    a ROLLBACK keeps the number of its origin on a timeline that was never used; and a told APPLIED(v) names a version
+    Evidence: each COMMIT and RESHARD makes the version after that of the record before it, so none is left out; a
+    ROLLBACK keeps the number of its origin on a timeline that was never used; and a reported APPLIED(v) names a version
     whose record merged that push.
     """
     if fact.source != "journal":
@@ -156,8 +155,8 @@ def _told_nothing(fact: Fact, version: Pair) -> str:
 def same_bits(history: History, fact: Fact) -> Sentences:
     """Same inputs give the same bits.
 
-    Evidence: whatever a slave makes, commits or loads again for the same round is what it was the first time, after any
-    restart. `dips verify --replay` computes every version again from the pushes.
+    Evidence: what a slave prepares, commits or loads again for the same round has the same digest as the first time,
+    after any restart. `dips verify --replay` computes every version again from the pushes.
     """
     version, round_id, digest = fact.version(), fact.round(), fact.digest()
     if version is None or round_id is None or not digest:

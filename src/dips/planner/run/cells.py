@@ -1,6 +1,6 @@
-"""The order of operations as a plan.csv has it: a line for each rank, a cell such as 2F3 for each operation.
+"""Reads the order of operations from a plan.csv: a line for each rank, a cell such as 2F3 for each operation.
 
-It says where each stage runs. Whether the schedule is whole and can end, torch's runtime checks when it takes it.
+It says where each stage runs. torch's runtime checks that the schedule is complete and can end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CELL = re.compile(r"(\d{1,6})([FIWB])(\d{1,6})", re.ASCII)
 
 
 class Cell(NamedTuple):
-    """kind: F, I (gradient of the input), W (of the weights) or B (both at once)."""
+    """One operation. kind: F, I (gradient of the input), W (of the weights) or B (both at once)."""
 
     stage: int
     kind: str
@@ -28,7 +28,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Cells:
-    """rows[r]: what rank r runs, in its order. rank_of_stage[s]: where stage s of the model stands."""
+    """A whole schedule. rows[r]: the operations of rank r, in their order. rank_of_stage[s]: the rank of stage s."""
 
     rows: tuple[tuple[Cell, ...], ...]
     rank_of_stage: tuple[int, ...]
@@ -43,12 +43,12 @@ class Cells:
         return len(self.rank_of_stage)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """In the order of the model."""
+        """The stages of a rank, in the order of the model."""
         return tuple(stage for stage, place in enumerate(self.rank_of_stage) if place == rank)
 
 
 def read_cells(file: Path) -> Cells:
-    """Raises ConfigError for a file that cannot be read or is no schedule."""
+    """Read a plan.csv. Raises ConfigError for a file that cannot be read or is not a schedule."""
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -57,7 +57,7 @@ def read_cells(file: Path) -> Cells:
 
 
 def parse_cells(text: str, where: str) -> Cells:
-    """where: what the error's sentence calls the text. Raises ConfigError."""
+    """Parse the text of a plan.csv. where: the text's name in error sentences. Raises ConfigError."""
     lines = [line for line in text.splitlines() if line.strip()]
     rows = tuple(_row(line, number, where) for number, line in enumerate(lines, start=1))
     places: dict[int, int] = {}
@@ -81,7 +81,7 @@ def _row(line: str, number: int, where: str) -> tuple[Cell, ...]:
         match = _CELL.fullmatch(text.strip())
         if match is None:
             raise ConfigError(
-                f"{where}, line {number}, column {column}: {text.strip()!r} is no operation: write STAGE KIND "
+                f"{where}, line {number}, column {column}: {text.strip()!r} is not an operation: write STAGE KIND "
                 "MICROBATCH without blanks, as in 2F3; parts such as 2F3.1 are stages of their own in plan.csv"
             )
         found.append(Cell(int(match[1]), match[2], int(match[3])))

@@ -1,4 +1,4 @@
-"""What a rank of `dips plan run` is told, and what it tells afterwards: JSON files in the folder of the run."""
+"""The job and the report of a rank of `dips plan run`, as JSON files in the folder of the run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BOARD_FILE = "links.bin"
 STORE_FILE = "rendezvous"
 
 GRADIENT_TOLERANCE = 1e-10
-"""Of the largest difference of a gradient from that of one process, over the largest gradient."""
+"""The limit for the largest difference of a gradient from that of one process, divided by the largest gradient."""
 
 
 class RankLink(NamedTuple):
-    """From one rank to another. resource: links with the same number are one. hold_ns: after a message, it takes no
-    other for so long, beyond busy_ns."""
+    """A link from one rank to another. resource: links with the same number are one. hold_ns: after a message, it takes
+    no other for so long after busy_ns."""
 
     source: int
     target: int
@@ -30,8 +30,9 @@ class RankLink(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanJob:
-    """csv: the order of operations, in the form of plan.csv. lasts_ns[s]: of F, of the gradient of the input, and of
-    the gradient of the weights of stage s. repeats: timed iterations after the first, which is not timed; 0: none.
+    """The job of all ranks. csv: the order of operations, in the form of plan.csv. lasts_ns[s]: of F, of the gradient
+    of the input, and of the gradient of the weights of stage s. repeats: timed iterations after the first, which is not
+    timed; 0: none.
 
     timeout_s: after so long without a message a rank gives up.
     """
@@ -45,7 +46,7 @@ class PlanJob:
 
 
 def board_sizes(job: PlanJob, n_stages: int, n_microbatches: int) -> tuple[int, int, int, int]:
-    """Of the file of the links: iterations, links, stages, microbatches."""
+    """The sizes of the links' file: iterations, links, stages, microbatches."""
     n_links = max((link.resource for link in job.links), default=-1) + 1
     return max(1, job.repeats), n_links, n_stages, n_microbatches
 
@@ -63,7 +64,8 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Iteration:
-    """Of one rank. times[i]: start and end of its operation i, on the clock that all ranks share."""
+    """One timed iteration of one rank. times[i]: start and end of its operation i, on the clock that all ranks
+    share."""
 
     times: tuple[tuple[int, int], ...]
     sent: tuple[Sent, ...]
@@ -71,8 +73,8 @@ class Iteration:
 
 @dataclass(frozen=True)
 class RankReport:
-    """gradient_error: the largest difference of a gradient from that of one process, over the largest gradient.
-    message_bytes: of one message between stages, as it was really sent."""
+    """What a rank measured. gradient_error: the largest difference of a gradient from that of one process, divided by
+    the largest gradient. message_bytes: size of one message between stages as sent."""
 
     iterations: tuple[Iteration, ...]
     parameters: int

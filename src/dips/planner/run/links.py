@@ -1,9 +1,9 @@
-"""Emulated links: when a message that leaves a rank arrives at another.
+"""Emulates links: computes when a message from one rank arrives at another.
 
 The planner's convention (docs/planner.md): a message starts when its producer has ended and its link is free,
-occupies the link for busy_ns and arrives latency_ns later; the sender is not held up. So a message itself is sent at
-once, and a note with the time of its arrival lies beside it, on which the receiver waits. Notes and the times at which
-links are free stand in one file that all ranks map, because several ranks may send over one link. They are times of the
+occupies the link for busy_ns and arrives latency_ns later; the sender does not wait. So a message itself is sent at
+once, with a note of its arrival time, until which the receiver waits. Notes and the times at which links are free are
+in one file that all ranks map, because several ranks may send over one link. They are times of the
 monotonic clock, which the processes of one machine share.
 """
 
@@ -36,7 +36,7 @@ class Passage(NamedTuple):
 
 
 def passage(ready_ns: int, free_ns: int, link: RankLink) -> Passage:
-    """Of a message whose producer ended at ready_ns, on a link that is free from free_ns on."""
+    """The passage of a message whose producer ended at ready_ns, on a link that is free from free_ns on."""
     if not (link.busy_ns or link.hold_ns):
         return Passage(ready_ns, ready_ns, ready_ns + link.latency_ns, free_ns)
     start_ns = max(ready_ns, free_ns)
@@ -48,7 +48,7 @@ class LinkBoard:
     """The file that the ranks share. One iteration has its own links and notes: nothing is ever reset."""
 
     def __init__(self, file: Path, n_iterations: int, n_links: int, n_stages: int, n_microbatches: int) -> None:
-        """Opens what make() has made. n_links: one more than the highest number of a link."""
+        """Open the file that make() wrote. n_links: one more than the highest number of a link."""
         self._lock = os.open(file, os.O_RDWR)
         n_free, notes = n_iterations * n_links, (n_iterations, 2, n_stages, n_microbatches)
         whole = np.memmap(file, np.int64, "r+", shape=(n_free + int(np.prod(notes)),))
@@ -57,7 +57,7 @@ class LinkBoard:
 
     @staticmethod
     def make(file: Path, n_iterations: int, n_links: int, n_stages: int, n_microbatches: int) -> None:
-        """All links are free, no message is on its way."""
+        """Make the file: all links are free, no message is on its way."""
         file.write_bytes(bytes(8 * n_iterations * (n_links + 2 * n_stages * n_microbatches)))
 
     def __enter__(self) -> LinkBoard:

@@ -1,6 +1,6 @@
-"""How long each operation of a rank takes, and when its input is there: a plan's times, played on a real clock.
+"""Keeps a plan's times on a real clock: how long each operation of a rank takes, and when its input arrives.
 
-An operation starts when its rank has come to it and its input has arrived, does its real work, and ends when its
+An operation starts when its rank has reached it and its input has arrived, does its real work, and ends when its
 planned time is over (later only if the work took longer). Knows no torch.
 """
 
@@ -39,7 +39,7 @@ class SystemWaits:
 
 
 class RankPace:
-    """Of one rank. Until begin() is called, nothing waits and nothing is noted."""
+    """Keeps the times of one rank. Before begin() nothing waits and nothing is recorded."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class RankPace:
         waits: WaitingClock,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """settle: returns when the device has done what it was given."""
+        """settle: waits until the device has finished its work."""
         self._cells, self._rank, self._board, self._waits, self._settle = cells, rank, board, waits, settle
         self._lasts = {
             (stage, kind): ns
@@ -69,7 +69,7 @@ class RankPace:
         self._times, self._sent, self._ended = [], [], {}
 
     def finish(self) -> Iteration:
-        """What has happened since begin()."""
+        """The times that were recorded since begin()."""
         self._iteration = _UNTIMED
         return Iteration(tuple(self._times), tuple(self._sent))
 
@@ -88,7 +88,7 @@ class RankPace:
         return result
 
     def send(self, cell: Cell) -> None:
-        """The message that an operation made leaves."""
+        """Send the message of an operation."""
         if self._iteration == _UNTIMED:
             return
         ready_ns = self._ended[cell]
@@ -102,14 +102,14 @@ class RankPace:
         self._sent.append(Sent(str(cell), target, ready_ns, found.start_ns, found.freed_ns, found.arrives_ns))
 
     def _wait_for_input(self, cell: Cell) -> None:
-        """The bytes may be here long before a slow link would have brought them."""
+        """Wait for the planned arrival: the bytes may be here long before a slow link would have delivered them."""
         last = self._cells.n_stages - 1
         if cell.kind == "W" or cell.stage == (0 if cell.kind == "F" else last):
             return
         direction, before = (FORTH, cell.stage - 1) if cell.kind == "F" else (BACK, cell.stage + 1)
         if (self._cells.rank_of_stage[before], self._rank) not in self._links:
             return
-        # Where a device is not waited for when it receives, the note can be later than this look.
+        # When receiving does not wait for the device, the note can be written after this check.
         note = (self._iteration, direction, cell.stage, cell.microbatch)
         while (arrives_ns := self._board.arrives_ns(*note)) == NO_NOTE:
             self._waits.wait_until(self._waits.now_ns() + LOOK_AGAIN_NS)

@@ -1,7 +1,7 @@
-"""One rank of `dips plan run`: `python -m dips.planner.run.rank FOLDER RANK`, started by the command.
+"""Runs one rank of `dips plan run`; the command starts it as `python -m dips.planner.run.rank FOLDER RANK`.
 
-The first iteration is not timed: torch learns shapes, connections are made, and the gradients are held against those of
-one process. Then come the timed ones.
+The first iteration is not timed: torch learns shapes, connections are made, and the gradients are compared with those
+of one process. The timed ones follow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dips.planner.run.step import PlannedPipeline
 
 
 def run(folder: Path, rank: int) -> None:
-    """Join the others, run the job, write the report. Raises ConfigError where the job cannot be."""
+    """Join the others, run the job, write the report. Raises ConfigError when the job is not possible."""
     job = read_job(folder)
     cells = parse_cells(job.csv, "the plan")
     device = _device(job, rank)
@@ -51,7 +51,7 @@ def run(folder: Path, rank: int) -> None:
         with LinkBoard(folder / BOARD_FILE, *board_sizes(job, cells.n_stages, cells.n_microbatches)) as board:
             report = _train(job, cells, rank, device, board)
         write_report(folder, rank, report)
-        dist.barrier()  # nobody leaves while another still speaks to it
+        dist.barrier()  # no rank leaves while another one still sends to it
     finally:
         dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
-"""A stage of torch's pipeline whose operations keep a plan's times and whose messages cross emulated links.
+"""A stage of torch's pipeline that keeps a plan's times and sends its messages over emulated links.
 
 torch's runtime has no hook for sending and receiving; but it asks the stage for what to send right after the operation
-that made it, and calls the stage's operations when their input has come. Both are the stage's own methods, so nothing
-of torch is patched (docs/decisions/0025-how-a-plan-runs.md).
+that made it, and calls the stage's operations when their input has arrived. Both are the stage's own methods, so
+nothing of torch is patched (docs/decisions/0025-how-a-plan-runs.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dips.planner.run.pace import RankPace
 
 
 class PacedStage(PipelineStage):
-    """See the module. Operations are those of PipelineStage."""
+    """The stage (see the module). Its operations are those of PipelineStage."""
 
     def __init__(
         self,

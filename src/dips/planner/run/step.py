@@ -1,4 +1,4 @@
-"""One training step of a user's own model, in the order of a plan.
+"""Runs one training step of a user's own model in the order of a plan.
 
 Every rank of a process group holds the stages that the plan gives it and calls step() with the same batch size:
 
@@ -6,7 +6,7 @@ Every rank of a process group holds the stages that the plan gives it and calls 
     pipeline = PlannedPipeline(cells, {s: make_stage(s) for s in cells.stages_of(rank)}, loss, device)
     losses = pipeline.step(inputs, targets)
 
-Gradients lie in the parameters afterwards; optimizers are the caller's.
+Gradients are in the parameters afterwards; the optimizer is the caller's.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _runtime(cells: Cells, stages: list[PipelineStage], loss: LossFunction) -> P
         raise ConfigError(
             f"torch {torch.__version__} has no runtime for planned schedules: use the one of constraints.txt"
         ) from error
-    # torch would divide gradients at the end of a step, and with them those that lay there before it.
+    # torch would divide gradients at the end of a step, also those that were there before it.
     n = cells.n_microbatches
     runtime = _PipelineScheduleRuntime(stages, n, lambda output, target: loss(output, target) / n, scale_grads=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -102,5 +102,5 @@ def _runtime(cells: Cells, stages: list[PipelineStage], loss: LossFunction) -> P
             runtime._load_csv(str(file), format="compute_only")
         except AssertionError as error:
             why = str(error).partition("\n")[0]
-            raise ConfigError(f"torch cannot run the schedule: {why}: make it anew with dips plan FILE") from error
+            raise ConfigError(f"torch cannot run the schedule: {why}: make it again with dips plan FILE") from error
     return runtime

@@ -1,1 +1,1 @@
-"""Pipeline schedules, one module each; every one is a function that returns a Schedule."""
+"""Pipeline schedules, one module each, with a function that returns a Schedule."""

@@ -1,7 +1,7 @@
 """CrossPipe's greedy schedule, which knows the links (arXiv:2507.00217, section 4.2, Algorithm 1): CrossUDSub.
 
 One stage on each device. Blocks are cut into `parts` sub-blocks. Always the device that can begin something first
-gets its next sub-block; which one, its phase says: F while it warms up, F and D in turn in the steady phase, D before
+gets its next sub-block; its phase decides which one: F while it warms up, F and D in turn in the steady phase, D before
 W at the end; W where memory or an input that is on its way stops F and D.
 """
 
@@ -21,11 +21,11 @@ NEVER = 1 << 62
 
 @dataclass(slots=True)
 class _Device:
-    """free_ns: its last sub-block ended. f, d: (microbatch, there at) in their order; w: microbatches whose D has
-    ended.
+    """State of one device. free_ns: end of its last sub-block. f, d: (microbatch, time of arrival) in their order; w:
+    microbatches whose D has ended.
 
     part_f, part_d, part_w: the next part of the block that was begun. at_f, at_d, at_w: when the next sub-block of the
-    kind could begin; NEVER while nothing of it is known or memory forbids it.
+    kind could begin; NEVER while none is known or memory is full.
     """
 
     stage: int
@@ -50,7 +50,7 @@ class _Device:
 
 
 def cross_ud(n_devices: int, n_microbatches: int, costs: Costs, memory: Sequence[int], parts: int = 1) -> Schedule:
-    """memory[d]: limit of device d in the units of costs.
+    """Make the schedule. memory[d]: limit of device d in the units of costs.
 
     Raises PlanError when a device cannot hold one microbatch.
     """
@@ -109,8 +109,8 @@ class _Greedy:
             heapq.heappush(self._heap, (when, device.stage))
 
     def _choose(self, device: _Device, now_ns: int) -> Kind:
-        """Of what is ready, what the phase prefers. A block of F or D that was begun is ended first: parts are for W
-        to fill gaps."""
+        """Choose the ready sub-block that the phase prefers. A block of F or D that was begun is ended first; parts of
+        W fill gaps."""
         f, d = device.at_f <= now_ns, device.at_d <= now_ns
         if f and device.part_f:
             return Kind.F
@@ -166,7 +166,7 @@ class _Greedy:
             self._hand_on(device, microbatch, device.stage - 1, forward=False)
 
     def _hand_on(self, device: _Device, microbatch: int, stage: int, forward: bool) -> None:
-        """Send what the block made; at the last stage a forward pass makes its own backward pass possible."""
+        """Send the output of the block; at the last stage a forward pass makes its own backward pass possible."""
         if stage == self._n:
             device.d.append((microbatch, device.free_ns))
         elif stage >= 0:
@@ -175,7 +175,8 @@ class _Greedy:
             self._look(target)
 
     def _arrival_ns(self, device: _Device, target: int) -> int:
-        """Blocks of one device end in their order, so its messages take their link in that order."""
+        """When a message arrives. Blocks of one device end in their order, so its messages take their link in that
+        order."""
         wire = self._costs.wires.get((device.stage, target))
         if wire is None:
             return device.free_ns

@@ -1,5 +1,5 @@
-"""CrossPipe's greedy for a wave: two stages on each device, down the pipeline and back (arXiv:2507.00217, section 4.2;
-the paper gives Algorithm 1 for one stage on each device, and solves waves).
+"""CrossPipe's greedy schedule for a wave: two stages on each device, down the pipeline and back (arXiv:2507.00217,
+section 4.2; the paper gives Algorithm 1 for one stage on each device, and solves waves).
 
 As there, the device that can begin something first gets its next block: F first while it warms up, F and D in turn
 afterwards, W where memory or an input on its way stops both. Of two F or two D, the one on the way back goes first: it
@@ -24,8 +24,8 @@ _KINDS = (Kind.F, Kind.D, Kind.W)
 
 @dataclass(slots=True)
 class _Device:
-    """queues[kind][chunk]: (microbatch, there at), in order. chunk 1 is on the way back. back: of held, what
-    belongs to chunk 1."""
+    """State of one device. queues[kind][chunk]: (microbatch, time of arrival), in order. chunk 1 is on the way back.
+    back: of held, what belongs to chunk 1."""
 
     stages: tuple[int, int]
     limit: int
@@ -42,7 +42,7 @@ class _Device:
 
 
 def cross_wave(n_devices: int, n_microbatches: int, costs: Costs, memory: Sequence[int]) -> Schedule:
-    """costs: of 2 n_devices stages; memory[d]: limit of device d in their units.
+    """Make the schedule. costs: of 2 n_devices stages; memory[d]: limit of device d in their units.
 
     Raises PlanError when a device cannot hold one microbatch.
     """
@@ -86,7 +86,7 @@ class _Greedy:
             heappush(self._heap, (when, number))
 
     def _at(self, device: _Device, kind: Kind, chunk: int) -> int:
-        """When the next block of this kind and chunk could begin; NEVER while none is known or memory forbids it."""
+        """When the next block of this kind and chunk could begin; NEVER while none is known or memory is full."""
         queue = device.queues[kind][chunk]
         if not queue or (kind is Kind.F and not self._fits(device, chunk)):
             return NEVER
@@ -145,7 +145,8 @@ class _Greedy:
                 self._look(target)
 
     def _arrival_ns(self, number: int, target: int) -> int:
-        """The blocks of a device end in their order, so its messages take their link in that order."""
+        """When a message arrives. The blocks of a device end in their order, so its messages take their link in that
+        order."""
         free_ns = self._devices[number].free_ns
         wire = self._costs.wires.get((number, target))
         if wire is None:

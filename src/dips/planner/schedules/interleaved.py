@@ -14,8 +14,8 @@ def interleaved_1f1b(n_devices: int, n_microbatches: int, chunks: int = 2) -> Sc
     """
     if n_microbatches % n_devices:
         raise PlanError(
-            f"interleaved 1F1B takes a multiple of {n_devices} microbatches for {n_devices} devices, "
-            f"{n_microbatches} is none: choose one"
+            f"interleaved 1F1B needs a multiple of {n_devices} microbatches for {n_devices} devices, "
+            f"not {n_microbatches}: choose one"
         )
     total = n_microbatches * chunks
     orders = []

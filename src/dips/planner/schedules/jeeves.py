@@ -3,7 +3,7 @@
 An operation runs as soon as its input is there and its stage is idle. A forward pass is held back while the stage's
 memory is full; a backward pass goes first where both could run. The order of what ran is the schedule.
 
-With several replicas, all of them are played together over links that they share: a link carries one message at a time
+Several replicas are simulated together over links that they share: a link carries one message at a time
 at its full rate, in the order in which messages are ready, equal ones by replica (section 3.3: one global list of
 transfers). So each replica gets an order of its own.
 """
@@ -22,7 +22,7 @@ _ARRIVES_F, _ARRIVES_B, _ENDS = 0, 1, 2
 
 
 def jeeves(n_microbatches: int, costs: Costs, memory: Sequence[int], replicas: int = 1) -> list[Schedule]:
-    """One schedule for each replica. memory[d]: limit of device d in the units of costs.
+    """Make one schedule for each replica. memory[d]: limit of device d in the units of costs.
 
     Raises PlanError when a device cannot hold one microbatch.
     """
@@ -47,7 +47,7 @@ def _played(n_microbatches: int, costs: Costs, memory: Sequence[int], replicas: 
 
 
 class _Greedy:
-    """Device d of replica r is numbered r * n + d. Events are (time, device << 2 | what)."""
+    """The greedy simulation. Device d of replica r has number r * n + d. Events are (time, device << 2 | what)."""
 
     def __init__(self, n_microbatches: int, costs: Costs, memory: Sequence[int], replicas: int) -> None:
         n = len(costs.stages)
@@ -96,7 +96,7 @@ class _Greedy:
         ]
 
     def _happen(self, event: int, now: int) -> int:
-        """Take note of one event; the device that may begin something after it."""
+        """Process one event; returns the device that may begin an operation after it."""
         device, what = event >> 2, event & 3
         if what == _ENDS:
             self._end(device, now)
@@ -134,7 +134,7 @@ class _Greedy:
             self._send(device - 1, op.microbatch, self._wires[device][1], now, _ARRIVES_B)
 
     def _send(self, target: int, microbatch: int, wire: Wire | None, now: int, what: int) -> None:
-        """Messages between two devices arrive in the order in which they were sent."""
+        """Send a message; messages between two devices arrive in the order in which they were sent."""
         arrives = now
         if wire is not None:
             if wire.busy_ns or wire.hold_ns:

@@ -3,10 +3,10 @@
 An interval for each operation (each part of it, where blocks are cut as in section 4.2) and for each message that
 occupies a link; no two overlap on a device or a link; a message follows its producer, its latency precedes its
 consumer; activations are a cumulative resource of each device; microbatches keep their order within a stage and kind
-(which halves the search and loses nothing when stages' costs are equal for all microbatches). What replicas exchange is
-as in the paper's Figure 7: each stage's weights come before its first F, its gradients are an interval on their network
-after its last W. Minimizes the makespan, exchanges included. The solver's lower bound says how far from the best a
-schedule may be.
+(which halves the search, and excludes no best schedule when stages' costs are equal for all microbatches). What
+replicas exchange is as in the paper's Figure 7: each stage's weights come before its first F, its gradients are an
+interval on their network after its last W. Minimizes the makespan, exchanges included. The solver's lower bound says
+how far from the best a schedule may be.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ KINDS = (Kind.F, Kind.D, Kind.W)
 
 @dataclass(frozen=True)
 class Optimum:
-    """lower_bound_ns: no schedule of this problem has a shorter makespan. proved: the schedule's makespan, as it is
-    simulated, is that."""
+    """The solver's schedule. lower_bound_ns: no schedule of this problem has a shorter makespan. proved: the simulated
+    makespan of the schedule is equal to it."""
 
     schedule: Schedule
     lower_bound_ns: int
@@ -50,8 +50,9 @@ def optimal(
     workers: int = 0,
     parts: int = 1,
 ) -> Optimum:
-    """memory[d]: limit of device d in the units of costs. hint: a schedule (split, and of as many parts) to begin with,
-    that must fit that memory; the answer is never longer. parts: pieces that every block is cut into.
+    """Find the best order. memory[d]: limit of device d in the units of costs. hint: a schedule (split, and of as many
+    parts) to begin with, that must fit that memory; the result is never longer. parts: pieces that every block is cut
+    into.
 
     workers: threads of the solver; 0: one for each processor. Raises PlanError when none was found in the time, and no
     hint was given.
@@ -71,7 +72,7 @@ def optimal(
     solved = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     if not solved and (hint is None or status != cp_model.UNKNOWN):
         why = (
-            "there is none: give each device memory for one microbatch"
+            "none exists: give each device memory for one microbatch"
             if status == cp_model.INFEASIBLE
             else (f"none was found in {time_limit_s:g} s: allow more time")
         )
@@ -87,7 +88,8 @@ def optimal(
 
 
 class _Problem:
-    """The model. Times are in the largest unit that divides all of them, which keeps the solver's domains small."""
+    """The solver's model. Times are in the largest unit that divides all of them, which keeps the solver's domains
+    small."""
 
     def __init__(
         self, device_of_stage: tuple[int, ...], n_microbatches: int, costs: Costs, memory: Sequence[int], parts: int
@@ -133,7 +135,7 @@ class _Problem:
         rows: list[list[tuple[int, Op]]] = [[] for _ in range(n_devices)]
         for op, start in self._starts.items():
             rows[self._device_of_stage[op.stage]].append((solver.value(start), op))
-        # An operation of no length begins when another one does: it is sorted before, unless it needs that one.
+        # An operation of length 0 may begin together with another one: it comes first, unless it depends on that one.
         orders = tuple(tuple(op for _, op in sorted(row, key=lambda cell: (cell[0], _rank(cell[1])))) for row in rows)
         return Schedule(name, self._device_of_stage, self._n, orders, self._parts)
 
@@ -148,14 +150,14 @@ class _Problem:
         return math.gcd(*times) or 1
 
     def _serial(self) -> int:
-        """As long as everything takes one after the other."""
+        """The time of all operations and messages one after the other."""
         work = sum(stage.compute_ns(kind) for stage in self._costs.stages for kind in KINDS)
         slowest = max((wire.busy_ns + wire.latency_ns + wire.hold_ns for wire in self._costs.wires.values()), default=0)
         between_replicas = sum(sum(one[1:]) for one in self._costs.exchanges)
         return (self._n * (work + 2 * self._n_stages * slowest) + between_replicas) // self.unit_ns
 
     def _add_block(self, block: Op) -> list[Any]:
-        """Its parts, which follow each other; known by the first."""
+        """Add the parts of a block, which follow each other; they are indexed by the first one."""
         self._blocks.append(block)
         intervals = []
         for op in (block._replace(part=part) for part in range(self._parts)):
@@ -214,7 +216,8 @@ class _Problem:
         self.model.add(consumer >= start + busy + latency)
 
     def _limit(self, memory: Sequence[int]) -> None:
-        """A part of each activation is held from the start of F to the end of D, the rest to the end of W."""
+        """Limit memory: a part of each activation is held from the start of F to the end of D, the rest to the end of
+        W."""
         for device, limit in enumerate(memory):
             held, demands = [], []
             for op in [op for op in self._blocks if op.kind is Kind.F and self._device_of_stage[op.stage] == device]:
@@ -239,8 +242,9 @@ class _Problem:
     # ---- between replicas ----
 
     def _exchange(self) -> None:
-        """Weights come at times that are known, since they go from the beginning on in the order of the stages (which
-        loses nothing: no stage starts before the one before it). What gradients take are intervals."""
+        """Add the exchanges between replicas. Weights arrive at known times: they are sent from time 0 on, in the order
+        of the stages (which excludes no best schedule: no stage starts before the previous one). Gradients are
+        intervals."""
         costs = self._costs
         if not costs.exchanges:
             return
@@ -267,7 +271,7 @@ class _Problem:
         return self.model.new_fixed_size_interval_var(start, busy, f"gradients of {stage} travel")
 
     def _apart(self) -> None:
-        """Weights before all operations, gradients after all of them: constants at both ends."""
+        """Add the exchanges as constants: weights before all operations, gradients after all of them."""
         exchanges = self._costs.exchanges
         head = max(gates(exchanges, False), default=0) // self.unit_ns
         none_before = [0] * len(exchanges)

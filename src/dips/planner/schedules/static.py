@@ -1,4 +1,4 @@
-"""GPipe, 1F1B and ZB-H1: one stage on each device, an order that no cost changes."""
+"""GPipe, 1F1B and ZB-H1: one stage on each device, in an order that does not depend on costs."""
 
 from __future__ import annotations
 

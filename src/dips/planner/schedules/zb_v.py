@@ -32,8 +32,8 @@ def zb_v(n_devices: int, n_microbatches: int) -> Schedule:
 
 
 def _order(device: int, n_devices: int, n: int) -> tuple[Op, ...]:
-    """What comes when, as far as microbatches last: fill both chunks, drain the second while the first is filled, run
-    both evenly, then end the gradients that others wait for before the weights' own."""
+    """The order of operations, as long as microbatches last: fill both chunks, drain the second while the first is
+    filled, run both evenly, then end the gradients that others wait for before the weights' own."""
     row = _Device(device, n_devices)
 
     def add(*cells: str) -> None:

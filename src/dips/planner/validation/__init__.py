@@ -1,7 +1,7 @@
-"""The papers' published numbers beside what the planner computes: `dips plan validate`.
+"""Compares the papers' published numbers with what the planner computes (`dips plan validate`).
 
-Each paper's module holds its numbers with their places, says what was taken where the paper leaves an input out and
-which of that was fitted, and holds the tolerances. A number without a tolerance is for information: its error is
+Each paper's module holds its numbers with their places, names the values that were assumed or fitted where the paper
+gives none, and holds the tolerances. A number without a tolerance is for information: its error is
 printed.
 """
 
@@ -18,7 +18,8 @@ PAPERS = ("jeeves", "crosspipe")
 
 
 def all_checks(paper: str = "all", optimal_s: float = 0.0) -> Iterator[PaperCheck]:
-    """optimal_s > 0: the solver's schedules too, with so much time for each. Raises PlanError for an unknown paper."""
+    """The comparisons of all papers, or of one. optimal_s > 0: the solver's schedules too, with so much time for each.
+    Raises PlanError for an unknown paper."""
     if paper not in (*PAPERS, "all"):
         raise PlanError(f"--paper {paper!r} is unknown: choose one of {', '.join(PAPERS)}, all")
     if paper in ("jeeves", "all"):

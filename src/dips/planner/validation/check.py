@@ -1,4 +1,4 @@
-"""One published number and ours."""
+"""Compares one published number with the planner's."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PaperCheck:
-    """about: the setting, and what was assumed; the same for several numbers. low, high: ours must lie between them;
-    None: for information. published None: the paper draws it without a number. percent: the numbers are parts of
-    one."""
+    """One comparison. about: the setting and the assumptions; the same for several numbers. low, high: limits of our
+    number; None: for information. published None: the paper shows it without a number. percent: the numbers are parts
+    of one."""
 
     about: str
     what: str
@@ -22,7 +22,7 @@ class PaperCheck:
 
     @property
     def error(self) -> float | None:
-        """Relative to the published number; of percentages the difference, in points of one."""
+        """The error relative to the published number; for percentages the difference, as a part of one."""
         if self.published is None:
             return None
         return self.ours - self.published if self.percent else self.ours / self.published - 1
@@ -36,7 +36,7 @@ class PaperCheck:
         return self.low is not None and self.high is not None and not self.low <= self.ours <= self.high
 
     def cells(self) -> tuple[str, ...]:
-        """what, published, ours, error, tolerance, verdict."""
+        """The table cells: what, published, ours, error, tolerance, verdict."""
         off, error = self.error, ""
         if off is not None:
             error = f"{100 * off:+.1f} points" if self.percent else f"{off:+.1%}"

@@ -3,8 +3,9 @@
 Taken where the paper says nothing: T_D 46.5 ms and T_W 20.5 ms of M70 (T_F is 38 ms), fitted to what Table 5 says of
 1F1B and ZB-H1 without delay; D releases 2/34 of an activation and W the rest, as in every plan of a real model (see
 `problem.py`; half each in Figure 8, as in `sweep`); UDSub is the best of 1, 2 and 4 sub-blocks; recomputation adds T_F
-to T_D; T_F = T_D = T_W in Figure 8; messages of one byte a number in Figure 9, which comes near its ratio. Neither
-these nor the tolerances were chosen blind: the numbers notice changes, they do not test predictions.
+to T_D; T_F = T_D = T_W in Figure 8; messages of one byte a number in Figure 9, which comes near its ratio. These
+values and the tolerances were chosen with the results known: the comparison detects changes, it does not test
+predictions.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def span_ns(problem: Problem, name: str) -> int:
 
 def _solved_ns(problem: Problem, column: str, optimal_s: float) -> int:
     """The best schedule that is known: the solver's, or the static or greedy one that it began with."""
-    from dips.planner.schedules.optimal import optimal  # a second to import, and only needed here
+    from dips.planner.schedules.optimal import optimal  # imported here: it takes a second, and only this needs it
 
     places = straight(problem.n_devices) if column == "UD" else wave(problem.n_devices)
     division = problem.uniform(len(places))
@@ -128,7 +129,7 @@ def _solved_ns(problem: Problem, column: str, optimal_s: float) -> int:
     try:
         best = optimal(column, places, problem.n_microbatches, costs, limits, hint, optimal_s)
         found.append(simulate(best.schedule, costs).makespan_ns)
-    except PlanError:  # none in the time: what the solver began with is the best that is known
+    except PlanError:  # none found in time: the solver's first schedule is the best known one
         if not found:
             raise
     return min(found)
@@ -138,13 +139,13 @@ def _solved_ns(problem: Problem, column: str, optimal_s: float) -> int:
 
 
 def figure_8() -> Iterator[PaperCheck]:
-    """What the text says of it."""
+    """The statements of the text about Figure 8."""
     about = (
         "CrossPipe, section 5.1 (Figure 8): 4 stages, 8 microbatches, 2 sites; 1 where the paper's statement holds\n"
         "assumed: T_F = T_D = T_W, D and W each release half; statements are of delays of 0, 0.25, 0.5, 1 and 2 "
         "T_F each, by latency or by bandwidth;\n"
         "that ZB-V is slower with much delay was first tried at 2 T_F of latency alone, where the two tie, and of\n"
-        "bandwidth alone, and only then stated at 2 T_F of each: the first two stand below and do not bind"
+        "bandwidth alone, and only then stated at 2 T_F of each: the first two are shown below and do not bind"
     )
     ratios = (0.0, 0.25, 0.5, 1.0, 2.0)
     points = [(ratio, 0.0) for ratio in ratios] + [(0.0, ratio) for ratio in ratios[1:]]
@@ -184,7 +185,7 @@ def figure_9() -> Iterator[PaperCheck]:
         "assumed: 80 GiB a device, the best of static and greedy schedules,\n"
         "messages of one byte a number (chosen since it comes near the published ratio; with the two bytes of BF16 it "
         "is another\n"
-        "one, beside it)"
+        "one, shown with it)"
     )
     forward_ms = base.costs(base.uniform()).stages[0].f_ns / 1e6
     yield within(about, "T_F of a stage, ms", 109, forward_ms, 0.01)

@@ -1,8 +1,9 @@
 """JEEVES (Deng et al., HotNets 2025): its simulations of GPT-3 175B.
 
-The paper leaves out its profile. T_F 15 ms and T_B 30 ms a stage were chosen since they reproduce its ratios. Taken
-besides: messages of 25.17 MB, the memory of 8 microbatches on each stage (what 1F1B needs on the first). Neither these
-nor the tolerances were chosen blind: the numbers notice changes, they do not test predictions. DAPPLE is 1F1B whose
+The paper leaves out its profile. T_F 15 ms and T_B 30 ms a stage were chosen since they reproduce its ratios. Also
+assumed: messages of 25.17 MB, the memory of 8 microbatches on each stage (what 1F1B needs on the first). These
+values and the tolerances were chosen with the results known: the comparison detects changes, it does not test
+predictions. DAPPLE is 1F1B whose
 replicas share the link evenly and wait for each message's acknowledgement, as section 3.3 describes usual training;
 equal replicas on an evenly shared link are one pipeline whose messages are as large as all of theirs.
 """
@@ -31,7 +32,7 @@ ABOUT = (
     "acknowledgements.\n"
     "'Up to 43 %' is taken for the greatest saving of all bandwidths. The first choice was 300 Gbit/s alone, which has "
     "40.1 %;\n"
-    "it was given up after a scan had shown the greatest, and stands beside it"
+    "it was replaced after a scan had shown the greatest, and is shown with it"
 )
 TEXT = (
     "JEEVES, sections 2 and 4: other numbers; settings of Figures 3 and 7 are not in the text, so none of these binds"
@@ -52,12 +53,12 @@ def inside_ns(problem: Problem) -> int:
 
 
 def whole_ns(problem: Problem) -> int:
-    """All of JEEVES: division, coordination, the greedy."""
+    """All of JEEVES: division, coordination, the greedy schedule."""
     return divide(problem).span_ns
 
 
 def alone_ns(problem: Problem) -> int:
-    """The greedy with uniform stages and replicas that compete (the paper's "comm-aware schedule")."""
+    """The greedy schedule with uniform stages and replicas that compete (the paper's "comm-aware schedule")."""
     costs = problem.with_options(blocking=True).costs(problem.uniform())
     return jeeves_span_ns(problem.n_microbatches, costs, problem.limits(problem.uniform()))
 
