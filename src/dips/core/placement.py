@@ -1,4 +1,4 @@
-"""Which slave holds which block. Versioned by placement_hash; changed only by a RESHARD."""
+"""The placement: which slave holds which block. Versioned by placement_hash; changed only by a RESHARD."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def shard_bytes_needed(blocks_elems: Iterable[int], chunk_bytes: int, staging_sl
 def place(
     layout: Layout, memory_bytes: Sequence[tuple[SlaveId, int]], staging_slots: int, pins: int, chunk_bytes: int
 ) -> Placement:
-    """Deal the blocks to the slaves, largest first, each to the slave with the most free elements left.
+    """Assign the blocks to the slaves, largest first, each to the slave with the most free elements left.
 
     memory_bytes: each slave's stated memory. Slaves of equal memory end up with nearly equal loads.
     Raises Refused(MEMORY) when a block finds no room.

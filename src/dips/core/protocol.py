@@ -1,4 +1,4 @@
-"""The version of the wire and what both sides may offer on top of it.
+"""The protocol's version, and the capabilities that both sides may offer beyond it.
 
 A change that an older peer cannot read raises PROTOCOL_VERSION; docs/protocol.md is tied to it by a test.
 """
@@ -33,7 +33,7 @@ CURVE_KEY_BYTES = 32
 
 FINISH_HOLD_S = 5.0
 """How long the master holds a FinishPush while a slave's STAGED is still on its way. Callers wait longer for an answer,
-or they would never hear which slave lacks what."""
+or they would never learn which slave lacks what."""
 
 MAX_LEASED_CHUNKS = 256
 """Chunks of data that one LeaseData may ask for, so that no cluster takes the run's data away from the others."""

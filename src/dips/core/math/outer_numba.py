@@ -8,7 +8,7 @@ for gram at edges of pieces; the interpreter lock is released, and no result dep
 never touch memory that the checks of outer_numpy have not passed.
 
 Compiled at the first use, or by warm_up(). Numba keeps the result in NUMBA_CACHE_DIR if that is set, else
-beside this file, else in the user's cache folder; where none can be written, it is compiled again at each
+next to this file, else in the user's cache folder; where none can be written, it is compiled again at each
 start (seconds).
 """
 
@@ -47,7 +47,7 @@ from dips.core.math.simd_numba import (
     widen,
 )
 
-SIMD_XXH3 = "74f7037f3ba7561a"
+SIMD_XXH3 = "c19b528a5c3cc8df"
 """xxh3-64 of simd_numba.py, whose code is compiled into this file's: numba's cache notices changes of this file only,
 so a change there must change something here (a test says what)."""
 

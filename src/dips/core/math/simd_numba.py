@@ -1,4 +1,4 @@
-"""Vectors of 64 bytes for the compiled kernels: what numba's own loops leave to the compiler's luck.
+"""Vector operations of 64 bytes for the compiled kernels, where numba's own loops leave vectors to the compiler.
 
 A kernel that must keep eight streams of memory under way names its loads and stores here; `+`, `-` and `*` of two
 vectors work on their elements, and each rounds once. The width is one of the language, not of the machine: LLVM cuts a
@@ -111,7 +111,7 @@ def store(typing: Any, array: Any, index: Any, value: Any) -> Any:
 @_intrinsic
 def stream(typing: Any, array: Any, index: Any, value: Any) -> Any:
     """As store, past the caches: the line is not read before it is overwritten. The address must be a multiple of
-    VECTOR_BYTES; call fence() before anyone else is told of the result."""
+    VECTOR_BYTES; call fence() before another thread may read the result."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], value)

@@ -1,4 +1,4 @@
-"""Reads identities and certificates, and finds what is wrong with them before anybody is dialled or served.
+"""Reads identities and certificates, and finds what is wrong with them before a connection is made.
 
 An identity directory holds ca.crt (the certificate authorities that are trusted, one or several), tls.crt and tls.key.
 `dips keys` makes it. Must never accept a key that others can read, nor a certificate that does not say in one URI
@@ -32,7 +32,7 @@ _logger = logging.getLogger("dips.keys")
 
 SCHEME = "dips"
 MASTER_DNS_NAME = "dips-master"
-"""The name in every master's certificate; clients ask for it, so that addresses need not stand in certificates."""
+"""The name in every master's certificate; clients ask for it, so that addresses need not be in certificates."""
 
 
 def dns_name(role: Role) -> str:
@@ -93,7 +93,7 @@ class Certificate:
 
 
 def security_of(knobs: SecurityKnobs, what: str) -> Security:
-    """What the settings say, read and checked. `what` names the process in errors, such as "the master".
+    """The security that the settings say, read and checked. `what` names the process in errors, such as "the master".
 
     Raises ConfigError when neither keys nor insecure is given, and what load_identity raises.
     """
@@ -132,7 +132,7 @@ def load_identity(directory: Path, now: datetime | None = None) -> Identity:
 
 
 def reloaded(identity: Identity) -> Identity:
-    """The identity as it stands in its directory now, or this one while what stands there cannot be used."""
+    """The identity as it is in its directory now, or this one while what is there cannot be used."""
     try:
         found = load_identity(identity.directory)
     except ConfigError as error:
@@ -145,7 +145,7 @@ def reloaded(identity: Identity) -> Identity:
 
 
 def certificate_left_s(security: Security, now: datetime | None = None) -> float | None:
-    """Seconds until the own certificate lapses, as it stands in its directory now, at least 0; None without keys."""
+    """Seconds until the own certificate lapses, as it is in its directory now, at least 0; None without keys."""
     if not isinstance(security, Identity):
         return None
     found = parse_certificate(reloaded(security).cert_pem, str(security.directory / CERT_FILE))
@@ -223,7 +223,7 @@ def load_private_key(pem: bytes, where: str) -> ec.EllipticCurvePrivateKey:
 
 
 def holder_uri(role: Role, name: str) -> str:
-    """dips://ROLE/NAME, as it stands in the certificate."""
+    """dips://ROLE/NAME, as it is in the certificate."""
     return f"{SCHEME}://{role.value}/{name}"
 
 

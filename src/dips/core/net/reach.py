@@ -1,4 +1,4 @@
-"""Whether an address is this machine's, and whether what a master says of its slaves can be dialled from here.
+"""Checks whether an address is this machine's, and whether a master's slaves can be dialled from here.
 
 A loopback address means another machine to everyone who reads it. A process that trains elsewhere and is sent to
 127.0.0.1 would try for ever, so it is refused with the remedy. Nothing is sent to find out: the system is asked which

@@ -19,7 +19,7 @@ from dips.core.errors import ConfigError
 from dips.core.observe.failpoint_names import TABLES, all_names, obeyed
 
 CRASH_EXIT_CODE = 86
-"""How crash ends a process unless told otherwise: a number that nothing else here ends with."""
+"""How crash ends a process unless an argument says otherwise: a number that nothing else here ends with."""
 
 
 class FailpointKind(Enum):
@@ -87,7 +87,7 @@ def parse(text: str) -> dict[str, tuple[Term, ...]]:
         if not equals or not terms:
             raise _wrong(entry, "write NAME=ACTION, such as master.journal.before_commit=crash")
         if name in spec:
-            raise _wrong(entry, f"{name} stands there twice; join its actions with ->")
+            raise _wrong(entry, f"{name} is there twice; join its actions with ->")
         check_name(name)
         spec[name] = tuple(_term(entry, term.strip()) for term in terms.split("->"))
         for term in spec[name]:
@@ -120,7 +120,7 @@ def is_transition(name: str) -> bool:
 
 
 def role_of(name: str) -> str:
-    """The role in whose processes this failpoint stands; "core" for all of them."""
+    """The role in whose processes this failpoint is; "core" for all of them."""
     arrow = _TRANSITION.match(name)
     return TABLES[arrow["table"]] if arrow else name.partition(".")[0]
 
