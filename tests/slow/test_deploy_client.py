@@ -194,7 +194,7 @@ def test_stale_credentials_are_told(here: StandIn, small: Path, capsys: pytest.C
 
 
 def test_nobody_who_could_agree_is_an_error(here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "say --yes" in refused(capsys, "apply", small)
+    assert "give --yes" in refused(capsys, "apply", small)
     assert not here.writes
 
 

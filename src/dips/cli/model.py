@@ -1,4 +1,4 @@
-"""`dips export` and `dips eval`: a published version as a file or a folder, and the held-out loss of a model."""
+"""`dips export` and `dips eval`: write a published version as a file or folder, and compute a held-out loss."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def export(
         typer.Option(
             "--fill",
             metavar="FILE",
-            help="The model's state, for what a run does not train (frozen weights, buffers): a .safetensors "
+            help="The model's state, with what a run does not train (frozen weights, buffers): a .safetensors "
             "file, or a folder of them.",
         ),
     ] = None,
@@ -139,12 +139,12 @@ def export(
 def _what_and_where(
     said: str, to: Path | None, form: Form | None, master: str | None, run_dir: Path | None
 ) -> tuple[Path, Form, str | None, Path | None]:
-    """The target, its form, and the run. Raises ConfigError when two things are said for one, or nothing."""
+    """The target, its form, and the run. Raises ConfigError when one of them is given twice, or not at all."""
     if to is None:
         if form is Form.HUGGINGFACE:
             raise ConfigError("a huggingface folder needs a place: give --to DIR")
         if not said:
-            raise ConfigError("nothing is named to write: give OUT.safetensors, or --to DIR for a folder")
+            raise ConfigError("no target is named: give OUT.safetensors, or --to DIR for a folder")
         return Path(said), Form.SAFETENSORS, master, run_dir
     if said and (master is not None or run_dir is not None):
         raise ConfigError(f"the run is named twice: leave out {said!r}, or --master and --run-dir")
@@ -217,7 +217,7 @@ def _tell(evaluation: Evaluation, as_json: bool) -> None:
 
 
 def _live_address(master: str | None, run_dir: Path | None, security: Callable[[], Security]) -> str | None:
-    """The master to ask; None when the run of that directory has no master that answers any more."""
+    """The master to ask; None when no master answers any longer for the run of that directory."""
     if run_dir is None:
         return master_address(master, None)
     told = read_address(run_dir / "master")

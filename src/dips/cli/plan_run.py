@@ -1,4 +1,4 @@
-"""`dips plan run`: a planned schedule, run by torch on this machine, and how long it took beside what was planned."""
+"""`dips plan run`: runs a planned schedule with torch on this machine, and compares its time with the plan's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(
     repeats: Annotated[int, typer.Option(metavar="N", help="Timed iterations; the median counts.")] = 5,
     tolerance: Annotated[float, typer.Option(metavar="PERCENT", help="Exit code 1 where the error is larger.")] = 5.0,
     check_gradients: Annotated[
-        bool, typer.Option("--check-gradients", help="Only hold the gradients against those of one process.")
+        bool, typer.Option("--check-gradients", help="Only compare the gradients with those of one process.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where run.json, trace.json and the ranks' logs go.")
@@ -66,7 +66,7 @@ def run(
 
     torch's pipeline runtime runs a small model in the planned order. Operations are stretched to the times that the
     plan gives them, and messages between sites arrive when the plan's links would bring them, so that a few
-    processors stand for many devices. The gradients of an iteration must equal those of one process.
+    processors represent many devices. The gradients of an iteration must equal those of one process.
 
     Exit code 1: the iteration took longer or shorter by more than the tolerance, or gradients differ.
     """

@@ -1,4 +1,4 @@
-"""A plan as a person reads it in a terminal."""
+"""Formats a plan for a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dips story`: what all processes of a run recorded of one thing, in time order."""
+"""`dips story`: shows the events that all processes of a run recorded of one thing, in the order of time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def story(
     run_dir: RunDirArgument,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
-    """Tell the story of a round, version, push, cluster or slave, from the journal and all tapes of a run.
+    """Show the event history of a round, version, push, cluster or slave, from the journal and all tapes of a run.
 
-    A round's story follows its pushes from their tickets to their verdicts. Times are seconds since the first line.
+    A round's history follows its pushes from their tickets to their verdicts. Times are seconds since the first line.
     """
     told = tell_story(run_dir, name)
     if as_json:

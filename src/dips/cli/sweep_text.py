@@ -1,4 +1,4 @@
-"""A sweep as a person reads it in a terminal: a line for each schedule, and maps of the best."""
+"""Formats a sweep for a terminal: a line for each schedule, and maps of the best."""
 
 from __future__ import annotations
 

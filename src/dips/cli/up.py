@@ -1,4 +1,4 @@
-"""`dips up`: a run on this machine, as a file describes it."""
+"""`dips up`: runs a master, slaves and clusters on this machine, as a file describes them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def up(
 
 
 def _serve(local: LocalRun, progress: Progress, directory: RunDirectory, page: bool) -> None:
-    """Until the run has ended. A master whose run was stopped while its clusters were away is ended as well."""
+    """Watch the run to its end. A master whose run was stopped while its clusters were away is ended as well."""
     address = local.start()
     progress.say(f"the run's master listens on {address}")
     if said := page_sentence(local.page_url, page):
@@ -129,4 +129,4 @@ def _security_words(plan: RunPlan, directory: RunDirectory, name: str) -> str:
 def _tell_end(local: LocalRun, directory: RunDirectory) -> None:
     if local.status is not None:
         print(f"run {local.plan.run_id} ended at version {local.status.published}, {local.status.tokens} tokens")
-    print(f"its files stand in {directory.path}; next: dips export model.safetensors --run-dir {directory.path}")
+    print(f"its files are in {directory.path}; next: dips export model.safetensors --run-dir {directory.path}")

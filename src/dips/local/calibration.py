@@ -1,4 +1,4 @@
-"""How fast this machine trains, measured by the trainer itself in processes of its own."""
+"""Measures how fast this machine trains, by running the trainer itself in processes of its own."""
 
 from __future__ import annotations
 

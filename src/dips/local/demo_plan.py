@@ -1,6 +1,6 @@
-"""What `dips demo` runs: clusters of unequal speed, how long, and which faults.
+"""Makes the plan of `dips demo`: clusters of unequal speed, how long, and which faults.
 
-The numbers stand here with their reasons. Decides only; nothing is started or measured here.
+The numbers are here with their reasons. Decides only; nothing is started or measured here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SPENT_ELSEWHERE = 0.45
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What a person asked for."""
+    """The options of `dips demo`."""
 
     data: tuple[Path, ...] = ()
     clusters: int = 4

@@ -1,7 +1,7 @@
-"""A quantity that is computed from the formula that is shown: one text, so that the two cannot disagree.
+"""Computes a quantity from the text of the formula that is shown, so that the two cannot disagree.
 
 A formula is a sum of products in Python's notation over names and numbers, with min, max and ceil. It must never be
-more than that: nothing is called, looked up or compared but what stands here.
+more than that: nothing is called, looked up or compared but what is listed here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The status page of a run on this machine: on unless somebody says no, at a free port of loopback."""
+"""The status page of a run on this machine: on unless it is switched off, at a free port of loopback."""
 
 from __future__ import annotations
 

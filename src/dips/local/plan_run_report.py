@@ -1,4 +1,4 @@
-"""A plan that was run, beside its prediction: one table and one JSON object, and a trace that Perfetto opens."""
+"""Reports a plan that was run, with its prediction: one table and one JSON object, and a trace that Perfetto opens."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Shows a run while it goes: a table that renews itself on a terminal, a line every few seconds elsewhere.
 
-It must never hold the run up, and never write to standard output, which belongs to the result.
+It must never delay the run, and never write to standard output, which belongs to the result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Progress(Protocol):
         """Something happened; it stays on the screen."""
 
     def show(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, faults: Sequence[Fault]) -> None:
-        """The present state; it replaces the one before. heldout: None when nobody measures it."""
+        """The present state; it replaces the one before. heldout: None when no process measures it."""
 
 
 class TokenRate:
@@ -65,7 +65,7 @@ class TokenRate:
 
 
 def loss_sentence(heldout: Sequence[HeldoutPoint] | None) -> str:
-    """Empty when nobody measures it."""
+    """Empty when no process measures it."""
     if heldout is None:
         return ""
     if not heldout:

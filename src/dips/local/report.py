@@ -27,7 +27,7 @@ from dips.local.tapes import HeldoutPoint
 
 @dataclass(frozen=True)
 class LocalRunOutcome:
-    """What the launcher knows when a run has ended.
+    """The launcher's knowledge of a run that has ended.
 
     speeds: cluster id -> last measured tokens a second. exit_codes: process name -> its last exit code. verify: what
     `dips verify` says of the run's records, "ok" when they prove every promise. verified: invariant -> records judged.
@@ -47,7 +47,7 @@ class LocalRunOutcome:
 
 
 def build_report(outcome: LocalRunOutcome) -> dict[str, Any]:
-    """The content of report.json; docs of the keys stand in the module's docstring."""
+    """The content of report.json; docs of the keys are in the module's docstring."""
     status = outcome.status
     return {
         "run_id": status.run_id,

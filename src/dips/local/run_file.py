@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 TABLES = ("run", "master", "slave", "worker", "train", "clusters")
 NOT_YET_KNOWN = "127.0.0.1:0"
-"""Stands for the master's address until the master has told it."""
+"""In place of the master's address until the master has written it."""
 
 K = TypeVar("K", bound=Knobs)
 
@@ -54,7 +54,7 @@ class RunKnobs(Knobs):
         "[master] listen.",
     )
     insecure: bool = Field(
-        False, description="Make and use no keys: nothing is encrypted, nobody is authenticated, loopback only."
+        False, description="Make and use no keys: nothing is encrypted, no one is authenticated, loopback only."
     )
     keys_for: tuple[str, ...] = Field(
         (), description="Clusters that are started elsewhere, for which keys are made in the run's directory."
@@ -72,7 +72,7 @@ class RunKnobs(Knobs):
 
 
 class ClusterKnobs(Knobs):
-    """What only a table [[clusters]] says."""
+    """The settings that only a table [[clusters]] has."""
 
     id: str = Field(description="Name of the cluster.")
     gap: float = Field(0.0, ge=0, le=0.95, description="How much slower than this machine it is made to be, 0 to 0.95.")
@@ -175,7 +175,7 @@ def public_host(run: RunKnobs, master: MasterConfig) -> str:
         return ""
     if not run.advertise and host in ALL_ADDRESSES:
         raise ConfigError(
-            f"[master] listen {master.listen} stands for every address of this machine, and slaves have to tell "
+            f"[master] listen {master.listen} means every address of this machine, and slaves have to give "
             "clusters one: say in [run] advertise under which address other machines reach this one"
         )
     found = run.advertise or host
@@ -232,7 +232,7 @@ def _at_port(slave: SlaveConfig, index: int) -> SlaveConfig:
 
 
 def _is_literal(host: str) -> bool:
-    """Whether a socket can be bound to it as it is; a name may stand for an address of a router in front."""
+    """Whether a socket can be bound to it as it is; a name may be that of a router in front."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -241,7 +241,7 @@ def _is_literal(host: str) -> bool:
 
 
 def explicit(loaded: Loaded[K]) -> dict[str, object]:
-    """The settings that somebody gave, without the defaults."""
+    """The settings that were given, without the defaults."""
     return {name: getattr(loaded.value, name) for name, where in loaded.provenance.items() if where != "default"}
 
 
@@ -334,7 +334,7 @@ def _trained(
         "tape": tape_path(run.directory, own.id),
         "insecure": run.insecure,
     }
-    # Whatever dies is started again, and then goes on from here; the file may say otherwise.
+    # A process that ends is started again, and then goes on from here; the file may say otherwise.
     resumed: dict[str, object] = {"checkpoint_dir": checkpoints_path(run.directory, own.id), "resume": True}
     client = load(ClientConfig, WORKER_SECTION, file=file)
     return TrainedCluster(
@@ -351,7 +351,7 @@ def _refuse_security(file: Path, tables: Mapping[str, Any]) -> None:
         said = [key for key in SETTINGS if isinstance(table, dict) and key in table]
         if said:
             raise ConfigError(
-                f"{file} [{name}]: {said[0]!r} is not said here: `dips up` makes the keys of its processes itself; "
+                f"{file} [{name}]: {said[0]!r} does not belong here: `dips up` makes the keys of its processes itself; "
                 "without keys say `insecure = true` in [run]"
             )
 

@@ -1,9 +1,9 @@
-"""Keeps a run's processes alive: starts them, restarts what dies, ends all of them, and tells what happened.
+"""Keeps a run's processes alive: starts them, restarts those that end too early, ends all, and reports what happened.
 
 Single-threaded: the owner calls poll() a few times a second from the main thread (which the kernel's tie
 between parent and child needs). It never reads a child's output: that goes straight to the child's log
-file. Exit code 0 is a child's own word that its work is done; whatever else ends it, a signal that others sent
-included, it is started again. It never decides about the run itself: what a death means there is the master's business.
+file. Exit code 0 says that a child's work is done; whatever else ends it, a signal that others sent
+included, it is started again. It never decides about the run itself: what a death means there, the master decides.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class ChildSpec:
 
 @dataclass(frozen=True)
 class ChildEvent:
-    """Something that happened to a child. kind: started, ended, failed, killed or stopped."""
+    """Something that happened to a child. kind: started, ended, failed, killed or stopped. start: its number."""
 
     name: str
     kind: str
-    life: int
+    start: int
     pid: int
     exit_code: int | None
     sentence: str
@@ -87,7 +87,7 @@ class _Child:
     spec: ChildSpec
     failures: FailureCount
     process: subprocess.Popen[bytes] | None = None
-    life: int = 0
+    starts: int = 0
     started_s: float = 0.0
     start_again_s: float | None = None
     kill_expected: bool = False
@@ -105,7 +105,7 @@ class ProcessSupervisor:
         policy: RestartPolicy | None = None,
         log_format: LogFormat = "human",
     ) -> None:
-        """log_format: of the line with which each life begins in a child's log."""
+        """log_format: of the line with which each start begins in a child's log."""
         self._log_format = log_format
         self._clock = clock
         self._report = report
@@ -129,12 +129,13 @@ class ProcessSupervisor:
         return self._spawn(child)
 
     def pid(self, name: str) -> int | None:
-        """The process id of the current life; None between lives and after the end."""
+        """The process id; None between two starts and after the end."""
         process = self._children[name].process
         return process.pid if process else None
 
-    def lives(self, name: str) -> int:
-        return self._children[name].life
+    def starts(self, name: str) -> int:
+        """How often the process was started."""
+        return self._children[name].starts
 
     def exit_code(self, name: str) -> int | None:
         """The exit code of a process that ended for good; None while it is kept alive."""
@@ -154,7 +155,7 @@ class ProcessSupervisor:
         """
         for child in list(self._children.values()):
             if child.process is not None and child.process.poll() is not None:
-                self._buried(child, child.process)
+                self._handle_end(child, child.process)
             elif child.start_again_s is not None and self._clock.monotonic_s() >= child.start_again_s:
                 self._spawn(child)
 
@@ -172,7 +173,7 @@ class ProcessSupervisor:
         return child.process.pid
 
     def stop(self) -> None:
-        """End everything: stage by stage, politely first, then with SIGKILL. Bounded, and safe to repeat."""
+        """End everything: stage by stage, with SIGTERM first, then with SIGKILL. Bounded, and safe to repeat."""
         for stage in StopStage:
             children = [child for child in self._children.values() if child.spec.stage is stage]
             self._end(children, signal.SIGTERM, max((child.spec.stop_s for child in children), default=0.0))
@@ -190,7 +191,7 @@ class ProcessSupervisor:
         spec = child.spec
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_path.open("ab") as log:
-            begins = f"{spec.name}, life {child.life + 1}: {' '.join(spec.command)}"
+            begins = f"{spec.name}, start {child.starts + 1}: {' '.join(spec.command)}"
             line = LogLine(self._clock.wall_s(), "INFO", "launch", spec.name, begins, logger="dips.cli")
             log.write(f"{rendered(line, self._log_format)}\n".encode())
             log.flush()
@@ -206,13 +207,13 @@ class ProcessSupervisor:
                 )
             except OSError as error:
                 raise ConfigError(f"{spec.name} cannot be started: {error}") from error
-        child.life += 1
+        child.starts += 1
         child.started_s = self._clock.monotonic_s()
         child.start_again_s = None
-        self._tell(child, "started", child.process.pid, None, f"life {child.life}, pid {child.process.pid}")
+        self._tell(child, "started", child.process.pid, None, f"start {child.starts}, pid {child.process.pid}")
         return child.process.pid
 
-    def _buried(self, child: _Child, process: subprocess.Popen[bytes]) -> None:
+    def _handle_end(self, child: _Child, process: subprocess.Popen[bytes]) -> None:
         code = process.returncode
         child.process = None
         now_s = self._clock.monotonic_s()
@@ -278,7 +279,7 @@ class ProcessSupervisor:
         return True
 
     def _tell(self, child: _Child, kind: str, pid: int, exit_code: int | None, sentence: str) -> None:
-        self._report(ChildEvent(child.spec.name, kind, child.life, pid, exit_code, sentence))
+        self._report(ChildEvent(child.spec.name, kind, child.starts, pid, exit_code, sentence))
 
 
 def how_it_ended(exit_code: int) -> str:
@@ -291,8 +292,8 @@ def how_it_ended(exit_code: int) -> str:
 
 
 def last_word(path: Path) -> str:
-    """Why a process of dips ended, as it said last in its log (core/observe/telemetry.py: say_last); empty: it did
-    not."""
+    """Why a process of dips ended, as the last line of its log says (core/observe/telemetry.py: say_last); empty: it
+    does not."""
     for text in reversed(log_tail(path, lines=_LOG_TAIL_BYTES).splitlines()):
         line = parse(text.strip())
         if line is not None:
