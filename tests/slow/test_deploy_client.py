@@ -378,7 +378,7 @@ def test_an_unreachable_slave_keeps_the_clusters_from_starting(here: StandIn, sm
 def test_pods_that_do_not_come_up_stop_the_rollout_with_what_is_known(here: StandIn, small: Path) -> None:
     here.broken = lambda one: one.get("status", {}).update(readyReplicas=1) if one["kind"] == "StatefulSet" else None
     site = site_of(small, Master(["s0", "s1"]))
-    with pytest.raises(RetryLater, match=r"StatefulSet small-slave is not well after 60 s \(1 of 2 pods ready\)"):
+    with pytest.raises(RetryLater, match=r"StatefulSet small-slave is not healthy after 60 s \(1 of 2 pods ready\)"):
         site.apply(site.difference())
     assert not here.of_kind("Job")
 

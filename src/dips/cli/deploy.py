@@ -184,7 +184,7 @@ def delete(
     yes: Yes = False,
     wait: Wait = WAIT,
 ) -> int:
-    """Delete the run's objects in all contexts, clusters first. Namespaces stay, volumes too without --delete-volumes."""
+    """Delete the run's objects in all contexts, clusters first. Namespaces stay; volumes too, unless asked."""
     deployment = read_deploy_file(file)
     site = _site(deployment, _known_contexts(), wait)
     going, volumes = site.going(cluster), site.volumes(cluster)

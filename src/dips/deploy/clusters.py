@@ -33,10 +33,10 @@ from dips.deploy.sizes import processors, quantity
 
 RENDEZVOUS_PORT = 29600
 RETRIES = 100_000
-"""A cluster that dies comes back as a new incarnation, as often as it takes; it ends when the run does."""
+"""A cluster whose process dies comes back as a new incarnation, as often as needed; it ends when the run does."""
 
 CONFIG_ERROR = 2
-"""Exit code of a setting that a person must change (dips.core.errors.ConfigError): starting anew helps nothing."""
+"""Exit code of a setting that a person must change (dips.core.errors.ConfigError): starting again does not help."""
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 END_S = 120
@@ -118,7 +118,7 @@ def _job_spec(deployment: Deployment, cluster: DeployedClusterKnobs, hashed: str
     wrong_setting = {"containerName": "cluster", "operator": "In", "values": [CONFIG_ERROR]}
     moved = [{"type": "DisruptionTarget", "status": "True"}]
     return {
-        # Kueue lets it go when there is room; until then nothing is started.
+        # Kueue starts it when there is room; until then nothing runs.
         "suspend": bool(cluster.queue),
         "completionMode": "Indexed",
         "completions": cluster.nodes,

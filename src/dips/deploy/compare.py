@@ -1,8 +1,8 @@
-"""What would change: the objects that are wanted against those that are there, in the fields that are ours.
+"""Compares the objects that are wanted with those that are there, in the fields that are ours.
 
 Pure. Three parties set fields: this program, the API server (defaults, status), and others (people, controllers). A
 field is ours if it is wanted now, or if we set it last time, as an annotation of the object remembers; all else is
-left alone. What the API cannot change is found here, so that it is said before anything is done.
+left alone. What the API cannot change is found here, so that it is reported before anything is done.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def shape(value: Any) -> Any:
 
 
 def merge_patch(wanted: Object, live: Object) -> Object:
-    """What has to change in `live`; fields that we set last time and want no more become null."""
+    """What has to change in `live`; fields that we set last time and no longer want become null."""
     last = _last_shape(live)
     patch = _difference(wanted, live, last)
     return patch if isinstance(patch, dict) else {}
@@ -122,11 +122,11 @@ def _holds(live: Any, wanted: Any) -> bool:
     return bool(live == wanted)
 
 
-# ---- what is not for us to change, or not for anybody ----
+# ---- fields that we must not change, and fields that no one can change ----
 
 
 def _left_alone(wanted: Object, live: Object) -> Object:
-    """With what is said once only as it is there: later others decide it, or `dips deploy scale` does."""
+    """With fields that are set only once as they are there: later others decide them, or `dips deploy scale` does."""
     found = copy.deepcopy(wanted)
     kind, spec = wanted["kind"], found.get("spec", {})
     if kind in ("Job", "JobSet"):

@@ -1,8 +1,8 @@
-"""Reads the file of `dips deploy`: sites, contexts, servers and clusters, checked before anybody is asked anything.
+"""Reads the file of `dips deploy`: sites, contexts, servers and clusters, checked before any request is sent.
 
 [deploy] says where and as whom, [model] how large, [master], [slave], [worker] and [train] are the settings of the
 roles as in the file of `dips up`, each [[sites]] is a place with or without Kubernetes, each [[clusters]] a training
-cluster. It must find every mistake that can be found without asking anybody.
+cluster. It must find every mistake that can be found without a request.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Deployment:
 
     @property
     def master_address(self) -> str:
-        """HOST:PORT at which everybody outside the servers' pods reaches the master."""
+        """HOST:PORT at which all outside the servers' pods reach the master."""
         return f"{self._host('master')}:{self.run.outside_master_port}"
 
     @property
@@ -145,7 +145,7 @@ def _role_table(file: Path, tables: Mapping[str, Any], name: str) -> Mapping[str
     said = [key for key in table if key in OURS[name]]
     if said:
         raise ConfigError(
-            f"{file} [{name}]: {said[0]!r} is not said here: it follows from [deploy] and [[sites]]; leave it out"
+            f"{file} [{name}]: {said[0]!r} does not belong here: it follows from [deploy] and [[sites]]; leave it out"
         )
     return table
 
@@ -173,7 +173,7 @@ def _check_once(file: Path, table: str, key: str, names: list[str]) -> None:
         raise ConfigError(f"{file} {table}: two have the {key} {doubles[0]!r}: give each its own")
 
 
-# ---- where the servers stand ----
+# ---- where the servers are ----
 
 
 def _server_site(

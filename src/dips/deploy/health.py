@@ -1,4 +1,4 @@
-"""Whether an object does what it is there for, in a word and a sentence. Pure."""
+"""Judges whether an object of Kubernetes is healthy, in a word and a sentence. Pure."""
 
 from __future__ import annotations
 

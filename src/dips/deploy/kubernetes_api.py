@@ -1,4 +1,4 @@
-"""One API server: get, list, create, patch and delete objects by their place, and errors as sentences.
+"""A client of one API server: gets, lists, creates, patches and deletes objects; errors become sentences.
 
 The only module of the deployment, with contexts.py, that knows the client of Kubernetes. It asks for no discovery:
 the kinds are those of objects.py. It must never retry by itself, and never print what is in a secret.
@@ -41,7 +41,7 @@ class KubernetesApi:
         return self._call("get", f"{self._folder(kind)}/{name}", f"{kind} {name}", missing_is_none=True)
 
     def list(self, kind: str, labels: Mapping[str, str]) -> list[Object]:
-        """Those of this namespace with all of the labels; none when nobody knows the kind."""
+        """Those of this namespace with all of the labels; none when the API server does not know the kind."""
         wanted = ",".join(f"{key}={value}" for key, value in labels.items())
         found = self._call(
             "get", self._folder(kind), f"the list of {PLURALS[kind]}", missing_is_none=True, label_selector=wanted

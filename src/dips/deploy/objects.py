@@ -1,4 +1,4 @@
-"""What all objects have in common: names, labels, the security of pods, and where their bytes go.
+"""The parts that all objects share: names, labels, the security of pods, and volumes.
 
 Pure: dictionaries as Kubernetes reads them. Every pod must pass the restricted profile of the Pod Security Standards,
 and nothing is written as an empty list or table, which the API drops and a comparison would see as a difference.
@@ -21,7 +21,7 @@ Object = dict[str, Any]
 IDENTITY_FILES = (CA_FILE, CERT_FILE, KEY_FILE)
 
 COMMON_ENVIRONMENT = {"HOME": "/tmp", "NUMBA_CACHE_DIR": "/tmp/numba", "DIPS_LOG_FORMAT": "json"}
-"""Nothing but the volumes can be written; logs are for whatever collects them."""
+"""Nothing but the volumes can be written; logs go to standard error, for a log collector."""
 
 USER = 10001
 """The user and group of the images (Dockerfile)."""
@@ -195,7 +195,7 @@ def config_mount() -> Object:
 
 
 def secret_volume(secret: str) -> Object:
-    """Readable by the pod's group only: a key that everybody could read would be refused."""
+    """Readable by the pod's group only: a key that every user could read would be refused."""
     return {"name": "keys", "secret": {"secretName": secret, "defaultMode": 0o440}}
 
 
@@ -218,7 +218,7 @@ METRICS = {"metrics": METRICS_PORT}
 
 
 class _WholeDumper(yaml.SafeDumper):
-    """Writes everything out: nobody reads `*id001` well."""
+    """Writes everything out, without aliases such as `*id001`, which are hard to read."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Clusters without Kubernetes: a script for Slurm, and a command for a shell. Pure texts.
+"""Writes the start scripts of clusters without Kubernetes: one for Slurm, one for a shell. Pure texts.
 
 Everything that comes from the file is quoted: a name or argument can never be read as a command.
 """
@@ -78,7 +78,7 @@ def _text(first: list[str], deployment: Deployment, cluster: DeployedClusterKnob
         *first,
         f"# Cluster {cluster.id} of run {deployment.name}. It needs {requirement('worker')} on its nodes, and its own "
         "identity,",
-        f"# the folder {keys} of `dips keys`, beside this script (or DIPS_KEYS), readable by nobody else.",
+        f"# the folder {keys} of `dips keys`, next to this script (or DIPS_KEYS), readable by no one else.",
         "set -u",
         *(f"export {key}={shlex.quote(value)}" for key, value in said.items()),
         f'export DIPS_KEYS="${{DIPS_KEYS:-$PWD/{keys}}}"',

@@ -1,4 +1,4 @@
-"""How large pods and volumes are: the formulas of `dips size`, and what Kubernetes calls the numbers.
+"""Computes the sizes of pods and volumes by the formulas of `dips size`, and writes them as Kubernetes does.
 
 Pure. A volume that was asked for and is too small is refused here, before anything is made: a slave would refuse the
 model only when a cluster joins.
@@ -20,10 +20,10 @@ SUPERVISOR_BYTES = 192 * MIB
 """Of the supervisor's process: interpreter, gRPC and the client of Kubernetes take 110 MiB here."""
 
 TAPE_ROOM_BYTES = 2 << 30
-"""Beside the journal, for the master's tape: some KB for each round and push (docs/budgets.md)."""
+"""In addition to the journal, for the master's tape: some KB for each round and push (docs/budgets.md)."""
 
 _IRRELEVANT_LINK = "1gbps"
-"""No size of memory or disk depends on the link; `dips size` is what tells times."""
+"""No size of memory or disk depends on the link; `dips size` shows times."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Runs beside the master: looks at its status and at the slaves' pods, and ends the pod that slave_watch names.
+"""Watches the master's status and the slaves' pods, and ends the pod that slave_watch names.
 
 It has the right to see and to delete the pods of the slaves, by their names, and no other; the master knows it by keys
 that may ask for the status. A master or an API server that does not answer means: do nothing.

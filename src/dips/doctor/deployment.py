@@ -1,6 +1,6 @@
-"""What must hold for a file of `dips deploy`, as seen from the machine that deploys.
+"""Checks a file of `dips deploy`, as far as the machine that deploys can see.
 
-Nodes and pods of Kubernetes cannot be looked into from here: what they need is told, and `dips deploy plan` shows it.
+Nodes and pods of Kubernetes cannot be looked into from here: what they need is shown, and `dips deploy plan` shows it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _keys(deployment: Deployment) -> Findings:
 
 
 def _contexts(deployment: Deployment) -> Findings:
-    """Each site's context is known, its API server answers and lets us in, and its clock agrees with ours."""
+    """Each site's context is known, its API server answers and accepts us, and its clock agrees with ours."""
     known = contexts.known_contexts()
     if known is None:
         contexts.check_contexts([], known)
@@ -137,7 +137,7 @@ def _cluster_memory(deployment: Deployment, cluster: DeployedClusterKnobs) -> Fi
     have = cluster.memory * cluster.nodes
     told = (
         f"cluster {cluster.id}: {cluster.nodes} nodes of {format_bytes(cluster.memory)}, of which Di-PS takes "
-        f"{format_bytes(needed)} beside the training"
+        f"{format_bytes(needed)} in addition to the training"
     )
     if needed > have:
         return fail("memory", told, "give [[clusters]] more memory or nodes, or lower what the model takes")
@@ -146,7 +146,7 @@ def _cluster_memory(deployment: Deployment, cluster: DeployedClusterKnobs) -> Fi
             "memory", f"{told}, on its first node", "give the node of rank 0 that much, or shard the parameters"
         )
     if needed > 0.5 * have:
-        return warn("memory", f"{told}, more than half", "see that the model and its batches fit beside it")
+        return warn("memory", f"{told}, more than half", "see that the model and its batches fit as well")
     return ok("memory", told)
 
 

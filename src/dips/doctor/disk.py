@@ -1,4 +1,4 @@
-"""Disks: is there room for what a run claims, how long does a flush take, how fast are snapshots written."""
+"""Checks disks: is there room for what a run claims, how long does a flush take, how fast are snapshots written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLOCKS_DIFFER_S = 2.0
 
 @dataclass(frozen=True)
 class Room:
-    """What something claims in a directory, at most, beside what stands there already."""
+    """What something claims in a directory, at most, in addition to what is there already."""
 
     directory: Path
     n_bytes: int
@@ -46,7 +46,7 @@ class DiskSpeed:
 
 
 def standing(directory: Path) -> Path:
-    """The directory, or the nearest one above it that is there: what will be made stands on its disk."""
+    """The directory, or the nearest one above it that is there: what will be made is on its disk."""
     path = directory.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -63,7 +63,7 @@ def check_writable(directory: Path) -> Finding:
 
 
 def check_room(rooms: Iterable[Room]) -> Findings:
-    """One finding for each disk, for all that stands on it."""
+    """One finding for each disk, for all that is on it."""
     by_disk: dict[int, list[Room]] = {}
     for room in rooms:
         by_disk.setdefault(standing(room.directory).stat().st_dev, []).append(room)

@@ -1,4 +1,4 @@
-"""What a check finds: OK, WARN or FAIL, a sentence, and a remedy unless all is well.
+"""The findings of checks: OK, WARN or FAIL, a sentence, and a remedy unless all is well.
 
 A check is a generator of findings; one that cannot be made is a finding, too, and never hides the others.
 """
@@ -14,7 +14,7 @@ from dips.core.observe.log_lines import escaped
 
 
 class Grade(Enum):
-    """WARN: the run would go on, but worse than it could, or it cannot be told from here. FAIL: it would not."""
+    """WARN: the run would go on, but worse than it could, or it cannot be checked from here. FAIL: it would not."""
 
     OK = "OK"
     WARN = "WARN"
@@ -70,6 +70,4 @@ def examined(checks: Iterable[Check]) -> Findings:
             yield Finding(check.name, Grade.FAIL, str(error))
         except OSError as error:
             place = f"{error.filename}: " if error.filename else ""
-            yield fail(
-                check.name, f"{place}{error.strerror or error}", "this could not be looked at; see to that first"
-            )
+            yield fail(check.name, f"{place}{error.strerror or error}", "this could not be checked; correct that first")

@@ -1,4 +1,4 @@
-"""What this machine has: memory, files, pages, buffers, a clock. Facts are read in one place, and judged purely."""
+"""Reads and judges this machine's memory, files, huge pages, buffers and clock. Only reading touches the system."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dips.core.units import format_bits_per_s, format_bytes, format_seconds
 from dips.doctor.findings import Finding, Findings, fail, ok, warn
 
 _TIME_ERROR = 5
-"""What adjtimex(2) returns while nobody keeps the clock right."""
+"""What adjtimex(2) returns while nothing keeps the clock right."""
 
 _TIMEX_BYTES = 256
 """More than struct timex has on any system."""
@@ -28,7 +28,7 @@ TIGHT_SHARE = 0.8
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What was read; None: this system does not tell. Buffers: the largest that TCP grows to by itself."""
+    """What was read; None: this system does not say. Buffers: the largest that TCP grows to by itself."""
 
     memory_bytes: int | None
     files: int
@@ -60,12 +60,12 @@ def judge_memory(facts: HostFacts, needed_bytes: int, what_for: str) -> Finding:
     """needed_bytes: of all processes that start here, at most."""
     free = facts.memory_bytes
     if free is None:
-        return warn("memory", "this system does not tell how much memory is free", f"{what_for}: see that it is there")
+        return warn("memory", "this system does not report its free memory", f"{what_for}: see that it is there")
     told = f"{what_for}, and {format_bytes(free)} are free here"
     if needed_bytes > free:
         return fail("memory", told, "end what else runs, lower max_clusters or pinned_versions, or use more machines")
     if needed_bytes > TIGHT_SHARE * free:
-        return warn("memory", f"{told}: that is tight", "end what else runs; trainers need memory beside it")
+        return warn("memory", f"{told}: that is tight", "end what else runs; trainers need memory as well")
     return ok("memory", told)
 
 
@@ -77,7 +77,7 @@ def judge_files(facts: HostFacts) -> Finding:
     if facts.files < FEWEST_FILES:
         return fail("files", f"{told}, and each connection is one", remedy)
     if facts.files < WANTED_FILES:
-        return warn("files", f"{told}; connections of strangers are held off sooner than at {WANTED_FILES}", remedy)
+        return warn("files", f"{told}; connections of unknown peers are refused sooner than at {WANTED_FILES}", remedy)
     return ok("files", told)
 
 
@@ -113,7 +113,7 @@ def judge_buffers(facts: HostFacts, link_bits_per_s: float, round_trip_s: float)
 
 def judge_clock(facts: HostFacts) -> Finding:
     if facts.clock_is_kept is None:
-        return ok("clock", "this system does not tell whether its clock is kept right")
+        return ok("clock", "this system does not report whether its clock is kept right")
     if not facts.clock_is_kept:
         return warn(
             "clock",

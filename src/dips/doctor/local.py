@@ -1,4 +1,4 @@
-"""What must hold for a file of `dips up`: everything runs on this machine.
+"""Checks a file of `dips up`: everything runs on this machine.
 
 The checks in the order in which a person wants them: what is written wrong, then what is missing, then what is slow.
 """
@@ -34,8 +34,8 @@ from dips.trainer.sizes import SIZES
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What the file does not say. params: of the model, where a cluster brings its own loop. Link and round trip: to
-    the clusters that come from elsewhere; link None: nobody said, and what is on loopback has none."""
+    """The options of `dips doctor`. params: of the model, where a cluster brings its own loop. Link and round trip: to
+    the clusters that come from elsewhere; link None: not given, and what is on loopback has none."""
 
     params: int | None = None
     link_bits_per_s: float | None = None
@@ -43,7 +43,7 @@ class DoctorOptions:
 
     @property
     def link(self) -> float:
-        """As it was said, or an ordinary one."""
+        """The rate that was given, or an ordinary one."""
         return self.link_bits_per_s or 10e9
 
 
@@ -96,7 +96,7 @@ class LocalDoctor:
         yield disk.check_writable(directory)
         if self.runs_now:
             told = f"a launcher runs in {directory} now, so its ports are taken by the run itself"
-            yield warn("directory", told, "only what does not depend on ports is told; end the run to check all")
+            yield warn("directory", told, "only what does not depend on ports is checked; end the run to check all")
 
     def _programs(self) -> Findings:
         for cluster in _own_clusters(self._plan):
@@ -127,7 +127,7 @@ class LocalDoctor:
     def _keys(self) -> Findings:
         plan, keys = self._plan, self._run.directory / KEYS
         if plan.insecure:
-            told = "the run uses no keys: nothing is encrypted and nobody is authenticated, on this machine only"
+            told = "the run uses no keys: nothing is encrypted and no one is authenticated, on this machine only"
             yield warn("keys", told, "leave out insecure for anything but trying out")
         elif not keys.is_dir():
             yield ok("keys", f"`dips up` will make them in {keys}")
@@ -183,7 +183,7 @@ class LocalDoctor:
         parts = {
             f"{len(plan.slaves)} slaves": len(plan.slaves) * self._sizes["slave_process_bytes"].value,
             "the master": self._sizes["master_memory_bytes"].value,
-            f"{len(plan.clusters)} clusters beside their training": len(plan.clusters)
+            f"{len(plan.clusters)} clusters in addition to their training": len(plan.clusters)
             * self._sizes["cluster_memory_bytes"].value,
         }
         listed = ", ".join(f"{name} {format_bytes(round(n))}" for name, n in parts.items() if n)
@@ -212,7 +212,7 @@ class LocalDoctor:
 def refuse_what_cannot_start(run: RunKnobs, plan: RunPlan) -> None:
     """For `dips up`: raise ConfigError for the first thing that must fail, before anything is made or started.
 
-    Only what is quick to look at. A directory in which a launcher runs is left to who claims it.
+    Only what is quick to look at. A directory in which a launcher runs is left to the one who claims it.
     """
     doctor = LocalDoctor(run, plan, DoctorOptions())
     if doctor.runs_now:
@@ -301,7 +301,7 @@ def _addresses(plan: RunPlan) -> Iterable[network.ListenAddress]:
 
 
 def _extras(run: RunKnobs, plan: RunPlan) -> Iterable[str]:
-    """Of pyproject.toml; the same package may stand in several."""
+    """Of pyproject.toml; the same package may be in several."""
     yield "slave"
     if run.page:
         yield "master"

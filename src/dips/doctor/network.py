@@ -1,4 +1,4 @@
-"""Ports and addresses: free where something is to listen, found and reached where something is to be dialled."""
+"""Checks ports and addresses: free where a process will listen, found and reached where one will be dialled."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def check_name_found(who: str, address: str, setting: str) -> Finding:
 
 
 def dialled(address: str, tries: int = TRIES) -> Reached:
-    """The shortest of some dials. A host that refuses is there, too: it answers. Nothing is said on the connection."""
+    """The shortest of some dials. A host that refuses is there, too: it answers. Nothing is sent on the connection."""
     host, port = parse_address(address)
     best: float | None = None
     listens, why = False, ""
@@ -126,12 +126,12 @@ def check_advertised(who: str, address: str, setting: str) -> Findings:
     if is_loopback(host):
         yield warn(
             "addresses",
-            f"{who} is told to others as {address}, where only this machine finds it",
+            f"{who} is advertised as {address}, where only this machine finds it",
             f"give {setting} the address that clusters elsewhere reach",
         )
     elif is_elsewhere(address):
         yield warn(
             "addresses",
-            f"{who} is told to others as {address}, which is no address of this machine",
+            f"{who} is advertised as {address}, which is no address of this machine",
             "right where a router or firewall forwards it to this machine; else give the address of this machine",
         )

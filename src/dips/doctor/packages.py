@@ -1,4 +1,4 @@
-"""Versions: what is installed here against what dips and its extras ask for, read from the packages' own records."""
+"""Checks versions: what is installed here against what dips and its extras ask for, from the packages' records."""
 
 from __future__ import annotations
 

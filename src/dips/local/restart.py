@@ -1,6 +1,7 @@
 """Decides when to start an ended process again, and when to stop trying. It has no clock and no process.
 
-A failure of a process that ran for long is forgiven: only failures that follow each other quickly count towards giving up.
+A failure of a process that ran for long is forgiven: only failures that follow each other quickly count towards giving
+up.
 """
 
 from __future__ import annotations
