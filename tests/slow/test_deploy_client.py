@@ -174,7 +174,7 @@ def test_what_is_not_permitted_or_not_installed_is_told_and_nothing_is_made(
     here.forbidden.clear()
     here.unknown_kinds.add("ServiceMonitor")
     told = refused(capsys, "apply", small, *APPLY)
-    assert "install the Prometheus operator there, or say service_monitor = false" in told
+    assert "install the Prometheus operator there, or set service_monitor = false" in told
     assert not here.objects
 
 

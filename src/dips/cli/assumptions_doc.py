@@ -40,7 +40,7 @@ _TITLES = {"master": "Master", "slave": "Slave", "worker": "Cluster"}
 
 
 def page() -> str:
-    """The whole document."""
+    """The text of docs/assumptions.md."""
     parts = [_INTRODUCTION]
     for role, rows in ROLES.items():
         parts.append(f"## {_TITLES[role]}")

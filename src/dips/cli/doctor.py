@@ -98,7 +98,7 @@ def _shown(findings: Iterable[Finding], quiet: bool) -> Iterable[Finding]:
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """The last line for a person."""
+    """The last line of the output: how many findings of each grade, and what follows."""
     counted = Counter(one.grade for one in findings)
     words = ", ".join(f"{counted[grade]} {grade.value}" for grade in Grade)
     verdict = "it would fail: correct what is FAIL" if counted[Grade.FAIL] else "nothing prevents the run"

@@ -11,7 +11,7 @@ from dips.core.errors import ConfigError
 
 
 def keep_current(description: str | None, render: Callable[[str], str]) -> int:
-    """Read the arguments `[--write] FILE`, then write the page or compare it; the exit code.
+    """Read the arguments `[--write] FILE`, then write the page or compare it; returns the exit code.
 
     render: the page as it is ("" where there is none) -> as it should be; may raise ConfigError. 1: it is stale.
     """

@@ -29,7 +29,7 @@ _YES, _NO = frozenset({"1", "true", "yes", "on"}), frozenset({"", "0", "false", 
 
 
 def asked_security(keys: Path | None, insecure: bool, run_dir: Path | None = None) -> Security:
-    """What the options, else the environment, else the run's directory say.
+    """The security that the options, else the environment, else the run's directory ask for.
 
     Raises ConfigError when neither or both are given, or the keys cannot be used.
     """

@@ -111,7 +111,7 @@ def show(
     authority = Authority(folder)
     revoked = {row["serial"]: row["reason"] for row in authority.revoked()}
     rows = [authority.certificate(name) for name in authority.names()]
-    told = [
+    identities = [
         {
             "name": row.name,
             "role": row.role.value,
@@ -124,12 +124,12 @@ def show(
         for row in rows
     ]
     if as_json:
-        print(json.dumps({"identities": told, "authorities": len(authority.authorities())}))
+        print(json.dumps({"identities": identities, "authorities": len(authority.authorities())}))
         return 0
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("name", "role", "serial", "until", ""):
         table.add_column(column, no_wrap=True)
-    for row, item in zip(rows, told, strict=True):
+    for row, item in zip(rows, identities, strict=True):
         state = f"revoked: {item['reason'] or 'no reason given'}" if item["revoked"] else str(item["lapse"])
         table.add_row(row.name, row.role.value, row.serial_hex[:12], _day(row.not_after), state)
     Console().print(table)

@@ -27,7 +27,7 @@ Level = Literal["debug", "info", "warning", "error", "critical"]
 
 @dataclass(frozen=True)
 class LogFilter:
-    """Which entries are wanted. roles: role, process or file names; none: all. since_s: Unix time."""
+    """Chooses the entries to show. roles: role, process or file names; none: all. since_s: Unix time."""
 
     roles: frozenset[str] = frozenset()
     cause: str = ""
@@ -72,9 +72,9 @@ def logs(
     """
     wanted = LogFilter(frozenset(role or ()), cause, since_of(since, time.time()), level.upper())
     files = find_logs(run_dir, events or bool(cause))
-    told = following(run_dir, files, events or bool(cause)) if follow else merged(files, to_the_end=True)
+    entries = following(run_dir, files, events or bool(cause)) if follow else merged(files, to_the_end=True)
     try:
-        for entry in told:
+        for entry in entries:
             if wanted.takes(entry):
                 print(as_json_line(entry) if as_json else shown(entry), flush=follow)
     except BrokenPipeError:
@@ -89,7 +89,7 @@ def following(
     events: bool,
     wait: Callable[[float], None] = time.sleep,
 ) -> Iterator[LogEntry]:
-    """All entries, then those that come; files that appear later are taken in. Ends when the generator is closed.
+    """Yield all entries, then new ones as they come, also of new files. Ends when the generator is closed.
 
     What comes is in the order of time between two looks.
     """
@@ -132,5 +132,5 @@ def shown(entry: LogEntry) -> str:
 
 
 def as_json_line(entry: LogEntry) -> str:
-    """Stable keys; JSON escapes what a terminal would act upon."""
+    """One entry as a JSON object with stable keys; JSON escapes what a terminal would act upon."""
     return json.dumps({**entry.line.to_json(), "source": escaped(entry.source)}, separators=(",", ":"))

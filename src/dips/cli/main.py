@@ -400,9 +400,9 @@ def _fail(sentence: str, exit_code: int) -> int:
 
 
 def _usage_sentence(error: Exception, arguments: Sequence[str]) -> str:
-    told = getattr(error, "format_message", error.__str__)()
+    message = getattr(error, "format_message", error.__str__)()
     names = [command.name for command in COMMANDS if command.name in arguments[:1]]
-    return f"{told} `{' '.join(['dips', *names, '--help'])}` shows the options."
+    return f"{message} `{' '.join(['dips', *names, '--help'])}` shows the options."
 
 
 def _missing_package(error: ModuleNotFoundError) -> int:

@@ -125,7 +125,7 @@ lent to it · `digest`: what arrived is not what was sent · `refused`: a slave 
 
 
 def page() -> str:
-    """The whole document."""
+    """The text of docs/metrics.md."""
     parts = [_INTRODUCTION]
     for title, prefix, specs in ROLES:
         head = [

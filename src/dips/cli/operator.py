@@ -179,7 +179,7 @@ def reshard(
     Rounds rest while blocks move, and clusters train on; `dips status` says how far it is.
     """
     if cancel == bool(add or remove):
-        raise ConfigError("say what is to change: --add SLAVE and --remove SLAVE, or --cancel alone")
+        raise ConfigError("nothing is to change: give --add SLAVE and --remove SLAVE, or --cancel alone")
     with _operator(master, run_dir, run_id, keys, insecure) as operator:
         print(operator.take_back_reshard() if cancel else operator.reshard(add or (), remove or (), reason))
     return 0
@@ -189,7 +189,7 @@ def _operator(
     master: str | None, run_dir: Path | None, run_id: str, keys: Path | None, insecure: bool
 ) -> OperatorClient:
     address = master_address(master, run_dir)
-    parse_address(address, "the master's address")  # before the keys: it was said first
+    parse_address(address, "the master's address")  # before the keys, as it comes first on the command line
     return OperatorClient(address, run_id, security=asked_security(keys, insecure, run_dir))
 
 

@@ -172,8 +172,8 @@ def sweep(
     check_compared(grid, over, optimal)
     if out is not None:
         ready_folder(out)
-    told = Console(stderr=True)
-    shown = track(grid, "planning", console=told, disable=not told.is_terminal)
+    stderr = Console(stderr=True)
+    shown = track(grid, "planning", console=stderr, disable=not stderr.is_terminal)
     rows = list(swept(shown, optimal, seconds))
     maps = panels(rows, over)
     files = _write_sweep(rows, maps, out) if out is not None else []

@@ -77,7 +77,7 @@ def _limits(least_gain: float, within: int, pause_s: float) -> Limits:
 
 
 def verdict_json(running: Running, verdict: ReplanVerdict) -> dict[str, Any]:
-    """Times in seconds."""
+    """The verdict as a JSON object; times in seconds."""
     new, swap = verdict.new, verdict.swap
     return {
         "advised": verdict.advised,

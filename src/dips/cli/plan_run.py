@@ -76,7 +76,7 @@ def run(
     source = source_of(plan, options)
     n = source.schedule.n_devices
     if ranks is not None and ranks != n:
-        raise ConfigError(f"--ranks {ranks}, but {plan} has {n} devices: say --ranks {n}, or make a plan for {ranks}")
+        raise ConfigError(f"--ranks {ranks}, but {plan} has {n} devices: give --ranks {n}, or make a plan for {ranks}")
     costs = scaled(source.costs, n, operation_ms)
     outcome = _outcome(source, costs, 0 if check_gradients else repeats, backend, out, operation_ms, tolerance / 100)
     files = write_files(outcome, out) if out is not None else []
@@ -112,8 +112,8 @@ def _outcome(
     predicted = simulate(source.schedule, costs)
     predicted_s = predicted.makespan_ns / NS
     job = job_of(PlanSource(source.schedule, costs, source.sites), repeats, backend, predicted_s)
-    told = Console(stderr=True)
-    with _folder(out) as folder, told.status(_what_goes_on(predicted, repeats)):
+    stderr = Console(stderr=True)
+    with _folder(out) as folder, stderr.status(_what_goes_on(predicted, repeats)):
         reports = run_ranks(folder, job, START_S + 3 * predicted_s * (repeats + 1), SystemClock())
     return PlanRunOutcome(
         source=source,

@@ -55,7 +55,7 @@ def tradeoff(
 
 
 def tradeoff_json(found: Tradeoff) -> dict[str, Any]:
-    """All ways; times in seconds, the fastest first."""
+    """All ways as a JSON object, the fastest first; times in seconds."""
     setup, best_s = found.problem.setup, found.choices[0].best.iteration_s
     return {
         "setup": Path(setup.file).name,

@@ -58,7 +58,7 @@ def size(as_json: bool = typer.Option(False, "--json", help="JSON on standard ou
 
 
 def to_json(sizes: SizeTable) -> dict[str, object]:
-    """Stable keys: quantities by key, in base units."""
+    """The table as a JSON object with stable keys: quantities by key, in base units."""
     rows = {
         row.key: {
             "value": row.value,

@@ -24,11 +24,11 @@ def story(
 
     A round's history follows its pushes from their tickets to their verdicts. Times are seconds since the first line.
     """
-    told = tell_story(run_dir, name)
+    history = tell_story(run_dir, name)
     if as_json:
-        print(json.dumps(told.to_json(), indent=2))
+        print(json.dumps(history.to_json(), indent=2))
         return 0
-    print(f"{told.what} {told.name}")
-    for line in render(told):
+    print(f"{history.what} {history.name}")
+    for line in render(history):
         print(line)
     return 0

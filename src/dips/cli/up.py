@@ -66,10 +66,10 @@ def _serve(local: LocalRun, progress: Progress, directory: RunDirectory, page: b
     """Watch the run to its end. A master whose run was stopped while its clusters were away is ended as well."""
     address = local.start()
     progress.say(f"the run's master listens on {address}")
-    if said := page_sentence(local.page_url, page):
-        progress.say(said)
-    if said := metrics_sentence(local.plan, directory):
-        progress.say(said)
+    if sentence := page_sentence(local.page_url, page):
+        progress.say(sentence)
+    if sentence := metrics_sentence(local.plan, directory):
+        progress.say(sentence)
     for line in how_to_join(local.plan, address, directory):
         progress.say(line)
     asked_to_stop = False
@@ -90,10 +90,10 @@ def _heldout(local: LocalRun, directory: RunDirectory) -> list[HeldoutPoint] | N
 
 
 def how_to_join(plan: RunPlan, address: str, directory: RunDirectory) -> list[str]:
-    """What a person types to bring a loop of their own, when the file starts no cluster or others are to come."""
+    """The commands that start further clusters, when the file starts none or more are expected."""
     if plan.clusters:
         return _from_elsewhere(plan, address, directory)
-    said = "no clusters are in the file: start your own training loops, each in a terminal of its own, such as"
+    sentence = "no clusters are in the file: start your own training loops, each in a terminal of its own, such as"
     lines = [
         f"  DIPS_MASTER={address} DIPS_CLUSTER={name} {_security_words(plan, directory, name)} "
         "python examples/own_loop.py"
@@ -101,7 +101,7 @@ def how_to_join(plan: RunPlan, address: str, directory: RunDirectory) -> list[st
     ]
     more = [] if plan.insecure else [f"keys for another one:  dips keys add {directory.keys} --cluster NAME"]
     return [
-        said,
+        sentence,
         *lines,
         *_from_elsewhere(plan, address, directory),
         *more,

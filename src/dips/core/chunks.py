@@ -45,7 +45,7 @@ def checksum(payload: Buffer) -> int:
 
 
 def shard_digest(checksums: Sequence[int] | NDArray[np.uint64]) -> bytes:
-    """16 bytes; checksums in (block id, offset) order."""
+    """The digest of a shard, 16 bytes; checksums in (block id, offset) order."""
     return xxhash.xxh3_128_digest(np.asarray(checksums, dtype="<u8").tobytes())
 
 

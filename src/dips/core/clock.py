@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds, in two senses: `monotonic_s` for intervals and deadlines, `wall_s` (Unix time) for people."""
+    """The time in seconds, in two forms: `monotonic_s` for intervals and deadlines, `wall_s` (Unix time) for people."""
 
     def monotonic_s(self) -> float: ...
 

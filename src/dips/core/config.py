@@ -117,7 +117,7 @@ def load_table(kind: type[M], table: Mapping[str, object], where: str) -> M:
 
 
 def read_tables(file: Path, known: Iterable[str] | None = None) -> dict[str, Any]:
-    """The whole TOML file.
+    """Read a whole TOML file of settings.
 
     Raises ConfigError if it cannot be read, or has a top-level name that is not in `known` (None: any goes).
     """
@@ -130,7 +130,7 @@ def read_tables(file: Path, known: Iterable[str] | None = None) -> dict[str, Any
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """What a TOML file holds.
+    """Read a TOML file.
 
     Raises ConfigError if it cannot be read, is not TOML, or is of a size that costs the parser minutes: the time for a
     key of many dotted parts grows with their square.

@@ -36,7 +36,7 @@ class Lacking:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """config: what the config.json of a model of transformers says; empty: it is another model.
+    """Describes a model beyond its layout. config: the config.json of a model of transformers; empty: another model.
 
     prefix: precedes its own names in the layout, as when it is a part of another module. absent, n_absent: some of
     the tensors that it has and that are not trained, and how many. lacks: all of them; empty where they are too many.

@@ -19,7 +19,7 @@ PROTOCOL_MIN = 1
 
 
 def codec_capability(codec: Codec) -> str:
-    """What a peer offers that can read this codec."""
+    """The capability that a peer offers if it can read this codec."""
     return f"codec-{codec.name.lower()}"
 
 
@@ -41,7 +41,7 @@ MAX_LEASED_CHUNKS = 256
 
 @dataclass(frozen=True)
 class Agreement:
-    """What two peers speak with each other."""
+    """The protocol version and capabilities that two peers use with each other."""
 
     version: int
     capabilities: frozenset[str]

@@ -31,7 +31,7 @@ _NAME_CHARS = 100
 
 @dataclass(frozen=True)
 class TensorDigest:
-    """digest: xxh3-64 over dtype, shape and bytes; of a tensor that training changes over dtype and shape only."""
+    """A tensor's name and digest: xxh3-64 over dtype, shape and bytes; without bytes where training changes it."""
 
     name: str
     digest: int
@@ -39,7 +39,7 @@ class TensorDigest:
 
 @dataclass(frozen=True)
 class Untrained:
-    """Names are unique within each list."""
+    """The frozen parameters and the buffers of a model. Names are unique within each list."""
 
     frozen: tuple[TensorDigest, ...] = ()
     buffers: tuple[TensorDigest, ...] = ()
@@ -94,8 +94,8 @@ def difference(what: str, ours: tuple[TensorDigest, ...], theirs: tuple[TensorDi
 
 
 def _named(names: list[str]) -> str:
-    told = ", ".join(repr(name[:_NAME_CHARS]) for name in names[:_NAMED])
-    return told if len(names) <= _NAMED else f"{told} and {len(names) - _NAMED} more"
+    shown = ", ".join(repr(name[:_NAME_CHARS]) for name in names[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
 
 
 def _by_name(listed: tuple[TensorDigest, ...]) -> Mapping[str, int]:

@@ -23,7 +23,7 @@ SCALE_BLOCK_ELEMS = 64
 
 
 class Codec(IntEnum):
-    """How the payload is written. NONE is for messages without payload."""
+    """The codec of a payload. NONE is for messages without payload."""
 
     NONE = 0
     F32 = 1

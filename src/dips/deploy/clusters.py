@@ -80,7 +80,10 @@ def cluster_settings(deployment: Deployment, cluster: DeployedClusterKnobs, stat
 
 
 def command(deployment: Deployment, cluster: DeployedClusterKnobs, settings: str, host: str, rank: str) -> list[str]:
-    """What one node runs. host: the first node's name; rank: of this node, a number or a variable's name."""
+    """The command that one node runs.
+
+    host: the first node's name; rank: of this node, a number or a variable's name.
+    """
     own = list(cluster.command) or ["dips", "train", "--config", settings]
     if not cluster.torchrun:
         return own
@@ -171,11 +174,11 @@ def end_s(deployment: Deployment) -> int:
 
 def _environment(deployment: Deployment, cluster: DeployedClusterKnobs) -> list[Object]:
     """What a program of one's own reads, and where the metrics are; the index is the Job's."""
-    said = [{"name": key, "value": value} for key, value in environment(deployment, cluster, KEYS).items()]
+    variables = [{"name": key, "value": value} for key, value in environment(deployment, cluster, KEYS).items()]
     if not cluster.torchrun:  # of several processes in a pod only one could have the port
-        said.append({"name": "DIPS_WORKER_METRICS_LISTEN", "value": f"0.0.0.0:{METRICS_PORT}"})
+        variables.append({"name": "DIPS_WORKER_METRICS_LISTEN", "value": f"0.0.0.0:{METRICS_PORT}"})
     index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
-    return [*said, {"name": "JOB_COMPLETION_INDEX", "valueFrom": {"fieldRef": index}}]
+    return [*variables, {"name": "JOB_COMPLETION_INDEX", "valueFrom": {"fieldRef": index}}]
 
 
 def environment(deployment: Deployment, cluster: DeployedClusterKnobs, keys: str) -> dict[str, str]:

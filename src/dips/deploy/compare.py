@@ -28,7 +28,7 @@ _NOTHING: Any = object()
 
 
 class ObjectAction(Enum):
-    """What is done about an object; the values are the marks of a plan."""
+    """The action for an object; the values are the marks of a plan."""
 
     CREATE = "+"
     CHANGE = "~"
@@ -39,7 +39,7 @@ class ObjectAction(Enum):
 
 @dataclass(frozen=True)
 class Step:
-    """One object and what becomes of it. patch: of a change, as a JSON merge patch."""
+    """One object and the action for it. patch: of a change, as a JSON merge patch."""
 
     context: str
     action: ObjectAction
@@ -53,7 +53,7 @@ class Step:
 
 
 def step_for(context: str, wanted: Object, live: Object | None) -> Step:
-    """Raises ConfigError for a difference that only a person can settle."""
+    """The step that makes `live` as wanted. Raises ConfigError for a difference that only a person can settle."""
     if live is None:
         return Step(context, ObjectAction.CREATE, marked(wanted))
     if wanted["kind"] == "Namespace":  # whoever made it decides about it
@@ -145,10 +145,10 @@ def _keep_claims(found: Object, live: Object) -> None:
         found["spec"].get("volumeClaimTemplates", []), live["spec"].get("volumeClaimTemplates", []), strict=False
     ):
         name = found["metadata"]["name"]
-        anew = (
+        and_then = (
             f", then `kubectl delete statefulset {name} --cascade=orphan` and apply, with the number of slaves as it is"
         )
-        _keep_size(ours["spec"], theirs["spec"], f"StatefulSet {name}", anew)
+        _keep_size(ours["spec"], theirs["spec"], f"StatefulSet {name}", and_then)
 
 
 def _keep_size(ours: Object, theirs: Object, name: str, and_then: str = "") -> None:

@@ -57,8 +57,9 @@ K = TypeVar("K", bound=Knobs)
 
 @dataclass(frozen=True)
 class Deployment:
-    """A checked file. server_site: where the servers go, and why in a sentence; sizes: of pods and volumes.
+    """A deployment, from a checked file.
 
+    server_site: where the servers go, and why in a sentence; sizes: of pods and volumes.
     leaving_s: how long a cluster may take to leave.
     """
 
@@ -142,10 +143,10 @@ def _rows(kind: type[K], file: Path, tables: Mapping[str, Any], name: str) -> tu
 
 def _role_table(file: Path, tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     table = _table(file, tables, name)
-    said = [key for key in table if key in OURS[name]]
-    if said:
+    wrong = [key for key in table if key in OURS[name]]
+    if wrong:
         raise ConfigError(
-            f"{file} [{name}]: {said[0]!r} does not belong here: it follows from [deploy] and [[sites]]; leave it out"
+            f"{file} [{name}]: {wrong[0]!r} does not belong here: it follows from [deploy] and [[sites]]; leave it out"
         )
     return table
 
@@ -192,7 +193,7 @@ def _server_site(
 def _best_site(
     file: Path, sites: tuple[SiteKnobs, ...], clusters: tuple[DeployedClusterKnobs, ...]
 ) -> tuple[SiteKnobs, str]:
-    """argmax_i B_i^T p over the sites that have a context and say their links."""
+    """argmax_i B_i^T p over the sites that have a context and list their links."""
     able = [site for site in sites if site.context and site.bandwidth_gbps]
     if not able:
         raise ConfigError(
@@ -288,7 +289,7 @@ def _check_clusters(file: Path, sites: tuple[SiteKnobs, ...], clusters: tuple[De
         where, site = f"{file} [[clusters]] {cluster.id}", _site_of(sites, cluster)
         if cluster.starts in ("job", "jobset") and not site.context:
             raise ConfigError(
-                f"{where}: site {site.name!r} has no context: say starts = 'slurm' or 'command', or give the site one"
+                f"{where}: site {site.name!r} has no context: set starts = 'slurm' or 'command', or give the site one"
             )
         if cluster.nodes > 1 and not cluster.command:
             raise ConfigError(f"{where}: `dips train` uses one node: give your own command, or nodes = 1")

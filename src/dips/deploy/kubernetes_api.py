@@ -66,9 +66,9 @@ class KubernetesApi:
         return self._call("delete", path, f"{kind} {name}", missing_is_none=True, body=body) is not None
 
     def _write(self, verb: str, path: str, document: Object, dry_run: bool, **more: Any) -> Object | None:
-        said: dict[str, Any] = {"dry_run": "All"} if dry_run else {}
+        dry: dict[str, Any] = {"dry_run": "All"} if dry_run else {}
         what = f"{document['kind']} {document['metadata']['name']}"
-        return self._call(verb, path, what, field_manager="dips", **said, **more)
+        return self._call(verb, path, what, field_manager="dips", **dry, **more)
 
     def _folder(self, kind: str) -> str:
         version = API_VERSIONS.get(kind, "v1")
@@ -124,9 +124,9 @@ class _NoDiscovery:
 
 def _not_known(what: str) -> str:
     if what.startswith("ServiceMonitor"):
-        return "install the Prometheus operator there, or say service_monitor = false"
+        return "install the Prometheus operator there, or set service_monitor = false"
     if what.startswith("JobSet"):
-        return "install JobSet there, or say starts = 'job'"
+        return "install JobSet there, or set starts = 'job'"
     return "make the namespace, or check the context"
 
 

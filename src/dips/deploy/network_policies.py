@@ -48,7 +48,7 @@ def server_policies(deployment: Deployment) -> list[Object]:
 
 
 def cluster_policy(deployment: Deployment, cluster: str) -> Object:
-    """Out to master and slaves, and among its own nodes."""
+    """Allows a cluster's pods to connect to master and slaves, and to each other."""
     own = _pods(selector(deployment, "cluster", cluster))
     first, last = RENDEZVOUS_PORTS
     among = [{"protocol": "TCP", "port": first, "endPort": last}]

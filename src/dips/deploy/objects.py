@@ -165,7 +165,10 @@ def container(
 
 
 def resources(cpus: str, memory: str, extra: Mapping[str, str] | None = None) -> Object:
-    """Memory is asked for and bounded alike, so that a full node ends others first; processors are never bounded."""
+    """A container's resources.
+
+    Memory is asked for and bounded alike, so that a full node ends others first; processors are never bounded.
+    """
     fixed = {"memory": memory, **(extra or {})}
     return {"requests": {"cpu": cpus, **fixed}, "limits": fixed}
 
@@ -183,7 +186,7 @@ def keys_mount() -> Object:
 
 
 def own_keys_mounts(name: str) -> list[Object]:
-    """Of a secret with the identities of many pods, the files of one: `name` may hold variables of the container."""
+    """Mounts the files of one identity from a secret with many: `name` may hold variables of the container."""
     return [
         {"name": "keys", "mountPath": f"{KEYS}/{file}", "subPathExpr": f"{name}.{file}", "readOnly": True}
         for file in IDENTITY_FILES
@@ -195,7 +198,7 @@ def config_mount() -> Object:
 
 
 def secret_volume(secret: str) -> Object:
-    """Readable by the pod's group only: a key that every user could read would be refused."""
+    """A secret as a volume, readable by the pod's group only: a key that every user could read would be refused."""
     return {"name": "keys", "secret": {"secretName": secret, "defaultMode": 0o440}}
 
 

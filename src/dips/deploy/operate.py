@@ -29,7 +29,7 @@ _AROUND = ("Secret", "Service", "NetworkPolicy", "Role", "RoleBinding")
 
 
 class Operator(Protocol):
-    """What the master is asked; operator_client.OperatorClient does it."""
+    """The requests to the master; operator_client.OperatorClient implements it."""
 
     def status(self) -> StatusReply: ...
     def drain(self, cluster_id: str, reason: str) -> str: ...

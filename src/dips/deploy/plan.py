@@ -117,8 +117,8 @@ def lines(found: Iterable[tuple[RolloutStage, list[Step]]], summary: bool = Fals
     for stage, mine in found:
         yield f"# {stage.title}, context {stage.context}"
         for step in mine:
-            told = diff_lines(step)
-            yield from [next(told)] if summary else told
+            text = diff_lines(step)
+            yield from [next(text)] if summary else text
         yield ""
 
 
@@ -131,5 +131,5 @@ def counts(found: Iterable[tuple[RolloutStage, list[Step]]], leaving: Sequence[S
         ObjectAction.REPLACE: "to replace",
         ObjectAction.SAME: "as they should be",
     }
-    told = [f"{sum(step.action is action for step in every)} {word}" for action, word in words.items()]
-    return ", ".join([*told, f"{len(leaving)} to delete"])
+    parts = [f"{sum(step.action is action for step in every)} {word}" for action, word in words.items()]
+    return ", ".join([*parts, f"{len(leaving)} to delete"])

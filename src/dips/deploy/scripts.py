@@ -23,7 +23,7 @@ def script(deployment: Deployment, cluster: DeployedClusterKnobs) -> tuple[str, 
 
 
 def slurm_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
-    """For sbatch. It is queued again when it dies: a cluster comes back as a new incarnation and goes on."""
+    """A script for sbatch. It is queued again when it dies: a cluster comes back as a new incarnation and goes on."""
     name = f"{deployment.name}-{cluster.id}"
     wanted = [
         f"--job-name={name}",
@@ -55,7 +55,7 @@ def slurm_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
 
 
 def plain_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
-    """For a shell on one machine; it starts the cluster again unless it ended well or a setting is wrong."""
+    """A script for a shell on one machine; it starts the cluster again unless it ended well or a setting is wrong."""
     run = _line(deployment, cluster, "127.0.0.1", "0")
     body = [
         "while true; do",
@@ -71,8 +71,8 @@ def plain_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
 
 def _text(first: list[str], deployment: Deployment, cluster: DeployedClusterKnobs, body: list[str]) -> str:
     keys = f"keys/{cluster.id}"
-    said = environment(deployment, cluster, "")
-    said.pop("DIPS_KEYS")
+    variables = environment(deployment, cluster, "")
+    variables.pop("DIPS_KEYS")
     lines = [
         "#!/usr/bin/env bash",
         *first,
@@ -80,7 +80,7 @@ def _text(first: list[str], deployment: Deployment, cluster: DeployedClusterKnob
         "identity,",
         f"# the folder {keys} of `dips keys`, next to this script (or DIPS_KEYS), readable by no one else.",
         "set -u",
-        *(f"export {key}={shlex.quote(value)}" for key, value in said.items()),
+        *(f"export {key}={shlex.quote(value)}" for key, value in variables.items()),
         f'export DIPS_KEYS="${{DIPS_KEYS:-$PWD/{keys}}}"',
     ]
     if not cluster.command:

@@ -118,7 +118,7 @@ def slave_settings(deployment: Deployment) -> dict[str, str]:
 
 
 def common_slave_settings(files: Mapping[str, str]) -> dict[str, str]:
-    """Of the slaves' settings what all of them share: one slave more must not make the others start again."""
+    """The settings that all slaves share: one slave more must not make the others start again."""
     lines = [set(text.splitlines()) for text in files.values()]
     return {"common": "\n".join(sorted(set.intersection(*lines)))}
 

@@ -28,7 +28,10 @@ _IRRELEVANT_LINK = "1gbps"
 
 @dataclass(frozen=True)
 class PodSizes:
-    """Bytes. slave_memory is the setting memory_bytes; *_process what a pod asks for; *_volume of its volume."""
+    """Sizes of pods and volumes in bytes.
+
+    slave_memory is the setting memory_bytes; *_process what a pod asks for; *_volume of its volume.
+    """
 
     slave_memory_bytes: int
     slave_process_bytes: int
@@ -50,7 +53,7 @@ class PodSizes:
 def sizes_for(
     run: DeployKnobs, model: ModelKnobs, master: MasterConfig, slave: SlaveConfig, n_clusters: int, where: str
 ) -> PodSizes:
-    """Raises ConfigError, which begins with `where`, for a volume that is smaller than its formula."""
+    """The sizes of a deployment. Raises ConfigError, which begins with `where`, for a volume below its formula."""
     table = size(
         SizeKnobs(
             params=model.parameters,
@@ -95,7 +98,7 @@ def processors(cpus: float) -> str:
 
 
 def parse_quantity(text: object) -> int:
-    """Bytes of a size that Kubernetes gave back; 0 for what is none."""
+    """The bytes of a size that Kubernetes gave back; 0 for what is no size."""
     units = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50, "Ei": 1 << 60}
     units |= {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
     words = str(text)

@@ -33,7 +33,10 @@ class Pod:
 
 @dataclass(frozen=True)
 class WatchLimits:
-    """gone_s: how long the master may miss a slave whose pod is ready. stuck_s: how long a round may wait for one."""
+    """Time limits. gone_s: how long the master may miss a slave whose pod is ready.
+
+    stuck_s: how long a round may wait for one.
+    """
 
     gone_s: float = 120.0
     stuck_s: float = 600.0
@@ -41,7 +44,7 @@ class WatchLimits:
 
 @dataclass(frozen=True)
 class WatchMemory:
-    """What is remembered between two looks. away, blamed: since when, by slave; ended: when last and how often."""
+    """The state that is kept between two looks. away, blamed: since when, by slave; ended: when last and how often."""
 
     away_s: Mapping[str, float]
     blamed_s: Mapping[str, float]
@@ -67,7 +70,7 @@ class Ending:
 def look(
     memory: WatchMemory, status: StatusReply, pods: Mapping[str, Pod | None], now_s: float, patience: WatchLimits
 ) -> tuple[WatchMemory, Ending | None]:
-    """One look: what is remembered of it, and the pod to end, if there is one. pods: by slave; None: not there."""
+    """One look: the state to keep, and the pod to end, if there is one. pods: by slave; None: not there."""
     memory = _noted(memory, status, tuple(pods), now_s)
     if status.stopping or status.stopped or any(pod is None or not pod.ready for pod in pods.values()):
         return memory, None  # the run ends, or one slave is being started already

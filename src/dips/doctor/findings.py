@@ -14,7 +14,10 @@ from dips.core.observe.log_lines import escaped
 
 
 class Grade(Enum):
-    """WARN: the run would go on, but worse than it could, or it cannot be checked from here. FAIL: it would not."""
+    """The grade of a finding.
+
+    WARN: the run would go on, but worse than it could, or it cannot be checked from here. FAIL: it would not.
+    """
 
     OK = "OK"
     WARN = "WARN"
@@ -23,7 +26,7 @@ class Grade(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """check: a short name that stays the same, for scripts."""
+    """One finding of a check. check: a short name that stays the same, for scripts."""
 
     check: str
     grade: Grade
@@ -43,7 +46,7 @@ Findings = Iterator[Finding]
 
 @dataclass(frozen=True)
 class Check:
-    """name: of the findings, where the check itself cannot be made."""
+    """One check. name: of the finding, where the check itself cannot be made."""
 
     name: str
     look: Callable[[], Iterable[Finding]]

@@ -53,7 +53,7 @@ _SAID: Mapping[int, str] = {
 
 
 def checks(master: str, security: Security) -> list[Check]:
-    """In the order in which each rests on the one before."""
+    """All checks, each after those that it depends on."""
     parse_address(master, "--master")
     return [
         Check("keys", partial(_keys, security)),
@@ -70,8 +70,8 @@ def _keys(security: Security) -> Findings:
         return
     yield from check_identities([WantedIdentity(security.directory, security.role, security.name)])
     if security.role is not Role.CLUSTER:
-        told = f"{security.directory} holds the keys of {security}, which may look but not train"
-        yield warn("keys", told, "to join, take the directory of a cluster (`dips keys add KEYS --cluster NAME`)")
+        sentence = f"{security.directory} holds the keys of {security}, which may look but not train"
+        yield warn("keys", sentence, "to join, take the directory of a cluster (`dips keys add KEYS --cluster NAME`)")
 
 
 def _master(master: str, security: Security) -> Findings:
@@ -99,8 +99,8 @@ def _slaves(master: str, security: Security) -> Findings:
             if not slave.data_endpoint or not slave.alive:
                 yield warn("slaves", f"slave {slave.slave_id} is away", "see its log; then ask again")
             elif elsewhere and is_loopback_endpoint(slave.data_endpoint):
-                told = unreachable_sentence(master, slave.slave_id, slave.data_endpoint)
-                cause, _, remedy = told.partition(": let ")
+                sentence = unreachable_sentence(master, slave.slave_id, slave.data_endpoint)
+                cause, _, remedy = sentence.partition(": let ")
                 yield fail("slaves", cause, f"let {remedy}")
             else:
                 yield _dialled(slave, curve, keys.get(slave.slave_id))
@@ -140,8 +140,8 @@ def _dialled(slave: SlaveStatus, curve: CurvePair | None, key: bytes | None) -> 
         return fail("slaves", f"{who} at {endpoint} cannot be reached from here: {why}", remedy)
     trip = f"round trip {format_seconds(reached.round_trip_s)}"
     if key is None:
-        told = f"{who} at {endpoint} answers, {trip}; its keys are tried once a version is published"
-        return ok("slaves", told)
+        sentence = f"{who} at {endpoint} answers, {trip}; its keys are tried once a version is published"
+        return ok("slaves", sentence)
     if why := _why_no_handshake(endpoint, curve, key):
         remedy = "see that nothing else listens at that address and port, and ask again; else see the slave's log"
         return fail("slaves", f"{who} at {endpoint} answers, {trip}, but {why}", remedy)

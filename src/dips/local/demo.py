@@ -53,8 +53,11 @@ RESTART_DELAY_S = {CLUSTER: 2.0, "slave": 1.0}
 
 @dataclass
 class DemoResult:
-    """What a demo leaves. evaluation_options: the options with which `dips eval` uses the same held-out text. page_url:
-    where the status page was."""
+    """The result of a demo.
+
+    evaluation_options: the options with which `dips eval` uses the same held-out text. page_url: where the status page
+    was.
+    """
 
     report: dict[str, Any]
     directory: RunDirectory
@@ -63,7 +66,7 @@ class DemoResult:
 
 
 def run_demo(wanted: DemoOptions, console: Console, clock: Clock) -> DemoResult:
-    """Run it to its end. Raises ConfigError and FatalError; every process is gone when this returns or
+    """Run the demo to its end. Raises ConfigError and FatalError; every process is gone when this returns or
     raises."""
     command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
     train = train_settings(wanted)
@@ -77,10 +80,10 @@ def run_demo(wanted: DemoOptions, console: Console, clock: Clock) -> DemoResult:
         begin_s = clock.monotonic_s()
         with LocalRun(plan, directory, clock, progress.say, STALL_S) as local:
             local.start()
-            if said := page_sentence(local.page_url, wanted.page):
-                progress.say(said)
-            if said := metrics_sentence(plan, directory):
-                progress.say(said)
+            if sentence := page_sentence(local.page_url, wanted.page):
+                progress.say(sentence)
+            if sentence := metrics_sentence(plan, directory):
+                progress.say(sentence)
             _watch(local, faults, progress, clock, begin_s)
         return _finish(local, faults, directory, command, clock.monotonic_s() - begin_s)
 

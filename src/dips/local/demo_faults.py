@@ -26,7 +26,7 @@ class PlannedFault:
 
 @dataclass(frozen=True)
 class Moment:
-    """When, in seconds since the run began, in applied tokens, and in published versions (None: none yet)."""
+    """A point of the run: in seconds since it began, in applied tokens, and in published versions (None: none yet)."""
 
     seconds: float
     tokens: int
@@ -51,7 +51,7 @@ class Fault:
 
 
 class FaultPlan:
-    """What is still to be done, and what was done."""
+    """The planned faults: those still to be done, and those that were done."""
 
     def __init__(self, planned: Sequence[PlannedFault]) -> None:
         self._to_do = list(planned)

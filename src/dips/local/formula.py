@@ -54,7 +54,7 @@ def names_of(formula: str) -> list[str]:
 
 
 def value_of(formula: str, numbers: Mapping[str, float]) -> float:
-    """Raises ValueError for a text that is no formula, KeyError for a name without a number."""
+    """Compute a formula. Raises ValueError for a text that is no formula, KeyError for a name without a number."""
     return _value(_parsed(formula), {**CONSTANTS, **numbers})
 
 

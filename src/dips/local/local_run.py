@@ -42,7 +42,7 @@ LAUNCH_TAPE = "launch"
 
 
 class LocalRun:
-    """Use as a context manager: leaving it ends every process of the run.
+    """A run on this machine. Use as a context manager: leaving it ends every process of the run.
 
     `tell` gets a sentence whenever a process starts, dies or ends. `stall_s` bounds how long the run may
     apply no token while it is neither paused nor finished; 0: for ever.

@@ -169,6 +169,6 @@ def _event(text: str) -> LogLine | None:
         return None
     head = {key: raw.pop(key, "") for key in ("wall_s", "monotonic_s", "role", "name", "kind", "cause")}
     fields = " ".join(f"{key}={json.dumps(value)}" for key, value in raw.items())
-    told = {"wall_s": head["wall_s"], "level": EVENT_LEVEL, "role": head["role"], "name": head["name"]}
+    values = {"wall_s": head["wall_s"], "level": EVENT_LEVEL, "role": head["role"], "name": head["name"]}
     cause = "" if head["cause"] == "-" else head["cause"]
-    return parse(json.dumps({**told, "cause": cause, "sentence": f"{head['kind']} {fields}".rstrip()}))
+    return parse(json.dumps({**values, "cause": cause, "sentence": f"{head['kind']} {fields}".rstrip()}))

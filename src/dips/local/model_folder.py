@@ -46,7 +46,7 @@ class ModelFolder:
 
 
 def check_target(folder: Path, force: bool) -> None:
-    """Raises ConfigError when a folder cannot be written there without harm; to be asked before anything is fetched."""
+    """Raise ConfigError when a folder cannot be written there without harm; call it before anything is fetched."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: give a folder that does not exist yet")
     if folder.is_dir() and any(folder.iterdir()) and not force:

@@ -112,7 +112,7 @@ class OperatorClient:
 
 
 def master_address(given: str | None, run_dir: Path | None) -> str:
-    """Where the master listens: as given, else as the run's directory says, else as DIPS_MASTER says.
+    """The master's address: as given, else as the run's directory says, else as DIPS_MASTER says.
 
     Raises ConfigError when none of them does.
     """
@@ -136,15 +136,15 @@ def wait_for_master(directory: Path, pid: int, wait_s: float, alive: Callable[[]
     deadline_s = time.monotonic() + wait_s
     while time.monotonic() < deadline_s:
         alive()
-        told = read_address(directory)
-        if told is not None and told.pid == pid:
-            return told.address
+        written = read_address(directory)
+        if written is not None and written.pid == pid:
+            return written.address
         time.sleep(0.05)
     raise RetryLater(f"the master did not write its address in {directory} within {wait_s:g} s: see its log")
 
 
 def _address_in(run_dir: Path) -> str:
-    told = read_address(run_dir / "master") or read_address(run_dir)
-    if told is None:
+    written = read_address(run_dir / "master") or read_address(run_dir)
+    if written is None:
         raise ConfigError(f"no master runs in {run_dir}: start the run, or check the directory")
-    return told.address
+    return written.address

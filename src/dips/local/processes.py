@@ -41,7 +41,7 @@ EVALUATION_KNOBS = frozenset(
 
 _SECTIONS = ("MASTER", "SLAVE", "WORKER", "TRAIN")
 _SECURITY = frozenset(SETTINGS)
-"""Said for each process by the plan: who it is follows from its name."""
+"""Settings that the plan gives each process itself: they follow from its name."""
 
 
 STOP_MARGIN_S = 5.0

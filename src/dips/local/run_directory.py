@@ -28,7 +28,7 @@ UP = "dips up"
 
 @dataclass(frozen=True)
 class Mark:
-    """What run.json says about a directory."""
+    """The content of run.json: which run a directory belongs to."""
 
     run_id: str
     made_by: str

@@ -96,7 +96,7 @@ class _Child:
 
 
 class ProcessSupervisor:
-    """Use as a context manager: leaving it ends every process that still runs."""
+    """Starts and restarts processes. Use as a context manager: leaving it ends every process that still runs."""
 
     def __init__(
         self,
@@ -231,10 +231,10 @@ class ProcessSupervisor:
         how = how_it_ended(code)
         if code == ConfigError.exit_code:
             self._refused(child, code)
-        if code == NAME_TAKEN_EXIT and (said := last_word(child.spec.log_path)):
+        if code == NAME_TAKEN_EXIT and (sentence := last_word(child.spec.log_path)):
             # Two supervisors that start processes of the same names: the one that came later ends.
             child.exit_code = code
-            raise Refused(RefusalCode.NAME_TAKEN, f"{child.spec.name}: {said} (its log is {child.spec.log_path})")
+            raise Refused(RefusalCode.NAME_TAKEN, f"{child.spec.name}: {sentence} (its log is {child.spec.log_path})")
         delay_s = child.failures.failed(now_s - child.started_s)
         if delay_s is None:
             count = child.failures.quick
@@ -246,11 +246,11 @@ class ProcessSupervisor:
     def _refused(self, child: _Child, code: int) -> None:
         """Its own sentence says what is wrong and what to do; without one, the end of its log has to."""
         name, log_path = child.spec.name, child.spec.log_path
-        said = last_word(log_path)
-        if not said:
+        sentence = last_word(log_path)
+        if not sentence:
             self._give_up(child, ConfigError, code, f"{name} refused its configuration")
         child.exit_code = code
-        raise ConfigError(f"{name} refused its configuration: {said} (its log is {log_path})")
+        raise ConfigError(f"{name} refused its configuration: {sentence} (its log is {log_path})")
 
     def _give_up(self, child: _Child, kind: type[DipsError], code: int, what: str) -> None:
         child.exit_code = code

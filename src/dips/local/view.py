@@ -108,7 +108,7 @@ def direction_sentence(status: StatusReply) -> str:
 
 
 def alarm_sentence(alarm: Alarm) -> str:
-    """An alarm that is not over, in the master's words."""
+    """A current alarm, in the master's words."""
     return f"alarm: {alarm.sentence}"
 
 

@@ -145,7 +145,7 @@ def test_keys_are_made_unless_the_file_or_the_command_says_insecure(tmp_path: Pa
     [
         ('[master]\nkeys = "k"\n', "[master]: 'keys' does not belong here"),
         ("[slave]\ninsecure = true\n", "[slave]: 'insecure' does not belong here"),
-        ('[worker]\nkeys = "k"\n', "say `insecure = true` in [run]"),
+        ('[worker]\nkeys = "k"\n', "set `insecure = true` in [run]"),
         ('[[clusters]]\nid = "a"\ninsecure = true\n', "[clusters] 1]: 'insecure' does not belong here"),
     ],
 )

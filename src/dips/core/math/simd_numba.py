@@ -210,7 +210,7 @@ def array_at(typing: Any, address: Any, n_elems: Any, dtype: Any) -> Any:
 
 @_intrinsic
 def address_of(typing: Any, array: Any) -> Any:
-    """Of the array's first element."""
+    """The address of the array's first element."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -224,6 +224,6 @@ def _lanes(places: list[int]) -> Any:
 
 
 def address(array: NDArray[Any]) -> int:
-    """Of the array's first element, to be handed to a kernel for array_at; keep the array alive meanwhile."""
+    """The address of the array's first element, to be given to a kernel for array_at; keep the array alive."""
     result: int = array.__array_interface__["data"][0]
     return result

@@ -23,7 +23,7 @@ ZAP_DOMAIN = b"dips-data"
 
 @dataclass(frozen=True)
 class CurvePair:
-    """public and secret: CURVE_KEY_BYTES each."""
+    """A key pair; public and secret have CURVE_KEY_BYTES each."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -46,7 +46,7 @@ def pair_for(security: Security) -> CurvePair | None:
 
 
 def as_server(socket: zmq.Socket[bytes], pair: CurvePair) -> None:
-    """Before bind: whoever connects must know `pair.public`, and the context's ZAP handler must authorise its key."""
+    """Call before bind: peers must know `pair.public`, and the context's ZAP handler must authorise their keys."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
@@ -55,7 +55,7 @@ def as_server(socket: zmq.Socket[bytes], pair: CurvePair) -> None:
 
 
 def as_client(socket: zmq.Socket[bytes], pair: CurvePair, server_key: bytes) -> None:
-    """Before connect: speak only to the owner of `server_key`. Raises ConfigError for a key of another length."""
+    """Call before connect: speak only to the owner of `server_key`. Raises ConfigError for a key of another length."""
     if len(server_key) != CURVE_KEY_BYTES:
         raise ConfigError(
             f"a data port's CURVE key has {len(server_key)} bytes, it must have {CURVE_KEY_BYTES}: start the slave "

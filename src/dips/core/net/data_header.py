@@ -114,7 +114,7 @@ class DataHeader:
             )
         data = bytes(frame)
         if data[-_TRAILER_BYTES:-8] != _TRAILER_TAG or data[-8:] != _checksum(data[:-_TRAILER_BYTES]):
-            # A damaged block or offset must not send right bytes to a wrong place: the payload's checksum cannot tell.
+            # Right bytes must not go to a wrong block or offset, which the payload's checksum does not cover.
             raise Refused(RefusalCode.MALFORMED, "a data header is damaged: its bytes are not those that were sent")
         try:
             header = _header(data_pb2.DataHeader.FromString(data))

@@ -13,7 +13,7 @@ MOST_FRAMES, MOST_BYTES = 64, 16 << 20
 
 
 class Outgoing:
-    """Makes them, and keeps them until there are most_frames or most_bytes, or until clear().
+    """Makes such frames, and keeps them until there are most_frames or most_bytes, or until clear().
 
     When such a frame is given up, pyzmq's collector is notified: a thread wakes, takes the interpreter lock, and has
     driven the sender's code out of the caches when it sleeps again. Many that are given up at once wake it once.

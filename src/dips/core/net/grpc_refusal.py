@@ -105,7 +105,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], refused: Refused) -
 
 
 def refused_from(error: grpc.RpcError) -> Refused | RetryLater:
-    """What a failed call means to the caller; works for the errors of grpc and of grpc.aio.
+    """The error that a failed call means to the caller; works for the errors of grpc and of grpc.aio.
 
     A status without our metadata comes from gRPC itself: a peer that cannot be reached, was too slow or failed is
     RetryLater, anything else a Refused that quotes gRPC.
@@ -128,7 +128,7 @@ def is_unreachable(error: grpc.RpcError) -> bool:
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Options for channels and servers: messages bounded both ways, dead peers noticed, quick reconnects."""
+    """gRPC options for channels and servers: messages bounded both ways, dead peers noticed, quick reconnects."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),

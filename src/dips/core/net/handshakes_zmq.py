@@ -26,8 +26,10 @@ _HUNG_UP = "the peer hung up, or was silent, before they were connected: it may 
 
 
 class Failure(Enum):
-    """KEY: the other side does not accept this key. OTHER: it hung up, was silent, or does not speak the protocol.
-    GONE: a connection that was made has ended, or no process listens there.
+    """Why a handshake failed.
+
+    KEY: the other side does not accept this key. OTHER: it hung up, was silent, or does not speak the protocol. GONE: a
+    connection that was made has ended, or no process listens there.
     """
 
     KEY = 1
@@ -37,7 +39,7 @@ class Failure(Enum):
 
 @dataclass(frozen=True)
 class HandshakeFailed:
-    """One connection that was not made, and why, in the words of this side."""
+    """One connection that was not made, and why, as this side sees it."""
 
     failure: Failure
     sentence: str
@@ -123,10 +125,10 @@ class Handshakes:
 
 def _failure(event: int, value: int) -> HandshakeFailed:
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return HandshakeFailed(Failure.KEY, "the key is not let in")
+        return HandshakeFailed(Failure.KEY, "the key is not accepted")
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
         return HandshakeFailed(Failure.OTHER, _WRONG.get(value, "the peer does not keep to the protocol of ZeroMQ"))
     if event & ENDED:
         return HandshakeFailed(Failure.GONE, "the peer is gone")
-    # Two sides that want different security race to say so: who loses sees only that the other hung up.
+    # Two sides that want different security race to say so: the loser sees only that the other hung up.
     return HandshakeFailed(Failure.OTHER, _HUNG_UP)

@@ -23,7 +23,7 @@ INSECURE_VARIABLE = "DIPS_INSECURE"
 
 
 class Role(Enum):
-    """What a certificate says its holder is; the value stands in the certificate's URI dips://ROLE/NAME."""
+    """The role that a certificate gives its holder; the value is in the certificate's URI dips://ROLE/NAME."""
 
     MASTER = "master"
     SLAVE = "slave"
@@ -100,7 +100,7 @@ def neither_given(what: str) -> ConfigError:
 
 
 def checked_address(value: str, what: str, info: ValidationInfo) -> str:
-    """For validators of a field that holds HOST:PORT: well formed, and on loopback when insecure. Raises ValueError."""
+    """Check a field that holds HOST:PORT, in a validator: well formed, on loopback when insecure. Raises ValueError."""
     try:
         parse_address(value, what)
         if info.data.get("insecure"):

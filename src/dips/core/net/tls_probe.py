@@ -36,7 +36,7 @@ def check_let_in(address: str, security: Security) -> None:
 def why_not_let_in(address: str, security: Security) -> str:
     """A sentence about the keys; empty when they are good, or when no master is there.
 
-    It ends processes, so it is said only after TRIES handshakes in a row: a master that dies, or a link that breaks, at
+    It ends processes, so it takes TRIES failed handshakes in a row: a master that dies, or a link that breaks, at
     the wrong moment looks the same once.
     """
     words = _asked(address, security)

@@ -51,7 +51,7 @@ SLAVE: dict[str, str] = {
     "slave.pushes.before_write": "a staged push is about to be kept as evidence (record_pushes)",
     "slave.pushes.before_fsync": "a push is written as evidence and not flushed; no record names it",
     "slave.pushes.after_fsync": "a push is kept as evidence, and no record names it",
-    "slave.link.before_attach": "the slave is about to say hello on a new stream",
+    "slave.link.before_attach": "the slave is about to send its hello on a new stream",
     "slave.link.before_send": "an answer or a beat is about to go to the master; drop loses it, dup sends it twice",
     "slave.link.after_send": "an answer or a beat went to the master",
     "slave.link.before_receive": "all commands that came are obeyed; the slave waits for the next",
@@ -140,7 +140,7 @@ def all_names() -> dict[str, str]:
 
 
 def obeyed() -> dict[str, tuple[str, ...]]:
-    """For each name whose call site carries out drop, dup or corrupt: which of them."""
+    """Which of drop, dup and corrupt the call site carries out, for each name where it does."""
     return {name: kinds for pattern, kinds in OBEYS.items() for name in expand(pattern)}
 
 

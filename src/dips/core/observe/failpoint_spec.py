@@ -23,7 +23,7 @@ CRASH_EXIT_CODE = 86
 
 
 class FailpointKind(Enum):
-    """What a failpoint does. drop, dup and corrupt are left to the call site; all others happen by themselves."""
+    """The actions of failpoints. drop, dup and corrupt are left to the call site; all others happen by themselves."""
 
     OFF = "off"
     NOTE = "note"
@@ -78,7 +78,10 @@ FailpointSpec = Mapping[str, tuple[Term, ...]]
 
 
 def parse(text: str) -> dict[str, tuple[Term, ...]]:
-    """Terms by name. Raises ConfigError that names the entry, what is wrong with it, and what would be right."""
+    """Parse the text into terms by name.
+
+    Raises ConfigError that names the entry, what is wrong with it, and what would be right.
+    """
     spec: dict[str, tuple[Term, ...]] = {}
     for entry in (part.strip() for part in text.split(";")):
         if not entry:

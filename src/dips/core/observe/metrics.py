@@ -102,7 +102,7 @@ class Families:
 
 
 def full_name(prefix: str, spec: Spec) -> str:
-    """As it is asked for in PromQL, without a histogram's endings."""
+    """The metric's name in PromQL, without a histogram's endings."""
     return prefix + spec.name
 
 
@@ -115,5 +115,5 @@ def _cumulative(counts: Sequence[int]) -> Iterator[tuple[str, float]]:
 
 
 def flag(value: object) -> float:
-    """1 or 0."""
+    """1.0 if the value is true, else 0.0."""
     return 1.0 if value else 0.0

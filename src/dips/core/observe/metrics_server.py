@@ -92,7 +92,7 @@ class LoopSnapshots(Generic[T]):
 
 
 class MetricsServer:
-    """Bound when it is made, serving from start() to stop(). Use as a context manager, or call both."""
+    """An HTTP server for metrics, bound when it is made, serving from start() to stop(). Also a context manager."""
 
     def __init__(
         self, listen: str, collect: Callable[[], Iterable[Metric]], security: Security, revoked: Path | None = None
@@ -154,7 +154,7 @@ def serve_metrics(
     file: Path | None = None,
     revoked: Path | None = None,
 ) -> MetricsServer | None:
-    """A server that has started, as the settings say; None when they ask for none. file: where no metrics_file is set.
+    """Start a server as the settings say; None when they ask for none. file: used where no metrics_file is set.
 
     Raises ConfigError as MetricsServer does.
     """

@@ -1,4 +1,4 @@
-"""Which transitions state machines take and which refusals are raised: counted, or noted in a file for tests.
+"""Counts which transitions state machines take and which refusals are raised, or notes them in a file for tests.
 
 A check that a test never sees fail proves nothing. Simulations, searches and random walks count with Seen. Where
 DIPS_SEEN_LOG names a file, each process that a test starts notes there, once each, what it saw, and at the end of

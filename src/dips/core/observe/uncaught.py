@@ -22,7 +22,7 @@ _PACKAGE = str(Path(__file__).absolute().parents[1])
 
 
 def install() -> None:
-    """From now on, in this process. What is no error of ours, or a bug of ours, goes to the hook that was there."""
+    """Install the hook in this process. What is no error of ours, or a bug of ours, goes to the hook that was there."""
     former = sys.excepthook
     if getattr(former, "says_one_sentence", False):
         return
