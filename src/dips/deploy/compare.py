@@ -117,7 +117,7 @@ def _holds(live: Any, wanted: Any) -> bool:
     if isinstance(wanted, list):
         same_length = isinstance(live, list) and len(live) == len(wanted)
         return same_length and all(_holds(a, b) for a, b in zip(live, wanted, strict=True))
-    if live is _NOTHING:  # the API leaves out what is empty, no, or naught
+    if live is _NOTHING:  # the API leaves out what is empty, false, or zero
         return wanted in ("", False, 0, None)
     return bool(live == wanted)
 

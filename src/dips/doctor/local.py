@@ -267,7 +267,7 @@ def _judge_shard(slave: str, stated: int, least: int, enough: int, params: int) 
     if stated < least:
         return fail("model", f"{sentence}, and {model} needs {format_bytes(least)}: the model would be refused", remedy)
     if stated < enough:
-        needed = f"up to {format_bytes(enough)}, depending on how blocks are dealt"
+        needed = f"up to {format_bytes(enough)}, depending on how blocks are assigned"
         return warn("model", f"{sentence}, and {model} needs {needed}", remedy)
     return ok("model", f"{sentence}, enough for {model}")
 

@@ -92,7 +92,7 @@ class SizeKnobs(Knobs):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.params < self.slaves:
-            raise ValueError(f"{self.params} parameters cannot be dealt to {self.slaves} slaves: give fewer slaves")
+            raise ValueError(f"{self.params} parameters cannot be divided among {self.slaves} slaves: give fewer slaves")
         if self.max_clusters is not None and self.max_clusters < self.clusters:
             raise ValueError(
                 f"max_clusters is {self.max_clusters}, and {self.clusters} clusters are to train: raise it, or leave "
@@ -181,7 +181,7 @@ def _slave(_: SizeKnobs) -> Iterator[SizeRow]:
         "parameters of one slave, at most",
         "",
         "min(params, ceil(params / slaves) + block_params)",
-        "whole blocks are dealt, largest first: no slave holds more than a fair share and one block",
+        "whole blocks are assigned, largest first: no slave holds more than a fair share and one block",
     )
     yield (
         "tables_bytes",

@@ -24,10 +24,10 @@ _SENTENCE = 16
 
 @dataclass(frozen=True)
 class Column:
-    """One column. right: numbers.
+    """One column.
 
-    wraps: cells of several words, which may take several lines. sentence: those wrap, take what is left of a line, and
-    may go below it. least: characters to keep free, so that the table stays while values change.
+    right: numbers. wraps: cells of several words, which may take several lines. sentence: those wrap, take what is left
+    of a line, and may go below it. least: characters to keep free, so that the table stays while values change.
     """
 
     header: str
