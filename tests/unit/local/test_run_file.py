@@ -203,7 +203,7 @@ def test_a_name_is_advertised_and_every_address_bound(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('[master]\nlisten = "0.0.0.0:29400"\n', r"say in \[run\] advertise"),
+        ('[master]\nlisten = "0.0.0.0:29400"\n', r"set \[run\] advertise"),
         (PUBLIC + '[slave]\ndata_host = "127.0.0.1"\n', "leave out data_host"),
         (PUBLIC + '[slave]\nadvertise = "localhost:29500"\n', "leads other machines to themselves"),
         ('advertise = "10.0.0.1"\n', "where only this machine finds it"),
