@@ -49,7 +49,7 @@ def test_hugging_face_with_a_cluster_that_is_killed_and_an_export_on_the_way(tmp
         assert run is not None
         with operator(run) as master:
             master.pause("a cluster is killed")  # so that the others do not end the run before it is back
-            os.kill(pid_of(log, "a", life=1), signal.SIGKILL)
+            os.kill(pid_of(log, "a", start=1), signal.SIGKILL)
             live = dips("export", run, "--to", tmp_path / "live", "--json")
             assert live.returncode == 0, live.stderr
             until(lambda: lives(master, "a") > 1, "a's next life has joined", EXAMPLE_S, log)
@@ -57,7 +57,7 @@ def test_hugging_face_with_a_cluster_that_is_killed_and_an_export_on_the_way(tmp
         assert ended(example, EXAMPLE_S, log) == 0, log.read_text()[-3000:]
     said = log.read_text()
     assert_it_passed(said)
-    assert "a: life 2" in said
+    assert "a: start 2" in said
     told, last = json.loads(live.stdout), json.loads((run / "model" / "dips_version.json").read_text())
     assert told["version"] < int(last["version"].partition(":")[2])
     assert json.loads((tmp_path / "live" / "config.json").read_text())["model_type"] == "llama"
@@ -85,7 +85,7 @@ def lives(master: OperatorClient, name: str) -> int:
     return incarnation.n
 
 
-def pid_of(log: Path, name: str, life: int) -> int:
-    found = re.search(rf"{name}: life {life}, pid (\d+)", log.read_text())
+def pid_of(log: Path, name: str, start: int) -> int:
+    found = re.search(rf"{name}: start {start}, pid (\d+)", log.read_text())
     assert found, log.read_text()
     return int(found[1])

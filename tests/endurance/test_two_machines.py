@@ -94,7 +94,7 @@ def test_the_page_is_typed_on_two_machines(machines: tuple[str, str], tmp_path: 
             assert typed(second, fetch, there).returncode == 0
             joined = typed(second, join, there)
             assert joined.returncode == 0, joined.stdout
-            assert f"the data port of slave s0 at tcp://{FIRST}:29500 lets these keys in" in joined.stdout
+            assert f"the data port of slave s0 at tcp://{FIRST}:29500 accepts these keys" in joined.stdout
             with started(*on(second, train_b), log=b_log, cwd=there) as b:
                 assert [ended(a, 90, a_log), ended(b, 90, b_log)] == [0, 0]
         assert ended(run, 60, run_log) == 0

@@ -143,7 +143,7 @@ def test_a_loop_makes_its_snapshot_itself_and_one_that_stands_still_shows_as_503
         loop.call_soon_threadsafe(release.wait)
         with pytest.raises(urllib.error.HTTPError, match="503") as refused:
             read(server.address)
-        assert b"did not look up from its work for 0.2 s" in refused.value.read()
+        assert b"event loop did not answer for 0.2 s" in refused.value.read()
         release.set()
         assert "one 1.0" in read(server.address)
         assert len(made_on) == 2  # the snapshot that nobody waited for any more was not made

@@ -174,7 +174,7 @@ def test_what_is_not_permitted_or_not_installed_is_told_and_nothing_is_made(
     here.forbidden.clear()
     here.unknown_kinds.add("ServiceMonitor")
     told = refused(capsys, "apply", small, *APPLY)
-    assert "install the Prometheus operator there, or say service_monitor = false" in told
+    assert "install the Prometheus operator there, or set service_monitor = false" in told
     assert not here.objects
 
 
@@ -194,7 +194,7 @@ def test_stale_credentials_are_told(here: StandIn, small: Path, capsys: pytest.C
 
 
 def test_nobody_who_could_agree_is_an_error(here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "say --yes" in refused(capsys, "apply", small)
+    assert "give --yes" in refused(capsys, "apply", small)
     assert not here.writes
 
 
@@ -378,7 +378,7 @@ def test_an_unreachable_slave_keeps_the_clusters_from_starting(here: StandIn, sm
 def test_pods_that_do_not_come_up_stop_the_rollout_with_what_is_known(here: StandIn, small: Path) -> None:
     here.broken = lambda one: one.get("status", {}).update(readyReplicas=1) if one["kind"] == "StatefulSet" else None
     site = site_of(small, Master(["s0", "s1"]))
-    with pytest.raises(RetryLater, match=r"StatefulSet small-slave is not well after 60 s \(1 of 2 pods ready\)"):
+    with pytest.raises(RetryLater, match=r"StatefulSet small-slave is not healthy after 60 s \(1 of 2 pods ready\)"):
         site.apply(site.difference())
     assert not here.of_kind("Job")
 

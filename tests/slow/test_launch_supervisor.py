@@ -70,7 +70,7 @@ def test_a_process_that_is_killed_by_others_is_started_again(
 ) -> None:
     first = supervisor.start(spec("s0", SLEEP, tmp_path))
     os.kill(first, signal.SIGKILL)
-    until(polled(supervisor, lambda: supervisor.lives("s0") == 2), "a second life")
+    until(polled(supervisor, lambda: supervisor.starts("s0") == 2), "a second start")
     assert supervisor.pid("s0") != first
     assert [event.kind for event in events] == ["started", "failed", "started"]
     assert "ended by SIGKILL" in events[1].sentence
@@ -79,7 +79,7 @@ def test_a_process_that_is_killed_by_others_is_started_again(
 def test_a_process_that_ends_well_is_not_started_again(supervisor: ProcessSupervisor, tmp_path: Path) -> None:
     supervisor.start(spec("a", "print('done')", tmp_path))
     until(polled(supervisor, lambda: supervisor.ended(["a"])), "the end")
-    assert (supervisor.exit_code("a"), supervisor.lives("a"), supervisor.pid("a")) == (0, 1, None)
+    assert (supervisor.exit_code("a"), supervisor.starts("a"), supervisor.pid("a")) == (0, 1, None)
     assert log_tail(tmp_path / "a.log").endswith("done")
 
 
@@ -87,13 +87,13 @@ def test_a_process_killed_on_purpose_comes_back_and_is_no_failure(
     supervisor: ProcessSupervisor, events: list[ChildEvent], tmp_path: Path
 ) -> None:
 
-    def lives(n: int) -> Callable[[], bool]:
-        return lambda: supervisor.lives("a") == n
+    def starts(n: int) -> Callable[[], bool]:
+        return lambda: supervisor.starts("a") == n
 
     supervisor.start(spec("a", SLEEP, tmp_path))
-    for life in range(1, 5):  # more often than failures would be forgiven
+    for start in range(1, 5):  # more often than failures would be forgiven
         assert supervisor.kill("a", restart_delay_s=0.0) is not None
-        until(polled(supervisor, lives(life + 1)), "the next life")
+        until(polled(supervisor, starts(start + 1)), "the next start")
     assert "failed" not in {event.kind for event in events}
     assert supervisor.exit_code("a") is None
 
@@ -112,7 +112,7 @@ def test_a_process_that_cannot_live_is_given_up_with_the_end_of_its_log(
         until(polled(supervisor, lambda: False), "giving up")
     assert "the disk is on fire" in str(told.value)
     assert str(tmp_path / "s1.log") in str(told.value)
-    assert supervisor.lives("s1") == QUICK.quick_failures_max
+    assert supervisor.starts("s1") == QUICK.quick_failures_max
 
 
 def test_a_process_that_refuses_its_settings_is_given_up_at_once(supervisor: ProcessSupervisor, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_process_that_refuses_its_settings_is_given_up_at_once(supervisor: Pro
     supervisor.start(spec("a", code, tmp_path))
     with pytest.raises(ConfigError, match="there is no such path"):
         until(polled(supervisor, lambda: False), "giving up")
-    assert supervisor.lives("a") == 1
+    assert supervisor.starts("a") == 1
 
 
 def test_a_process_whose_name_is_taken_ends_its_supervisor_with_the_sentence(
@@ -131,7 +131,7 @@ def test_a_process_whose_name_is_taken_ends_its_supervisor_with_the_sentence(
     with pytest.raises(Refused, match="s0: another is s0") as caught:
         until(polled(supervisor, lambda: False), "giving up")
     assert caught.value.exit_code == NAME_TAKEN_EXIT
-    assert supervisor.lives("s0") == 1
+    assert supervisor.starts("s0") == 1
 
 
 def test_without_restart_the_exit_code_is_kept(supervisor: ProcessSupervisor, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_what_waits_for_its_next_life_is_not_started_after_a_stop(
     supervisor.stop()
     time.sleep(0.3)
     supervisor.poll()
-    assert supervisor.lives("a") == 1
+    assert supervisor.starts("a") == 1
 
 
 def test_when_restarts_are_over_what_waits_for_one_has_ended_and_what_fails_later_too(

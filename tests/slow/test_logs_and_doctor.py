@@ -92,7 +92,7 @@ def test_all_processes_are_told_in_the_order_of_time(told_run: tuple[Path, str, 
     assert {(line["role"], line["name"]) for line in told} >= {
         ("launch", "master"), ("master", "told"), ("launch", "s0"), ("slave", "s0"), ("worker", "a"),
     }  # fmt: skip
-    assert told[0]["sentence"].startswith("master, life 1: ")
+    assert told[0]["sentence"].startswith("master, start 1: ")
 
 
 def test_a_cause_tells_the_story_over_all_processes(told_run: tuple[Path, str, str]) -> None:

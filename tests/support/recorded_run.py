@@ -79,7 +79,7 @@ def record(folder: Path) -> Path:
     with dips_started("up", file, log=log) as up:
         for name, version in (("s0", 2), ("a", 5)):
             until(lambda v=version: published(run_dir) >= v, f"version {version}", log=log)  # type: ignore[misc]
-            [pid] = re.findall(rf"\b{name}: life 1, pid ([0-9]+)", log.read_text())
+            [pid] = re.findall(rf"\b{name}: start 1, pid ([0-9]+)", log.read_text())
             os.kill(int(pid), signal.SIGKILL)
         until(lambda: joins(run_dir, "a") == 2, "a joins again", log=log)
         last = published(run_dir) + 3

@@ -1,1 +1,1 @@
-"""The `dips` command and the launchers. Stands above the roles; no role may import it."""
+"""The `dips` command and its sub-commands. It is above the roles; no role may import it."""

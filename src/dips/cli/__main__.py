@@ -1,4 +1,4 @@
-"""`python -m dips.cli` is the `dips` command: how a launcher starts its children, whatever the PATH says."""
+"""Runs the `dips` command as `python -m dips.cli`: so a launcher starts its children, whatever the PATH says."""
 
 from dips.cli.main import main
 

@@ -18,7 +18,7 @@ checked when the settings are read, before anything starts; settings that break 
 values, what would go wrong and what to change, and exit code 2. A line that names `grace_s` does not apply while it
 is `auto`.
 
-Only two times are somebody's choice: `heartbeat_s` (2 s), by which the dead are told from the living, and
+Only two times are chosen: `heartbeat_s` (2 s), by which dead peers are distinguished from live ones, and
 `round_timeout_s` (30 s), the time for slaves to answer a step of a round. All others are `auto` and follow from these
 two, or from what is measured ([decision 0020](decisions/0020-recovery-times.md)):
 
@@ -40,7 +40,7 @@ _TITLES = {"master": "Master", "slave": "Slave", "worker": "Cluster"}
 
 
 def page() -> str:
-    """The whole document."""
+    """The text of docs/assumptions.md."""
     parts = [_INTRODUCTION]
     for role, rows in ROLES.items():
         parts.append(f"## {_TITLES[role]}")

@@ -1,4 +1,4 @@
-"""`dips compare`: the options, and what is said."""
+"""`dips compare`: its options and its output."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def compare(
     methods: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,NAME", show_default=DEFAULT_METHODS, help="What is compared; `all`; --list tells them."
+            metavar="NAME,NAME", show_default=DEFAULT_METHODS, help="The methods to compare; `all`; --list names them."
         ),
     ] = None,
-    seeds: Annotated[str, typer.Option(metavar="N,N", help="Of first parameters and the order of the text.")] = "1",
+    seeds: Annotated[str, typer.Option(metavar="N,N", help="Seeds of first parameters and order of the text.")] = "1",
     gaps: Annotated[
         str | None,
         typer.Option(metavar="%,%", help="How much longer each cluster's step takes; one number for each cluster."),
     ] = None,
     inner_steps: Annotated[int | None, typer.Option(min=1, help="H: inner steps between two pushes.")] = None,
-    tokens: Annotated[str | None, typer.Option(metavar="COUNT", help="Of each run, such as 786k.")] = None,
+    tokens: Annotated[str | None, typer.Option(metavar="COUNT", help="Tokens of each run, such as 786k.")] = None,
     lr: Annotated[
         float | None,
         typer.Option(metavar="RATE", help="Learning rate of the inner optimizer, the same for all methods."),
@@ -70,7 +70,7 @@ def compare(
     ] = None,
     inject: Annotated[
         str | None,
-        typer.Option(metavar="|".join(KINDS), help="Spoil pushes of one cluster, after the warm-up, like this."),
+        typer.Option(metavar="|".join(KINDS), help="Corrupt the pushes of one cluster in this way, after the warm-up."),
     ] = None,
     setup: Annotated[
         str | None,
@@ -78,7 +78,7 @@ def compare(
     ] = None,
     figure: Annotated[
         str | None,
-        typer.Option(metavar="|".join(ALL_FIGURES), help="Instead: what a figure of the Di-PS paper shows, beside it."),
+        typer.Option(metavar="|".join(ALL_FIGURES), help="Instead: reproduce a figure of the Di-PS paper."),
     ] = None,
     run_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where results go and are kept.")] = Path("runs/compare"),
     jobs: Annotated[
@@ -93,15 +93,15 @@ def compare(
     """Train a small model with several methods, side by side: what does each cost in loss, and win in time?
 
     Every method trains the same byte model on the same text for the same number of tokens, on clusters of the same
-    speeds and links. What decides is the real thing: master, slaves and clusters as `dips master` and `dips slave` run
+    speeds and links. Master, slaves and clusters are the real ones, as `dips master` and `dips slave` run
     them, under a virtual clock. So the loss is measured, and the time is that of the set-up, not of this machine.
 
     A run takes about a minute of one core (786k tokens); methods x seeds runs are done, as many at a time as there are
     cores. Ends with two tables, compare.json, and pictures in the run's directory. Finished runs are kept: the same
     command goes on where it was interrupted, and a second one that shares runs with it does not repeat them.
 
-    How to read it: compare losses with `diloco-clip` (all clusters wait for each other) and `dp` (they talk in every
-    step), and times with the share of ideal. A difference below the spread of the seeds says nothing.
+    How to read it: compare losses with `diloco-clip` (all clusters wait for each other) and `dp` (they communicate in
+    every step), and times with the share of ideal. A difference below the spread of the seeds says nothing.
     """
     if list_all:
         return _list(as_json)
@@ -189,7 +189,7 @@ def _compared(
     )
 
 
-# ---- what is said ----
+# ---- output ----
 
 
 def _list(as_json: bool) -> int:
@@ -227,7 +227,7 @@ def _listed() -> dict[str, Any]:
 def _draw(run_dir: Path, found: Comparison) -> list[Path]:
     paths = [run_dir / f"{name}.png" for name in ("loss-tokens", "loss-time", "norms", "cosines")]
     title = f"{found.setup.name}, H {found.setup.run.inner_steps}"
-    title += f", one cluster's pushes spoilt ({found.inject})" if found.inject else ""
+    title += f", one cluster's pushes corrupted ({found.inject})" if found.inject else ""
     labelled = [(record.method, record) for record in found.records]
     draw_curves(paths[0], labelled, "tokens", title)
     draw_curves(paths[1], labelled, "virtual_s", title)
@@ -238,7 +238,7 @@ def _draw(run_dir: Path, found: Comparison) -> list[Path]:
 
 
 def _tell(place: _Place, plain: dict[str, Any], for_people: Callable[[Console], None], files: Sequence[Path]) -> None:
-    """On standard output: for programs, or for people with the names of the files below."""
+    """Print on standard output: JSON for programs, or text for people with the names of the files below."""
     if place.as_json:
         print(json.dumps(plain, allow_nan=False))
         return

@@ -1,4 +1,4 @@
-"""`dips demo`: the options, and what is said at the end."""
+"""`dips demo`: its options and its output at the end."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def demo(
     clusters: Annotated[int, typer.Option(min=1, max=26, help="How many clusters, of unequal speed.")] = 4,
     slaves: Annotated[int, typer.Option(min=1, max=16, help="How many slaves hold the model.")] = 2,
     minutes: Annotated[float, typer.Option(min=0.3, max=1440.0, help="About how long to train.")] = FULL_MINUTES,
-    run_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where the run keeps everything.")] = Path("runs/demo"),
-    faults: Annotated[bool, typer.Option(help="Kill one cluster and one slave on the way.")] = True,
+    run_dir: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the run's files.")] = Path("runs/demo"),
+    faults: Annotated[bool, typer.Option(help="Kill one cluster and one slave during the run.")] = True,
     model_size: Annotated[str, typer.Option(metavar="tiny|small", help="Size of the model.")] = "tiny",
-    seed: Annotated[int, typer.Option(min=0, help="Of the model's first parameters and the order of the text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of first parameters and order of the text.")] = 0,
     record_pushes: Annotated[
         bool, typer.Option("--record-pushes", help="Slaves keep what each round merged, for `dips verify`.")
     ] = False,
@@ -48,7 +48,7 @@ def demo(
 ) -> int:
     """Train a small language model on this machine: one master, slaves, and clusters of unequal speed.
 
-    All are processes of their own. One cluster and one slave are killed on the way and come back. It ends
+    All are processes of their own. One cluster and one slave are killed during the run and come back. It ends
     with report.json and loss.png in the run's directory, and exit code 0 if everything held that should.
     """
     texts, no_keys = tuple(data or ()), insecure_asked(insecure)
@@ -93,7 +93,7 @@ def _tell(result: DemoResult) -> None:
 
 def cluster_summary(report: dict[str, Any]) -> FittingTable:
     """What each cluster did, as a table."""
-    columns = ("cluster", "gap", "tokens/s", "steps", "tokens", "applied", "excluded", "lives")
+    columns = ("cluster", "gap", "tokens/s", "steps", "tokens", "applied", "excluded", "starts")
     table = FittingTable("clusters", [Column(name, right=name != "cluster") for name in columns])
     for name, cluster in report["clusters"].items():
         table.add_row(

@@ -37,10 +37,10 @@ app = typer.Typer(no_args_is_help=False)
 File = Annotated[Path, typer.Argument(metavar="FILE.toml", help="The deployment; see examples/three-sites.toml.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
-Wait = Annotated[str, typer.Option("--wait", metavar="DURATION", help="How long each part may take to be well.")]
+Wait = Annotated[str, typer.Option("--wait", metavar="DURATION", help="How long each part may take to become healthy.")]
 Master = Annotated[
     str,
-    typer.Option("--master", metavar="HOST:PORT", help="Ask the master here, such as at a `kubectl port-forward`."),
+    typer.Option("--master", metavar="HOST:PORT", help="The master's address, such as a `kubectl port-forward`."),
 ]
 WAIT = "15 min"
 
@@ -92,7 +92,7 @@ def apply(
     ] = True,
     master: Master = "",
 ) -> int:
-    """Make the deployment so: keys, master, slaves, then the clusters, each when the one before is well.
+    """Apply the deployment: keys, master, slaves, then the clusters, each when the one before is healthy.
 
     Every object is first checked by the API servers, which keep nothing of it; a refusal changes nothing. The same
     command again goes on where it was, and changes nothing that is as it should be. Volumes are never deleted.
@@ -106,7 +106,7 @@ def apply(
     for line in plan.lines(difference.planned, summary=True):
         print(line)
     print(plan.counts(difference.planned, difference.leaving))
-    if difference.changes and not _agreed(yes, "make it so"):
+    if difference.changes and not _agreed(yes, "apply it"):
         return 1
     changed = site.apply(difference, reach and waits)
     print(f"run {deployment.name}: {changed} objects were changed")
@@ -138,7 +138,7 @@ def status(file: File, as_json: AsJson = False, master: Master = "") -> int:
     for context, one, state in states:
         table.add_row(context, f"{one['kind']} {one['metadata']['name']}", state.health.value, state.sentence)
     Console().print(table)
-    Console().print(headline(run) if run else f"the master does not tell: {trouble}")
+    Console().print(headline(run) if run else f"the run's status is not known: {trouble}")
     return 4 if waits else 0
 
 
@@ -163,7 +163,7 @@ def drain(
     file: File,
     cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="The cluster's name.")],
     wait: Wait = WAIT,
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; it stands in the log.")] = "asked to",
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; the log quotes it.")] = "asked to",
     master: Master = "",
 ) -> int:
     """Let a cluster push its last steps and leave the run, and wait until its job has ended."""
@@ -179,12 +179,12 @@ def delete(
         str, typer.Option("--cluster", metavar="CLUSTER", help="Only what belongs to one cluster.")
     ] = "",
     delete_volumes: Annotated[
-        bool, typer.Option("--delete-volumes", help="The volumes too, with the model and the journal on them.")
+        bool, typer.Option("--delete-volumes", help="Also delete the volumes, with the model and the journal on them.")
     ] = False,
     yes: Yes = False,
     wait: Wait = WAIT,
 ) -> int:
-    """Delete the run's objects in all contexts, clusters first. Namespaces stay, and volumes unless told so."""
+    """Delete the run's objects in all contexts, clusters first. Namespaces stay; volumes too, unless asked."""
     deployment = read_deploy_file(file)
     site = _site(deployment, _known_contexts(), wait)
     going, volumes = site.going(cluster), site.volumes(cluster)
@@ -219,20 +219,20 @@ def render(
 def supervise(
     master: Annotated[str, typer.Option("--master", metavar="HOST:PORT", help="The master's address.")],
     keys: Annotated[Path, typer.Option("--keys", metavar="DIR", help="Keys that may ask for the status.")],
-    run_id: Annotated[str, typer.Option("--run-id", metavar="TEXT", help="The run; its pods begin with it.")],
+    run_id: Annotated[str, typer.Option("--run-id", metavar="TEXT", help="The run; names of pods begin with it.")],
     namespace: Annotated[str, typer.Option("--namespace", metavar="TEXT", help="Where the pods are.")],
     slaves: Annotated[int, typer.Option("--slaves", min=1, help="How many slaves there are.")],
     context: Annotated[str, typer.Option("--context", metavar="NAME", help="Of the kubeconfig; else this pod's.")] = "",
     gone: Annotated[
-        str, typer.Option("--gone", metavar="DURATION", help="How long the master may miss one.")
+        str, typer.Option("--gone", metavar="DURATION", help="How long a slave may be away from the master.")
     ] = "2 min",
     stuck: Annotated[str, typer.Option("--stuck", metavar="DURATION", help="How long a round may wait for one.")] = (
         "10 min"
     ),
-    every: Annotated[str, typer.Option("--every", metavar="DURATION", help="Time between two looks.")] = "10 s",
-    looks: Annotated[int, typer.Option("--looks", min=0, help="End after so many looks; 0: never.")] = 0,
+    every: Annotated[str, typer.Option("--every", metavar="DURATION", help="Time between two checks.")] = "10 s",
+    looks: Annotated[int, typer.Option("--looks", min=0, help="End after so many checks; 0: never.")] = 0,
 ) -> int:
-    """Watch the slaves for the master, and end the pod of one that its StatefulSet takes for well and that is not.
+    """Watch the slaves for the master, and end the pod of one that is not healthy though its StatefulSet takes it so.
 
     It runs as a pod of the deployment. It ends one pod at a time, and none while the master does not answer.
     """
@@ -314,7 +314,7 @@ def _agreed(yes: bool, what: str) -> bool:
     if yes:
         return True
     if not sys.stdin.isatty():
-        raise ConfigError(f"nobody can be asked whether to {what}: say --yes")
+        raise ConfigError(f"there is no terminal on which to ask whether to {what}: give --yes")
     return typer.confirm(f"{what}?")
 
 

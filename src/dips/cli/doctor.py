@@ -1,4 +1,4 @@
-"""`dips doctor`: what would go wrong, told before the run."""
+"""`dips doctor`: reports before a run what would go wrong in it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def doctor(
     ] = "",
     keys: Keys = None,
     params: Annotated[
-        str, typer.Option(metavar="COUNT", help="Parameters of the model, such as 7B, where the file does not tell.")
+        str, typer.Option(metavar="COUNT", help="Parameters of the model, such as 7B, where the file does not say.")
     ] = "",
     link: Annotated[
         str, typer.Option(metavar="RATE", help="Rate of the links to clusters elsewhere, such as 10gbps.")
@@ -40,7 +40,7 @@ def doctor(
     round_trip: Annotated[
         str, typer.Option("--round-trip", metavar="TIME", help="Round trip to the farthest cluster, such as 50ms.")
     ] = "50ms",
-    insecure: Annotated[bool, typer.Option("--insecure", help="The run has no keys, or is to have none.")] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="The run uses no keys.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
     """Check a run or a deployment before it starts: each check is OK, WARN or FAIL, with a remedy.
@@ -98,10 +98,10 @@ def _shown(findings: Iterable[Finding], quiet: bool) -> Iterable[Finding]:
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """The last line for a person."""
+    """The last line of the output: how many findings of each grade, and what follows."""
     counted = Counter(one.grade for one in findings)
     words = ", ".join(f"{counted[grade]} {grade.value}" for grade in Grade)
-    verdict = "it would fail: see to what is FAIL" if counted[Grade.FAIL] else "nothing stands in the way"
+    verdict = "it would fail: correct what is FAIL" if counted[Grade.FAIL] else "nothing prevents the run"
     return f"{words}: {verdict}"
 
 

@@ -1,4 +1,4 @@
-"""The command of the modules whose page in docs/ is written by a program: write it, or say that it is stale."""
+"""The command line of programs that write a page of docs/: write the page, or report that it is stale."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dips.core.errors import ConfigError
 
 
 def keep_current(description: str | None, render: Callable[[str], str]) -> int:
-    """Read the arguments `[--write] FILE`, then write the page or compare it; the exit code.
+    """Read the arguments `[--write] FILE`, then write the page or compare it; returns the exit code.
 
-    render: the page as it stands ("" where there is none) -> as it should; may raise ConfigError. 1: it is stale.
+    render: the page as it is ("" where there is none) -> as it should be; may raise ConfigError. 1: it is stale.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("file", type=Path)

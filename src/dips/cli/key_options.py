@@ -1,4 +1,4 @@
-"""--keys and --insecure of the commands that only ask: which identity they use, and where it is found.
+"""The options --keys and --insecure of the commands that connect to a run: which identity, and where it is found.
 
 With --run-dir the keys that `dips up` and `dips demo` made for the operator are found in the run's directory.
 """
@@ -29,9 +29,9 @@ _YES, _NO = frozenset({"1", "true", "yes", "on"}), frozenset({"", "0", "false", 
 
 
 def asked_security(keys: Path | None, insecure: bool, run_dir: Path | None = None) -> Security:
-    """What the options, else the environment, else the run's directory say.
+    """The security that the options, else the environment, else the run's directory ask for.
 
-    Raises ConfigError when nothing or two things are said, or the keys cannot be used.
+    Raises ConfigError when neither or both are given, or the keys cannot be used.
     """
     if keys is None and not insecure:
         keys, insecure = _in_environment()
@@ -51,7 +51,7 @@ def keys_of_run(run_dir: Path | None) -> Path | None:
 
 
 def insecure_asked(flag: bool) -> bool:
-    """Whether a launcher is to make no keys, as its option or the environment says. Raises ConfigError."""
+    """Whether a launcher should make no keys, as its option or the environment says. Raises ConfigError."""
     return flag or _in_environment()[1]
 
 

@@ -1,4 +1,4 @@
-"""`dips keys`: makes, shows, renews and takes back the keys of a run's processes."""
+"""`dips keys`: makes, shows, renews and revokes the keys of a run's processes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ app = typer.Typer(no_args_is_help=False)
 Folder = Annotated[Path, typer.Argument(metavar="KEYS", help="The folder with the authority and all identities.")]
 Clusters = Annotated[list[str] | None, typer.Option("--cluster", metavar="NAME", help="A cluster; again for more.")]
 Slaves = Annotated[list[str] | None, typer.Option("--slave", metavar="NAME", help="A slave; again for more.")]
-Operators = Annotated[list[str] | None, typer.Option("--operator", metavar="NAME", help="A person who steers the run.")]
+Operators = Annotated[list[str] | None, typer.Option("--operator", metavar="NAME", help="A person who operates it.")]
 
 
 @app.command()
 def init(folder: Folder, cluster: Clusters = None, slave: Slaves = None, operator: Operators = None) -> int:
     """Make a certificate authority, the master's keys, and those of every process that is named.
 
-    Each process gets its own directory of the folder, and nothing else. The folder's `ca` signs: keep it where nobody
+    Each process gets its own directory of the folder, and nothing else. The folder's `ca` signs: keep it where no one
     else reads it.
     """
     with Authority.create(folder).locked() as authority:
@@ -36,15 +36,15 @@ def init(folder: Folder, cluster: Clusters = None, slave: Slaves = None, operato
         _add(authority, cluster, slave, operator)
         for name in authority.names():
             print(f"{authority.identity(name)}: keys of {authority.certificate(name)}")
-    print(f"{folder / 'ca'}: the authority; whoever reads ca.key can make keys for anybody")
+    print(f"{folder / 'ca'}: the authority; whoever can read ca.key can make keys for anyone")
     return 0
 
 
 @app.command()
 def add(folder: Folder, cluster: Clusters = None, slave: Slaves = None, operator: Operators = None) -> int:
-    """Make keys for more processes; a run that goes on takes them at once."""
+    """Make keys for more processes; a run that goes on accepts them at once."""
     if not (cluster or slave or operator):
-        raise ConfigError("nobody is named: give --cluster NAME, --slave NAME or --operator NAME")
+        raise ConfigError("no process is named: give --cluster NAME, --slave NAME or --operator NAME")
     with Authority(folder).locked() as authority:
         for place in _add(authority, cluster, slave, operator):
             print(f"{place}: keys of {authority.certificate(place.name)}")
@@ -54,13 +54,13 @@ def add(folder: Folder, cluster: Clusters = None, slave: Slaves = None, operator
 @app.command()
 def revoke(
     folder: Folder,
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Whose keys are taken back.")],
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; its holder and the log are told.")] = "",
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Whose keys to revoke.")],
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; its holder and the log get it.")] = "",
 ) -> int:
-    """Take back all keys that were ever made for a name: the master refuses them within a second.
+    """Revoke all keys that were ever made for a name: the master refuses them within a second.
 
     A master on this machine that uses this folder's keys reads the list by itself; for another one, copy revoked.json
-    beside its keys (or to its --revoked FILE).
+    next to its keys (or to its --revoked FILE).
     """
     with Authority(folder).locked() as authority:
         for name in names:
@@ -75,22 +75,22 @@ def revoke(
 def renew(
     folder: Folder,
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Whose certificates.")] = None,
-    everyone: Annotated[bool, typer.Option("--all", help="Of everyone in the folder.")] = False,
+    everyone: Annotated[bool, typer.Option("--all", help="Renew all in the folder.")] = False,
     new_key: Annotated[bool, typer.Option("--new-key", help="Make a new key too, not only a certificate.")] = False,
     new_ca: Annotated[
-        bool, typer.Option("--new-ca", help="First make a new authority; the old one stays trusted beside it.")
+        bool, typer.Option("--new-ca", help="First make a new authority; the old one stays trusted as well.")
     ] = False,
     retire_old_ca: Annotated[
-        bool, typer.Option("--retire-old-ca", help="At last trust the newest authority alone.")
+        bool, typer.Option("--retire-old-ca", help="Trust only the newest authority from now on.")
     ] = False,
 ) -> int:
-    """Make new certificates for processes that have keys; those that run take them up by themselves.
+    """Make new certificates for processes that have keys; those that run load them by themselves.
 
     Another authority, while a run goes on: renew --new-ca and bring every process its new ca.crt; renew --all and bring
     them their new files; renew --retire-old-ca and bring them ca.crt once more.
     """
     if not (names or everyone or new_ca or retire_old_ca):
-        raise ConfigError("nobody is named: give names, or --all for everyone")
+        raise ConfigError("no one is named: give names, or --all for everyone")
     with Authority(folder).locked() as authority:
         if new_ca:
             authority.new_authority()
@@ -99,7 +99,7 @@ def renew(
             place, renewed = authority.renew(name, new_key), authority.certificate(name)
             print(f"{place}: keys of {renewed}, until {_day(renewed.not_after)}")
         if retire_old_ca:
-            print(f"{authority.retire_old()} old authorities are trusted no more")
+            print(f"{authority.retire_old()} old authorities are no longer trusted")
     return 0
 
 
@@ -111,7 +111,7 @@ def show(
     authority = Authority(folder)
     revoked = {row["serial"]: row["reason"] for row in authority.revoked()}
     rows = [authority.certificate(name) for name in authority.names()]
-    told = [
+    identities = [
         {
             "name": row.name,
             "role": row.role.value,
@@ -124,12 +124,12 @@ def show(
         for row in rows
     ]
     if as_json:
-        print(json.dumps({"identities": told, "authorities": len(authority.authorities())}))
+        print(json.dumps({"identities": identities, "authorities": len(authority.authorities())}))
         return 0
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("name", "role", "serial", "until", ""):
         table.add_column(column, no_wrap=True)
-    for row, item in zip(rows, told, strict=True):
+    for row, item in zip(rows, identities, strict=True):
         state = f"revoked: {item['reason'] or 'no reason given'}" if item["revoked"] else str(item["lapse"])
         table.add_row(row.name, row.role.value, row.serial_hex[:12], _day(row.not_after), state)
     Console().print(table)

@@ -1,4 +1,4 @@
-"""`dips logs`: what the processes of a run on this machine said, in the order of time."""
+"""`dips logs`: the log lines of all processes of a run on this machine, in the order of time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Level = Literal["debug", "info", "warning", "error", "critical"]
 
 @dataclass(frozen=True)
 class LogFilter:
-    """Which entries are wanted. roles: role, process or file names; none: all. since_s: Unix time."""
+    """Chooses the entries to show. roles: role, process or file names; none: all. since_s: Unix time."""
 
     roles: frozenset[str] = frozenset()
     cause: str = ""
@@ -46,7 +46,7 @@ class LogFilter:
 
 def logs(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run, such as runs/demo.")],
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is said from now on.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines as they come.")] = False,
     role: Annotated[
         list[str] | None,
         typer.Option(
@@ -59,22 +59,22 @@ def logs(
     since: Annotated[
         str, typer.Option("--since", metavar="WHEN", help="Only newer: '10 min' ago, or a time as 2026-03-01T12:00Z.")
     ] = "",
-    level: Annotated[Level, typer.Option("--level", help="Only lines at least as grave.")] = "debug",
+    level: Annotated[Level, typer.Option("--level", help="Only lines of this level or above.")] = "debug",
     events: Annotated[
         bool, typer.Option("--events", help="The processes' event records (tapes) as well; --cause has them anyway.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> int:
-    """Show what the processes of a run on this machine said, merged in the order of time.
+    """Show the logs of the processes of a run on this machine, merged in the order of time.
 
-    Times are UTC. A line says when, how grave (D, I, W, E, C), who, because of which push or round, and what. Control
-    characters in a sentence are written out. With --follow it ends with ctrl-C.
+    Times are UTC. A line has the time, the level (D, I, W, E, C), the process, the push or round that caused it, and a
+    sentence, in which control characters are written out. With --follow it ends with ctrl-C.
     """
     wanted = LogFilter(frozenset(role or ()), cause, since_of(since, time.time()), level.upper())
     files = find_logs(run_dir, events or bool(cause))
-    told = following(run_dir, files, events or bool(cause)) if follow else merged(files, to_the_end=True)
+    entries = following(run_dir, files, events or bool(cause)) if follow else merged(files, to_the_end=True)
     try:
-        for entry in told:
+        for entry in entries:
             if wanted.takes(entry):
                 print(as_json_line(entry) if as_json else shown(entry), flush=follow)
     except BrokenPipeError:
@@ -89,7 +89,7 @@ def following(
     events: bool,
     wait: Callable[[float], None] = time.sleep,
 ) -> Iterator[LogEntry]:
-    """All entries, then those that come; files that appear later are taken in. Ends when the generator is closed.
+    """Yield all entries, then new ones as they come, also of new files. Ends when the generator is closed.
 
     What comes is in the order of time between two looks.
     """
@@ -122,15 +122,15 @@ def since_of(text: str, now_s: float) -> float:
     except ConfigError as error:
         raise ConfigError(f"--since: {error}; or a time such as 2026-03-01T12:00") from error
     if ago_s < 0:
-        raise ConfigError(f"--since {text!r} lies in the future: write how long ago, such as '10 min'")
+        raise ConfigError(f"--since {text!r} is in the future: write how long ago, such as '10 min'")
     return now_s - ago_s
 
 
 def shown(entry: LogEntry) -> str:
-    """For a terminal. What stands before a file's first log line has no time."""
+    """One entry for a terminal. What comes before a file's first log line has no time."""
     return human(entry.line) if entry.line.role else f"{entry.source}: {escaped(entry.line.sentence)}"
 
 
 def as_json_line(entry: LogEntry) -> str:
-    """Stable keys; JSON escapes what a terminal would act upon."""
+    """One entry as a JSON object with stable keys; JSON escapes what a terminal would act upon."""
     return json.dumps({**entry.line.to_json(), "source": escaped(entry.source)}, separators=(",", ":"))

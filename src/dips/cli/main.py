@@ -48,14 +48,14 @@ class Command:
     examples: tuple[str, ...] = ()
 
 
-_RUN, _ROLES, _ASK, _MODEL = "Run here", "One process of a run", "Ask and steer a run", "Models"
+_RUN, _ROLES, _ASK, _MODEL = "Run here", "One process of a run", "Watch and operate a run", "Models"
 
 COMMANDS: tuple[Command, ...] = (
     Command(
         "demo",
         "demo",
         "demo",
-        "Train a small model on this machine, with faults on the way.",
+        "Train a small model on this machine, with faults during the run.",
         _RUN,
         ("dips demo", "dips demo --data ~/notes --clusters 3 --minutes 2 --no-faults"),
     ),
@@ -71,7 +71,7 @@ COMMANDS: tuple[Command, ...] = (
         "doctor",
         "doctor",
         "doctor",
-        "Look before a run: ports, keys, memory, disks, clocks, packages.",
+        "Check before a run: ports, keys, memory, disks, clocks, packages.",
         _RUN,
         (
             "dips doctor examples/local.toml",
@@ -83,7 +83,7 @@ COMMANDS: tuple[Command, ...] = (
         "keys",
         "keys",
         "app",
-        "Make, show, renew and take back the keys of a run's processes.",
+        "Make, show, renew and revoke the keys of a run's processes.",
         _ROLES,
         (
             "dips keys init ~/keys --cluster a --cluster b --slave s0 --operator me",
@@ -210,7 +210,7 @@ COMMANDS: tuple[Command, ...] = (
         "logs",
         "logs",
         "logs",
-        "What all processes of a local run said, in the order of time.",
+        "The logs of all processes of a local run, in the order of time.",
         _ASK,
         (
             "dips logs runs/demo --follow",
@@ -400,9 +400,9 @@ def _fail(sentence: str, exit_code: int) -> int:
 
 
 def _usage_sentence(error: Exception, arguments: Sequence[str]) -> str:
-    told = getattr(error, "format_message", error.__str__)()
+    message = getattr(error, "format_message", error.__str__)()
     names = [command.name for command in COMMANDS if command.name in arguments[:1]]
-    return f"{told} `{' '.join(['dips', *names, '--help'])}` shows what can be said."
+    return f"{message} `{' '.join(['dips', *names, '--help'])}` shows the options."
 
 
 def _missing_package(error: ModuleNotFoundError) -> int:

@@ -1,4 +1,4 @@
-"""`dips master`: the master's process, with every one of its knobs as an option."""
+"""`dips master`: runs the master's process, with each of its settings as an option."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _INTRODUCTION = f"""\
 Written by `make docs` from the lists `METRICS` in `master/metrics.py`, `slave/metrics.py` and `worker/metrics.py`; a
 process can export nothing that is not on its list.
 
-## To have them
+## How to get them
 
 Every role takes `--metrics-listen HOST:PORT` (in a settings file `metrics_listen`, in the environment
 `DIPS_MASTER_METRICS_LISTEN`, `DIPS_SLAVE_...`, `DIPS_WORKER_...`), and serves its metrics there under `/metrics`.
@@ -85,7 +85,7 @@ them good for this.
 ## What a scrape costs
 
 Values are read when they are scraped. A master and a slave make a snapshot on the event loop that owns their state,
-of what it holds already; a loop that does not look up from its work for {SNAPSHOT_S:g} s answers 503, and Prometheus
+of what it holds already; a loop that does not answer within {SNAPSHOT_S:g} s gives 503, and Prometheus
 sees the target down, which it is. A cluster's training thread leaves its numbers behind at each step, one small object,
 because a scrape must not wait for a step, and the thread that moves chunks leaves its own four times a second while
 something moves. Counting costs an entry in a dictionary for each event of the control flow and each chunk. A server
@@ -95,8 +95,8 @@ has at most {MOST_CONNECTIONS} connections at a time, each for at most {CONNECTI
 
 - Every name of a list is in every scrape, with its type and meaning. A series is missing where the value is not
   known; the last column says when it is there.
-- Counters (`_total`) never fall while a process lives, also when a ROLLBACK takes tokens back; the master's that
-  stand in its ledger continue after its restart.
+- Counters (`_total`) never fall while a process runs, also when a ROLLBACK takes tokens back; the master's that
+  are in its ledger continue after its restart.
 - Histograms are in seconds with the buckets {", ".join(f"{end:g}" for end in SECONDS)}.
 - Every process also has prometheus_client's `process_*`: memory, processor time, files, start time.
 - Labels are bounded. `cluster` and `slave` are names of the run: of clusters the live ones and, up to `max_clusters`
@@ -120,12 +120,12 @@ has at most {MOST_CONNECTIONS} connections at a time, each for at most {CONNECTI
 
 `norm`: far above the recent ones (the hard gate) · `score`: an outlier in the cluster's own history · `zero`: nothing
 was trained · `void`: nothing of the round could be merged · `ticket`: nothing arrived for `ticket_ttl_s` · `gone`:
-its cluster left or was evicted · `stale`: its base is too old or was replaced · `ranges`: its data is not lent to it
-any more · `digest`: what arrived is not what was sent · `refused`: a slave could not do its part."""
+its cluster left or was evicted · `stale`: its base is too old or was replaced · `ranges`: its data is no longer
+lent to it · `digest`: what arrived is not what was sent · `refused`: a slave could not do its part."""
 
 
 def page() -> str:
-    """The whole document."""
+    """The text of docs/metrics.md."""
     parts = [_INTRODUCTION]
     for title, prefix, specs in ROLES:
         head = [

@@ -1,4 +1,4 @@
-"""`dips export` and `dips eval`: a published version as a file or a folder, and the held-out loss of a model."""
+"""`dips export` and `dips eval`: write a published version as a file or folder, and compute a held-out loss."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _READER = "export"
 
 
 class Form(Enum):
-    """What `dips export` writes."""
+    """The formats that `dips export` writes."""
 
     HUGGINGFACE = "huggingface"
     SAFETENSORS = "safetensors"
@@ -84,7 +84,7 @@ def export(
         typer.Option(
             "--fill",
             metavar="FILE",
-            help="The model's state, for what a run does not train (frozen weights, buffers): a .safetensors "
+            help="The model's state, with what a run does not train (frozen weights, buffers): a .safetensors "
             "file, or a folder of them.",
         ),
     ] = None,
@@ -115,7 +115,7 @@ def export(
         prefix = described.prefix if described is not None else ""
         export_model(fetched, target, filled={prefix + name: tensor for name, tensor in filled.items()})
     lacking = described.n_absent - len(filled) if described is not None else 0
-    told = {
+    fields = {
         "file": str(target),
         "format": form.value,
         "run_id": fetched.run_id,
@@ -132,30 +132,30 @@ def export(
             f"\nIt lacks {lacking} tensors that the run does not train, such as {described.absent[0]!r}: load it over "
             "the model that training began with, or add them with --fill FILE"
         )
-    print(json.dumps(told) if as_json else sentence)
+    print(json.dumps(fields) if as_json else sentence)
     return 0
 
 
 def _what_and_where(
-    said: str, to: Path | None, form: Form | None, master: str | None, run_dir: Path | None
+    target: str, to: Path | None, form: Form | None, master: str | None, run_dir: Path | None
 ) -> tuple[Path, Form, str | None, Path | None]:
-    """The target, its form, and the run. Raises ConfigError when two things are said for one, or nothing."""
+    """The target, its form, and the run. Raises ConfigError when one of them is given twice, or not at all."""
     if to is None:
         if form is Form.HUGGINGFACE:
             raise ConfigError("a huggingface folder needs a place: give --to DIR")
-        if not said:
-            raise ConfigError("nothing is named to write: give OUT.safetensors, or --to DIR for a folder")
-        return Path(said), Form.SAFETENSORS, master, run_dir
-    if said and (master is not None or run_dir is not None):
-        raise ConfigError(f"the run is named twice: leave out {said!r}, or --master and --run-dir")
-    if said and Path(said).is_dir():
-        run_dir = Path(said)
-    elif said:
+        if not target:
+            raise ConfigError("no target is named: give OUT.safetensors, or --to DIR for a folder")
+        return Path(target), Form.SAFETENSORS, master, run_dir
+    if target and (master is not None or run_dir is not None):
+        raise ConfigError(f"the run is named twice: leave out {target!r}, or --master and --run-dir")
+    if target and Path(target).is_dir():
+        run_dir = Path(target)
+    elif target:
         try:
-            parse_address(said, "RUN")
+            parse_address(target, "RUN")
         except ConfigError as error:
-            raise ConfigError(f"{said} is neither a directory nor a master's address: write HOST:PORT") from error
-        master = said
+            raise ConfigError(f"{target} is neither a directory nor a master's address: write HOST:PORT") from error
+        master = target
     return to, form or Form.HUGGINGFACE, master, run_dir
 
 
@@ -202,7 +202,7 @@ def _reader(master: str | None, given: dict[str, Any]) -> ClientConfig:
 
 
 def _tell(evaluation: Evaluation, as_json: bool) -> None:
-    told = {
+    fields = {
         "run_id": evaluation.run_id,
         "timeline": evaluation.version.timeline,
         "version": evaluation.version.v,
@@ -213,15 +213,15 @@ def _tell(evaluation: Evaluation, as_json: bool) -> None:
         f"held-out loss {evaluation.loss:.6f} nats per byte: version {evaluation.version} of run {evaluation.run_id}, "
         f"{format_count(evaluation.tokens)} tokens"
     )
-    print(json.dumps(told) if as_json else sentence)
+    print(json.dumps(fields) if as_json else sentence)
 
 
 def _live_address(master: str | None, run_dir: Path | None, security: Callable[[], Security]) -> str | None:
-    """The master to ask; None when the run of that directory has no master that answers any more."""
+    """The master to ask; None when no master answers any longer for the run of that directory."""
     if run_dir is None:
         return master_address(master, None)
-    told = read_address(run_dir / "master")
-    return told.address if told is not None and _answers(told.address, told.run_id, security()) else None
+    written = read_address(run_dir / "master")
+    return written.address if written is not None and _answers(written.address, written.run_id, security()) else None
 
 
 def _answers(address: str, run_id: str, security: Security) -> bool:

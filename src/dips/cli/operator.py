@@ -1,4 +1,4 @@
-"""`dips status`, and what an operator may wish of a run: pause, resume, stop, extend, evict, drain, reshard."""
+"""`dips status`, and the operator's requests to a run: pause, resume, stop, extend, evict, drain, reshard."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RunDir = Annotated[
     Path | None, typer.Option("--run-dir", metavar="DIR", help="Find the master in the directory of a run.")
 ]
 RunId = Annotated[str, typer.Option("--run-id", metavar="TEXT", help="Refuse to talk to the master of any other run.")]
-Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; it stands in the log and on the tape.")]
+Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; the log and the tape have it.")]
 ClusterArgument = Annotated[str, typer.Argument(metavar="CLUSTER", help="The cluster's name.")]
 
 
@@ -38,11 +38,11 @@ def status(
     run_id: RunId = "",
     keys: Keys = None,
     insecure: Insecure = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, until ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the status again and again, until ctrl-C.")] = False,
     interval_s: Annotated[
-        float, typer.Option("--interval", min=0.1, max=3600.0, help="Seconds between two looks with --watch.")
+        float, typer.Option("--interval", min=0.1, max=3600.0, help="Seconds between two updates with --watch.")
     ] = 1.0,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output; one line a look.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output; one line for each update.")] = False,
 ) -> int:
     """Show what a run does now: why it waits, its version and tokens, its clusters, slaves and last rounds.
 
@@ -115,12 +115,12 @@ def extend(
 ) -> int:
     """Take back the end of a run, or move the tokens at which it ends.
 
-    While the master still answers, which it does for linger_s after everybody left. Once it has ended, start the run
+    While the master still answers, which it does for linger_s after all have left. Once it has ended, start the run
     again with a larger tk_max in its file.
     """
     limit = parse_count(tokens) if tokens else 0
     if tokens and not limit:
-        raise ConfigError("--tokens 0 is no limit: give --no-limit if the run shall not end by itself")
+        raise ConfigError("--tokens 0 is no limit: give --no-limit if the run should not end by itself")
     with _operator(master, run_dir, run_id, keys, insecure) as operator:
         print(operator.extend(limit, no_limit, reason))
     return 0
@@ -159,13 +159,13 @@ def drain(
 def reshard(
     add: Annotated[
         list[str] | None,
-        typer.Option("--add", metavar="SLAVE", help="A slave that shall hold blocks too; again for more."),
+        typer.Option("--add", metavar="SLAVE", help="A slave that should hold blocks too; again for more."),
     ] = None,
     remove: Annotated[
         list[str] | None,
-        typer.Option("--remove", metavar="SLAVE", help="A slave that shall not any more; again for more."),
+        typer.Option("--remove", metavar="SLAVE", help="A slave that should no longer hold any; again for more."),
     ] = None,
-    cancel: Annotated[bool, typer.Option("--cancel", help="Take back what was asked for, if it is not done.")] = False,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the reshard that is not done yet.")] = False,
     master: Master = None,
     run_dir: RunDir = None,
     run_id: RunId = "",
@@ -179,7 +179,7 @@ def reshard(
     Rounds rest while blocks move, and clusters train on; `dips status` says how far it is.
     """
     if cancel == bool(add or remove):
-        raise ConfigError("say what is to change: --add SLAVE and --remove SLAVE, or --cancel alone")
+        raise ConfigError("nothing is to change: give --add SLAVE and --remove SLAVE, or --cancel alone")
     with _operator(master, run_dir, run_id, keys, insecure) as operator:
         print(operator.take_back_reshard() if cancel else operator.reshard(add or (), remove or (), reason))
     return 0
@@ -189,7 +189,7 @@ def _operator(
     master: str | None, run_dir: Path | None, run_id: str, keys: Path | None, insecure: bool
 ) -> OperatorClient:
     address = master_address(master, run_dir)
-    parse_address(address, "the master's address")  # before the keys: it was said first
+    parse_address(address, "the master's address")  # before the keys, as it comes first on the command line
     return OperatorClient(address, run_id, security=asked_security(keys, insecure, run_dir))
 
 

@@ -1,4 +1,4 @@
-"""`dips place`: at which site the parameter servers should stand."""
+"""`dips place`: chooses the site at which the parameter servers should run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dips plan`: the best way to train a model over links between sites; schedules compared, checked and shown."""
+"""`dips plan`: finds the best way to train a model over links between sites; compares, checks and shows schedules."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def make(
         Path | None, typer.Option(metavar="FOLDER", help="Where the plan's files go; none: only print.")
     ] = None,
     solver_s: Annotated[
-        float | None, typer.Option("--seconds", help="Let a solver look for the best order for so long, each kind.")
+        float | None, typer.Option("--seconds", help="Time for a solver to find the best order, for each kind.")
     ] = None,
     sensitivity: Annotated[bool, typer.Option(help="Also say what would help most.")] = True,
     as_json: AsJson = False,
@@ -121,10 +121,10 @@ def validate_papers(
     seconds: Annotated[float, typer.Option("--seconds", help="The solver's time for each schedule.")] = 10.0,
     as_json: AsJson = False,
 ) -> int:
-    """Published numbers of JEEVES and CrossPipe beside what the planner computes, with the error of each.
+    """Published numbers of JEEVES and CrossPipe next to what the planner computes, with the error of each.
 
     Exit code 1 if a number is outside of its tolerance; numbers without one are for information. What a paper leaves
-    out, and what was taken in its place, stands above its numbers.
+    out, and what was taken in its place, is printed above its numbers.
     """
     if not 0 < seconds <= MOST_SECONDS:
         raise ConfigError(f"--seconds {seconds:g} is no time: give more than 0, up to {MOST_SECONDS:g}")
@@ -140,8 +140,8 @@ def validate_papers(
 def sweep(
     stages: Annotated[str, typer.Option(metavar="N,...", help="Devices in the pipeline.")] = "4",
     microbatches: Annotated[str, typer.Option(metavar="N,...", help="Microbatches of an iteration.")] = "8",
-    sites: Annotated[str, typer.Option(metavar="N,...", help="Equal sites that the devices stand at.")] = "2",
-    latency: Annotated[str, typer.Option(metavar="R,...", help="Of a message between sites, in T_F.")] = "0,0.5,1",
+    sites: Annotated[str, typer.Option(metavar="N,...", help="Equal sites at which the devices are.")] = "2",
+    latency: Annotated[str, typer.Option(metavar="R,...", help="Between two sites, in T_F.")] = "0,0.5,1",
     bandwidth: Annotated[str, typer.Option(metavar="R,...", help="A message's time on its link, in T_F.")] = "0",
     memory: Annotated[str, typer.Option(metavar="R,...", help="Activation memory, in that of 1F1B.")] = "1",
     optimal: Annotated[bool, typer.Option("--optimal", help="Also let a solver look for the best schedule.")] = False,
@@ -172,8 +172,8 @@ def sweep(
     check_compared(grid, over, optimal)
     if out is not None:
         ready_folder(out)
-    told = Console(stderr=True)
-    shown = track(grid, "planning", console=told, disable=not told.is_terminal)
+    stderr = Console(stderr=True)
+    shown = track(grid, "planning", console=stderr, disable=not stderr.is_terminal)
     rows = list(swept(shown, optimal, seconds))
     maps = panels(rows, over)
     files = _write_sweep(rows, maps, out) if out is not None else []
@@ -201,7 +201,7 @@ def show(
     """Check a plan or a schedule and draw when each device computes what.
 
     A plan.json is drawn with the times that were planned, a schedule alone with equal times. Every operation must
-    stand once, on one device, in a possible order; else the cell is named.
+    be there once, on one device, in a possible order; else the cell is named.
     """
     text = read_text(file)
     whole = is_plan(text)

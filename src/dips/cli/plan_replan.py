@@ -1,4 +1,4 @@
-"""`dips plan replan`: whether a running plan should be swapped for another one, now that it was measured."""
+"""`dips plan replan`: says whether a running plan, now measured, should be swapped for another one."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def replan(
         Path, typer.Option("--profile", metavar="FILE", help="What was measured: TOML, or JSON if it ends in .json.")
     ],
     least_gain: Annotated[
-        float, typer.Option("--least-gain", metavar="PERCENT", help="Of an iteration: a smaller gain is no reason.")
+        float, typer.Option("--least-gain", metavar="PERCENT", help="The least gain of an iteration for which to swap.")
     ] = 2.0,
     within: Annotated[
         int, typer.Option("--within", metavar="N", help="Iterations after which a swap must have paid off.")
     ] = 1000,
     pause_s: Annotated[
-        float, typer.Option("--pause", metavar="SECONDS", help="What any swap takes, besides moving layers.")
+        float, typer.Option("--pause", metavar="SECONDS", help="Time that any swap takes, apart from moving layers.")
     ] = 0.0,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where the new plan's files go, if a swap is advised.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
-    """Play the present schedule with measured times and links, plan anew with them, and say whether to swap: what an
+    """Play the present schedule with measured times and links, plan again with them, and say whether to swap: what an
     iteration would gain, what the swap costs, and after how many iterations it has paid off.
 
     Exit code 0: keep the plan. 1: swap it. 2: a mistake in a file or an option. A swap costs the time to move layers
@@ -77,7 +77,7 @@ def _limits(least_gain: float, within: int, pause_s: float) -> Limits:
 
 
 def verdict_json(running: Running, verdict: ReplanVerdict) -> dict[str, Any]:
-    """Times in seconds."""
+    """The verdict as a JSON object; times in seconds."""
     new, swap = verdict.new, verdict.swap
     return {
         "advised": verdict.advised,

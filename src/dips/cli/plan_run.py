@@ -1,4 +1,4 @@
-"""`dips plan run`: a planned schedule, run by torch on this machine, and how long it took beside what was planned."""
+"""`dips plan run`: runs a planned schedule with torch on this machine, and compares its time with the plan's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(
     repeats: Annotated[int, typer.Option(metavar="N", help="Timed iterations; the median counts.")] = 5,
     tolerance: Annotated[float, typer.Option(metavar="PERCENT", help="Exit code 1 where the error is larger.")] = 5.0,
     check_gradients: Annotated[
-        bool, typer.Option("--check-gradients", help="Only hold the gradients against those of one process.")
+        bool, typer.Option("--check-gradients", help="Only compare the gradients with those of one process.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where run.json, trace.json and the ranks' logs go.")
@@ -66,7 +66,7 @@ def run(
 
     torch's pipeline runtime runs a small model in the planned order. Operations are stretched to the times that the
     plan gives them, and messages between sites arrive when the plan's links would bring them, so that a few
-    processors stand for many devices. The gradients of an iteration must equal those of one process.
+    processors represent many devices. The gradients of an iteration must equal those of one process.
 
     Exit code 1: the iteration took longer or shorter by more than the tolerance, or gradients differ.
     """
@@ -76,7 +76,7 @@ def run(
     source = source_of(plan, options)
     n = source.schedule.n_devices
     if ranks is not None and ranks != n:
-        raise ConfigError(f"--ranks {ranks}, but {plan} has {n} devices: say --ranks {n}, or make a plan for {ranks}")
+        raise ConfigError(f"--ranks {ranks}, but {plan} has {n} devices: give --ranks {n}, or make a plan for {ranks}")
     costs = scaled(source.costs, n, operation_ms)
     outcome = _outcome(source, costs, 0 if check_gradients else repeats, backend, out, operation_ms, tolerance / 100)
     files = write_files(outcome, out) if out is not None else []
@@ -112,8 +112,8 @@ def _outcome(
     predicted = simulate(source.schedule, costs)
     predicted_s = predicted.makespan_ns / NS
     job = job_of(PlanSource(source.schedule, costs, source.sites), repeats, backend, predicted_s)
-    told = Console(stderr=True)
-    with _folder(out) as folder, told.status(_what_goes_on(predicted, repeats)):
+    stderr = Console(stderr=True)
+    with _folder(out) as folder, stderr.status(_what_goes_on(predicted, repeats)):
         reports = run_ranks(folder, job, START_S + 3 * predicted_s * (repeats + 1), SystemClock())
     return PlanRunOutcome(
         source=source,

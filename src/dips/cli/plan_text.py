@@ -1,4 +1,4 @@
-"""A plan as a person reads it in a terminal."""
+"""Formats a plan for a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARING = {"fair": "bandwidth shared evenly", "coordinated": "one message at a t
 
 
 def tell(plan: Plan) -> Iterator[str | Table]:
-    """What is printed, piece by piece."""
+    """Yield the pieces of the output: lines and tables."""
     setup, chosen = plan.problem.setup, plan.chosen
     training = setup.training
     yield (

@@ -1,4 +1,4 @@
-"""`dips plan tradeoff`: stages against replicas, and what the long links should carry."""
+"""`dips plan tradeoff`: compares splits into stages and replicas, and what the long links should carry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tradeoff(
         str, typer.Argument(metavar="FILE", help="TOML file with sites, links, model; or a shipped one's name.")
     ],
     solver_s: Annotated[
-        float | None, typer.Option("--seconds", help="Let a solver look for the best order for so long, each way.")
+        float | None, typer.Option("--seconds", help="Time for a solver to find the best order, for each way.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
@@ -55,7 +55,7 @@ def tradeoff(
 
 
 def tradeoff_json(found: Tradeoff) -> dict[str, Any]:
-    """All ways; times in seconds, the fastest first."""
+    """All ways as a JSON object, the fastest first; times in seconds."""
     setup, best_s = found.problem.setup, found.choices[0].best.iteration_s
     return {
         "setup": Path(setup.file).name,

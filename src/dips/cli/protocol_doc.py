@@ -1,6 +1,6 @@
 """Writes the generated parts of docs/protocol.md: versions, refusals, calls, and each transition table as a diagram.
 
-A part stands between `<!-- generated: NAME -->` and `<!-- end -->`; a test checks that the file is current.
+A part is between `<!-- generated: NAME -->` and `<!-- end -->`; a test checks that the file is current.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def render(text: str) -> str:
-    """The document with every generated part made anew. Raises ConfigError for an unknown or a missing part."""
+    """The document with every generated part made again. Raises ConfigError for an unknown or a missing part."""
     found = [match.group(2) for match in _PART.finditer(text)]
     if sorted(found) != sorted(PARTS):
         odd = sorted(set(found) ^ set(PARTS)) or sorted({name for name in found if found.count(name) > 1})

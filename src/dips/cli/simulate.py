@@ -1,4 +1,4 @@
-"""`dips simulate`: a run at full size under a virtual clock, or many small runs with every fault."""
+"""`dips simulate`: simulates a run at full size under a virtual clock, or many small runs with every fault."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def simulate(
         str | None, typer.Argument(metavar="FILE|NAME", help="A set-up: a .toml file, or one that --list names.")
     ] = None,
     hours: Annotated[float | None, typer.Option(min=0.01, help="Simulated hours (default: the file's).")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of failures and speeds (default: the file's).")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of failures and speeds (default: the file's).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole report on standard output.")] = False,
     picture: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Draw who was there when, like the paper's Figure 8.")
@@ -80,7 +80,7 @@ def _many(scenario: str | None, seeds: int, seed: int | None) -> int:
 
 
 def _check_picture(path: Path) -> None:
-    """Before an hour is simulated for nothing. Raises ConfigError, or ModuleNotFoundError, which the command tells."""
+    """Check it before a long simulation. Raises ConfigError, or ModuleNotFoundError, which the command reports."""
     import matplotlib  # noqa: F401
 
     if not path.parent.is_dir():

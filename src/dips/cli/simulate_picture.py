@@ -1,6 +1,6 @@
-"""The picture of a simulated run: which clusters' accelerators took part when, like Figure 8 of the Di-PS paper.
+"""Draws a simulated run: which clusters' accelerators took part when, like Figure 8 of the Di-PS paper.
 
-It must draw only what the report holds. Colours are those of Okabe and Ito, which colour-blind people tell apart.
+It must draw only what the report holds. Colours are those of Okabe and Ito, which colour-blind people can distinguish.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`dips size`: what a run needs, before anybody books it."""
+"""`dips size`: computes the memory, disk and time that a planned run needs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HEADINGS = {
     "update_s": "Update",
     "step_s": "A round of a cluster",
 }
-"""The quantity before which a heading stands."""
+"""The quantity that a heading precedes."""
 
 
 @with_knobs(SizeKnobs)
@@ -45,7 +45,7 @@ def size(as_json: bool = typer.Option(False, "--json", help="JSON on standard ou
     """Print how much memory and disk each process needs, how long transfers and updates take, and what part of the time
     that is.
 
-    Each number stands with its formula and the numbers that were put in. Rates are a machine's: the defaults were
+    Each number is printed with its formula and the numbers that were put in. Rates are a machine's: the defaults were
     measured or fitted as their help says; give your own. Counts may be written as 100e9 or 100B, amounts with a unit.
     """
     sizes = sizes_of(load(SizeKnobs, SECTION, overrides=overrides_for(SizeKnobs, given)).value)
@@ -58,7 +58,7 @@ def size(as_json: bool = typer.Option(False, "--json", help="JSON on standard ou
 
 
 def to_json(sizes: SizeTable) -> dict[str, object]:
-    """Stable keys: quantities by key, in base units."""
+    """The table as a JSON object with stable keys: quantities by key, in base units."""
     rows = {
         row.key: {
             "value": row.value,
@@ -117,6 +117,6 @@ def _numbers(numbers: Mapping[str, float], sizes: SizeTable) -> str:
 
 
 def _plain(value: float, row: Quantity | None) -> str:
-    """A number that can be put into the formula; one that stands above in a unit of people's has it in brackets."""
+    """A number that can be put into the formula; one that is shown above with a unit has it in brackets."""
     text = f"{value:.0f}" if value == round(value) and value < 1e8 else f"{value:.6g}"
     return f"{text} ({shown(value, row.unit)})" if row is not None and row.unit else text

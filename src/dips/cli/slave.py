@@ -1,4 +1,4 @@
-"""`dips slave`: a slave's process, with every one of its knobs as an option."""
+"""`dips slave`: runs a slave's process, with each of its settings as an option."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def slave(config: ConfigFile = None, **given: Any) -> int:
     torch.
 
     Settings: the options below, else the environment (DIPS_SLAVE_<NAME>), else table [slave] of --config.
-    DIPS_MASTER stands for --master.
+    DIPS_MASTER is the same as --master.
     """
     loaded = role_settings(SlaveConfig, "slave", config, given)
     return run(loaded.value, loaded)

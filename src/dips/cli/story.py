@@ -1,4 +1,4 @@
-"""`dips story`: what all processes of a run recorded of one thing, in time order."""
+"""`dips story`: shows the events that all processes of a run recorded of one thing, in the order of time."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def story(
     run_dir: RunDirArgument,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
-    """Tell the story of a round, version, push, cluster or slave, from the journal and all tapes of a run.
+    """Show the event history of a round, version, push, cluster or slave, from the journal and all tapes of a run.
 
-    A round's story follows its pushes from their tickets to their verdicts. Times are seconds since the first line.
+    A round's history follows its pushes from their tickets to their verdicts. Times are seconds since the first line.
     """
-    told = tell_story(run_dir, name)
+    history = tell_story(run_dir, name)
     if as_json:
-        print(json.dumps(told.to_json(), indent=2))
+        print(json.dumps(history.to_json(), indent=2))
         return 0
-    print(f"{told.what} {told.name}")
-    for line in render(told):
+    print(f"{history.what} {history.name}")
+    for line in render(history):
         print(line)
     return 0

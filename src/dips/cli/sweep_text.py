@@ -1,4 +1,4 @@
-"""A sweep as a person reads it in a terminal: a line for each schedule, and maps of the best."""
+"""Formats a sweep for a terminal: a line for each schedule, and maps of the best."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def heading(panel: Panel) -> str:
 
 
 def map_table(panel: Panel) -> Table:
-    """A column for each bandwidth, a line for each latency, the longest first, as in the picture."""
+    """A map as a table: a column for each bandwidth, a line for each latency, the longest first, as in the picture."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("latency \\ bandwidth", justify="right")
     for bandwidth in panel.bandwidths:

@@ -1,4 +1,4 @@
-"""`dips train`: a cluster that trains the byte model, with every knob of trainer and client as an option."""
+"""`dips train`: runs a cluster that trains the byte model, with each setting of trainer and client as an option."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def train(config: ConfigFile = None, **given: Any) -> int:
 
     Without a master it is ordinary training of the same model for --steps steps.
     Settings: the options below, else the environment (DIPS_TRAIN_<NAME>, DIPS_WORKER_<NAME>), else tables [train] and
-    [worker] of --config. DIPS_MASTER stands for --master, DIPS_CLUSTER for --cluster-id.
+    [worker] of --config. DIPS_MASTER is the same as --master, DIPS_CLUSTER as --cluster-id.
     """
     trainer = role_settings(TrainConfig, TRAIN_SECTION, config, given)
     client = role_settings(ClientConfig, CLIENT_SECTION, config, given)

@@ -1,4 +1,4 @@
-"""`dips up`: a run on this machine, as a file describes it."""
+"""`dips up`: runs a master, slaves and clusters on this machine, as a file describes them."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def up(
 
 
 def _serve(local: LocalRun, progress: Progress, directory: RunDirectory, page: bool) -> None:
-    """Until the run has ended. A master whose run was stopped while its clusters were away is ended as well."""
+    """Watch the run to its end. A master whose run was stopped while its clusters were away is ended as well."""
     address = local.start()
     progress.say(f"the run's master listens on {address}")
-    if said := page_sentence(local.page_url, page):
-        progress.say(said)
-    if said := metrics_sentence(local.plan, directory):
-        progress.say(said)
+    if sentence := page_sentence(local.page_url, page):
+        progress.say(sentence)
+    if sentence := metrics_sentence(local.plan, directory):
+        progress.say(sentence)
     for line in how_to_join(local.plan, address, directory):
         progress.say(line)
     asked_to_stop = False
@@ -90,10 +90,10 @@ def _heldout(local: LocalRun, directory: RunDirectory) -> list[HeldoutPoint] | N
 
 
 def how_to_join(plan: RunPlan, address: str, directory: RunDirectory) -> list[str]:
-    """What a person types to bring a loop of their own, when the file starts no cluster or others are to come."""
+    """The commands that start further clusters, when the file starts none or more are expected."""
     if plan.clusters:
         return _from_elsewhere(plan, address, directory)
-    said = "no clusters are in the file: start your own training loops, each in a terminal of its own, such as"
+    sentence = "no clusters are in the file: start your own training loops, each in a terminal of its own, such as"
     lines = [
         f"  DIPS_MASTER={address} DIPS_CLUSTER={name} {_security_words(plan, directory, name)} "
         "python examples/own_loop.py"
@@ -101,7 +101,7 @@ def how_to_join(plan: RunPlan, address: str, directory: RunDirectory) -> list[st
     ]
     more = [] if plan.insecure else [f"keys for another one:  dips keys add {directory.keys} --cluster NAME"]
     return [
-        said,
+        sentence,
         *lines,
         *_from_elsewhere(plan, address, directory),
         *more,
@@ -129,4 +129,4 @@ def _security_words(plan: RunPlan, directory: RunDirectory, name: str) -> str:
 def _tell_end(local: LocalRun, directory: RunDirectory) -> None:
     if local.status is not None:
         print(f"run {local.plan.run_id} ended at version {local.status.published}, {local.status.tokens} tokens")
-    print(f"its files stand in {directory.path}; next: dips export model.safetensors --run-dir {directory.path}")
+    print(f"its files are in {directory.path}; next: dips export model.safetensors --run-dir {directory.path}")

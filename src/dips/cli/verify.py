@@ -1,4 +1,4 @@
-"""`dips verify`: whether what a run recorded proves the promises about its state."""
+"""`dips verify`: checks whether the records of a run prove the promises about its state."""
 
 from __future__ import annotations
 

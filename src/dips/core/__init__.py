@@ -1,1 +1,1 @@
-"""The floor: what every role may import, and what imports no role."""
+"""Shared code that every role may import and that imports no role."""

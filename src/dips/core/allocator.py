@@ -1,4 +1,4 @@
-"""Memory for parameters and for frames: large pages, touched once, reused for ever.
+"""Allocates memory for parameters and frames in large pages, which are touched once and reused.
 
 A page that is touched for the first time costs the kernel a fault and the clearing of the page: with pages of 4 KiB
 that is slower than the network, and malloc by default gives each freed frame of 1 MiB back to the kernel and faults it
@@ -37,8 +37,8 @@ PIECE_ELEMS = 16 << 20
 def zeros(*shape: int, touched: Callable[[int], None] | None = None) -> F32:
     """A float32 array of zeros whose pages are really there, beginning at a page's edge.
 
-    touched: told the bytes of each piece once they are there. Raises MemoryError when the system has no such range
-    left.
+    touched: called with the bytes of each piece once they are there. Raises MemoryError when the system has no such
+    range left.
     """
     n_bytes = 4 * math.prod(shape)
     flat = _mapped(n_bytes).view(np.float32)[: n_bytes // 4]
@@ -70,8 +70,8 @@ def _mapped(n_bytes: int) -> NDArray[np.uint8]:
 def keep_freed_memory() -> bool:
     """Have malloc reuse what was freed, frames above all, in place of giving it back to the kernel.
 
-    To be called once, at a process's start. Returns whether this system's malloc took it: glibc's does, others keep
-    their ways.
+    To be called once, at a process's start. Returns whether this system's malloc accepted it, as glibc's
+    does.
     """
     if not sys.platform.startswith("linux"):
         return False

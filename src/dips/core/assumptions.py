@@ -1,7 +1,7 @@
-"""What must hold between the settings of one process, in one table: each row says why, and what breaks without it.
+"""The table of inequalities that must hold between the settings of one process, each with its reason and its harm.
 
 A row is an inequality over knobs by their names. It is checked when the settings are made, before anything starts,
-and docs/assumptions.md is generated from the same rows. Must never hold an inequality that nobody checks, and never
+and docs/assumptions.md is generated from the same rows. Must never hold an inequality that no code checks, and never
 know a role's settings as a type: it sees names and numbers.
 """
 
@@ -38,7 +38,7 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
 class Assumption:
     """One inequality. left and right are sums and products of knobs, numbers and KiB, MiB, GiB.
 
-    why: what it is for. harm: what would happen without it, as an error says it. checked: the module that asks.
+    why: what it is for. harm: what would happen without it, as an error says it. checked: the module that checks it.
     """
 
     name: str
@@ -96,8 +96,8 @@ _WORKER = "worker/config.py"
 MASTER: tuple[Assumption, ...] = (
     Assumption(
         *("beats", "heartbeat_s", ">", "0"),
-        "liveness is known from beats",
-        "peers could not be told from dead ones",
+        "liveness is known from heartbeats",
+        "live peers could not be distinguished from dead ones",
         "use 2 s, the default",
         _MASTER,
     ),
@@ -146,7 +146,7 @@ MASTER: tuple[Assumption, ...] = (
     ),
     Assumption(
         *("linger", "linger_s", ">=", "heartbeat_s"),
-        "every cluster and slave beats once more after the end and hears of it",
+        "every cluster and slave sends one more heartbeat after the end and learns of it",
         "peers would take the end of the run for a crash of the master",
         "raise linger_s",
         _MASTER,
@@ -167,7 +167,7 @@ MASTER: tuple[Assumption, ...] = (
     ),
     Assumption(
         *("window", "window_chunks * chunk_bytes", "<=", "1 * GiB"),
-        "chunks in flight stand in memory on both sides, for each cluster and slave",
+        "chunks in flight are in memory on both sides, for each cluster and slave",
         "data in flight would fill the memory",
         "lower window_chunks",
         _MASTER,
@@ -181,14 +181,14 @@ MASTER: tuple[Assumption, ...] = (
     ),
     Assumption(
         *("largest-message", "max_message_bytes", "<=", "1 * GiB"),
-        "a message stands in memory as a whole, several times over",
+        "a message is in memory as a whole, several times over",
         "one call could fill the master's memory",
         "use 64 MiB, the default",
         _MASTER,
     ),
     Assumption(
         *("enough-clusters", "min_clusters", "<=", "max_clusters"),
-        "the first round waits for min_clusters, and no more than max_clusters are let in",
+        "the first round waits for min_clusters, and no more than max_clusters are admitted",
         "no round would ever begin",
         "raise max_clusters",
         _MASTER,

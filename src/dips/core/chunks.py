@@ -1,4 +1,4 @@
-"""Chunks, their checksums, and the digest of what one slave holds of a push or a version.
+"""Cuts blocks into chunks, and computes their checksums and the digest of one slave's shard of a push or a version.
 
 Digest of a shard: xxh3-128 over the little-endian xxh3-64 checksums of its chunks in (block id, offset)
 order. Sender and receiver compute it from checksums that they have anyway, in any order of arrival.
@@ -45,12 +45,12 @@ def checksum(payload: Buffer) -> int:
 
 
 def shard_digest(checksums: Sequence[int] | NDArray[np.uint64]) -> bytes:
-    """16 bytes; checksums in (block id, offset) order."""
+    """The digest of a shard, 16 bytes; checksums in (block id, offset) order."""
     return xxhash.xxh3_128_digest(np.asarray(checksums, dtype="<u8").tobytes())
 
 
 def digest_of_array(values: NDArray[np.float32], blocks: Sequence[Block], chunk_bytes: int) -> bytes:
-    """Digest of a shard that stands in memory: `values` holds the blocks one after the other."""
+    """Digest of a shard that is in memory: `values` holds the blocks one after the other."""
     data = np.ascontiguousarray(values).view(np.uint8)
     checksums: list[int] = []
     start = 0

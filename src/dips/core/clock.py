@@ -1,4 +1,4 @@
-"""Time, as a thing that is passed in, so that code which needs it can be run under a clock that a test holds.
+"""Clocks, which are passed to the code that needs the time, so that a test can run it under a clock of its own.
 
 Only adapters read a clock; state machines get `now_s` as an argument. Never used to order events between
 processes: monotonic clocks of two processes have nothing in common.
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds, in two senses: `monotonic_s` for intervals and deadlines, `wall_s` (Unix time) for people."""
+    """The time in seconds, in two forms: `monotonic_s` for intervals and deadlines, `wall_s` (Unix time) for people."""
 
     def monotonic_s(self) -> float: ...
 
@@ -29,7 +29,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to; both of its hands move together."""
+    """A clock that moves only by advance(); monotonic and wall time move together."""
 
     def __init__(self, monotonic_s: float = 0.0, wall_s: float = 1_700_000_000.0) -> None:
         self._monotonic_s = monotonic_s

@@ -1,6 +1,6 @@
-"""Settings: where they come from, which source wins, and what a wrong one is told.
+"""Loads settings from their sources, the strongest first, and reports wrong ones with their place and the remedy.
 
-Each role keeps its own knobs beside the code that uses them, as a class derived from Knobs. The sources are,
+Each role keeps its own knobs next to the code that uses them, as a class derived from Knobs. The sources are,
 from strongest to weakest: the command line, the environment (DIPS_<SECTION>_<FIELD>), the table [section] of
 a TOML file, the default. Never drops a setting that it does not know: a misspelled key would silently be a
 default.
@@ -107,7 +107,7 @@ def load(
 
 
 def load_table(kind: type[M], table: Mapping[str, object], where: str) -> M:
-    """Read the settings `kind` from one table that stands at `where`, such as "run.toml [[clusters]] 2".
+    """Read the settings `kind` from one table, which is at `where`, such as "run.toml [[clusters]] 2".
 
     For tables that only a file can hold; raises ConfigError as `load` does.
     """
@@ -117,7 +117,7 @@ def load_table(kind: type[M], table: Mapping[str, object], where: str) -> M:
 
 
 def read_tables(file: Path, known: Iterable[str] | None = None) -> dict[str, Any]:
-    """The whole TOML file.
+    """Read a whole TOML file of settings.
 
     Raises ConfigError if it cannot be read, or has a top-level name that is not in `known` (None: any goes).
     """
@@ -130,7 +130,7 @@ def read_tables(file: Path, known: Iterable[str] | None = None) -> dict[str, Any
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """What a TOML file holds.
+    """Read a TOML file.
 
     Raises ConfigError if it cannot be read, is not TOML, or is of a size that costs the parser minutes: the time for a
     key of many dotted parts grows with their square.

@@ -1,7 +1,7 @@
-"""The error tree: an error's class says who must act, and one table maps it to an exit code.
+"""The exception classes: an error's class says who must act, and one table maps it to an exit code.
 
 ConfigError: the operator. Refused: the peer that sent the request (it gets the code and the sentence).
-LocalProtocolError: a bug of ours. RemoteProtocolError: the peer broke the protocol. RetryLater: nobody, wait.
+LocalProtocolError: a bug of ours. RemoteProtocolError: the peer broke the protocol. RetryLater: no one, wait.
 FatalError: the process cannot go on; a supervisor may restart it.
 """
 
@@ -123,7 +123,7 @@ class RemoteProtocolError(DipsError):
 
 
 class LocalProtocolError(DipsError):
-    """This program was about to break the protocol: a bug. The message carries the story that led here."""
+    """This program was about to break the protocol: a bug. The message carries the machine's history."""
 
     exit_code = 70
 

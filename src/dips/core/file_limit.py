@@ -1,11 +1,11 @@
-"""How many files and sockets this process may have open: as many as the system allows, up to a bound."""
+"""Raises the limit of files and sockets that this process may have open, as far as the system allows, up to a bound."""
 
 from __future__ import annotations
 
 import resource
 
 WANTED_FILES = 65_536
-"""Connections of ten thousand strangers and as many again; each costs the kernel some KB."""
+"""Connections of ten thousand unknown peers and as many again; each costs the kernel some KB."""
 
 
 def raise_file_limit(wanted: int = WANTED_FILES) -> int:

@@ -1,4 +1,4 @@
-"""Names of things, and their order. Frozen, hashable, with a text form that logs, tapes and files share."""
+"""The protocol's identifiers and their order: frozen, hashable, with a text form that logs, tapes and files share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?\Z")
 
 
 def check_name(name: str, what: str) -> str:
-    """Return `name` if it can stand in paths, logs and Kubernetes labels; raise ConfigError otherwise."""
+    """Return `name` if it can be used in paths, logs and Kubernetes labels; raise ConfigError otherwise."""
     if not _NAME.match(name):
         raise ConfigError(
             f"{what} {name!r} is not a name: use 1 to 63 of a-z, 0-9, '.', '_' and '-', beginning and ending "
@@ -27,7 +27,7 @@ def check_name(name: str, what: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class Incarnation:
-    """One life of a cluster or slave: the master's epoch in which it began, and a count."""
+    """One start of a cluster or slave: the master's epoch in which it began, and a count."""
 
     epoch: int
     n: int

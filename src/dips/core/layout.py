@@ -1,13 +1,13 @@
-"""What the model's parameters are and how they are cut: parameters -> layers -> blocks -> chunks.
+"""Describes the model's parameters and how they are cut: parameters -> layers -> blocks -> chunks.
 
 A layer is the unit of scheduling, a block the unit of placement. Every cluster of a run must have the same
 layout_hash. The cut depends on the layout alone, never on the number of slaves, so that sums taken block by
 block have the same bits on one slave and on four.
 
 A parameter is trained, or averaged: a buffer (a running statistic) that a round moves to the clusters' mean. Averaged
-ones stand behind all others, in layers of their own: so a block is of one kind, and a slave's memory ends with them.
+ones come after all others, in layers of their own: so a block is of one kind, and a slave's memory ends with them.
 
-Shapes: a model is one flat float32 vector of n_elems; layers stand in it one after the other in the order in
+Shapes: a model is one flat float32 vector of n_elems; layers follow each other in it in the order in
 which their first parameter appears, and parameters within a layer in their own order.
 """
 
@@ -57,7 +57,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ParameterSpan:
-    """Where a parameter stands in the flat vector."""
+    """The position of a parameter in the flat vector."""
 
     parameter: Parameter
     start_elem: int
@@ -90,7 +90,7 @@ class Block:
 class Layout:
     """Names, shapes and dtypes of the parameters, cut into layers and blocks.
 
-    description: what the shapes do not tell and an export needs (core/model_description.py); empty: nothing. Layouts
+    description: what an export needs and the shapes do not say (core/model_description.py); empty: nothing. Layouts
     that differ in it alone are the same: it counts neither for equality nor for the hash.
     """
 
@@ -199,7 +199,7 @@ def layer_of(name: str) -> str:
 
 
 def first_difference(ours: Layout, theirs: Layout) -> str:
-    """One sentence on where two layouts part, for the refusal."""
+    """One sentence that says where two layouts differ, for the refusal."""
     mine, other = ({p.name: p for p in layout.parameters} for layout in (ours, theirs))
     for name, parameter in mine.items():
         if name not in other and parameter.averaged:
@@ -221,7 +221,7 @@ def first_difference(ours: Layout, theirs: Layout) -> str:
         return f"it has parameter {extra[0]!r}, which the run's model lacks"
     if ours.block_elems != theirs.block_elems:
         return f"its blocks are {theirs.block_elems} elements long, the run's are {ours.block_elems}"
-    return "its parameters stand in another order"
+    return "its parameters are in another order"
 
 
 def _check(layout: Layout) -> None:
@@ -239,10 +239,10 @@ def _check(layout: Layout) -> None:
     for parameter in layout.parameters:
         _check_parameter(parameter)
     if layout.parameters[0].averaged:
-        raise refuse("the model begins with an averaged buffer: something must be trained, and stand before them")
+        raise refuse("the model begins with an averaged buffer: something must be trained, and come before them")
     for before, parameter in itertools.pairwise(layout.parameters):
         if before.averaged and not parameter.averaged:
-            raise refuse(f"parameter {parameter.name[:80]!r} stands behind averaged buffers: they must be the last")
+            raise refuse(f"parameter {parameter.name[:80]!r} comes after averaged buffers: they must be the last")
     mixed = {p.layer for p in layout.parameters if p.averaged} & {p.layer for p in layout.parameters if not p.averaged}
     if mixed:
         raise refuse(f"layer {min(mixed)[:80]!r} has trained parameters and averaged buffers: a layer is of one kind")

@@ -1,6 +1,6 @@
-"""State machines as tables: a phase and an input name give the phases that may follow.
+"""State machines as transition tables: a phase and an input name give the phases that may follow.
 
-A pair that is not in the table raises LocalProtocolError with the story and leaves the phase unchanged.
+A pair that is not in the table raises LocalProtocolError with the machine's history and leaves the phase unchanged.
 The diagrams in docs/protocol.md are generated from these tables. Observers (failpoints, coverage) are put in from
 outside; without one a move costs nothing more. This module must never import what can read a clock or the system.
 """
@@ -17,8 +17,8 @@ from dips.core.errors import LocalProtocolError
 
 P = TypeVar("P", bound=Enum)
 
-STORY_LENGTH = 256
-"""Steps that a machine remembers for its story; 256 steps of about 200 bytes are 50 KB for each machine."""
+HISTORY_LENGTH = 256
+"""Steps that a machine's history keeps; 256 steps of about 200 bytes are 50 KB for each machine."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class HistoryLine:
 class MachineHistory:
     """The bounded log of what happened and why, oldest first."""
 
-    def __init__(self, length: int = STORY_LENGTH) -> None:
+    def __init__(self, length: int = HISTORY_LENGTH) -> None:
         self._lines: deque[HistoryLine] = deque(maxlen=length)
 
     def add(self, at_s: float, machine: str, cause: str, text: str) -> None:
@@ -127,7 +127,7 @@ class Phase(Generic[P]):
             story = "\n  ".join(str(line) for line in self._story.lines()[-30:])
             raise LocalProtocolError(
                 f"{self._label}: no transition from {self.now.value} to {to.value} upon {input_name}; "
-                f"its story:\n  {story}"
+                f"its history:\n  {story}"
             )
         for observer in _observers:
             observer(Transition(self._table, self.now, input_name, to))

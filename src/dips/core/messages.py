@@ -1,9 +1,9 @@
-"""What the roles say to each other, as frozen values that the state machines take and return.
+"""The messages between the roles, as frozen values that the state machines take and return.
 
 Each class mirrors the protobuf message of the same name (core/net/codec_protobuf.py converts by field name; a
-test ties the two). `X | None` is a message that may be absent; a oneof is one field whose type tells which it
-is. Field meanings and units stand in protos/*.proto. The classes stand in one module for each conversation;
-everybody imports them from here.
+test ties the two). `X | None` is a message that may be absent; a oneof is one field whose type says which it
+is. Field meanings and units are in protos/*.proto. The classes are in one module for each conversation;
+all other code imports them from here.
 """
 
 from dips.core.messages_clusters import (

@@ -1,4 +1,4 @@
-"""What clusters and master say to each other; import it from dips.core.messages."""
+"""Messages between clusters and master; import them from dips.core.messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators and master say to each other; import it from dips.core.messages."""
+"""Messages between operators and master; import them from dips.core.messages."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class RoundSummary:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Something that stands until it is over. kind: a word of master/state/alarms.py; clusters: empty for the run."""
+    """A condition, until it is over. kind: a word of master/state/alarms.py; clusters: empty for the run."""
 
     kind: str
     clusters: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Values that every conversation shares; import them from dips.core.messages, which says what they are for."""
+"""Values that several conversations share; import them from dips.core.messages, which says what they are for."""
 
 from __future__ import annotations
 

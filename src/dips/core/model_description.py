@@ -1,4 +1,4 @@
-"""What a layout's names and shapes do not tell, and an export needs: what else the model holds, and its configuration.
+"""Describes what an export needs beyond a layout: tensors that are not trained, and the model's configuration.
 
 The first cluster to join brings it with the layout, as JSON; so a version can be exported from the slaves' files or
 over the network without the program that trained it. Knows no framework, and holds no parameter.
@@ -36,9 +36,9 @@ class Lacking:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """config: what the config.json of a model of transformers says; empty: it is another model.
+    """Describes a model beyond its layout. config: the config.json of a model of transformers; empty: another model.
 
-    prefix: stands before its own names in the layout, as when it is a part of another module. absent, n_absent: some of
+    prefix: precedes its own names in the layout, as when it is a part of another module. absent, n_absent: some of
     the tensors that it has and that are not trained, and how many. lacks: all of them; empty where they are too many.
     """
 

@@ -1,4 +1,4 @@
-"""Which slave holds which block. Versioned by placement_hash; changed only by a RESHARD."""
+"""The placement: which slave holds which block. Versioned by placement_hash; changed only by a RESHARD."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BYTES_PER_CHECKSUM = 56
 
 @dataclass(frozen=True)
 class Placement:
-    """slave_of_block[block_id] is an index into slaves."""
+    """The slave of each block: slave_of_block[block_id] is an index into slaves."""
 
     slaves: tuple[SlaveId, ...]
     slave_of_block: tuple[int, ...]
@@ -61,7 +61,7 @@ def table_bytes_needed(n_pieces: int, n_chunks: int, staging_slots: int, pins: i
 
 
 def shard_bytes_needed(blocks_elems: Iterable[int], chunk_bytes: int, staging_slots: int, pins: int) -> int:
-    """All that a slave with blocks of these many elements needs of its memory_bytes."""
+    """The memory_bytes that a slave with blocks of these numbers of elements needs."""
     n_elems = pieces = chunks = 0
     for elems in blocks_elems:
         n_elems += elems
@@ -74,7 +74,7 @@ def shard_bytes_needed(blocks_elems: Iterable[int], chunk_bytes: int, staging_sl
 def place(
     layout: Layout, memory_bytes: Sequence[tuple[SlaveId, int]], staging_slots: int, pins: int, chunk_bytes: int
 ) -> Placement:
-    """Deal the blocks to the slaves, largest first, each to the slave with the most free elements left.
+    """Assign the blocks to the slaves, largest first, each to the slave with the most free elements left.
 
     memory_bytes: each slave's stated memory. Slaves of equal memory end up with nearly equal loads.
     Raises Refused(MEMORY) when a block finds no room.

@@ -1,4 +1,4 @@
-"""The version of the wire and what both sides may offer on top of it.
+"""The protocol's version, and the capabilities that both sides may offer beyond it.
 
 A change that an older peer cannot read raises PROTOCOL_VERSION; docs/protocol.md is tied to it by a test.
 """
@@ -19,7 +19,7 @@ PROTOCOL_MIN = 1
 
 
 def codec_capability(codec: Codec) -> str:
-    """What a peer offers that can read this codec."""
+    """The capability that a peer offers if it can read this codec."""
     return f"codec-{codec.name.lower()}"
 
 
@@ -33,7 +33,7 @@ CURVE_KEY_BYTES = 32
 
 FINISH_HOLD_S = 5.0
 """How long the master holds a FinishPush while a slave's STAGED is still on its way. Callers wait longer for an answer,
-or they would never hear which slave lacks what."""
+or they would never learn which slave lacks what."""
 
 MAX_LEASED_CHUNKS = 256
 """Chunks of data that one LeaseData may ask for, so that no cluster takes the run's data away from the others."""
@@ -41,7 +41,7 @@ MAX_LEASED_CHUNKS = 256
 
 @dataclass(frozen=True)
 class Agreement:
-    """What two peers speak with each other."""
+    """The protocol version and capabilities that two peers use with each other."""
 
     version: int
     capabilities: frozenset[str]

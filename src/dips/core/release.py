@@ -15,7 +15,7 @@ VERSION = "0.1.0"
 
 
 def requirement(*extras: str) -> str:
-    """What pip is asked for: the distribution, with these extras."""
+    """The requirement for pip: the distribution, with these extras."""
     return f"{DISTRIBUTION}[{','.join(extras)}]" if extras else DISTRIBUTION
 
 

@@ -1,7 +1,7 @@
-"""Dealing a placed model anew to other slaves, so that little moves: what a RESHARD does to a placement.
+"""Assigns the blocks of a placed model to other slaves, so that few of them move: what a RESHARD does to a placement.
 
 A block stays where it is unless its slave leaves, has no room for it, or holds more of its memory's share than others
-would after the move. Depends on its arguments alone, so that every master deals alike (docs/decisions/0019-reshard.md).
+would after the move. Depends on its arguments alone, so that all masters get the same (docs/decisions/0019-reshard.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Need = tuple[int, int]
 
 
 @dataclass
-class _Shelf:
+class _SlaveLoad:
     """One slave's blocks, smallest first. stated_bytes: its memory."""
 
     slave: SlaveId
@@ -65,54 +65,54 @@ def redeal(
             RefusalCode.CONFIG,
             f"the model has {len(layout.blocks)} blocks, fewer than the {len(memory_bytes)} slaves there would be",
         )
-    shelves = {slave: _Shelf(slave, stated) for slave, stated in sorted(memory_bytes)}
-    homeless: list[Need] = []
+    loads = {slave: _SlaveLoad(slave, stated) for slave, stated in sorted(memory_bytes)}
+    unplaced: list[Need] = []
     for block in layout.blocks:
         need = (shard_bytes_needed([block.n_elems], chunk_bytes, staging_slots, pins), block.block_id)
-        shelf = shelves.get(before.slaves[before.slave_of_block[block.block_id]])
-        if shelf is not None:
-            shelf.put(need)
+        load = loads.get(before.slaves[before.slave_of_block[block.block_id]])
+        if load is not None:
+            load.put(need)
         else:
-            homeless.append(need)
-    in_order = list(shelves.values())
-    homeless += [need for shelf in in_order for need in _overflow(shelf)]
-    for need in sorted(homeless, key=lambda need: (-need[0], need[1])):
-        _house(need, in_order)
+            unplaced.append(need)
+    in_order = list(loads.values())
+    unplaced += [need for load in in_order for need in _overflow(load)]
+    for need in sorted(unplaced, key=lambda need: (-need[0], need[1])):
+        _place_block(need, in_order)
     while _level(in_order):
         pass
-    for shelf in in_order:
-        if not shelf.needs:
-            _give_one(shelf, in_order)
+    for load in in_order:
+        if not load.needs:
+            _give_one(load, in_order)
     return _placement(layout, in_order)
 
 
-def _overflow(shelf: _Shelf) -> list[Need]:
-    """Blocks that a slave has no room for any more, because it states less memory than before; largest first."""
+def _overflow(load: _SlaveLoad) -> list[Need]:
+    """Blocks that a slave no longer has room for, because it states less memory than before; largest first."""
     out: list[Need] = []
-    while shelf.used_bytes > shelf.stated_bytes:
-        need = shelf.needs[-1]
-        shelf.drop(need)
+    while load.used_bytes > load.stated_bytes:
+        need = load.needs[-1]
+        load.drop(need)
         out.append(need)
     return out
 
 
-def _house(need: Need, shelves: Sequence[_Shelf]) -> None:
-    room = [shelf for shelf in shelves if shelf.takes(need[0])]
+def _place_block(need: Need, loads: Sequence[_SlaveLoad]) -> None:
+    room = [load for load in loads if load.takes(need[0])]
     if not room:
-        total = sum(n for shelf in shelves for n, _ in shelf.needs) + need[0]
+        total = sum(n for load in loads for n, _ in load.needs) + need[0]
         raise Refused(
             RefusalCode.MEMORY,
             f"the model's blocks would take more than {total} bytes, and block {need[1]} ({need[0]} bytes) finds no "
-            f"room on the {len(shelves)} slaves, which state {sum(shelf.stated_bytes for shelf in shelves)} bytes: "
+            f"room on the {len(loads)} slaves, which state {sum(load.stated_bytes for load in loads)} bytes: "
             "keep more slaves, raise their memory_bytes, or lower the master's max_clusters",
         )
-    min(room, key=lambda shelf: (shelf.part_with(need[0]), shelf.slave)).put(need)
+    min(room, key=lambda load: (load.part_with(need[0]), load.slave)).put(need)
 
 
-def _level(shelves: Sequence[_Shelf]) -> bool:
+def _level(loads: Sequence[_SlaveLoad]) -> bool:
     """Move one block from the fullest slave to the emptiest if the fuller of the two is less full then; whether so."""
-    giver = max(shelves, key=lambda shelf: (shelf.part, shelf.slave))
-    taker = min(shelves, key=lambda shelf: (shelf.part, shelf.slave))
+    giver = max(loads, key=lambda load: (load.part, load.slave))
+    taker = min(loads, key=lambda load: (load.part, load.slave))
     if giver is taker or len(giver.needs) < 2:
         return False
     # With this many bytes moved both are equally full.
@@ -127,22 +127,22 @@ def _level(shelves: Sequence[_Shelf]) -> bool:
     return False
 
 
-def _give_one(empty: _Shelf, shelves: Sequence[_Shelf]) -> None:
+def _give_one(empty: _SlaveLoad, loads: Sequence[_SlaveLoad]) -> None:
     """Every slave of a placement holds something: the smallest block of the fullest that can spare one."""
-    givers = [shelf for shelf in shelves if len(shelf.needs) > 1 and empty.takes(shelf.needs[0][0])]
+    givers = [load for load in loads if len(load.needs) > 1 and empty.takes(load.needs[0][0])]
     if not givers:
         raise Refused(
             RefusalCode.MEMORY, f"slave {empty.slave} states {empty.stated_bytes} bytes, in which no block has room"
         )
-    giver = max(givers, key=lambda shelf: (shelf.part, shelf.slave))
+    giver = max(givers, key=lambda load: (load.part, load.slave))
     need = giver.needs[0]
     giver.drop(need)
     empty.put(need)
 
 
-def _placement(layout: Layout, shelves: Sequence[_Shelf]) -> Placement:
+def _placement(layout: Layout, loads: Sequence[_SlaveLoad]) -> Placement:
     slave_of_block = [0] * len(layout.blocks)
-    for index, shelf in enumerate(shelves):
-        for _, block_id in shelf.needs:
+    for index, load in enumerate(loads):
+        for _, block_id in load.needs:
             slave_of_block[block_id] = index
-    return Placement(tuple(shelf.slave for shelf in shelves), tuple(slave_of_block))
+    return Placement(tuple(load.slave for load in loads), tuple(slave_of_block))

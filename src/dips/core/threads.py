@@ -27,7 +27,7 @@ def usable_processors() -> int:
 
 
 class Threads:
-    """n_threads, the caller's included; 0: one for each usable processor, at most MOST_THREADS."""
+    """A pool of n_threads, the caller's included; 0: one for each usable processor, at most MOST_THREADS."""
 
     def __init__(self, n_threads: int = 0) -> None:
         self.n = n_threads or min(usable_processors(), MOST_THREADS)

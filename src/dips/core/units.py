@@ -1,7 +1,7 @@
-"""Amounts that people write with a unit, and back: sizes, durations, rates and counts.
+"""Parses and formats amounts that people write with a unit: sizes, durations, rates and counts.
 
-Inside the program every amount stands in its base unit (bytes, seconds, bits per second, one), and the name
-of the variable says which. A text with a unit lives only in settings and on the screen. Never guesses a
+Inside the program every amount is in its base unit (bytes, seconds, bits per second, one), and the name
+of the variable says which. A text with a unit is used only in settings and on the screen. Never guesses a
 unit: a text without one is in the base unit, and an unknown one is refused.
 """
 
@@ -50,7 +50,7 @@ _BYTES_PER_S: Mapping[str, int] = {
 }
 
 LARGEST = Decimal(2) ** 63
-"""Beyond this an amount is a slip of the pen, and does not fit the wire's integers."""
+"""Beyond this an amount is a typing error, and does not fit the wire's integers."""
 
 
 def parse_bytes(value: object) -> int:

@@ -1,4 +1,4 @@
-"""What a model holds and a run does not train: frozen parameters and buffers, as a list of digests that a Join carries.
+"""Lists the digests of what a model holds and a run does not train: frozen parameters and buffers. A Join carries them.
 
 Clusters that hold other frozen parameters train different models, and merging their updates is wrong without a trace.
 So the first cluster's list is the run's, and the others' are compared with it. Knows no framework: a client without
@@ -31,7 +31,7 @@ _NAME_CHARS = 100
 
 @dataclass(frozen=True)
 class TensorDigest:
-    """digest: xxh3-64 over dtype, shape and bytes; of a tensor that training changes over dtype and shape only."""
+    """A tensor's name and digest: xxh3-64 over dtype, shape and bytes; without bytes where training changes it."""
 
     name: str
     digest: int
@@ -39,7 +39,7 @@ class TensorDigest:
 
 @dataclass(frozen=True)
 class Untrained:
-    """Names are unique within each list."""
+    """The frozen parameters and the buffers of a model. Names are unique within each list."""
 
     frozen: tuple[TensorDigest, ...] = ()
     buffers: tuple[TensorDigest, ...] = ()
@@ -62,7 +62,7 @@ class Untrained:
             raise _malformed(f"names of tensors that are not trained take {n_bytes} bytes: {MAX_NAMES_BYTES} can be")
 
     def to_text(self) -> str:
-        """Compact, since it stands in every entry of the journal: names of a model compress well."""
+        """Compact, since it is in every entry of the journal: names of a model compress well."""
         raw = [[[item.name, f"{item.digest:016x}"] for item in listed] for listed in (self.frozen, self.buffers)]
         return base64.b85encode(zlib.compress(json.dumps(raw, separators=(",", ":")).encode(), 6)).decode()
 
@@ -83,7 +83,7 @@ class Untrained:
 
 
 def difference(what: str, ours: tuple[TensorDigest, ...], theirs: tuple[TensorDigest, ...]) -> str:
-    """Which tensors of a kind (`what`, in the plural) another cluster holds otherwise, by name; empty when none."""
+    """Which tensors of a kind (`what`, in the plural) another cluster holds differently, by name; empty when none."""
     mine, other = _by_name(ours), _by_name(theirs)
     parts = (
         ("{} {} differ", [name for name in mine if other.get(name, mine[name]) != mine[name]]),
@@ -94,8 +94,8 @@ def difference(what: str, ours: tuple[TensorDigest, ...], theirs: tuple[TensorDi
 
 
 def _named(names: list[str]) -> str:
-    told = ", ".join(repr(name[:_NAME_CHARS]) for name in names[:_NAMED])
-    return told if len(names) <= _NAMED else f"{told} and {len(names) - _NAMED} more"
+    shown = ", ".join(repr(name[:_NAME_CHARS]) for name in names[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
 
 
 def _by_name(listed: tuple[TensorDigest, ...]) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""How a push's numbers are written on the wire: float32 parameters, or differences to the base in fewer bits.
+"""The codecs of a push's numbers on the wire: float32 parameters, or differences to the base in fewer bits.
 
 Parameters themselves are never quantised: bfloat16 rounding of theta is as large as a pseudo-gradient. A difference
 codec writes d = theta - theta_base + residual, in blocks of SCALE_BLOCK_ELEMS elements from the chunk's beginning; what
@@ -23,7 +23,7 @@ SCALE_BLOCK_ELEMS = 64
 
 
 class Codec(IntEnum):
-    """How the payload is written. NONE stands in messages without payload."""
+    """The codec of a payload. NONE is for messages without payload."""
 
     NONE = 0
     F32 = 1

@@ -33,10 +33,10 @@ from dips.deploy.sizes import processors, quantity
 
 RENDEZVOUS_PORT = 29600
 RETRIES = 100_000
-"""A cluster that dies comes back as a new incarnation, as often as it takes; it ends when the run does."""
+"""A cluster whose process dies comes back as a new incarnation, as often as needed; it ends when the run does."""
 
 CONFIG_ERROR = 2
-"""Exit code of a setting that a person must change (dips.core.errors.ConfigError): starting anew helps nothing."""
+"""Exit code of a setting that a person must change (dips.core.errors.ConfigError): starting again does not help."""
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 END_S = 120
@@ -80,7 +80,10 @@ def cluster_settings(deployment: Deployment, cluster: DeployedClusterKnobs, stat
 
 
 def command(deployment: Deployment, cluster: DeployedClusterKnobs, settings: str, host: str, rank: str) -> list[str]:
-    """What one node runs. host: the first node's name; rank: of this node, a number or a variable's name."""
+    """The command that one node runs.
+
+    host: the first node's name; rank: of this node, a number or a variable's name.
+    """
     own = list(cluster.command) or ["dips", "train", "--config", settings]
     if not cluster.torchrun:
         return own
@@ -118,7 +121,7 @@ def _job_spec(deployment: Deployment, cluster: DeployedClusterKnobs, hashed: str
     wrong_setting = {"containerName": "cluster", "operator": "In", "values": [CONFIG_ERROR]}
     moved = [{"type": "DisruptionTarget", "status": "True"}]
     return {
-        # Kueue lets it go when there is room; until then nothing is started.
+        # Kueue starts it when there is room; until then nothing runs.
         "suspend": bool(cluster.queue),
         "completionMode": "Indexed",
         "completions": cluster.nodes,
@@ -171,11 +174,11 @@ def end_s(deployment: Deployment) -> int:
 
 def _environment(deployment: Deployment, cluster: DeployedClusterKnobs) -> list[Object]:
     """What a program of one's own reads, and where the metrics are; the index is the Job's."""
-    said = [{"name": key, "value": value} for key, value in environment(deployment, cluster, KEYS).items()]
+    variables = [{"name": key, "value": value} for key, value in environment(deployment, cluster, KEYS).items()]
     if not cluster.torchrun:  # of several processes in a pod only one could have the port
-        said.append({"name": "DIPS_WORKER_METRICS_LISTEN", "value": f"0.0.0.0:{METRICS_PORT}"})
+        variables.append({"name": "DIPS_WORKER_METRICS_LISTEN", "value": f"0.0.0.0:{METRICS_PORT}"})
     index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
-    return [*said, {"name": "JOB_COMPLETION_INDEX", "valueFrom": {"fieldRef": index}}]
+    return [*variables, {"name": "JOB_COMPLETION_INDEX", "valueFrom": {"fieldRef": index}}]
 
 
 def environment(deployment: Deployment, cluster: DeployedClusterKnobs, keys: str) -> dict[str, str]:

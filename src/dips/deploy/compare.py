@@ -1,8 +1,8 @@
-"""What would change: the objects that are wanted against those that are there, in the fields that are ours.
+"""Compares the objects that are wanted with those that are there, in the fields that are ours.
 
 Pure. Three parties set fields: this program, the API server (defaults, status), and others (people, controllers). A
 field is ours if it is wanted now, or if we set it last time, as an annotation of the object remembers; all else is
-left alone. What the API cannot change is found here, so that it is said before anything is done.
+left alone. What the API cannot change is found here, so that it is reported before anything is done.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOTHING: Any = object()
 
 
 class ObjectAction(Enum):
-    """What is done about an object; the values are the marks of a plan."""
+    """The action for an object; the values are the marks of a plan."""
 
     CREATE = "+"
     CHANGE = "~"
@@ -39,7 +39,7 @@ class ObjectAction(Enum):
 
 @dataclass(frozen=True)
 class Step:
-    """One object and what becomes of it. patch: of a change, as a JSON merge patch."""
+    """One object and the action for it. patch: of a change, as a JSON merge patch."""
 
     context: str
     action: ObjectAction
@@ -53,7 +53,7 @@ class Step:
 
 
 def step_for(context: str, wanted: Object, live: Object | None) -> Step:
-    """Raises ConfigError for a difference that only a person can settle."""
+    """The step that makes `live` as wanted. Raises ConfigError for a difference that only a person can settle."""
     if live is None:
         return Step(context, ObjectAction.CREATE, marked(wanted))
     if wanted["kind"] == "Namespace":  # whoever made it decides about it
@@ -82,7 +82,7 @@ def shape(value: Any) -> Any:
 
 
 def merge_patch(wanted: Object, live: Object) -> Object:
-    """What has to change in `live`; fields that we set last time and want no more become null."""
+    """What has to change in `live`; fields that we set last time and no longer want become null."""
     last = _last_shape(live)
     patch = _difference(wanted, live, last)
     return patch if isinstance(patch, dict) else {}
@@ -117,16 +117,16 @@ def _holds(live: Any, wanted: Any) -> bool:
     if isinstance(wanted, list):
         same_length = isinstance(live, list) and len(live) == len(wanted)
         return same_length and all(_holds(a, b) for a, b in zip(live, wanted, strict=True))
-    if live is _NOTHING:  # the API leaves out what is empty, no, or naught
+    if live is _NOTHING:  # the API leaves out what is empty, false, or zero
         return wanted in ("", False, 0, None)
     return bool(live == wanted)
 
 
-# ---- what is not for us to change, or not for anybody ----
+# ---- fields that we must not change, and fields that no one can change ----
 
 
 def _left_alone(wanted: Object, live: Object) -> Object:
-    """With what is said once only as it is there: later others decide it, or `dips deploy scale` does."""
+    """With fields that are set only once as they are there: later others decide them, or `dips deploy scale` does."""
     found = copy.deepcopy(wanted)
     kind, spec = wanted["kind"], found.get("spec", {})
     if kind in ("Job", "JobSet"):
@@ -145,10 +145,10 @@ def _keep_claims(found: Object, live: Object) -> None:
         found["spec"].get("volumeClaimTemplates", []), live["spec"].get("volumeClaimTemplates", []), strict=False
     ):
         name = found["metadata"]["name"]
-        anew = (
+        and_then = (
             f", then `kubectl delete statefulset {name} --cascade=orphan` and apply, with the number of slaves as it is"
         )
-        _keep_size(ours["spec"], theirs["spec"], f"StatefulSet {name}", anew)
+        _keep_size(ours["spec"], theirs["spec"], f"StatefulSet {name}", and_then)
 
 
 def _keep_size(ours: Object, theirs: Object, name: str, and_then: str = "") -> None:

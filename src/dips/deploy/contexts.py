@@ -1,4 +1,4 @@
-"""Which clusters of Kubernetes this machine may speak to: the contexts of the kubeconfig."""
+"""Finds and opens the Kubernetes clusters that this machine has access to: the contexts of the kubeconfig."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_contexts(wanted: Iterable[str], known: list[str] | None) -> None:
 
 
 def open_context(context: str, namespace: str) -> KubernetesApi:
-    """The API server of a context. Nobody is asked yet. Raises ConfigError."""
+    """The API server of a context. No request is sent yet. Raises ConfigError."""
     try:
         client = config.new_client_from_config(_file(), context=context, persist_config=False)
     except (ConfigException, OSError, TypeError, KeyError, ValueError) as error:
@@ -60,7 +60,7 @@ def release_of(context: str) -> tuple[str, str]:
     try:
         version, _, headers = VersionApi(client).get_code_with_http_info(_request_timeout=CALL_S)
     except (ApiException, urllib3.exceptions.HTTPError) as error:
-        raise RetryLater(f"context {context!r} does not tell its release: {type(error).__name__}; try again") from error
+        raise RetryLater(f"context {context!r} does not give its release: {type(error).__name__}; try again") from error
     return str(version.git_version), str(headers.get("Date", ""))
 
 

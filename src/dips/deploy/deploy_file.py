@@ -1,8 +1,8 @@
-"""Reads the file of `dips deploy`: sites, contexts, servers and clusters, checked before anybody is asked anything.
+"""Reads the file of `dips deploy`: sites, contexts, servers and clusters, checked before any request is sent.
 
 [deploy] says where and as whom, [model] how large, [master], [slave], [worker] and [train] are the settings of the
 roles as in the file of `dips up`, each [[sites]] is a place with or without Kubernetes, each [[clusters]] a training
-cluster. It must find every mistake that can be found without asking anybody.
+cluster. It must find every mistake that can be found without a request.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ K = TypeVar("K", bound=Knobs)
 
 @dataclass(frozen=True)
 class Deployment:
-    """A checked file. server_site: where the servers go, and why in a sentence; sizes: of pods and volumes.
+    """A deployment, from a checked file.
 
+    server_site: where the servers go, and why in a sentence; sizes: of pods and volumes.
     leaving_s: how long a cluster may take to leave.
     """
 
@@ -83,7 +84,7 @@ class Deployment:
 
     @property
     def master_address(self) -> str:
-        """HOST:PORT at which everybody outside the servers' pods reaches the master."""
+        """HOST:PORT at which all outside the servers' pods reach the master."""
         return f"{self._host('master')}:{self.run.outside_master_port}"
 
     @property
@@ -142,10 +143,10 @@ def _rows(kind: type[K], file: Path, tables: Mapping[str, Any], name: str) -> tu
 
 def _role_table(file: Path, tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     table = _table(file, tables, name)
-    said = [key for key in table if key in OURS[name]]
-    if said:
+    wrong = [key for key in table if key in OURS[name]]
+    if wrong:
         raise ConfigError(
-            f"{file} [{name}]: {said[0]!r} is not said here: it follows from [deploy] and [[sites]]; leave it out"
+            f"{file} [{name}]: {wrong[0]!r} does not belong here: it follows from [deploy] and [[sites]]; leave it out"
         )
     return table
 
@@ -173,7 +174,7 @@ def _check_once(file: Path, table: str, key: str, names: list[str]) -> None:
         raise ConfigError(f"{file} {table}: two have the {key} {doubles[0]!r}: give each its own")
 
 
-# ---- where the servers stand ----
+# ---- where the servers are ----
 
 
 def _server_site(
@@ -192,7 +193,7 @@ def _server_site(
 def _best_site(
     file: Path, sites: tuple[SiteKnobs, ...], clusters: tuple[DeployedClusterKnobs, ...]
 ) -> tuple[SiteKnobs, str]:
-    """argmax_i B_i^T p over the sites that have a context and say their links."""
+    """argmax_i B_i^T p over the sites that have a context and list their links."""
     able = [site for site in sites if site.context and site.bandwidth_gbps]
     if not able:
         raise ConfigError(
@@ -288,7 +289,7 @@ def _check_clusters(file: Path, sites: tuple[SiteKnobs, ...], clusters: tuple[De
         where, site = f"{file} [[clusters]] {cluster.id}", _site_of(sites, cluster)
         if cluster.starts in ("job", "jobset") and not site.context:
             raise ConfigError(
-                f"{where}: site {site.name!r} has no context: say starts = 'slurm' or 'command', or give the site one"
+                f"{where}: site {site.name!r} has no context: set starts = 'slurm' or 'command', or give the site one"
             )
         if cluster.nodes > 1 and not cluster.command:
             raise ConfigError(f"{where}: `dips train` uses one node: give your own command, or nodes = 1")

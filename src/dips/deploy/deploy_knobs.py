@@ -97,10 +97,10 @@ class SiteKnobs(Knobs):
     name: Label = Field(description="Name of the place")
     context: str = Field("", description="Context of the kubeconfig; empty: no Kubernetes here")
     address: str = Field(
-        "", description="Host at which servers that stand here are reached; {name}: master, slave-0, slave-1, ..."
+        "", description="Host at which servers of this site are reached; {name}: master, slave-0, slave-1, ..."
     )
     cidrs: tuple[str, ...] = Field(
-        (), description="Networks from which this site's clusters come, for the servers' doors"
+        (), description="Networks from which this site's clusters come, for the servers' network policies"
     )
     bandwidth_gbps: tuple[float, ...] = Field(
         (), description="From servers here to each of the clusters, in their order; for placement = 'auto'"
@@ -120,7 +120,7 @@ class DeployedClusterKnobs(Knobs):
     cpus: float = Field(4, gt=0, description="Processors on each node")
     memory: Bytes = Field(8 << 30, ge=1 << 28, description="Memory on each node")
     gpus: int = Field(0, ge=0, le=64, description="Accelerators on each node")
-    gpu_resource: str = Field("nvidia.com/gpu", description="What Kubernetes calls them")
+    gpu_resource: str = Field("nvidia.com/gpu", description="Name of the accelerators as a resource of Kubernetes")
     command: tuple[str, ...] = Field((), description="Your own program and its arguments, instead of `dips train`")
     image: str = Field("", description="Image with your program; empty: dips-worker")
     torchrun: bool = Field(False, description="Start the command by torchrun, one process for each accelerator")

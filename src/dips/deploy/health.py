@@ -1,4 +1,4 @@
-"""Whether an object does what it is there for, in a word and a sentence. Pure."""
+"""Judges whether an object of Kubernetes is healthy, in a word and a sentence. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from dips.deploy.objects import Object
 
 
 class Health(Enum):
-    """READY: as it should be. WAITING: not yet. DONE: ended well. FAILED: a person must act."""
+    """The health of an object.
+
+    READY: as it should be. WAITING: not yet. DONE: ended well. FAILED: a person must act.
+    """
 
     READY = "ready"
     WAITING = "waiting"
@@ -24,7 +27,7 @@ class ObjectState:
 
 
 def state_of(live: Object | None) -> ObjectState:
-    """Of an object as the API gave it back; None: it is not there."""
+    """The state of an object as the API gave it back; None: it is not there."""
     if live is None:
         return ObjectState(Health.WAITING, "not there")
     match live["kind"]:

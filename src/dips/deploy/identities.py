@@ -28,10 +28,10 @@ class Wanted:
 
 
 def wanted(deployment: Deployment) -> list[Wanted]:
-    """All identities of a deployment, the operator's last: it stays with whoever deploys."""
+    """All identities of a deployment, the operator's last: it stays with the one who deploys."""
     found = [Wanted(Role.MASTER, "master")]
     found += [Wanted(Role.SLAVE, name) for name in deployment.slave_ids]
-    # Of a role that may ask for the status and steers nothing.
+    # Of a role that may ask for the status and nothing else.
     found.append(Wanted(Role.SLAVE, SUPERVISOR))
     if deployment.run.service_monitor:
         found.append(Wanted(Role.OPERATOR, PROMETHEUS))
@@ -53,7 +53,7 @@ def missing(deployment: Deployment) -> list[Wanted]:
 
 
 def check(deployment: Deployment) -> None:
-    """Raise ConfigError for the first identity that is missing, broken, lapsed, or somebody else's."""
+    """Raise ConfigError for the first identity that is missing, broken, lapsed, or another process's."""
     absent = missing(deployment)
     if absent:
         raise ConfigError(

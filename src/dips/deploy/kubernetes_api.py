@@ -1,4 +1,4 @@
-"""One API server: get, list, create, patch and delete objects by their place, and errors as sentences.
+"""A client of one API server: gets, lists, creates, patches and deletes objects; errors become sentences.
 
 The only module of the deployment, with contexts.py, that knows the client of Kubernetes. It asks for no discovery:
 the kinds are those of objects.py. It must never retry by itself, and never print what is in a secret.
@@ -41,7 +41,7 @@ class KubernetesApi:
         return self._call("get", f"{self._folder(kind)}/{name}", f"{kind} {name}", missing_is_none=True)
 
     def list(self, kind: str, labels: Mapping[str, str]) -> list[Object]:
-        """Those of this namespace with all of the labels; none when nobody knows the kind."""
+        """Those of this namespace with all of the labels; none when the API server does not know the kind."""
         wanted = ",".join(f"{key}={value}" for key, value in labels.items())
         found = self._call(
             "get", self._folder(kind), f"the list of {PLURALS[kind]}", missing_is_none=True, label_selector=wanted
@@ -66,9 +66,9 @@ class KubernetesApi:
         return self._call("delete", path, f"{kind} {name}", missing_is_none=True, body=body) is not None
 
     def _write(self, verb: str, path: str, document: Object, dry_run: bool, **more: Any) -> Object | None:
-        said: dict[str, Any] = {"dry_run": "All"} if dry_run else {}
+        dry: dict[str, Any] = {"dry_run": "All"} if dry_run else {}
         what = f"{document['kind']} {document['metadata']['name']}"
-        return self._call(verb, path, what, field_manager="dips", **said, **more)
+        return self._call(verb, path, what, field_manager="dips", **dry, **more)
 
     def _folder(self, kind: str) -> str:
         version = API_VERSIONS.get(kind, "v1")
@@ -124,9 +124,9 @@ class _NoDiscovery:
 
 def _not_known(what: str) -> str:
     if what.startswith("ServiceMonitor"):
-        return "install the Prometheus operator there, or say service_monitor = false"
+        return "install the Prometheus operator there, or set service_monitor = false"
     if what.startswith("JobSet"):
-        return "install JobSet there, or say starts = 'job'"
+        return "install JobSet there, or set starts = 'job'"
     return "make the namespace, or check the context"
 
 

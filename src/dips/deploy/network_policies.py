@@ -1,7 +1,7 @@
-"""Who may speak to whom: the network policies. Pure.
+"""The network policies of a deployment: which pods and networks may connect to which. Pure.
 
 Each policy names both directions, so that what it does not name is closed. Keys are what authenticates; these only
-keep strangers away from the doors.
+keep unknown peers away from the ports.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def server_policies(deployment: Deployment) -> list[Object]:
 
 
 def cluster_policy(deployment: Deployment, cluster: str) -> Object:
-    """Out to master and slaves, and among its own nodes."""
+    """Allows a cluster's pods to connect to master and slaves, and to each other."""
     own = _pods(selector(deployment, "cluster", cluster))
     first, last = RENDEZVOUS_PORTS
     among = [{"protocol": "TCP", "port": first, "endPort": last}]
@@ -66,7 +66,7 @@ def cluster_policy(deployment: Deployment, cluster: str) -> Object:
 def _clusters(deployment: Deployment) -> list[Object]:
     """From where clusters come: their pods in this namespace, and the networks of the sites.
 
-    A site that names no networks may be anywhere; a node port hides where somebody comes from.
+    A site that names no networks may be anywhere; a node port hides where a connection comes from.
     """
     found: list[Object] = _pods({**selector(deployment, "cluster")})
     if deployment.run.expose == "inside":

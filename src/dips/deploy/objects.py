@@ -1,4 +1,4 @@
-"""What all objects have in common: names, labels, the security of pods, and where their bytes go.
+"""The parts that all objects share: names, labels, the security of pods, and volumes.
 
 Pure: dictionaries as Kubernetes reads them. Every pod must pass the restricted profile of the Pod Security Standards,
 and nothing is written as an empty list or table, which the API drops and a comparison would see as a difference.
@@ -21,7 +21,7 @@ Object = dict[str, Any]
 IDENTITY_FILES = (CA_FILE, CERT_FILE, KEY_FILE)
 
 COMMON_ENVIRONMENT = {"HOME": "/tmp", "NUMBA_CACHE_DIR": "/tmp/numba", "DIPS_LOG_FORMAT": "json"}
-"""Nothing but the volumes can be written; logs are for whatever collects them."""
+"""Nothing but the volumes can be written; logs go to standard error, for a log collector."""
 
 USER = 10001
 """The user and group of the images (Dockerfile)."""
@@ -165,7 +165,10 @@ def container(
 
 
 def resources(cpus: str, memory: str, extra: Mapping[str, str] | None = None) -> Object:
-    """Memory is asked for and bounded alike, so that a full node ends others first; processors are never bounded."""
+    """A container's resources.
+
+    Memory is asked for and bounded alike, so that a full node ends others first; processors are never bounded.
+    """
     fixed = {"memory": memory, **(extra or {})}
     return {"requests": {"cpu": cpus, **fixed}, "limits": fixed}
 
@@ -183,7 +186,7 @@ def keys_mount() -> Object:
 
 
 def own_keys_mounts(name: str) -> list[Object]:
-    """Of a secret with the identities of many pods, the files of one: `name` may hold variables of the container."""
+    """Mounts the files of one identity from a secret with many: `name` may hold variables of the container."""
     return [
         {"name": "keys", "mountPath": f"{KEYS}/{file}", "subPathExpr": f"{name}.{file}", "readOnly": True}
         for file in IDENTITY_FILES
@@ -195,7 +198,7 @@ def config_mount() -> Object:
 
 
 def secret_volume(secret: str) -> Object:
-    """Readable by the pod's group only: a key that everybody could read would be refused."""
+    """A secret as a volume, readable by the pod's group only: a key that every user could read would be refused."""
     return {"name": "keys", "secret": {"secretName": secret, "defaultMode": 0o440}}
 
 
@@ -218,7 +221,7 @@ METRICS = {"metrics": METRICS_PORT}
 
 
 class _WholeDumper(yaml.SafeDumper):
-    """Writes everything out: nobody reads `*id001` well."""
+    """Writes everything out, without aliases such as `*id001`, which are hard to read."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -1,7 +1,7 @@
-"""What `dips deploy` does with a checked file: apply, status, scale, drain and delete, over all contexts.
+"""Carries out `dips deploy` for a checked file: apply, status, scale, drain and delete, over all contexts.
 
 It decides nothing by itself: plan.py and compare.py say what changes, rollout.py makes it and waits, and the master is
-asked by the operator's own service. It must never delete a volume unless told so.
+asked by the operator's own service. It must never delete a volume unless that was asked for.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dips.deploy.rollout import Api, Rollout, everything, rehearsed
 Planned = list[tuple[plan.RolloutStage, list[Step]]]
 
 _AROUND = ("Secret", "Service", "NetworkPolicy", "Role", "RoleBinding")
-"""What a new slave needs beside its settings and its pod."""
+"""What a new slave needs in addition to its settings and its pod."""
 
 
 class Operator(Protocol):
-    """What the master is asked; operator_client.OperatorClient does it."""
+    """The requests to the master; operator_client.OperatorClient implements it."""
 
     def status(self) -> StatusReply: ...
     def drain(self, cluster_id: str, reason: str) -> str: ...
@@ -42,7 +42,7 @@ Dialled = Callable[[], AbstractContextManager[Operator]]
 
 @dataclass(frozen=True)
 class PendingChanges:
-    """What apply would do: steps by stage, and objects of the run that nobody wants any more."""
+    """What apply would do: steps by stage, and objects of the run that are no longer wanted."""
 
     planned: Planned
     leaving: list[Step]
@@ -142,15 +142,15 @@ class LiveDeployment:
         return running, wanted
 
     def _add(self, live: Object, running: int) -> None:
-        """Keys, settings and doors first; then the wish, then the pods, which would be refused before it."""
+        """Keys, settings and services first; then the request, then the pods, which would be refused before it."""
         identities.check(self.deployment)
         names = list(self.deployment.slave_ids[running:])
         around = self._around_slaves()
         with rehearsed(self._apis, around):
             for _, steps in around:
                 self._rollout.carry_out([step for step in steps if step.wanted["kind"] in _AROUND])
-        # Those that run keep their settings: started anew, they must still find room for all that they hold.
-        self._tell_settings(names)
+        # Those that run keep their settings: started again, they must still find room for all that they hold.
+        self._write_settings(names)
         self._ask_reshard(names, [])
         self._set_replicas(live, self.deployment.run.slaves)
         self._until_moved()
@@ -160,8 +160,8 @@ class LiveDeployment:
         """Room first, since fewer slaves hold more each; then the blocks move, and at last the pods go."""
         around = self._around_slaves()
         with rehearsed(self._apis, around):
-            # Those that go keep their settings: they may be started anew until their blocks are elsewhere.
-            self._tell_settings(self.deployment.slave_ids)
+            # Those that go keep their settings: they may be started again until their blocks are elsewhere.
+            self._write_settings(self.deployment.slave_ids)
             for stage, steps in around:
                 self._rollout.carry_out([step for step in steps if step.wanted["kind"] == "StatefulSet"])
                 self._rollout.wait(stage)
@@ -170,7 +170,7 @@ class LiveDeployment:
         self._set_replicas(live, self.deployment.run.slaves)
         self._wait_for_slaves()
 
-    def _tell_settings(self, slaves: Sequence[str]) -> None:
+    def _write_settings(self, slaves: Sequence[str]) -> None:
         """Write the settings of these slaves, and leave those of the others as they are."""
         wanted = plan.slave_settings_map(self.deployment)
         texts = {name: wanted["data"][name] for name in (f"{slave}.toml" for slave in slaves)}

@@ -1,4 +1,4 @@
-"""What a deployment comes to: all objects of all contexts in the order of the rollout, and what changes. Pure."""
+"""The plan of a deployment: all objects of all contexts in the order of the rollout, and what changes. Pure."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def steps(found: Iterable[RolloutStage], find: Find) -> list[tuple[RolloutStage,
 
 
 def left_over(deployment: Deployment, there: Mapping[str, Sequence[Object]]) -> list[Step]:
-    """Objects of the run that no stage wants any more. Volumes are never among them."""
+    """Objects of the run that no stage wants any longer. Volumes are never among them."""
     wanted = {key(stage.context, one) for stage in stages(deployment) for one in stage.objects}
     return [
         Step(context, ObjectAction.DELETE, one, one)
@@ -97,11 +97,11 @@ def left_over(deployment: Deployment, there: Mapping[str, Sequence[Object]]) -> 
 
 
 def check_slaves(deployment: Deployment, live: Object | None) -> None:
-    """Raise ConfigError when the run stands on another number of slaves than the file says."""
+    """Raise ConfigError when the run has another number of slaves than the file says."""
     running = live["spec"].get("replicas", 1) if live else deployment.run.slaves
     if running != deployment.run.slaves:
         raise ConfigError(
-            f"{deployment.file} says slaves = {deployment.run.slaves}, and the run stands on {running}: "
+            f"{deployment.file} says slaves = {deployment.run.slaves}, and the run has {running}: "
             f"`dips deploy scale {deployment.file}` moves the model first; or set slaves back"
         )
 
@@ -117,8 +117,8 @@ def lines(found: Iterable[tuple[RolloutStage, list[Step]]], summary: bool = Fals
     for stage, mine in found:
         yield f"# {stage.title}, context {stage.context}"
         for step in mine:
-            told = diff_lines(step)
-            yield from [next(told)] if summary else told
+            text = diff_lines(step)
+            yield from [next(text)] if summary else text
         yield ""
 
 
@@ -131,5 +131,5 @@ def counts(found: Iterable[tuple[RolloutStage, list[Step]]], leaving: Sequence[S
         ObjectAction.REPLACE: "to replace",
         ObjectAction.SAME: "as they should be",
     }
-    told = [f"{sum(step.action is action for step in every)} {word}" for action, word in words.items()]
-    return ", ".join([*told, f"{len(leaving)} to delete"])
+    parts = [f"{sum(step.action is action for step in every)} {word}" for action, word in words.items()]
+    return ", ".join([*parts, f"{len(leaving)} to delete"])

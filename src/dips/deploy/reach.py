@@ -1,4 +1,4 @@
-"""Whether master and slaves can be reached where clusters will dial them, from this machine.
+"""Checks whether master and slaves can be reached from this machine where clusters will dial them.
 
 Only that a port answers is asked, without keys. A name that is not known yet (a load balancer that was just made) is
 asked again until the time is up.
@@ -16,7 +16,7 @@ from dips.deploy.health import Health, ObjectState
 CONNECT_S = 3.0
 
 Dial = Callable[[str, int], None]
-"""Raises OSError when nobody answers there."""
+"""Raises OSError when no process answers there."""
 
 
 def dial(host: str, port: int) -> None:
@@ -24,7 +24,7 @@ def dial(host: str, port: int) -> None:
 
 
 def endpoints(deployment: Deployment) -> Iterator[tuple[str, str]]:
-    """Who is to be reached, and at which HOST:PORT; nothing when only pods of the same place dial them."""
+    """The processes to be reached, each with its HOST:PORT; nothing when only pods of the same place dial them."""
     if deployment.run.expose == "inside":
         return
     yield "the master", deployment.master_address

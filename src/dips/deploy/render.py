@@ -24,7 +24,7 @@ def write_folders(deployment: Deployment, output: Path) -> Iterator[Path]:
 
 
 def folders(deployment: Deployment) -> dict[str, list[Object]]:
-    """The objects by folder, without secrets. Namespaces too: whoever applies the files decides about them."""
+    """The objects by folder, without secrets. Namespaces too: the one who applies the files decides about them."""
     found: dict[str, list[Object]] = {}
     for stage in plan.stages(deployment):
         name = f"cluster-{stage.title.split()[1]}" if stage.title.startswith("cluster ") else "servers"

@@ -1,6 +1,6 @@
-"""Carries a plan out: tries everything first, then makes it stage by stage and waits for each to be well.
+"""Carries a plan out: tries everything first, then makes it stage by stage and waits for each to be healthy.
 
-What a person got wrong is found by the dry run, in which the API servers check every object and keep nothing, before
+Mistakes of the file are found by the dry run, in which the API servers check every object and keep nothing, before
 the first one is made. Whatever was made stays when a later stage does not come up; the same command goes on from
 there. It must never delete a volume.
 """
@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 
 class Api(Protocol):
-    """What the rollout asks of an API server; kubernetes_api.KubernetesApi does it."""
+    """The requests of the rollout to an API server; kubernetes_api.KubernetesApi implements it."""
 
     @property
     def context(self) -> str: ...
@@ -69,7 +69,10 @@ def rehearsed(apis: Mapping[str, Api], found: Iterable[tuple[RolloutStage, list[
 
 
 class Rollout:
-    """Makes the stages. waits: whether for workloads at all. sleep and now_s are the clock's; say tells a person."""
+    """Carries the stages out.
+
+    waits: whether for workloads at all. sleep and now_s are the clock's; say prints a sentence.
+    """
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class Rollout:
         return changed
 
     def wait(self, stage: RolloutStage) -> None:
-        """Until every workload of a stage is well. Raises RetryLater when that takes too long, or one failed."""
+        """Wait until every workload of a stage is healthy. Raises RetryLater when it takes too long, or one failed."""
         for one in stage.objects:
             if self._waits and one["kind"] in WORKLOADS:
                 self._wait_for(stage.context, one)
@@ -114,7 +117,7 @@ class Rollout:
 
     def until(self, what: str, look: Callable[[], ObjectState]) -> None:
         """Ask again and again until something is READY or DONE; say what it waits for whenever that changes."""
-        deadline_s, told = self._now_s() + self._wait_s, ""
+        deadline_s, reported = self._now_s() + self._wait_s, ""
         while True:
             state = look()
             if state.health in (Health.READY, Health.DONE):
@@ -122,18 +125,18 @@ class Rollout:
                 return
             if state.health is Health.FAILED:
                 raise RetryLater(f"{what}: {state.sentence}; see `kubectl describe` and its logs, then apply again")
-            if state.sentence != told:
-                told = state.sentence
-                self.say(f"{what}: {told}")
+            if state.sentence != reported:
+                reported = state.sentence
+                self.say(f"{what}: {reported}")
             if self._now_s() >= deadline_s:
                 raise RetryLater(
-                    f"{what} is not well after {self._wait_s:g} s ({told}): see `kubectl describe` and its logs; what "
-                    "was made stays, and the same command goes on from here"
+                    f"{what} is not healthy after {self._wait_s:g} s ({reported}): see `kubectl describe` and its "
+                    "logs; what was made stays, and the same command goes on from here"
                 )
             self._sleep(POLL_S)
 
     def _remove(self, step: Step) -> None:
-        """Before an object that cannot be changed is made anew."""
+        """Delete an object that cannot be changed, before it is made again."""
         api, kind, name = self._apis[step.context], step.wanted["kind"], step.wanted["metadata"]["name"]
         api.delete(kind, name)
 

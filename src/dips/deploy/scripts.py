@@ -1,4 +1,4 @@
-"""Clusters without Kubernetes: a script for Slurm, and a command for a shell. Pure texts.
+"""Writes the start scripts of clusters without Kubernetes: one for Slurm, one for a shell. Pure texts.
 
 Everything that comes from the file is quoted: a name or argument can never be read as a command.
 """
@@ -23,7 +23,7 @@ def script(deployment: Deployment, cluster: DeployedClusterKnobs) -> tuple[str, 
 
 
 def slurm_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
-    """For sbatch. It is queued again when it dies: a cluster comes back as a new incarnation and goes on."""
+    """A script for sbatch. It is queued again when it dies: a cluster comes back as a new incarnation and goes on."""
     name = f"{deployment.name}-{cluster.id}"
     wanted = [
         f"--job-name={name}",
@@ -55,7 +55,7 @@ def slurm_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
 
 
 def plain_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
-    """For a shell on one machine; it starts the cluster again unless it ended well or a setting is wrong."""
+    """A script for a shell on one machine; it starts the cluster again unless it ended well or a setting is wrong."""
     run = _line(deployment, cluster, "127.0.0.1", "0")
     body = [
         "while true; do",
@@ -71,16 +71,16 @@ def plain_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
 
 def _text(first: list[str], deployment: Deployment, cluster: DeployedClusterKnobs, body: list[str]) -> str:
     keys = f"keys/{cluster.id}"
-    said = environment(deployment, cluster, "")
-    said.pop("DIPS_KEYS")
+    variables = environment(deployment, cluster, "")
+    variables.pop("DIPS_KEYS")
     lines = [
         "#!/usr/bin/env bash",
         *first,
         f"# Cluster {cluster.id} of run {deployment.name}. It needs {requirement('worker')} on its nodes, and its own "
         "identity,",
-        f"# the folder {keys} of `dips keys`, beside this script (or DIPS_KEYS), readable by nobody else.",
+        f"# the folder {keys} of `dips keys`, next to this script (or DIPS_KEYS), readable by no one else.",
         "set -u",
-        *(f"export {key}={shlex.quote(value)}" for key, value in said.items()),
+        *(f"export {key}={shlex.quote(value)}" for key, value in variables.items()),
         f'export DIPS_KEYS="${{DIPS_KEYS:-$PWD/{keys}}}"',
     ]
     if not cluster.command:

@@ -1,4 +1,4 @@
-"""The objects of the site where master, slaves and supervisor stand. Pure."""
+"""The objects of the site where master, slaves and supervisor run. Pure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ START_PROBES, LIFE_PROBES, PROBE_S = 360, 6, 10
 """A slave reads its snapshots back before it opens its port: an hour is given. Later a minute of silence ends it."""
 
 ENDPOINT_LABEL = "dips-door"
-"""Tells the services that the metrics are read from, inside, from those that lead in from outside."""
+"""Distinguishes the services that metrics are read from, inside, from those that lead in from outside."""
 
 END_S = 60
 """Time for a process to end in good order before it is killed; what it holds is on its disk anyway."""
@@ -91,14 +91,14 @@ def master_settings(deployment: Deployment) -> dict[str, str]:
         "slaves": deployment.run.slaves,
         "keys": KEYS,
         "metrics_listen": f"0.0.0.0:{METRICS_PORT}",
-        # Of this pod alone: `kubectl port-forward` comes in there, and nobody else does.
+        # Of this pod alone: `kubectl port-forward` comes in there, and nothing else does.
         "page_listen": f"127.0.0.1:{PAGE_PORT}",
     }
     return {"master.toml": toml("master", {**deployment.tables["master"], **ours})}
 
 
 def slave_settings(deployment: Deployment) -> dict[str, str]:
-    """A file for each slave: the address at which others reach it cannot be told by one template."""
+    """A file for each slave: the address at which others reach it cannot be given by one template."""
     files = {}
     for index, slave in enumerate(deployment.slave_ids):
         ours = {
@@ -118,7 +118,7 @@ def slave_settings(deployment: Deployment) -> dict[str, str]:
 
 
 def common_slave_settings(files: Mapping[str, str]) -> dict[str, str]:
-    """Of the slaves' settings what all of them share: one slave more must not make the others start anew."""
+    """The settings that all slaves share: one slave more must not make the others start again."""
     lines = [set(text.splitlines()) for text in files.values()]
     return {"common": "\n".join(sorted(set.intersection(*lines)))}
 
@@ -161,7 +161,7 @@ def _service(deployment: Deployment, name: str, component: str, ports: Mapping[s
 
 
 def _endpoint(deployment: Deployment, component: str, index: int) -> Object:
-    """The way in from other places: one for the master, one for each slave."""
+    """The service for connections from other places: one for the master, one for each slave."""
     name = "master-outside" if component == "master" else f"slave-{index}"
     address = deployment.master_address if component == "master" else deployment.slave_address(index)
     host, _, port = address.rpartition(":")
@@ -171,7 +171,7 @@ def _endpoint(deployment: Deployment, component: str, index: int) -> Object:
     if deployment.run.expose == "node-port":
         spec |= {"type": "NodePort", "ports": [{**endpoint, "nodePort": int(port)}]}
         return made(deployment, "Service", f"{deployment.name}-{name}", component, spec=spec)
-    # Local: the door sees from which network somebody comes.
+    # Local: the network policy sees from which network a connection comes.
     spec |= {"type": "LoadBalancer", "ports": [endpoint], "externalTrafficPolicy": "Local"}
     found = made(deployment, "Service", f"{deployment.name}-{name}", component, spec=spec)
     found["metadata"]["annotations"] = {"external-dns.alpha.kubernetes.io/hostname": host}
@@ -223,7 +223,7 @@ def _slaves(deployment: Deployment, files: Mapping[str, str]) -> Object:
         [state_mount(), *own_keys_mounts("s$(POD_INDEX)"), config_mount()],
         {"data": DATA_PORT, **METRICS},
         [POD_INDEX],
-        # The data port is knocked at until it opens, and no more: every knock without a key counts as a stranger.
+        # The data port is probed until it opens, and no longer: every probe without a key counts as an unknown peer.
         startupProbe=tcp_probe("data", PROBE_S, START_PROBES),
         readinessProbe=tcp_probe("metrics", PROBE_S, 3),
         livenessProbe=tcp_probe("metrics", PROBE_S, LIFE_PROBES),

@@ -1,4 +1,4 @@
-"""How large pods and volumes are: the formulas of `dips size`, and what Kubernetes calls the numbers.
+"""Computes the sizes of pods and volumes by the formulas of `dips size`, and writes them as Kubernetes does.
 
 Pure. A volume that was asked for and is too small is refused here, before anything is made: a slave would refuse the
 model only when a cluster joins.
@@ -20,15 +20,18 @@ SUPERVISOR_BYTES = 192 * MIB
 """Of the supervisor's process: interpreter, gRPC and the client of Kubernetes take 110 MiB here."""
 
 TAPE_ROOM_BYTES = 2 << 30
-"""Beside the journal, for the master's tape: some KB for each round and push (docs/budgets.md)."""
+"""In addition to the journal, for the master's tape: some KB for each round and push (docs/budgets.md)."""
 
 _IRRELEVANT_LINK = "1gbps"
-"""No size of memory or disk depends on the link; `dips size` is what tells times."""
+"""No size of memory or disk depends on the link; `dips size` shows times."""
 
 
 @dataclass(frozen=True)
 class PodSizes:
-    """Bytes. slave_memory is the setting memory_bytes; *_process what a pod asks for; *_volume of its volume."""
+    """Sizes of pods and volumes in bytes.
+
+    slave_memory is the setting memory_bytes; *_process what a pod asks for; *_volume of its volume.
+    """
 
     slave_memory_bytes: int
     slave_process_bytes: int
@@ -50,7 +53,7 @@ class PodSizes:
 def sizes_for(
     run: DeployKnobs, model: ModelKnobs, master: MasterConfig, slave: SlaveConfig, n_clusters: int, where: str
 ) -> PodSizes:
-    """Raises ConfigError, which begins with `where`, for a volume that is smaller than its formula."""
+    """The sizes of a deployment. Raises ConfigError, which begins with `where`, for a volume below its formula."""
     table = size(
         SizeKnobs(
             params=model.parameters,
@@ -95,7 +98,7 @@ def processors(cpus: float) -> str:
 
 
 def parse_quantity(text: object) -> int:
-    """Bytes of a size that Kubernetes gave back; 0 for what is none."""
+    """The bytes of a size that Kubernetes gave back; 0 for what is no size."""
     units = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50, "Ei": 1 << 60}
     units |= {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
     words = str(text)

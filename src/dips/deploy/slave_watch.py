@@ -1,8 +1,8 @@
-"""Which slave's pod has to end, so that its StatefulSet starts it anew. Pure: what was seen and when, in; names, out.
+"""Decides which slave's pod has to end, so that its StatefulSet starts it again. Pure: observations in, names out.
 
-A StatefulSet sees that a container ended or that its probes fail. It cannot see that a slave's process lives and its
-pod is ready while the master does not hear of it, or that a round waits for this one slave for ever. It must never
-end two slaves at once, nor anything while it is not known what the master thinks.
+A StatefulSet sees that a container ended or that its probes fail. It cannot see that a slave's process runs and its
+pod is ready while the master does not hear from it, or that a round waits for this one slave for ever. It must never
+end two slaves at once, nor anything while the master's status is not known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dips.core.messages import StatusReply
 from dips.local.restart import RestartPolicy
 
 LATER = RestartPolicy(first_delay_s=120.0, max_delay_s=1800.0)
-"""Between two times that the same slave is ended: what a new life did not heal, another one soon will not."""
+"""Between two times that the same slave is ended: what one restart did not heal, another one soon will not."""
 
 _BLAMED = re.compile(r"slave ([^,\s]+) has yet to (?:measure|prepare|flip) ")
 _WAITING_PHASES = ("MEASURE", "PREPARE", "COMMIT")
@@ -33,7 +33,10 @@ class Pod:
 
 @dataclass(frozen=True)
 class WatchLimits:
-    """gone_s: how long the master may miss a slave whose pod is ready. stuck_s: how long a round may wait for one."""
+    """Time limits. gone_s: how long the master may miss a slave whose pod is ready.
+
+    stuck_s: how long a round may wait for one.
+    """
 
     gone_s: float = 120.0
     stuck_s: float = 600.0
@@ -41,7 +44,7 @@ class WatchLimits:
 
 @dataclass(frozen=True)
 class WatchMemory:
-    """What is remembered between two looks. away, blamed: since when, by slave; ended: when last and how often."""
+    """The state that is kept between two looks. away, blamed: since when, by slave; ended: when last and how often."""
 
     away_s: Mapping[str, float]
     blamed_s: Mapping[str, float]
@@ -67,7 +70,7 @@ class Ending:
 def look(
     memory: WatchMemory, status: StatusReply, pods: Mapping[str, Pod | None], now_s: float, patience: WatchLimits
 ) -> tuple[WatchMemory, Ending | None]:
-    """One look: what is remembered of it, and the pod to end, if there is one. pods: by slave; None: not there."""
+    """One look: the state to keep, and the pod to end, if there is one. pods: by slave; None: not there."""
     memory = _noted(memory, status, tuple(pods), now_s)
     if status.stopping or status.stopped or any(pod is None or not pod.ready for pod in pods.values()):
         return memory, None  # the run ends, or one slave is being started already
@@ -79,7 +82,7 @@ def look(
 
 
 def _noted(memory: WatchMemory, status: StatusReply, slaves: Sequence[str], now_s: float) -> WatchMemory:
-    """Since when each slave is away or blamed; a master's new life, or a version, begins the count anew."""
+    """Since when each slave is away or blamed; a restart of the master, or a new version, begins the count again."""
     alive = {slave.slave_id for slave in status.slaves if slave.alive}
     fresh = status.epoch != memory.epoch
     away = {} if fresh else memory.away_s

@@ -1,4 +1,4 @@
-"""Runs beside the master: looks at its status and at the slaves' pods, and ends the pod that slave_watch names.
+"""Watches the master's status and the slaves' pods, and ends the pod that slave_watch names.
 
 It has the right to see and to delete the pods of the slaves, by their names, and no other; the master knows it by keys
 that may ask for the status. A master or an API server that does not answer means: do nothing.
@@ -21,14 +21,14 @@ log = logging.getLogger("dips.supervisor")
 
 
 class Pods(Protocol):
-    """What is asked of the API server."""
+    """The requests to the API server."""
 
     def get(self, kind: str, name: str) -> Object | None: ...
     def delete(self, kind: str, name: str, uid: str = "") -> bool: ...
 
 
 class SlaveSupervisor:
-    """One look at a time, by tick(). status: asks the master, raising DipsError when it cannot."""
+    """Looks at the slaves at each tick(). status: asks the master, raising DipsError when it cannot."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class SlaveSupervisor:
 
 
 def pod_of(live: Mapping[str, object] | None, wall: datetime) -> Pod | None:
-    """What matters of a pod as the API gave it; None when it is not there."""
+    """A pod, from what the API gave; None when it is not there."""
     if live is None:
         return None
     found: Object = dict(live)

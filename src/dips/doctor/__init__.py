@@ -1,1 +1,1 @@
-"""`dips doctor`: looks at a deployment before the run, and says what would go wrong and what to do about it."""
+"""`dips doctor`: checks a deployment before the run, and reports what would go wrong and what to do about it."""

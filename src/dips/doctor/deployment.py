@@ -1,6 +1,6 @@
-"""What must hold for a file of `dips deploy`, as seen from the machine that deploys.
+"""Checks a file of `dips deploy`, as far as the machine that deploys can see.
 
-Nodes and pods of Kubernetes cannot be looked into from here: what they need is told, and `dips deploy plan` shows it.
+Nodes and pods of Kubernetes cannot be looked into from here: what they need is shown, and `dips deploy plan` shows it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLOCKS_DIFFER_S = 5.0
 
 
 def checks(deployment: Deployment, link_bits_per_s: float, facts: host.HostFacts) -> list[Check]:
-    """In the order in which a person wants them."""
+    """All checks, in the order in which they are shown."""
     return [
         Check("packages", partial(check_packages, ("deploy",))),
         Check("images", partial(_images, deployment)),
@@ -43,8 +43,8 @@ def checks(deployment: Deployment, link_bits_per_s: float, facts: host.HostFacts
 def _images(deployment: Deployment) -> Findings:
     tag = deployment.run.tag
     if tag.lstrip("v") != VERSION:
-        told = f"images have the tag {tag}, and dips {VERSION} is installed here"
-        yield warn("images", told, "use the same release on both sides, or see that the tag holds it")
+        sentence = f"images have the tag {tag}, and dips {VERSION} is installed here"
+        yield warn("images", sentence, "use the same release on both sides, or see that the tag holds it")
     else:
         yield ok("images", f"{deployment.run.image('master')} and its siblings are of this release")
 
@@ -61,7 +61,7 @@ def _keys(deployment: Deployment) -> Findings:
 
 
 def _contexts(deployment: Deployment) -> Findings:
-    """Each site's context is known, its API server answers and lets us in, and its clock agrees with ours."""
+    """Each site's context is known, its API server answers and accepts us, and its clock agrees with ours."""
     known = contexts.known_contexts()
     if known is None:
         contexts.check_contexts([], known)
@@ -82,12 +82,12 @@ def _asked(context: str, namespace: str) -> Findings:
     yield ok("contexts", f"{context}: Kubernetes {version} answers in {trip}; {there}")
     ahead_s = ahead_of_us_s(date, time.time())
     if ahead_s is not None and abs(ahead_s) > CLOCKS_DIFFER_S:
-        told = f"{context}: its clock differs from this machine's by {format_seconds(abs(ahead_s))}"
-        yield warn("clock", told, "let both follow a time server: certificates depend on it")
+        sentence = f"{context}: its clock differs from this machine's by {format_seconds(abs(ahead_s))}"
+        yield warn("clock", sentence, "let both follow a time server: certificates depend on it")
 
 
 def ahead_of_us_s(date: str, now_s: float) -> float | None:
-    """Of an HTTP date; None when it is none."""
+    """By how much an HTTP date is ahead of this machine's clock, in seconds; None for what is no date."""
     try:
         return email.utils.parsedate_to_datetime(date).timestamp() - now_s
     except ValueError:
@@ -117,8 +117,8 @@ def _addresses(deployment: Deployment) -> Findings:
         if reached.listens:
             yield network.judge_reached(who, address, reached, must_listen=True)
         else:
-            told = f"{who} at {address} does not answer yet ({reached.why})"
-            yield warn("reach", told, "roll it out, and open the way from each cluster's site")
+            sentence = f"{who} at {address} does not answer yet ({reached.why})"
+            yield warn("reach", sentence, "roll it out, and open the way from each cluster's site")
 
 
 # ---- how large, how long ----
@@ -135,24 +135,24 @@ def _sizes(deployment: Deployment) -> Findings:
 def _cluster_memory(deployment: Deployment, cluster: DeployedClusterKnobs) -> Finding:
     needed = _table(deployment, 10e9).whole("cluster_memory_bytes")
     have = cluster.memory * cluster.nodes
-    told = (
+    sentence = (
         f"cluster {cluster.id}: {cluster.nodes} nodes of {format_bytes(cluster.memory)}, of which Di-PS takes "
-        f"{format_bytes(needed)} beside the training"
+        f"{format_bytes(needed)} in addition to the training"
     )
     if needed > have:
-        return fail("memory", told, "give [[clusters]] more memory or nodes, or lower what the model takes")
+        return fail("memory", sentence, "give [[clusters]] more memory or nodes, or lower what the model takes")
     if cluster.nodes > 1 and needed > cluster.memory:
         return warn(
-            "memory", f"{told}, on its first node", "give the node of rank 0 that much, or shard the parameters"
+            "memory", f"{sentence}, on its first node", "give the node of rank 0 that much, or shard the parameters"
         )
     if needed > 0.5 * have:
-        return warn("memory", f"{told}, more than half", "see that the model and its batches fit beside it")
-    return ok("memory", told)
+        return warn("memory", f"{sentence}, more than half", "see that the model and its batches fit as well")
+    return ok("memory", sentence)
 
 
 def _times(deployment: Deployment, link_bits_per_s: float) -> Findings:
     found = _table(deployment, link_bits_per_s)
-    told = (
+    sentence = (
         f"at {format_bits_per_s(link_bits_per_s)} a push takes {format_seconds(found['push_s'].value)}, an update "
         f"{format_seconds(found['update_s'].value)}, a pull {format_seconds(found['pull_s'].value)} (`dips size` has "
         "the formulas)"
@@ -160,9 +160,9 @@ def _times(deployment: Deployment, link_bits_per_s: float) -> Findings:
     timeout_s = deployment.tables["master"].get("round_timeout_s", MasterConfig.model_fields["round_timeout_s"].default)
     if found["update_s"].value > parse_seconds(timeout_s):
         remedy = "measure your slaves' rates; then raise round_timeout_s in [master], or give more slaves"
-        yield warn("times", f"{told}; round_timeout_s is {timeout_s}: rounds may be given up at first", remedy)
+        yield warn("times", f"{sentence}; round_timeout_s is {timeout_s}: rounds may be given up at first", remedy)
     else:
-        yield ok("times", told)
+        yield ok("times", sentence)
 
 
 def _table(deployment: Deployment, link_bits_per_s: float) -> SizeTable:

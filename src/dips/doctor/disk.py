@@ -1,4 +1,4 @@
-"""Disks: is there room for what a run claims, how long does a flush take, how fast are snapshots written."""
+"""Checks disks: is there room for what a run claims, how long does a flush take, how fast are snapshots written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLOCKS_DIFFER_S = 2.0
 
 @dataclass(frozen=True)
 class Room:
-    """What something claims in a directory, at most, beside what stands there already."""
+    """The bytes that something claims in a directory, at most, in addition to what is there already."""
 
     directory: Path
     n_bytes: int
@@ -37,7 +37,7 @@ class Room:
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Measured: the median and the longest flush of 4 KiB, and bytes a second written and flushed."""
+    """A disk's measured speed: the median and the longest flush of 4 KiB, and bytes a second written and flushed."""
 
     flush_s: float
     longest_flush_s: float
@@ -46,7 +46,7 @@ class DiskSpeed:
 
 
 def standing(directory: Path) -> Path:
-    """The directory, or the nearest one above it that is there: what will be made stands on its disk."""
+    """The directory, or the nearest one above it that is there: what will be made is on its disk."""
     path = directory.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -63,7 +63,7 @@ def check_writable(directory: Path) -> Finding:
 
 
 def check_room(rooms: Iterable[Room]) -> Findings:
-    """One finding for each disk, for all that stands on it."""
+    """One finding for each disk, for all that is on it."""
     by_disk: dict[int, list[Room]] = {}
     for room in rooms:
         by_disk.setdefault(standing(room.directory).stat().st_dev, []).append(room)
@@ -74,17 +74,19 @@ def check_room(rooms: Iterable[Room]) -> Findings:
 
 
 def judge_room(rooms: Iterable[Room], there_bytes: int, free_bytes: int) -> Finding:
-    """there_bytes: what an earlier start has claimed already."""
+    """Judge whether a disk has room for all of them. there_bytes: what an earlier start has claimed already."""
     rooms = list(rooms)
     needed = max(0, sum(room.n_bytes for room in rooms) - there_bytes)
     listed = ", ".join(f"{room.what} {format_bytes(room.n_bytes)}" for room in rooms)
-    told = f"{listed} below {standing(rooms[0].directory)}; {format_bytes(free_bytes)} are free"
+    sentence = f"{listed} below {standing(rooms[0].directory)}; {format_bytes(free_bytes)} are free"
     if needed > free_bytes:
         lacking = format_bytes(needed - free_bytes)
-        return fail("disk", f"{told}: {lacking} are lacking", "lower snapshots_kept or checkpoints_kept, or make room")
+        return fail(
+            "disk", f"{sentence}: {lacking} are lacking", "lower snapshots_kept or checkpoints_kept, or make room"
+        )
     if needed > 0.9 * free_bytes:
-        return warn("disk", f"{told}, which is tight", "make room: tapes grow with the run")
-    return ok("disk", told)
+        return warn("disk", f"{sentence}, which is tight", "make room: tapes grow with the run")
+    return ok("disk", sentence)
 
 
 def taken(directory: Path) -> int:
@@ -100,7 +102,7 @@ def taken(directory: Path) -> int:
 
 
 def measured(directory: Path, flushes: int = FLUSHES, write_bytes: int = WRITE_BYTES) -> DiskSpeed:
-    """Write and flush a file that is removed again. Raises OSError."""
+    """Measure a disk: write and flush a file that is removed again. Raises OSError."""
     with tempfile.TemporaryFile(dir=standing(directory), buffering=0) as file:
         times: list[float] = []
         for _ in range(flushes):
@@ -120,29 +122,33 @@ def measured(directory: Path, flushes: int = FLUSHES, write_bytes: int = WRITE_B
 def judge_speed(
     place: Path, speed: DiskSpeed, snapshot_bytes: int | None, round_timeout_s: float, durable: bool
 ) -> Findings:
-    """snapshot_bytes: what all slaves on this disk write in a round; None: not known."""
-    told = f"{place}: a flush takes {format_seconds(speed.flush_s)}, {format_seconds(speed.longest_flush_s)} at most"
+    """Judge a disk's speed. snapshot_bytes: what all slaves on it write in a round; None: not known."""
+    sentence = (
+        f"{place}: a flush takes {format_seconds(speed.flush_s)}, {format_seconds(speed.longest_flush_s)} at most"
+    )
     if speed.flush_s > SLOW_FLUSH_S:
-        yield warn("flush", f"{told}, and every decision of the master waits for one", "use a local SSD, not a share")
+        yield warn(
+            "flush", f"{sentence}, and every decision of the master waits for one", "use a local SSD, not a share"
+        )
     else:
-        yield ok("flush", told)
+        yield ok("flush", sentence)
     if snapshot_bytes is not None and durable:
         yield _judge_snapshot(speed, snapshot_bytes, round_timeout_s)
     if abs(speed.clock_ahead_s) > CLOCKS_DIFFER_S:
         by = format_seconds(abs(speed.clock_ahead_s))
-        told = f"{place}: its file system's clock differs from this machine's by {by}"
-        yield warn("clock", told, "let both follow the same time server")
+        sentence = f"{place}: its file system's clock differs from this machine's by {by}"
+        yield warn("clock", sentence, "let both follow the same time server")
 
 
 def _judge_snapshot(speed: DiskSpeed, snapshot_bytes: int, round_timeout_s: float) -> Finding:
     takes_s = snapshot_bytes / speed.bytes_per_s
-    told = (
+    sentence = (
         f"the slaves' snapshot of {format_bytes(snapshot_bytes)} takes {format_seconds(takes_s)} at "
         f"{format_bytes(int(speed.bytes_per_s))}/s, of a round_timeout_s of {format_seconds(round_timeout_s)}"
     )
-    remedy = "raise round_timeout_s, say durability = 'async', or give slaves faster disks or disks of their own"
+    remedy = "raise round_timeout_s, set durability = 'async', or give slaves faster disks or disks of their own"
     if takes_s > MAX_TIMEOUT_FACTOR * round_timeout_s:
-        return fail("snapshots", f"{told}: every round would be given up", remedy)
+        return fail("snapshots", f"{sentence}: every round would be given up", remedy)
     if takes_s > round_timeout_s / 2:
-        return warn("snapshots", told, remedy)
-    return ok("snapshots", told)
+        return warn("snapshots", sentence, remedy)
+    return ok("snapshots", sentence)

@@ -1,4 +1,4 @@
-"""What a check finds: OK, WARN or FAIL, a sentence, and a remedy unless all is well.
+"""The findings of checks: OK, WARN or FAIL, a sentence, and a remedy unless all is well.
 
 A check is a generator of findings; one that cannot be made is a finding, too, and never hides the others.
 """
@@ -14,7 +14,10 @@ from dips.core.observe.log_lines import escaped
 
 
 class Grade(Enum):
-    """WARN: the run would go on, but worse than it could, or it cannot be told from here. FAIL: it would not."""
+    """The grade of a finding.
+
+    WARN: the run would go on, but worse than it could, or it cannot be checked from here. FAIL: it would not.
+    """
 
     OK = "OK"
     WARN = "WARN"
@@ -23,7 +26,7 @@ class Grade(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """check: a short name that stays the same, for scripts."""
+    """One finding of a check. check: a short name that stays the same, for scripts."""
 
     check: str
     grade: Grade
@@ -43,7 +46,7 @@ Findings = Iterator[Finding]
 
 @dataclass(frozen=True)
 class Check:
-    """name: of the findings, where the check itself cannot be made."""
+    """One check. name: of the finding, where the check itself cannot be made."""
 
     name: str
     look: Callable[[], Iterable[Finding]]
@@ -70,6 +73,4 @@ def examined(checks: Iterable[Check]) -> Findings:
             yield Finding(check.name, Grade.FAIL, str(error))
         except OSError as error:
             place = f"{error.filename}: " if error.filename else ""
-            yield fail(
-                check.name, f"{place}{error.strerror or error}", "this could not be looked at; see to that first"
-            )
+            yield fail(check.name, f"{place}{error.strerror or error}", "this could not be checked; correct that first")

@@ -1,4 +1,4 @@
-"""What this machine has: memory, files, pages, buffers, a clock. Facts are read in one place, and judged purely."""
+"""Reads and judges this machine's memory, files, huge pages, buffers and clock. Only reading touches the system."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dips.core.units import format_bits_per_s, format_bytes, format_seconds
 from dips.doctor.findings import Finding, Findings, fail, ok, warn
 
 _TIME_ERROR = 5
-"""What adjtimex(2) returns while nobody keeps the clock right."""
+"""What adjtimex(2) returns while nothing keeps the clock right."""
 
 _TIMEX_BYTES = 256
 """More than struct timex has on any system."""
@@ -28,7 +28,10 @@ TIGHT_SHARE = 0.8
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What was read; None: this system does not tell. Buffers: the largest that TCP grows to by itself."""
+    """The facts that were read; None: this system does not report it.
+
+    Buffers: the largest that TCP grows to by itself.
+    """
 
     memory_bytes: int | None
     files: int
@@ -40,7 +43,7 @@ class HostFacts:
 
 
 def read_facts() -> HostFacts:
-    """Of the machine, or the container, that this process runs in."""
+    """Read the facts of the machine, or the container, that this process runs in."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return HostFacts(
         _free_memory_bytes(),
@@ -57,28 +60,32 @@ def read_facts() -> HostFacts:
 
 
 def judge_memory(facts: HostFacts, needed_bytes: int, what_for: str) -> Finding:
-    """needed_bytes: of all processes that start here, at most."""
+    """Judge the free memory. needed_bytes: of all processes that start here, at most."""
     free = facts.memory_bytes
     if free is None:
-        return warn("memory", "this system does not tell how much memory is free", f"{what_for}: see that it is there")
-    told = f"{what_for}, and {format_bytes(free)} are free here"
+        return warn("memory", "this system does not report its free memory", f"{what_for}: see that it is there")
+    sentence = f"{what_for}, and {format_bytes(free)} are free here"
     if needed_bytes > free:
-        return fail("memory", told, "end what else runs, lower max_clusters or pinned_versions, or use more machines")
+        return fail(
+            "memory", sentence, "end what else runs, lower max_clusters or pinned_versions, or use more machines"
+        )
     if needed_bytes > TIGHT_SHARE * free:
-        return warn("memory", f"{told}: that is tight", "end what else runs; trainers need memory beside it")
-    return ok("memory", told)
+        return warn("memory", f"{sentence}: that is tight", "end what else runs; trainers need memory as well")
+    return ok("memory", sentence)
 
 
 def judge_files(facts: HostFacts) -> Finding:
-    told = f"a process may open {facts.files} files"
+    sentence = f"a process may open {facts.files} files"
     remedy = (
         f"raise the hard limit to {WANTED_FILES} (ulimit -Hn, limits.conf, LimitNOFILE= or the container's ulimits)"
     )
     if facts.files < FEWEST_FILES:
-        return fail("files", f"{told}, and each connection is one", remedy)
+        return fail("files", f"{sentence}, and each connection is one", remedy)
     if facts.files < WANTED_FILES:
-        return warn("files", f"{told}; connections of strangers are held off sooner than at {WANTED_FILES}", remedy)
-    return ok("files", told)
+        return warn(
+            "files", f"{sentence}; connections of unknown peers are refused sooner than at {WANTED_FILES}", remedy
+        )
+    return ok("files", sentence)
 
 
 def judge_huge_pages(facts: HostFacts) -> Finding:
@@ -94,26 +101,26 @@ def judge_huge_pages(facts: HostFacts) -> Finding:
 
 
 def judge_buffers(facts: HostFacts, link_bits_per_s: float, round_trip_s: float) -> Finding:
-    """TCP must be able to hold what is on its way: rate x round trip."""
+    """Judge the TCP buffers: they must hold what is under way, which is rate x round trip."""
     have = [value for value in (facts.receive_buffer_bytes, facts.send_buffer_bytes) if value is not None]
     if not have:
         return ok("kernel buffers", "this system grows them by itself")
     wanted = int(link_bits_per_s / 8 * round_trip_s)
     path = f"{format_bits_per_s(link_bits_per_s)} with a round trip of {format_seconds(round_trip_s)}"
-    told = f"TCP buffers grow to {format_bytes(min(have))}"
+    sentence = f"TCP buffers grow to {format_bytes(min(have))}"
     # Half of a receive buffer is for the kernel's own book-keeping (tcp_adv_win_scale).
     if min(have) < 2 * wanted:
         return warn(
             "kernel buffers",
-            f"{told}, and {path} has {format_bytes(wanted)} on its way",
+            f"{sentence}, and {path} has {format_bytes(wanted)} on its way",
             f"sysctl -w net.ipv4.tcp_rmem='4096 131072 {2 * wanted}' net.ipv4.tcp_wmem='4096 65536 {2 * wanted}'",
         )
-    return ok("kernel buffers", f"{told}, enough for {path}")
+    return ok("kernel buffers", f"{sentence}, enough for {path}")
 
 
 def judge_clock(facts: HostFacts) -> Finding:
     if facts.clock_is_kept is None:
-        return ok("clock", "this system does not tell whether its clock is kept right")
+        return ok("clock", "this system does not report whether its clock is kept right")
     if not facts.clock_is_kept:
         return warn(
             "clock",
@@ -124,14 +131,14 @@ def judge_clock(facts: HostFacts) -> Finding:
 
 
 def judge_processors(facts: HostFacts, processes: int) -> Finding:
-    told = f"{processes} busy processes on {facts.processors} processors"
+    sentence = f"{processes} busy processes on {facts.processors} processors"
     if processes > facts.processors:
-        return warn("processors", f"{told}: they take turns", "fine for trying out; for speed use more machines")
-    return ok("processors", told)
+        return warn("processors", f"{sentence}: they take turns", "fine for trying out; for speed use more machines")
+    return ok("processors", sentence)
 
 
 def judge_all(facts: HostFacts) -> Findings:
-    """What holds whatever runs here."""
+    """Judge the facts that matter for every process."""
     yield judge_files(facts)
     yield judge_huge_pages(facts)
     yield judge_clock(facts)

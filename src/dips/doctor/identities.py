@@ -1,4 +1,4 @@
-"""Keys: there, readable by their owner alone, not lapsed, of the right role and name."""
+"""Checks keys: there, readable by their owner alone, not lapsed, of the right role and name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dips.core.net.security import Role
 from dips.doctor.findings import Finding, Findings, fail, ok, warn
 
 SOON = timedelta(days=30)
-"""A certificate that lapses within it is worth a word: a run lasts weeks."""
+"""A certificate that lapses within it is a warning: a run lasts weeks."""
 
 
 @dataclass(frozen=True)
 class WantedIdentity:
-    """A directory with keys that somebody is to use."""
+    """A directory with the keys of a process, and the role and name that they must have."""
 
     directory: Path
     role: Role

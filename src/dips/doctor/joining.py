@@ -1,8 +1,8 @@
-"""What must hold before a cluster joins from this machine: looked at from here, with the keys of that cluster.
+"""Checks whether a cluster can join from this machine, with the keys of that cluster.
 
 The master and every slave's data port are dialled as the cluster will dial them. Nothing of the run is changed; where a
-version is published a read of it is begun, as the evaluator begins one, since the slaves then let this process's data
-key in and the whole way is proven.
+version is published a read of it is begun, as the evaluator begins one, since the slaves then accept this process's
+data key and the whole way is proven.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from dips.worker.control import MasterStubs, channel_to
 
 CALL_S = 10.0
 HANDSHAKE_S = 6.0
-"""Time for a data port to let this process's key in; the master names the key to the slaves while the read begins."""
+"""Time for a data port to accept this process's key; the master names the key to the slaves while the read begins."""
 
 _WATCHED = (
     *(zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL),
     *(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_CONNECT_RETRIED, zmq.EVENT_DISCONNECTED),
 )
 _SAID: Mapping[int, str] = {
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not let this process's data key in",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not accept this process's data key",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks no ZeroMQ with the same security, or has another key",
 }
 
 
 def checks(master: str, security: Security) -> list[Check]:
-    """In the order in which each rests on the one before."""
+    """All checks, each after those that it depends on."""
     parse_address(master, "--master")
     return [
         Check("keys", partial(_keys, security)),
@@ -70,8 +70,8 @@ def _keys(security: Security) -> Findings:
         return
     yield from check_identities([WantedIdentity(security.directory, security.role, security.name)])
     if security.role is not Role.CLUSTER:
-        told = f"{security.directory} holds the keys of {security}, which may look but not train"
-        yield warn("keys", told, "to join, take the directory of a cluster (`dips keys add KEYS --cluster NAME`)")
+        sentence = f"{security.directory} holds the keys of {security}, which may look but not train"
+        yield warn("keys", sentence, "to join, take the directory of a cluster (`dips keys add KEYS --cluster NAME`)")
 
 
 def _master(master: str, security: Security) -> Findings:
@@ -80,7 +80,7 @@ def _master(master: str, security: Security) -> Findings:
         return
     status = _status(master, security)
     version = f"version {status.published}" if status.published is not None else "no version yet"
-    yield ok("master", f"run {status.run_id} lets these keys in: {version}, {len(status.slaves)} slaves")
+    yield ok("master", f"run {status.run_id} accepts these keys: {version}, {len(status.slaves)} slaves")
     if status.stopping or status.stopped:
         yield fail("master", f"run {status.run_id} has ended", "join another run, or start one")
 
@@ -99,8 +99,8 @@ def _slaves(master: str, security: Security) -> Findings:
             if not slave.data_endpoint or not slave.alive:
                 yield warn("slaves", f"slave {slave.slave_id} is away", "see its log; then ask again")
             elif elsewhere and is_loopback_endpoint(slave.data_endpoint):
-                told = unreachable_sentence(master, slave.slave_id, slave.data_endpoint)
-                cause, _, remedy = told.partition(": let ")
+                sentence = unreachable_sentence(master, slave.slave_id, slave.data_endpoint)
+                cause, _, remedy = sentence.partition(": let ")
                 yield fail("slaves", cause, f"let {remedy}")
             else:
                 yield _dialled(slave, curve, keys.get(slave.slave_id))
@@ -140,17 +140,17 @@ def _dialled(slave: SlaveStatus, curve: CurvePair | None, key: bytes | None) -> 
         return fail("slaves", f"{who} at {endpoint} cannot be reached from here: {why}", remedy)
     trip = f"round trip {format_seconds(reached.round_trip_s)}"
     if key is None:
-        told = f"{who} at {endpoint} answers, {trip}; its keys are tried once a version is published"
-        return ok("slaves", told)
+        sentence = f"{who} at {endpoint} answers, {trip}; its keys are tried once a version is published"
+        return ok("slaves", sentence)
     if why := _why_no_handshake(endpoint, curve, key):
         remedy = "see that nothing else listens at that address and port, and ask again; else see the slave's log"
         return fail("slaves", f"{who} at {endpoint} answers, {trip}, but {why}", remedy)
-    return ok("slaves", f"{who} at {endpoint} lets these keys in, {trip}")
+    return ok("slaves", f"{who} at {endpoint} accepts these keys, {trip}")
 
 
 def _why_no_handshake(endpoint: str, curve: CurvePair | None, key: bytes) -> str:
-    """Empty once a connection stands; else why the last one did not."""
-    why, until_s = "it says nothing", time.monotonic() + HANDSHAKE_S
+    """Empty once a connection is made; else why the last one did not."""
+    why, until_s = "it does not answer", time.monotonic() + HANDSHAKE_S
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         while (left_s := until_s - time.monotonic()) > 0:
@@ -159,7 +159,7 @@ def _why_no_handshake(endpoint: str, curve: CurvePair | None, key: bytes) -> str
                 return ""
             if event:
                 why = _SAID.get(event, "it ends the connection")
-            time.sleep(0.1)  # the slave may not have been told of this key yet
+            time.sleep(0.1)  # the slave may not know this key yet
     finally:
         context.destroy(linger=0)
     return why
@@ -168,7 +168,7 @@ def _why_no_handshake(endpoint: str, curve: CurvePair | None, key: bytes) -> str
 def _first_event(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: CurvePair | None, key: bytes, wait_s: float
 ) -> int:
-    """What becomes of one connection; 0 when nothing was heard of it."""
+    """The first event of one connection; 0 when there was none."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
     if curve is not None:

@@ -1,4 +1,4 @@
-"""What must hold for a file of `dips up`: everything runs on this machine.
+"""Checks a file of `dips up`: everything runs on this machine.
 
 The checks in the order in which a person wants them: what is written wrong, then what is missing, then what is slow.
 """
@@ -34,8 +34,8 @@ from dips.trainer.sizes import SIZES
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What the file does not say. params: of the model, where a cluster brings its own loop. Link and round trip: to
-    the clusters that come from elsewhere; link None: nobody said, and what is on loopback has none."""
+    """The options of `dips doctor`. params: of the model, where a cluster brings its own loop. Link and round trip: to
+    the clusters that come from elsewhere; link None: not given, and what is on loopback has none."""
 
     params: int | None = None
     link_bits_per_s: float | None = None
@@ -43,7 +43,7 @@ class DoctorOptions:
 
     @property
     def link(self) -> float:
-        """As it was said, or an ordinary one."""
+        """The rate that was given, or an ordinary one."""
         return self.link_bits_per_s or 10e9
 
 
@@ -95,8 +95,8 @@ class LocalDoctor:
             return
         yield disk.check_writable(directory)
         if self.runs_now:
-            told = f"a launcher runs in {directory} now, so its ports are taken by the run itself"
-            yield warn("directory", told, "only what does not depend on ports is told; end the run to check all")
+            sentence = f"a launcher runs in {directory} now, so its ports are taken by the run itself"
+            yield warn("directory", sentence, "only what does not depend on ports is checked; end the run to check all")
 
     def _programs(self) -> Findings:
         for cluster in _own_clusters(self._plan):
@@ -110,8 +110,8 @@ class LocalDoctor:
     def _clusters(self) -> Findings:
         yield from self._programs()
         if _own_clusters(self._plan) and importlib.util.find_spec("torch") is None:
-            told = "torch is not installed in this environment, and a loop of one's own uses it"
-            yield warn("clusters", told, "see that the clusters' commands find it")
+            sentence = "torch is not installed in this environment, and a loop of one's own uses it"
+            yield warn("clusters", sentence, "see that the clusters' commands find it")
         for train in _trainings(self._plan):
             if train.device == "cuda":
                 yield _cuda()
@@ -120,15 +120,15 @@ class LocalDoctor:
         for paths in sorted({train.data for train in _trainings(self._plan)}):
             train = next(train for train in _trainings(self._plan) if train.data == paths)
             corpus = corpus_of(train)
-            told = ", ".join(map(str, paths)) or "the source of Python's standard library"
+            sentence = ", ".join(map(str, paths)) or "the source of Python's standard library"
             n_bytes = sum(len(document.text) for document in corpus.training)
-            yield ok("data", f"{told}: {len(corpus.training)} files, {format_bytes(n_bytes)} of text")
+            yield ok("data", f"{sentence}: {len(corpus.training)} files, {format_bytes(n_bytes)} of text")
 
     def _keys(self) -> Findings:
         plan, keys = self._plan, self._run.directory / KEYS
         if plan.insecure:
-            told = "the run uses no keys: nothing is encrypted and nobody is authenticated, on this machine only"
-            yield warn("keys", told, "leave out insecure for anything but trying out")
+            sentence = "the run uses no keys: nothing is encrypted and no one is authenticated, on this machine only"
+            yield warn("keys", sentence, "leave out insecure for anything but trying out")
         elif not keys.is_dir():
             yield ok("keys", f"`dips up` will make them in {keys}")
         else:
@@ -151,9 +151,13 @@ class LocalDoctor:
             if slave.advertise:
                 yield from network.check_advertised(f"slave {slave.slave_id}", slave.advertise, "advertise")
         if self._plan.public_host and any(slave.data_port == 0 for slave in self._plan.slaves):
-            told = "the slaves' data ports are free ones that the system chooses, and other machines have to reach them"
+            sentence = (
+                "the slaves' data ports are free ones that the system chooses, and other machines have to reach them"
+            )
             yield warn(
-                "addresses", told, "give [slave] data_port, from which each slave takes the next, and open these ports"
+                "addresses",
+                sentence,
+                "give [slave] data_port, from which each slave takes the next, and open these ports",
             )
 
     def _buffers(self) -> Findings:
@@ -165,8 +169,8 @@ class LocalDoctor:
 
     def _model(self) -> Findings:
         if self._sizes is None or self._params is None:
-            told = "how large the model is cannot be seen in the file, so memory and disks cannot be judged"
-            yield warn("model", told, "give --params, such as --params 7B")
+            sentence = "how large the model is cannot be seen in the file, so memory and disks cannot be judged"
+            yield warn("model", sentence, "give --params, such as --params 7B")
             return
         plan = self._plan
         fair = math.ceil(self._params / len(plan.slaves))
@@ -183,7 +187,7 @@ class LocalDoctor:
         parts = {
             f"{len(plan.slaves)} slaves": len(plan.slaves) * self._sizes["slave_process_bytes"].value,
             "the master": self._sizes["master_memory_bytes"].value,
-            f"{len(plan.clusters)} clusters beside their training": len(plan.clusters)
+            f"{len(plan.clusters)} clusters in addition to their training": len(plan.clusters)
             * self._sizes["cluster_memory_bytes"].value,
         }
         listed = ", ".join(f"{name} {format_bytes(round(n))}" for name, n in parts.items() if n)
@@ -212,7 +216,7 @@ class LocalDoctor:
 def refuse_what_cannot_start(run: RunKnobs, plan: RunPlan) -> None:
     """For `dips up`: raise ConfigError for the first thing that must fail, before anything is made or started.
 
-    Only what is quick to look at. A directory in which a launcher runs is left to who claims it.
+    Only what is quick to look at. A directory in which a launcher runs is left to the one who claims it.
     """
     doctor = LocalDoctor(run, plan, DoctorOptions())
     if doctor.runs_now:
@@ -257,20 +261,20 @@ def _sizes(plan: RunPlan, params: int) -> SizeTable:
 
 
 def _judge_shard(slave: str, stated: int, least: int, enough: int, params: int) -> Finding:
-    told = f"slave {slave} states memory_bytes = {format_bytes(stated)}"
+    sentence = f"slave {slave} states memory_bytes = {format_bytes(stated)}"
     model = f"its share of {format_count(params)} parameters"
-    remedy = f"say memory_bytes = {enough} in [slave], start more slaves, or lower max_clusters"
+    remedy = f"set memory_bytes = {enough} in [slave], start more slaves, or lower max_clusters"
     if stated < least:
-        return fail("model", f"{told}, and {model} needs {format_bytes(least)}: the model would be refused", remedy)
+        return fail("model", f"{sentence}, and {model} needs {format_bytes(least)}: the model would be refused", remedy)
     if stated < enough:
-        needed = f"up to {format_bytes(enough)}, depending on how blocks are dealt"
-        return warn("model", f"{told}, and {model} needs {needed}", remedy)
-    return ok("model", f"{told}, enough for {model}")
+        needed = f"up to {format_bytes(enough)}, depending on how blocks are assigned"
+        return warn("model", f"{sentence}, and {model} needs {needed}", remedy)
+    return ok("model", f"{sentence}, enough for {model}")
 
 
 def _of_another(directory: Path, mark: Mark, run_id: str) -> Finding:
-    told = f"{directory} belongs to run {mark.run_id!r} of `{mark.made_by}`, not to run {run_id!r}"
-    return fail("directory", told, "choose another directory, or remove that one")
+    sentence = f"{directory} belongs to run {mark.run_id!r} of `{mark.made_by}`, not to run {run_id!r}"
+    return fail("directory", sentence, "choose another directory, or remove that one")
 
 
 def _holders(plan: RunPlan) -> Iterable[tuple[Role, str]]:
@@ -301,7 +305,7 @@ def _addresses(plan: RunPlan) -> Iterable[network.ListenAddress]:
 
 
 def _extras(run: RunKnobs, plan: RunPlan) -> Iterable[str]:
-    """Of pyproject.toml; the same package may stand in several."""
+    """Of pyproject.toml; the same package may be in several."""
     yield "slave"
     if run.page:
         yield "master"
@@ -318,5 +322,5 @@ def _cuda() -> Finding:
         ) from error
     if torch.cuda.is_available():
         return ok("clusters", f"a CUDA device is there: {torch.cuda.get_device_name(0)}")
-    remedy = "install its driver and a torch with CUDA, or say device = 'auto'"
+    remedy = "install its driver and a torch with CUDA, or set device = 'auto'"
     return fail("clusters", "device = 'cuda' is asked for, and torch finds no CUDA device", remedy)

@@ -1,4 +1,4 @@
-"""Ports and addresses: free where something is to listen, found and reached where something is to be dialled."""
+"""Checks ports and addresses: free where a process will listen, found and reached where one will be dialled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where something is to listen. setting: what changes it."""
+    """An address at which a process will listen. setting: what changes it."""
 
     who: str
     address: str
@@ -29,7 +29,7 @@ class ListenAddress:
 
 @dataclass(frozen=True)
 class Reached:
-    """What one dial found. round_trip_s: None when nothing came back."""
+    """The result of dialling an address. round_trip_s: None when nothing came back."""
 
     round_trip_s: float | None
     listens: bool
@@ -37,7 +37,7 @@ class Reached:
 
 
 def check_addresses(addresses: Iterable[ListenAddress]) -> Findings:
-    """Each port that is not 0 is wanted once, and free."""
+    """Check that each port that is not 0 is wanted once, and free."""
     taken: dict[str, ListenAddress] = {}
     for wanted in addresses:
         host, port = parse_address(wanted.address, wanted.setting)
@@ -53,7 +53,7 @@ def check_addresses(addresses: Iterable[ListenAddress]) -> Findings:
 
 
 def check_free(wanted: ListenAddress) -> Finding:
-    """Bind the port for a moment."""
+    """Check that a port is free, by binding it for a moment."""
     host, port = parse_address(wanted.address, wanted.setting)
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -84,7 +84,10 @@ def check_name_found(who: str, address: str, setting: str) -> Finding:
 
 
 def dialled(address: str, tries: int = TRIES) -> Reached:
-    """The shortest of some dials. A host that refuses is there, too: it answers. Nothing is said on the connection."""
+    """Dial an address several times; the shortest round trip counts.
+
+    A host that refuses is there, too: it answers. Nothing is sent on the connection.
+    """
     host, port = parse_address(address)
     best: float | None = None
     listens, why = False, ""
@@ -117,7 +120,7 @@ def judge_reached(who: str, address: str, reached: Reached, must_listen: bool) -
 
 
 def check_advertised(who: str, address: str, setting: str) -> Findings:
-    """An address under which others are to find a process of this machine."""
+    """Check an address under which others will find a process of this machine."""
     found = check_name_found(who, address, setting)
     yield found
     if found.remedy:
@@ -126,12 +129,12 @@ def check_advertised(who: str, address: str, setting: str) -> Findings:
     if is_loopback(host):
         yield warn(
             "addresses",
-            f"{who} is told to others as {address}, where only this machine finds it",
+            f"{who} is advertised as {address}, where only this machine finds it",
             f"give {setting} the address that clusters elsewhere reach",
         )
     elif is_elsewhere(address):
         yield warn(
             "addresses",
-            f"{who} is told to others as {address}, which is no address of this machine",
+            f"{who} is advertised as {address}, which is no address of this machine",
             "right where a router or firewall forwards it to this machine; else give the address of this machine",
         )

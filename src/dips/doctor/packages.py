@@ -1,4 +1,4 @@
-"""Versions: what is installed here against what dips and its extras ask for, read from the packages' own records."""
+"""Checks versions: what is installed here against what dips and its extras ask for, from the packages' records."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ def installed(name: str) -> str | None:
 def check_packages(
     extras: Iterable[str], requirements: Iterable[str] | None = None, version: VersionOf = installed
 ) -> Findings:
-    """Base and extras. requirements: as in dips' own record, for tests."""
+    """Check the packages that dips and these extras need. requirements: as in dips' own record, for tests."""
     if requirements is None:
         try:
             requirements = importlib.metadata.requires(DISTRIBUTION) or ()
         except importlib.metadata.PackageNotFoundError:
-            told = f"{DISTRIBUTION} itself is not installed in this environment"
-            yield fail("packages", told, f"{how_to_install()}, or `pip install -e .` in a checkout of the sources")
+            sentence = f"{DISTRIBUTION} itself is not installed in this environment"
+            yield fail("packages", sentence, f"{how_to_install()}, or `pip install -e .` in a checkout of the sources")
             return
     if (other := version("dips")) is not None:
-        told = f"a distribution named dips ({other}) is installed as well, in the same folder as {DISTRIBUTION}"
-        yield fail("packages", told, f"pip uninstall dips, then install {DISTRIBUTION} again (pip's --force-reinstall)")
+        sentence = f"a distribution named dips ({other}) is installed as well, in the same folder as {DISTRIBUTION}"
+        yield fail(
+            "packages", sentence, f"pip uninstall dips, then install {DISTRIBUTION} again (pip's --force-reinstall)"
+        )
     wanted = {"", *extras}
     bad: list[Finding] = []
     good: list[str] = []

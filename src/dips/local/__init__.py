@@ -1,1 +1,1 @@
-"""Runs on one machine: their processes, files and reports."""
+"""Runs on one machine: starts their processes, and reads and writes their files and reports."""

@@ -1,4 +1,4 @@
-"""The certificate authority of a run: makes, renews and takes back the keys of its processes.
+"""The certificate authority of a run: makes, renews and revokes the keys of its processes.
 
 A folder KEYS holds `ca` (the authority: ca.key, ca.crt, issued.json, revoked.json) and one directory for each identity,
 which is all that a process needs. Every certificate is on the list of issued ones before it leaves, so that it can be
@@ -65,7 +65,7 @@ class Issued:
 
 
 class Authority:
-    """The keys in one folder, held against other `dips keys` commands while it is open."""
+    """The keys in one folder; locked() keeps other `dips keys` commands out."""
 
     def __init__(self, directory: Path, now: datetime | None = None) -> None:
         """Raises ConfigError when there is no authority in this folder."""
@@ -100,7 +100,7 @@ class Authority:
         return self.directory / name
 
     def names(self) -> list[str]:
-        """Of all identities here, in order."""
+        """The names of all identities here, in order."""
         return sorted(path.parent.name for path in self.directory.glob(f"*/{CERT_FILE}") if path.parent.name != CA)
 
     def certificate(self, name: str) -> Certificate:
@@ -133,7 +133,7 @@ class Authority:
         return place
 
     def revoke(self, name: str, reason: str) -> list[Issued]:
-        """Take back every certificate that was issued to this name; those that were not revoked before.
+        """Revoke every certificate that was issued to this name; returns those that were not revoked before.
 
         Raises ConfigError for a name that has none, and for the master's: whoever dials it does not read the list.
         """
@@ -239,7 +239,7 @@ def _sign(
     now: datetime,
 ) -> x509.Certificate:
     names = [x509.UniformResourceIdentifier(holder_uri(role, name)), x509.DNSName(dns_name(role))]
-    # Everyone serves metrics, under its role's name; calls are served by the master alone, which dials nobody.
+    # Everyone serves metrics, under its role's name; calls are served by the master alone, which dials no one.
     uses = [ExtendedKeyUsageOID.SERVER_AUTH]
     if role is not Role.MASTER:
         uses.append(ExtendedKeyUsageOID.CLIENT_AUTH)

@@ -1,4 +1,4 @@
-"""How fast this machine trains, measured by the trainer itself in processes of its own."""
+"""Measures how fast this machine trains, by running the trainer itself in processes of its own."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def _start(command: Sequence[str]) -> subprocess.Popen[str]:
 
 def _speed(trainer: subprocess.Popen[str]) -> float:
     try:
-        out, told = trainer.communicate(timeout=_ENDS_WITHIN_S)
+        out, errors = trainer.communicate(timeout=_ENDS_WITHIN_S)
     except subprocess.TimeoutExpired as error:
         raise FatalError(f"measuring the speed of this machine took over {_ENDS_WITHIN_S:g} s") from error
     if trainer.returncode == ConfigError.exit_code:
-        raise ConfigError(_last_line(told).removeprefix("dips: "))
+        raise ConfigError(_last_line(errors).removeprefix("dips: "))
     if trainer.returncode != 0:
-        raise FatalError(f"the trainer {how_it_ended(trainer.returncode)} while its speed was measured: {told}")
+        raise FatalError(f"the trainer {how_it_ended(trainer.returncode)} while its speed was measured: {errors}")
     return float(json.loads(_last_line(out))["tokens_per_s"])
 
 

@@ -4,8 +4,8 @@ It runs as `python -m dips.local.child PARENT_PID NICENESS COMMAND...`, asks the
 its parent ends, and becomes the command. Only Linux has that request (PR_SET_PDEATHSIG, kept over exec);
 elsewhere a supervisor that is itself killed leaves its children to be ended by hand.
 
-The signal is SIGKILL: a polite one could be waited out by a hung child, and every role survives SIGKILL
-anyway. It must never import a role: it stands between every process and its start.
+The signal is SIGKILL: a hung child could ignore SIGTERM, and every role survives SIGKILL
+anyway. It must never import a role: every process is started through it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EXIT_NOT_STARTED = 127
 def wrapped(command: Sequence[str], niceness: int = 0) -> list[str]:
     """The command line that runs `command` as a child which dies with this process.
 
-    niceness: 0 to 19, how far it steps back for processes that want the processor as well.
+    niceness: 0 to 19, how far it gives way to processes that want the processor as well.
 
     The kernel ties the child to the thread that started it, so it must be started from the main thread.
     """

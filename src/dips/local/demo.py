@@ -1,7 +1,7 @@
-"""`dips demo` from measuring the machine to the report: a whole run with faults on the way.
+"""Runs `dips demo`, from measuring the machine to the report: a whole run with faults in it.
 
-It shows only what happens: faults are real kills of real processes, and the report is checked before it is
-praised.
+It shows only what happens: faults are real kills of real processes, and the report's checks decide the exit
+code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from dips.local.tapes import HELDOUT_TAPE, heldout_losses, tape_path, training_l
 
 CALIBRATION_S = 3.0
 STALL_S = 180.0
-"""A run on one machine that applies no token for so long will not do so any more."""
+"""A run on one machine that applies no token for so long will not do so again."""
 
 RESTART_DELAY_S = {CLUSTER: 2.0, "slave": 1.0}
 """How long a killed process stays away before its supervisor starts it again: long enough to be seen."""
@@ -53,8 +53,11 @@ RESTART_DELAY_S = {CLUSTER: 2.0, "slave": 1.0}
 
 @dataclass
 class DemoResult:
-    """What a demo leaves. evaluation_options: what `dips eval` must be told to use the same held-out text. page_url:
-    where the status page was."""
+    """The result of a demo.
+
+    evaluation_options: the options with which `dips eval` uses the same held-out text. page_url: where the status page
+    was.
+    """
 
     report: dict[str, Any]
     directory: RunDirectory
@@ -63,7 +66,7 @@ class DemoResult:
 
 
 def run_demo(wanted: DemoOptions, console: Console, clock: Clock) -> DemoResult:
-    """Run it to its end. Raises ConfigError and FatalError; every process is gone when this returns or
+    """Run the demo to its end. Raises ConfigError and FatalError; every process is gone when this returns or
     raises."""
     command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
     train = train_settings(wanted)
@@ -77,10 +80,10 @@ def run_demo(wanted: DemoOptions, console: Console, clock: Clock) -> DemoResult:
         begin_s = clock.monotonic_s()
         with LocalRun(plan, directory, clock, progress.say, STALL_S) as local:
             local.start()
-            if said := page_sentence(local.page_url, wanted.page):
-                progress.say(said)
-            if said := metrics_sentence(plan, directory):
-                progress.say(said)
+            if sentence := page_sentence(local.page_url, wanted.page):
+                progress.say(sentence)
+            if sentence := metrics_sentence(plan, directory):
+                progress.say(sentence)
             _watch(local, faults, progress, clock, begin_s)
         return _finish(local, faults, directory, command, clock.monotonic_s() - begin_s)
 
@@ -104,7 +107,7 @@ def _watch(local: LocalRun, faults: FaultPlan, progress: Progress, clock: Clock,
             for due in faults.due(status):
                 _make_fault(due, local, faults, status, now_s, progress)
             for back in faults.observe(status, now_s):
-                _tell_back(back, local, progress)
+                _say_back(back, local, progress)
             progress.show(status, heldout_losses(heldout_tape), faults.happened)
         time.sleep(POLL_S)
     local.finish()
@@ -115,13 +118,13 @@ def _make_fault(
 ) -> None:
     pid = local.supervisor.kill(due.target, RESTART_DELAY_S[due.kind])
     if pid is None:
-        return  # it died by itself a moment ago; the fault stays due until it is back
+        return  # it ended by itself a moment ago; the fault stays due until it is back
     fault = faults.was_done(due, pid, status, now_s)
     progress.say(f"FAULT: {fault.what} (pid {pid}) at {format_count(status.tokens)} tokens")
     local.record("fault", what=fault.what, target=due.target, pid=pid, tokens=status.tokens, seconds=now_s)
 
 
-def _tell_back(back: Fault, local: LocalRun, progress: Progress) -> None:
+def _say_back(back: Fault, local: LocalRun, progress: Progress) -> None:
     assert back.back is not None, "observe() returns faults whose victim is back"
     away_s = back.back.seconds - back.when.seconds
     progress.say(f"{back.planned.kind} {back.planned.target} is back as {back.back_as} after {away_s:.1f} s")
@@ -130,7 +133,7 @@ def _tell_back(back: Fault, local: LocalRun, progress: Progress) -> None:
 
 def _finish(local: LocalRun, faults: FaultPlan, directory: RunDirectory, command: str, seconds: float) -> DemoResult:
     if local.status is None:
-        raise FatalError(f"the master never told its status: see {directory.log('master')}")
+        raise FatalError(f"the master never reported its status: see {directory.log('master')}")
     heldout = heldout_losses(tape_path(directory.path, HELDOUT_TAPE))
     outcome = LocalRunOutcome(
         status=local.status,

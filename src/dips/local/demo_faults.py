@@ -1,6 +1,6 @@
 """The faults that a demonstration makes on purpose: which process is killed when, and when it was back.
 
-Decides and remembers; whoever owns the processes kills. Times are seconds since the run began. A planned
+Decides and remembers; the owner of the processes kills. Times are seconds since the run began. A planned
 fault that never happened is reported as such: a demonstration must not claim what it did not do.
 """
 
@@ -26,7 +26,7 @@ class PlannedFault:
 
 @dataclass(frozen=True)
 class Moment:
-    """When, in seconds since the run began, in applied tokens, and in published versions (None: none yet)."""
+    """A point of the run: in seconds since it began, in applied tokens, and in published versions (None: none yet)."""
 
     seconds: float
     tokens: int
@@ -35,7 +35,7 @@ class Moment:
 
 @dataclass
 class Fault:
-    """A fault that happened. `incarnation`: the life that was killed; `back`: None until the next one is
+    """A fault that happened. `incarnation`: the one that was killed; `back`: None until the next one is
     at work."""
 
     planned: PlannedFault
@@ -51,7 +51,7 @@ class Fault:
 
 
 class FaultPlan:
-    """What is still to be done, and what was done."""
+    """The planned faults: those still to be done, and those that were done."""
 
     def __init__(self, planned: Sequence[PlannedFault]) -> None:
         self._to_do = list(planned)

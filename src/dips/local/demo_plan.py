@@ -1,6 +1,6 @@
-"""What `dips demo` runs: clusters of unequal speed, how long, and which faults.
+"""Makes the plan of `dips demo`: clusters of unequal speed, how long, and which faults.
 
-The numbers stand here with their reasons. Decides only; nothing is started or measured here.
+The numbers are here with their reasons. Decides only; nothing is started or measured here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SPENT_ELSEWHERE = 0.45
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What a person asked for."""
+    """The options of `dips demo`."""
 
     data: tuple[Path, ...] = ()
     clusters: int = 4
@@ -70,7 +70,7 @@ class DemoOptions:
 
 
 def cluster_names(how_many: int) -> list[str]:
-    """a, b, c, ... Raises ConfigError beyond z."""
+    """The names of the clusters: a, b, c, ... Raises ConfigError beyond z."""
     if not 1 <= how_many <= len(string.ascii_lowercase):
         raise ConfigError(f"a demo has 1 to {len(string.ascii_lowercase)} clusters, not {how_many}")
     return list(string.ascii_lowercase[:how_many])
@@ -109,7 +109,7 @@ def train_settings(wanted: DemoOptions) -> TrainConfig:
 
 
 def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int) -> RunPlan:
-    """All processes of the demo."""
+    """The plan with all processes of the demo."""
     names, gaps = cluster_names(wanted.clusters), speed_gaps(wanted.clusters)
     master: dict[str, object] = {
         "run_id": RUN_ID,
@@ -136,7 +136,7 @@ def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int) -> RunPlan:
 
 
 def planned_faults(wanted: DemoOptions) -> list[PlannedFault]:
-    """One cluster that is neither the fastest nor the slowest, if there is one, and the last slave."""
+    """Faults for one cluster that is neither the fastest nor the slowest, if there is one, and for the last slave."""
     if not wanted.faults:
         return []
     names = cluster_names(wanted.clusters)

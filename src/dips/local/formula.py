@@ -1,7 +1,7 @@
-"""A quantity that is computed from the formula that is shown: one text, so that the two cannot disagree.
+"""Computes a quantity from the text of the formula that is shown, so that the two cannot disagree.
 
 A formula is a sum of products in Python's notation over names and numbers, with min, max and ceil. It must never be
-more than that: nothing is called, looked up or compared but what stands here.
+more than that: nothing is called, looked up or compared but what is listed here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def names_of(formula: str) -> list[str]:
 
 
 def value_of(formula: str, numbers: Mapping[str, float]) -> float:
-    """Raises ValueError for a text that is no formula, KeyError for a name without a number."""
+    """Compute a formula. Raises ValueError for a text that is no formula, KeyError for a name without a number."""
     return _value(_parsed(formula), {**CONSTANTS, **numbers})
 
 

@@ -1,6 +1,6 @@
 """A whole run as processes of this machine: starts them in order, keeps them alive, watches, and ends them.
 
-What the run is (settings, data, faults) is its owner's business, and so is what is shown of it.
+The owner decides what the run is (settings, data, faults), and what is shown of it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LAUNCH_TAPE = "launch"
 
 
 class LocalRun:
-    """Use as a context manager: leaving it ends every process of the run.
+    """A run on this machine. Use as a context manager: leaving it ends every process of the run.
 
     `tell` gets a sentence whenever a process starts, dies or ends. `stall_s` bounds how long the run may
     apply no token while it is neither paused nor finished; 0: for ever.
@@ -61,7 +61,7 @@ class LocalRun:
         self.speeds: dict[str, float] = {}
         self.address = ""
         self.page_url: str | None = None
-        """Of the status page, with the token that lets people in; None when there is none."""
+        """URL of the status page, with the token that gives access; None when there is none."""
         self.directory = directory
         self._clock = clock
         self._tell = tell
@@ -89,7 +89,7 @@ class LocalRun:
         self.supervisor.stop()
         self._tape.close()
 
-    # ---- life ----
+    # ---- start, watch, end ----
 
     def start(self) -> str:
         """Start everything; returns the master's address. Raises what a child's wrong settings raise."""
@@ -133,7 +133,7 @@ class LocalRun:
         """The run was stopped, and every process that ends by itself has ended well."""
         names = [*self.plan.cluster_ids, *([EVALUATOR] if self.plan.evaluate is not None else [])]
         stopped = self.status is not None and self.status.stopped
-        # A master that ended well has served its time after the stop, whether we saw it say so or not.
+        # A master that ended well has answered for linger_s after the stop, whether we saw that status or not.
         return (stopped or self.supervisor.exit_code(MASTER) == 0) and self.supervisor.ended(names)
 
     @property
@@ -143,7 +143,7 @@ class LocalRun:
         return bool(self.plan.clusters) and self.supervisor.ended(self.plan.cluster_ids) and not stopping
 
     def exit_codes(self) -> dict[str, int | None]:
-        """Process name -> exit code of its last life; None while it runs."""
+        """Process name -> the last exit code; None while it runs."""
         names = [MASTER, *self.plan.slave_ids, *self.plan.cluster_ids]
         names += [EVALUATOR] if self.plan.evaluate is not None else []
         return {name: self.supervisor.exit_code(name) for name in names}
@@ -179,14 +179,14 @@ class LocalRun:
     def _make_keys(self) -> None:
         """Keys for everyone of the plan; those that an earlier start made stay."""
         if self.plan.insecure:
-            self._tell("INSECURE, as was said: nothing is encrypted and nobody is authenticated, on loopback only")
+            self._tell("INSECURE, as asked: nothing is encrypted and no one is authenticated, on loopback only")
             return
         operators = [OPERATOR, *([EVALUATOR] if self.plan.evaluate is not None else [])]
         clusters = [*self.plan.cluster_ids, *self.plan.keys_for]
         ensure_keys(self.directory.keys, clusters, self.plan.slave_ids, operators)
 
     def _ask(self) -> StatusReply | None:
-        """None while the master does not answer: it may be on its way back."""
+        """None while the master does not answer: it may be starting again."""
         if self._operator is None:
             return None
         try:
@@ -227,7 +227,7 @@ class LocalRun:
 
     def _child_event(self, event: ChildEvent) -> None:
         self._tape.write(
-            f"child_{event.kind}", "launch", child=event.name, life=event.life, pid=event.pid, code=event.exit_code
+            f"child_{event.kind}", "launch", child=event.name, life=event.start, pid=event.pid, code=event.exit_code
         )
         ended_as_asked = event.kind == "stopped" and event.exit_code in (0, TERMINATED)
         if not ended_as_asked:
@@ -244,6 +244,6 @@ def _tapes(plan: RunPlan, directory: RunDirectory) -> dict[str, Path]:
 
 
 def _raise_unless_away(error: RetryLater | Refused) -> None:
-    """A master that is away, or is just ending (BUSY), may be on its way back; any other refusal is raised."""
+    """A master that is away, or is just ending (BUSY), may be starting again; any other refusal is raised."""
     if isinstance(error, Refused) and error.code is not RefusalCode.BUSY:
         raise error

@@ -1,4 +1,4 @@
-"""Reads the logs of a run's processes: each file's lines as entries, and all files as one story in the order of time.
+"""Reads the logs of a run's processes: each file's lines as entries, and merges all files in the order of time.
 
 Memory is bounded by the number of files, not by their length: each file is read line by line, and the merge holds one
 entry of each. Files are other processes' and may hold anything: a torn last line waits for its end, a line that is no
@@ -24,18 +24,18 @@ MAX_ENTRY_LINES = 200
 """Of one entry, such as a stack trace or a list of settings; what follows is an entry of its own."""
 
 CLOCK_STEP_S = 1.0
-"""A line that claims to be so much later than the file's last change has no say in the order."""
+"""A line that claims to be so much later than the file's last change does not count for the order."""
 
 LOG_SUFFIX, TAPE_SUFFIX = ".log", ".tape.jsonl"
 EVENT_LEVEL = "DEBUG"
-"""A tape's events are for whoever looks closely: below every sentence of a log."""
+"""A tape's events are for a close look: their level is below every sentence of a log."""
 
 
 @dataclass(frozen=True)
 class LogEntry:
     """One line of a log with what belongs to it. after_s: never before the entry above it in its file, for the order.
 
-    line.wall_s is 0 for what stands in a file before its first log line.
+    line.wall_s is 0 for what is in a file before its first log line.
     """
 
     line: LogLine
@@ -125,12 +125,12 @@ class LogFile:
         line = _event(text) if self._is_tape else parse(text)
         if line is None:
             return None
-        if line.wall_s <= self._changed_s + CLOCK_STEP_S:  # nobody writes what has yet to happen
+        if line.wall_s <= self._changed_s + CLOCK_STEP_S:  # no process writes what has yet to happen
             self._after_s = max(self._after_s, line.wall_s)
         return LogEntry(line, self._after_s, self.source)
 
     def _loose(self, text: str) -> LogEntry:
-        """A line that no entry stands above."""
+        """A line that no entry precedes."""
         return LogEntry(LogLine(self._after_s, "INFO", "", self.source, text), self._after_s, self.source)
 
 
@@ -169,6 +169,6 @@ def _event(text: str) -> LogLine | None:
         return None
     head = {key: raw.pop(key, "") for key in ("wall_s", "monotonic_s", "role", "name", "kind", "cause")}
     fields = " ".join(f"{key}={json.dumps(value)}" for key, value in raw.items())
-    told = {"wall_s": head["wall_s"], "level": EVENT_LEVEL, "role": head["role"], "name": head["name"]}
+    values = {"wall_s": head["wall_s"], "level": EVENT_LEVEL, "role": head["role"], "name": head["name"]}
     cause = "" if head["cause"] == "-" else head["cause"]
-    return parse(json.dumps({**told, "cause": cause, "sentence": f"{head['kind']} {fields}".rstrip()}))
+    return parse(json.dumps({**values, "cause": cause, "sentence": f"{head['kind']} {fields}".rstrip()}))

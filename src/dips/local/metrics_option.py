@@ -1,4 +1,4 @@
-"""The option of commands that start whole runs to have all processes serve metrics, and what is said of it."""
+"""The option --metrics of commands that start whole runs: all processes serve metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MetricsOption = Annotated[
 
 
 def metrics_sentence(plan: RunPlan, directory: RunDirectory) -> str:
-    """What a person tells Prometheus; empty when no metrics are served."""
+    """How to configure Prometheus; empty when no metrics are served."""
     if not plan.metrics:
         return ""
     return f"metrics: let Prometheus read the addresses from {directory.metrics}/*.json (file_sd_configs)"

@@ -1,8 +1,8 @@
-"""A version as a folder that `from_pretrained` of Hugging Face transformers opens: config.json and safetensors.
+"""Writes a version as a folder that `from_pretrained` of Hugging Face transformers opens: config.json and safetensors.
 
 The configuration comes with the run's layout (core/model_description.py), or is the byte model's; so neither torch nor
-transformers is needed to write it. A folder appears whole or not at all, and what stands in one is never overwritten
-unless somebody says so.
+transformers is needed to write it. A folder appears whole or not at all, and what is in one is never overwritten
+unless `force` says so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Tensors = Mapping[str, NDArray[np.float32] | RawTensor]
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """What is written. about: which version of which run it is."""
+    """The files to write. about: which version of which run it is."""
 
     config: Mapping[str, Any]
     tensors: Tensors
@@ -46,7 +46,7 @@ class ModelFolder:
 
 
 def check_target(folder: Path, force: bool) -> None:
-    """Raises ConfigError when a folder cannot be written there without harm; to be asked before anything is fetched."""
+    """Raise ConfigError when a folder cannot be written there without harm; call it before anything is fetched."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: give a folder that does not exist yet")
     if folder.is_dir() and any(folder.iterdir()) and not force:
@@ -85,16 +85,16 @@ def write_folder(model: ModelFolder, folder: Path, force: bool = False, shard_by
     folder = folder.absolute()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        new = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be written: {error.strerror or error}") from error
     try:
-        _write_files(model, beside, shard_bytes)
-        _put_in_place(beside, folder)
+        _write_files(model, new, shard_bytes)
+        _put_in_place(new, folder)
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be written: {error.strerror or error}") from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def _byte_model(fetched: Fetched) -> Mapping[str, Any]:
@@ -115,10 +115,10 @@ def _config(described: ModelDescription) -> Mapping[str, Any]:
 
 
 def _without_prefix(tensors: Tensors, prefix: str) -> Tensors:
-    strangers = [name for name in tensors if not name.startswith(prefix)]
-    if strangers:
+    others = [name for name in tensors if not name.startswith(prefix)]
+    if others:
         raise ConfigError(
-            f"the run trains {strangers[0]!r} besides its transformers model: export one file of tensors instead"
+            f"the run trains {others[0]!r} in addition to its transformers model: export one file of tensors instead"
         )
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
@@ -155,17 +155,17 @@ def _n_bytes(tensor: NDArray[np.float32] | RawTensor) -> int:
     return tensor.data.nbytes
 
 
-def _put_in_place(beside: Path, folder: Path) -> None:
+def _put_in_place(new: Path, folder: Path) -> None:
     """A new folder at once. In one that is there config.json goes first and comes last: without it, it is no model."""
-    beside.chmod(0o755)
+    new.chmod(0o755)
     if not folder.exists() or not any(folder.iterdir()):
-        os.rename(beside, folder)  # an empty folder gives way
+        os.rename(new, folder)  # an empty folder gives way
     else:
         (folder / CONFIG).unlink(missing_ok=True)
         for old in [path for path in folder.iterdir() if _OURS.fullmatch(path.name)]:
             old.unlink()
-        for name in sorted((path.name for path in beside.iterdir()), key=lambda name: name == CONFIG):
-            os.replace(beside / name, folder / name)
+        for name in sorted((path.name for path in new.iterdir()), key=lambda name: name == CONFIG):
+            os.replace(new / name, folder / name)
         _fsync(folder)
     _fsync(folder.parent)
 

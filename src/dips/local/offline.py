@@ -1,4 +1,4 @@
-"""A published version of a run whose processes are gone, put together from the slaves' snapshots.
+"""Reads a published version of a run whose processes are gone, from the slaves' snapshots.
 
 A version counts only if every slave of its placement has a committed snapshot of it whose bytes are what
 was written; the newest such version is taken unless one is named. It must never mix versions, and never
@@ -108,11 +108,11 @@ def _read_record(part: _Committed) -> tuple[str, int, Layout, Placement]:
         placement = Placement(slaves, tuple(int(slave) for slave in ledger["placement"]))
         return str(ledger["run_id"]), int(ledger["tokens"]), layout_from_json(ledger["layout"]), placement
     except (KeyError, TypeError, ValueError, Refused) as error:
-        raise SnapshotError(f"the COMMIT record beside {part.file} cannot be read ({error!r})") from error
+        raise SnapshotError(f"the COMMIT record next to {part.file} cannot be read ({error!r})") from error
 
 
 def _place(part: _Committed, slave: SlaveId, layout: Layout, placement: Placement, flat: NDArray[np.float32]) -> None:
-    """Copy a slave's blocks, which stand in its file one after the other, to where they belong."""
+    """Copy a slave's blocks, which follow each other in its file, to where they belong."""
     blocks = placement.blocks_of(slave, layout)
     n_elems = sum(block.n_elems for block in blocks)
     theta, momentum = np.empty(n_elems, np.float32), np.empty(n_elems, np.float32)

@@ -1,6 +1,6 @@
-"""Asks the master for its status and passes on an operator's wishes: the Operator service as plain calls.
+"""Asks the master for its status and sends an operator's requests: the Operator service as plain calls.
 
-Blocking, each call with a deadline. It must never retry by itself: whoever calls decides whether to wait.
+Blocking, each call with a deadline. It must never retry by itself: the caller decides whether to wait.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class OperatorClient:
         return self._call(self._stub.Status, StatusRequest(self._run_id), StatusReply)
 
     def pause(self, reason: str) -> str:
-        """The master's sentence about what it did; so for the other wishes."""
+        """The master's sentence about what it did; so for the other requests."""
         return self._operate(self._stub.Pause, OperatorRequest(self._run_id, reason))
 
     def resume(self, reason: str) -> str:
@@ -112,9 +112,9 @@ class OperatorClient:
 
 
 def master_address(given: str | None, run_dir: Path | None) -> str:
-    """Where the master listens: as given, else as the run's directory says, else as DIPS_MASTER says.
+    """The master's address: as given, else as the run's directory says, else as DIPS_MASTER says.
 
-    Raises ConfigError when none of them tells.
+    Raises ConfigError when none of them does.
     """
     if given:
         return given
@@ -136,15 +136,15 @@ def wait_for_master(directory: Path, pid: int, wait_s: float, alive: Callable[[]
     deadline_s = time.monotonic() + wait_s
     while time.monotonic() < deadline_s:
         alive()
-        told = read_address(directory)
-        if told is not None and told.pid == pid:
-            return told.address
+        written = read_address(directory)
+        if written is not None and written.pid == pid:
+            return written.address
         time.sleep(0.05)
-    raise RetryLater(f"the master did not say its address in {directory} within {wait_s:g} s: see its log")
+    raise RetryLater(f"the master did not write its address in {directory} within {wait_s:g} s: see its log")
 
 
 def _address_in(run_dir: Path) -> str:
-    told = read_address(run_dir / "master") or read_address(run_dir)
-    if told is None:
+    written = read_address(run_dir / "master") or read_address(run_dir)
+    if written is None:
         raise ConfigError(f"no master runs in {run_dir}: start the run, or check the directory")
-    return told.address
+    return written.address

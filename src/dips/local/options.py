@@ -1,4 +1,4 @@
-"""The command line of a role, made from its knobs: one option for each field, so that none can be forgotten.
+"""Makes the command line of a role from its settings: one option for each field, so that none can be forgotten.
 
 Values stay text here (units such as "2 s" are read by the configuration itself); precedence and errors are
 those of dips.core.config. It must never give a default: an option that is not given is not there.

@@ -1,4 +1,4 @@
-"""The status page of a run on this machine: on unless somebody says no, at a free port of loopback."""
+"""The status page of a run on this machine: on unless it is switched off, at a free port of loopback."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def page_can_be() -> bool:
 
 
 def page_sentence(url: str | None, wanted: bool) -> str:
-    """What a launcher says of the page; empty when none was wanted."""
+    """The launcher's sentence about the page; empty when none was wanted."""
     if url is not None:
         return f"the status page is at {url}"
     return WITHOUT if wanted else ""

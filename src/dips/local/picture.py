@@ -1,6 +1,6 @@
-"""The loss picture of a run: each cluster's training loss and the held-out loss over the run's tokens.
+"""Draws the losses of a run: each cluster's training loss and the held-out loss over the run's tokens.
 
-Colours are those of Okabe and Ito, which colour-blind people tell apart; line styles differ as well. It
+Colours are those of Okabe and Ito, which colour-blind people can distinguish; line styles differ as well. It
 must draw only what the tapes hold: nothing is invented between or beyond the points, beyond a running mean
 that it names.
 """

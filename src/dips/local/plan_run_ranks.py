@@ -1,6 +1,6 @@
-"""The processes of `dips plan run`: one for each rank, on this machine, which end together.
+"""Runs the processes of `dips plan run`: one for each rank, on this machine, which end together.
 
-It must leave no process behind, whatever ends the caller, and say in one sentence what went wrong in which rank.
+It must leave no process behind, whatever ends the caller, and report in one sentence what went wrong in which rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NEIGHBOUR_GONE = re.compile(r"connection (was )?(closed|reset)|broken pipe|time
 
 
 def job_of(source: PlanSource, repeats: int, backend: str, predicted_s: float) -> PlanJob:
-    """source: with the times that the operations shall take."""
+    """The job of all ranks. source: with the times that the operations should take."""
     numbers = {resource: n for n, resource in enumerate(sorted({w.resource for w in source.costs.wires.values()}))}
     links = tuple(
         RankLink(sender, receiver, numbers[wire.resource], wire.busy_ns, wire.latency_ns, wire.hold_ns)
@@ -84,7 +84,7 @@ def _watch(ranks: ProcessSupervisor, names: list[str], folder: Path, clock: Cloc
             break
         if clock.monotonic_s() > end_s:
             raise FatalError(
-                f"the ranks have not ended within {deadline_s:.0f} s: give this machine less to do beside them, or "
+                f"the ranks have not ended within {deadline_s:.0f} s: give this machine less other work, or "
                 f"look into their logs in {folder}"
             )
         time.sleep(POLL_S)
@@ -100,19 +100,19 @@ def _watch(ranks: ProcessSupervisor, names: list[str], folder: Path, clock: Cloc
 def failure(codes: list[int | None], folder: Path) -> ConfigError | FatalError:
     """Which rank failed first, and how, from exit codes and logs: one that was killed, or that misses no other."""
     failed = [rank for rank, code in enumerate(codes) if code]
-    rank = min(failed, key=lambda rank: _blame(codes[rank] or 0, log_tail(log_of(folder, rank))))
+    rank = min(failed, key=lambda rank: _rank_of_failure(codes[rank] or 0, log_tail(log_of(folder, rank))))
     code, log = codes[rank] or 0, log_of(folder, rank)
-    said = last_word(log)
-    if said:
+    sentence = last_word(log)
+    if sentence:
         kind = ConfigError if code == ConfigError.exit_code else FatalError
-        return kind(f"{rank_name(rank)}: {said}")
+        return kind(f"{rank_name(rank)}: {sentence}")
     if code < 0:
         return FatalError(f"{rank_name(rank)} {how_it_ended(code)}: start it again; its log is {log}")
     end = log_tail(log, 1).strip() or "its log is empty"
     return FatalError(f"{rank_name(rank)} {how_it_ended(code)}: {end}; its log is {log}")
 
 
-def _blame(code: int, log: str) -> int:
+def _rank_of_failure(code: int, log: str) -> int:
     """The smaller, the sooner a rank is the one that failed first."""
     if code < 0:
         return 0

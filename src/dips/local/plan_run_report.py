@@ -1,4 +1,4 @@
-"""A plan that was run, beside its prediction: one table and one JSON object, and a trace that Perfetto opens."""
+"""Reports a plan that was run, with its prediction: one table and one JSON object, and a trace that Perfetto opens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _APART = 1000
 
 @dataclass(frozen=True)
 class Gradients:
-    """error: the largest difference from one process, over the largest gradient."""
+    """Compares the gradients. error: the largest difference from one process, over the largest gradient."""
 
     parameters: int
     error: float
@@ -77,7 +77,7 @@ class PlanRunOutcome:
 
 
 def timelines(source: PlanSource, reports: Sequence[RankReport]) -> tuple[Timeline, ...]:
-    """One for each timed iteration, from what all ranks have noted."""
+    """A timeline for each timed iteration, from what all ranks have noted."""
     rounds = zip(*(report.iterations for report in reports), strict=True)
     return tuple(_timeline(source, iterations) for iterations in rounds)
 
@@ -199,7 +199,7 @@ def outcome_json(outcome: PlanRunOutcome) -> dict[str, Any]:
 
 
 def ranks_json(outcome: PlanRunOutcome) -> list[dict[str, Any]]:
-    """Of the median iteration. idle: the iteration without what was computed."""
+    """The ranks of the median iteration. idle: the iteration without what was computed."""
     schedule = outcome.source.schedule
     rows = []
     for rank, site in enumerate(outcome.source.sites):
@@ -225,7 +225,7 @@ def _busy_and_idle(timeline: Timeline, rank: int) -> tuple[float, float]:
 
 
 def links_json(outcome: PlanRunOutcome) -> list[dict[str, Any]]:
-    """Of the median iteration, each pair of ranks with messages. waited: for the link, of all messages together."""
+    """The pairs of ranks with messages in the median iteration. waited: for the link, of all messages together."""
     rows = []
     for pair in sorted({(m.source, m.target) for m in outcome.median.messages}):
         ours = [m for m in outcome.median.messages if (m.source, m.target) == pair]
@@ -245,7 +245,7 @@ def links_json(outcome: PlanRunOutcome) -> list[dict[str, Any]]:
 
 
 def write_files(outcome: PlanRunOutcome, folder: Path) -> list[Path]:
-    """run.json, and trace.json with the prediction and the median iteration. Raises PlanError."""
+    """Write run.json, and trace.json with the prediction and the median iteration. Raises PlanError."""
     texts = {folder / "run.json": json.dumps(outcome_json(outcome), indent=1)}
     if outcome.measured:
         texts[folder / "trace.json"] = json.dumps(_both(outcome))

@@ -1,4 +1,4 @@
-"""What `dips plan run` is to run: a schedule with its costs, from a plan.json, from a plan.csv, or by its name.
+"""Finds what `dips plan run` runs: a schedule with its costs, from a plan.json, from a plan.csv, or by its name.
 
 torch's runtime knows no parts of blocks, so each part becomes a stage, as in plan.csv, with its part of the time.
 """
@@ -141,7 +141,7 @@ def _from_json(text: str, where: str, options: dict[str, float | None]) -> PlanS
         notes += [UNEXCHANGED] * bool(found["costs"]["replicas_exchange"])
     except (KeyError, TypeError, ValueError) as error:
         raise PlanError(
-            f"{where} does not say what its operations cost ({type(error).__name__}: {error}): make it anew with "
+            f"{where} does not say what its operations cost ({type(error).__name__}: {error}): make it again with "
             "dips plan FILE --out FOLDER"
         ) from error
     return PlanSource(schedule, costs, sites, "; ".join(notes))
@@ -184,7 +184,7 @@ def _with_parts_as_stages(source: PlanSource) -> PlanSource:
 
 
 def _part(costs: Costs, stage: int, part: int, parts: int) -> StageCost:
-    """Backward passes go through the parts in the other order. Activations are of no account here."""
+    """Backward passes go through the parts in the other order. Activations do not matter here."""
     back = parts - 1 - part
     return StageCost(
         costs.compute_ns(stage, Kind.F, part, parts),

@@ -1,6 +1,6 @@
 """The processes of a run on this machine: which there are, and the command line of each.
 
-A plan is made from settings that are already checked, so that a mistake is told before anything starts.
+A plan is made from settings that are already checked, so that a mistake is reported before anything starts.
 Children get all their settings on the command line; the environment that the launcher read its own
 settings from is not theirs.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MASTER = "master"
 EVALUATOR = "heldout"
 EVALUATOR_NICENESS = 10
-"""A tenth of the weight of the others: it reads along, and must not take the processor from the training."""
+"""A tenth of the weight of the others: it only reads, and must not take the processor from the training."""
 
 EVALUATION_KNOBS = frozenset(
     {"data", "max_bytes", "heldout_fraction", "heldout_max_bytes", "sequence_tokens", "threads"}
@@ -41,7 +41,7 @@ EVALUATION_KNOBS = frozenset(
 
 _SECTIONS = ("MASTER", "SLAVE", "WORKER", "TRAIN")
 _SECURITY = frozenset(SETTINGS)
-"""Said for each process by the plan: who it is follows from its name."""
+"""Settings that the plan gives each process itself: they follow from its name."""
 
 
 STOP_MARGIN_S = 5.0
@@ -143,12 +143,12 @@ def evaluation_options(train: TrainConfig) -> list[str]:
 
 
 def security_options(plan: RunPlan, directory: RunDirectory, name: str) -> list[str]:
-    """What the process of this name is told about keys."""
+    """The options about keys of the process of this name."""
     return ["--insecure"] if plan.insecure else ["--keys", str(directory.keys / name)]
 
 
 def metrics_options(plan: RunPlan, directory: RunDirectory, name: str, own: MetricsKnobs | None = None) -> list[str]:
-    """What the process of this name is told about metrics; own: its settings, which go before."""
+    """The options about metrics of the process of this name; own: its settings, which take precedence."""
     return [
         part for field, value in _metrics(plan, directory, name, own).items() for part in (option_name(field), value)
     ]

@@ -1,6 +1,6 @@
 """Shows a run while it goes: a table that renews itself on a terminal, a line every few seconds elsewhere.
 
-It must never hold the run up, and never write to standard output, which belongs to the result.
+It must never delay the run, and never write to standard output, which belongs to the result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NARROW_LINES = 45
 
 
 class Progress(Protocol):
-    """Where a run's progress goes. Use as a context manager."""
+    """Shows a run's progress. Use as a context manager."""
 
     def __enter__(self) -> Progress: ...
 
@@ -39,7 +39,7 @@ class Progress(Protocol):
         """Something happened; it stays on the screen."""
 
     def show(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, faults: Sequence[Fault]) -> None:
-        """The present state; it replaces the one before. heldout: None when nobody measures it."""
+        """The present state; it replaces the one before. heldout: None when no process measures it."""
 
 
 class TokenRate:
@@ -65,7 +65,7 @@ class TokenRate:
 
 
 def loss_sentence(heldout: Sequence[HeldoutPoint] | None) -> str:
-    """Empty when nobody measures it."""
+    """Empty when no process measures it."""
     if heldout is None:
         return ""
     if not heldout:
@@ -87,7 +87,7 @@ def fault_sentence(fault: Fault) -> str:
 
 
 class PlainProgress:
-    """Lines for a log."""
+    """Shows progress as lines, for a log."""
 
     def __init__(self, console: Console, clock: Clock, every_s: float = PLAIN_EVERY_S) -> None:
         self._console = console
@@ -126,7 +126,7 @@ class PlainProgress:
 
 
 class LiveProgress:
-    """A picture of the run that renews itself, with what happened above it."""
+    """Shows progress as a table that renews itself, with what happened above it."""
 
     def __init__(self, console: Console, clock: Clock) -> None:
         self._console = console
@@ -160,7 +160,7 @@ class LiveProgress:
 
 
 def progress_for(console: Console, clock: Clock) -> Progress:
-    """A live picture when the console is a terminal, lines otherwise."""
+    """A live table when the console is a terminal, lines otherwise."""
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveProgress(console, clock)
     return PlainProgress(console, clock)

@@ -27,7 +27,7 @@ from dips.local.tapes import HeldoutPoint
 
 @dataclass(frozen=True)
 class LocalRunOutcome:
-    """What the launcher knows when a run has ended.
+    """The launcher's knowledge of a run that has ended.
 
     speeds: cluster id -> last measured tokens a second. exit_codes: process name -> its last exit code. verify: what
     `dips verify` says of the run's records, "ok" when they prove every promise. verified: invariant -> records judged.
@@ -47,7 +47,7 @@ class LocalRunOutcome:
 
 
 def build_report(outcome: LocalRunOutcome) -> dict[str, Any]:
-    """The content of report.json; docs of the keys stand in the module's docstring."""
+    """The content of report.json; docs of the keys are in the module's docstring."""
     status = outcome.status
     return {
         "run_id": status.run_id,
@@ -75,7 +75,7 @@ def build_report(outcome: LocalRunOutcome) -> dict[str, Any]:
 
 
 def checks(outcome: LocalRunOutcome) -> dict[str, bool]:
-    """What must hold at the end of a run, by name; a run whose checks hold ends with exit code 0."""
+    """The checks at the end of a run, by name; a run whose checks hold ends with exit code 0."""
     status = outcome.status
     published = status.published
     # SIGTERM is how the launcher ends what waited too long for the others; whom others ended it started again.
@@ -96,7 +96,7 @@ def failed_checks(report: Mapping[str, Any]) -> list[str]:
 
 
 def write_report(report: Mapping[str, Any], path: Path) -> None:
-    """Write it at once or not at all."""
+    """Write the report whole or not at all."""
     temporary = path.with_suffix(".json.part")
     temporary.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
     temporary.replace(path)

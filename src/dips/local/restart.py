@@ -1,6 +1,7 @@
-"""When to start a dead process again, and when to stop trying. Decides only: no clock, no process.
+"""Decides when to start an ended process again, and when to stop trying. It has no clock and no process.
 
-A life that lasted is forgiven: only failures that follow each other quickly count towards giving up.
+A failure of a process that ran for long is forgiven: only failures that follow each other quickly count towards giving
+up.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class RestartPolicy:
     """Delays double from first_delay_s to max_delay_s over failures that each came within quick_s of the
-    start. After a life that lasted there is none: nothing speaks for waiting."""
+    start. After a run that lasted longer there is none."""
 
     first_delay_s: float = 0.5
     max_delay_s: float = 8.0
@@ -30,10 +31,10 @@ class FailureCount:
         self._policy = policy
         self.quick = 0
 
-    def failed(self, lived_s: float) -> float | None:
-        """Count a failure after a life of `lived_s`; the delay in seconds before the next life, None to
+    def failed(self, ran_s: float) -> float | None:
+        """Count a failure of a process that ran for `ran_s`; the delay in seconds before the next start, None to
         give up."""
-        lasted = lived_s >= self._policy.quick_s
+        lasted = ran_s >= self._policy.quick_s
         self.quick = 1 if lasted else self.quick + 1
         if self.quick >= self._policy.quick_failures_max:
             return None

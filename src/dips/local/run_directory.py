@@ -1,7 +1,7 @@
-"""Who owns a run's directory: one launcher at a time, one run for ever.
+"""Locks and marks a run's directory: it belongs to one launcher at a time, and to one run for ever.
 
 A directory that `dips demo` made may be replaced by the next demo; nothing else is ever deleted. Names of
-what a run keeps in its directory stand here.
+what a run keeps in its directory are here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UP = "dips up"
 
 @dataclass(frozen=True)
 class Mark:
-    """What run.json says about a directory."""
+    """The content of run.json: which run a directory belongs to."""
 
     run_id: str
     made_by: str

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 TABLES = ("run", "master", "slave", "worker", "train", "clusters")
 NOT_YET_KNOWN = "127.0.0.1:0"
-"""Stands for the master's address until the master has told it."""
+"""In place of the master's address until the master has written it."""
 
 K = TypeVar("K", bound=Knobs)
 
@@ -54,7 +54,7 @@ class RunKnobs(Knobs):
         "[master] listen.",
     )
     insecure: bool = Field(
-        False, description="Make and use no keys: nothing is encrypted, nobody is authenticated, loopback only."
+        False, description="Make and use no keys: nothing is encrypted, no one is authenticated, loopback only."
     )
     keys_for: tuple[str, ...] = Field(
         (), description="Clusters that are started elsewhere, for which keys are made in the run's directory."
@@ -72,7 +72,7 @@ class RunKnobs(Knobs):
 
 
 class ClusterKnobs(Knobs):
-    """What only a table [[clusters]] says."""
+    """The settings that only a table [[clusters]] has."""
 
     id: str = Field(description="Name of the cluster.")
     gap: float = Field(0.0, ge=0, le=0.95, description="How much slower than this machine it is made to be, 0 to 0.95.")
@@ -86,8 +86,8 @@ def read_run_file(file: Path, insecure: bool = False, log_format: LogFormat | No
     """
     tables = read_tables(file, TABLES)
     _refuse_security(file, tables)
-    said = {"insecure": True if insecure else None, "log_format": log_format}
-    run = load(RunKnobs, "run", file=file, overrides=said).value
+    overrides = {"insecure": True if insecure else None, "log_format": log_format}
+    run = load(RunKnobs, "run", file=file, overrides=overrides).value
     check_name(run.id, f"{file} [run] id")
     clusters = _cluster_tables(file, tables)
     trained = any(not table.get("command") for table in clusters) if clusters else False
@@ -121,23 +121,23 @@ def _check_ports(file: Path, plan: RunPlan) -> None:
         if fixed:
             raise ConfigError(
                 f"{file} [{table}] metrics_listen {fixed[0]} is the address of {asked.count(fixed[0])} processes: give "
-                "port 0, or leave it out and say metrics = true in [run]"
+                "port 0, or leave it out and set metrics = true in [run]"
             )
 
 
 def _all_logging(plan: RunPlan, log_format: LogFormat) -> RunPlan:
     """The plan with this form of log lines, whatever the roles' tables say of it."""
-    said = {"log_format": log_format}
+    update = {"log_format": log_format}
     clusters = [
-        replace(cluster, client=cluster.client.model_copy(update=said))
+        replace(cluster, client=cluster.client.model_copy(update=update))
         if isinstance(cluster, TrainedCluster)
         else cluster
         for cluster in plan.clusters
     ]
     return replace(
         plan,
-        master=plan.master.model_copy(update=said),
-        slaves=tuple(slave.model_copy(update=said) for slave in plan.slaves),
+        master=plan.master.model_copy(update=update),
+        slaves=tuple(slave.model_copy(update=update) for slave in plan.slaves),
         clusters=tuple(clusters),
     )
 
@@ -161,7 +161,7 @@ def make_slaves(
 
 
 def public_host(run: RunKnobs, master: MasterConfig) -> str:
-    """Under what other machines find this one; empty where the master serves this machine alone.
+    """The host under which other machines find this one; empty where the master serves this machine alone.
 
     Raises ConfigError when the settings contradict each other.
     """
@@ -175,8 +175,8 @@ def public_host(run: RunKnobs, master: MasterConfig) -> str:
         return ""
     if not run.advertise and host in ALL_ADDRESSES:
         raise ConfigError(
-            f"[master] listen {master.listen} stands for every address of this machine, and slaves have to tell "
-            "clusters one: say in [run] advertise under which address other machines reach this one"
+            f"[master] listen {master.listen} means every address of this machine, and slaves have to give "
+            "clusters one: set [run] advertise to that at which other machines reach this one"
         )
     found = run.advertise or host
     if is_loopback(found) or found in ALL_ADDRESSES:
@@ -189,24 +189,24 @@ def public_host(run: RunKnobs, master: MasterConfig) -> str:
 
 
 def _reachable_slaves(
-    file: Path, run: RunKnobs, master: MasterConfig, said: Mapping[str, object]
+    file: Path, run: RunKnobs, master: MasterConfig, table: Mapping[str, object]
 ) -> tuple[SlaveConfig, ...]:
     """The slaves; where the master serves other machines, so that these reach the slaves too.
 
-    said: the table [slave]. Of a fixed data_port each slave after the first takes the next one.
+    table: the table [slave]. Of a fixed data_port each slave after the first takes the next one.
     """
     public = public_host(run, master)
-    told = {name for name in ("data_host", "advertise") if name in said or f"DIPS_SLAVE_{name.upper()}" in os.environ}
+    given = {name for name in ("data_host", "advertise") if name in table or f"DIPS_SLAVE_{name.upper()}" in os.environ}
     ours: dict[str, object] = {}
     if public:
         host, _ = parse_address(master.listen, "listen")
-        if "data_host" not in told:
+        if "data_host" not in given:
             ours["data_host"] = host if _is_literal(host) else "0.0.0.0"
-        if "advertise" not in told:
+        if "advertise" not in given:
             ours["advertise"] = format_address(public, 0)
     slaves = []
     for index, slave in enumerate(make_slaves(run.directory, run.id, run.slaves, file, None, run.insecure, ours)):
-        if public and is_loopback(slave.data_host) and "advertise" not in told:
+        if public and is_loopback(slave.data_host) and "advertise" not in given:
             raise ConfigError(
                 f"{file} [slave] data_host is {slave.data_host}, which only this machine reaches, and [master] listen "
                 f"{master.listen} serves others: leave out data_host, or let the master listen at 127.0.0.1"
@@ -232,7 +232,7 @@ def _at_port(slave: SlaveConfig, index: int) -> SlaveConfig:
 
 
 def _is_literal(host: str) -> bool:
-    """Whether a socket can be bound to it as it is; a name may stand for an address of a router in front."""
+    """Whether a socket can be bound to it as it is; a name may be that of a router in front."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -241,7 +241,7 @@ def _is_literal(host: str) -> bool:
 
 
 def explicit(loaded: Loaded[K]) -> dict[str, object]:
-    """The settings that somebody gave, without the defaults."""
+    """The settings that were given, without the defaults."""
     return {name: getattr(loaded.value, name) for name, where in loaded.provenance.items() if where != "default"}
 
 
@@ -334,7 +334,7 @@ def _trained(
         "tape": tape_path(run.directory, own.id),
         "insecure": run.insecure,
     }
-    # Whatever dies is started again, and then goes on from here; the file may say otherwise.
+    # A process that ends is started again, and then goes on from here; the file may say otherwise.
     resumed: dict[str, object] = {"checkpoint_dir": checkpoints_path(run.directory, own.id), "resume": True}
     client = load(ClientConfig, WORKER_SECTION, file=file)
     return TrainedCluster(
@@ -348,11 +348,11 @@ def _refuse_security(file: Path, tables: Mapping[str, Any]) -> None:
     of_roles = {name: tables.get(name) for name in ("master", "slave", "worker")}
     of_clusters = {f"[clusters] {n}": table for n, table in enumerate(_cluster_tables(file, tables), 1)}
     for name, table in {**of_roles, **of_clusters}.items():
-        said = [key for key in SETTINGS if isinstance(table, dict) and key in table]
-        if said:
+        wrong = [key for key in SETTINGS if isinstance(table, dict) and key in table]
+        if wrong:
             raise ConfigError(
-                f"{file} [{name}]: {said[0]!r} is not said here: `dips up` makes the keys of its processes itself; "
-                "without keys say `insecure = true` in [run]"
+                f"{file} [{name}]: {wrong[0]!r} does not belong here: `dips up` makes the keys of its processes; "
+                "without keys set `insecure = true` in [run]"
             )
 
 

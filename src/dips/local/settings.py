@@ -42,14 +42,14 @@ K = TypeVar("K", bound=Knobs)
 
 def log_format_asked(option: LogFormat | None) -> LogFormat | None:
     """The form of log lines that the option, else the environment says; None: neither. Raises ConfigError."""
-    said = option or os.environ.get(LOG_FORMAT_VARIABLE, "")
-    match said:
+    form = option or os.environ.get(LOG_FORMAT_VARIABLE, "")
+    match form:
         case "human" | "json":
-            return said
+            return form
         case "":
             return None
         case _:
-            raise ConfigError(f"{LOG_FORMAT_VARIABLE} is {said!r}: say human or json")
+            raise ConfigError(f"{LOG_FORMAT_VARIABLE} is {form!r}: write human or json")
 
 
 def role_settings(kind: type[K], section: str, file: Path | None, given: Mapping[str, object]) -> Loaded[K]:

@@ -1,4 +1,4 @@
-"""How much memory, disk and time a run needs: one table of formulas, from a few numbers that a person knows.
+"""Computes how much memory, disk and time a run needs: one table of formulas, from a few numbers that a person knows.
 
 Pure: the same knobs give the same table. The formulas are those of docs/budgets.md, docs/storage.md,
 docs/checkpoints.md and sim/scale/rates.py; rates that depend on a machine are knobs, and their defaults name their
@@ -36,7 +36,7 @@ def _wire(value: object) -> object:
 
 
 class SizeKnobs(Knobs):
-    """What a run is to be. Rates are a machine's; their defaults say where they were measured or fitted."""
+    """The settings of `dips size`. Rates are a machine's; their defaults say where they were measured or fitted."""
 
     params: Annotated[Count, Field(ge=1, le=MAX_ELEMS)] = Field(description="Parameters of the model")
     clusters: int = Field(ge=1, le=1024, description="Clusters that train at the same time")
@@ -92,7 +92,7 @@ class SizeKnobs(Knobs):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.params < self.slaves:
-            raise ValueError(f"{self.params} parameters cannot be dealt to {self.slaves} slaves: give fewer slaves")
+            raise ValueError(f"{self.params} parameters cannot be divided among {self.slaves} slaves: give fewer slaves")
         if self.max_clusters is not None and self.max_clusters < self.clusters:
             raise ValueError(
                 f"max_clusters is {self.max_clusters}, and {self.clusters} clusters are to train: raise it, or leave "
@@ -104,7 +104,7 @@ class SizeKnobs(Knobs):
 
 
 class SizeTable:
-    """The table: quantities by key, in the order in which they are told. remarks: what somebody must not overlook."""
+    """The table: quantities by key, in the order in which they are shown. remarks: what must not be overlooked."""
 
     def __init__(self, knobs: SizeKnobs) -> None:
         self.knobs = knobs
@@ -149,7 +149,7 @@ PAPER_TOKENS_PER_S = 112_912.0
 
 
 def _inputs(knobs: SizeKnobs) -> Mapping[str, float]:
-    """What formulas may name beside earlier quantities: knobs, and constants of the code."""
+    """What formulas may name in addition to earlier quantities: knobs, and constants of the code."""
     slots = knobs.max_clusters or knobs.clusters
     given = {
         name: float(value)
@@ -181,7 +181,7 @@ def _slave(_: SizeKnobs) -> Iterator[SizeRow]:
         "parameters of one slave, at most",
         "",
         "min(params, ceil(params / slaves) + block_params)",
-        "whole blocks are dealt, largest first: nobody holds more than a fair share and one block",
+        "whole blocks are assigned, largest first: no slave holds more than a fair share and one block",
     )
     yield (
         "tables_bytes",
@@ -203,7 +203,7 @@ def _slave(_: SizeKnobs) -> Iterator[SizeRow]:
         "memory of a slave's process",
         "bytes",
         "slave_memory_bytes + 90 * MiB + 2 * slots * 64 * chunk_bytes + 256 * MiB",
-        "base, messages under way and room beside the setting (docs/budgets.md)",
+        "base, messages under way and room in addition to the setting (docs/budgets.md)",
     )
     yield (
         "slave_ring_bytes",
@@ -241,7 +241,7 @@ def _master(_: SizeKnobs) -> Iterator[SizeRow]:
         "journal and archive of the master",
         "bytes",
         "archive_bytes + 2 * journal_records * (2 + slots) * KiB",
-        "about 1 KB for each cluster in an entry; twice, as SQLite keeps a log beside the file; without the tape",
+        "about 1 KB for each cluster in an entry; twice, as SQLite keeps a log next to the file; without the tape",
     )
 
 
@@ -252,8 +252,8 @@ def _cluster(knobs: SizeKnobs) -> Iterator[SizeRow]:
         "memory on the hosts of one cluster, for Di-PS",
         "bytes",
         f"params * ({vectors} + 2 * residual_bytes + 12 + optimizer_bytes) + slaves * 64 * chunk_bytes",
-        "beside the training itself: base and push vectors, the copy that checkpoints are written from, and chunks "
-        "under way",
+        "with the training itself not counted: base and push vectors, the copy that checkpoints are written from, and "
+        "chunks under way",
     )
     yield (
         "cluster_disk_bytes",
@@ -315,7 +315,7 @@ def _update(_: SizeKnobs) -> Iterator[SizeRow]:
         "start of a slave that was killed",
         "s",
         "(snapshots_kept + 1) * 8 * shard_params / disk_rate",
-        "every file of the ring is read back before it says hello",
+        "every file of the ring is read back before it attaches to the master",
     )
 
 

@@ -1,9 +1,9 @@
-"""Keeps a run's processes alive: starts them, restarts what dies, ends all of them, and tells what happened.
+"""Keeps a run's processes alive: starts them, restarts those that end too early, ends all, and reports what happened.
 
 Single-threaded: the owner calls poll() a few times a second from the main thread (which the kernel's tie
 between parent and child needs). It never reads a child's output: that goes straight to the child's log
-file. Exit code 0 is a child's own word that its work is done; whatever else ends it, a signal that others sent
-included, it is started again. It never decides about the run itself: what a death means there is the master's business.
+file. Exit code 0 says that a child's work is done; whatever else ends it, a signal that others sent
+included, it is started again. It never decides about the run itself: what a death means there, the master decides.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class ChildSpec:
 
 @dataclass(frozen=True)
 class ChildEvent:
-    """Something that happened to a child. kind: started, ended, failed, killed or stopped."""
+    """Something that happened to a child. kind: started, ended, failed, killed or stopped. start: its number."""
 
     name: str
     kind: str
-    life: int
+    start: int
     pid: int
     exit_code: int | None
     sentence: str
@@ -87,7 +87,7 @@ class _Child:
     spec: ChildSpec
     failures: FailureCount
     process: subprocess.Popen[bytes] | None = None
-    life: int = 0
+    starts: int = 0
     started_s: float = 0.0
     start_again_s: float | None = None
     kill_expected: bool = False
@@ -98,7 +98,7 @@ class _Child:
 
 
 class ProcessSupervisor:
-    """Use as a context manager: leaving it ends every process that still runs."""
+    """Starts and restarts processes. Use as a context manager: leaving it ends every process that still runs."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class ProcessSupervisor:
         policy: RestartPolicy | None = None,
         log_format: LogFormat = "human",
     ) -> None:
-        """log_format: of the line with which each life begins in a child's log."""
+        """log_format: of the line with which each start begins in a child's log."""
         self._log_format = log_format
         self._clock = clock
         self._report = report
@@ -131,12 +131,13 @@ class ProcessSupervisor:
         return self._spawn(child)
 
     def pid(self, name: str) -> int | None:
-        """The process id of the current life; None between lives and after the end."""
+        """The process id; None between two starts and after the end."""
         process = self._children[name].process
         return process.pid if process else None
 
-    def lives(self, name: str) -> int:
-        return self._children[name].life
+    def starts(self, name: str) -> int:
+        """How often the process was started."""
+        return self._children[name].starts
 
     def exit_code(self, name: str) -> int | None:
         """The exit code of a process that ended for good; None while it is kept alive."""
@@ -156,7 +157,7 @@ class ProcessSupervisor:
         """
         for child in list(self._children.values()):
             if child.process is not None and child.process.poll() is not None:
-                self._buried(child, child.process)
+                self._handle_end(child, child.process)
             elif child.start_again_s is not None and self._clock.monotonic_s() >= child.start_again_s:
                 self._spawn(child)
 
@@ -183,7 +184,7 @@ class ProcessSupervisor:
                 self._tell(child, "ended", pid, child.exit_code, "is not started again: the run is over")
 
     def stop(self) -> None:
-        """End everything: stage by stage, politely first, then with SIGKILL. Bounded, and safe to repeat."""
+        """End everything: stage by stage, with SIGTERM first, then with SIGKILL. Bounded, and safe to repeat."""
         for stage in StopStage:
             children = [child for child in self._children.values() if child.spec.stage is stage]
             self._end(children, signal.SIGTERM, max((child.spec.stop_s for child in children), default=0.0))
@@ -201,7 +202,7 @@ class ProcessSupervisor:
         spec = child.spec
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_path.open("ab") as log:
-            begins = f"{spec.name}, life {child.life + 1}: {' '.join(spec.command)}"
+            begins = f"{spec.name}, start {child.starts + 1}: {' '.join(spec.command)}"
             line = LogLine(self._clock.wall_s(), "INFO", "launch", spec.name, begins, logger="dips.launch")
             log.write(f"{rendered(line, self._log_format)}\n".encode())
             log.flush()
@@ -217,13 +218,13 @@ class ProcessSupervisor:
                 )
             except OSError as error:
                 raise ConfigError(f"{spec.name} cannot be started: {error}") from error
-        child.life += 1
+        child.starts += 1
         child.started_s = self._clock.monotonic_s()
         child.start_again_s = None
-        self._tell(child, "started", child.process.pid, None, f"life {child.life}, pid {child.process.pid}")
+        self._tell(child, "started", child.process.pid, None, f"start {child.starts}, pid {child.process.pid}")
         return child.process.pid
 
-    def _buried(self, child: _Child, process: subprocess.Popen[bytes]) -> None:
+    def _handle_end(self, child: _Child, process: subprocess.Popen[bytes]) -> None:
         code = process.returncode
         child.process, child.last_exit = None, (process.pid, code)
         now_s = self._clock.monotonic_s()
@@ -241,10 +242,10 @@ class ProcessSupervisor:
         how = how_it_ended(code)
         if code == ConfigError.exit_code:
             self._refused(child, code)
-        if code == NAME_TAKEN_EXIT and (said := last_word(child.spec.log_path)):
+        if code == NAME_TAKEN_EXIT and (sentence := last_word(child.spec.log_path)):
             # Two supervisors that start processes of the same names: the one that came later ends.
             child.exit_code = code
-            raise Refused(RefusalCode.NAME_TAKEN, f"{child.spec.name}: {said} (its log is {child.spec.log_path})")
+            raise Refused(RefusalCode.NAME_TAKEN, f"{child.spec.name}: {sentence} (its log is {child.spec.log_path})")
         delay_s = child.failures.failed(now_s - child.started_s)
         if delay_s is None:
             count = child.failures.quick
@@ -256,11 +257,11 @@ class ProcessSupervisor:
     def _refused(self, child: _Child, code: int) -> None:
         """Its own sentence says what is wrong and what to do; without one, the end of its log has to."""
         name, log_path = child.spec.name, child.spec.log_path
-        said = last_word(log_path)
-        if not said:
+        sentence = last_word(log_path)
+        if not sentence:
             self._give_up(child, ConfigError, code, f"{name} refused its configuration")
         child.exit_code = code
-        raise ConfigError(f"{name} refused its configuration: {said} (its log is {log_path})")
+        raise ConfigError(f"{name} refused its configuration: {sentence} (its log is {log_path})")
 
     def _give_up(self, child: _Child, kind: type[DipsError], code: int, what: str) -> None:
         child.exit_code = code
@@ -289,7 +290,7 @@ class ProcessSupervisor:
         return True
 
     def _tell(self, child: _Child, kind: str, pid: int, exit_code: int | None, sentence: str) -> None:
-        self._report(ChildEvent(child.spec.name, kind, child.life, pid, exit_code, sentence))
+        self._report(ChildEvent(child.spec.name, kind, child.starts, pid, exit_code, sentence))
 
 
 def how_it_ended(exit_code: int) -> str:
@@ -302,8 +303,8 @@ def how_it_ended(exit_code: int) -> str:
 
 
 def last_word(path: Path) -> str:
-    """Why a process of dips ended, as it said last in its log (core/observe/telemetry.py: say_last); empty: it did
-    not."""
+    """Why a process of dips ended, as the last line of its log says (core/observe/telemetry.py: say_last); empty: it
+    does not."""
     for text in reversed(log_tail(path, lines=_LOG_TAIL_BYTES).splitlines()):
         line = parse(text.strip())
         if line is not None:

@@ -1,4 +1,4 @@
-"""Tables that fit a terminal of any width without breaking a word.
+"""Formats tables that fit a terminal of any width without breaking a word.
 
 Names have up to 63 characters and terminals 80 columns. Where the longest words fit side by side, a table is a table.
 Where not, sentences go below their row; where that is not enough, each row is a name with its other cells below it, as
@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 _BETWEEN = 2
-"""Characters between two columns, and before what stands below its row."""
+"""Characters between two columns, and before what is below its row."""
 
 _SENTENCE = 16
 """A column of sentences that is narrower is hard to read."""
@@ -24,8 +24,10 @@ _SENTENCE = 16
 
 @dataclass(frozen=True)
 class Column:
-    """right: numbers. wraps: cells of several words, which may take several lines. sentence: those wrap, take what is
-    left of a line, and may go below it. least: characters to keep free, so that the table stays while values change.
+    """One column.
+
+    right: numbers. wraps: cells of several words, which may take several lines. sentence: those wrap, take what is left
+    of a line, and may go below it. least: characters to keep free, so that the table stays while values change.
     """
 
     header: str
@@ -52,9 +54,9 @@ class FittingTable:
         every = list(range(len(self._columns)))
         short = [index for index in every if not self._columns[index].sentence]
         yield Text(self._title, style="italic")
-        for beside in (every, short):
-            if (widths := self._widths(beside, room)) is not None:
-                yield from self._as_table(console, beside, widths, room)
+        for inline in (every, short):
+            if (widths := self._widths(inline, room)) is not None:
+                yield from self._as_table(console, inline, widths, room)
                 break
         else:
             for row in self._rows:
@@ -62,10 +64,10 @@ class FittingTable:
                 yield from self._below(row, every[1:], room)
         yield Text("")
 
-    def _widths(self, beside: Sequence[int], room: int) -> list[int] | None:
+    def _widths(self, inline: Sequence[int], room: int) -> list[int] | None:
         """Of these columns; None when their longest words do not fit side by side."""
-        least = [self._least(index) for index in beside]
-        widths = [max(low, self._natural(index)) for index, low in zip(beside, least, strict=True)]
+        least = [self._least(index) for index in inline]
+        widths = [max(low, self._natural(index)) for index, low in zip(inline, least, strict=True)]
         room -= _BETWEEN * (len(widths) - 1)
         if sum(least) > room:
             return None
@@ -90,26 +92,26 @@ class FittingTable:
         return [row[index].plain for row in self._rows]
 
     def _as_table(
-        self, console: Console, beside: Sequence[int], widths: Sequence[int], room: int
+        self, console: Console, inline: Sequence[int], widths: Sequence[int], room: int
     ) -> Iterator[Text | Padding]:
-        headers = [Text(self._columns[index].header, style="bold") for index in beside]
+        headers = [Text(self._columns[index].header, style="bold") for index in inline]
         rule = Text("─" * (sum(widths) + _BETWEEN * (len(widths) - 1)), style="dim")
-        yield from (*self._lines(console, headers, beside, widths), rule)
+        yield from (*self._lines(console, headers, inline, widths), rule)
         for row in self._rows:
-            yield from self._lines(console, [row[index] for index in beside], beside, widths)
-            yield from self._below(row, [index for index in range(len(row)) if index not in beside], room)
+            yield from self._lines(console, [row[index] for index in inline], inline, widths)
+            yield from self._below(row, [index for index in range(len(row)) if index not in inline], room)
 
     def _lines(
-        self, console: Console, cells: Sequence[Text], beside: Sequence[int], widths: Sequence[int]
+        self, console: Console, cells: Sequence[Text], inline: Sequence[int], widths: Sequence[int]
     ) -> Iterator[Text]:
         wrapped = [list(cell.wrap(console, width)) for cell, width in zip(cells, widths, strict=True)]
         for at in range(max(map(len, wrapped))):
             line = Text()
-            for index, lines, width in zip(beside, wrapped, widths, strict=True):
+            for index, lines, width in zip(inline, wrapped, widths, strict=True):
                 part = lines[at] if at < len(lines) else Text()
                 part.rstrip()
                 free = " " * (width - part.cell_len)
-                ends = " " * _BETWEEN if index != beside[-1] else ""
+                ends = " " * _BETWEEN if index != inline[-1] else ""
                 line.append_text(Text.assemble(free, part, ends) if self._columns[index].right else part + free + ends)
             line.rstrip()
             yield line

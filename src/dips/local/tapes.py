@@ -1,4 +1,4 @@
-"""Reads what a run's processes wrote to their tapes: losses over tokens, for the report and the picture.
+"""Reads losses over tokens, and the progress of starts, from the tapes of a run's processes.
 
 It must never write to a tape, and never fill a gap: what a process did not record, it does not show.
 """
@@ -40,7 +40,7 @@ class HeldoutPoint:
 
 
 def tape_path(run_dir: Path, name: str) -> Path:
-    """Where the tape of a cluster, of the held-out evaluator or of the launcher stands."""
+    """Where the tape of a cluster, of the held-out evaluator or of the launcher is."""
     return run_dir / "tapes" / f"{name}{_SUFFIX}"
 
 
@@ -72,9 +72,9 @@ def heldout_losses(path: Path) -> list[HeldoutPoint]:
 
 
 class StartFollower:
-    """What processes say of a start that takes long (core/observe/starting.py), as they write it to their tapes.
+    """Reads what processes report of a start that takes long (core/observe/starting.py), as it comes on their tapes.
 
-    What stood there before is left out. Reads what is new and no more; a tape that is not there yet is looked for
+    What was there before is left out. Reads what is new and no more; a tape that is not there yet is looked for
     again.
     """
 

@@ -1,7 +1,7 @@
-"""What a person sees of a run's status: tables, one plain line, and the same as JSON with stable keys.
+"""Formats a run's status: tables, one plain line, and the same as JSON with stable keys.
 
-Shapes nothing and asks nothing: everything here is a function of a StatusReply. The sentence `waiting_for`
-stands on top, because "why does nothing move" is the first question.
+It asks nothing: everything here is a function of a StatusReply. The sentence `waiting_for`
+is on top, because "why does nothing move" is the first question.
 """
 
 from __future__ import annotations
@@ -102,13 +102,13 @@ def reshard_sentence(status: StatusReply) -> str:
 
 
 def direction_sentence(status: StatusReply) -> str:
-    """Which clusters of the run push where the others do not go; empty when no direction alarm stands."""
+    """Which clusters of the run push where the others do not go; empty when there is no direction alarm."""
     names = ", ".join(cluster.cluster_id for cluster in status.clusters if cluster.alive and cluster.direction_alarm)
     return f"direction alarm: {names} (its pushes are merged all the same: look at its usual cosine)" if names else ""
 
 
 def alarm_sentence(alarm: Alarm) -> str:
-    """An alarm that stands, in the master's words."""
+    """A current alarm, in the master's words."""
     return f"alarm: {alarm.sentence}"
 
 
@@ -149,7 +149,7 @@ def _state_words(status: StatusReply) -> str:
 
 
 def cluster_table(clusters: Sequence[ClusterStatus]) -> FittingTable:
-    columns = ("cluster", "phase", "life", "steps", "steps per s", "tokens", "loss", "pushes", "last verdict")
+    columns = ("cluster", "phase", "incarnation", "steps", "steps per s", "tokens", "loss", "pushes", "last verdict")
     right = {"steps", "steps per s", "tokens", "loss"}
     table = _table("clusters", columns, right, least={"phase": len("BEGINNING_PUSH")})
     for cluster in clusters:
@@ -201,7 +201,8 @@ def push_table(clusters: Sequence[ClusterStatus]) -> FittingTable:
 def slave_table(slaves: Sequence[SlaveStatus], writes_later: bool = False) -> FittingTable:
     """The slaves; with `writes_later` also the newest version on each one's disk."""
     on_disk = ("on disk",) if writes_later else ()
-    columns = ("slave", "phase", "life", "version", *on_disk, "memory", "staging", "served", "refused", "turned away")
+    counts = ("memory", "staging", "served", "refused", "turned away")
+    columns = ("slave", "phase", "incarnation", "version", *on_disk, *counts)
     table = _table("slaves", columns, right={"memory", "staging", "served", "refused", "turned away"})
     for slave in slaves:
         table.add_row(

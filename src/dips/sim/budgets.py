@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dips.core.machine import STORY_LENGTH
+from dips.core.machine import HISTORY_LENGTH
 from dips.core.protocol import MAX_LEASED_CHUNKS
 from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE
 from dips.master.state.ledger import APPLIED_KEPT
@@ -72,7 +72,7 @@ class Budgets:
         yield "versions that can be pulled", len(run.kept), config.pinned_versions + 2 + COMMITS_KEPT
         yield "COMMIT records in memory", len(run.commits), COMMITS_KEPT
         yield "rounds that status tells of", len(run.recent), RECENT_ROUNDS
-        yield "lines of the master's story", len(run.story.lines()), STORY_LENGTH
+        yield "lines of the master's story", len(run.story.lines()), HISTORY_LENGTH
         yield "versions whose pushes are known", len(run.ledger.applied_in), APPLIED_KEPT
         yield "clusters in the ledger", len(run.ledger.clusters), len(self._world.clusters)
         if run.ledger.leases is not None:

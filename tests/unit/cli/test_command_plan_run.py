@@ -226,7 +226,7 @@ def test_the_rank_that_failed_first_is_told(
     ("arguments", "sentence"),
     [
         (["zb_x"], "zb_x is no file, nor a schedule: name a plan.json, a plan.csv, or one of gpipe, 1f1b, "),
-        (["1f1b", "--ranks", "3"], "--ranks 3, but 1f1b has 4 devices: say --ranks 4, or make a plan for 3"),
+        (["1f1b", "--ranks", "3"], "--ranks 3, but 1f1b has 4 devices: give --ranks 4, or make a plan for 3"),
         (["1f1b", "--stages", "65", "--sites", "1"], "65 ranks are too many processes for one machine: at most 64"),
         (["1f1b", "--stages", "3"], "3 devices do not divide into 2 equal sites"),
         (["1f1b", "--microbatches", "0"], "4 stages and 0 microbatches: both are at least 1"),
@@ -238,7 +238,7 @@ def test_the_rank_that_failed_first_is_told(
         (["1f1b", "--backend", "mpi"], "--backend mpi is unknown: choose gloo or nccl"),
         (["CSV", "--stages", "4"], "--stages does not go with a plan.csv, which has its own: leave it out"),
         (["JSON", "--latency", "1"], "--latency does not go with a plan.json, which has its own: leave it out"),
-        (["OLD"], "does not say what its operations cost (KeyError: 'costs'): make it anew with dips plan FILE --out"),
+        (["OLD"], "does not say what its operations cost (KeyError: 'costs'): make it again with dips plan FILE --out"),
         (["CYCLE"], "the schedule cannot end: device 0 waits at cell 2 (0B0), device 1 waits at cell 2 (1F1)"),
         (["HALF"], "stage 0 has 1 F, 0 I, 0 W and 0 B of microbatch 1: it needs"),
         (["BINARY"], "cannot be read as a plan: "),

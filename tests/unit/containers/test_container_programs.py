@@ -102,7 +102,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     ("answer", "code", "said"),
     [
         ((200, "dips_master_version 3\n"), 0, "answers"),
-        ((503, "this process did not look up from its work for 2 s\n"), 1, "did not look up"),
+        ((503, "this process's event loop did not answer for 2 s\n"), 1, "did not answer"),
         (ConnectionRefusedError(111, "Connection refused"), 1, "nothing answers at 127.0.0.1:9400"),
     ],
 )

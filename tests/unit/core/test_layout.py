@@ -116,7 +116,7 @@ def test_other_differences_are_named() -> None:
     recut = dataclasses.replace(SMALL, block_elems=7)
     assert first_difference(SMALL, longer) == "it has parameter 'extra', which the run's model lacks"
     assert first_difference(SMALL, recut) == "its blocks are 7 elements long, the run's are 8"
-    assert first_difference(SMALL, turned) == "its parameters stand in another order"
+    assert first_difference(SMALL, turned) == "its parameters are in another order"
     assert len({SMALL.layout_hash, longer.layout_hash, turned.layout_hash, recut.layout_hash}) == 4
 
 
@@ -217,7 +217,7 @@ def test_averaged_buffers_count_for_the_hash_and_what_differs_is_named() -> None
     [
         ((MEAN,), "begins with an averaged buffer"),
         ((MEAN, SMALL.parameters[0]), "begins with an averaged buffer"),
-        ((*SMALL.parameters, MEAN, parameter("late", 3)), "'late' stands behind averaged buffers"),
+        ((*SMALL.parameters, MEAN, parameter("late", 3)), "'late' comes after averaged buffers"),
         ((*SMALL.parameters, dataclasses.replace(MEAN, layer="scale")), "layer 'scale' has trained parameters and"),
     ],
 )

@@ -7,7 +7,7 @@ from enum import Enum
 import pytest
 
 from dips.core.errors import LocalProtocolError
-from dips.core.machine import STORY_LENGTH, MachineHistory, Phase, TransitionTable
+from dips.core.machine import HISTORY_LENGTH, MachineHistory, Phase, TransitionTable
 
 
 class Door(Enum):
@@ -96,9 +96,9 @@ def test_a_story_is_found_by_cause_machine_or_word() -> None:
 
 def test_a_story_forgets_its_oldest_lines() -> None:
     story = MachineHistory()
-    for n in range(STORY_LENGTH + 10):
+    for n in range(HISTORY_LENGTH + 10):
         story.add(float(n), "m", "-", "x")
-    assert len(story.lines()) == STORY_LENGTH
+    assert len(story.lines()) == HISTORY_LENGTH
     assert story.lines()[0].at_s == 10.0
 
 

@@ -166,7 +166,7 @@ def test_what_nobody_wants_any_more_is_left_over_but_never_a_volume() -> None:
 
 
 def test_another_number_of_slaves_is_for_scale() -> None:
-    with pytest.raises(ConfigError, match=r"says slaves = 3, and the run stands on 2: `dips deploy scale"):
+    with pytest.raises(ConfigError, match=r"says slaves = 3, and the run has 2: `dips deploy scale"):
         plan.check_slaves(DEPLOYMENT, {"spec": {"replicas": 2}})
     plan.check_slaves(DEPLOYMENT, {"spec": {"replicas": 3}})
     plan.check_slaves(DEPLOYMENT, None)

@@ -60,7 +60,7 @@ MISTAKES = {
         {"slaves = 2": 'slaves = 2\nslave_volume = "300 MiB"'},
         "slave_volume = 300 MiB is too small: 10M parameters on 2 slaves need",
     ),
-    "said twice": ({"[model]": '[master]\nlisten = "0.0.0.0:1"\n[model]'}, "[master]: 'listen' is not said here"),
+    "said twice": ({"[model]": '[master]\nlisten = "0.0.0.0:1"\n[model]'}, "[master]: 'listen' does not belong here"),
     "a wrong setting of a role": ({"[model]": "[master]\nsync_evry = 1\n[model]"}, "did you mean 'sync_every'"),
     "a wrong setting of a cluster": ({"[model]": "[worker]\nwire_dtype = 'int3'\n[model]"}, "'int3' is none of"),
     "no network": ({'address = "192.0.2.7"': 'address = "192.0.2.7"\ncidrs = ["192.0.2.7/24"]'}, "is no network"),

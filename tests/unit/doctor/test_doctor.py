@@ -316,7 +316,7 @@ def test_what_is_wrong_is_found(
     failed = [line for line in told.out.splitlines() if line.startswith("FAIL")]
     assert failed
     assert all(line.startswith(f"FAIL  {check}: ") and said in line for line in failed)
-    assert told.out.splitlines()[-1].endswith(f"{len(failed)} FAIL: it would fail: see to what is FAIL")
+    assert told.out.splitlines()[-1].endswith(f"{len(failed)} FAIL: it would fail: correct what is FAIL")
     assert told.err == ""
 
 
@@ -411,5 +411,5 @@ def test_a_master_is_looked_at_in_place_of_a_file(capsys: pytest.CaptureFixture[
 
 def test_the_last_line_counts() -> None:
     assert (
-        command_doctor.summary([ok("a", "x"), warn("b", "x", "y")]) == "1 OK, 1 WARN, 0 FAIL: nothing stands in the way"
+        command_doctor.summary([ok("a", "x"), warn("b", "x", "y")]) == "1 OK, 1 WARN, 0 FAIL: nothing prevents the run"
     )

@@ -148,7 +148,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "keys of cluster a" in said("renew", keys, "a", "--new-key")
     assert "signs from now on" in said("renew", keys, "--new-ca")
     said("renew", keys, "--all")
-    assert "1 old authorities are trusted no more" in said("renew", keys, "--retire-old-ca")
+    assert "1 old authorities are no longer trusted" in said("renew", keys, "--retire-old-ca")
     assert "revoked: stolen" not in said("show", keys)  # b was renewed with all the others
     told = json.loads(said("show", keys, "--json"))
     assert [row["name"] for row in told["identities"]] == ["a", "b", "master", "me", "s0"]
@@ -159,8 +159,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("words", "sentence"),
     [
         (["init", "KEYS"], "holds keys already"),
-        (["add", "KEYS"], "nobody is named"),
-        (["renew", "KEYS"], "nobody is named"),
+        (["add", "KEYS"], "no process is named"),
+        (["renew", "KEYS"], "no one is named"),
         (["renew", "KEYS", "ghost"], "has no keys of 'ghost'; it has a, b, master, operator, s0"),
         (["revoke", "KEYS", "ghost"], "issued no certificate to 'ghost'"),
         (["revoke", "KEYS", "master"], "the master's certificate cannot be revoked"),

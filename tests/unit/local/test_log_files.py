@@ -227,7 +227,7 @@ def test_many_long_files_are_merged_line_by_line(tmp_path: Path) -> None:
         ),
         ("dips slave s0: the keys are wrong\n", "the keys are wrong"),
         (rendered(LogLine(T0, "CRITICAL", "master", "m", "the disk is full"), "json") + "\n", "the disk is full"),
-        ("dips: of an earlier life\n" + line(1, "launch", "s0", "s0, life 2: dips slave"), ""),
+        ("dips: of an earlier life\n" + line(1, "launch", "s0", "s0, start 2: dips slave"), ""),
         ("", ""),
     ],
 )

@@ -177,7 +177,7 @@ def test_a_disk_that_is_full_leaves_what_was_there(
 @pytest.mark.parametrize(
     ("said", "to", "form", "master", "run_dir", "says"),
     [
-        ("", None, None, None, None, "nothing is named to write"),
+        ("", None, None, None, None, "no target is named"),
         ("x", None, Form.HUGGINGFACE, None, None, "give --to DIR"),
         ("127.0.0.1:1", Path("m"), None, "127.0.0.1:2", None, "named twice"),
         ("nowhere", Path("m"), None, None, None, "neither a directory nor a master's address"),

@@ -180,5 +180,5 @@ def test_a_record_that_does_not_say_where_blocks_stand_is_told(tmp_path: Path, c
         record = json.loads(manifest_body(manifest)["commit_record"])
         record["ledger"].update(change)
         rewrite_manifest(manifest, partial(replace, record=json.dumps(record)))
-    with pytest.raises(ConfigError, match=r"the COMMIT record beside .* cannot be read"):
+    with pytest.raises(ConfigError, match=r"the COMMIT record next to .* cannot be read"):
         load_stored(tmp_path)

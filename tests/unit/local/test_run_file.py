@@ -143,10 +143,10 @@ def test_keys_are_made_unless_the_file_or_the_command_says_insecure(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('[master]\nkeys = "k"\n', "[master]: 'keys' is not said here"),
-        ("[slave]\ninsecure = true\n", "[slave]: 'insecure' is not said here"),
-        ('[worker]\nkeys = "k"\n', "say `insecure = true` in [run]"),
-        ('[[clusters]]\nid = "a"\ninsecure = true\n', "[clusters] 1]: 'insecure' is not said here"),
+        ('[master]\nkeys = "k"\n', "[master]: 'keys' does not belong here"),
+        ("[slave]\ninsecure = true\n", "[slave]: 'insecure' does not belong here"),
+        ('[worker]\nkeys = "k"\n', "set `insecure = true` in [run]"),
+        ('[[clusters]]\nid = "a"\ninsecure = true\n', "[clusters] 1]: 'insecure' does not belong here"),
     ],
 )
 def test_half_a_run_cannot_be_insecure(tmp_path: Path, text: str, words: str) -> None:
@@ -203,7 +203,7 @@ def test_a_name_is_advertised_and_every_address_bound(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('[master]\nlisten = "0.0.0.0:29400"\n', r"say in \[run\] advertise"),
+        ('[master]\nlisten = "0.0.0.0:29400"\n', r"set \[run\] advertise"),
         (PUBLIC + '[slave]\ndata_host = "127.0.0.1"\n', "leave out data_host"),
         (PUBLIC + '[slave]\nadvertise = "localhost:29500"\n', "leads other machines to themselves"),
         ('advertise = "10.0.0.1"\n', "where only this machine finds it"),

@@ -162,7 +162,7 @@ def test_nothing_is_said_where_nothing_is_to_be_minded() -> None:
     ("given", "said"),
     [
         ({"params": 0}, "greater than or equal to 1"),
-        ({"params": 10, "slaves": 16}, "cannot be dealt to 16 slaves"),
+        ({"params": 10, "slaves": 16}, "cannot be divided among 16 slaves"),
         ({"params": "many"}, "is not a count"),
         ({"link": 0}, "greater than 0"),
         ({"link": "10GBps"}, "is not a rate"),

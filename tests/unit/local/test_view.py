@@ -212,7 +212,8 @@ def long_status() -> StatusReply:
 
 
 HEADERS = {
-    *"cluster phase life steps per s tokens loss pushes last verdict norm z-score cosine usual of direction".split(),
+    *"cluster phase incarnation steps per s tokens loss pushes".split(),
+    *"last verdict norm z-score cosine usual of direction".split(),
     *"slave version on disk memory staging served refused turned away".split(),
     *"round outcome accepted excluded clip share why".split(),
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Cluster shell of run dips. It needs dips-training[worker] on its nodes, and its own identity,
-# the folder keys/shell of `dips keys`, beside this script (or DIPS_KEYS), readable by nobody else.
+# the folder keys/shell of `dips keys`, next to this script (or DIPS_KEYS), readable by no one else.
 set -u
 export DIPS_MASTER=master.dips.example.org:29400
 export DIPS_CLUSTER=shell

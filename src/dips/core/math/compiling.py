@@ -1,4 +1,4 @@
-"""Which compiled kernel numba is at: as it compiles them, not when it loads them from its cache."""
+"""Reports which kernel numba is compiling; those that it loads from its cache are not reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TellKernel = Callable[[str, int, int], None]
 
 @contextlib.contextmanager
 def watched(tell: TellKernel, *modules: ModuleType) -> Iterator[None]:
-    """While this lasts, `tell` hears of each kernel of these modules when its compilation begins, on that thread."""
+    """While this lasts, call `tell` for each kernel of these modules when its compilation begins, on that thread."""
     kernels = {
         found.py_func
         for module in modules
@@ -46,4 +46,4 @@ class _Listener(event.Listener):
             self._tell(function.__name__.lstrip("_"), len(self._begun), len(self._kernels))
 
     def on_end(self, event: Any) -> None:
-        """Nothing: the next one that begins says it."""
+        """Does nothing: the next kernel that begins is the report."""

@@ -8,7 +8,7 @@ for gram at edges of pieces; the interpreter lock is released, and no result dep
 never touch memory that the checks of outer_numpy have not passed.
 
 Compiled at the first use, or by warm_up(). Numba keeps the result in NUMBA_CACHE_DIR if that is set, else
-beside this file, else in the user's cache folder; where none can be written, it is compiled again at each
+next to this file, else in the user's cache folder; where none can be written, it is compiled again at each
 start (seconds).
 """
 
@@ -47,7 +47,7 @@ from dips.core.math.simd_numba import (
     widen,
 )
 
-SIMD_XXH3 = "74f7037f3ba7561a"
+SIMD_XXH3 = "0ecb6ce456306ed9"
 """xxh3-64 of simd_numba.py, whose code is compiled into this file's: numba's cache notices changes of this file only,
 so a change there must change something here (a test says what)."""
 
@@ -151,7 +151,7 @@ def measure_landed(x: F32, theta: F32, squared: F64) -> int:
 
 
 def land_measured(dst: F32, src: F32, theta: F32, squared: F64) -> int:
-    """As outer_numpy.land_measured; src may be read-only, and may stand at any address (a frame of a socket)."""
+    """As outer_numpy.land_measured; src may be read-only, and may be at any address (a frame of a socket)."""
     check_land(dst, src)
     check_pieces(theta, squared, x=src)
     return _land_measured(dst, address(src), theta, squared)
@@ -382,7 +382,7 @@ def _copy(dst: F32, src: F32, start: int, stop: int) -> int:
 
 @compiled
 def _aligned_from(array: F32, start: int, stop: int) -> int:
-    """The first index of [start, stop] whose element begins a line of the cache, or stop. Float32 arrays stand at
+    """The first index of [start, stop] whose element begins a line of the cache, or stop. Float32 arrays are at
     multiples of four."""
     ahead: int = -(address_of(array) // 4 + start) % VECTOR_ELEMS
     return min(start + ahead, stop)

@@ -1,4 +1,4 @@
-"""Vectors of 64 bytes for the compiled kernels: what numba's own loops leave to the compiler's luck.
+"""Vector operations of 64 bytes for the compiled kernels, where numba's own loops leave vectors to the compiler.
 
 A kernel that must keep eight streams of memory under way names its loads and stores here; `+`, `-` and `*` of two
 vectors work on their elements, and each rounds once. The width is one of the language, not of the machine: LLVM cuts a
@@ -111,7 +111,7 @@ def store(typing: Any, array: Any, index: Any, value: Any) -> Any:
 @_intrinsic
 def stream(typing: Any, array: Any, index: Any, value: Any) -> Any:
     """As store, past the caches: the line is not read before it is overwritten. The address must be a multiple of
-    VECTOR_BYTES; call fence() before anyone else is told of the result."""
+    VECTOR_BYTES; call fence() before another thread may read the result."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], value)
@@ -210,7 +210,7 @@ def array_at(typing: Any, address: Any, n_elems: Any, dtype: Any) -> Any:
 
 @_intrinsic
 def address_of(typing: Any, array: Any) -> Any:
-    """Of the array's first element."""
+    """The address of the array's first element."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -224,6 +224,6 @@ def _lanes(places: list[int]) -> Any:
 
 
 def address(array: NDArray[Any]) -> int:
-    """Of the array's first element, to be handed to a kernel for array_at; keep the array alive meanwhile."""
+    """The address of the array's first element, to be given to a kernel for array_at; keep the array alive."""
     result: int = array.__array_interface__["data"][0]
     return result

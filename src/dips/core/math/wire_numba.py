@@ -16,7 +16,7 @@ from dips.core.math.simd_numba import address, array_at, compiled
 from dips.core.math.wire_numpy import F32, U8, check_wire
 from dips.core.wire import Codec, encoded_bytes
 
-SIMD_XXH3 = "74f7037f3ba7561a"
+SIMD_XXH3 = "0ecb6ce456306ed9"
 """xxh3-64 of simd_numba.py, whose code is compiled into this file's: numba's cache notices changes of this file only,
 so a change there must change something here (a test says what)."""
 
@@ -43,7 +43,7 @@ def encode(codec: Codec, now: F32, base: F32, residual: F32 | None, payload: U8)
 
 
 def decode(codec: Codec, base: F32, payload: U8, out: F32) -> None:
-    """As wire_numpy.decode, to the bit; payload may stand at any address (a frame of a socket)."""
+    """As wire_numpy.decode, to the bit; payload may be at any address (a frame of a socket)."""
     check_wire(codec, payload, base=base, out=out)
     _decode(int(codec), base, address(payload), out)
 

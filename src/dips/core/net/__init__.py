@@ -1,1 +1,1 @@
-"""What both ends of a wire need: headers, channels, keys, refusals."""
+"""Network code that both ends of a connection share: headers, channels, keys, refusals."""

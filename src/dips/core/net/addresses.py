@@ -1,4 +1,4 @@
-"""Addresses. Without keys everything listens on, and dials, loopback only: nobody is authenticated there.
+"""Parses and checks addresses. Without keys only loopback is served and dialled: no one is authenticated there.
 
 Never resolves a name over the network: of loopback only literal addresses and "localhost" are known.
 A free port is never guessed: bind port 0 and report what the system gave.
@@ -25,7 +25,7 @@ def parse_address(address: str, what: str = "address") -> tuple[str, int]:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        raise _not_an_address(address, what, "an IPv6 address stands in brackets, as in [::1]:4711")
+        raise _not_an_address(address, what, "an IPv6 address is written in brackets, as in [::1]:4711")
     if not (colon and host and port.isascii() and port.isdecimal()):
         raise _not_an_address(address, what, "write HOST:PORT, as in 127.0.0.1:4711")
     if int(port) > MAX_PORT:
@@ -39,7 +39,7 @@ def format_address(host: str, port: int) -> str:
 
 
 def dialable(address: str) -> str:
-    """Where somebody on this machine reaches what is bound to `address`: of a wildcard, the loopback."""
+    """The address at which this machine reaches what is bound to `address`: of a wildcard, the loopback."""
     host, port = parse_address(address)
     return format_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
@@ -59,7 +59,7 @@ def require_loopback(address: str, what: str) -> None:
     host = _host_of(address)
     if not is_loopback(host):
         raise ConfigError(
-            f"{what} is {address!r}, which is not a loopback address: without keys nobody is authenticated, "
+            f"{what} is {address!r}, which is not a loopback address: without keys no one is authenticated, "
             "so dips serves and dials this machine only; give --keys instead of --insecure, or use 127.0.0.1"
         )
 

@@ -1,4 +1,4 @@
-"""Between the frozen values of core/messages.py and the bytes of protos/*.proto, by field name.
+"""Converts between the frozen values of core/messages.py and the bytes of protos/*.proto, by field name.
 
 Decoding checks types, presence and enums and refuses with MALFORMED; it allocates nothing that the received
 bytes do not already bound.

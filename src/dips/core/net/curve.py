@@ -1,6 +1,6 @@
-"""CURVE keys of the data flow, and what makes a ZeroMQ socket use them.
+"""CURVE keys of the data flow, and functions that make a ZeroMQ socket use them.
 
-A pair lives as long as its process and stands in no file; who owns which public key is said over the control flow
+A pair exists as long as its process and is in no file; who owns which public key is sent over the control flow
 (docs/security.md). Once a pair is at hand nothing here ever opens a socket without it.
 """
 
@@ -16,14 +16,14 @@ from dips.core.net.security import Identity, Security
 from dips.core.protocol import CURVE_KEY_BYTES
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-"""Where libzmq asks, within a context, whether a peer's key may come in (ZeroMQ's RFC 27)."""
+"""Where libzmq asks, within a context, whether a peer's key is authorised (ZeroMQ's RFC 27)."""
 
 ZAP_DOMAIN = b"dips-data"
 
 
 @dataclass(frozen=True)
 class CurvePair:
-    """public and secret: CURVE_KEY_BYTES each."""
+    """A key pair; public and secret have CURVE_KEY_BYTES each."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -46,16 +46,16 @@ def pair_for(security: Security) -> CurvePair | None:
 
 
 def as_server(socket: zmq.Socket[bytes], pair: CurvePair) -> None:
-    """Before bind: whoever connects must know `pair.public`, and the ZAP handler of the context must let its key in."""
+    """Call before bind: peers must know `pair.public`, and the context's ZAP handler must authorise their keys."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
     socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it libzmq lets everybody in while nobody answers it
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it libzmq accepts every peer while no handler answers
 
 
 def as_client(socket: zmq.Socket[bytes], pair: CurvePair, server_key: bytes) -> None:
-    """Before connect: speak to nobody but the owner of `server_key`. Raises ConfigError for a key of another length."""
+    """Call before connect: speak only to the owner of `server_key`. Raises ConfigError for a key of another length."""
     if len(server_key) != CURVE_KEY_BYTES:
         raise ConfigError(
             f"a data port's CURVE key has {len(server_key)} bytes, it must have {CURVE_KEY_BYTES}: start the slave "

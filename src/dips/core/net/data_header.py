@@ -1,4 +1,4 @@
-"""The header of one data-flow message: what worker and slave say beside the raw bytes of a chunk.
+"""Encodes, parses and checks the header of one data-flow message; the raw bytes of a chunk follow it.
 
 Mirrors DataHeader in protos/data.proto. Reading a header never allocates from a length that it claims: the
 caller compares `length_bytes` with the frame that arrived. This module decides nothing about pushes or
@@ -36,7 +36,7 @@ _TRAILER_BYTES = len(_TRAILER_TAG) + 8
 
 
 class DataOp(IntEnum):
-    """What a data-flow message asks or answers."""
+    """The operations of data-flow messages: requests and answers."""
 
     PUT_CHUNK = 1
     QUERY_MISSING = 2
@@ -71,9 +71,9 @@ class MissingChunk:
 
 @dataclass(slots=True, unsafe_hash=True)
 class DataHeader:
-    """One header. Field meanings and units stand in protos/data.proto; a field that an op does not use is 0 or None.
+    """One header. Field meanings and units are in protos/data.proto; a field that an op does not use is 0 or None.
 
-    Nobody changes one, so it may be hashed. It is not frozen because a frozen one of so many fields takes ten times as
+    No code changes one, so it may be hashed. It is not frozen because a frozen one of so many fields takes ten times as
     long to make, and each chunk makes four.
     """
 
@@ -114,7 +114,7 @@ class DataHeader:
             )
         data = bytes(frame)
         if data[-_TRAILER_BYTES:-8] != _TRAILER_TAG or data[-8:] != _checksum(data[:-_TRAILER_BYTES]):
-            # A damaged block or offset must not send right bytes to a wrong place: the payload's checksum cannot tell.
+            # Right bytes must not go to a wrong block or offset, which the payload's checksum does not cover.
             raise Refused(RefusalCode.MALFORMED, "a data header is damaged: its bytes are not those that were sent")
         try:
             header = _header(data_pb2.DataHeader.FromString(data))
@@ -174,7 +174,7 @@ def _message(header: DataHeader) -> data_pb2.DataHeader:
 
 
 def _header(message: data_pb2.DataHeader) -> DataHeader:
-    """Raises Refused(MALFORMED) for enums and absent parts that nobody can act on."""
+    """Raises Refused(MALFORMED) for enums and absent parts that no receiver can act on."""
     return DataHeader(
         message.run_id,
         message.epoch,

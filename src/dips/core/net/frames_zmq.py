@@ -1,4 +1,4 @@
-"""Frames that libzmq sends from the memory of somebody else, without a copy; and flags as plain numbers."""
+"""Frames that libzmq sends from the caller's memory, without a copy; and flags as plain numbers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MOST_FRAMES, MOST_BYTES = 64, 16 << 20
 
 
 class Outgoing:
-    """Makes them, and keeps them until there are most_frames or most_bytes, or until clear().
+    """Makes such frames, and keeps them until there are most_frames or most_bytes, or until clear().
 
-    When such a frame is given up, pyzmq's collector is told: a thread that wakes, takes the interpreter lock, and has
+    When such a frame is given up, pyzmq's collector is notified: a thread wakes, takes the interpreter lock, and has
     driven the sender's code out of the caches when it sleeps again. Many that are given up at once wake it once.
     """
 
@@ -26,7 +26,7 @@ class Outgoing:
         self._kept_bytes = 0
 
     def frame(self, payload: memoryview) -> zmq.Frame:
-        """To be sent with copy=False. The payload's bytes must stand until the frame has left."""
+        """To be sent with copy=False. The payload's bytes must stay as they are until the frame has left."""
         if len(self._kept) >= self._most_frames or self._kept_bytes + payload.nbytes > self._most_bytes:
             self.clear()
         frame = zmq.Frame(payload, copy=False, track=False)

@@ -1,4 +1,4 @@
-"""Channels to the master: over mutual TLS with an identity, in the clear on loopback without one.
+"""Opens channels to the master: over mutual TLS with an identity, in the clear on loopback without one.
 
 Every client of the control flow opens its channels here. Must never dial another machine without keys.
 """

@@ -1,4 +1,4 @@
-"""Refusals and unreachable peers, between this project's errors and gRPC's.
+"""Converts refusals and unreachable peers between this project's errors and gRPC's.
 
 A refusal ends a call with a status, its sentence as the details, and the whole Refusal in the trailing
 metadata, so that the caller gets back the very error that the callee raised.
@@ -21,7 +21,7 @@ REFUSAL_KEY = "dips-refusal-bin"
 """The trailing-metadata key; gRPC carries the values of keys that end in -bin as raw bytes."""
 
 MAX_SENTENCE_BYTES = 1024
-"""gRPC refuses headers past 8 KiB in all. The sentence stands there twice: percent-encoded as the details
+"""gRPC refuses headers past 8 KiB in all. The sentence is there twice: percent-encoded as the details
 (3 KiB at worst) and base64-encoded within the Refusal (1.4 KiB)."""
 
 KEEPALIVE_MS = 10_000
@@ -33,8 +33,8 @@ thousand clusters that look for one refuse themselves a few thousand times a sec
 
 CONNECT_MS = 5_000
 """How long one attempt to connect may take, which gRPC calls its least reconnect backoff: a handshake with keys over a
-far link takes four round trips, and a server in a storm of connections takes its time. A port where nobody listens says
-so at once, so a restarted master is found no later for it."""
+far link takes four round trips, and a server in a storm of connections takes its time. A port where no process listens
+refuses at once, so a restarted master is found no later for it."""
 
 STATUS_OF_CODE: Mapping[RefusalCode, grpc.StatusCode] = {
     RefusalCode.UNSPECIFIED: grpc.StatusCode.UNKNOWN,
@@ -67,12 +67,12 @@ STATUS_OF_CODE: Mapping[RefusalCode, grpc.StatusCode] = {
     RefusalCode.FROZEN: grpc.StatusCode.FAILED_PRECONDITION,
     RefusalCode.NAME_TAKEN: grpc.StatusCode.ALREADY_EXISTS,
 }
-"""The status that stands beside each code, for tools that know only gRPC; ours read the metadata."""
+"""The gRPC status that goes with each code, for tools that know only gRPC; ours read the metadata."""
 
 _WORTH_RETRYING = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
 _FAILED_THERE = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL})
-"""What gRPC says when the other side's code failed, or bytes were spoilt: nobody decided anything."""
+"""What gRPC says when the other side's code failed, or bytes were damaged: no decision was made."""
 
 _CODE_OF_STATUS: Mapping[grpc.StatusCode, RefusalCode] = {
     # gRPC itself says these: a message over the size limit, a method the peer lacks, bytes that do not parse.
@@ -105,7 +105,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], refused: Refused) -
 
 
 def refused_from(error: grpc.RpcError) -> Refused | RetryLater:
-    """What a failed call means to the caller; works for the errors of grpc and of grpc.aio.
+    """The error that a failed call means to the caller; works for the errors of grpc and of grpc.aio.
 
     A status without our metadata comes from gRPC itself: a peer that cannot be reached, was too slow or failed is
     RetryLater, anything else a Refused that quotes gRPC.
@@ -128,7 +128,7 @@ def is_unreachable(error: grpc.RpcError) -> bool:
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Options for channels and servers: messages bounded both ways, dead peers noticed, quick reconnects."""
+    """gRPC options for channels and servers: messages bounded both ways, dead peers noticed, quick reconnects."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),

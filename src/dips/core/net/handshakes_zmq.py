@@ -1,4 +1,4 @@
-"""What libzmq says about connections that were never made: handshakes that failed on one socket, as sentences.
+"""Reports handshakes that failed on one ZeroMQ socket, as sentences.
 
 Without it a peer that is turned away looks like one that is silent. For use by the socket's own thread.
 """
@@ -22,12 +22,14 @@ _WRONG: dict[int, str] = {
     zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "the peer speaks no ZeroMQ with the same security (CURVE, or none)",
 }
 
-_HUNG_UP = "the peer hung up, or said nothing, before the connection stood: it may want other security (CURVE, or none)"
+_HUNG_UP = "the peer hung up, or was silent, before they were connected: it may want other security (CURVE, or none)"
 
 
 class Failure(Enum):
-    """KEY: the other side does not let this key in. OTHER: it hung up, was silent, or does not speak the protocol.
-    GONE: a connection that was made has ended, or nobody listens there.
+    """Why a handshake failed.
+
+    KEY: the other side does not accept this key. OTHER: it hung up, was silent, or does not speak the protocol. GONE: a
+    connection that was made has ended, or no process listens there.
     """
 
     KEY = 1
@@ -37,7 +39,7 @@ class Failure(Enum):
 
 @dataclass(frozen=True)
 class HandshakeFailed:
-    """One connection that was not made, and why, in the words of this side."""
+    """One connection that was not made, and why, as this side sees it."""
 
     failure: Failure
     sentence: str
@@ -63,11 +65,11 @@ class Handshakes:
         arrivals: bool = False,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """endings: tell of connections that are GONE as well, for who connects and waits for answers. arrivals: for who
+        """endings: report connections that are GONE as well, for who connects and waits for answers. arrivals: for who
         binds with CURVE, which must not ask for FAILED_PROTOCOL.
 
-        libzmq 4.3.5 tells of a message that does not decrypt by that event too, and in telling it loses the error
-        (errno) upon which it would have closed the connection, which then stands still. So those who came and did not
+        libzmq 4.3.5 reports a message that does not decrypt by that event too, and in reporting it loses the error
+        (errno) upon which it would have closed the connection, which then hangs. So those who came and did not
         shake hands are counted by what is missing.
         """
         self._watched = socket
@@ -85,7 +87,7 @@ class Handshakes:
 
     @property
     def unsettled(self) -> bool:
-        """Whether somebody may have to be counted though there will be no news."""
+        """Whether a peer may have to be counted though there will be no news."""
         return bool(self._came_s)
 
     def failures(self) -> Iterator[HandshakeFailed]:
@@ -123,10 +125,10 @@ class Handshakes:
 
 def _failure(event: int, value: int) -> HandshakeFailed:
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return HandshakeFailed(Failure.KEY, "the key is not let in")
+        return HandshakeFailed(Failure.KEY, "the key is not accepted")
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
         return HandshakeFailed(Failure.OTHER, _WRONG.get(value, "the peer does not keep to the protocol of ZeroMQ"))
     if event & ENDED:
         return HandshakeFailed(Failure.GONE, "the peer is gone")
-    # Two sides that want different security race to say so: who loses sees only that the other hung up.
+    # Two sides that want different security race to say so: the loser sees only that the other hung up.
     return HandshakeFailed(Failure.OTHER, _HUNG_UP)

@@ -1,4 +1,4 @@
-"""Reads identities and certificates, and finds what is wrong with them before anybody is dialled or served.
+"""Reads identities and certificates, and finds what is wrong with them before a connection is made.
 
 An identity directory holds ca.crt (the certificate authorities that are trusted, one or several), tls.crt and tls.key.
 `dips keys` makes it. Must never accept a key that others can read, nor a certificate that does not say in one URI
@@ -32,7 +32,7 @@ _logger = logging.getLogger("dips.keys")
 
 SCHEME = "dips"
 MASTER_DNS_NAME = "dips-master"
-"""The name in every master's certificate; clients ask for it, so that addresses need not stand in certificates."""
+"""The name in every master's certificate; clients ask for it, so that addresses need not be in certificates."""
 
 
 def dns_name(role: Role) -> str:
@@ -52,7 +52,7 @@ SENSELESS = (
 
 @dataclass(frozen=True)
 class Certificate:
-    """What this project reads in a certificate. Times in UTC."""
+    """The fields of a certificate that this project reads. Times in UTC."""
 
     role: Role
     name: str
@@ -93,7 +93,7 @@ class Certificate:
 
 
 def security_of(knobs: SecurityKnobs, what: str) -> Security:
-    """What the settings say, read and checked. `what` names the process in errors, such as "the master".
+    """The security that the settings name, read and checked. `what` names the process in errors, such as "the master".
 
     Raises ConfigError when neither keys nor insecure is given, and what load_identity raises.
     """
@@ -101,7 +101,7 @@ def security_of(knobs: SecurityKnobs, what: str) -> Security:
 
 
 def security_from(keys: Path | None, insecure: bool, what: str) -> Security:
-    """security_of, for those who have the two settings and no knobs."""
+    """security_of, for callers with the two settings and no knobs."""
     if keys is not None:
         return load_identity(keys)
     if insecure:
@@ -110,7 +110,7 @@ def security_from(keys: Path | None, insecure: bool, what: str) -> Security:
 
 
 def load_identity(directory: Path, now: datetime | None = None) -> Identity:
-    """The identity in a directory.
+    """Read and check the identity in a directory.
 
     Raises ConfigError, naming the file and the remedy, when a file is missing or cannot be read, others may read the
     key, key and certificate do not belong together, no CA of ca.crt signed the certificate, or it does not hold now.
@@ -132,7 +132,7 @@ def load_identity(directory: Path, now: datetime | None = None) -> Identity:
 
 
 def reloaded(identity: Identity) -> Identity:
-    """The identity as it stands in its directory now, or this one while what stands there cannot be used."""
+    """The identity as it is in its directory now, or this one while what is there cannot be used."""
     try:
         found = load_identity(identity.directory)
     except ConfigError as error:
@@ -145,7 +145,7 @@ def reloaded(identity: Identity) -> Identity:
 
 
 def certificate_left_s(security: Security, now: datetime | None = None) -> float | None:
-    """Seconds until the own certificate lapses, as it stands in its directory now, at least 0; None without keys."""
+    """Seconds until the own certificate lapses, as it is in its directory now, at least 0; None without keys."""
     if not isinstance(security, Identity):
         return None
     found = parse_certificate(reloaded(security).cert_pem, str(security.directory / CERT_FILE))
@@ -169,7 +169,7 @@ class UsedKeys:
 
 
 def stamp_of(directory: Path) -> tuple[int, ...]:
-    """Changes when certificate, key or authorities of a directory were replaced; cheap enough for every call."""
+    """A stamp that changes when certificate, key or authorities of a directory were replaced; cheap to call."""
     return tuple(number for name in (CA_FILE, CERT_FILE, KEY_FILE) for number in stamp_of_file(directory / name))
 
 
@@ -180,7 +180,7 @@ def parse_certificate(data: bytes, where: str) -> Certificate:
         found = x509.load_pem_x509_certificate(data) if pem else x509.load_der_x509_certificate(data)
         role, name = _holder(found)
         begin, end = found.not_valid_before_utc, found.not_valid_after_utc
-        found.public_key()  # read only when somebody asks: if it is no key, that is to be said here
+        found.public_key()  # it is parsed only upon this call: a damaged key is reported here
         return Certificate(role, name, found.serial_number, begin, end, found)
     except (*SENSELESS, x509.ExtensionNotFound, ConfigError) as error:
         why = f"{where} is not a certificate of a process of dips ({error}): make it with `dips keys`"
@@ -223,12 +223,12 @@ def load_private_key(pem: bytes, where: str) -> ec.EllipticCurvePrivateKey:
 
 
 def holder_uri(role: Role, name: str) -> str:
-    """dips://ROLE/NAME, as it stands in the certificate."""
+    """dips://ROLE/NAME, as it is in the certificate."""
     return f"{SCHEME}://{role.value}/{name}"
 
 
 def read_revoked(file: Path) -> Mapping[int, str]:
-    """Serial number -> why, of every certificate that this file takes back. Raises ConfigError if it cannot be read."""
+    """Serial number -> why, of every certificate that this file revokes. Raises ConfigError if it cannot be read."""
     raw = _read(file)
     try:
         rows = json.loads(raw)["revoked"]

@@ -1,4 +1,4 @@
-"""Whether an address is this machine's, and whether what a master says of its slaves can be dialled from here.
+"""Checks whether an address is this machine's, and whether a master's slaves can be dialled from here.
 
 A loopback address means another machine to everyone who reads it. A process that trains elsewhere and is sent to
 127.0.0.1 would try for ever, so it is refused with the remedy. Nothing is sent to find out: the system is asked which
@@ -28,7 +28,7 @@ def is_elsewhere(address: str) -> bool:
 
 
 def is_loopback_endpoint(endpoint: str) -> bool:
-    """Whether "tcp://host:port" leads every machine to itself. An endpoint that is empty leads nowhere."""
+    """Whether "tcp://host:port" is on the loopback of whoever dials it. False for an empty endpoint."""
     return bool(endpoint) and is_loopback(parse_address(endpoint)[0])
 
 
@@ -40,7 +40,7 @@ def check_slaves_reachable(master: str, slaves: Iterable[SlaveAddress]) -> None:
 
 
 def unreachable_sentence(master: str, slave: str, endpoint: str) -> str:
-    """The cause and the remedy, for whoever is to reach a slave that is advertised at a loopback address."""
+    """The cause and the remedy, for a process that cannot reach a slave advertised at a loopback address."""
     return (
         f"slave {slave} advertises {endpoint}, which only its own machine reaches, and the master at {master} is "
         "another machine: let the slave listen where this machine reaches it (of `dips up`: [master] listen with that "

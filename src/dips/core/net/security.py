@@ -1,8 +1,8 @@
-"""How a process proves who it is: by the keys in a directory, or, said aloud, not at all.
+"""Types and settings for how a process proves its identity: by the keys in a directory, or, if so asked, not at all.
 
-The types and the two settings that every process and command has. Reading and checking key files is core/net/keys.py's;
+Every process and command has the two settings. Reading and checking key files is core/net/keys.py's;
 this module imports no cryptography, since the simulator imports it. It must never guess: whoever gives neither keys nor
---insecure is told so.
+--insecure gets an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INSECURE_VARIABLE = "DIPS_INSECURE"
 
 
 class Role(Enum):
-    """What a certificate says its holder is; the value stands in the certificate's URI dips://ROLE/NAME."""
+    """The role that a certificate gives its holder; the value is in the certificate's URI dips://ROLE/NAME."""
 
     MASTER = "master"
     SLAVE = "slave"
@@ -51,7 +51,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Insecure:
-    """No keys: nothing is encrypted and nobody is authenticated, on this machine's loopback only."""
+    """No keys: nothing is encrypted and no one is authenticated, on this machine's loopback only."""
 
 
 INSECURE = Insecure()
@@ -63,14 +63,14 @@ SETTINGS = ("keys", "insecure")
 
 
 class SecurityKnobs(Knobs):
-    """The settings of everything that speaks to a run. They come first, so that addresses are checked by them."""
+    """The settings of every process that connects to a run. They come first, so that addresses are checked by them."""
 
     keys: Path | None = Field(
         None,
         description="Directory of this process's identity (ca.crt, tls.crt, tls.key), made by `dips keys`",
     )
     insecure: bool = Field(
-        False, description="Use no keys: nothing is encrypted, nobody is authenticated, loopback only"
+        False, description="Use no keys: nothing is encrypted, no one is authenticated, loopback only"
     )
 
     failpoints: bool = Field(
@@ -92,7 +92,7 @@ def both_given() -> str:
 
 
 def neither_given(what: str) -> ConfigError:
-    """The error for a process or command that was told nothing about keys."""
+    """The error for a process or command without a setting for keys."""
     return ConfigError(
         f"{what} has no keys: give --keys DIR (or {KEYS_VARIABLE}=DIR) with an identity made by `dips keys`, or say "
         f"--insecure (or {INSECURE_VARIABLE}=1) to run without encryption on this machine only"
@@ -100,7 +100,7 @@ def neither_given(what: str) -> ConfigError:
 
 
 def checked_address(value: str, what: str, info: ValidationInfo) -> str:
-    """For validators of a field that holds HOST:PORT: well formed, and on loopback when insecure. Raises ValueError."""
+    """Check a field that holds HOST:PORT, in a validator: well formed, on loopback when insecure. Raises ValueError."""
     try:
         parse_address(value, what)
         if info.data.get("insecure"):
@@ -111,6 +111,6 @@ def checked_address(value: str, what: str, info: ValidationInfo) -> str:
 
 
 def check_reach(address: str, what: str, security: Security) -> None:
-    """Raise ConfigError for an address of another machine when nobody could be authenticated there."""
+    """Raise ConfigError for an address of another machine when no one could be authenticated there."""
     if isinstance(security, Insecure):
         require_loopback(address, what)

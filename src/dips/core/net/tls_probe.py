@@ -1,7 +1,7 @@
-"""Why a master does not let this process in, found by one TLS handshake of our own.
+"""Finds out why a master does not accept this process's keys, by a TLS handshake of its own.
 
-gRPC says of every failed handshake that the socket was closed. Whoever stands before a screen needs to know which of
-the keys is wrong. Never decides anything: it only finds words, and none when the master simply is not there.
+gRPC says of every failed handshake that the socket was closed. The operator needs to know which of
+the keys is wrong. Never decides anything: it only makes a sentence, and none when the master is not there.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def check_let_in(address: str, security: Security) -> None:
 
 
 def why_not_let_in(address: str, security: Security) -> str:
-    """A sentence about the keys; empty when they are good, or when nobody is there to tell.
+    """A sentence about the keys; empty when they are good, or when no master is there.
 
-    It ends processes, so it is said only after TRIES handshakes in a row: a master that dies, or a link that breaks, at
+    It ends processes, so it takes TRIES failed handshakes in a row: a master that dies, or a link that breaks, at
     the wrong moment looks the same once.
     """
     words = _asked(address, security)
@@ -117,7 +117,7 @@ def _without_keys(connection: socket.socket, address: str) -> str:
     """A server that answers a TLS greeting with TLS wants keys."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # nothing is said to this peer, and nothing it says is believed
+    context.verify_mode = ssl.CERT_NONE  # nothing is sent to this peer, and nothing it sends is trusted
     try:
         with context.wrap_socket(connection, server_hostname=MASTER_DNS_NAME):
             return f"the master at {address} wants keys: give --keys DIR instead of --insecure"

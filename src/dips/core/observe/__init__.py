@@ -1,1 +1,1 @@
-"""What a process says of itself: log, tape, metrics; and failpoints, by which tests make it fail."""
+"""Observability of a process: log, tape, metrics; and failpoints, by which tests make it fail."""

@@ -1,6 +1,6 @@
 """Small counters, each an entry of a dictionary, and a bounded number of them: metrics are read from these.
 
-Knows nothing of Prometheus, so that whoever counts need not import it.
+Knows nothing of Prometheus, so that code that counts need not import it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Observed:
-    """A histogram as it stood: how many values each bucket of SECONDS holds, the last one those above; their sum."""
+    """A histogram at one moment: how many values each bucket of SECONDS holds, the last one those above; their sum."""
 
     counts: tuple[int, ...]
     total: float
@@ -53,7 +53,7 @@ class Recent(Generic[K]):
         self._counts: OrderedDict[K, int] = OrderedDict()
 
     def keep(self, most: int) -> None:
-        """Another bound from now on."""
+        """Set another bound."""
         self._most = most
         while len(self._counts) > most:
             self._counts.popitem(last=False)

@@ -1,6 +1,6 @@
-"""Every failpoint by name: where it stands, and what a process that dies there leaves behind.
+"""Every failpoint by name: where it is, and what a process that dies there leaves behind.
 
-One section for each role, so that the list of a role is read beside its code. A name is
+One section for each role, so that the list of a role is read next to its code. A name is
 `<role>.<thing>.<before|after>_<step>`; a word in braces stands for each value in PLACEHOLDERS. Failpoints of state
 machines are not listed: each arrow of a table in TABLES has the name `<table>.<FROM>.<input>`, blanks as
 underscores. Imports nothing, and must never hold a name that no code uses (tests/repository checks both ways).
@@ -13,22 +13,22 @@ CORE: dict[str, str] = {}
 # ---- master --------------------------------------------------------------------------------------------------------
 
 MASTER: dict[str, str] = {
-    "master.journal.before_commit": "entries stand in an open transaction: they are lost, and nobody was told of them",
+    "master.journal.before_commit": "entries are in an open transaction: they are lost, and no peer knows of them",
     "master.journal.after_commit": "entries are durable, but the state machine does not know it yet",
-    "master.journal.before_create": "the tables of a new journal stand in an open transaction",
+    "master.journal.before_create": "the tables of a new journal are in an open transaction",
     "master.journal.after_create": "the new journal is committed, its name in the directory not yet flushed",
-    "master.archive.before_write": "a segment of old records is about to be written beside the archive",
+    "master.archive.before_write": "a segment of old records is about to be written next to the archive",
     "master.archive.before_fsync": "the segment is written under a temporary name and not flushed",
     "master.archive.before_rename": "the segment is flushed and has its temporary name still",
-    "master.archive.after_rename": "the segment has its name, not flushed; its records stand in the journal still",
+    "master.archive.after_rename": "the segment has its name, not flushed; its records are still in the journal",
     "master.archive.before_delete": "the segment is durable, and its records are about to leave the journal",
-    "master.archive.before_prune": "the journal says how far the archive is pruned; the oldest segment stands still",
+    "master.archive.before_prune": "the journal says how far the archive is pruned; the oldest segment is still there",
     "master.address.before_rename": "the new address has its temporary name; readers see the old one or none",
     "master.address.after_rename": "readers see the new address; its name is not flushed",
     "master.directory.before_fsync": "a name in the master's directory was changed and is not flushed",
     "master.rpc.before_{method}": "a call has arrived and nothing was decided",
     "master.rpc.after_{method}": "a call is decided, its answer not sent: drop loses it, as a broken link does",
-    "master.slave_stream.before_hear": "a slave's message has arrived; drop loses it, dup hears it twice",
+    "master.slave_stream.before_hear": "a slave's message has arrived; drop loses it, dup handles it twice",
     "master.slave_stream.before_send": "a command is about to go to a slave; drop loses it, dup sends it twice",
 }
 
@@ -47,11 +47,11 @@ SLAVE: dict[str, str] = {
     "slave.manifest.before_remove": "a version is about to leave the ring: it is committed still",
     "slave.manifest.after_remove": "the manifest of the version that leaves is gone, the directory not flushed",
     "slave.directory.before_fsync": "names in the slave's directory changed and are not flushed",
-    "slave.directory.after_fsync": "names in the slave's directory are durable, nobody was told",
+    "slave.directory.after_fsync": "names in the slave's directory are durable, no peer knows it",
     "slave.pushes.before_write": "a staged push is about to be kept as evidence (record_pushes)",
     "slave.pushes.before_fsync": "a push is written as evidence and not flushed; no record names it",
     "slave.pushes.after_fsync": "a push is kept as evidence, and no record names it",
-    "slave.link.before_attach": "the slave is about to say hello on a new stream",
+    "slave.link.before_attach": "the slave is about to send its hello on a new stream",
     "slave.link.before_send": "an answer or a beat is about to go to the master; drop loses it, dup sends it twice",
     "slave.link.after_send": "an answer or a beat went to the master",
     "slave.link.before_receive": "all commands that came are obeyed; the slave waits for the next",
@@ -63,19 +63,19 @@ SLAVE: dict[str, str] = {
 
 WORKER: dict[str, str] = {
     "worker.rpc.before_{method}": "a call is about to leave; error is a call that never left",
-    "worker.rpc.after_{method}": "the answer is there and nobody has seen it; drop loses it, as a broken link does",
+    "worker.rpc.after_{method}": "the answer is there and no code has seen it; drop loses it, as a broken link does",
     "worker.push.before_chunk": "a chunk of a push is about to be sent; drop loses it, dup sends it twice",
-    "worker.push.after_last_chunk": "all slaves hold the whole push, and the master has not been told",
+    "worker.push.after_last_chunk": "all slaves hold the whole push, and the master does not know it",
     "worker.pull.before_chunk": "a chunk of a version has arrived and not landed",
     "worker.pull.after_last_chunk": "a version lies in the pull buffer, the live parameters are the old ones",
     "worker.install.before_swap": "the live parameters are about to be replaced",
     "worker.install.after_swap": "the live parameters are the new ones, the pin at the master is held still",
     "worker.status.before_call": "the evaluator or a trainer is about to ask the master for the run's status",
-    "worker.status.after_call": "the status is there and nobody has seen it; drop loses it",
+    "worker.status.after_call": "the status is there and no code has seen it; drop loses it",
     "worker.export.before_rename": "an exported model is flushed and has its temporary name still",
     "worker.export.before_directory_fsync": "an exported model has its name, the folder is not flushed",
     "worker.push_record.before_write": "the record of a new push is about to be written; its number was not used",
-    "worker.push_record.after_write": "the record of a new push is durable, and the master has not heard of it",
+    "worker.push_record.after_write": "the record of a new push is durable, and the master does not know of it",
     "worker.checkpoint.before_write": "a file of a checkpoint (or a push's record) is open and empty",
     "worker.checkpoint.before_fsync": "such a file is written under a temporary name, not flushed",
     "worker.checkpoint.after_fsync": "such a file is flushed and has its temporary name still",
@@ -83,7 +83,7 @@ WORKER: dict[str, str] = {
     "worker.checkpoint.after_rename": "such a file has its name, the directory is not flushed",
     "worker.checkpoint.before_directory_fsync": "a name in the directory was changed and is not flushed",
     "worker.checkpoint.before_manifest": "a checkpoint's tensors are durable, its manifest is not written",
-    "worker.checkpoint.before_prune": "a checkpoint is durable, the ones beyond those that are kept stand still",
+    "worker.checkpoint.before_prune": "a checkpoint is durable, the ones beyond those that are kept are still there",
 }
 
 # ---- what call sites can do besides dying, waiting and failing -----------------------------------------------------
@@ -140,7 +140,7 @@ def all_names() -> dict[str, str]:
 
 
 def obeyed() -> dict[str, tuple[str, ...]]:
-    """For each name whose call site carries out drop, dup or corrupt: which of them."""
+    """Which of drop, dup and corrupt the call site carries out, for each name where it does."""
     return {name: kinds for pattern, kinds in OBEYS.items() for name in expand(pattern)}
 
 

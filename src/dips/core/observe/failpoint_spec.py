@@ -19,11 +19,11 @@ from dips.core.errors import ConfigError
 from dips.core.observe.failpoint_names import TABLES, all_names, obeyed
 
 CRASH_EXIT_CODE = 86
-"""How crash ends a process unless told otherwise: a number that nothing else here ends with."""
+"""How crash ends a process unless an argument says otherwise: a number that nothing else here ends with."""
 
 
 class FailpointKind(Enum):
-    """What a failpoint does. drop, dup and corrupt are left to the call site; all others happen by themselves."""
+    """The actions of failpoints. drop, dup and corrupt are left to the call site; all others happen by themselves."""
 
     OFF = "off"
     NOTE = "note"
@@ -78,7 +78,10 @@ FailpointSpec = Mapping[str, tuple[Term, ...]]
 
 
 def parse(text: str) -> dict[str, tuple[Term, ...]]:
-    """Terms by name. Raises ConfigError that names the entry, what is wrong with it, and what would be right."""
+    """Parse the text into terms by name.
+
+    Raises ConfigError that names the entry, what is wrong with it, and what would be right.
+    """
     spec: dict[str, tuple[Term, ...]] = {}
     for entry in (part.strip() for part in text.split(";")):
         if not entry:
@@ -87,7 +90,7 @@ def parse(text: str) -> dict[str, tuple[Term, ...]]:
         if not equals or not terms:
             raise _wrong(entry, "write NAME=ACTION, such as master.journal.before_commit=crash")
         if name in spec:
-            raise _wrong(entry, f"{name} stands there twice; join its actions with ->")
+            raise _wrong(entry, f"{name} is there twice; join its actions with ->")
         check_name(name)
         spec[name] = tuple(_term(entry, term.strip()) for term in terms.split("->"))
         for term in spec[name]:
@@ -120,7 +123,7 @@ def is_transition(name: str) -> bool:
 
 
 def role_of(name: str) -> str:
-    """The role in whose processes this failpoint stands; "core" for all of them."""
+    """The role in whose processes this failpoint is; "core" for all of them."""
     arrow = _TRANSITION.match(name)
     return TABLES[arrow["table"]] if arrow else name.partition(".")[0]
 

@@ -2,7 +2,7 @@
 
 Production pays one dictionary look-up at each place and nothing in state machines. Must never be armed by accident:
 only DIPS_FAILPOINTS or a test arms them, the variable alone makes a process refuse to start unless failpoints are
-enabled besides, and a process that starts armed says so as a warning. The language stands in
+enabled as well, and a process that starts armed logs a warning. The language is in
 failpoint_spec.py, the names in failpoint_names.py (docs/testing.md, failpoints).
 """
 
@@ -87,7 +87,7 @@ _log_path: str | None = None
 
 
 def failpoint(name: str) -> FailpointAction | None:
-    """Do here what the failpoint `name` was told to: nothing unless it is armed.
+    """Carry out here what the failpoint `name` is armed with: nothing unless it is armed.
 
     crash, kill, stop, sleep (which blocks the calling thread, event loop included) and error (an OSError, EIO) happen
     inside. drop, dup and corrupt are returned, and the caller must obey.

@@ -1,11 +1,11 @@
-"""The two forms of a log line, written and read: one for people, one for machines.
+"""Writes and reads the two forms of a log line: one for people, one for machines.
 
     2026-03-01T12:00:00.250Z W slave s0 [r1.7]: round r1.7: no space is left on the disk
     {"wall_s":1772366400.25,"level":"WARNING","role":"slave","name":"s0","cause":"r1.7","logger":...,"sentence":...}
 
-Both say when (UTC), how grave, who speaks, because of what (a cause id: a push, a round; none where there is none) and
-one sentence. What a sentence quotes may come from a stranger: control characters are written out, and lines after the
-first begin with two blanks, so that no text can pass for another process's line or steer a terminal.
+Both say when (UTC), how severe, which process, the cause (a cause id: a push, a round; none where there is none) and
+one sentence. What a sentence quotes may come from an unknown peer: control characters are written out, and lines after
+the first begin with two blanks, so that no text can pass for another process's line or steer a terminal.
 """
 
 from __future__ import annotations

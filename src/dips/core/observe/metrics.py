@@ -1,4 +1,4 @@
-"""What all roles' metrics have in common: the list that a role may export, and the families made from values.
+"""The parts that all roles' metrics share: the list that a role may export, and the families made from values.
 
 A role's `metrics.py` lists what it exports, and nothing else can leave it: docs/metrics.md and a test are made from the
 same list. Values are read at a scrape (core/observe/metrics_server.py), from snapshots that the thread which owns the
@@ -24,7 +24,7 @@ MetricKind = Literal["gauge", "counter", "histogram"]
 class Spec:
     """One metric of a role. name: without the role's prefix. unit: "" where it counts things that `meaning` names.
 
-    normal: the range in which nobody need look, in words. when: what must be so for it to be there; "": always.
+    normal: the range that needs no attention, in words. when: what must be so for it to be there; "": always.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Families:
 
 
 def full_name(prefix: str, spec: Spec) -> str:
-    """As it is asked for in PromQL, without a histogram's endings."""
+    """The metric's name in PromQL, without a histogram's endings."""
     return prefix + spec.name
 
 
@@ -115,5 +115,5 @@ def _cumulative(counts: Sequence[int]) -> Iterator[tuple[str, float]]:
 
 
 def flag(value: object) -> float:
-    """1 or 0."""
+    """1.0 if the value is true, else 0.0."""
     return 1.0 if value else 0.0

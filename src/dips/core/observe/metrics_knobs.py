@@ -1,4 +1,4 @@
-"""The two settings of whoever exports metrics; serving them is core/observe/metrics_server.py's."""
+"""The two settings of a process that exports metrics; serving them is core/observe/metrics_server.py's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MetricsKnobs(SecurityKnobs):
     )
     metrics_file: Path | None = Field(
         None,
-        description="File that tells where metrics are served, as Prometheus' file_sd_configs reads it; "
+        description="File that says where metrics are served, as Prometheus' file_sd_configs reads it; "
         "else metrics.json in the directory of a master or slave",
     )
 

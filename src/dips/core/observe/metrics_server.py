@@ -42,10 +42,10 @@ CONNECTION_S = 20.0
 """A connection is over after this, however slowly its client speaks."""
 
 STOP_LOOK_S = 0.1
-"""How soon stop() is heard."""
+"""How soon stop() is noticed."""
 
 SNAPSHOT_S = 2.0
-"""How long a scrape waits for the owner of the state. A loop that needs longer stands still, and that must show."""
+"""How long a scrape waits for the owner of the state. A loop that needs longer is stuck, and that must show."""
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class NotNow(Exception):
 class LoopSnapshots(Generic[T]):
     """Snapshots of what an event loop owns, made on that loop for a scrape on another thread.
 
-    Asked for and not left ready, since nobody may ask for hours; with a deadline, since a loop can stand still.
+    Asked for and not left ready, since there may be no scrape for hours; with a deadline, since a loop can be stuck.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LoopSnapshots(Generic[T]):
             return future.result(self._deadline_s)
         except TimeoutError as error:
             future.cancel()
-            raise NotNow(f"this process did not look up from its work for {self._deadline_s:g} s") from error
+            raise NotNow(f"this process's event loop did not answer for {self._deadline_s:g} s") from error
 
     def _answer(self, future: Future[T]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -92,12 +92,12 @@ class LoopSnapshots(Generic[T]):
 
 
 class MetricsServer:
-    """Bound when it is made, serving from start() to stop(). Use as a context manager, or call both."""
+    """An HTTP server for metrics, bound when it is made, serving from start() to stop(). Also a context manager."""
 
     def __init__(
         self, listen: str, collect: Callable[[], Iterable[Metric]], security: Security, revoked: Path | None = None
     ) -> None:
-        """collect: called on a thread of this server at each scrape. revoked: else revoked.json beside the keys.
+        """collect: called on a thread of this server at each scrape. revoked: else revoked.json next to the keys.
 
         Raises ConfigError for an address that cannot be bound, or is not loopback without keys, or keys that cannot
         serve.
@@ -121,7 +121,7 @@ class MetricsServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Serve nobody any more, and take the address back. May be called twice."""
+        """Stop serving, and release the address. May be called twice."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -154,7 +154,7 @@ def serve_metrics(
     file: Path | None = None,
     revoked: Path | None = None,
 ) -> MetricsServer | None:
-    """A server that has started, as the settings say; None when they ask for none. file: where no metrics_file is set.
+    """Start a server as the settings say; None when they ask for none. file: used where no metrics_file is set.
 
     Raises ConfigError as MetricsServer does.
     """
@@ -180,7 +180,7 @@ def served(server: MetricsServer | None) -> Iterator[None]:
             server.stop()
 
 
-# ---- what is answered ----
+# ---- answers ----
 
 
 class _Collected(Collector):
@@ -295,7 +295,7 @@ def _cut(connection: socket.socket) -> None:
 def _write(file: Path, text: str) -> None:
     """Write a file of one line. Raises ConfigError.
 
-    In place: nothing is lost where a process dies in between, since the next start writes it anew, and Prometheus
+    In place: nothing is lost where a process dies in between, since the next start writes it again, and Prometheus
     reads a file again that it found half written.
     """
     try:

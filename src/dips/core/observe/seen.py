@@ -1,8 +1,8 @@
-"""Which transitions state machines take and which refusals are raised: counted, or noted in a file for tests.
+"""Counts which transitions state machines take and which refusals are raised, or notes them in a file for tests.
 
 A check that a test never sees fail proves nothing. Simulations, searches and random walks count with Seen. Where
 DIPS_SEEN_LOG names a file, each process that a test starts notes there, once each, what it saw, and at the end of
-`.ci/run` tests/seen.py asks for what nobody saw. Without the variable nothing is observed.
+`.ci/run` tests/seen.py asks for what no process saw. Without the variable nothing is observed.
 
 Only what the product's own code does counts: a test that makes a Refused or walks a table by hand has shown nothing.
 """
@@ -25,7 +25,7 @@ from dips.core.machine import Transition, TransitionTable
 LOG_VARIABLE = "DIPS_SEEN_LOG"
 
 Arrow = tuple[str, str, str, str]
-"""Of a table: from, input, to (machine.Move.arrow)."""
+"""Of a table: from, input, to (machine.Transition.arrow)."""
 
 _REFUSE = ("dips.core.", "dips.master.", "dips.slave.", "dips.local.")
 _PASS_ON = frozenset({"dips.core.net.grpc_refusal"})
@@ -132,7 +132,7 @@ _notes: _Notes | None = None
 
 
 def note(environment: Mapping[str, str] | None = None) -> None:
-    """From now on note what is seen in the file that DIPS_SEEN_LOG names, if it names one. A second call is none."""
+    """From now on note what is seen in the file that DIPS_SEEN_LOG names, if any. A second call does nothing."""
     global _notes
     path = (os.environ if environment is None else environment).get(LOG_VARIABLE, "")
     if not path or (_notes is not None and _notes.path == path):

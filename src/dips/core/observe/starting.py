@@ -1,4 +1,4 @@
-"""Says how far a start is that takes long: kernels that compile, gigabytes that are touched for the first time.
+"""Reports the progress of a start that takes long: kernels that compile, gigabytes that are touched for the first time.
 
 A line of the log, and a record of kind "starting" on the tape, from which a launcher takes it to its console. What is
 over at once says nothing.
@@ -44,7 +44,7 @@ class Starting:
         self._at(done_bytes, of_bytes, f"{self._what}: {format_bytes(done_bytes)} of {format_bytes(of_bytes)} are made")
 
     def end(self) -> None:
-        """It is over; says so if it ever said that it went on."""
+        """It is over; reports so if progress was reported."""
         if self._said:
             took = format_seconds(round(self._clock.monotonic_s() - self._began_s, 1))
             self._say(1, 1, f"{self._what}: ready after {took}")

@@ -1,4 +1,4 @@
-"""What a process says about itself: the tape for machines, the log for people.
+"""Writes and reads a process's tape, its record for machines, and sets up its log for people.
 
 The tape is the append-only record from which a run is explained, checked and drawn; it is written by the
 thread that makes the event, one line at a time, and is whole up to the last line even after a kill. Each line ends
@@ -34,7 +34,7 @@ from dips.core.errors import ConfigError, FatalError
 from dips.core.observe.log_lines import LineFormatter, LogFormat, escaped
 
 HEAD = ("wall_s", "monotonic_s", "role", "name", "kind", "cause")
-"""The keys that every line of a tape begins with; the event's own fields follow beside them."""
+"""The keys that every line of a tape begins with; the event's own fields follow them."""
 
 CHAIN = "chain"
 """The key that every line ends with: 16 hex digits, xxh3-64 of those before it and of the line without this key."""
@@ -167,7 +167,7 @@ def read_chained(path: Path) -> Iterator[tuple[dict[str, Any], bool]]:
         elif chain:
             raise ConfigError(_no_event(path, number))
         yield _event(line, path, number), match is not None
-    # What stands after the last newline is empty or torn. A whole line and one byte more had a newline there.
+    # What is after the last newline is empty or torn. A whole line and one byte more had a newline there.
     if _CHAIN.search(torn[:-1]):
         raise ConfigError(_no_event(path, len(lines) + 1))
 
@@ -184,7 +184,7 @@ class ChangeLogger:
         self._last: OrderedDict[str, str] = OrderedDict()
 
     def report(self, key: str, sentence: str, level: int | str = logging.INFO, cause: str = "") -> bool:
-        """Log `sentence`, with its cause id, unless it was the last one for `key`; tells whether it did.
+        """Log `sentence`, with its cause id, unless it was the last one for `key`; returns whether it did.
 
         An empty sentence means that the matter is settled: nothing is logged, and the next reason will be.
         """
@@ -199,7 +199,7 @@ class ChangeLogger:
 
 
 def configure_logging(role: str, name: str, level: str = "INFO", log_format: LogFormat = "human") -> None:
-    """Send this process's log to stderr, each line saying who speaks, in one of the forms of core/observe/log_lines.py.
+    """Send this process's log to stderr, each line naming the process, in a form of core/observe/log_lines.py.
 
     Replaces handlers that were there: a process has one log. Raises ConfigError for an unknown level.
     """
@@ -214,7 +214,7 @@ def configure_logging(role: str, name: str, level: str = "INFO", log_format: Log
 
 
 def say_last(sentence: str, who: str = "dips") -> None:
-    """A process's last word, why it ends: a line of its log where that is for machines, else plain on stderr."""
+    """Report why the process ends: a line of its log where that is for machines, else plain on stderr."""
     root = logging.getLogger()
     forms = [handler.formatter.form for handler in root.handlers if isinstance(handler.formatter, LineFormatter)]
     if "json" in forms:

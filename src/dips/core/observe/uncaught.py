@@ -1,4 +1,4 @@
-"""An error of ours that is not caught ends a person's own program as it ends our commands: a sentence, no stack trace.
+"""Ends a user's own program with one sentence, as our commands do, when it does not catch an error of ours.
 
 Errors stay ordinary exceptions for who catches them. docs/decisions/0033-one-sentence-in-a-users-own-program.md has the
 reasons.
@@ -22,7 +22,7 @@ _PACKAGE = str(Path(__file__).absolute().parents[2])
 
 
 def install() -> None:
-    """From now on, in this process. What is no error of ours, or a bug of ours, goes to the hook that was there."""
+    """Install the hook in this process. What is no error of ours, or a bug of ours, goes to the hook that was there."""
     former = sys.excepthook
     if getattr(former, "says_one_sentence", False):
         return
