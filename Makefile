@@ -1,7 +1,7 @@
 # Every target makes its own virtual environment and installs what it needs, once.
 #
-# On a machine without an accelerator, point TORCH_INDEX at PyTorch's index of CPU builds (the README has the line):
-# the build on the plain index brings gigabytes of CUDA packages.
+# On a machine without an accelerator, set TORCH_INDEX to PyTorch's index of CPU builds (the README has the line):
+# the build on the default index installs gigabytes of CUDA packages.
 
 VENV ?= .venv
 PYTHON ?=
@@ -13,10 +13,11 @@ CHROMIUM ?= chromium
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --constraint constraints.txt
-# pip would compile one file after the other, for half of its time. What cannot be compiled is no module, as with pip.
+# pip would compile one file after the other, which takes half of its time. Files that cannot be compiled are ignored,
+# as pip does.
 COMPILE := $(BIN)/python -m compileall -q -q -j 0 $(VENV)/lib || true
-# An environment made before the distribution was called dips-training still holds it under the old name, and both own
-# the command: the old one goes before the new one is installed.
+# An environment from before the distribution was renamed to dips-training still contains the old name, and both provide
+# the command: the old one is removed before the new one is installed.
 RENAMED := if $(BIN)/python -m pip show -q dips 2>/dev/null; then $(BIN)/python -m pip uninstall -q -y dips; fi
 VENV_STAMP := $(VENV)/.made
 TORCH_STAMP := $(VENV)/.installed-torch
@@ -35,12 +36,12 @@ help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
 	@echo
 	@echo '  ARGS="..."       more arguments, for demo, test, test-slow, faults and endurance (pytest), sim, frozen, model-check and bench'
-	@echo '  MINUTES=5        how long `make fuzz` goes on, and `make soak` (10), about'
+	@echo '  MINUTES=5        how long `make fuzz` runs, and `make soak` (10), about'
 	@echo '  SEEDS=2000       how many runs `make sim` simulates'
-	@echo '  TORCH_INDEX=URL  package index that PyTorch alone is taken from, such as the one of its CPU builds'
+	@echo '  TORCH_INDEX=URL  package index for PyTorch alone, such as the index of its CPU builds'
 	@echo '  PYTHON=PATH      the interpreter that makes the environment (3.11 or newer); VENV=DIR where it is made'
 
-demo: $(DEMO_STAMP)  ## train a small model on four clusters here, and lose a cluster and a slave on the way
+demo: $(DEMO_STAMP)  ## train a small model on four clusters here, and kill a cluster and a slave during the run
 	$(BIN)/dips demo $(ARGS)
 
 test: check  ## all checks, unit tests, and the integration tests of the main path; under four minutes
@@ -59,40 +60,40 @@ check: $(DEV_STAMP)  ## lint, types and layers, without running anything
 sim: $(DEV_STAMP)  ## simulate SEEDS runs with every fault, all invariants checked after every step
 	$(BIN)/python -m dips.sim.seeds --seeds $(SEEDS) $(ARGS)
 
-frozen: $(DEV_STAMP)  ## compare what 500 simulated runs did with tests/frozen/seeds.txt, in a minute or two
+frozen: $(DEV_STAMP)  ## compare the records of 500 simulated runs with tests/frozen/seeds.txt, in a minute or two
 	$(BIN)/python -m dips.sim.canonical_records --check tests/frozen/seeds.txt $(ARGS)
 
-model-check: $(DEV_STAMP)  ## see every state of small runs, breadth first, in two minutes; ARGS=--short or ARGS=--long
+model-check: $(DEV_STAMP)  ## visit every state of small runs, breadth first, in two minutes; ARGS=--short or ARGS=--long
 	$(BIN)/python -m dips.sim.search --counts tests/frozen/searches.txt $(ARGS)
 
-faults: $(DEV_STAMP)  ## harm real processes, their links and their disks in every planned way, for 20 minutes
+faults: $(DEV_STAMP)  ## inject every planned fault into real processes, their links and their disks, for 20 minutes
 	$(BIN)/python -m pytest --require-passed --faults tests/faults $(ARGS)
 
-fuzz: $(FUZZ_STAMP)  ## feed every reader of bytes what it does not expect for MINUTES, and attack real processes
+fuzz: $(FUZZ_STAMP)  ## feed unexpected bytes to every decoder for MINUTES, and attack real processes
 	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(ARGS)
 
-soak: $(DEV_STAMP)  ## train twice, in calm and under a storm of kills, for MINUTES, and compare the losses
+soak: $(DEV_STAMP)  ## train twice, without faults and under many kills, for MINUTES, and compare the losses
 	$(BIN)/python tests/soak.py --minutes $(if $(filter file,$(origin MINUTES)),10,$(MINUTES)) $(ARGS)
 
-dashboards-test: $(DEV_STAMP)  ## watch a real run with a real Prometheus: each panel and rule must have data; two minutes
+dashboards-test: $(DEV_STAMP)  ## scrape a real run with a real Prometheus: each panel and rule must have data; two minutes
 	$(BIN)/python -m pytest --require-passed tests/e2e/dashboards $(ARGS)
 
-page-test: $(DEV_STAMP)  ## look at the status page of a real run with a real browser, for two minutes; pictures in runs/page
+page-test: $(DEV_STAMP)  ## check the status page of a real run with a real browser, for two minutes; pictures in runs/page
 	@if ! command -v $(CHROMIUM) >/dev/null; then \
 	  echo "make page-test: skipped: there is no $(CHROMIUM) here (Debian, Ubuntu: apt-get install chromium)"; \
 	else DIPS_TEST_CHROMIUM="$$(command -v $(CHROMIUM))" \
 	  $(BIN)/python -m pytest --require-passed -rs tests/e2e/page $(ARGS); fi
 
-compose:  ## start the run of docker-compose.yml in the background, once this machine has what it needs
+compose:  ## check this machine, then start the run of docker-compose.yml in the background
 	@$(or $(PYTHON),python3) deploy/compose/up.py --build --detach $(ARGS)
 
 compose-test: $(DEV_STAMP)  ## train in containers, kill each of them, cut a network, verify, remove everything; needs Docker
 	$(BIN)/python tests/e2e/compose/run.py $(ARGS)
 
-endurance: $(DEV_STAMP)  ## move gigabytes and ten thousand tensors, play a thousand rounds, run the trainers; needs 10 GB
+endurance: $(DEV_STAMP)  ## transfer gigabytes and ten thousand tensors, run a thousand rounds and the trainers; needs 10 GB
 	$(BIN)/python tests/run_all.py --endurance tests/endurance $(ARGS)
 
-manifests: $(DEV_STAMP)  ## write deploy/kubernetes/base anew from deploy/kubernetes/base.toml
+manifests: $(DEV_STAMP)  ## generate deploy/kubernetes/base from deploy/kubernetes/base.toml
 	rm -rf deploy/kubernetes/base
 	$(BIN)/dips deploy render deploy/kubernetes/base.toml --output deploy/kubernetes/base
 
@@ -103,7 +104,7 @@ e2e-kubernetes: $(DEV_STAMP)  ## deploy to the cluster that KUBECONFIG names; sk
 	@if [ -z "$${KUBECONFIG:-}" ]; then echo "make e2e-kubernetes: skipped: KUBECONFIG names no cluster"; \
 	else $(BIN)/python -m pytest --require-passed -rs -s tests/e2e/kubernetes $(ARGS); fi
 
-protos: $(DEV_STAMP)  ## write the stubs beside protos/*.proto anew
+protos: $(DEV_STAMP)  ## generate the stubs next to protos/*.proto
 	cd src && $(abspath $(BIN))/python -m grpc_tools.protoc -I . \
 	  --python_out=. --pyi_out=. --grpc_python_out=. dips/protos/*.proto
 
@@ -114,7 +115,7 @@ bench: $(DEV_STAMP)  ## run the benchmarks, or one: BENCH=sync runs benchmarks/b
 	for file in "$${found[@]}"; do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || failed+=("$$file"); done; \
 	if [ "$${#failed[@]}" != 0 ]; then echo "make bench: not done: $${failed[*]}" >&2; exit 1; fi
 
-docs: $(DEV_STAMP)  ## write the generated parts of docs/ anew
+docs: $(DEV_STAMP)  ## update the generated parts of docs/
 	$(BIN)/python -m dips.cli.protocol_doc --write docs/protocol.md
 	$(BIN)/python -m dips.cli.assumptions_doc --write docs/assumptions.md
 	$(BIN)/python -m dips.cli.metrics_doc --write docs/metrics.md
@@ -124,8 +125,8 @@ clean:  ## remove the environment and everything that tools left behind; runs/ s
 	rm -rf src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Without PYTHON=, the first of these that is new enough. The version is checked before anything is made, because
-# pip's own words about it come late and name no remedy.
+# Without PYTHON=, the first of these that is new enough is used. The version is checked before anything is made,
+# because pip reports it late and names no remedy.
 $(VENV_STAMP):
 	@new_enough() { "$$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }; \
 	as_root() { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; }; \
@@ -156,7 +157,7 @@ $(VENV_STAMP):
 	"$$python" -m venv $(VENV)
 	@touch $@
 
-# PyTorch alone from its own index, without dependencies: those come from the usual index with everything else, at
+# Only PyTorch comes from its own index, without dependencies: these come from the usual index with everything else, at
 # the versions of constraints.txt. The next step finds this build installed and keeps it.
 $(TORCH_STAMP): $(VENV_STAMP) $(INPUTS)
 ifneq ($(TORCH_INDEX),)
@@ -170,12 +171,12 @@ $(DEMO_STAMP): $(TORCH_STAMP)
 	$(COMPILE)
 	@touch $@
 
-# Coverage-guided fuzzing is for where it can be had; the rest of it needs nothing more.
+# Coverage-guided fuzzing runs only where atheris can be installed; the rest needs nothing more.
 $(FUZZ_STAMP): $(DEV_STAMP)
 	@$(PIP) --editable '.[fuzz]' || echo "make fuzz: atheris cannot be installed here: no coverage-guided part" >&2
 	@touch $@
 
-# Everything of the demo is part of it.
+# It includes everything that the demo needs.
 $(DEV_STAMP): $(TORCH_STAMP)
 	@$(RENAMED)
 	$(PIP) --editable '.[dev]'

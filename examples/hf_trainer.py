@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer as one cluster of a run: the callback is all that is added.
+"""Hugging Face's Trainer as one cluster of a run: only the callback is added.
 
 As two clusters:  python examples/hf_trainer.py
                   (starts a master, two slaves and itself twice, then opens the model that `dips export` writes)
@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import dips
 
 LENGTH, BATCH = 64, 8
-LIBRARY = Path(textwrap.__file__).parent  # real text that is there already: Python's own standard library
+LIBRARY = Path(textwrap.__file__).parent  # real text without a download: Python's own standard library
 CONFIG = LlamaConfig(
     vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=None,
@@ -54,7 +54,7 @@ def train() -> None:
     arguments = TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=BATCH, gradient_accumulation_steps=2, max_steps=400,
         learning_rate=3e-3, lr_scheduler_type="constant", logging_steps=10, save_steps=25, save_total_limit=2,
-        data_seed=zlib.crc32(cluster.encode()),  # each cluster goes through the text in an order of its own
+        data_seed=zlib.crc32(cluster.encode()),  # each cluster reads the text in its own order
         use_cpu=True, report_to=[], disable_tqdm=True,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def train() -> None:
         LlamaForCausalLM(CONFIG), arguments, train_dataset=Bytes("argparse", "inspect", "tarfile", "typing"),
         eval_dataset=Bytes("textwrap"), callbacks=[dips.HuggingFaceCallback()],
     )  # fmt: skip
-    # A process that died goes on from the Trainer's last whole checkpoint, and from what the callback saved with it.
+    # A restarted process resumes from the Trainer's last complete checkpoint, and from what the callback saved with it.
     saved = sorted(folder.glob("checkpoint-*/trainer_state.json"), key=os.path.getmtime)  # what the Trainer writes last
     trainer.train(resume_from_checkpoint=str(saved[-1].parent) if saved else None)
     result = {
@@ -84,7 +84,7 @@ def two_clusters() -> None:
         [master]
         sync_every = 8       # inner steps between two pushes
         min_clusters = 2
-        tk_max = "120k"      # the run ends here, for both
+        tk_max = "120k"      # the run ends here, for both clusters
         [[clusters]]
         id = "a"
         command = {json.dumps(command)}

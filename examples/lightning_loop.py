@@ -1,4 +1,4 @@
-"""Lightning's Trainer as one cluster of a run: the callback is all that is added.
+"""Lightning's Trainer as one cluster of a run: only the callback is added.
 
 As two clusters:  python examples/lightning_loop.py
                   (starts a master, two slaves and itself twice, then opens the model that `dips export` writes)
@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import dips
 
 LENGTH, BATCH = 64, 8
-LIBRARY = Path(textwrap.__file__).parent  # real text that is there already: Python's own standard library
+LIBRARY = Path(textwrap.__file__).parent  # real text without a download: Python's own standard library
 CONFIG = LlamaConfig(
     vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=None,
@@ -42,14 +42,14 @@ def text_of(*modules: str) -> torch.Tensor:
 
 
 class Batches:
-    """Batches of text in an order of the cluster's own, that go on where a checkpoint was taken."""
+    """Batches of text in the cluster's own order, which resume where a checkpoint was taken."""
 
     def __init__(self, cluster: str) -> None:
         self.rows = text_of("argparse", "inspect", "tarfile", "typing")
         self.seed, self.taken = zlib.crc32(cluster.encode()), 0
 
     def __len__(self) -> int:
-        return 1000  # Lightning fetches ahead of a loader without a length, which then saves a place too far
+        return 1000  # Lightning fetches ahead from a loader without a length, which then saves a position too far
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         while True:
@@ -104,7 +104,7 @@ def train() -> None:
             ModelCheckpoint(folder, every_n_train_steps=25, save_last=True, enable_version_counter=False),
         ],
     )  # fmt: skip
-    # A process that died goes on from Lightning's last checkpoint, and from what the callback saved with it.
+    # A restarted process resumes from Lightning's last checkpoint, and from what the callback saved with it.
     last = folder / "last.ckpt"
     trainer.fit(module, Batches(cluster), ckpt_path=str(last) if last.exists() else None)
     print("RESULT", json.dumps({"losses": module.losses[::20], "heldout": heldout(module.model)}), flush=True)
@@ -122,7 +122,7 @@ def two_clusters() -> None:
         [master]
         sync_every = 8       # inner steps between two pushes
         min_clusters = 2
-        tk_max = "120k"      # the run ends here, for both
+        tk_max = "120k"      # the run ends here, for both clusters
         [[clusters]]
         id = "a"
         command = {json.dumps(command)}

@@ -17,7 +17,7 @@ from torch import nn
 import dips
 
 BATCH, LENGTH = 16, 64
-TEXT = torch.tensor(list(Path(argparse.__file__).read_bytes()))  # any text: here, a file that Python brings along
+TEXT = torch.tensor(list(Path(argparse.__file__).read_bytes()))  # any text: here, a file of Python's own library
 
 
 class NextByte(nn.Module):

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/04-plan-a-schedule/train_planned.py runs/plan/plan.csv
 
-Stages here are small blocks on processors. Put yours in their place; on GPUs, say "nccl" and each rank's own device.
+The stages here are small blocks on CPUs. Replace them with yours; on GPUs, use "nccl" and each rank's own device.
 """
 
 from __future__ import annotations
