@@ -10,7 +10,7 @@ from dips.core.observe.metrics import CERTIFICATE, Spec
 PREFIX = "dips_master_"
 
 _CLUSTER, _SLAVE = ("cluster",), ("slave",)
-_SAID = "the cluster has reported it in a heartbeat"
+_REPORTED = "the cluster has reported it in a heartbeat"
 _JUDGED = "the cluster has a judged push"
 _ROUND_JUDGED = "a round was judged since the master started"
 _PUBLISHED = "a version is published"
@@ -124,16 +124,16 @@ METRICS: tuple[Spec, ...] = (
     Spec("cluster_local_steps", "gauge", "Inner steps that the cluster is to make between two pushes (H_j)",
          "sync_every, less for slow clusters with dynamic steps", _CLUSTER, "", "the cluster is live"),
     Spec("cluster_loss", "gauge", "Mean training loss of the cluster's last steps", "falls, alike on all clusters",
-         _CLUSTER, "nats/token", _SAID),
+         _CLUSTER, "nats/token", _REPORTED),
     Spec("cluster_staleness_versions", "gauge", "Versions that the cluster's base is behind the published one",
          "0 to 2", _CLUSTER, "versions", "the cluster has pulled on this timeline"),
     Spec("staleness_limit_versions", "gauge", "Versions behind at which a push is refused as stale (s_max)",
          "as configured", (), "versions"),
     # ---- transfers, as the master knows them ----
     Spec("cluster_push_seconds", "gauge", "Time of the cluster's last push, from its beginning to all being sent",
-         "below a tenth of a round", _CLUSTER, "s", _SAID),
+         "below a tenth of a round", _CLUSTER, "s", _REPORTED),
     Spec("cluster_pull_seconds", "gauge", "Time of the cluster's last pull", "below a tenth of a round", _CLUSTER, "s",
-         _SAID),
+         _REPORTED),
     Spec("open_pushes", "gauge", "Undecided pushes", "at most one for each live cluster"),
     Spec("push_attempts_total", "counter", "Tickets for pushes: first, or again (what is missing is sent)",
          "first alone", ("cluster", "attempt")),

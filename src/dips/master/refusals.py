@@ -25,8 +25,8 @@ LOG_LINES_PER_S = 2.0
 
 @dataclass
 class _Kind:
-    said_s: float
-    unsaid: int = 0
+    written_s: float
+    n_waiting: int = 0
     last: Record | None = None
 
 
@@ -48,13 +48,13 @@ class Refusals:
         if kind is None:
             self._kinds[key] = _Kind(now_s)
             return record
-        kind.unsaid, kind.last = kind.unsaid + 1, record
-        return self._line(kind, now_s) if now_s - kind.said_s >= EVERY_S else None
+        kind.n_waiting, kind.last = kind.n_waiting + 1, record
+        return self._line(kind, now_s) if now_s - kind.written_s >= EVERY_S else None
 
     def due(self, now_s: float, everything: bool = False) -> list[Record]:
         """The lines that are due; with `everything` all that are left, at the end."""
-        waiting = [kind for kind in self._kinds.values() if kind.unsaid]
-        return [self._line(kind, now_s) for kind in waiting if everything or now_s - kind.said_s >= EVERY_S]
+        waiting = [kind for kind in self._kinds.values() if kind.n_waiting]
+        return [self._line(kind, now_s) for kind in waiting if everything or now_s - kind.written_s >= EVERY_S]
 
     def may_log(self, now_s: float) -> str | None:
         """The text to add to a log line about a refusal; None: leave the line out."""
@@ -69,8 +69,8 @@ class Refusals:
 
     def _line(self, kind: _Kind, now_s: float) -> Record:
         assert kind.last is not None, "a counted refusal was noted"
-        line = replace(kind.last, fields={**kind.last.fields, "count": kind.unsaid})
-        kind.said_s, kind.unsaid = now_s, 0
+        line = replace(kind.last, fields={**kind.last.fields, "count": kind.n_waiting})
+        kind.written_s, kind.n_waiting = now_s, 0
         return line
 
 
