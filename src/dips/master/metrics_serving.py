@@ -27,7 +27,7 @@ class Metrics:
         self._shared: SharedState | None = None
 
     def watch(self, machine: object) -> None:
-        """Serves this state machine from now on. One without shared state, as in tests, has no metrics."""
+        """Serves this state machine from now on. One without a SharedState, as in tests, has no metrics."""
         shared = getattr(machine, "shared", None)
         self._shared = shared if isinstance(shared, SharedState) else None
 
