@@ -3,7 +3,7 @@
 Both may have the same certificate, so a name proves nothing. A slave is identified by its directory, a cluster by its
 process; each identity is a number that was drawn once (docs/decisions/0034). A newcomer is asked to try again for as
 long as the known process could be dead and not yet evicted. If it has not been evicted by then, it sends heartbeats,
-and the newcomer is refused for good. So neither a late beat nor a restarted master gives a name to the wrong process.
+and the newcomer is refused permanently. So neither a late beat nor a restarted master gives a name to a wrong process.
 """
 
 from __future__ import annotations
