@@ -54,7 +54,7 @@ class ProgressListener(Protocol):
 
 
 def run_jobs(
-    jobs: Sequence[J], work: Work[J, R], processes: int, told: ProgressListener
+    jobs: Sequence[J], work: Work[J, R], processes: int, listener: ProgressListener
 ) -> Generator[tuple[int, R], None, None]:
     """Run all jobs, so many at a time; yields (index, result) in the order in which they end.
 
@@ -66,15 +66,15 @@ def run_jobs(
         for _ in range(min(processes, len(jobs))):
             workers.append(_Worker(work))
             workers[-1].start()
-            workers[-1].give(*waiting.popleft(), told)
+            workers[-1].give(*waiting.popleft(), listener)
         while busy := [worker for worker in workers if worker.index is not None]:
             for ready in wait([worker.connection for worker in busy]):
                 worker = next(worker for worker in busy if worker.connection is ready)
-                found = worker.hear(told)
+                found = worker.receive(listener)
                 if found is None:
                     continue
                 if waiting:
-                    worker.give(*waiting.popleft(), told)
+                    worker.give(*waiting.popleft(), listener)
                 yield found
     finally:
         for worker in workers:
@@ -95,15 +95,15 @@ class _Worker(Generic[J, R]):
             self.process.start()
         self._theirs.close()  # so that its end is an end of file here
 
-    def give(self, index: int, job: J, told: ProgressListener) -> None:
+    def give(self, index: int, job: J, listener: ProgressListener) -> None:
         self.index = index
         try:
             self.connection.send(job)
         except OSError:
             raise self._died() from None
-        told.began(index)
+        listener.began(index)
 
-    def hear(self, told: ProgressListener) -> tuple[int, R] | None:
+    def receive(self, listener: ProgressListener) -> tuple[int, R] | None:
         """Receive one message; returns the job's index and result when it is done. Raises JobFailed."""
         assert self.index is not None
         index = self.index
@@ -114,10 +114,10 @@ class _Worker(Generic[J, R]):
         if kind == "failed":
             raise PoolJobFailed(index, *content)
         if kind == "moved":
-            told.moved(index, *content)
+            listener.moved(index, *content)
             return None
         self.index = None
-        told.ended(index)
+        listener.ended(index)
         return index, content[0]
 
     def end(self) -> None:

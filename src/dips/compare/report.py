@@ -95,14 +95,14 @@ def loss_table(found: Comparison) -> Table:
     """The table of what each method reached, and in which time."""
     title = f"held-out loss after {format_count(found.setup.run.tokens)} tokens"
     others = [name for name in REFERENCES if name in found.summaries]
-    beside = ["clean"] if found.clean else []
-    columns = ["method", "loss", *(f"minus\n{name}" for name in others + beside), "virtual\ntime", "of\nideal"]
+    extra = ["clean"] if found.clean else []
+    columns = ["method", "loss", *(f"minus\n{name}" for name in others + extra), "virtual\ntime", "of\nideal"]
     if _timed(found):
         columns.append("speed")
     table = table_of(title, columns)
     for name, summary in found.summaries.items():
         differences = [summary.minus(found.summaries[other]) for other in others]
-        if beside:
+        if extra:
             differences.append(summary.minus(found.clean.get(name)))
         row = [name, loss_text(summary), *(show(value, "+.3f") for value in differences)]
         row += [time_text(summary), show(summary.mean("share_of_ideal"), ".1%")]
@@ -192,8 +192,8 @@ def _alarm_sentence(found: Comparison) -> str:
         for at_s, sentence in (alarm for run in summary.runs.values() for alarm in run.alarms):
             firsts = about.setdefault(re.split(r"[:(]", sentence)[0].strip(" ."), {})
             firsts[name] = min(at_s, firsts.get(name, at_s))
-    told = [f"{what} ({', '.join(f'{m} at {s:.0f} s' for m, s in firsts.items())})" for what, firsts in about.items()]
-    return f"Alarms: {'; '.join(told)}." if told else ""
+    parts = [f"{what} ({', '.join(f'{m} at {s:.0f} s' for m, s in firsts.items())})" for what, firsts in about.items()]
+    return f"Alarms: {'; '.join(parts)}." if parts else ""
 
 
 def loss_text(summary: MethodSummary) -> str:

@@ -29,7 +29,7 @@ EXIT_BROKEN = 7
 BEFORE_THE_JOURNAL = frozenset({"promised", "staged", "measured", "prepared"})
 """Lines that slaves write before the COMMIT; the other lines of their tapes are about what the journal already has."""
 
-_OWN_DATA = "clusters bring their own data, so no token is lent"
+_OWN_DATA = "clusters bring their own data, so no token is leased"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""What chunks hold, and what is computed of them: the seam between the simulated processes and two arithmetics.
+"""The interface of a run's arithmetic: what chunks hold, and what is computed from them. It has two implementations.
 
-Symbols (dips.sim.content) say in one number how a chunk came about; Numbers (dips.sim.numbers) are real float32 that
-clusters train. Nothing else in the simulator knows which of them a run has.
+Symbols (dips.sim.content) encode in one number how a chunk was made; Numbers (dips.sim.numbers) are real float32 that
+clusters train. Nothing else in the simulator depends on which of them a run has.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class ModelVector(Protocol):
 
 
 class ClusterModel(Protocol):
-    """One cluster's parameters through one life: the live ones, theta_base, theta_at_push, what was pulled, and the
+    """One cluster's parameters in one incarnation: the live ones, theta_base, theta_at_push, what was pulled, and the
     residual: what the rounding of its pushes lost."""
 
     @property
     def residual_mark(self) -> int:
-        """Another number whenever the residual changes; 0 while none stands."""
+        """A number that changes with the residual; 0 while there is none."""
         ...
 
     def step(self, name: str, ranges: Sequence[DataRange], progress_tokens: int) -> float:
@@ -62,17 +62,17 @@ class ClusterModel(Protocol):
         ...
 
     def sent(self, wire: Codec) -> ModelVector:
-        """What a push sends, written so."""
+        """The vector that a push sends, in this form."""
         ...
 
     def keep_residual(self, wire: Codec) -> None:
-        """What was sent so is part of the model: what its rounding lost is the next push's residual."""
+        """Keep the rounding error of a push that was applied: it is the residual of the next push."""
         ...
 
     def clear_residual(self) -> None: ...
 
     def fetched(self, values: Mapping[Key, Value]) -> None:
-        """A version has arrived, whole."""
+        """Take a version that has arrived, whole."""
         ...
 
     def install(self, name: str, mode: InstallMode, reset_inner: bool) -> None:
@@ -81,14 +81,14 @@ class ClusterModel(Protocol):
 
 
 class ShardArithmetic(Protocol):
-    """One slave's staging rows and its computing on whole shards; made anew by each Configure."""
+    """One slave's staging rows and its computing on whole shards; each Configure makes a new one."""
 
     def clear(self, slot: int) -> None:
-        """Another push has the slot."""
+        """Clear the slot for another push."""
         ...
 
     def land(self, slot: int, index: int, value: Value) -> None:
-        """Chunk number `index` of the shard has arrived."""
+        """Take chunk number `index` of the shard."""
         ...
 
     def measure(self, theta: Part, slots: Sequence[int]) -> tuple[BlockGram, ...]: ...
@@ -126,7 +126,7 @@ class ShardArithmetic(Protocol):
 
 
 class Arithmetic(Protocol):
-    """One run's."""
+    """The arithmetic of one run."""
 
     @property
     def remembers(self) -> bool:
@@ -136,11 +136,11 @@ class Arithmetic(Protocol):
     def checksum(self, value: Value) -> int: ...
 
     def damaged(self, value: Value) -> Value:
-        """The same with a flipped bit."""
+        """The same content with a flipped bit."""
         ...
 
     def decoded(self, wire: Codec, base: Value, written: Value) -> Value:
-        """What a slave makes of a chunk that was written as a difference to `base`."""
+        """The content that a slave decodes from a difference to `base`."""
         ...
 
     def model(self, name: str, generation: int, layout: Layout, chunk_bytes: int) -> ClusterModel: ...

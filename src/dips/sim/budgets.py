@@ -1,7 +1,7 @@
-"""I16: what master, slaves and clusters keep in memory and on disk, each against the formula that bounds it.
+"""I16: checks what master, slaves and clusters keep in memory and on disk against the formulas that bound it.
 
-Looked at at every publish and every so many events, in the middle of whatever happens. How full each was at its fullest
-is counted, so that a bound that nothing ever comes near can be seen for what it is.
+Checked at every publish and after every so many events. The largest use of each budget is counted, which shows bounds
+that are never approached.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
     from dips.sim.world import World
 
 Used = Iterator[tuple[str, int, int]]
-"""What, how much of it, and how much of it there may be."""
+"""Names of budgets, with the used amount and the limit."""
 
 CALLS_OF_A_CLUSTER = 4
-"""That may wait for the verdict of its push at once: its own, and those that it gave up and nobody has noticed yet."""
+"""Calls of a cluster that may wait for a verdict at once: its own, and abandoned ones that are not yet noticed."""
 
 FOREIGN_CALLS = 16
-"""Repeated, late and hostile ones."""
+"""Repeated, late and hostile calls."""
 
 PIECES_OF_A_CHUNK = 4
-"""Into which steps, pushes and returns cut a chunk of data that somebody holds."""
+"""Pieces into which steps, pushes and returns cut a leased chunk of data."""
 
 
 class Budgets:
-    """One run's."""
+    """The budgets of one run."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def check(self) -> None:
-        """Whoever lives, now."""
+        """Check all live processes now."""
         world = self._world
         for master in world.masters:
             self._compare("master", self._of_master(master))

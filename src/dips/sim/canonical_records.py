@@ -1,4 +1,5 @@
-"""python -m dips.sim.canonical_records: what simulated runs did, as records free of sentences and of names in the code.
+"""python -m dips.sim.canonical_records: writes and compares what simulated runs did, without sentences and names in the
+code.
 
 A change that only moves, renames or merges code must keep what a run does. The trace hash of a seed is too strict for
 that: it also covers sentences and names of classes. The canonical records are every entry of the master's journal,
@@ -38,7 +39,7 @@ SENTENCES = frozenset({"reason", "sentence", "why"})
 """Fields of journal records that people read."""
 
 OWN_RECORDS = frozenset({"ledger"})
-"""The state after a COMMIT, inside its record: how it is stored may change while every decision stays."""
+"""The state after a COMMIT, inside its record: its form may change while all decisions stay equal."""
 
 TAPE = {
     ("master", "verdict"): ("verdict", ("push", "verdict", "version", "round")),
@@ -74,7 +75,7 @@ class Frozen:
 
 
 class RecordedWorld(World):
-    """A simulated run that keeps its canonical records, a JSON text for each."""
+    """A simulated run that collects its canonical records, a JSON text for each."""
 
     def __init__(self, seed: int) -> None:
         self.records: list[str] = []
@@ -83,7 +84,7 @@ class RecordedWorld(World):
         super().__init__(seed)
 
     def run(self) -> SeedOutcome:
-        """The whole run."""
+        """Run the whole simulation."""
         errors.watch_refusals(self._refused)
         try:
             return super().run()
@@ -97,12 +98,13 @@ class RecordedWorld(World):
         self.records.append(json.dumps(entry, separators=(",", ":"), sort_keys=True))
 
     def journalled(self, master: MasterHost, record: Mapping[str, Any]) -> None:
-        """An entry of the journal is durable."""
+        """Record an entry of the journal that is now durable."""
         self.record(master.name, "journal", {"entry": without_sentences(record)})
         super().journalled(master, record)
 
     def manifest(self, slave: SlaveHost, info: SnapshotInfo, record: bytes) -> None:
-        """A slave's manifest is durable. Its commit_hash is of a text with sentences, so the text is digested here."""
+        """Record a slave's manifest that is now durable. Its commit_hash is of a text with sentences, so the text is
+        digested here."""
         decided = json.dumps(without_sentences(json.loads(record)), sort_keys=True)
         self.record(
             slave.name,
@@ -117,7 +119,7 @@ class RecordedWorld(World):
         super().manifest(slave, info, record)
 
     def tape(self, role: str, process: SimulatedProcess, kind: str, cause: str, fields: Mapping[str, Any]) -> None:
-        """One line of a process's tape."""
+        """Record one line of a process's tape."""
         if role == "master" and kind == "ticket":
             self._tokens_of[fields["push"]] = fields["tokens"]
         if (role, kind) in TAPE:
@@ -129,7 +131,7 @@ class RecordedWorld(World):
         super().tape(role, process, kind, cause, fields)
 
     def _refused(self, code: RefusalCode, module: str) -> None:
-        """The product raised a refusal. One that is passed on within the same moment is not a second one."""
+        """Record a refusal that was raised. One that is passed on at the same moment is not counted twice."""
         if not refuses(module):
             return
         if self._refused_at[0] != self.kernel.now_s:
@@ -169,7 +171,7 @@ def freeze(seed: int, out: Path | None = None) -> Frozen:
     note()
     world = RecordedWorld(seed)
     collecting = gc.isenabled()
-    gc.disable()  # a run is short, and its garbage few megabytes: collecting within it costs a tenth of the time
+    gc.disable()  # a run is short, with few megabytes of garbage: collecting it would cost a tenth of the time
     try:
         outcome = world.run()
     finally:
@@ -184,7 +186,7 @@ def freeze(seed: int, out: Path | None = None) -> Frozen:
 
 
 def freeze_all(seeds: Sequence[int], jobs: int, out: Path | None = None) -> Iterator[Frozen]:
-    """All seeds in their order, on `jobs` processes."""
+    """Freeze all seeds in their order, on `jobs` processes."""
     one = partial(freeze, out=out)
     if jobs <= 1:
         yield from map(one, seeds)
@@ -194,13 +196,13 @@ def freeze_all(seeds: Sequence[int], jobs: int, out: Path | None = None) -> Iter
 
 
 def read(path: Path) -> dict[int, Frozen]:
-    """The lines of a file that --write made. Raises ValueError for a line that is none."""
+    """Read a file that --write made. Raises ValueError for an invalid line."""
     lines = [line.split() for line in path.read_text().splitlines() if line and not line.startswith("#")]
     return {int(seed): Frozen(int(seed), trace, digest, int(n)) for seed, trace, digest, n in lines}
 
 
 def differences(known: Mapping[int, Frozen], now: Sequence[Frozen]) -> tuple[list[str], list[str]]:
-    """What differs from the file: in the canonical records, and in the trace hashes of seeds that are else equal."""
+    """Differences from the file: in the canonical records, and in the trace hashes of otherwise equal seeds."""
     canonical, raw = [], []
     for frozen in now:
         before = known.get(frozen.seed)

@@ -1,7 +1,7 @@
-"""What is checked while any simulation runs: bytes of pushes, whole pulls, told verdicts, order of versions.
+"""Checks every simulation while it runs: bytes of pushes, whole pulls, reported verdicts, order of versions.
 
-The invariants over facts (journal, tapes, manifests) stand in dips.judge.invariants and are checked here after every
-fact too; what only symbols allow stands in dips.sim.content_checks. A violation is a sentence; the run goes on, and
+The invariants over facts (journal, tapes, manifests) are in dips.judge.invariants and are checked here after every
+fact too; checks that need symbols are in dips.sim.content_checks. A violation is a sentence; the run goes on, and
 its seed fails.
 """
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 MAX_VIOLATIONS = 5
 
 KEPT_VERSIONS = 64
-"""Digests of so many versions are known; more than anybody may still pull."""
+"""Versions whose digests are kept; more than any process may still pull."""
 
 
 @dataclass
 class Checks:
-    """`sent`: each cluster's last push, how it was written, and the digest of its bytes. `digests`: what each slave
-    holds of a version."""
+    """The checks of one run. `sent`: each cluster's last push, how it was written, and the digest of its bytes.
+    `digests`: what each slave holds of a version."""
 
     world: World
     sent: dict[str, tuple[PushId, Codec, bytes]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Checks:
     # ---- pushes and versions ----
 
     def pushing(self, push: PushId, wire: Codec, vector: ModelVector) -> None:
-        """The bytes of a push never change, as long as it is written in the same way."""
+        """Check that the bytes of a push never change, as long as it is written in the same form."""
         digest = shard_digest([self.checksum(vector.value(chunk)) for chunk in self.chunks])
         *before, known = self.sent.get(push.cluster, (push, wire, digest))
         if before == [push, wire] and known != digest:
@@ -61,7 +61,7 @@ class Checks:
         self.sent[push.cluster] = (push, wire, digest)
 
     def journalled(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
-        """A durable record."""
+        """Take a durable record of the journal."""
         if record["kind"] in ("COMMIT", "ROLLBACK", "RESHARD"):
             version = version_of(record["version"])
             assert version is not None, "it names its version"
@@ -75,12 +75,12 @@ class Checks:
         self.applied |= {str(push_of(p["push"])) for p in record["participants"] if p["verdict"] == "APPLIED"}
 
     def journal_lost(self) -> None:
-        """The master's disk is gone, or is put back from a copy."""
+        """The master's disk is lost, or restored from a copy."""
 
-    # ---- what clusters are told and read ----
+    # ---- what clusters receive and read ----
 
     def pulled(self, name: str, version: Version, values: Mapping[Key, Value]) -> None:
-        """I3: whole, of one version, and of one that was committed."""
+        """I3: check that a pulled version is whole and was committed."""
         known = self.digests.get(version)
         slave_of_block = self.placed.get(version, {})
         if known is None:
@@ -92,13 +92,13 @@ class Checks:
                 self.violated(f"{name} pulled something else of {slave} as version {version} than was merged (I3)")
 
     def told(self, name: str, fields: Mapping[str, Any]) -> None:
-        """A cluster was told a verdict: APPLIED must be durable by then (a ROLLBACK may have overtaken the answer)."""
+        """A cluster received a verdict: APPLIED must be durable by then (a ROLLBACK may have overtaken the answer)."""
         kind = fields.get("verdict", fields.get("kind"))
         if kind == "APPLIED" and fields["push"] not in self.applied:
-            self.violated(f"{name} is told APPLIED of push {fields['push']}, which no durable COMMIT holds")
+            self.violated(f"{name} received APPLIED for push {fields['push']}, which no durable COMMIT holds")
 
     def publish(self, version: Version) -> None:
-        """I17: published versions never go back, unless a disk was lost or durability is async."""
+        """I17: check that published versions never go back, unless a disk was lost or durability is async."""
         before, self.published = self.published, version
         self.ever_published.add(version)
         if before is None or (version >= before and version.timeline == before.timeline):
@@ -108,7 +108,7 @@ class Checks:
 
 
 def version_of(raw: Any) -> Version | None:
-    """From a pair, or from "timeline:v"."""
+    """Parse a version from a pair or from "timeline:v"."""
     if raw is None:
         return None
     if isinstance(raw, str):

@@ -1,6 +1,6 @@
-"""Parameters without numbers: a chunk's content is one integer made from everything that it depends on.
+"""Symbolic parameters: a chunk's content is one integer, computed from everything that it depends on.
 
-Two chunks are equal exactly when they came about in the same way, so a torn pull, a wrong merge or a forgotten push
+Two chunks are equal exactly when they were made in the same way, so a torn pull, a wrong merge or a missing push
 shows as an unequal number. The lowest two bits say what kind of numbers the chunk would hold.
 """
 
@@ -21,22 +21,22 @@ from dips.sim.arithmetic import F32, Key, ModelVector
 from dips.worker.state.effects import InstallMode
 
 CLEAN, NAN, HUGE, SAME = 0, 1, 2, 3
-"""Ordinary numbers; some not finite; thirty times too long a way; no different from the current version."""
+"""Kinds: ordinary numbers; some not finite; an update thirty times too large; equal to the current version."""
 
 KIND_BITS = 3
 KIND_NAMES: Mapping[int, str] = {NAN: "nan_push", HUGE: "x30_push", SAME: "zero_push"}
 
 LOSS = 2.0
-"""Of every step: nothing is trained."""
+"""The loss of every step: nothing is trained."""
 
 
 def mixed(*parts: object) -> int:
-    """One 62-bit number with the kind bits clear, from all parts."""
+    """A 62-bit hash of all parts, with the kind bits clear."""
     return xxhash.xxh3_64_intdigest(repr(parts).encode()) & ~KIND_BITS & 0x7FFF_FFFF_FFFF_FFFF
 
 
 def checksum_of(value: int) -> int:
-    """What stands for the checksum of a chunk's bytes: other content, other checksum."""
+    """The stand-in for the checksum of a chunk's bytes: different content, different checksum."""
     return (value * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & 0xFFFF_FFFF_FFFF_FFFF
 
 
@@ -46,7 +46,7 @@ def key_of(chunk: Chunk) -> Key:
 
 @dataclass(frozen=True)
 class Trained:
-    """Parameters that came out of training; `token` says how."""
+    """Parameters after training; `token` identifies how they were made."""
 
     token: int
     kind: int = CLEAN
@@ -67,7 +67,7 @@ class PulledModel:
 
 @dataclass(frozen=True)
 class Rounded:
-    """Parameters as slaves hold them after a push of differences: rounding made something of its own of all it had."""
+    """Parameters as slaves hold them after a push of differences, whose rounding changes the content."""
 
     wire: Codec
     push: ModelVector
@@ -81,7 +81,7 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Written:
-    """The same as it travels: only who has the base can read it."""
+    """The same as sent: only a process with the base can decode it."""
 
     rounded: Rounded
 
@@ -91,14 +91,14 @@ class Written:
 
 
 def difference_mask(wire: Codec, base: int) -> int:
-    """What stands between a chunk and its difference to `base`."""
+    """The mask between a chunk and its difference to `base`."""
     return mixed("difference", wire.name, base)
 
 
 @dataclass
 class SimulatedModel:
-    """The parameters of one cluster, and what its transfers read and write. written: what the open push was last sent
-    as, if that was differences."""
+    """The parameters of one cluster, and what its transfers read and write. written: the differences that the open push
+    was last sent as, if any."""
 
     live: ModelVector
     base: ModelVector | None = None
@@ -113,7 +113,7 @@ class SimulatedModel:
         return self.residual
 
     def train(self, name: str, kind: int = CLEAN) -> None:
-        """Steps were made: other parameters than ever before."""
+        """Take steps: the parameters become new ones."""
         self.changes += 1
         self.live = Trained(mixed("trained", name, self.changes, _token(self.live)), kind)
 
@@ -141,7 +141,7 @@ class SimulatedModel:
 
     def _rounded(self, wire: Codec) -> Rounded:
         assert self.push is not None, "a snapshot was taken before"
-        assert self.base is not None, "differences stand on a version that was pulled"
+        assert self.base is not None, "differences are based on a version that was pulled"
         return Rounded(wire, self.push, self.base, self.residual)
 
     def keep_residual(self, wire: Codec) -> None:
@@ -185,14 +185,15 @@ def averaged(theta: int, pushed: Sequence[int], weights: Sequence[float], share:
 
 
 def rates_of(outer_lr: float, decay: float, lookahead: float, gradient_weight: float) -> tuple[float, ...]:
-    """A gradient weight of 1, the usual one, is left out: the seeds that tests name keep their symbols."""
+    """The rates of a step; the usual gradient weight of 1 is left out, so that the seeds in tests keep their
+    symbols."""
     return (outer_lr, decay, lookahead) if gradient_weight == 1.0 else (outer_lr, decay, lookahead, gradient_weight)
 
 
 def outer_step(
     theta: int, momentum: int, pushed: Sequence[int], body: Prepare, is_averaged: bool = False
 ) -> tuple[int, int]:
-    """What a slave computes of one chunk; the seed becomes version 0 as it is, with momentum zero."""
+    """A slave's computation on one chunk; the seed becomes version 0 unchanged, with momentum zero."""
     if body.from_version is None:
         return pushed[0], 0
     if is_averaged:
@@ -202,7 +203,7 @@ def outer_step(
 
 
 def gram_of(block: Block, first_values: Sequence[int]) -> BlockGram:
-    """What a slave would measure of one block; first_values: one chunk of the block of each push."""
+    """The Gram matrix that a slave would measure of one block; first_values: one chunk of the block of each push."""
     norms, nonfinite = [], []
     for value in first_values:
         kind = value & KIND_BITS

@@ -1,6 +1,6 @@
-"""What is checked beside dips.sim.checks where chunks are symbols: each version is what its COMMIT record says.
+"""Additional checks when chunks are symbols: each version is what its COMMIT record says.
 
-A symbol says how a chunk came about, so every version is computed a second time from the journal alone and from what
+A symbol encodes how a chunk was made, so every version is computed a second time from the journal alone and from what
 clusters pushed, and compared with what slaves and clusters hold.
 """
 
@@ -23,13 +23,14 @@ Content = dict[Key, tuple[int, int]]
 
 @dataclass
 class ContentChecks(Checks):
-    """`content`: what every version must hold. `pushes`: what slaves hold of each push, as it was sent last."""
+    """The checks of one run. content: what every version must hold. pushes: what slaves hold of each push, as sent
+    last."""
 
     content: dict[Version, Content] = field(default_factory=dict)
     pushes: dict[PushId, ModelVector] = field(default_factory=dict)
     first: dict[tuple[PushId, Codec], ModelVector] = field(default_factory=dict)
     unseen: set[Version] = field(default_factory=set)
-    """Committed in a journal that was lost, and not known to have reached anybody by then."""
+    """Versions that were committed in a lost journal and had not reached any other process by then."""
 
     def pushing(self, push: PushId, wire: Codec, vector: ModelVector) -> None:
         known = self.first.setdefault((push, wire), vector)
@@ -38,7 +39,7 @@ class ContentChecks(Checks):
         self.pushes[push] = vector.rounded if isinstance(vector, Written) else vector
 
     def journalled(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
-        """A durable record: a commit must merge exactly the pushes that it names."""
+        """Check a durable record: a COMMIT must merge exactly the pushes that it names."""
         match record["kind"]:
             case "COMMIT":
                 self._committed(record, slave_of_block)
@@ -55,7 +56,7 @@ class ContentChecks(Checks):
         accepted = [item for item in record["participants"] if item["verdict"] == "APPLIED"]
         vectors = [self.pushes.get(push_of(item["push"])) for item in accepted]
         if any(vector is None for vector in vectors):
-            self.violated(f"version {version} merges a push that nobody sent")
+            self.violated(f"version {version} merges a push that no cluster sent")
             return
         before = self.content.get(Version(version.timeline, version.v - 1))
         judgement = record["judgement"]
@@ -102,7 +103,7 @@ class ContentChecks(Checks):
         self.note_applied(record)
 
     def _resharded(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
-        """The same parameters and momentum on other slaves."""
+        """A RESHARD: the same parameters and momentum on other slaves."""
         version, before = version_of(record["version"]), version_of(record["from_version"])
         assert version is not None, "a RESHARD names its version"
         known = self.content.get(before) if before is not None else None
@@ -116,12 +117,13 @@ class ContentChecks(Checks):
             self.violated(f"version {version} has two contents (I2)")
 
     def _adopted(self, version: Version | None) -> None:
-        """The slaves' history is taken over; what only a lost journal knew, and nobody saw, was never."""
+        """An ADOPT: the slaves' history is taken over; versions that only a lost journal had are forgotten."""
         assert version is not None, "an ADOPT names its version"
         self.unseen |= {known for known in self.content if known > version and known not in self.ever_published}
 
     def journal_lost(self) -> None:
-        """What no slave has committed by now stands in the lost journal only: its name may be given again."""
+        """The master lost its journal: versions that no slave has committed by now were only in it, and may be named
+        again."""
         self.unseen |= {known for known in self.content if known not in self.ever_published}
 
     def _check_digests(
@@ -134,7 +136,7 @@ class ContentChecks(Checks):
                 self.violated(f"slave {slave} holds something else as version {version} than what was merged")
 
     def pulled(self, name: str, version: Version, values: Mapping[Key, int]) -> None:
-        """I3: whole, of one version, and of one that was committed."""
+        """I3: check that a pulled version is whole and was committed."""
         known = self.content.get(version)
         if known is None:
             self.violated(f"{name} pulled version {version}, which was never committed")

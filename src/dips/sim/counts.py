@@ -1,7 +1,7 @@
-"""What a run did to itself, counted where it really happened: faults, kills, and in which phase of the round each fell.
+"""Counts the faults and kills of a run where they really happened, with the phase of the round.
 
 A fault that was planned ends in one of two ways: it struck, or the reason why it could not is counted here. It must
-never count what was only meant to happen.
+never count what was only planned.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Phased = Counter[tuple[str, str]]
 """(what, phase of the round) -> how often."""
 
 NO_MASTER, STARTING, RECOVERY = "NO MASTER", "STARTING", "RECOVERY"
-"""Where no round can be: nobody leads, a master has not said anything yet, or the slaves' state is being found."""
+"""Phases without a round: no master, a master that is starting, or the recovery of the slaves' state."""
 
 HEALED_ROUNDS = "rounds from all being back to the next version"
 HEALED_S = "seconds from all being back to the next version"
-BYSTANDER_S = "seconds that a cluster waited for its verdict beside a bad one"
+BYSTANDER_S = "seconds that a cluster waited for its verdict with a bad one"
 BYSTANDER_SHARE = "share of the time that it may wait there"
 
 OVER = "the run was over before its time"
@@ -28,9 +28,9 @@ NO_MOMENT = "it was armed, and its moment did not come"
 
 @dataclass
 class RunCounts:
-    """One run's, or many runs' together.
+    """The counts of one run, or of many runs together.
 
-    fired, kills: what struck, and which role's process was killed, by the phase that the master's tape told last.
+    fired, kills: what struck, and which role's process was killed, by the phase that the master's tape recorded last.
     planned, begun: kinds of faults that were to strike, and those that found something to strike at. idle: (kind, why
     it did not strike). fills: budget -> (size, most) where it was fullest. worst: name -> the largest value seen.
     """
@@ -54,17 +54,17 @@ class RunCounts:
             self.idle[kind, why] += n
 
     def filled(self, budget: str, size: int, most: int) -> None:
-        """A budget was seen with so much of it used."""
+        """Note the use of a budget."""
         known = self.fills.get(budget)
         if known is None or size * known[1] > known[0] * most:
             self.fills[budget] = (size, most)
 
     def took(self, name: str, value: float) -> None:
-        """Remember the largest value under this name."""
+        """Keep the largest value under this name."""
         self.worst[name] = max(value, self.worst.get(name, 0.0))
 
     def close(self, armed: frozenset[str]) -> None:
-        """The run is over: say of each planned fault that did not strike why. armed: kinds that only lie in wait."""
+        """The run is over: note why planned faults did not strike. armed: kinds that wait for their moment."""
         for kind, n in self.planned.items():
             known = sum(count for (name, _), count in self.idle.items() if name == kind)
             self.cannot(kind, OVER, n - self.begun[kind] - known)
@@ -72,7 +72,7 @@ class RunCounts:
                 self.cannot(kind, NO_MOMENT, self.begun[kind])
 
     def add(self, other: RunCounts) -> None:
-        """Together with another run's."""
+        """Add the counts of another run."""
         self.fired.update(other.fired)
         self.fired_in.update(other.fired_in)
         self.kills.update(other.kills)

@@ -1,6 +1,6 @@
-"""Keys of the data flow in a simulated run: what CURVE and ZAP do at a slave's port, without the arithmetic.
+"""Simulates the keys of the data flow: what CURVE and ZAP do at a slave's port, without cryptography.
 
-A key is a name for one life of one process. Who turns whom away is the real list's affair (slave/state/admission.py).
+A key is a name for one incarnation of one process. The real list (slave/state/admission.py) decides about admission.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dips.sim.kernel import SimulatedProcess
 from dips.slave.state.admission import Admission
 
 Away = Callable[[str], None]
-"""Told why no connection was made."""
+"""Called with the reason why no connection was made."""
 
 
 def key_of(process: SimulatedProcess) -> bytes:
-    """Another one in each life."""
+    """The key of a process, another one in each incarnation."""
     return hashlib.sha256(f"{process.name} {process.generation}".encode()).digest()
 
 
 def may_ask(
     admission: Admission, key: bytes, header: DataHeader, answer: Callable[[DataHeader, None], None], away: Away
 ) -> bool:
-    """Whether the owner of the key may ask this; if not, it was answered, or turned away."""
+    """Whether the owner of the key may ask this; if not, it was answered, or not admitted."""
     if not admission.listed(key.hex()):
         away("the key is not on the master's list")
         return False
@@ -40,4 +40,4 @@ def may_ask(
 
 
 def nobody_hears(why: str) -> None:
-    """For who asks by a connection that it does not watch."""
+    """A callback for a peer that does not watch its connection."""

@@ -1,4 +1,4 @@
-"""Disks: what is durable, what is only on its way there, and what a crash leaves of it.
+"""Simulates disks: what is durable, what is not yet synced, and what a crash leaves of it.
 
 The slave's real ring of snapshots (dips.slave.ring) works on SlaveDisk; power may fail between any two of its steps.
 What is not synced is lost, or torn, in a crash. A copy of a disk may be put back later, as an operator with a backup
@@ -19,7 +19,7 @@ from dips.slave.directory import IDENTITY
 from dips.slave.overwrite import Seen
 
 LOST_NAMES, LOST_DATA, TORN_DATA = "lost_unsynced_names", "lost_unsynced_data", "torn_unsynced_data"
-"""What a crash can do to what was not synced."""
+"""What a crash can do to unsynced data."""
 
 
 class PowerLossError(Exception):
@@ -39,7 +39,7 @@ class JournalEntry:
 
 @dataclass
 class JournalDisk:
-    """The master's directory: what is durable."""
+    """The master's directory: its durable entries."""
 
     epoch: int = 0
     entries: list[JournalEntry] = field(default_factory=list)
@@ -51,7 +51,7 @@ class JournalDisk:
         return self.entries[-1].snapshot_json if self.entries else None
 
     def records(self) -> list[dict[str, Any]]:
-        """All that the journal holds, as `dips verify` reads it."""
+        """All records of the journal, as `dips verify` reads them."""
         return [json.loads(entry.record_json) for entry in self.entries]
 
     def copy(self) -> JournalDisk:
@@ -73,7 +73,7 @@ class _File:
 
 
 class SlaveDisk:
-    """One slave's directory, as dips.slave.durable.Disk wants it.
+    """One slave's directory, with the interface of dips.slave.durable.Disk.
 
     write_errors, manifest_errors: so many of the next writes of snapshots, or of manifests, fail. sync_errors: of
     syncs. dies_in: so many steps from now the power fails, dies_dirty: so many of those before which something was not
@@ -166,7 +166,7 @@ class SlaveDisk:
         self._durable_names = dict(self._names)
         self._history.clear()
 
-    # ---- what may happen to it ----
+    # ---- faults of the disk ----
 
     @property
     def dirty(self) -> bool:
@@ -174,7 +174,8 @@ class SlaveDisk:
         return bool(self._history) or any(file.data is not file.durable for file in self._names.values())
 
     def crash(self, rng: Random) -> list[str]:
-        """What is not synced is gone, torn, or there all the same. Returns what was really lost, one word for each."""
+        """Crash: unsynced data is gone, torn, or there nevertheless. Returns what was really lost, one word for
+        each."""
         # Names become durable in their order, and perhaps some of them did.
         states = [self._durable_names, *self._history]
         chosen = rng.randrange(len(states))
@@ -193,11 +194,11 @@ class SlaveDisk:
         return lost
 
     def copy(self) -> dict[str, bytes]:
-        """What a backup holds."""
+        """A copy of the disk for a backup."""
         return {name: file.durable for name, file in self._durable_names.items()}
 
     def put_back(self, copy: dict[str, bytes]) -> None:
-        """What the process's successor finds: the backup, and nothing else."""
+        """Replace the content by the backup, for the next process."""
         self._names = {name: _File(data, data) for name, data in copy.items()}
         self._durable_names = dict(self._names)
         self._history.clear()
@@ -214,7 +215,7 @@ class SlaveDisk:
         return self._names[IDENTITY].data
 
     def flip_a_bit(self, rng: Random, prefix: str) -> bool:
-        """A file at rest changes; whether there was one."""
+        """Flip a bit of a stored file; returns whether there was one."""
         names = [name for name in self.names() if name.startswith(prefix) and any(self._names[name].data)]
         if not names:
             return False
@@ -257,7 +258,7 @@ class SlaveDisk:
 
 
 def _mixture(rng: Random, old: bytes, new: bytes) -> bytes:
-    """What the disk may hold of bytes that were written and not synced: the old ones, the new ones, or both."""
+    """The possible content after a crash of bytes that were written and not synced: old ones, new ones, or both."""
     kind = rng.randrange(3)
     if kind == 0 or not new:
         return old

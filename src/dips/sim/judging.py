@@ -1,4 +1,4 @@
-"""Hands every fact to the invariants (dips.judge.invariants), in the form that journals, tapes and manifests have."""
+"""Passes every fact to the invariants (dips.judge.invariants), in the form of journals, tapes and manifests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Judge:
-    """Facts in, violations to the run's list at once."""
+    """Judges each fact and adds violations to the run's list at once."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -41,7 +41,7 @@ class Judge:
         )
 
     def lost_journal(self, left: Iterable[Mapping[str, Any]]) -> None:
-        """The master's disk is lost, or put back from a copy that holds these records."""
+        """The master's disk is lost, or restored from a copy with these records."""
         made = (decision_of(record).version for record in left)
         self._checker.lost_journal({version for version in made if version is not None})
 
@@ -50,7 +50,7 @@ class Judge:
         return self._checker.counts()
 
     def finish(self) -> None:
-        """The run is over: what waited for a proof is judged without it."""
+        """The run is over: judge what was still waiting for a proof."""
         before = len(self._checker.violations)
         self._report(self._checker.finish()[before:])
 

@@ -1,7 +1,7 @@
-"""Virtual time: one heap of what is still to happen, one source of chance, and processes that may stop, sleep and die.
+"""The simulator's kernel: virtual time with one heap of events, one random generator, and processes that may end.
 
-The same seed gives the same run, bit for bit: ties in time are broken by the order of scheduling, and whatever happens
-enters a running hash. It must never read a clock, and never use chance from anywhere but `rng`.
+The same seed gives the same run, bit for bit: ties in time are broken by the order of scheduling, and all events
+enter a running hash. It must never read a clock, and never use randomness from anywhere except `rng`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 Action = Callable[..., object]
 
 MIN_STEP_S = 1e-6
-"""Something that is due "now" happens a moment later, so that cause always precedes effect."""
+"""The delay of an event that is due "now", so that a cause always precedes its effect."""
 
 
 class SimulatedProcess:
-    """Something with a life: what was scheduled for one life never reaches the next one."""
+    """A process with incarnations: events scheduled for one incarnation never reach the next one."""
 
     def __init__(self, kernel: Kernel, name: str) -> None:
         self.kernel = kernel
@@ -39,17 +39,17 @@ class SimulatedProcess:
         self._backlog.clear()
 
     def end_process(self) -> None:
-        """kill -9: whatever was to happen to this life does not."""
+        """kill -9: events scheduled for this incarnation are dropped."""
         self.generation += 1
         self.alive, self.paused = False, False
         self._backlog.clear()
 
     def pause(self) -> None:
-        """SIGSTOP: what happens meanwhile waits, in its order."""
+        """SIGSTOP: events wait meanwhile, in their order."""
         self.paused = True
 
     def resume(self) -> None:
-        """SIGCONT: everything that waited is handled now."""
+        """SIGCONT: all waiting events are handled now."""
         if not self.paused:
             return
         self.paused = False
@@ -58,7 +58,7 @@ class SimulatedProcess:
             self.kernel.after(0.0, self, action, *args)
 
     def dies_here(self) -> bool:
-        """Asked between two effects of one step: whether the process is killed at this very place."""
+        """Called between two effects of one step: whether the process is killed at this place."""
         if not self.dies_after:
             return False
         self.dies_after -= 1
@@ -73,7 +73,7 @@ class SimulatedProcess:
 
 
 class Kernel:
-    """The event heap. `story` is filled only when someone is to read it; the hash always."""
+    """The event heap. `story`, the event history, is filled only on request; the hash always."""
 
     def __init__(self, seed: int, tell: bool = False) -> None:
         self.rng = random.Random(seed)
@@ -86,7 +86,7 @@ class Kernel:
         self._hash = hashlib.blake2b(digest_size=16)
 
     def at(self, at_s: float, process: SimulatedProcess | None, action: Action, *args: Any) -> None:
-        """Do this at that time, in this life of `process` (None: whatever happens)."""
+        """Do this at that time, in this incarnation of `process` (None: in any case)."""
         self._numbers += 1
         due_s = max(at_s, self.now_s + MIN_STEP_S)
         heapq.heappush(self._heap, (due_s, self._numbers, process, process.generation if process else 0, action, args))
@@ -96,11 +96,11 @@ class Kernel:
 
     @property
     def next_s(self) -> float:
-        """When the next thing is due; infinity when there is none."""
+        """The time of the next event; infinity when there is none."""
         return self._heap[0][0] if self._heap else math.inf
 
     def step(self) -> bool:
-        """Let the next thing happen; whether there was one."""
+        """Run the next event; returns whether there was one."""
         if not self._heap:
             return False
         self.now_s, _, process, generation, action, args = heapq.heappop(self._heap)
@@ -115,13 +115,13 @@ class Kernel:
         return True
 
     def note(self, who: str, what: str) -> None:
-        """Something that happened: into the hash, and into the story if it is told."""
+        """Note an event: into the hash, and into the event history if it is kept."""
         self._hash.update(f"{self.now_s:.9f} {who} {what}\n".encode())
         if self._tell:
             self.story.append(f"{self.now_s:9.4f}  {who:<9} {what}")
 
     def aside(self, who: str, what: str) -> None:
-        """For the story's readers only."""
+        """Note a line only in the event history."""
         if self._tell:
             self.story.append(f"{self.now_s:9.4f}  {who:<9}   {what}")
 
@@ -131,7 +131,7 @@ class Kernel:
 
     @property
     def trace_hash(self) -> str:
-        """Of everything noted so far."""
+        """The hash of all noted events."""
         return self._hash.hexdigest()
 
     def jitter(self, mean_s: float) -> float:

@@ -1,11 +1,11 @@
-"""Links with rates: how long a datagram of some size takes, and who waits for whom.
+"""Models links with rates: how long a datagram of some size takes, and which ones wait.
 
 Each named process may have an up and a down rate. A datagram leaves its sender's up link and enters its receiver's
 down link; each link carries one datagram at a time, first come, first served. Cut-through: the receiving link begins
 with the first bit that arrives, so one datagram alone takes its size over the slower of the two rates, plus the delay.
 A fast receiver is not kept busy by a slow sender: it is occupied only for the size over its own rate.
 
-It draws no chance and knows no message's meaning.
+It uses no randomness and does not interpret messages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dips.sim.kernel import Action, Kernel, SimulatedProcess
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Of one process, in bits/s; infinite: no limit."""
+    """Rates of one process, in bits/s; infinite: no limit."""
 
     up_bits_per_s: float = math.inf
     down_bits_per_s: float = math.inf
@@ -33,7 +33,7 @@ NO_LIMIT = LinkRates()
 class LinkPlan:
     """The rates of a run, by the name of the process.
 
-    wire_factor: what a datagram's size is multiplied with, when a small model stands for a large one.
+    wire_factor: what a datagram's size is multiplied with, when a small model represents a large one.
     """
 
     rates: Mapping[str, LinkRates]
@@ -41,7 +41,7 @@ class LinkPlan:
 
 
 class LinkOccupancy:
-    """Until when each link is taken."""
+    """Until when each link is occupied."""
 
     def __init__(self, kernel: Kernel, plan: LinkPlan) -> None:
         self._kernel = kernel
@@ -51,14 +51,14 @@ class LinkOccupancy:
         self._down_free_s: dict[str, float] = {}
 
     def change(self, name: str, rates: LinkRates) -> None:
-        """From now on a process has these rates; what is on its links already keeps its time."""
+        """Set a process's rates from now on; datagrams already on its links keep their times."""
         self._rates[name] = rates
 
     def carry(
         self, source: str, target: str, size_bytes: int, delay_s: float, process: SimulatedProcess | None, action:
         Action, *args: Any,
     ) -> None:  # fmt: skip
-        """Do `action` in this life of `process` once the last bit is there. delay_s: the way itself."""
+        """Do `action` in this incarnation of `process` when the last bit has arrived. delay_s: the link's delay."""
         now_s, bits = self._kernel.now_s, 8.0 * size_bytes * self._wire_factor
         begins_s = max(now_s, self._up_free_s.get(source, 0.0))
         sent_s = begins_s + bits / self._rates.get(source, NO_LIMIT).up_bits_per_s
@@ -70,7 +70,7 @@ class LinkOccupancy:
         self, target: str, bits: float, last_bit_s: float, process: SimulatedProcess | None, action: Action,
         args: tuple[Any, ...],
     ) -> None:  # fmt: skip
-        """The first bit is at the receiver."""
+        """The first bit has reached the receiver."""
         begins_s = max(self._kernel.now_s, self._down_free_s.get(target, 0.0))
         ends_s = begins_s + bits / self._rates.get(target, NO_LIMIT).down_bits_per_s
         self._down_free_s[target] = ends_s

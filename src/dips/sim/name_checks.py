@@ -1,7 +1,7 @@
-"""Whose each name is: a process that beats is never displaced by another one that came under its name.
+"""Checks who owns each name: a process that sends beats is never displaced by another one under its name.
 
-A slave is known by its directory, a cluster by its process, as the master's tape names them. What is judged is what the
-simulator knows and no master does: whether the process before was alive and could be heard.
+A slave is known by its directory, a cluster by its process, as the master's tape names them. The
+simulator knows what no master does: whether the previous process was alive and could reach the master.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Owner:
-    """Who has a name. heard_s: when the master last took a beat of it; of a slave, when its stream last was there."""
+    """The owner of a name. heard_s: time of its last beat at the master; of a slave, when its stream was last open."""
 
     drawn: str
     incarnation: str
@@ -30,7 +30,7 @@ class _Owner:
 
 
 class NameChecks:
-    """Fed by the world: processes as they start, beats as they reach a master, and the master's tape."""
+    """Takes from the world: starts of processes, beats that reach a master, and the master's tape."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -38,7 +38,7 @@ class NameChecks:
         self._owners: dict[tuple[str, str], _Owner] = {}
 
     def began(self, process: SimulatedProcess, drawn: bytes) -> None:
-        """This life of a process is known by this identity."""
+        """Note the identity of this incarnation of a process."""
         self._processes[drawn.hex()] = (process, process.generation)
 
     def called(self, request: ClusterRequest) -> None:
@@ -48,9 +48,9 @@ class NameChecks:
                 owner.last_seen_s = self._world.kernel.now_s
 
     def said(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """A line of a master's tape."""
+        """Check a line of a master's tape."""
         if len(self._world.masters) > 1 or self._world.state_lost:
-            self._owners.clear()  # of two masters each knows its own; and one that lost its journal knows nothing
+            self._owners.clear()  # each of two masters knows only its own clients; one that lost its journal knows none
         match kind:
             case "join":
                 self._takes(("cluster", fields["cluster"]), fields["process"], fields["incarnation"])
@@ -70,12 +70,12 @@ class NameChecks:
         world, owner = self._world, self._owners.get(whose)
         if owner is not None and owner.drawn != drawn and self._is_alive(whose, owner):
             world.checks.violated(
-                f"{whose[0]} {whose[1]} was taken over, as incarnation {incarnation}, from a process that beats"
+                f"{whose[0]} {whose[1]} was taken over, as incarnation {incarnation}, from a process that sends beats"
             )
         self._owners[whose] = _Owner(drawn, incarnation, world.kernel.now_s, whose[0] == "slave")
 
     def _is_alive(self, whose: tuple[str, str], owner: _Owner) -> bool:
-        """Whether the owner is alive, and can be heard by the master."""
+        """Whether the owner is alive, and can reach the master."""
         world = self._world
         process, generation = self._processes[owner.drawn]
         if not process.running or process.generation != generation or world.net.is_cut(process.name, "master"):

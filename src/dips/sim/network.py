@@ -1,7 +1,7 @@
-"""What lies between processes: delays, loss, doubles, late and reordered messages, streams that break, partitions.
+"""Simulates the network: delays, loss, doubles, late and reordered messages, streams that break, partitions.
 
 Three kinds of traffic, as in the real system: calls (a request, a reply, a deadline), streams (in order, whole, until
-they break) and datagrams (anything may happen to each). It knows no message's meaning.
+they break) and datagrams (anything may happen to each). It does not interpret messages.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ ten to answer)."""
 
 @dataclass
 class Weather:
-    """Chances and times that hold on every link; faults change them for a while. Times in seconds."""
+    """Probabilities and times on every link; faults change them for a while. Times in seconds."""
 
     delay_s: float = 0.004
     loss: float = 0.0
-    """Of one datagram."""
+    """Probability that a datagram is lost."""
 
     doubled: float = 0.0
     late: float = 0.0
-    """A datagram that comes up to `late_s` later, so after others that were sent after it."""
+    """Probability that a datagram comes up to `late_s` later, so after others that were sent after it."""
 
     late_s: float = 1.0
     damaged: float = 0.0
@@ -40,7 +40,8 @@ class Weather:
 
 @dataclass
 class Network:
-    """`fired` counts what the weather really did. links: what limits datagrams that have a size; None: nothing."""
+    """The network of a run. fired: counts of faults that really happened. links: limits datagrams with a size; None: no
+    limit."""
 
     kernel: Kernel
     fired: Callable[[str], None]
@@ -84,9 +85,10 @@ class Network:
         *args: Any,
         size_bytes: int = 0,
     ) -> None:
-        """Perhaps do `action` at the other side, perhaps twice; `process` bounds it to one life.
+        """Deliver a datagram: do `action` at the other side, perhaps not, perhaps twice; `process` limits it to one
+        incarnation.
 
-        size_bytes: what it takes up of the links' rates; 0 for one that is too small to matter.
+        size_bytes: its size for the links' rates; 0 for one that is too small to matter.
         """
         if self.is_cut(source, target):
             return
@@ -109,7 +111,7 @@ class Network:
                 self.kernel.after(delay_s, process, action, *args)
 
     def damages(self) -> bool:
-        """Whether the chunk in hand arrives with a flipped bit."""
+        """Whether the present chunk arrives with a flipped bit."""
         if self.weather.damaged and self.kernel.rng.random() < self.weather.damaged:
             self.fired("damaged_chunks")
             return True
@@ -142,13 +144,13 @@ class Network:
 
 @dataclass
 class End:
-    """One end of a stream: whose it is, and what it hears."""
+    """One end of a stream: its process, and its callbacks."""
 
     name: str
     process: SimulatedProcess
     hear: Callable[[Any], None]
     down: Callable[[Any], None]
-    """Told once, with the refusal that the other end gave, or None."""
+    """Called once, with the refusal of the other end, or None."""
 
     arrives_s: float = 0.0
     waiting: list[Any] = field(default_factory=list)
@@ -175,7 +177,7 @@ class Stream:
         self._deliver(source, target, target.hear, message)
 
     def close(self, source: End, refusal: Any = None) -> None:
-        """This end hangs up; the other one learns it, if it can be reached."""
+        """Close this end; the other one learns it, if it can be reached."""
         if not source.open:
             return
         source.open = False
@@ -185,11 +187,11 @@ class Stream:
         self._forget_if_over()
 
     def died(self, source: End) -> None:
-        """The process of this end is gone: its system resets the connection."""
+        """The process of this end has ended: its system resets the connection."""
         self.close(source)
 
     def break_now(self) -> None:
-        """A reset in the middle: both ends learn it; what is under way is lost."""
+        """Reset the stream: both ends learn it; messages under way are lost."""
         for end in self._ends:
             self._network.kernel.after(0.001, end.process, self._hung_up, end, None)
 
@@ -197,7 +199,7 @@ class Stream:
         return next((end for end in self._ends if end.process is process), None)
 
     def check(self) -> None:
-        """The links changed: what waited goes on, or the stream begins to die."""
+        """The links changed: waiting messages go on, or the stream begins to break."""
         a, b = self._ends
         stopped = self._network.is_cut(a.name, b.name) or self._network.is_cut(b.name, a.name)
         if not stopped:

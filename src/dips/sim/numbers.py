@@ -1,6 +1,6 @@
-"""Parameters as they are: float32 that clusters train, merged by the slave's own arithmetic.
+"""The arithmetic with real parameters: float32 that clusters train, merged by the slave's own code.
 
-Everything that computes is the real thing: dips.slave.calculation on a slave's staging rows, dips.worker.vectors and
+All computations are the real ones: dips.slave.calculation on a slave's staging rows, dips.worker.vectors and
 dips.worker.wire in a cluster. Arrays that were handed on are never written again, as versions and pushes under way read
 them.
 
@@ -34,11 +34,11 @@ from dips.worker.wire import Difference, Differences, Places
 U8 = NDArray[np.uint8]
 
 Corrupt = Callable[[str, F32, F32], bool]
-"""(cluster, what is sent, theta_base): may spoil the former in place; whether it did."""
+"""(cluster, vector to send, theta_base): may spoil the vector in place; returns whether it did."""
 
 
 class Trainer(ParameterStore, Protocol):
-    """What a cluster trains (dips.compare.learner.Learner)."""
+    """The interface of what a cluster trains (dips.compare.learner.Learner)."""
 
     def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float: ...
 
@@ -62,7 +62,7 @@ class FlatVector:
 
 
 class WrittenVector:
-    """The same as differences; each chunk's bytes (n,) uint8 are the caller's."""
+    """A model's parameters written as differences; each chunk's bytes (n,) uint8 are the caller's."""
 
     def __init__(self, codec: Codec, theta: F32, difference: Difference, places: Places, chunk_bytes: int) -> None:
         self._payloads = Differences(codec, theta, difference, places, chunk_bytes)
@@ -72,7 +72,7 @@ class WrittenVector:
 
 
 class NumberModel:
-    """One cluster's learner, and the flat copies beside it."""
+    """One cluster's learner and its flat copies."""
 
     def __init__(self, trainer: Trainer, layout: Layout, chunk_bytes: int, corrupt: Corrupt | None) -> None:
         self._trainer = trainer
@@ -94,7 +94,7 @@ class NumberModel:
         return False
 
     def _spoil(self, name: str) -> None:
-        """What is sent may be spoiled; what this cluster remembers as theta_at_push is not."""
+        """Spoil the vector to send, if the fault says so; the cluster's own theta_at_push is not changed."""
         self._spoiled = None
         if self._corrupt is not None and self._has_base:
             spoiled = self._vectors.push.copy()
@@ -141,7 +141,7 @@ class NumberShard:
         self._spans = _chunk_spans(blocks, chunk_bytes)
 
     def clear(self, slot: int) -> None:
-        """Nothing is to be done: a row is read only once every chunk of it has landed."""
+        """Nothing to do: a row is read only after all its chunks have arrived."""
 
     def land(self, slot: int, index: int, value: F32) -> None:
         start, stop = self._spans[index]

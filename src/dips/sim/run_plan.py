@@ -1,5 +1,5 @@
-"""What one run is made of: how many of everything, and every knob. A seed chooses them all (BUGGIFY: none keeps its
-default where a default could hide something); a comparison of methods gives its own (dips.compare.setup).
+"""The plan of one run: numbers of processes and all settings. A seed chooses them all (BUGGIFY: no setting keeps its
+default where that could hide a mistake); a comparison of methods gives its own (dips.compare.setup).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHUNK_BYTES = 1024
 """The least that slaves accept; blocks hold a few of them."""
 
 MAX_CLUSTERS = 6
-"""Of a run of few clusters; of others as many as there are."""
+"""The setting max_clusters of a run with few clusters; larger runs use their number of clusters."""
 
 NAMES = "abcdefghijklmnopqrstuvwxyz"
 
@@ -51,13 +51,13 @@ class SimulatedRunPlan:
     data: DataPlan
     config: RunConfig
     step_s: tuple[float, ...]
-    """Of one inner step, cluster by cluster."""
+    """Seconds of one inner step, cluster by cluster."""
 
     tokens_per_step: int
     delay_s: float
     flush_s: float
     work_s: float
-    """What a slave's job (measure, prepare, write) takes around."""
+    """About how long a slave's job (measure, prepare, write) takes."""
 
     call_deadline_s: float
     leave_wait_s: float
@@ -81,31 +81,31 @@ class SimulatedRunPlan:
     """Whether clusters declare their rates when they join."""
 
     wires: tuple[Codec, ...] = ()
-    """How each cluster would like to write its pushes, cluster by cluster; none: all in float32."""
+    """The wire type that each cluster asks for, cluster by cluster; none: all float32."""
 
     retry_max_s: float = 2.0
     slave_memory_bytes: int = 1 << 20
     max_chunk_bytes: int = 1 << 16
     disk_bytes: int = 1 << 30
-    """Of each slave."""
+    """Disk size of each slave."""
 
     links: LinkPlan | None = None
-    """What limits the data flow; None: nothing but the delay."""
+    """The rates of the data flow's links; None: only the delay."""
 
     max_events: int = 400_000
-    """After so many something goes round in circles."""
+    """After so many events the run counts as an endless loop."""
 
     spares: tuple[str, ...] = ()
-    """Clusters that are not there at first, and come and go."""
+    """Clusters that are absent at first, and join and leave."""
 
     rounds: int = 0
     """The faults last until so many rounds have begun, or for faults_for_s; 0: for faults_for_s."""
 
     fault_every_s: float = 0.0
-    """New faults are planned all the time, so far apart on the mean; 0: all are planned at the beginning."""
+    """Mean interval at which new faults are planned; 0: all are planned at the beginning."""
 
     sabotaged: str = ""
-    """The one cluster that all faults are of."""
+    """The only cluster with faults, if set."""
 
     def __post_init__(self) -> None:
         if self.checkpoints and not self.arithmetic.remembers:
@@ -113,17 +113,17 @@ class SimulatedRunPlan:
 
     @property
     def least_held_tokens(self) -> int:
-        """With fewer a cluster borrows before its next step."""
+        """With fewer tokens a cluster requests a lease before its next step."""
         return self.tokens_per_step if self.batch_rows else 1
 
     def lease_tokens(self, local_steps: int) -> int:
-        """What a cluster asks for then; with rows as dips.trainer.train does."""
+        """Tokens that a cluster requests then; with rows as dips.trainer.train does."""
         if not self.batch_rows:
             return self.tokens_per_step * 2
         return max(local_steps * self.tokens_per_step, MIXED_CHUNKS_PER_ROW * self.batch_rows * self.data.chunk_tokens)
 
     def batch_of(self, held: Sequence[DataRange]) -> tuple[DataRange, ...]:
-        """The next step's tokens out of what is held; none with data of its own."""
+        """The next step's tokens from the leased ranges; none with data of its own."""
         if not held:
             return ()
         if self.batch_rows:
@@ -132,11 +132,11 @@ class SimulatedRunPlan:
         return (replace(item, end_tokens=min(item.end_tokens, item.begin_tokens + self.tokens_per_step)),)
 
     def own_tokens(self, name: str, steps: int) -> int:
-        """What the step after so many is trained on, of the cluster's own data: batches differ, grow, and end short."""
+        """Tokens of the next step, of the cluster's own data: batches differ, grow, and the last one is short."""
         return 1 if steps % SHORT_BATCH_EVERY == 0 else self.usual_tokens(name, steps)
 
     def usual_tokens(self, name: str, steps: int) -> int:
-        """The same without the short batches."""
+        """Tokens of the next step without the short batches."""
         number = self._number(name)
         growth = 2 if number % 2 and steps > BATCH_GROWS_AFTER else 1
         return self.tokens_per_step * OWN_BATCHES[number % len(OWN_BATCHES)] * growth
@@ -165,12 +165,12 @@ class SimulatedRunPlan:
         )
 
     def _most_tokens(self, name: str) -> int:
-        """Of one step."""
+        """The most tokens of one step."""
         leased = self.data.mode is DataMode.LEASED
         return self.tokens_per_step if leased else self.usual_tokens(name, BATCH_GROWS_AFTER + 1)
 
     def step_s_of(self, name: str) -> float:
-        """Of one inner step of this cluster; a spare one is like another."""
+        """Seconds of one inner step of this cluster; a spare one is like another."""
         return self.step_s[self._number(name)]
 
     def _number(self, name: str) -> int:
@@ -178,11 +178,11 @@ class SimulatedRunPlan:
 
 
 AVERAGED_SHARE = 0.15
-"""Of the small, wide and beset runs: their models have buffers that are averaged."""
+"""The share of small, wide and sabotaged runs whose models have averaged buffers."""
 
 
 def make_plan(rng: Random, durability: str | None = None, shape: Shape = SMALL) -> SimulatedRunPlan:
-    """Choose everything. durability: to hold that one choice fixed."""
+    """Choose all settings. durability: to fix that one choice."""
     n_clusters, n_slaves = rng.choice(shape.clusters), rng.choice(shape.slaves)
     clusters = tuple(NAMES[i] for i in range(n_clusters))
     slaves = tuple(f"s{i}" for i in range(n_slaves))
@@ -215,7 +215,7 @@ def make_plan(rng: Random, durability: str | None = None, shape: Shape = SMALL) 
 
 
 def _shaped(rng: Random, plan: SimulatedRunPlan, shape: Shape) -> SimulatedRunPlan:
-    """What only runs of this shape have; a small one is as it is."""
+    """Apply the settings of this shape; a small run is unchanged."""
     n = len(plan.clusters)
     if n > MAX_CLUSTERS or shape.spares:
         plan = replace(
@@ -230,7 +230,7 @@ def _shaped(rng: Random, plan: SimulatedRunPlan, shape: Shape) -> SimulatedRunPl
 
 
 def _lean(rng: Random, plan: SimulatedRunPlan, shape: Shape) -> SimulatedRunPlan:
-    """One small block for each slave and short rounds: thousands of them fit into a run."""
+    """Use one small block for each slave and short rounds: thousands of them fit into a run."""
     layout = Layout(tuple(Parameter(f"layers.{i}.w", (8,), "float32", f"layers.{i}") for i in range(len(plan.slaves))))
     settings = replace(plan.config.settings, sync_every_steps=2, window_chunks=16)
     return replace(
@@ -247,7 +247,7 @@ def _lean(rng: Random, plan: SimulatedRunPlan, shape: Shape) -> SimulatedRunPlan
 
 
 def _wires(rng: Random, n_clusters: int) -> tuple[Codec, ...]:
-    """Drawn from a copy, so that the seeds that tests name keep every other choice."""
+    """Choose wire types; drawn from a copy of the generator, so that seeds in tests keep all other choices."""
     own = Random()
     own.setstate(rng.getstate())
     return tuple(own.choice((Codec.F32, Codec.BF16, Codec.INT8, Codec.INT4)) for _ in range(n_clusters))

@@ -1,8 +1,8 @@
-"""python -m dips.sim.seeds: simulate many seeds, or tell the story of one (docs/simulation.md).
+"""python -m dips.sim.seeds: simulate many seeds, or print the event history of one (docs/simulation.md).
 
 Exit code 1 when a seed violates an invariant, when a fault that was planned never fired (every kind must, from 200
 seeds on), when a transition was never taken that is not listed as out of reach with the reason (from 1000 seeds on),
-and when nobody was killed in some phase of the round (from 2000 on).
+and when no process was killed in some phase of the round (from 2000 on).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PROGRESS_EVERY = 500
 
 
 def run_one(seed: int) -> tuple[SeedOutcome, float]:
-    """One seed, and the processor time that it took, in seconds."""
+    """Run one seed; returns its result and the processor time, in seconds."""
     note()
     began_s = time.process_time()
-    gc.disable()  # a run is short, and its garbage few megabytes: collecting within it costs a tenth of the time
+    gc.disable()  # a run is short, with few megabytes of garbage: collecting it would cost a tenth of the time
     try:
         outcome = World(seed).run()
     except Exception as error:
@@ -44,7 +44,7 @@ def run_some(seeds: Sequence[int]) -> list[tuple[SeedOutcome, float]]:
 
 
 def run_all(seeds: Sequence[int], jobs: int) -> Totals:
-    """All seeds, on `jobs` processes; the order of the results does not depend on them."""
+    """Run all seeds on `jobs` processes; the order of the results does not depend on them."""
     totals = Totals()
     chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
     if jobs <= 1:
@@ -67,7 +67,7 @@ def _add_all(totals: Totals, batches: Iterable[list[tuple[SeedOutcome, float]]])
 
 
 def tell(seed: int, trace: bool) -> int:
-    """One seed; with `trace`, everything that happened in it."""
+    """Run and print one seed; with `trace`, all its events."""
     outcome = World(seed, tell=trace).run()
     for line in outcome.story:
         print(line)
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first of them (0)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
     parser.add_argument("--seed", type=int, help="only this one")
-    parser.add_argument("--trace", action="store_true", help="with --seed: tell its story")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print its event history")
     options = parser.parse_args(arguments)
     if options.seed is not None:
         return tell(options.seed, options.trace)

@@ -1,5 +1,5 @@
-"""What kind of run a seed is: most are small, some wide, some beset by one bad cluster, a few as long as thousands of
-rounds. The seed alone decides, with chances of its own, so that every other choice of a small run is as it was.
+"""Decides the kind of run of a seed: most are small, some wide, some with one bad cluster, a few of thousands of
+rounds. The seed alone decides, with a separate generator, so that all other choices of a small run stay the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from random import Random
 
 @dataclass(frozen=True)
 class Shape:
-    """clusters, slaves: how many; each is as likely as it stands here. spares: so many more clusters may come and go.
+    """A kind of run. clusters, slaves: possible numbers, each entry equally likely. spares: more clusters that may join
+    and leave.
 
     rounds: the faults last until so many rounds have begun; none: for the plan's time. sabotage: all faults are of one
     cluster, and the others' waits are judged (I15). lean: small models and short rounds, so that many fit. share: of
@@ -34,7 +35,7 @@ LONG = Shape("long", (2, 3, 3), (1, 2), 0.002, spares=1, rounds=(1000, 2000, 300
 SHAPES = (LONG, WIDE, SABOTAGE, SMALL)
 
 GIVEN = Shape("given", (), (), 0.0)
-"""Of a run whose plan was given."""
+"""The shape of a run whose plan was given."""
 
 
 def of_seed(seed: int) -> Shape:
@@ -48,5 +49,5 @@ def of_seed(seed: int) -> Shape:
 
 
 def named(name: str) -> Shape:
-    """Raises KeyError for one that does not exist."""
+    """The shape with this name. Raises KeyError for an unknown one."""
     return {shape.name: shape for shape in SHAPES}[name]

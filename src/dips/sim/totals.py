@@ -1,7 +1,7 @@
-"""What many simulated runs together showed, in words and numbers, and what of it makes them a failure.
+"""Adds up the results of many simulated runs, reports them, and decides what makes them a failure.
 
-A number here is of things that really happened. It must never call a run good that did not show what it was to show: a
-fault that was planned and never struck, a phase of the round in which nobody was killed, a step that no machine took.
+The numbers count what really happened. Runs must never pass that did not show what they should: a fault that was
+planned and never struck, a phase of the round in which no process was killed, a step that no machine took.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SEEDS_FOR_FAULTS = 200
 SEEDS_FOR_PHASES = 2000
 SEEDS_FOR_ARROWS = 1000
 PLANNED_ENOUGH = 10
-"""A kind that was planned so often must have struck, however few the seeds."""
+"""A kind that was planned so often must have struck, also with few seeds."""
 
 PHASES = (NO_MASTER, STARTING, RECOVERY, *(phase.value for phase in RoundPhase))
 
@@ -59,7 +59,7 @@ UNREACHED: Mapping[Arrow, str] = {
 
 @dataclass
 class Totals:
-    """What all seeds together showed. longest: rounds of the longest run, and its seed."""
+    """The totals of all seeds. longest: rounds of the longest run, and its seed."""
 
     seeds: int = 0
     failures: list[tuple[int, str]] = field(default_factory=list)
@@ -101,11 +101,11 @@ def never_taken(taken: set[Arrow]) -> list[Arrow]:
     return sorted(set(arrows_of(simulated_tables())) - taken - set(UNREACHED))
 
 
-# ---- for people ----
+# ---- report ----
 
 
 def report(totals: Totals) -> list[str]:
-    """Line by line."""
+    """The lines of the report."""
     shapes = ", ".join(f"{n} {name}" for name, n in totals.shapes.most_common())
     return [
         f"{totals.seeds} seeds ({shapes}): {len(totals.failures)} failed",
@@ -121,7 +121,7 @@ def report(totals: Totals) -> list[str]:
 
 
 def _planned(counts: RunCounts) -> list[str]:
-    """How many of the planned faults struck, and why the others did not."""
+    """The line about planned faults: how many struck, and why the others did not."""
     planned, idle = sum(counts.planned.values()), Counter[str]()
     for (_, why), n in counts.idle.items():
         idle[why] += n
@@ -130,7 +130,7 @@ def _planned(counts: RunCounts) -> list[str]:
 
 
 def _kinds(counts: RunCounts) -> list[str]:
-    """Group by group: how often each kind struck, and how often it was planned."""
+    """The lines about kinds of faults: how often each struck, and how often it was planned, by group."""
     lines = []
     for group in dict.fromkeys(register.GROUP_OF.values()):
         kinds = sorted(kind for kind, of in register.GROUP_OF.items() if of == group)
@@ -145,12 +145,12 @@ def _of_planned(counts: RunCounts, kind: str) -> str:
 
 
 def _phases(counts: RunCounts) -> list[str]:
-    """In which phase of the round kills and faults fell, one column for each role and group."""
+    """The table of the phases of the round in which kills and faults happened, one column for each role and group."""
     groups = list(dict.fromkeys(register.GROUP_OF.values()))
     columns = [("kills of master", "master"), ("of slaves", "slave"), ("of clusters", "cluster")]
     kills, struck = by_phase(counts.kills, {}), by_phase(counts.fired_in, register.GROUP_OF)
     total = sum(counts.kills.values())
-    lines = [f"kills: {total}; phase of the round in which each kill and each fault fell"]
+    lines = [f"kills: {total}; phase of the round in which each kill and each fault happened"]
     lines.append(f"  {'':<10}" + "".join(f"{name:>16}" for name, _ in columns) + "".join(f"{g:>12}" for g in groups))
     for phase in PHASES:
         killed, hit = kills.get(phase, Counter()), struck.get(phase, Counter())
@@ -179,15 +179,15 @@ def _bounds(totals: Totals) -> list[str]:
 
 
 def complaints(totals: Totals) -> list[str]:
-    """What makes the runs a failure."""
+    """Sentences about what makes the runs a failure."""
     said = [
-        f"seed {seed}: {sentence}\n    its story: python -m dips.sim.seeds --seed {seed} --trace"
+        f"seed {seed}: {sentence}\n    its event history: python -m dips.sim.seeds --seed {seed} --trace"
         for seed, sentence in totals.failures
     ]
     said += _faults_that_never_fired(totals)
     if totals.seeds >= SEEDS_FOR_PHASES:
         killed_in = {phase for (_, phase), n in totals.counts.kills.items() if n}
-        said += [f"nobody was killed in phase {phase} of the round" for phase in PHASES if phase not in killed_in]
+        said += [f"no process was killed in phase {phase} of the round" for phase in PHASES if phase not in killed_in]
     if totals.seeds >= SEEDS_FOR_ARROWS:
         never = never_taken(set(totals.seen.arrows))
         said += [f"never taken: {table}: {a} -> {b} upon {name}" for table, a, name, b in never]
@@ -205,5 +205,5 @@ def _faults_that_never_fired(totals: Totals) -> list[str]:
 
 
 def reasons_of(counts: RunCounts) -> Mapping[str, str]:
-    """Planned faults of one run that did not strike -> why."""
+    """Planned faults of one run that did not strike, with the reasons."""
     return {kind: why for kind, why in sorted(counts.idle)}

@@ -1,8 +1,9 @@
-"""Transfers alone, over simulated links: what the schedule makes of them, beside two ways without one.
+"""Simulates only transfers over links: compares the master's schedule with two methods without one.
 
 The real machines: dips.worker.transfer and dips.worker.flow on one side, dips.slave.state.credits on the other, orders
 by dips.master.state.schedule. Links are first come, first served, with a rate for each process and direction and one
-delay for all ways (dips.sim.links). Nothing is lost and nobody dies: that is for the whole simulation (dips.sim.world).
+delay for all ways (dips.sim.links). Nothing is lost and no process dies: the whole simulation (dips.sim.world) covers
+that.
 
     python -m dips.sim.transfers        prints the table of docs/scheduling.md
 """
@@ -29,14 +30,14 @@ from dips.worker.transfer import PullTransfer, PushTransfer, SlaveRequest, Trans
 MIB = 1 << 20
 CAP_CHUNKS = 64
 FREE_CHUNKS = 16
-"""In flight to each slave in a free-for-all."""
+"""Chunks in flight to each slave with the method FREE."""
 
 BEAT_S = 2.0
 
 
 class TransferMethod(Enum):
-    """SCHEDULED: as it is. FREE: everybody to all slaves at once. NAIVE: everybody to one slave after the other, all in
-    the same order."""
+    """How transfers are ordered. SCHEDULED: by the master. FREE: all clusters to all slaves at once. NAIVE: all
+    clusters to one slave after another, in the same order."""
 
     SCHEDULED = "scheduled"
     FREE = "free-for-all"
@@ -44,7 +45,7 @@ class TransferMethod(Enum):
 
 
 class FreeForAll(FlowControl):
-    """The same window to every slave at any time, whatever it takes and allows."""
+    """The same window to every slave at any time, without credit."""
 
     def __init__(self, slaves: Iterable[str], chunk_bytes: int, cap_chunks: int) -> None:
         super().__init__(slaves, chunk_bytes, cap_chunks)
@@ -55,7 +56,7 @@ class FreeForAll(FlowControl):
 
 
 class OneAfterAnother(FlowControl):
-    """A slave is begun only when the one before has everything."""
+    """Begins a slave only when the one before has everything."""
 
     def may_send(self, slave: str) -> bool:
         return slave == next(self.open_slaves(), slave) and self.in_flight_bytes(slave) < CAP_CHUNKS * self.chunk_bytes
@@ -70,11 +71,11 @@ FLOWS: Mapping[TransferMethod, Callable[[Iterable[str], int, int], FlowControl]]
 
 @dataclass(frozen=True)
 class Race:
-    """Who moves what over which links. Rates of clusters and slaves by name; delay_s: one way.
+    """A set of concurrent transfers. Rates of clusters and slaves by name; delay_s: one way.
 
     model_bytes: of one transfer, in equal shares. begins_s: when a cluster begins, 0 unless named. changes: at a time,
-    another rate for somebody. told_s: what a whole transfer takes each cluster, as far as the master was told.
-    has_left: the part of a push that its slaves lack still; all of it unless named.
+    another rate of a process. told_s: the time of a whole transfer for each cluster, as reported to the master.
+    has_left: the part of a push that its slaves still lack; all of it unless named.
     """
 
     clusters: Mapping[str, LinkRates]
@@ -89,7 +90,7 @@ class Race:
     has_left: Mapping[str, float] = field(default_factory=dict)
 
     def alone(self, cluster: str) -> Race:
-        """The same with only this cluster."""
+        """The same race with only this cluster."""
         return Race(
             {cluster: self.clusters[cluster]}, self.slaves, self.delay_s, self.model_bytes, self.chunk_bytes, self.way,
             changes=self.changes,
@@ -178,7 +179,7 @@ class _Cluster:
 
     def pump(self) -> None:
         for action in self.transfer.actions(self.course.kernel.now_s):
-            assert isinstance(action, SlaveRequest), "nobody is silent here"
+            assert isinstance(action, SlaveRequest), "all processes answer here"
             there = action.chunk.length_bytes if action.chunk and self.course.race.way is Way.PUSH else 0
             self._carry(self.name, action.slave, there, self._asked, action)
 
@@ -186,7 +187,7 @@ class _Cluster:
         self.course.links.carry(source, target, n_bytes, self.course.race.delay_s, None, action, *args)
 
     def _asked(self, ask: SlaveRequest) -> None:
-        """At the slave."""
+        """A message arrives at the slave."""
         course, now_s, lacking = self.course, self.course.kernel.now_s, self.lacking[ask.slave]
         pace, back = course.credits[ask.slave], 0
         missing = tuple(MissingChunk(*place) for place in sorted(lacking)[:MAX_MISSING]) if ask.chunk is None else ()
@@ -201,7 +202,7 @@ class _Cluster:
         self._carry(ask.slave, self.name, back, self._answered, ask, missing, not lacking, credit)
 
     def _answered(self, ask: SlaveRequest, missing: tuple[MissingChunk, ...], complete: bool, credit: int) -> None:
-        """At the cluster."""
+        """An answer arrives at the cluster."""
         now_s = self.course.kernel.now_s
         if self.course.race.way is Way.PULL:
             self.pull.landed(ask.slave, ask.request, 0, now_s, credit=credit)
@@ -236,7 +237,7 @@ def _first(n: int) -> dict[str, LinkRates]:
 
 
 def races(way: Way, delay_s: float) -> dict[str, Race]:
-    """What the table shows; 1 Gbit/s unless it says otherwise."""
+    """The races of the table; 1 Gbit/s unless noted."""
     eight = {f"c{i}": _GBIT for i in range(8)}
     late = {"slow": 0.0, "a": 1.0, "b": 1.4, "c": 1.9}
     cast: dict[str, tuple[dict[str, LinkRates], dict[str, LinkRates], dict[str, float]]] = {
@@ -255,7 +256,7 @@ def races(way: Way, delay_s: float) -> dict[str, Race]:
 
 
 def slowdowns(race: Race, method: TransferMethod) -> dict[str, float]:
-    """Each cluster's time over what it takes alone, as scheduled."""
+    """Each cluster's time / its time alone, with the schedule."""
     return {
         name: took_s / run(race.alone(name), TransferMethod.SCHEDULED)[name]
         for name, took_s in run(race, method).items()
@@ -263,7 +264,7 @@ def slowdowns(race: Race, method: TransferMethod) -> dict[str, float]:
 
 
 def main() -> None:
-    """Time over what it takes alone: mean and worst of the clusters with fast links."""
+    """Print time / time alone: mean and worst of the clusters with fast links."""
     print(f"{'':45}" + "".join(f"{method.value:>15}" for method in TransferMethod))
     for way in Way:
         for delay_s in (0.0002, 0.025):

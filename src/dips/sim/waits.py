@@ -1,8 +1,8 @@
-"""I15 beside a bad cluster: how long the others wait for the verdicts of their pushes.
+"""I15 with a bad cluster: checks how long the others wait for the verdicts of their pushes.
 
-Judged only in runs whose faults are all of one cluster: slow, dead, cut off or hostile. Nobody else may wait longer for
-it than the longest grace window and one round time-out, beside what two ordinary rounds take: the one under way, and
-their own.
+Judged only in runs whose faults are all of one cluster: slow, dead, cut off or hostile. No other cluster may wait
+longer for it than the longest grace window and one round time-out, in addition to two ordinary rounds: the one under
+way, and their own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SLOWEST = 3.0
 
 
 class VerdictWaits:
-    """One run's."""
+    """The waits of one run."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -32,7 +32,7 @@ class VerdictWaits:
         self.judged = 0
 
     def said(self, cluster: str, kind: str) -> None:
-        """A line of a cluster's tape."""
+        """Check a line of a cluster's tape."""
         if not self.judging or cluster == self._world.plan.sabotaged:
             return
         if kind == "admitted":

@@ -1,7 +1,7 @@
-"""One simulated run: its hosts, what keeps them alive, who watches, and its course from start through faults to end.
+"""Runs one simulated run: its hosts, their restarts, its checks, and its course from start through faults to end.
 
-Boot; register, at times and places that the seed chooses; then everything is healed, and the run must publish again
-within two rounds and end in good order. Every fact goes to the judge (dips.judge.invariants) at once.
+The hosts boot; faults strike at times and places that the seed chooses; then everything is healed, and the run must
+publish again within two rounds and end in order. Every fact goes to the judge (dips.judge.invariants) at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from dips.sim.waits import VerdictWaits
 from dips.worker.state.effects import Finished
 
 HEALED_WITHIN_S = 150.0
-"""Virtual time in which a healed run must publish: eight times the longest round time-out, and every retry's pause."""
+"""Virtual time within which a healed run must publish: eight times the longest round time-out, with all retry
+pauses."""
 
 ENDS_WITHIN_S = 120.0
 ROUNDS_TO_PUBLISH = 2
@@ -54,12 +55,12 @@ AWAY_S = (1.0, 8.0)
 LOOKS_EVERY_S = 3.0
 RESTORES_EVERY_S = 40.0
 BUDGETS_EVERY = 64
-"""Events of the master between two looks at what everybody keeps in memory; also at each publish."""
+"""Events of the master between two checks of what all processes keep in memory; also checked at each publish."""
 
 
 @dataclass(frozen=True)
 class SeedOutcome:
-    """What one seed showed."""
+    """The result of one seed."""
 
     seed: int
     violations: tuple[str, ...]
@@ -111,9 +112,9 @@ class World:
         self.waits = VerdictWaits(self)
         self.names = NameChecks(self)
         self.churning = self.rolling = False
-        """Whether clusters come and go all the time, and whether processes are being restarted in turn."""
+        """Whether clusters keep joining and leaving, and whether a rolling restart is under way."""
         self.suspended_until_s = 0.0
-        """Until when everybody stands still."""
+        """Until when all processes are suspended."""
 
         self.faults_until_s = self.plan.faults_for_s
         self.wall_offset_s = 1_700_000_000.0
@@ -122,7 +123,7 @@ class World:
         self.state_lost = False
         self.committed_somewhere: set[Version] = set()
         self.lost_now: set[str] = set()
-        """Whose disks were lost since the last publish; with all of them, nothing would be left to recover from."""
+        """Names whose disks were lost since the last publish; if all are lost, nothing is left to recover from."""
 
         self._published_since_heal = False
         self.healed = self._ends = False
@@ -137,7 +138,7 @@ class World:
         self._tokens = 0
         self._said: dict[tuple[str, str], str] = {}
         self.attic: dict[str, dict[str, bytes]] = {}
-        """What slaves' disks held before they were lost or damaged, for an operator who finds them again."""
+        """The content of slaves' disks before they were lost or damaged, for an operator who restores them."""
 
         self.disk = JournalDisk()
         self.masters = [MasterHost(self, "master", self.disk)]
@@ -146,7 +147,7 @@ class World:
         self.clusters = {name: ClusterHost(self, name, self.plan.step_s_of(name)) for name in names}
         self.reader = ReaderHost(self)
         self.twins: list[ClusterHost | SlaveHost] = []
-        """Second processes under a name that is another's."""
+        """Second processes under a name that another process has."""
         self._drawn = 0
         self.struck: SimulatedProcess | None = None
         self._planned = planned
@@ -155,7 +156,7 @@ class World:
     # ---- the course of a run ----
 
     def run(self) -> SeedOutcome:
-        """The whole run; never raises for what the simulated processes do."""
+        """Run the whole simulation; never raises for what the simulated processes do."""
         with self.seen.watching():
             self._boot()
             register.plan_faults(self, self._planned)
@@ -178,16 +179,16 @@ class World:
             self.kernel.after(RESTORES_EVERY_S, None, self._operator_restores, -1, False)
 
     def _suffer(self) -> None:
-        """The part of the run in which faults strike; a fault that stops time for everybody makes it longer."""
+        """Run the part with faults; a fault that suspends all processes makes it longer."""
         kernel, rounds = self.kernel, self.plan.rounds or math.inf
         self._until(lambda: bool(self.ended) or self.rounds >= rounds or kernel.next_s >= self.faults_until_s, math.inf)
 
     def _until(self, done: Callable[[], bool], limit_s: float) -> bool:
-        """Let things happen until `done` or for `limit_s`; whether it was done."""
+        """Run events until `done` or for `limit_s`; returns whether it was done."""
         until_s = self.kernel.now_s + limit_s
         while not done() and not self.checks.violations and self.kernel.next_s < until_s:
             if self.kernel.handled > self.plan.max_events:
-                self.checks.violated(f"more than {self.plan.max_events} events: something goes round in circles")
+                self.checks.violated(f"more than {self.plan.max_events} events: the run seems to be in an endless loop")
                 break
             self.kernel.step()
         return done()
@@ -205,7 +206,7 @@ class World:
             self.checks.violated(f"a healed run does not publish: {self.waiting_for()} (I15)")
 
     def _publishes_again(self, limit_s: float = HEALED_WITHIN_S) -> bool:
-        """Whether a version is published within the time, and within two rounds once everybody is here."""
+        """Whether a version is published in time, and within two rounds after all processes are back."""
         if limit_s == 0.0:
             return self._published_since_heal
         until_s = self.kernel.now_s + limit_s
@@ -222,7 +223,7 @@ class World:
         return done
 
     def _says_what_is_lost(self) -> bool:
-        """Committed state was destroyed, and the master tells the operator what it misses instead of guessing."""
+        """Whether committed state was destroyed, and the master reports what is missing instead of guessing."""
         master = master_of(self)
         lost = self.state_lost or self.plan.durability == "async"
         if master is None or master.state is None or not lost or self.checks.violations or self.ended:
@@ -231,8 +232,8 @@ class World:
         return recovery.phase.now is RecoveryPhase.GATHERING and bool(recovery.words or recovery.reason)
 
     def _operator_restores(self, publishes: int, restored: bool) -> None:
-        """In a long run: whoever finds that the master misses state, and nothing new since the last look, brings the
-        disks back; if that does not help either, the faults are over."""
+        """In a long run: when the master reports missing state and nothing has changed since the last check, restore
+        the disks; if that does not help either, end the faults."""
         if self.healed or self.ended:
             return
         stuck = self.publishes == publishes and self._says_what_is_lost()
@@ -243,7 +244,7 @@ class World:
         self.kernel.after(RESTORES_EVERY_S, None, self._operator_restores, self.publishes, stuck)
 
     def _bring_disks_back(self) -> None:
-        """The operator does what the master's sentence asks: restores the slaves' directories."""
+        """Restore the slaves' directories, as the master's sentence asks the operator."""
         self.kernel.note("world", "the operator restores what was lost: " + ", ".join(sorted(self.attic)))
         for name, copy in sorted(self.attic.items()):
             slave = self.slaves[name]
@@ -253,7 +254,7 @@ class World:
             self.restart(slave, RESTART_S)
 
     def _all_here(self) -> bool:
-        """All slaves are ready, and a cluster that lives is a member: a round can take place."""
+        """Whether all slaves are ready and a live cluster is a member, so that a round is possible."""
         master = master_of(self)
         if master is None or master.state is None:
             return False
@@ -261,7 +262,7 @@ class World:
         return world.all_slaves_ready() and bool(world.members) and world.ledger.version is not None
 
     def heal(self) -> None:
-        """Every fault ends; what is dead starts again; nobody pauses the run any more."""
+        """End every fault, start dead processes again and end the pause of the run."""
         self.kernel.note("world", "healed")
         self.healed = True
         register.heal(self)
@@ -286,7 +287,7 @@ class World:
         self._operator_watches()
 
     def _operator_watches(self) -> None:
-        """A pause may come back with an older ledger: whoever looks at the status lifts it again."""
+        """Resume the run whenever it is paused: a pause may come back with an older ledger."""
         master = master_of(self)
         if self.ended:
             return
@@ -295,19 +296,19 @@ class World:
         self.kernel.after(LOOKS_EVERY_S, None, self._operator_watches)
 
     def operate_until_answered(self, action: Callable[[], Any], token: int = 0, *, last: bool = False) -> None:
-        """As `dips stop` does: what was not answered, because that master died, is asked of the next one.
+        """Repeat a request until a master answers it, as `dips stop` does: when a master died, the next one is asked.
 
-        last: the stop that is meant, after which the operator asks for nothing else that was to come."""
+        last: the final stop, after which the operator makes no other planned request."""
         master = master_of(self)
         self._ends |= last
-        if self.ended or (self._ends and not last) or any(token in host.told for host in self.masters):
+        if self.ended or (self._ends and not last) or any(token in host.answered for host in self.masters):
             return
         if master is not None and not master.paused:
             token = master.operate(action())
         self.kernel.after(LOOKS_EVERY_S, None, partial(self.operate_until_answered, last=last), action, token)
 
     def _stop(self) -> None:
-        """The operator stops the run: everyone pulls the last version and leaves, the master ends with exit code 0."""
+        """Stop the run: all clusters pull the last version and leave, the master ends with exit code 0."""
         self.kernel.note("world", "the operator stops the run")
         self.operate_until_answered(lambda: Stop(OperatorRequest("", "enough")), last=True)
         ended = self._until(lambda: bool(self.ended), ENDS_WITHIN_S)
@@ -336,14 +337,14 @@ class World:
             self.counts,
         )
 
-    # ---- what keeps processes alive ----
+    # ---- restarts ----
 
     def _boot_if_dead(self, host: MasterHost | SlaveHost | ClusterHost) -> None:
         if not host.alive and not self.ended:
             host.boot()
 
     def restart(self, host: MasterHost | SlaveHost | ClusterHost, after_s: float) -> None:
-        """What dies is started again, as the launchers do."""
+        """Start a dead process again, as the launchers do."""
         self.kernel.after(after_s, None, self._boot_if_dead, host)
 
     def master_ended(self, master: MasterHost, code: int, sentence: str) -> None:
@@ -353,12 +354,12 @@ class World:
             self.restart(master, RESTART_S)
 
     def master_died(self, master: MasterHost) -> None:
-        """Killed by a fault that waited for its moment."""
+        """The master was killed by a fault that waited for its moment."""
         if master is self.masters[0]:
             self.restart(master, self.kernel.jitter(RESTART_S))
 
     def slave_stopped(self, slave: SlaveHost) -> None:
-        """The master told it to."""
+        """The slave stopped because the master asked it to."""
         if not self.ended and not any(m.exit and m.exit[0] == 0 for m in self.masters):
             self.restart(slave, RESTART_S)
 
@@ -367,20 +368,20 @@ class World:
             self.restart(slave, RESTART_S)
 
     def cluster_died(self, cluster: ClusterHost) -> None:
-        """Killed by a fault that waited for its moment; a twin stays dead."""
+        """The cluster was killed by a fault that waited for its moment; a twin stays dead."""
         if self.clusters[cluster.name] is cluster:
             self.restart(cluster, RESTART_S)
 
     def gave_up(self, slave: SlaveHost, why: Refused) -> None:
-        """A refusal for good: the process ends; its launcher tries again."""
+        """The process ended after a permanent refusal; its launcher tries again."""
         self.kernel.note(slave.name, f"gives up: {why.sentence}")
         slave.end()
         if self.slaves[slave.name] is slave:
             self.restart(slave, 2 * RESTART_S)
 
     def cluster_ended(self, cluster: ClusterHost, finished: Finished) -> None:
-        """One that failed is started again; one that was asked to leave stays away until everything is healed, but
-        where there is much of the run still to come."""
+        """A cluster ended. A failed one is started again; one that was asked to leave stays away until everything is
+        healed, or comes back earlier in a long run."""
         if self.clusters[cluster.name] is not cluster:
             return
         if finished.error is not None or self.healed:
@@ -389,9 +390,9 @@ class World:
             self.restart(cluster, self.kernel.rng.uniform(*AWAY_S))
 
     def may_lose(self, names: Sequence[str]) -> bool:
-        """Whether a copy of the run's state stays somewhere when these disks are lost too.
+        """Whether a copy of the run's state remains somewhere when these disks are lost too.
 
-        While two masters are alive no slave's disk may be: its promise not to obey the older one is on it.
+        While two masters are alive no slave's disk may be lost: its promise not to obey the older one is on it.
         """
         if len(self.masters) > 1 and set(self.slaves) & set(names):
             return False
@@ -399,7 +400,7 @@ class World:
         return "master" not in lost or not set(self.slaves) & lost
 
     def lost_state(self, name: str, why: str) -> None:
-        """Something that was committed may be gone from now on: the run may go back."""
+        """Note that committed state may be lost from now on: the run may go back to an older version."""
         self.kernel.note("world", f"{name}: {why}")
         self.lost_now.add(name)
         if name == "master":
@@ -407,30 +408,30 @@ class World:
             self.checks.journal_lost()
         self.may_roll_back = self.state_lost = True
 
-    # ---- what hosts ask for ----
+    # ---- services for the hosts ----
 
     def next_token(self) -> int:
         self._tokens += 1
         return self._tokens
 
     def draw(self) -> bytes:
-        """An identity that no one else has; not by chance, so that seeds keep their other choices."""
+        """A unique identity; not random, so that seeds keep their other choices."""
         self._drawn += 1
         return self._drawn.to_bytes(16)
 
     def some_master(self) -> MasterHost | None:
-        """Who answers at the master's address; of two, either."""
+        """The master that answers at the master's address; of two, either one."""
         alive = [master for master in self.masters if master.alive]
         return self.kernel.rng.choice(alive) if len(alive) > 1 else (alive[0] if alive else None)
 
     def slave_at(self, endpoint: str) -> SlaveHost | None:
-        """Who listens at a data endpoint; each life of a slave has its own."""
+        """The slave that listens at a data endpoint; each incarnation of a slave has its own."""
         name, _, generation = endpoint.removeprefix("tcp://").partition(":")
         slave = self.slaves.get(name)
         return slave if slave is not None and slave.alive and str(slave.generation) == generation else None
 
     def key_of(self, process: SimulatedProcess) -> bytes:
-        """The data key of this life of a process; empty where the run uses none."""
+        """The data key of this incarnation of a process; empty when the run uses none."""
         return key_of(process) if self.plan.config.encrypted else b""
 
     def run_config(self, rebuild: bool) -> RunConfig:
@@ -439,37 +440,38 @@ class World:
     def remember_request(self, request: ClusterRequest) -> None:
         self.requests.append(request)
 
-    # ---- what happened ----
+    # ---- events ----
 
     @property
     def phase(self) -> str:
-        """Of the round, as a master's tape told it last; a step of the master's may have gone further unheard."""
+        """The phase of the round that a master's tape recorded last; the master may already be further within a
+        step."""
         return self._phase if any(master.alive for master in self.masters) else NO_MASTER
 
     def fired(self, kind: str) -> None:
         self.counts.struck(kind, self.phase)
 
     def killed(self, role: str) -> None:
-        """A process of this role dies now, and nothing that it could do about it."""
+        """Note that a process of this role is killed now."""
         if not self.healed:
             self.counts.kills[role, self.phase] += 1
 
     def log(self, name: str, key: str, sentence: str) -> None:
-        """A line for people, when the sentence of its key changes."""
+        """Note a log line when the sentence of its key changes."""
         if self.kernel.telling and self._said.get((name, key)) != sentence:
             self._said[name, key] = sentence
             if sentence:
                 self.kernel.aside(name, f"[{key}] {sentence}")
 
     def bug(self, name: str, error: Exception) -> None:
-        """A state machine raised what it never may."""
+        """Report an exception that a state machine must never raise."""
         first = str(error).splitlines()[0] if str(error) else ""
         self.checks.violated(f"a bug in {name}: {type(error).__name__}: {first}")
         if self.kernel.telling:
             self.kernel.story.extend(_traceback(error))
 
     def tape(self, role: str, process: SimulatedProcess, kind: str, cause: str, fields: Mapping[str, Any]) -> None:
-        """One line of a process's tape."""
+        """Take one line of a process's tape."""
         text = " ".join(f"{key}={value}" for key, value in fields.items())
         self.kernel.note(process.name, f"{kind} {text}")
         if role == "master":
@@ -504,32 +506,32 @@ class World:
             self._phase = RECOVERY if fields["phase"] != RecoveryPhase.NONE.value else RoundPhase.IDLE.value
 
     def journalled(self, master: MasterHost, record: Mapping[str, Any]) -> None:
-        """An entry of the journal is durable."""
+        """Take an entry of the journal that is now durable."""
         self.kernel.note(master.name, f"journal {record['kind']} {record.get('version', '')}")
         self.checks.journalled(record, self._placed_by(master))
         self.judge.journal(record)
 
     def manifest(self, slave: SlaveHost, info: SnapshotInfo, record: bytes) -> None:
-        """A slave's manifest is durable."""
+        """Take a slave's manifest that is now durable."""
         self.kernel.note(slave.name, f"manifest {info.version} {info.round}")
         self.committed_somewhere.add(info.version)
         self.judge.manifest(slave.name, info, record)
 
     def handled(self, master: MasterHost) -> None:
-        """The master has taken an event."""
+        """Check after the master has processed an event."""
         self._handled += 1
         if not self._handled % BUDGETS_EVERY:
             self.budgets.check()
 
     def _placed_by(self, master: MasterHost) -> Mapping[int, str]:
-        """Which slave holds which block, as the master whose entry it is has it."""
+        """Which slave holds which block, according to the master that wrote the entry."""
         placement = master.state.shared.ledger.placement if master.state is not None else None
         if placement is None:
             return {}
         return {block: placement.slaves[index] for block, index in enumerate(placement.slave_of_block)}
 
     def waiting_for(self) -> str:
-        """Why nothing moves, for a failing seed's one line."""
+        """Why the run makes no progress, for the line of a failing seed."""
         master = master_of(self)
         if master is None or master.state is None:
             return "no master is alive"

@@ -68,9 +68,9 @@ def test_states_that_are_no_way_have_no_facts() -> None:
 
 
 def test_two_lives_with_one_promise_are_a_violation() -> None:
-    reference = ReferenceModel(told=frozenset({("a/1.1#1", "ABORTED")}))
+    reference = ReferenceModel(reported=frozenset({("a/1.1#1", "ABORTED")}))
     item = {"push": ["a", 1, 1, 1], "verdict": "APPLIED", "base": None, "fence": 0}
-    with pytest.raises(SearchViolation, match="told ABORTED") as caught:
+    with pytest.raises(SearchViolation, match="received ABORTED") as caught:
         reference._decide({"kind": "COMMIT", "participants": [item]})
     assert caught.value.name == "I6"
 

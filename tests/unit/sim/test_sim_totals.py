@@ -45,7 +45,7 @@ def totals_of(n: int, outcome: SeedOutcome) -> Totals:
 
 def test_a_violation_is_named_with_its_seed_and_how_to_see_its_story() -> None:
     said = complaints(totals_of(1, outcome_with(("I7: a push is lost",))))
-    assert said == ["seed 1: I7: a push is lost\n    its story: python -m dips.sim.seeds --seed 1 --trace"]
+    assert said == ["seed 1: I7: a push is lost\n    its event history: python -m dips.sim.seeds --seed 1 --trace"]
 
 
 def test_few_seeds_need_not_show_everything() -> None:
@@ -67,7 +67,7 @@ def test_a_phase_in_which_nobody_was_killed_is_a_failure() -> None:
     counts = all_fired()
     del counts.kills["slave", "JUDGE"]
     said = complaints(totals_of(totals.SEEDS_FOR_PHASES, outcome_with(counts=counts)))
-    assert "nobody was killed in phase JUDGE of the round" in said
+    assert "no process was killed in phase JUDGE of the round" in said
 
 
 def test_a_transition_that_was_never_taken_is_a_failure() -> None:

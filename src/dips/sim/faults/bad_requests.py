@@ -1,6 +1,6 @@
-"""Peers that lie, and operators that act: requests that no honest cluster sends, old ones again, operators' calls.
+"""Faults by requests: ones that no honest cluster sends, repeated old ones, and operators' calls.
 
-None of it may change the state of anybody else; the invariants see to that.
+None of them may change the state of another process; the invariants check that.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FOREIGN_LAYOUT = Layout((Parameter("other.w", (7,), "float32", "other"),))
 
 
 def _caller(world: World, **changes: Any) -> Caller | None:
-    """An honest cluster's identity, with something else in the place of a part of it."""
+    """An honest cluster's identity, with a part of it replaced."""
     cluster = a_cluster(world)
     if cluster is None or cluster.session is None or cluster.session.shared.terms.incarnation is None:
         return None
@@ -101,7 +101,7 @@ def unknown_cluster(world: World) -> bool:
 
 
 def absurd_tokens(world: World) -> bool:
-    """In the name of an honest cluster, whose own push must not suffer more than an abort."""
+    """Push absurd token counts in the name of an honest cluster, whose own push may at most be aborted."""
     caller = _caller(world)
     base = world.checks.published
     if caller is None or base is None:
@@ -132,13 +132,13 @@ def wrong_layout(world: World) -> bool:
 
 
 def replayed_request(world: World) -> bool:
-    """Something that was asked before arrives once more."""
+    """An earlier request arrives once more."""
     honest = [r for r in world.requests if not isinstance(r, JoinRequest | LeaveRequest)]
     return bool(honest) and _send(world, world.kernel.rng.choice(honest))
 
 
 def repeated_begin_push(world: World) -> bool:
-    """The open push is begun once more while it travels: what was sent for the attempt before is late."""
+    """The open push is begun once more while it is sent: what was sent for the previous attempt is late."""
     for cluster in world.clusters.values():
         session = cluster.session
         if session is not None and session.pushing.open is not None and session.pushing.open.ticket is not None:
@@ -157,7 +157,7 @@ def repeated_welcome(world: World) -> bool:
 
 
 def returned_in_its_name(world: World) -> bool:
-    """Somebody gives back the data that a cluster trains on: its push cannot count, and it must go on all the same."""
+    """Another process returns the data that a cluster trains on: its push cannot count, and it must still go on."""
     cluster = a_cluster(world)
     if cluster is None or cluster.session is None or cluster.session.shared.terms.incarnation is None:
         return False
@@ -167,7 +167,8 @@ def returned_in_its_name(world: World) -> bool:
 
 
 def finished_behind_its_back(world: World) -> bool:
-    """A cluster hears no slave while its last chunks arrive, and somebody else finishes its push. Counted if so."""
+    """A cluster gets no answer from slaves while its last chunks arrive, and another process finishes its push. Counted
+    when that happens."""
 
     def watch(role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
         if (role, kind) != ("slave", "staged"):
@@ -198,7 +199,7 @@ def _finish_in_its_name(world: World, name: str) -> None:
 
 
 def used_up_numbers(world: World) -> bool:
-    """Somebody asks, in a cluster's name, for the verdict of pushes that it has yet to make: their numbers are void."""
+    """Another process asks, in a cluster's name, for the verdict of its future pushes: their numbers become void."""
     cluster = a_cluster(world)
     caller = _caller(world)
     if cluster is None or caller is None or caller.incarnation is None or cluster.session is None:
@@ -208,7 +209,7 @@ def used_up_numbers(world: World) -> bool:
 
 
 def replayed_word_of_slave(world: World) -> bool:
-    """A slave's old message comes down its stream again, also one of an earlier life."""
+    """A slave's old message arrives on its stream again, also one of an earlier incarnation."""
     slave, master = a_slave(world), the_master(world)
     if slave is None or master is None or master.paused or not slave.said:
         return False
@@ -271,7 +272,7 @@ def operator_evicts(world: World) -> bool:
 
 
 def operator_looks(world: World) -> bool:
-    """Status, and calls with another run's id and unknown names: none may do anything."""
+    """Status, and calls with another run's id and unknown names: none may change anything."""
     actions = (StatusRequest(), StatusRequest("another-run"), EvictRequest("", "nobody"), DrainRequest("no", "a"))
     return all([_operate(world, action) for action in actions])
 
@@ -286,7 +287,7 @@ def operator_takes_an_end_back(world: World) -> bool:
 
 
 def operator_stops_early(world: World) -> bool:
-    """In the middle of everything: the run must end in good order."""
+    """A stop at any time: the run must end in order."""
     if world.kernel.now_s < world.plan.faults_for_s * 0.6:
         return False
     return _operate(world, Stop(OperatorRequest("", "early")))

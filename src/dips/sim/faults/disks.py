@@ -1,4 +1,4 @@
-"""Faults of disks: full, slow, failing, without power in the middle of a step; damaged, lost, put back from a copy."""
+"""Faults of disks: full, slow, failing, power loss within a step; damaged, lost, restored from a copy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _room_again(world: World) -> None:
 
 
 def crash_master_while_writing(world: World) -> bool:
-    """In the middle of the next flush of the journal. Counted where it strikes."""
+    """Kill the master during the next flush of the journal. Counted when it strikes."""
     master = the_master(world)
     if master is None:
         return False
@@ -49,11 +49,11 @@ def _master_disk_fast(world: World) -> None:
 
 
 JUMPS_S = (3600.0, -3600.0, 86_400.0, -86_400.0, 0.5, -0.5, 1e9, -1.6e9)
-"""A time zone, a day, a correction of the network's, and clocks that were never set or set to another century."""
+"""Jumps: a time zone, a day, an NTP correction, and clocks that were never set or are set to another century."""
 
 
 def wall_clock_jump(world: World) -> bool:
-    """Forth or back; a master that starts later sees it."""
+    """Set the wall clock forward or back; a master that starts later sees it."""
     master = the_master(world)
     if master is None:
         return False
@@ -64,7 +64,7 @@ def wall_clock_jump(world: World) -> bool:
 
 
 def wall_clock_wanders(world: World) -> bool:
-    """The clock is set again and again while the master runs, and at a start in between."""
+    """Set the clock repeatedly while the master runs, and at a start in between."""
     rng = world.kernel.rng
     for _ in range(4):
         world.kernel.after(rng.uniform(0.0, 8.0), None, _set_clock, world)
@@ -76,7 +76,7 @@ def _set_clock(world: World) -> None:
 
 
 def old_master_disk(world: World) -> bool:
-    """The master's directory is put back from a copy that is some seconds old."""
+    """Restore the master's directory from a copy that is some seconds old."""
     copy = world.disk.copy()
     world.kernel.after(world.kernel.rng.choice(COPY_AGE_S), None, _put_master_disk_back, world, copy)
     return world.disk.epoch > 0
@@ -94,7 +94,7 @@ def _put_master_disk_back(world: World, copy: object) -> None:
 
 
 def lost_master_disk(world: World) -> bool:
-    """Nothing is left; the operator starts the master with --rebuild."""
+    """Lose the master's disk; the operator starts the master with --rebuild."""
     master = the_master(world)
     if master is None or len(world.masters) > 1 or not world.may_lose(["master"]):
         return False
@@ -106,7 +106,7 @@ def lost_master_disk(world: World) -> bool:
 
 
 def _start_again_with_rebuild(world: World) -> None:
-    """Perhaps without it at first: the master must refuse, and say so."""
+    """Start the master again with --rebuild, sometimes first without: then it must refuse with a sentence."""
     rng = world.kernel.rng
     if rng.random() < 0.5:
         world.rebuild = True
@@ -139,7 +139,7 @@ def _slave_disk_fast(slave: SlaveHost) -> None:
 
 
 def slave_disk_error(world: World) -> bool:
-    """Writes or syncs fail a few times. Counted where it strikes."""
+    """Let writes or syncs fail a few times. Counted when it strikes."""
     slave = a_slave(world)
     if slave is None:
         return False
@@ -159,7 +159,7 @@ def slave_disk_error(world: World) -> bool:
 
 
 def power_loss_in_disk_step(world: World) -> bool:
-    """Between any two steps of the disk. Counted where it strikes."""
+    """Cut the power between any two steps of the disk. Counted when it strikes."""
     slave = a_slave(world)
     if slave is None:
         return False
@@ -168,7 +168,7 @@ def power_loss_in_disk_step(world: World) -> bool:
 
 
 def power_loss_with_unsynced(world: World) -> bool:
-    """Before a step of the disk at which something written is not synced yet. Counted where it strikes."""
+    """Cut the power before a step of the disk at which written data is not synced yet. Counted when it strikes."""
     slave = a_slave(world)
     if slave is None:
         return False
@@ -203,7 +203,7 @@ def lost_slave_disk(world: World) -> bool:
 
 
 def all_slave_disks_lost(world: World) -> bool:
-    """A common version is left nowhere but in the clusters."""
+    """Lose all slaves' disks: only the clusters still hold a common version."""
     if not world.may_lose(list(world.slaves)):
         return False
     for slave in world.slaves.values():
@@ -214,7 +214,7 @@ def all_slave_disks_lost(world: World) -> bool:
 
 
 def snapshot_rots(world: World) -> bool:
-    """Bits of all files of a slave flip while it runs: it may just have said what it holds."""
+    """Flip bits of all files of a slave while it runs: it may just have reported what it holds."""
     slave = a_slave(world)
     if slave is None or not world.may_lose([slave.name]):
         return False
@@ -225,7 +225,7 @@ def snapshot_rots(world: World) -> bool:
 
 
 def disk_comes_back(world: World) -> bool:
-    """Lost, and found again soon after: as if it had been mounted too late."""
+    """Lose a slave's disk and restore it soon after, as if it had been mounted too late."""
     slave = a_slave(world)
     if slave is None or not world.may_lose([slave.name]):
         return False
@@ -237,7 +237,7 @@ def disk_comes_back(world: World) -> bool:
 
 
 def old_slave_disk(world: World) -> bool:
-    """A slave's directory is put back from a copy that is some seconds old."""
+    """Restore a slave's directory from a copy that is some seconds old."""
     slave = a_slave(world)
     if slave is None:
         return False
@@ -253,7 +253,7 @@ def _put_slave_disk_back(world: World, slave: SlaveHost, copy: dict[str, bytes])
 
 
 def _with_another_disk(world: World, slave: SlaveHost, why: str) -> None:
-    """The slave is down while its disk changes; what the disk held goes to the attic."""
+    """Change a slave's disk while it is down; the old content is kept in `attic`."""
     if slave.alive:
         slave.kill()
         world.restart(slave, world.kernel.rng.choice(DOWN_S))
@@ -262,7 +262,7 @@ def _with_another_disk(world: World, slave: SlaveHost, why: str) -> None:
 
 
 def cluster_disk_error(world: World) -> bool:
-    """Records of pushes cannot be written. Counted where it strikes."""
+    """Let writes of push records fail. Counted when it strikes."""
     cluster = a_cluster(world)
     if cluster is None:
         return False
@@ -271,7 +271,7 @@ def cluster_disk_error(world: World) -> bool:
 
 
 def lost_checkpoint(world: World) -> bool:
-    """The cluster's next process knows nothing."""
+    """Lose a cluster's checkpoint: its next process starts without state."""
     cluster = a_cluster(world)
     if cluster is None or cluster.checkpoint_disk.model is None:
         return False
@@ -285,7 +285,7 @@ def lost_checkpoint(world: World) -> bool:
 
 
 def _when(world: World, role: str, kind: str, phase: str, act: Callable[[SimulatedProcess], None]) -> None:
-    """Once, upon the next such line of a tape."""
+    """Call once, at the next such line of a tape."""
 
     def watch(said_by: str, process: SimulatedProcess, what: str, fields: Mapping[str, Any]) -> None:
         if (said_by, what) == (role, kind) and phase in ("", fields.get("phase")):
@@ -296,7 +296,8 @@ def _when(world: World, role: str, kind: str, phase: str, act: Callable[[Simulat
 
 
 def killed_between_prepare_and_commit(world: World) -> bool:
-    """And its disk takes no manifest for a while: what was committed must be completed all the same."""
+    """Kill a slave between prepare and commit; its disk takes no manifest for a while. The COMMIT must still be
+    completed."""
 
     def strike(process: SimulatedProcess) -> None:
         slave = world.slaves[process.name]
@@ -311,7 +312,7 @@ def killed_between_prepare_and_commit(world: World) -> bool:
 
 
 def rots_after_hello(world: World) -> bool:
-    """A slave starts, says what it holds, and then cannot read it."""
+    """A slave starts, reports what it holds, and then cannot read it."""
     slave = a_slave(world)
     if slave is None or not world.may_lose([slave.name]):
         return False
@@ -354,7 +355,7 @@ def asked_slave_fails(world: World) -> bool:
 
 
 def lost_disk_in_commit(world: World) -> bool:
-    """Between the journal's COMMIT and the publish."""
+    """Lose a slave's disk between the journal's COMMIT and the publish."""
 
     def strike(process: SimulatedProcess) -> None:
         slave = a_slave(world)
@@ -368,7 +369,7 @@ def lost_disk_in_commit(world: World) -> bool:
 
 
 def donation_fails(world: World) -> bool:
-    """The model is lost, a cluster begins to give it back, and then: the disk is found again, or a slave dies."""
+    """The model is lost, a cluster begins to give it back, and then: the disk is restored, or a slave dies."""
 
     def strike(process: SimulatedProcess) -> None:
         rng, names = world.kernel.rng, sorted(world.attic)

@@ -1,4 +1,5 @@
-"""Faults of links: cut both ways, one way, in a pattern; slow; streams reset; bad weather for calls and chunks."""
+"""Faults of links: cut in both directions, in one, or in a pattern; slow; streams reset; bad conditions for
+datagrams."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def _cut(world: World, pairs: list[Pair], for_s: float | None = None) -> bool:
 
 
 def _cut_as(world: World, kind: str, pairs: list[Pair], for_s: float) -> None:
-    """One of several cuts of a fault, which is counted for each that is really made."""
+    """Make one of several cuts of a fault; each cut that is really made is counted."""
     if _cut(world, pairs, for_s):
         world.fired(kind)
 
@@ -59,7 +60,7 @@ def cut_cluster_from_slave(world: World) -> bool:
 
 
 def cut_one_way(world: World) -> bool:
-    """One hears the other, who does not hear him."""
+    """Cut a link in one direction only."""
     cluster, slave = a_cluster(world), a_slave(world)
     if cluster is None or slave is None:
         return False
@@ -80,7 +81,7 @@ def isolate_slave(world: World) -> bool:
 
 
 def swizzle(world: World) -> bool:
-    """Hosts are cut off one after the other, and come back in another order."""
+    """Cut hosts off one after another, and reconnect them in another order."""
     rng, names = world.kernel.rng, [*world.slaves, *world.clusters]
     for name in rng.sample(names, k=rng.randint(1, len(names))):
         for_s = rng.uniform(2.0, 10.0)
@@ -89,7 +90,7 @@ def swizzle(world: World) -> bool:
 
 
 def swizzle_pairs(world: World) -> bool:
-    """Any links, of the data flow too, each way by itself: cut in one order, healed in another."""
+    """Cut any links, also of the data flow, each direction by itself, and heal them in another order."""
     rng = world.kernel.rng
     known = _all_pairs(world)
     pairs = rng.sample(known, k=min(len(known), rng.randint(2, 12)))
@@ -102,7 +103,7 @@ def swizzle_pairs(world: World) -> bool:
 
 
 def flapping_link(world: World) -> bool:
-    """One link that comes and goes, each time for long enough to begin something."""
+    """Cut and heal one link repeatedly, each time for long enough to begin something."""
     rng = world.kernel.rng
     a, b = rng.choice(_all_pairs(world))
     at_s = 0.0
@@ -113,7 +114,7 @@ def flapping_link(world: World) -> bool:
 
 
 def _all_pairs(world: World) -> list[Pair]:
-    """Everybody who talks to somebody, one way each."""
+    """All pairs of processes that communicate, each direction by itself."""
     alive = [name for name, cluster in world.clusters.items() if cluster.alive] or list(world.clusters)
     to_master = [pair for name in (*world.slaves, *alive) for pair in _both(name, "master")]
     return to_master + [pair for slave in world.slaves for name in alive for pair in _both(name, slave)]
@@ -145,7 +146,7 @@ def reset_stream(world: World) -> bool:
 
 
 def reconnect_storm(world: World) -> bool:
-    """Every stream is reset, again and again."""
+    """Reset every stream repeatedly."""
     for slave in world.slaves.values():
         for _ in range(3):
             world.kernel.after(world.kernel.rng.uniform(0.0, 3.0), None, _reset, world, slave)
@@ -167,7 +168,7 @@ WEATHERS: Mapping[str, tuple[str, float]] = {
     "lost_replies": ("reply_lost", 0.3),
     "late_replies": ("reply_late", 0.4),
 }
-"""Name -> what of the weather turns bad, and how bad. Counted where it strikes."""
+"""Name -> the network condition that becomes bad, and its value. Counted when it strikes."""
 
 
 def _weather(field: str, chance: float) -> Callable[[World], bool]:

@@ -1,5 +1,5 @@
-"""What operators do to a run that goes on: clusters that come and go all the time, every process restarted in turn, and
-a second master that takes over from one that only slept.
+"""Faults by operators of a running run: clusters that keep joining and leaving, a rolling restart of every process, and
+a second master that takes over from one that was only suspended.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ CHURN_S = (8.0, 20.0, 60.0)
 AWAY_S = (0.2, 1.0, 4.0, 10.0)
 LOOK_S = 0.25
 PATIENCE_S = 15.0
-"""So long a rolling restart waits for one process before it goes on with the next, whatever that one does."""
+"""How long a rolling restart waits for one process before it goes on with the next in any case."""
 
 
 # ---- clusters that come and go ----
 
 
 def churn(world: World) -> bool:
-    """For a while, one every moment. Each that goes or comes is counted, too."""
+    """For a while, clusters join and leave at short intervals. Each one is counted as well."""
     if world.churning:
         return False
     world.churning = True
@@ -60,7 +60,7 @@ def _come(world: World, cluster: ClusterHost) -> None:
 
 
 def _go(world: World, cluster: ClusterHost) -> None:
-    """Politely, or not."""
+    """Let a cluster leave in order, or kill it."""
     rng = world.kernel.rng
     if rng.random() < 0.6:
         world.fired("churn_left")
@@ -78,7 +78,7 @@ def _go(world: World, cluster: ClusterHost) -> None:
 def rolling_restart(world: World) -> bool:
     """Each process is restarted once the one before it is back. Counted when the last one is.
 
-    Not while everybody stands still: nobody is there to restart them.
+    Not while all processes are suspended: then no operator can restart them.
     """
     if world.rolling or world.kernel.now_s < world.suspended_until_s:
         return False
@@ -119,7 +119,7 @@ def _wait_until_back(world: World, turn: Iterator[Host], host: Host, generation:
 
 
 def _is_back(world: World, host: Host) -> bool:
-    """Whether it does its work again, as `dips status` would say."""
+    """Whether the process works again, as `dips status` would show."""
     master = master_of(world)
     if master is None or master.state is None:
         return False
@@ -139,7 +139,7 @@ def _is_back(world: World, host: Host) -> bool:
 
 
 def failover_from_a_sleeper(world: World) -> bool:
-    """The master sleeps, another one takes its place on the same journal, and then the first one wakes up."""
+    """The master is suspended, another one takes over on the same journal, and then the first one resumes."""
     master = the_master(world)
     if master is None or master.paused or len(world.masters) > 1:
         return False
@@ -173,7 +173,7 @@ def _wake(sleeper: MasterHost, generation: int) -> None:
 ARMED = frozenset({"rolling_restart", "failover_from_a_sleeper"})
 
 CHURNED = ("churn_joined", "churn_newcomer", "churn_left", "churn_killed")
-"""What a churn does, again and again; a newcomer is a cluster that was never there before."""
+"""Events of a churn; a newcomer is a cluster that was never there before."""
 
 
 FAULTS: Mapping[str, Callable[[World], bool]] = {

@@ -22,7 +22,7 @@ TWIN_GENERATION = 1000
 
 
 def a_slave(world: World) -> SlaveHost | None:
-    """Where the moment was, else any that lives."""
+    """The slave of the moment, else any live one."""
     alive = [slave for slave in world.slaves.values() if slave.alive]
     if world.struck in alive and world.kernel.rng.random() < 0.7:
         return next(slave for slave in alive if slave is world.struck)
@@ -30,7 +30,7 @@ def a_slave(world: World) -> SlaveHost | None:
 
 
 def a_cluster(world: World) -> ClusterHost | None:
-    """Where the moment was, else any that lives; where all faults are of one cluster, that one."""
+    """The cluster of the moment, else any live one; if all faults are of one cluster, that one."""
     only = world.plan.sabotaged
     alive = [cluster for cluster in world.clusters.values() if cluster.alive and only in ("", cluster.name)]
     if world.struck in alive and world.kernel.rng.random() < 0.7:
@@ -67,14 +67,14 @@ def crash_all_clusters(world: World) -> bool:
 
 
 def power_failure(world: World) -> bool:
-    """Everything at once."""
+    """Kill all processes at once."""
     master = _crash(world, the_master(world))
     slaves, clusters = crash_all_slaves(world), crash_all_clusters(world)
     return master or slaves or clusters
 
 
 def crash_loop_of_slave(world: World) -> bool:
-    """One that dies again and again soon after each start."""
+    """A slave that dies repeatedly soon after each start."""
     slave = a_slave(world)
     if slave is None:
         return False
@@ -142,11 +142,11 @@ def _resume(host: SimulatedProcess, generation: int) -> None:
 
 
 SUSPENDED_S = (2.0, 20.0, 600.0, 7200.0)
-"""A machine's snapshot, a moved one, a site without power for ten minutes, a laptop that was closed over lunch."""
+"""Suspensions: a machine's snapshot, a live migration, a power outage of ten minutes, a laptop that was closed."""
 
 
 def suspend_all(world: World) -> bool:
-    """Everybody stands still at once, and goes on in another order; no time is anybody's fault."""
+    """Suspend all processes at once, and resume them in another order; no time-out is the fault of a single one."""
     rng = world.kernel.rng
     hosts = [host for host in _hosts(world) if host.running]
     if len(hosts) < 2 or world.rolling:
@@ -162,7 +162,7 @@ def suspend_all(world: World) -> bool:
 
 
 def stutter(world: World) -> bool:
-    """Processes stand still for moments, several at once, again and again."""
+    """Suspend processes for moments, several at once, repeatedly."""
     rng, hosts = world.kernel.rng, _hosts(world)
     for _ in range(3 * len(hosts)):
         world.kernel.after(rng.uniform(0.0, 8.0), None, _falter, world, rng.choice(hosts), rng.expovariate(1.0))
@@ -181,12 +181,12 @@ def _hosts(world: World) -> list[SimulatedProcess]:
 # ---- killed within a step ----
 
 WITHOUT_TIME = (RoundPhase.SEALED, RoundPhase.JUDGE, RoundPhase.PUBLISH)
-"""The master goes through them within one step: nothing else ever falls into them."""
+"""The master goes through these phases within one step: no other fault can happen in them."""
 
 
 def crash_master_in_step(world: World) -> bool:
-    """Between two effects of what it does next; or as soon as its tape told of a phase, also one that no time passes
-    in."""
+    """Kill the master between two effects of its next step, or as soon as its tape shows a phase, also one without
+    duration."""
     master, rng = the_master(world), world.kernel.rng
     if master is None or rng.random() < 0.3:
         return _dies_in_step(world, master, 25)
@@ -217,7 +217,7 @@ def _dies_in_step(world: World, host: SimulatedProcess | None, most: int) -> boo
 
 
 def cluster_leaves(world: World) -> bool:
-    """Asked to stop, whatever it was doing; it comes back when all is healed."""
+    """Ask a cluster to stop at any time; it comes back when all is healed."""
     cluster = a_cluster(world)
     if cluster is None or cluster.paused:
         return False
@@ -242,7 +242,7 @@ def _as_fast_as_before(cluster: ClusterHost) -> None:
 
 
 def same_cluster_twice(world: World) -> bool:
-    """A second process under a living cluster's name."""
+    """Start a second process under a live cluster's name."""
     cluster = a_cluster(world)
     if cluster is None or world.twins:
         return False
@@ -254,7 +254,7 @@ def same_cluster_twice(world: World) -> bool:
 
 
 def same_slave_twice(world: World) -> bool:
-    """A second process under a living slave's name, with a directory of its own: as if it had been made elsewhere."""
+    """Start a second process under a live slave's name, with a directory of its own, as if made elsewhere."""
     slave = a_slave(world)
     if slave is None or world.twins or not world.may_lose([slave.name]):
         return False
@@ -267,7 +267,7 @@ def same_slave_twice(world: World) -> bool:
 
 
 def two_masters(world: World) -> bool:
-    """A second master on the same journal, and peers that find either."""
+    """Start a second master on the same journal; peers reach either one."""
     if len(world.masters) > 1 or the_master(world) is None:
         return False
     other = MasterHost(world, "master2", world.disk)
@@ -278,7 +278,7 @@ def two_masters(world: World) -> bool:
 
 
 def end_second(world: World, other: MasterHost) -> None:
-    """The second master is gone, if it is not already."""
+    """Kill the second master if it is still alive."""
     if other.alive:
         other.kill()
     if other in world.masters:
@@ -297,7 +297,7 @@ def _bad_push(kind: int) -> Callable[[World], bool]:
 
 
 def overflow_in_prepare(world: World) -> bool:
-    """The merge of finite pushes gives an element that is not."""
+    """Make the merge of finite pushes overflow in one element."""
     slave = a_slave(world)
     if slave is None:
         return False

@@ -1,9 +1,9 @@
-"""Faults by name: what each does, when it strikes, and the count of those that really did.
+"""Registers the faults by name, plans when they strike, and counts those that did.
 
 Each is planned for a time, or for a moment (a slave has just prepared, a push has just been sealed), and tries again
-for a while when it cannot strike yet. What one leaves behind is ended by its own later action or by heal(). Of each
-that was planned it is known whether it struck, or why not (dips.sim.counts); a name here that no seed of a large set
-ever saw fire is an error: dips.sim.totals checks that.
+for a while when it cannot strike yet. Its effects are ended by its own later action or by heal(). Every
+planned fault is counted as struck, or with the reason why not (dips.sim.counts). A name here that never fires in a
+large set of seeds is an error: dips.sim.totals checks that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dips.sim.world import World
 
 Begin = Callable[["World"], bool]
-"""Strike now; False: there is nothing to strike at yet."""
+"""Strikes now; returns False when there is nothing to strike at yet."""
 
 GROUPS: Mapping[str, Mapping[str, Begin]] = {
     "processes": fault_processes.FAULTS,
@@ -36,7 +36,7 @@ GROUPS: Mapping[str, Mapping[str, Begin]] = {
     "lies": {name: begin for name, begin in bad_requests.FAULTS.items() if name not in bad_requests.OPERATORS},
     "operations": {**bad_requests.OPERATORS, **fault_operations.FAULTS, **fault_reshard.FAULTS},
 }
-"""By what is struck, for people."""
+"""Groups of faults by what they strike, for reports."""
 
 FAULTS: Mapping[str, Begin] = {name: begin for group in GROUPS.values() for name, begin in group.items()}
 
@@ -50,7 +50,7 @@ COUNTED_ELSEWHERE = frozenset(
         *bad_requests.ARMED,
     }
 )
-"""Armed when they are begun; counted only where they really strike."""
+"""Faults that are only armed when they begin, and counted when they really strike."""
 
 SIDE_EFFECTS: Mapping[str, str] = {
     "lost_journal_entries": "disks",
@@ -77,7 +77,8 @@ OF_ONE_CLUSTER = (
     "used_up_numbers", "returned_in_its_name", "wrong_run_id", "old_incarnation", "old_epoch", "unknown_cluster",
     "wrong_layout", "garbage_chunks", "operator_drains", "operator_evicts",
 )  # fmt: skip
-"""All of one bad cluster: slow, dead, cut off or hostile. Nobody else may wait longer for it than is promised (I15)."""
+"""Faults of one bad cluster: slow, dead, cut off or hostile. No other cluster may wait longer for it than promised
+(I15)."""
 
 NOT_FOR_LONG = frozenset({"operator_stops_early", "operator_takes_an_end_back"})
 """Would end a run of thousands of rounds after a few, the second one where the master is away for too long."""
@@ -116,7 +117,7 @@ TRIES = 12
 RETRY_S = 0.7
 
 LONGEST_WATCH_S = 20.0
-"""Where faults are planned all the time, so long one waits for its moment."""
+"""In runs with continuous faults, the longest wait of a fault for its moment."""
 
 
 def names() -> tuple[str, ...]:
@@ -132,7 +133,7 @@ def known_to(world: World) -> list[str]:
 
 
 def plan_faults(world: World, planned: tuple[str, ...] | None) -> None:
-    """Choose, or take as told, what will strike and when."""
+    """Choose what will strike and when, or take the given faults."""
     rng, known = world.kernel.rng, known_to(world)
     chosen = planned if planned is not None else [rng.choice(known) for _ in range(world.plan.n_faults)]
     for name in chosen:
@@ -142,7 +143,7 @@ def plan_faults(world: World, planned: tuple[str, ...] | None) -> None:
 
 
 def _plan_next(world: World) -> None:
-    """One more, and so on until the run is healed."""
+    """Plan one more fault, and so on until the run is healed."""
     if not world.healed and not world.ended:
         rng = world.kernel.rng
         _plan(world, rng.choice(known_to(world)), world.kernel.now_s)
@@ -159,7 +160,7 @@ def _plan(world: World, name: str, at_s: float) -> None:
 
 
 def _wait_for_moment(world: World, name: str, moment: tuple[str, str, str]) -> None:
-    # A moment that does not come (no recovery without a loss) is not waited for in vain.
+    # A moment that cannot come (no recovery without a loss) is not waited for.
     last_s = world.plan.faults_for_s * 0.95
     if world.plan.fault_every_s:
         last_s = min(last_s, world.kernel.now_s + LONGEST_WATCH_S)
@@ -197,5 +198,5 @@ def _strike(world: World, name: str, tries: int) -> None:
 
 
 def heal(world: World) -> None:
-    """Nothing strikes any more."""
+    """End all faults; none strikes afterwards."""
     world.watchers.clear()

@@ -1,4 +1,4 @@
-"""Operators that add and remove slaves while the run goes on, and change their minds."""
+"""Faults by operators that add and remove slaves while the run goes on, or cancel that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_SLAVES = 8
 
 
 def reshard_add(world: World) -> bool:
-    """A new slave, or one that was removed before and has its old directory still."""
+    """Add a new slave, or one that was removed before and still has its old directory."""
     idle = [name for name in world.slaves if name not in _placed(world)]
     fresh = SlaveId(f"s{len(world.slaves)}")
     name = SlaveId(world.kernel.rng.choice(idle)) if idle and world.kernel.rng.random() < 0.5 else fresh
@@ -32,7 +32,7 @@ def reshard_add(world: World) -> bool:
 
 
 def reshard_remove(world: World) -> bool:
-    """One of those that hold blocks."""
+    """Remove a slave that holds blocks."""
     placed = _placed(world)
     if len(placed) < 2:
         return False
@@ -41,7 +41,7 @@ def reshard_remove(world: World) -> bool:
 
 
 def reshard_replace(world: World) -> bool:
-    """Another slave in the place of one."""
+    """Replace one slave by another."""
     placed, fresh = _placed(world), SlaveId(f"s{len(world.slaves)}")
     if not placed or len(world.slaves) >= MOST_SLAVES:
         return False
@@ -54,7 +54,7 @@ def reshard_replace(world: World) -> bool:
 
 
 def reshard_taken_back(world: World) -> bool:
-    """Asked for, and a moment later not any more; before the record it has never begun."""
+    """Request a RESHARD and cancel it a moment later; before the record it has not begun."""
     if not reshard_remove(world):
         return False
     world.kernel.after(world.kernel.rng.uniform(0.0, 2.0), None, _take_back, world)
@@ -68,7 +68,8 @@ def _take_back(world: World) -> None:
 
 
 def _ask(world: World, request: ReshardRequest) -> bool:
-    """Whether the master took it: it refuses while another one is under way, or with fewer blocks than slaves."""
+    """Ask the master; returns whether it accepted: it refuses while another one is under way, or with fewer blocks than
+    slaves."""
     master = the_master(world)
     if master is None or master.paused or master.state is None or master.state.shared.ledger.reshard is not None:
         return False

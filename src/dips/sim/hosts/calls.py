@@ -1,4 +1,4 @@
-"""One call to the master, from its request to its answer or deadline, over a network that may lose either half."""
+"""Simulates a call to the master, from request to answer or deadline, over a network that may lose either one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from dips.sim.world import World
 
 NOBODY_S = 0.05
-"""How soon a caller learns that nobody listens at the address."""
+"""Seconds until a caller learns that no process listens at the address."""
 
 
 class Asked:
-    """A call under way. `done` is told once: a reply, a Refused, or a sentence (str) when nobody answered in time."""
+    """A call under way. `done` is called once: with a reply, a Refused, or a sentence (str) when no answer came in
+    time."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Asked:
         self._master.called(self)
 
     def answered(self, body: Any) -> None:
-        """The master answers; whether it is heard is the network's affair."""
+        """The master answers; the network may lose the answer."""
         result = Refused(body.code, body.sentence, body.retry_after_s) if isinstance(body, Refusal) else body
         self._world.net.reply("master", self._caller.name, self._caller, self._end, result)
 
@@ -71,13 +72,14 @@ class Asked:
         self._world.kernel.after(self._world.kernel.jitter(NOBODY_S), self._caller, self._end, why)
 
     def _end(self, result: Any) -> None:
-        """A caller that died meanwhile hears nothing, nor does its next life: the connection was another one."""
+        """End the call. A caller that died meanwhile gets nothing, nor does its next incarnation, with another
+        connection."""
         if not self._over and self._caller.generation == self._generation:
             self._over = True
             self._done(result)
 
 
 def master_of(world: World) -> MasterHost | None:
-    """The newest master that lives, for whoever operates the run."""
+    """The newest live master, for the run's operator."""
     alive = [master for master in world.masters if master.alive]
     return max(alive, key=lambda master: master.epoch, default=None)

@@ -1,5 +1,5 @@
 """A simulated cluster's checkpoints: what dips.worker.checkpoint writes, as the saved session's own JSON form and
-the model's content. A write takes time and is whole or not there; a push's number is used only once its record is
+the model's content. A write takes time and is atomic; a push's number is used only after its record is
 durable.
 """
 
@@ -27,7 +27,8 @@ RETRY_S = 0.5
 
 @dataclass
 class CheckpointDisk:
-    """What outlives the process. errors: so many of the next records of pushes cannot be written."""
+    """The checkpoints on disk, which outlive the process. errors: so many of the next records of pushes cannot be
+    written."""
 
     session_json: str = ""
     model: SimulatedModel | None = None
@@ -51,7 +52,7 @@ class Checkpoints:
         self._due_s = self._cluster.kernel.now_s + EVERY_S
 
     def resume(self, session: ClusterMachine, model: ClusterModel) -> None:
-        """Put what was saved into a session that has not begun."""
+        """Restore the saved state into a session that has not begun."""
         cluster, disk = self._cluster, self._cluster.checkpoint_disk
         if not cluster.world.plan.checkpoints or disk.model is None:
             return
@@ -65,13 +66,13 @@ class Checkpoints:
             return
         for name in ("live", "base", "push", "pulled", "changes", "residual"):
             setattr(model, name, getattr(disk.model, name))
-        model.changes += 1000 * cluster.generation  # what this life trains is its own
+        model.changes += 1000 * cluster.generation  # what this incarnation trains is its own
         push = str(saved.push.id) if saved.push is not None else None
         fields = {"seq": saved.seq, "base": str(saved.base), "fence": saved.base_fence, "push": push}
         cluster.world.tape("worker", cluster, "resumed", "-", fields | {"incarnation": str(saved.incarnation)})
 
     def take_if_due(self, session: ClusterMachine, model: ClusterModel) -> None:
-        """Between two steps."""
+        """Write a checkpoint if it is due; called between two steps."""
         cluster = self._cluster
         if not cluster.world.plan.checkpoints or self._writing or cluster.kernel.now_s < self._due_s:
             return

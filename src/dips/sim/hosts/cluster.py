@@ -1,7 +1,7 @@
-"""A training cluster's process around the real Session: it steps, borrows data, pushes and pulls.
+"""Simulates a training cluster's process around the real Session: it steps, leases data, pushes and pulls.
 
 Does what dips.worker.shell, heartbeat and transfers do, on virtual time: events wait while a step is made, and are
-handled between steps. What parameters are is the run's arithmetic's affair (dips.sim.arithmetic).
+handled between steps. The run's arithmetic (dips.sim.arithmetic) defines the parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PULL_WINDOW_CHUNKS = 16
 
 
 class ClusterHost(SimulatedProcess):
-    """One cluster's process; the next life begins anew, or from its checkpoint."""
+    """One cluster's process; the next incarnation starts without state, or from its checkpoint."""
 
     def __init__(self, world: World, name: str, step_s: float) -> None:
         super().__init__(world.kernel, name)
@@ -45,7 +45,7 @@ class ClusterHost(SimulatedProcess):
         self.next_push_kind = CLEAN
         self.steps = 0
         self.trained_s = 0.0
-        """Virtual time in which it made its steps."""
+        """Virtual seconds that it spent on its steps."""
 
         self._queue: deque[events.Event] = deque()
         self._stepping = False
@@ -59,7 +59,7 @@ class ClusterHost(SimulatedProcess):
         self.checkpoint_disk = CheckpointDisk()
         self._checkpoints = Checkpoints(self)
 
-    # ---- life ----
+    # ---- start and end ----
 
     def boot(self) -> None:
         self.begin_process()
@@ -90,7 +90,7 @@ class ClusterHost(SimulatedProcess):
         self.end()
 
     def end(self) -> None:
-        """The process is no more, whatever ended it; its system resets the connection of its beats."""
+        """The process has ended, for any reason; its system resets the connection of its beats."""
         if self.session is not None and not self.world.net.is_cut(self.name, "master"):
             incarnation = self.session.shared.terms.incarnation
             for master in self.world.masters:
@@ -104,7 +104,7 @@ class ClusterHost(SimulatedProcess):
     # ---- the training loop ----
 
     def deliver(self, event: events.Event) -> None:
-        """From another thread: taken between steps."""
+        """Take an event from another thread; it is handled between steps."""
         if self.session is None:
             return
         self._queue.append(event)
@@ -129,9 +129,9 @@ class ClusterHost(SimulatedProcess):
             self._step()
 
     def _has_data(self) -> bool:
-        """Leased mode: borrow when too little is left to train on."""
+        """Whether there is data to train on; in leased mode, request more when too little is left."""
         session, plan = self.session, self.world.plan
-        assert session is not None, "asked only while it lives"
+        assert session is not None, "called only while it is alive"
         if plan.data.mode is DataMode.OWN:
             return True
         if sum(item.tokens for item in session.held) >= plan.least_held_tokens:
@@ -142,7 +142,7 @@ class ClusterHost(SimulatedProcess):
     def _step(self) -> None:
         """Begin the next inner step; what arrives meanwhile waits for its end."""
         session, plan = self.session, self.world.plan
-        assert session is not None, "asked only while it lives"
+        assert session is not None, "called only while it is alive"
         self._stepping, self._batch, self._stepping_since_s = True, plan.batch_of(session.held), self.kernel.now_s
         took_s = self.kernel.rng.uniform(1 - plan.step_jitter, 1 + plan.step_jitter) * self.step_s
         self.kernel.after(took_s, self, self._stepped, took_s)
@@ -171,7 +171,7 @@ class ClusterHost(SimulatedProcess):
 
     @property
     def trained_until_now_s(self) -> float:
-        """trained_s, and what the step under way has taken so far."""
+        """trained_s plus the time of the step under way."""
         return self.trained_s + (self.kernel.now_s - self._stepping_since_s if self._stepping else 0.0)
 
     @staticmethod
@@ -186,7 +186,7 @@ class ClusterHost(SimulatedProcess):
 
     @property
     def n_transfers(self) -> int:
-        """That it has under way."""
+        """The number of its transfers under way."""
         return len(self._carriers)
 
     def stop_soon(self, reason: str) -> None:
@@ -199,8 +199,8 @@ class ClusterHost(SimulatedProcess):
             return
         try:
             before = self.model.residual_mark
-            told = self.session.handle(event, self.kernel.now_s)
-            for number, effect in enumerate(told):
+            outputs = self.session.handle(event, self.kernel.now_s)
+            for number, effect in enumerate(outputs):
                 if number and self.dies_after and self.dies_here():
                     self.world.fired("crash_cluster_in_step")
                     self.kill()
@@ -208,7 +208,7 @@ class ClusterHost(SimulatedProcess):
                 if self.alive:
                     self._carry_out(effect)
             if self.session is not None:
-                fault = residual_fault(before, self.model.residual_mark, told, self._sent_as, self.session)
+                fault = residual_fault(before, self.model.residual_mark, outputs, self._sent_as, self.session)
                 if fault:
                     self.world.checks.violated(f"{self.name}: {fault}")
         except (DipsError, AssertionError, LookupError, ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""The master's process around the real Coordinator: events in, effects out, a journal that is durable only later.
+"""Simulates the master's process around the real Coordinator: events in, effects out, a journal with delayed writes.
 
 Does what dips.master.shell and dips.master.journal_writer do, on virtual time. It decides nothing; whatever the
 state machine raises is reported as a bug.
@@ -64,7 +64,7 @@ class MasterHost(SimulatedProcess):
         self.rebuild = False
         self.exit: tuple[int, str] | None = None
         self._on_its_way: list[JournalEntry] = []
-        """Handed to the disk, not yet confirmed."""
+        """Entries that were given to the disk and are not yet confirmed."""
 
         self._flushing = False
         self.dies_in_flush = False
@@ -73,14 +73,14 @@ class MasterHost(SimulatedProcess):
         self._links: dict[int, tuple[Stream, End]] = {}
         self._calls: dict[int, Asked] = {}
         self._welcomes: dict[int, SlaveCommand] = {}
-        self.told: set[int] = set()
-        """Tokens of answers that went to no caller of ours: what an operator was told."""
+        self.answered: set[int] = set()
+        """Tokens of answers that went to no simulated caller: answers to operators."""
 
     @property
     def tick_s(self) -> float:
         return self.world.plan.config.settings.heartbeat_s / TICKS_PER_HEARTBEAT
 
-    # ---- life ----
+    # ---- start and end ----
 
     def boot(self) -> None:
         """Begin an epoch, durably, and serve."""
@@ -106,7 +106,7 @@ class MasterHost(SimulatedProcess):
         self._arm_timer()
 
     def kill(self) -> None:
-        """kill -9: the disk keeps what it had confirmed, and perhaps the batch that it was writing."""
+        """kill -9: the disk keeps the confirmed entries, and perhaps the batch that it was writing."""
         if self.alive:
             self.world.killed("master")
         if self._flushing and self._on_its_way:
@@ -129,7 +129,7 @@ class MasterHost(SimulatedProcess):
             asked.server_died()
 
     def stop(self, code: int, sentence: str) -> None:
-        """The process ends by itself; what was decided before is written first, as a clean exit does."""
+        """End the process in order; decided entries are written first, as at a clean exit."""
         if not self.alive:
             return
         self.kernel.note(self.name, f"ends with exit code {code}: {sentence}")
@@ -181,16 +181,16 @@ class MasterHost(SimulatedProcess):
             self._timer_due_s = -1.0
             self.dispatch(Tick())
 
-    # ---- what comes in ----
+    # ---- inputs ----
 
     def called(self, asked: Asked) -> None:
-        """A cluster's or reader's call arrives."""
+        """Take a cluster's or reader's call."""
         self._calls[asked.token] = asked
         self.world.names.called(asked.request)
         self.dispatch(ClusterCall(asked.token, asked.request))
 
     def called_blindly(self, request: ClusterRequest) -> None:
-        """A call whose sender does not listen: late, repeated or hostile."""
+        """Take a call whose sender ignores the answer: late, repeated or hostile."""
         self.dispatch(ClusterCall(self.world.next_token(), request))
 
     def beats_ended(self, cluster: str, incarnation: Incarnation | None) -> None:
@@ -201,7 +201,8 @@ class MasterHost(SimulatedProcess):
             self.dispatch(CallGone(token))
 
     def operate(self, action: OperatorAction) -> int:
-        """Ask it; the token is among `told` once it has answered, which a master that dies meanwhile never does."""
+        """Send an operator's request; the token is in `answered` after the answer, which a master that dies never
+        gives."""
         token = self.world.next_token()
         self.dispatch(OperatorCall(token, action))
         return token
@@ -215,7 +216,7 @@ class MasterHost(SimulatedProcess):
             self.dispatch(SlaveSaid(number, message))
 
     def welcome_again(self) -> bool:
-        """The newest slave hears its Welcome once more on the same stream."""
+        """Send the newest slave its Welcome once more on the same stream."""
         links = [link for link in self._welcomes if link in self._links]
         if links:
             stream, end = self._links[links[-1]]
@@ -223,7 +224,7 @@ class MasterHost(SimulatedProcess):
         return bool(links)
 
     def hello_of_stranger(self, message: SlaveMessage) -> None:
-        """A hello on a stream that nobody listens at."""
+        """Take a hello on a stream whose answers are ignored."""
         number = self.world.next_token()
         self.dispatch(SlaveSaid(number, message))
         self.dispatch(SlaveLinkDown(number))
@@ -247,7 +248,7 @@ class MasterHost(SimulatedProcess):
                 self._begin_again(effect)
 
     def _die_in_step(self) -> None:
-        """Between two effects of one step: some were carried out, the others never are."""
+        """Die between two effects of one step: some were executed, the others never are."""
         self.world.fired("crash_master_in_step")
         self.kill()
         self.world.master_died(self)
@@ -293,7 +294,7 @@ class MasterHost(SimulatedProcess):
         if asked is not None:
             asked.answered(body)
         else:
-            self.told.add(token)
+            self.answered.add(token)
 
     # ---- the journal ----
 
@@ -316,7 +317,7 @@ class MasterHost(SimulatedProcess):
         self.world.master_died(self)
 
     def _flushed(self, batch: list[JournalEntry]) -> None:
-        """The disk has the batch. A newer epoch in the same journal ends this process before it can write."""
+        """The disk has written the batch. A newer epoch in the same journal ends this process before it can write."""
         self._flushing = False
         if self.disk.epoch != self.epoch:
             self.stop(FATAL_EXIT, f"a newer master runs: the journal is at epoch {self.disk.epoch}")

@@ -1,7 +1,8 @@
-"""A slave's move of blocks for a RESHARD: the real fetching machine (dips.slave.state.fetching) over lossy datagrams.
+"""Simulates a slave's move of blocks for a RESHARD: the real fetching machine (dips.slave.state.fetching) over lossy
+datagrams.
 
 Does what dips.slave.mover does on its thread: own chunks from memory, the others from the slaves that have them, both
-tensors checked against their digests, then the file. A move that nobody wants any more ends soon.
+tensors checked against their digests, then the file. A cancelled move ends soon.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Place = tuple[Chunk, bool]
 
 
 class SimulatedMove:
-    """One RunMove. `ended` is told once: the shadow's info when the file is durable, or why there is none."""
+    """One RunMove. `ended` is called once: with the shadow's info when the file is durable, or why there is none."""
 
     def __init__(self, host: SlaveHost, effect: RunMove, ended: Callable[[SnapshotInfo | Refused], None]) -> None:
         self.job = effect.job
@@ -41,7 +42,7 @@ class SimulatedMove:
         self._fetches: list[_Fetching] = []
 
     def begin(self) -> None:
-        """Take what is here, and ask for the rest."""
+        """Take the chunks that are here, and request the others."""
         move, memory = self._move, self._host.port.memory
         mine: list[Chunk] = []
         theirs: dict[int, list[Chunk]] = {}
@@ -72,10 +73,10 @@ class SimulatedMove:
             self._values[chunk, True] = memory.parts.chunk(memory.current.momentum, index)
 
     def cancel(self) -> None:
-        """Nobody wants it any more."""
+        """Cancel the move."""
         self._host.kernel.after(0.0, self._host, self.end, cancelled(self._move))
 
-    # ---- what fetches say ----
+    # ---- results of fetches ----
 
     @property
     def over(self) -> bool:
@@ -147,7 +148,7 @@ class SimulatedMove:
 
 
 class _Fetching:
-    """What is fetched of one tensor from one slave."""
+    """The fetch of one tensor from one slave."""
 
     def __init__(self, move: SimulatedMove, source: SlaveAddress, chunks: list[Chunk], momentum: bool) -> None:
         self._move, self._host, self._source, self._momentum = move, move.host, source, momentum
@@ -156,7 +157,7 @@ class _Fetching:
         self.fetch = Fetch(source.slave_id, chunks, self._host.kernel.now_s)
 
     def pump(self) -> None:
-        """Send what is to be sent now; see to it that silence is noticed."""
+        """Send due requests, and schedule the check for missing answers."""
         now_s = self._host.kernel.now_s
         if self._move.over or self.fetch.done:
             return
@@ -182,7 +183,7 @@ class _Fetching:
         host, world, name = self._host, self._host.world, self._source.slave_id
         target = world.slave_at(self._source.data_endpoint)
         if target is None:
-            return  # nobody listens at that port
+            return  # no process listens on that port
         connection = self._connection
 
         def answer(reply: DataHeader, value: Value) -> None:

@@ -1,4 +1,4 @@
-"""Someone who only reads: pulls the newest version now and then, as an evaluator does, and may forget to say so."""
+"""Simulates an evaluator: it pulls the newest version from time to time, and may omit to report the end of the pull."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Shard:
 
 @dataclass
 class SimulatedShardMemory:
-    """What one Configure made."""
+    """The memory that one Configure made."""
 
     blocks: Sequence[Block]
     chunk_bytes: int
@@ -53,12 +53,12 @@ class SimulatedShardMemory:
     # ---- pushes ----
 
     def decoded(self, staging: Staging, landing: Landing, value: Value) -> Value:
-        """A chunk's parameters. Raises Refused(BASE_GONE) when the version that a difference is to is not here."""
+        """A chunk's parameters. Raises Refused(BASE_GONE) when the base of a difference is not here."""
         if staging.wire not in DIFFERENCES:
             return value
         base = self.readable.get(staging.base) if staging.base is not None else None
         if base is None:
-            raise Refused(RefusalCode.BASE_GONE, f"push {staging.push} stands on {staging.base}, which is not here")
+            raise Refused(RefusalCode.BASE_GONE, f"push {staging.push} is based on {staging.base}, which is not here")
         return self.arithmetic.decoded(staging.wire, self.parts.chunk(base.theta, landing.index), value)
 
     # ---- rounds ----
@@ -66,7 +66,7 @@ class SimulatedShardMemory:
     def measure(
         self, slots: Sequence[int], bases: Sequence[Version | None]
     ) -> tuple[tuple[BlockGram, ...], tuple[float, ...]]:
-        """What the slave answers to Measure: Gram matrices, and directions."""
+        """The slave's answer to Measure: Gram matrices and directions."""
         assert self.current is not None, "only a round that follows a version is measured"
         version, theta = self.current.info.version, self.current.theta
         return self.parts.measure(theta, slots), self.parts.directions(version, theta, slots, bases)
@@ -93,14 +93,14 @@ class SimulatedShardMemory:
 
 
 class SimDataPort:
-    """What the data port answers to one message, as dips.slave.data_port does."""
+    """Answers messages as the data port (dips.slave.data_port) does."""
 
     def __init__(self) -> None:
         self.epoch = 0
         self.memory: SimulatedShardMemory | None = None
         self.refused_chunks = 0
         self.complete: list[PushStaged] = []
-        """Said by open() and put(); whoever called takes them."""
+        """Results of open() and put() for the caller."""
 
     def open(self, effect: OpenSlot) -> None:
         if self.memory is None:
@@ -138,7 +138,7 @@ class SimDataPort:
         return _reply(header, DataOp.MISSING, staging.complete, missing), None
 
     def _put(self, header: DataHeader, value: Value, memory: SimulatedShardMemory) -> tuple[DataHeader, Value]:
-        n_elems = header.length_bytes // FLOAT32_BYTES  # a value has no bytes of its own: it is as long as it says
+        n_elems = header.length_bytes // FLOAT32_BYTES  # a value has no bytes: its header gives its length
         staging, landing, landed = memory.table.admit(header, encoded_bytes(header.codec, n_elems))
         if not landed:
             if memory.arithmetic.checksum(value) != header.checksum:

@@ -1,4 +1,4 @@
-"""A slave's process around the real SlaveState: its jobs take time, its disk may fail, its stream may break.
+"""Simulates a slave's process around the real SlaveState: its jobs take time, its disk may fail, its stream may break.
 
 Does what dips.slave.shell and dips.slave.control do, on virtual time and with the run's arithmetic
 (dips.sim.arithmetic) in place of numbers.
@@ -66,15 +66,15 @@ class SlaveHost(SimulatedProcess):
         self.move: SimulatedMove | None = None
         self._unwanted = 0
 
-    # ---- life ----
+    # ---- start and end ----
 
     @property
     def endpoint(self) -> str:
-        """Another port in each life."""
+        """The data endpoint: another port in each incarnation."""
         return f"tcp://{self.name}:{self.generation}"
 
     def boot(self) -> None:
-        """A start reads every snapshot back; what is not whole is skipped."""
+        """Start: every snapshot is read back; incomplete ones are skipped."""
         self.begin_process()
         self.port = SimDataPort()
         self.admission = Admission()
@@ -109,19 +109,19 @@ class SlaveHost(SimulatedProcess):
         return Ring(self.disk, self.world.run_id, self.name, self.world.plan.snapshots_kept)
 
     def kill(self) -> None:
-        """kill -9 or a power cut: what is in memory is gone, and what the disk had not synced."""
+        """kill -9 or a power cut: memory and unsynced data are lost."""
         if self.alive:
             self.world.killed("slave")
         self.end()
 
     def end(self) -> None:
-        """The process is no more, whatever ended it."""
+        """The process has ended, for any reason."""
         for what in self.disk.crash(self.kernel.rng):
             self.world.fired(what)
         self._die()
 
     def lose_power(self, fault: str) -> None:
-        """Within a step of the disk."""
+        """Lose power within a step of the disk."""
         self.world.fired(fault)
         self.kill()
         self.world.slave_died(self)
@@ -163,7 +163,7 @@ class SlaveHost(SimulatedProcess):
     def _hear(self, command: SlaveCommand) -> None:
         self._got_command = True
         if self.world.slaves[self.name] is not self:
-            # Its name was free for long enough. Nothing more is to be seen of a second process: the operator ends it.
+            # Its name was free for long enough. The operator ends the second process, so nothing more follows from it.
             self.world.fired("second_slave_took_over")
             self.world.lost_state(self.name, "a second process took over its name, with an empty directory")
             self.end()
@@ -181,7 +181,7 @@ class SlaveHost(SimulatedProcess):
         self.kernel.after(self.kernel.jitter(DIAL_S), self, self._dial)
 
     def drop_stream(self, why: str) -> None:
-        """This side ends the stream and dials again."""
+        """End the stream on this side and connect again."""
         if self._stream is None:
             return
         (stream, end), self._stream = self._stream, None
@@ -190,7 +190,7 @@ class SlaveHost(SimulatedProcess):
         self.kernel.after(self.kernel.jitter(DIAL_S), self, self._dial)
 
     def reset_stream(self) -> None:
-        """A reset in the middle of everything."""
+        """Reset the stream at any time."""
         if self._stream is not None:
             self._stream[0].break_now()
 
@@ -321,7 +321,7 @@ class SlaveHost(SimulatedProcess):
             self.handle(events.JobFailed(job, refusal, self.ring.infos()))
 
     def _on_disk(self, work: Callable[[Any], None], *args: Any) -> None:
-        """Power may fail within any step of it. An error that no one expects ends the process."""
+        """Run an action on the disk: power may fail within any step of it. An unexpected error ends the process."""
         errors = self.disk.errors_seen
         try:
             work(*args)
@@ -336,7 +336,7 @@ class SlaveHost(SimulatedProcess):
                 self.world.fired("slave_disk_error")
 
     def _later_on_disk(self, action: Action, *args: Any) -> None:
-        """One thread serves the disk: what was asked first is done first."""
+        """Run an action on the disk's single thread, in the order of requests."""
         took_s = self.kernel.jitter(self.world.plan.flush_s) * self.disk.fsync_factor
         self._disk_free_s = max(self._disk_free_s, self.kernel.now_s) + took_s
         self.kernel.at(self._disk_free_s, self, action, *args)
@@ -386,7 +386,7 @@ class SlaveHost(SimulatedProcess):
         self.handle(events.MeasureDone(effect.job, blocks, way))
 
     def _prepare(self, effect: effects.RunPrepare) -> None:
-        """Arithmetic is done; now the file goes to the disk."""
+        """After the computation, write the file to the disk."""
         memory, body = self._made(), effect.prepare
         if self.overflow:
             self.overflow = False
@@ -423,7 +423,7 @@ class SlaveHost(SimulatedProcess):
     def _commit(self, effect: effects.RunCommit) -> None:
         memory = self._made()
         shadow = memory.shadow
-        assert shadow is not None, "the state commits only a shadow that stands"
+        assert shadow is not None, "the state commits only a shadow that exists"
         info = replace(effect.shadow, committed=True, commit_hash=effect.commit_hash)
         if effect.durable:
             self._write_committed(replace(shadow, info=info), effect.commit_record)
@@ -433,13 +433,13 @@ class SlaveHost(SimulatedProcess):
         self.handle(events.CommitDone(effect.job, info, self.ring.infos()))
 
     def _write_committed(self, shard: Shard, record: bytes) -> None:
-        """The manifest, and before it the file unless it is there already."""
+        """Write the manifest, and before it the file unless it is there already."""
         parts = self._made().parts
         self.ring.write_committed(shard.info, parts.to_array(shard.theta), parts.to_array(shard.momentum), record)
         self.world.manifest(self, shard.info, record)
 
     def _save_version(self, effect: effects.SaveVersion, shard: Shard) -> None:
-        """Durability async: what was committed in memory goes to disk."""
+        """Durability async: write a version that was committed in memory to disk."""
         try:
             self._write_committed(replace(shard, info=effect.info), effect.commit_record)
         except Refused as refused:
@@ -480,7 +480,7 @@ class SlaveHost(SimulatedProcess):
             self.move.cancel()
 
     def later_on_disk(self, action: Action, *args: Any) -> None:
-        """As _later_on_disk, where power may fail within the action."""
+        """Like _later_on_disk, but power may fail within the action."""
         self._later_on_disk(self._on_disk, action, *args)
 
     def _read_record(self, effect: effects.ReadRecord) -> None:
@@ -512,7 +512,8 @@ class SlaveHost(SimulatedProcess):
         key: bytes = b"",
         away: Away = nobody_hears,
     ) -> None:
-        """One message of a peer with this key; `answer` carries ours back, `away` that it is not let in."""
+        """One message of a peer with this key; `answer` sends ours back, `away` is called when the peer is not
+        admitted."""
         if self.world.plan.config.encrypted and not may_ask(self.admission, key, header, answer, away):
             return
         self.handle_port(lambda: answer(*self.port.answer(self.world.run_id, header, value)))

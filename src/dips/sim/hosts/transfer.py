@@ -1,7 +1,7 @@
-"""The data flow's worker side: the real transfer machines (dips.worker.transfer) over lossy datagrams.
+"""Simulates the data flow's worker side: the real transfer machines (dips.worker.transfer) over lossy datagrams.
 
-Does what dips.worker.transfer_zmq does on its thread: sends what the machine asks, hands it what comes back, opens a
-new connection when it says so. Answers to an old connection reach nobody.
+Does what dips.worker.transfer_zmq does on its thread: sends the machine's messages, gives it the answers, opens a
+new connection when it asks for one. Answers to an old connection are lost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Ended = Callable[[Any], None]
 
 
 class Carrier:
-    """Carries one transfer. `ended` is told once: the digests (push), the values (pull), or the failed transfer."""
+    """Carries one transfer. `ended` is called once: with the digests (push), the values (pull), or the failed
+    transfer."""
 
     def __init__(
         self, world: World, owner: SimulatedProcess, transfer: Transfer, placement: PlacementSpec, run_id: str, epoch:
@@ -53,7 +54,7 @@ class Carrier:
         self._timer_s = -1.0
 
     def pump(self) -> None:
-        """Send what is to be sent now; see to it that silence is noticed."""
+        """Send due messages, and schedule the check for missing answers."""
         now_s = self.world.kernel.now_s
         if self.over:
             return
@@ -95,7 +96,7 @@ class Carrier:
         address = self._addresses.get(ask.slave)
         slave = world.slave_at(address.data_endpoint if address is not None else "")
         if slave is None or address is None:
-            return  # nobody listens at that port
+            return  # no process listens on that port
         if address.curve_key != world.key_of(slave):
             world.checks.violated(f"the master names another data key for {ask.slave} than the slave at that port has")
             return

@@ -1,9 +1,9 @@
 """A cluster of a simulation at scale: it trains at a stated rate and follows the protocol call by call.
 
-Like worker/state/cluster.py it waits for a push and its verdict for at most verdict_wait_s, then trains on while the
-transfer goes on, and needs the verdict before the next push; with `overlap` it trains through the push, or through
-everything. Training is time times speed; no parameters are held. A process that failed begins anew: it joins, pulls,
-and what was not pushed is lost.
+Like worker/state/cluster.py it waits for a push and its verdict for at most verdict_wait_s, then continues training
+while the transfer goes on, and needs the verdict before the next push; with `overlap` it trains through the push, or
+through everything. Training is time times speed; no parameters are held. A process that failed starts again: it joins,
+pulls, and work that was not pushed is lost.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from dips.sim.scale.servers import BAD_NORM, HELLO, NORM, NORM_SPREAD, Servers, 
 LOST = (RefusalCode.FENCED, RefusalCode.STALE_EPOCH)
 AWAIT_S = 300.0
 RETRY_S = 5.0
-"""A master that is away is called again after so long."""
+"""Seconds until an unreachable master is called again."""
 
 
 class IncarnationOver(Exception):
@@ -68,7 +68,7 @@ class RunEnded(Exception):
 
 @dataclass(frozen=True)
 class ScaleOpenPush:
-    """What is behind a push that is not decided: its ranges, steps, and seconds of training."""
+    """The work of an undecided push: its ranges, steps, and seconds of training."""
 
     id: PushId
     ranges: tuple[DataRange, ...]
@@ -84,7 +84,7 @@ class Book:
     pending: list[DataRange] = field(default_factory=list)
 
     def take(self, tokens: int) -> None:
-        """Train on so many tokens of what is held."""
+        """Train on so many of the leased tokens."""
         while tokens > 0:
             item = self.held.pop(0)
             if item.tokens > tokens:
@@ -100,7 +100,7 @@ class Book:
 
 
 class LightCluster:
-    """One cluster id, through all its processes."""
+    """A cluster through all its processes."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class LightCluster:
         self._open: ScaleOpenPush | None = None
         self._wake = Future(self._clock)
 
-    # ---- its process, as the failures see it ----
+    # ---- the process and its failures ----
 
     def start(self, after_failure: bool) -> None:
         """A process begins now."""
@@ -168,7 +168,7 @@ class LightCluster:
         self.account.enter(state, self._clock.now_s)
 
     def depart(self) -> None:
-        """Its window ends: it says so, and goes."""
+        """The cluster's window ends: it leaves in order."""
         if self._joined:
             self._servers.call(LeaveRequest(self._caller(), "its window ended"))
         self.kill(tally.AWAY)
@@ -190,7 +190,7 @@ class LightCluster:
     def _direction_of(self, flow: SharedTransfer) -> SharedDirection:
         return self._servers.up if self._servers.up.of(self.table.id) is flow else self._down
 
-    # ---- its life ----
+    # ---- the main loop ----
 
     def _live(self, after_failure: bool) -> Life:
         pull_state = tally.REJOIN_PULL if after_failure else tally.JOIN
@@ -245,7 +245,7 @@ class LightCluster:
             yield from self._wait(self._clock.lapse(RETRY_S), tally.JOIN)
 
     def _settle_last_push(self, reply: JoinReply) -> Life:
-        """What became of the push that was open when the last incarnation ended."""
+        """Learn the verdict of the push that was open when the last incarnation ended."""
         ours = self._open or self._in_doubt
         last_id: PushId | None
         kind: VerdictKind | None
@@ -254,8 +254,8 @@ class LightCluster:
             last_id, kind = last, (yield from self._await(last))
         else:
             last_id, kind = (last.push, last.kind) if last else (None, None)
-        told = isinstance(kind, VerdictKind) and kind is not VerdictKind.ABORTED
-        decided = ours is not None and last_id == ours.id and told
+        is_final = isinstance(kind, VerdictKind) and kind is not VerdictKind.ABORTED
+        decided = ours is not None and last_id == ours.id and is_final
         if ours is not None and not (decided and kind is VerdictKind.APPLIED):
             if self._open is not None and not decided:
                 self._take_back(self._open)
@@ -266,13 +266,13 @@ class LightCluster:
         self._open = self._in_doubt = None
 
     def _take_back(self, push: ScaleOpenPush) -> None:
-        """ABORTED: the next push carries it too."""
+        """After ABORTED: the next push includes this work."""
         self._book.pending = [*push.ranges, *self._book.pending]
         self._steps += push.steps
         self._unpushed_s += push.trained_s
 
     def _drop_work(self) -> None:
-        """The base is gone: what was trained on it was in vain, and its data, still leased, is trained again."""
+        """The base is gone: the work on it is lost, and its data, which is still leased, is trained again."""
         self._book.held = self._book.pending + self._book.held
         self._book.pending = []
         self.account.lose(self._unpushed_s)
@@ -331,7 +331,7 @@ class LightCluster:
             self._unpushed_s += passed_s
 
     def _until_push_s(self) -> float:
-        """Training time that is missing to the next push."""
+        """The training time until the next push."""
         done = self._steps
         if self._training:
             done += (self._clock.now_s - self._trained_since_s) * self._steps_per_s
@@ -504,7 +504,7 @@ class LightCluster:
         return self._servers.scenario.master.settings
 
     def _hold(self, overlaps: tuple[str, ...]) -> None:
-        """The loop stands still from now on, for a bounded time, if the run's overlap is one of these."""
+        """Stop the training loop from now on, for a bounded time, if the run's overlap is one of these."""
         waits_s = self._settings.verdict_wait_s if self._settings.overlap in overlaps else 0.0
         self._hold_until_s = self._clock.now_s + waits_s
 
@@ -532,7 +532,7 @@ class LightCluster:
         return answer
 
     def _wait(self, outcome: Future, state: str, hold: bool = False) -> Life:
-        """Wait; the loop stands still until hold_until_s (with `hold`: all the time), then it trains meanwhile."""
+        """Wait; the training loop stops until hold_until_s (with `hold`: all the time), then it trains meanwhile."""
         if hold or self._clock.now_s < self._hold_until_s or state in (tally.JOIN, tally.REJOIN_PULL):
             self._stop_training()
             self.account.enter(state, self._clock.now_s)

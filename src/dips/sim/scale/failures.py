@@ -1,4 +1,4 @@
-"""What fails when: independent exponential times for each cluster, link, slave and the master, drawn from the seed.
+"""Plans failures: independent exponential times for each cluster, link, slave and the master, drawn from the seed.
 
 A cluster's clock of failures runs only while it is scheduled. Nothing else in the simulation fails by itself.
 """

@@ -14,7 +14,7 @@ Life = Generator["Future", Any, Any]
 
 
 class Timer:
-    """A call that is planned, and can be called off."""
+    """A planned call that can be cancelled."""
 
     __slots__ = ("action", "cancelled")
 
@@ -27,7 +27,7 @@ class Timer:
 
 
 class VirtualClock:
-    """Virtual seconds, and what happens when."""
+    """The virtual time in seconds, and the planned calls."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -45,13 +45,13 @@ class VirtualClock:
         return self.at(self.now_s + seconds, action)
 
     def lapse(self, seconds: float) -> Future:
-        """Known after so long."""
+        """A future that is known after so long."""
         outcome = Future(self)
         self.after(seconds, lambda: outcome.set(None))
         return outcome
 
     def run(self, until_s: float) -> None:
-        """Let everything happen up to and at `until_s`."""
+        """Run all calls up to and at `until_s`."""
         while self._heap and self._heap[0][0] <= until_s:
             when_s, _, timer = heapq.heappop(self._heap)
             if timer.cancelled:
@@ -63,7 +63,7 @@ class VirtualClock:
 
 
 class Future:
-    """A value that is known once; what waits for it goes on at that time."""
+    """A value that becomes known once; processes that wait for it then go on."""
 
     __slots__ = ("_clock", "_waiting", "known", "value")
 
@@ -90,7 +90,7 @@ class Future:
 
 
 def first_of(clock: VirtualClock, *outcomes: Future) -> Future:
-    """Known when one of them is; which it was, they say themselves."""
+    """A future that is known when one of these is; the caller asks them which one it was."""
     first = Future(clock)
     for outcome in outcomes:
         outcome.then(lambda: first.set(None))
@@ -107,7 +107,7 @@ class GeneratorProcess:
         clock.after(0.0, lambda: self._go_on(None))
 
     def kill(self) -> None:
-        """Nothing of it happens any more; not to be called from within itself."""
+        """End the process; it must not call this itself."""
         self.alive = False
         self._life.close()
 

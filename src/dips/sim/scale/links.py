@@ -1,4 +1,4 @@
-"""Transfers over links that are shared fairly: each cluster has its own, and all meet in the slaves' network cards.
+"""Simulates transfers over fairly shared links: each cluster has its own, and all share the slaves' network cards.
 
 One Direction holds the flows of one direction. A flow is a cluster's transfer to or from all slaves at once; blocks
 are staggered over the slaves (paper 3.1, Figure 5), so their cards count as one.
@@ -15,7 +15,7 @@ _DONE_BYTES = 1e-3
 
 
 class SharedTransfer:
-    """One transfer under way. parts: bytes that each slave has still to send or receive, when it began."""
+    """One transfer under way. parts: bytes for each slave to send or receive, at the beginning."""
 
     def __init__(self, cluster: str, parts: Mapping[str, float], outcome: Future) -> None:
         self.cluster = cluster
@@ -26,7 +26,7 @@ class SharedTransfer:
         self.done = outcome
 
     def left_of(self, slave: str) -> float:
-        """Bytes that have still to pass between the cluster and this slave."""
+        """Bytes still to be sent between the cluster and this slave."""
         return self.parts[slave] * (self.left_bytes / self.total_bytes if self.total_bytes else 0.0)
 
 
@@ -72,7 +72,7 @@ class SharedDirection:
             self.break_flow(flow)
 
     def set_open(self, cluster: str, is_open: bool) -> None:
-        """Cut a cluster's link, or mend it."""
+        """Cut or restore a cluster's link."""
         self._settle()
         self._open[cluster] = is_open
         self._plan()
@@ -106,7 +106,7 @@ class SharedDirection:
     def _ended(self) -> None:
         self._timer = None
         self._settle()
-        # What is left of a flow that ends now is rounding; the clock cannot show less than a nanosecond's worth.
+        # The rest of a flow that ends now is rounding; the clock cannot show less than a nanosecond's worth.
         ended = [f for f in self._flows if f.left_bytes <= max(_DONE_BYTES, f.rate_bytes_per_s * 1e-6)]
         for flow in ended:
             self._flows.remove(flow)

@@ -1,4 +1,4 @@
-"""What a run at scale has shown, as plain data: for people, for --json, and for tests."""
+"""The report of a run at scale, as plain data for the screen, --json and tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ SCHEMA = "dips-simulate/1"
 
 @dataclass(frozen=True)
 class ClusterReport:
-    """One cluster: its seconds by state, what was applied of it, and its link. presence: (second, is it up)."""
+    """The report of one cluster: its seconds by state, its applied tokens, and its link. presence: (second, is it
+    up)."""
 
     id: str
     npus: int
@@ -36,7 +37,7 @@ class ClusterReport:
 
 @dataclass(frozen=True)
 class ScaleReport:
-    """One run. Shares are of 1; overhead is a share of the time that clusters took part."""
+    """The report of one run. Shares are parts of 1; overhead is a share of the time that clusters took part."""
 
     schema: str
     scenario: str
@@ -67,7 +68,7 @@ class ScaleReport:
     halted: str
 
     def to_json(self) -> dict[str, Any]:
-        """Keys of histograms become text, as JSON has them."""
+        """The report as JSON; keys of histograms become text."""
         raw = asdict(self)
         for name in ("merged", "staleness"):
             raw[name] = {str(key): value for key, value in raw[name].items()}
@@ -82,7 +83,7 @@ def make_report(
     servers: Servers,
     clock: VirtualClock,
 ) -> ScaleReport:
-    """Put the counts of a finished run together."""
+    """Make the report from the counts of a finished run."""
     clusters = [_cluster(table, tally.clusters[table.id], up, down) for table in scenario.clusters]
     here_s = sum(c.seconds[state] for c in clusters for state in UP)
     overhead = {state: _share(sum(c.seconds[state] for c in clusters), here_s) for state in OVERHEAD}

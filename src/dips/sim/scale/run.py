@@ -1,4 +1,4 @@
-"""One run at scale, from its set-up to its report."""
+"""Runs one simulation at scale, from its set-up to its report."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dips.sim.scale.tally import ScaleTally
 PROGRESS_STEPS = 200
 
 Progress = Callable[[float, int], None]
-"""Told (share of the run that is done, tokens) now and then."""
+"""Called from time to time with (share of the run that is done, tokens)."""
 
 
 def layout_of(scenario: Scenario) -> Layout:
-    """Layers of equal size, each one block: what is measured does not depend on how finely blocks are cut."""
+    """The layout: layers of equal size, one block each; the results do not depend on the size of blocks."""
     per_layer = math.ceil(scenario.model.parameters / scenario.model.layers)
     rows = (
         Parameter(f"layers.{i}.weight", (per_layer,), "float32", f"layers.{i}") for i in range(scenario.model.layers)
@@ -33,7 +33,7 @@ def layout_of(scenario: Scenario) -> Layout:
 
 
 def simulate(scenario: Scenario, progress: Progress | None = None) -> ScaleReport:
-    """The whole run; the same scenario and seed give the same report."""
+    """Simulate the whole run; the same scenario and seed give the same report."""
     clock, layout = VirtualClock(), layout_of(scenario)
     table, seed = scenario.slaves, scenario.run.seed
     cards = table.network * table.count

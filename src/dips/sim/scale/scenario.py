@@ -1,4 +1,4 @@
-"""The set-up of a simulation at scale: what a TOML file may say, and the files that come with the package.
+"""Reads the set-up of a simulation at scale from a TOML file, the user's own or one that comes with the package.
 
 Amounts carry units ("12 Gbps", "600 GB", "2 h"). The table [master] takes the settings of `dips master` by the same
 names, so that what is simulated is what would run. Nothing is guessed: an unknown name is refused with the nearest
@@ -25,13 +25,13 @@ SHIPPED = files("dips.sim.scale") / "scenarios"
 DAY_S = 86_400.0
 
 _OURS = {"run_id", "directory", "listen", "slaves", "log_level", "log_format"}
-"""Settings of a real master process, which a simulated one has no use for."""
+"""Settings of a real master process that a simulated one does not use."""
 
 _TABLES = ("run", "model", "data", "slaves", "master", "clusters", "faults")
 
 
 def _rate(value: object) -> float:
-    """Bytes a second from "3 GB/s" or a number."""
+    """Parse bytes a second from "3 GB/s" or a number."""
     if isinstance(value, str):
         if not value.strip().endswith("/s"):
             raise ValueError(f'{value!r} is not a rate: write it like "3 GB/s"')
@@ -50,18 +50,18 @@ Window = tuple[float, float]
 class ScaleRunTable(Knobs):
     """[run]"""
 
-    about: str = Field("", description="One sentence on what is simulated")
+    about: str = Field("", description="One sentence about the simulated run")
     hours: float = Field(24.0, gt=0, le=10_000, description="How long the run lasts, in simulated hours")
-    seed: int = Field(0, ge=0, description="Of failures, speeds and norms; the same seed gives the same run")
-    paper_overhead: float = Field(0.0, ge=0, lt=1, description="Overhead that a source states, to print beside ours")
-    paper_tokens: Count = Field(0, description="Tokens that a source states, to print beside ours")
+    seed: int = Field(0, ge=0, description="Seed of failures, speeds and norms; the same seed gives the same run")
+    paper_overhead: float = Field(0.0, ge=0, lt=1, description="Overhead from a source, to print next to ours")
+    paper_tokens: Count = Field(0, description="Tokens from a source, to print next to ours")
 
 
 class ScaleModelTable(Knobs):
     """[model]"""
 
     parameters: Annotated[Count, Field(ge=1)] = Field(description="How many parameters; float32 on the wire")
-    layers: int = Field(ge=1, le=10_000, description="Layers of equal size, which the slaves share out")
+    layers: int = Field(ge=1, le=10_000, description="Layers of equal size, which are distributed over the slaves")
 
 
 class DataTable(Knobs):
@@ -89,8 +89,8 @@ class ClusterTable(Knobs):
 
     id: str = Field(description="Name of the cluster")
     npus: int = Field(1, ge=1, description="Accelerators; only for the picture of resources")
-    tokens_per_s: float = Field(gt=0, description="How fast it trains")
-    tokens_per_step: Annotated[Count, Field(ge=1)] = Field(description="Tokens behind one inner step")
+    tokens_per_s: float = Field(gt=0, description="Training speed")
+    tokens_per_step: Annotated[Count, Field(ge=1)] = Field(description="Tokens of one inner step")
     jitter: float = Field(0.0, ge=0, lt=0.5, description="Standard deviation of its speed from round to round")
     up: Rate = Field(description="Its rate towards the slaves")
     down: Rate = Field(description="Its rate from the slaves")
@@ -127,7 +127,7 @@ class FaultsTable(Knobs):
 
 
 class Scenario(Knobs):
-    """One whole set-up."""
+    """A complete set-up."""
 
     name: str = Field(description="File name without .toml")
     run: ScaleRunTable = Field(description="[run]")
@@ -149,7 +149,7 @@ class Scenario(Knobs):
         return [(begin, end) for begin, end in cut if begin < end]
 
     def ideal_tokens(self) -> float:
-        """What the clusters would train on in their windows if nothing ever failed or took time but training."""
+        """Tokens that the clusters would train on in their windows without failures, if only training took time."""
         return sum(
             cluster.tokens_per_s * (end - begin) for cluster in self.clusters for begin, end in self.windows_s(cluster)
         )
@@ -161,7 +161,7 @@ def shipped() -> list[str]:
 
 
 def find(name: str) -> Path:
-    """The file of a shipped scenario, or a person's own. Raises ConfigError."""
+    """The file of a shipped scenario, or the user's own. Raises ConfigError."""
     own = Path(name)
     if own.suffix == ".toml" or own.exists():
         return own
@@ -174,7 +174,7 @@ def find(name: str) -> Path:
 
 
 def load_scenario(path: Path, *, hours: float | None = None, seed: int | None = None) -> Scenario:
-    """Read and check a set-up; hours and seed win over the file. Raises ConfigError."""
+    """Read and check a set-up; hours and seed override the file. Raises ConfigError."""
     tables = read_tables(path, _TABLES)
     given = {"hours": hours, "seed": seed}
     run = _table(tables, "run", path) | {key: value for key, value in given.items() if value is not None}
@@ -216,7 +216,7 @@ def _clusters(tables: Mapping[str, Any], path: Path) -> tuple[ClusterTable, ...]
 def _master(
     tables: Mapping[str, Any], path: Path, slaves: SlavesTable, clusters: tuple[ClusterTable, ...]
 ) -> RunConfig:
-    """The settings of `dips master`; those of its process are ours."""
+    """The settings of `dips master`; those of its process are set here."""
     table, where = _table(tables, "master", path), f"{path} [master]"
     if wrong := sorted(_OURS & set(table)):
         raise ConfigError(f"{where}: {wrong[0]!r} has no meaning in a simulation: leave it out")
@@ -227,7 +227,7 @@ def _master(
 def _check_fits(scenario: Scenario, path: Path) -> None:
     if scenario.model.layers < scenario.slaves.count:
         raise ConfigError(
-            f"{path} [model]: {scenario.model.layers} layers cannot be dealt to {scenario.slaves.count} slaves: give "
+            f"{path} [model]: {scenario.model.layers} layers cannot be split over {scenario.slaves.count} slaves: give "
             "the model more layers, or [slaves] a smaller count"
         )
     if scenario.model.parameters < scenario.model.layers:

@@ -2,7 +2,7 @@
 
 The master is the real Coordinator, driven as master/process.py drives it: its effects go out with a delay, its journal
 is durable after a virtual write, and a death leaves only what the journal held. The slaves hold no parameters: they
-answer each command after the time that rates.py gives, with a digest that stands for the bytes.
+answer each command after the time that rates.py gives, with a digest in place of the bytes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from dips.sim.scale.scenario import Scenario
 from dips.sim.scale.tally import ScaleTally
 
 TICK_SHARE = 0.4
-"""Ticks come so many heartbeats apart; a gap of more than half a heartbeat would count as a pause of the master."""
+"""The interval of ticks in heartbeats; a gap of more than half a heartbeat would count as a pause of the master."""
 
 REATTACH_S = 1.0
 SNAPSHOTS_KEPT = 3
@@ -70,7 +70,7 @@ HELLO = Hello(PROTOCOL_MIN, PROTOCOL_VERSION, tuple(sorted(CAPABILITIES)), "simu
 
 
 class Servers:
-    """Master and slaves, and the way to them."""
+    """The master and the slaves, and the calls to them."""
 
     def __init__(self, scenario: Scenario, clock: VirtualClock, up: SharedDirection, tally: ScaleTally) -> None:
         self.scenario, self.clock, self.up, self.tally = scenario, clock, up, tally
@@ -92,7 +92,7 @@ class Servers:
     # ---- the master's process ----
 
     def start_master(self) -> None:
-        """A life of the master, from the journal's newest entry; the slaves attach."""
+        """Start the master from the journal's newest entry; the slaves attach."""
         self.epoch += 1
         self._by_link.clear()
         self.master = MasterMachine(self.scenario.master, self.epoch, self._snapshot, 0.0)
@@ -103,7 +103,7 @@ class Servers:
                 self.clock.after(self.latency_s, slave.attach)
 
     def kill_master(self) -> None:
-        """kill -9: every call that waits is lost, and so is what the journal had not yet."""
+        """kill -9: every waiting call is lost, and entries that were not yet in the journal."""
         self.master = None
         self._events.clear()
         outcomes, self._outcomes = self._outcomes, {}
@@ -123,7 +123,7 @@ class Servers:
         self.clock.after(TICK_SHARE * beat_s, lambda: self._tick_on(epoch))
 
     def event(self, event: Event) -> None:
-        """Hand the master an event, in order; nobody is there when it is dead."""
+        """Give the master an event, in order; it is dropped while the master is dead."""
         if self.master is None:
             return
         self._events.append(event)
@@ -138,7 +138,7 @@ class Servers:
         self._arm()
 
     def _arm(self) -> None:
-        """The next deadline gets a tick of its own."""
+        """Schedule a tick at the next deadline."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -164,7 +164,7 @@ class Servers:
                 case Halt(_, sentence):
                     self.halted, self.master = sentence, None
                 case _:
-                    pass  # log lines: nobody reads them here
+                    pass  # log lines are not used here
 
     def _answer(self, token: int, body: object) -> None:
         outcome = self._outcomes.pop(token, None)
@@ -177,7 +177,7 @@ class Servers:
             self.clock.after(self.latency_s, lambda: slave.obey(link, command))
 
     def _closed(self, link: int) -> None:
-        """The master broke the stream: the slave attaches anew."""
+        """The master broke the stream: the slave attaches again."""
         slave = self._by_link.pop(link, None)
         if slave is not None:
             self.clock.after(REATTACH_S, slave.attach)
@@ -193,10 +193,10 @@ class Servers:
 
         self.clock.after(self.scenario.slaves.journal, written)
 
-    # ---- the way to it ----
+    # ---- calls to the master ----
 
     def call(self, request: Any) -> Future:
-        """A cluster's call: the reply, a Refusal, or None when the master is away."""
+        """Make a cluster's call: the reply, a Refusal, or None when the master is unreachable."""
         outcome = Future(self.clock)
         self._token += 1
         token = self._token
@@ -223,7 +223,7 @@ class Servers:
     # ---- slaves ----
 
     def kill_slave(self, name: str) -> None:
-        """kill -9: its stagings are gone; it comes back with what it had made durable."""
+        """kill -9: its stagings are lost; it comes back with its durable state."""
         slave = self.slaves[name]
         if not slave.alive:
             return
@@ -241,14 +241,14 @@ class Servers:
             slave.stage(push)
 
     def gram(self, pushes: tuple[StagedPush, ...]) -> tuple[float, ...]:
-        """Upper triangle by rows, for the whole model."""
+        """The Gram matrix of the whole model: upper triangle by rows."""
         norms = [self.norm_of.get(item.push.cluster, NORM) for item in pushes]
         count = range(len(pushes))
         return tuple(norms[i] * norms[j] * (1.0 if i == j else COSINE) for i in count for j in count if j >= i)
 
 
 class LightSlave:
-    """Obeys like a slave, holds nothing but names and digests."""
+    """Executes commands like a slave, but holds only names and digests."""
 
     def __init__(self, servers: Servers, name: str) -> None:
         self._servers = servers
@@ -326,7 +326,7 @@ class LightSlave:
         self._servers.clock.after(self._servers.latency_s, lambda: self._servers.event(SlaveSaid(link, message)))
 
     def _later(self, seconds: float, body: SlaveBody, round_id: RoundId | None) -> None:
-        """Say it after so long, unless the slave died, attached anew, or the round was given up meanwhile."""
+        """Send it after so long, unless the slave died, attached again, or the round was given up meanwhile."""
         generation = self._generation
 
         def ready() -> None:
@@ -335,7 +335,7 @@ class LightSlave:
 
         self._servers.clock.after(seconds, ready)
 
-    # ---- what it does ----
+    # ---- commands ----
 
     def obey(self, link: int, command: SlaveCommand) -> None:
         if not self.alive or link != self._link:
@@ -443,7 +443,7 @@ class LightSlave:
 
 
 def push_digest(push: PushId, slave: str) -> bytes:
-    """Stands for the digest of the bytes that this slave holds of the push."""
+    """The stand-in for the digest of the bytes that this slave holds of the push."""
     return hashlib.sha256(f"{push}/{slave}".encode()).digest()
 
 

@@ -1,4 +1,4 @@
-"""What a simulated run adds up: where each cluster's time went, rounds, staleness. Bounded, whatever the run's length.
+"""Counts a simulated run: each cluster's time by state, rounds, staleness. Its size is bounded for any length of run.
 
 A cluster is in exactly one state at any time, so that its seconds add up to the run's.
 """
@@ -22,7 +22,7 @@ PULL = "pull"
 COPIES = "copies"
 
 UP = (TRAIN, PUSH, VERDICT, PULL, COPIES)
-"""States of a cluster that is part of the run; their sum is what the overhead is a share of."""
+"""States of a cluster that is part of the run; the overhead is a share of their sum."""
 
 OVERHEAD = (PUSH, VERDICT, PULL, COPIES)
 DOWNTIME = (RESTART, JOIN, REJOIN_PULL, LOST)
@@ -46,7 +46,7 @@ class ClusterAccount:
         self.tokens_applied = 0
 
     def enter(self, state: str, now_s: float) -> None:
-        """From now on the cluster is in this state."""
+        """Put the cluster into this state from now on."""
         self._add(self.state, now_s - self._since_s)
         self._since_s = now_s
         here = state in UP
@@ -55,7 +55,7 @@ class ClusterAccount:
         self.state = state
 
     def lose(self, seconds: float) -> None:
-        """So much of the training was in vain."""
+        """Count so much of the training as lost."""
         self._add(TRAIN, -seconds)
         self._add(LOST, seconds)
 
@@ -70,7 +70,7 @@ class ClusterAccount:
 
 
 class ScaleTally:
-    """Everything that is counted."""
+    """The counts of a run."""
 
     def __init__(self, clusters: Iterable[str]) -> None:
         self.clusters = {name: ClusterAccount(0.0) for name in clusters}
@@ -85,7 +85,7 @@ class ScaleTally:
         self.round_s = 0.0
 
     def record(self, kind: str, fields: dict[str, object]) -> None:
-        """A line of the master's tape."""
+        """Count a line of the master's tape."""
         if kind == "publish":
             self.published += 1
             self.tokens = int(str(fields["tokens"]))
@@ -95,7 +95,7 @@ class ScaleTally:
             self.alarms[str(fields["sentence"])[:60]] += 1
 
     def journal(self, kind: str, record_json: str) -> None:
-        """An entry of the master's journal."""
+        """Count an entry of the master's journal."""
         self.journal_entries += 1
         if kind not in ("COMMIT", "VOID"):
             return

@@ -1,6 +1,6 @@
-"""`python -m dips.sim.search [--long | --short] [--list] [--name NAME]`: run searches, print what each saw.
+"""`python -m dips.sim.search [--long | --short] [--list] [--name NAME]`: run searches and print their results.
 
-Searches run side by side, one to a core, the largest first.
+Searches run in parallel, one for each core, the largest first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dips.sim.search.searches import SEARCHES, Named, Size, by_name
 from dips.sim.search.wiring import Label
 
 MAX_STORY = 400
-"""Lines of a way that are printed; breadth first finds short ones."""
+"""Most printed lines of a path; breadth-first search finds short ones."""
 
 HEADER = """\
 # What each exhausted search saw: name, states, steps, depth, ends. They change only with behaviour.
@@ -114,16 +114,16 @@ def _conclude(found: Sequence[tuple[Named, Result]], seconds: float, stopped_by_
 
 
 SearchCounts = dict[str, tuple[int, int, int, int]]
-"""Of a search by its name: states, steps, depth, ends."""
+"""Counts of each search, by its name: states, steps, depth, ends."""
 
 
 def counts_of(found: Sequence[tuple[Named, Result]]) -> SearchCounts:
-    """Of all that were exhausted: only these do not depend on a limit."""
+    """The counts of all exhausted searches: only these do not depend on a limit."""
     return {named.name: (r.states, r.steps, r.depth, r.ends) for named, r in found if r.exhausted}
 
 
 def read_counts(path: Path) -> SearchCounts:
-    """The lines of a file of counts. Raises ValueError for a line that is none."""
+    """The lines of a file of counts. Raises ValueError for an invalid line."""
     found: SearchCounts = {}
     for line in path.read_text().splitlines():
         if line and not line.startswith("#"):
@@ -154,7 +154,7 @@ def never_struck(named: Named, result: Result) -> list[str]:
 
 
 def story(labels: Sequence[Label]) -> list[str]:
-    """A way through the states, a line for each step."""
+    """The text of a path through the states, a line for each step."""
     return [f"{number:3}. {' '.join(str(word) for word in label)}" for number, label in enumerate(labels, 1)]
 
 

@@ -1,4 +1,4 @@
-"""Machines by number: each distinct local state is kept once, and each step from it is made once.
+"""Numbers the local states of machines: each distinct one is kept once, and each step from it is made once.
 
 A global state is then a short tuple of numbers, and most of a search is looking things up. It must never hand out the
 kept machine itself to be changed: a step works on a copy.
@@ -15,7 +15,7 @@ from dips.sim.search.violation import SearchViolation
 M = TypeVar("M")
 
 Out = tuple[Any, ...]
-"""What a step did to the outside: a word and its particulars."""
+"""An output of a step: its kind and values."""
 
 BLIND = frozenset(
     {"story", "_story", "config", "_config", "recent", "_calls", "_table", "_label", "since_s", "now_s", "last_wall_s"}
@@ -41,7 +41,7 @@ class Arena(Generic[M]):
         self.things: list[M] = []
 
     def __getitem__(self, number: int) -> M:
-        """To be read, never to be changed."""
+        """The state with this number, to be read and never changed."""
         return self.things[number]
 
     def enter(self, thing: M) -> int:

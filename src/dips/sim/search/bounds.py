@@ -1,4 +1,4 @@
-"""What one search may do: how many of whom, how often each fault, and which numbers of the run."""
+"""The bounds of one search: the number of processes, how often each fault, and the run's settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dips.master.state.run_config import RunConfig
 
 RUN = "search"
 T0_S = 1000.0
-"""Time stands still; a time-out is an action of its own."""
+"""The time, which does not advance; a time-out is an action."""
 
 LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (64, 32), "float32", f"layers.{i}") for i in range(2)))
 """Two blocks, one for each of two slaves, that can be cut into two chunks of the smallest size that a slave takes."""
@@ -42,21 +42,22 @@ FAULTS = (
     "second_cluster",
     "second_slave",
 )
-"""lose_call: a request or an answer is lost. late_call: the caller gives up, its request arrives all the same.
-repeat_word: a slave's word arrives twice. break_link: a slave's stream breaks. evict_cluster: a live cluster's beats do
-not arrive. time_out: a round's time runs out although everybody lives. lose_version: a slave dies and its disk comes
-back without the newest committed version. empty_disk: it comes back with nothing but its promise. lose_journal: the
-master dies and comes back with an empty disk, told to rebuild. old_backup: a cluster is again as it was before its last
-push, and pushes without asking. second_master: another master begins over the same journal while the first lives on;
-some streams of slaves stay with the old one, and clusters call either until they have joined the new one. misroute: the
-call of a cluster that has joined the new one reaches the old one. late_verdict: a cluster waits no longer for an answer
-or a version, and trains on. late_chunk: a copy of a chunk arrives at any later time. drop_transfer: a push is given up
-half sent, and tried again. lease_ttl: an absent cluster's leases run out. reshard: the operator asks for other slaves
-as `add` and `remove` say, and starts what is to be added. cancel_reshard: the operator takes that back.
-second_cluster, second_slave: a second process comes under the name of a cluster or slave that is here."""
+"""lose_call: a request or an answer is lost. late_call: the caller gives up, its request arrives nevertheless.
+repeat_word: a slave's message arrives twice. break_link: a slave's stream breaks. evict_cluster: a live cluster's beats
+do not arrive. time_out: a round's time runs out although all processes live. lose_version: a slave dies and its disk
+comes back without the newest committed version. empty_disk: it comes back with nothing but its promise. lose_journal:
+the master dies and comes back with an empty disk, started with --rebuild. old_backup: a cluster is again as it was
+before its last push, and pushes without asking. second_master: another master begins over the same journal while the
+first lives on; some streams of slaves stay with the old one, and clusters call either until they have joined the new
+one. misroute: the call of a cluster that has joined the new one reaches the old one. late_verdict: a cluster waits no
+longer for an answer or a version, and continues training. late_chunk: a copy of a chunk arrives at any later time.
+drop_transfer: a push is given up half sent, and tried again. lease_ttl: an absent cluster's leases run out. reshard:
+the operator asks for other slaves as `add` and `remove` say, and starts what is to be added. cancel_reshard: the
+operator takes that back. second_cluster, second_slave: a second process comes under the name of a cluster or slave that
+is here."""
 
 MESSAGES_AND_CRASHES = FAULTS[:9]
-"""What happens to any run, without a disk that forgets."""
+"""Faults of any run, without loss of disk content."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Bounds:
     sliding: bool = False
 
     def may(self, fault: str) -> bool:
-        """Whether this fault is among those of the search."""
+        """Whether the search has this fault."""
         return dict(self.faults).get(fault, 0) > 0
 
     @property

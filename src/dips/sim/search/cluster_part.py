@@ -1,4 +1,4 @@
-"""A cluster in a search: the real Session; its parameters are the pieces of work that they hold.
+"""The cluster in a search: the real Session; its parameters are the pieces of work that they contain.
 
 It makes a step as soon as the session trains and a push is wanted, so that there is nothing to interleave; only work
 that an ABORTED push left waits for time to pass before it is pushed again. A piece of work has a name of its own, "a1":
@@ -35,7 +35,7 @@ _EXCHANGES = (
 
 @dataclass(frozen=True)
 class OpenTransfer:
-    """A push that is being sent. landed: (slave, chunk) of what is known to stand there; n_chunks: how many on each."""
+    """A push that is being sent. landed: (slave, chunk) that are known to be there; n_chunks: how many on each."""
 
     id: int
     push: PushId
@@ -49,7 +49,7 @@ class OpenTransfer:
 
 @dataclass(frozen=True)
 class Pull:
-    """A version that is being fetched, slave by slave. read: what came from the first of them."""
+    """A version that is being fetched, slave by slave. read: the content from the first of them."""
 
     id: int
     grant: PullGrant
@@ -57,7 +57,7 @@ class Pull:
 
 
 class ClusterPart:
-    """One process after another of a cluster. pushes_left: work that it has yet to begin."""
+    """A cluster through all its processes. pushes_left: pushes that it has yet to begin."""
 
     def __init__(self, name: str, bounds: Bounds) -> None:
         self.name = name
@@ -68,7 +68,7 @@ class ClusterPart:
         self._restart()
 
     def _restart(self) -> None:
-        # Every process of a name has its one identity: whoever comes back has waited for as long as it must.
+        # All processes of a name have one identity: a process that comes back has waited for as long as it must.
         drawn = self.name.encode()
         config = SessionConfig(
             ClusterId(self.name), LAYOUT, self.bounds.plan, connect_wait_s=math.inf, process_id=drawn
@@ -84,13 +84,13 @@ class ClusterPart:
         self.left = False
         self.backup: tuple[Version, int, Content, Content] | None = None
 
-    # ---- what can happen ----
+    # ---- actions ----
 
     def start(self) -> list[Out]:
         return self._handle(events.Started())
 
     def allow(self, pushes: int) -> list[Out]:
-        """So many pushes more."""
+        """Allow so many more pushes."""
         self.pushes_left += pushes
         return self._go_on([])
 
@@ -105,7 +105,7 @@ class ClusterPart:
         return self._handle(events.CallFailed(call_id, "nobody answered"))
 
     def landed(self, slave: str, chunks: tuple[int, ...], n_chunks: int) -> list[Out]:
-        """These chunks stand on this slave; n_chunks: of the whole push, on all slaves."""
+        """These chunks are on this slave; n_chunks: of the whole push, on all slaves."""
         transfer = self.transfer
         assert transfer is not None
         landed = transfer.landed | {(slave, chunk) for chunk in chunks}
@@ -130,7 +130,7 @@ class ClusterPart:
         return self._pulled(held[1]) if len(self.pull.read) == n_slaves else []
 
     def pull_failed(self) -> list[Out]:
-        """A slave does not have the version any more, or it is not what was promised."""
+        """A slave no longer has the version, or it is not what was promised."""
         return self._pulled(None)
 
     def _pulled(self, content: Content | None) -> list[Out]:
@@ -142,14 +142,14 @@ class ClusterPart:
         return self._handle(events.Pulled(transfer_id, 1.0))
 
     def wake(self) -> list[Out]:
-        """The next call that was put off is due."""
+        """The next delayed call is due."""
         core = self.session.shared
         due = min((core.exchange, core.data, core.side), key=lambda lane: lane.due_s)
         due.due_s = T0_S
         return self._handle(events.Tick())
 
     def step_on(self) -> list[Out]:
-        """One step more, so that work is pushed that is pending already."""
+        """Make one more step, so that pending work is pushed."""
         session = self.session
         if self.bounds.plan.mode is not DataMode.LEASED:
             return self._make_step(())
@@ -182,7 +182,7 @@ class ClusterPart:
         core.work.pending = Work((), len(self.live), len(self.live), 1.0, 1)
         return self._go_on([])
 
-    # ---- what a search reads ----
+    # ---- queries of the search ----
 
     @property
     def has_old_backup(self) -> bool:
@@ -209,12 +209,12 @@ class ClusterPart:
 
     @property
     def sleeps(self) -> bool:
-        """Whether a call was put off."""
+        """Whether a call was delayed."""
         return not self.left and T0_S < self.session.shared.wake_s() < math.inf
 
     @property
     def settled(self) -> bool:
-        """It trains, and nothing of it is open."""
+        """Whether it trains and has nothing open."""
         return self.left or (
             self.session.phase is SessionPhase.TRAINING and not self.pushes_left and not self.session.shared.work.tokens
         )
@@ -244,7 +244,7 @@ class ClusterPart:
         return outs
 
     def _trains(self) -> bool:
-        """Whether it makes steps now: between exchanges, and in them if they overlap."""
+        """Whether it makes steps now: between exchanges, and during them if they overlap."""
         core, phase = self.session.shared, self.session.phase
         if phase is SessionPhase.TRAINING:
             return core.base is not None and not core.terms.stop
@@ -287,7 +287,7 @@ class ClusterPart:
         return outs
 
     def _pushed(self) -> Content:
-        """What stands in the parameters beside the base; a seed is all that there is."""
+        """The pieces of work in the parameters that are not in the base; all of them for a seed."""
         return self.live if self.session.shared.base is not None else ("seed",)
 
     def _install(self, mode: effects.InstallMode) -> list[Out]:
@@ -300,7 +300,7 @@ class ClusterPart:
 
 
 def canonical(part: ClusterPart) -> None:
-    """Numbers that are spent begin anew; how long a pause lasts makes no difference here."""
+    """Restart used-up numbers; how long a pause lasts makes no difference here."""
     core = part.session.shared
     in_use = set(part.waiting_calls)
     in_use |= {part.transfer.id} if part.transfer else set()

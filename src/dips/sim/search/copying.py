@@ -1,8 +1,8 @@
-"""Copies of a state machine, and a fingerprint of one, cheap enough to be made a hundred thousand times.
+"""Copies and fingerprints state machines, cheaply enough for a hundred thousand times.
 
 Frozen dataclasses, enums and plain values are shared, everything else is copied, closures included (a session keeps the
-call that it would repeat as a closure). It must never look at what a class means: what may differ between equal states
-is named by attribute in the lens of each machine.
+call that it would repeat as a closure). It must never depend on what a class means: the attributes that
+may differ between equal states are named for each machine.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ T = TypeVar("T")
 Memo = dict[int, Any]
 
 PLAIN: frozenset[type] = frozenset((NoneType, bool, int, float, str, bytes))
-"""What marshal writes as it is."""
+"""Classes that marshal writes directly."""
 
 _shared: set[type] = {*PLAIN, frozenset, BuiltinFunctionType}
-"""Classes whose values nobody changes; completed as classes are met."""
+"""Classes whose values are never changed; extended when new classes occur."""
 
 
 def share(cls: type) -> None:
-    """Declare that nobody changes what is of this class, although it could be changed; it must compare by identity."""
+    """Declare that values of this mutable class are never changed; it must compare by identity."""
     _shared.add(cls)
 
 
@@ -43,7 +43,7 @@ def is_frozen(cls: type) -> bool:
 
 
 def clone(thing: T) -> T:
-    """A copy that shares with the original only what nobody can change."""
+    """A copy that shares only immutable values with the original."""
     copied: T = _clone(thing, {})
     return copied
 
@@ -75,7 +75,7 @@ def _clone_dict(item: dict[Any, Any], memo: Memo) -> dict[Any, Any]:
 
 
 def _clone_set(item: set[Any], memo: Memo) -> set[Any]:
-    new = memo[id(item)] = set(item)  # what can be hashed cannot change
+    new = memo[id(item)] = set(item)  # a hashable value cannot change
     return new
 
 
@@ -116,7 +116,7 @@ def _clone_object(item: Any, memo: Memo) -> Any:
 
 
 class _Copiers(dict[type, Callable[[Any, Memo], Any]]):
-    """How each class is copied; a class that is met first is an object like others, unless it is frozen."""
+    """The copy function of each class; a new class is copied as an ordinary object, unless it is frozen."""
 
     def __missing__(self, cls: type) -> Callable[[Any, Memo], Any]:
         self[cls] = (lambda item, memo: item) if is_frozen(cls) else _clone_object
@@ -137,9 +137,9 @@ _COPIERS = _Copiers(
 
 
 class Fingerprints:
-    """Digests of things: equal for things that differ only in the attributes named `blind`.
+    """Digests of objects: equal for objects that differ only in the attributes named `blind`.
 
-    Frozen values are numbered as they are met, so digests compare within one object of this class only.
+    Frozen values are numbered in order of occurrence, so digests compare only within one object of this class.
     """
 
     def __init__(self, blind: frozenset[str]) -> None:
@@ -155,7 +155,8 @@ class Fingerprints:
         return key_of(self._plain(thing, {}))
 
     def _atom(self, item: Any) -> Any:
-        """Copies share their frozen values, so most were met before; it is kept, so that its id stays its own."""
+        """The number of a frozen value. Copies share them, so most are known; the value is kept so that its id stays
+        unique."""
         met = self._met.get(id(item))
         if met is None:
             number = self._atoms.setdefault((item.__class__, item), len(self._atoms))
@@ -201,7 +202,7 @@ class Fingerprints:
         return (item.__class__.__name__, order, values)
 
     def _fields_of(self, cls: type, fields: dict[str, Any]) -> tuple[int, list[str]]:
-        """Which attributes an object has, as a number, and those of them that count."""
+        """The set of an object's attributes, as a number, and those of them that count."""
         known = self._orders.get(cls)
         if known is None:
             known = self._orders[cls] = []
@@ -214,7 +215,7 @@ class Fingerprints:
 
 
 class _Readers(dict[type, Callable[[Any, dict[int, int]], Any]]):
-    """How each class is read; a class that is met first is an object like others, unless it is frozen."""
+    """The read function of each class; a new class is read as an ordinary object, unless it is frozen."""
 
     def __init__(self, prints: Fingerprints) -> None:
         super().__init__(

@@ -1,7 +1,7 @@
-"""Breadth first through all states, and the shortest story to one that must not be.
+"""Searches all states breadth-first, and finds the shortest path to a state that violates an invariant.
 
-What is kept of a state is 16 bytes, and how it was reached first: the number of the state before, and which of that
-state's steps it was. Whole states are kept only until their steps were taken, and made again where a story is told.
+Of a state only 16 bytes are kept, and how it was reached first: the number of the state before, and the index of the
+step from it. Whole states are kept only until their steps were taken, and are made again to print a path.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dips.sim.search.wiring import Label
 NO_STATE = -1
 
 FAULT = "FAULT "
-"""How the label of a fault's step begins."""
+"""The beginning of the label of a fault's step."""
 
 
 @dataclass
 class Result:
-    """What a search found. exhausted: every state within the bounds was seen. ends: states where all is done.
+    """The result of a search. exhausted: every state within the bounds was seen. ends: states where all is done.
 
     faults, seen: how often each fault was struck, each transition taken and each refusal raised, over all steps.
     peak_mb: the most memory that the process took, in MiB. cpu_s: of the seconds, those of the processor.
@@ -73,7 +73,7 @@ class Search:
         self.ends: list[int] = []
 
     def run(self, forward: bool = True) -> Result:
-        """forward: also demand that every state can still reach an end where nothing is left to do."""
+        """forward: also check that every state can still reach an end where nothing is left to do."""
         result = Result()
         began, cpu_began_s = time.perf_counter(), time.process_time()
         try:
@@ -90,7 +90,7 @@ class Search:
         return result
 
     def path(self, number: int) -> tuple[list[SearchState], list[Label]]:
-        """The shortest way from the beginning to a state."""
+        """The shortest path from the beginning to a state."""
         ordinals: list[int] = []
         while self._before[number] != NO_STATE:
             ordinals.append(self._ordinal[number])
@@ -105,7 +105,7 @@ class Search:
         return states, labels
 
     def _step(self, state: SearchState, ordinal: int) -> tuple[Label, SearchState]:
-        """One step again; a later step of the same state may be the one that breaks something."""
+        """Make one step again; a later step of the same state may be the one with the violation."""
         for number, found in enumerate(self.system.steps(state)):
             if number == ordinal:
                 return found
@@ -114,7 +114,7 @@ class Search:
     # ---- the search ----
 
     def _explore(self, first: SearchState, result: Result, began: float) -> None:
-        """Level by level: all states at one distance from the first, then the next."""
+        """Explore level by level: all states at one distance from the first, then the next."""
         system = self.system
         self._first_state = first
         self._enter(first, NO_STATE, 0)
@@ -188,7 +188,7 @@ class Search:
             raise _Found(violation, number) from violation
 
     def _demand_a_way_out(self) -> None:
-        """Walk backwards from the ends: what is not met can never end."""
+        """Walk backwards from the ends: a state that is not reached can never end."""
         sources, targets = (np.frombuffer(edges, dtype=np.int64) for edges in self._edges)
         good = np.zeros(len(self._before), dtype=bool)
         good[self.ends] = True

@@ -1,4 +1,4 @@
-"""What may go wrong in a state, each fault as an action of its own. It breaks things outside the machines only."""
+"""The faults of a search, each one an action. They act only outside of the machines."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ChunkOnItsWay:
 
 
 class Faults(Wiring):
-    """One method for each fault that bounds may name."""
+    """The faults: one method for each name in Bounds."""
 
     def _faults(self, state: SearchState) -> Iterator[Next]:
         if state.budget[-1] <= 0:
@@ -114,7 +114,7 @@ class Faults(Wiring):
                 yield name, self._killed(state, slave, "kill", lambda part: part.kill())
 
     def _do_lose_version(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
-        """Slaves are alike, so a disk fails at the first of them only."""
+        """Lose the newest version: slaves are equal, so only the first one's disk fails."""
         if self.slaves[state.slaves[0]].n_committed < 2:
             return
         draft = self._killed(state, 0, "lose version", lambda part: part.lose_version())
@@ -122,13 +122,13 @@ class Faults(Wiring):
         yield self.names[0], draft
 
     def _do_empty_disk(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
-        """Likewise."""
+        """Empty the disk, also of the first slave only."""
         draft = self._killed(state, 0, "empty disk", lambda part: part.empty_disk())
         self._excuse(draft)
         yield self.names[0], draft
 
     def _excuse(self, draft: Draft) -> None:
-        """A disk that was lost breaks no promise of the protocol (I5 speaks of disks that keep what they took)."""
+        """Note a lost disk, which breaks no promise of the protocol (I5 is about disks that keep what they wrote)."""
         draft.reference = self.references.number(self.references[draft.reference].disk_lost())
 
     def _do_kill_cluster(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
@@ -171,7 +171,7 @@ class Faults(Wiring):
         yield "the master comes back with an empty disk", draft
 
     def _do_second_master(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
-        """Some slaves' streams stay with the old master, and all calls that it holds."""
+        """Start a second master; some slaves' streams and all calls of the old master stay with it."""
         if state.old != NOBODY:
             return
         for written in range(len(self.masters[state.master].pending) + 1):
@@ -230,11 +230,11 @@ class Faults(Wiring):
                 yield f"what {name} leased", draft
 
     def _n_chunks(self, transfer: OpenTransfer, slave: int) -> int:
-        """How many chunks of a push this slave is to have, as the ticket says."""
+        """The number of chunks of a push for this slave, according to the ticket."""
         return self.bounds.chunks * len(blocks_of(transfer.ticket.placement, self.names[slave]))
 
     def _header(self, part: ClusterPart, slave: int, chunk: int) -> DataHeader:
-        """Of a chunk of the push that a cluster is sending."""
+        """The header of a chunk of the push that a cluster is sending."""
         transfer = part.transfer
         assert transfer is not None
         blocks, attempt = blocks_of(transfer.ticket.placement, self.names[slave]), transfer.ticket.attempt
@@ -284,7 +284,7 @@ class Faults(Wiring):
                     raise SearchViolation("names", f"a second process took over slave {name} from the one that is here")
                 yield f"another directory comes under the name of {name}", draft
 
-    # ---- calls that may go astray ----
+    # ---- calls that may reach the wrong master ----
 
     def _carry(self, state: SearchState, call: OpenCall, at: int = NEWEST) -> Next:
         """A request reaches a master, or an answer its caller."""
@@ -293,7 +293,7 @@ class Faults(Wiring):
         name, message = self.bounds.cluster_names[call.cluster], self.messages.all[call.message]
         if call.stage == ANSWER:
             self._answer(draft, call, message)
-            return (f"cluster {name} hears", brief(message)), draft.done()
+            return (f"cluster {name} receives", brief(message)), draft.done()
         token = draft.free_token(call.cluster)
         epoch = self.masters[state.old if at == OLD else state.master].epoch
         past = self.references[state.reference].is_past(message, epoch)
@@ -310,7 +310,7 @@ class Faults(Wiring):
             self._cluster(draft, call.cluster, key, lambda part: part.answered(call.call_id, message))
 
     def _is_newer(self, state: SearchState, call: OpenCall) -> bool:
-        """Whether a call comes from a cluster that the newer of two masters knows already: it stays with that one."""
+        """Whether the newer of two masters already knows the caller: its calls then go to that master."""
         caller = self.messages.all[call.message].caller
         epoch = max(caller.epoch, caller.incarnation.epoch if caller.incarnation is not None else 0)
         return bool(epoch > self.masters[state.old].epoch)

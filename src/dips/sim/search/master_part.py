@@ -53,7 +53,7 @@ FREE_TIMERS = ("round", "resend", "ticket", "finish", "ask", "donor", "reshard")
 
 
 class MasterPart:
-    """One life after another of the master. written: the newest durable snapshot of the ledger.
+    """A master through all its incarnations. written: the newest durable snapshot of the ledger.
 
     learns: None for the master that the journal belongs to; else a newer epoch was begun in it, and only so many of the
     pending entries were written before.
@@ -74,7 +74,7 @@ class MasterPart:
         keep_no_story(state.shared.story)
         return state
 
-    # ---- what can happen ----
+    # ---- actions ----
 
     def start(self) -> list[Out]:
         return self._carry_out(self.state.start(T0_S))
@@ -84,13 +84,13 @@ class MasterPart:
         return self._handle(ClusterCall(token, request))
 
     def second_joins(self, cluster: str, plan: DataPlan) -> list[Out]:
-        """Another process than the one that is here asks to be this cluster; the answer goes nowhere."""
+        """A second process asks to join as this cluster; the answer is dropped."""
         caller = Caller(RUN, 0, cluster, None, "second")
         request = JoinRequest(caller, SECOND_HELLO, LAYOUT, LAYOUT.layout_hash, plan, process_id=b"second")
         return self._handle(ClusterCall(OPERATOR, request))
 
     def second_greets(self, slave: str) -> list[Out]:
-        """A process with another directory than that of the one that is here greets under its name."""
+        """A process with another directory sends a hello under the name of a present slave."""
         hello = SlaveHello(SECOND_HELLO, "tcp://elsewhere:1", 1 << 30, 0, directory_id=b"second")
         message = SlaveMessage(Caller(RUN, 0, slave, None, "second"), hello)
         return [*self._handle(SlaveSaid(SECOND_LINK, message)), *self._handle(SlaveLinkDown(SECOND_LINK))]
@@ -105,7 +105,7 @@ class MasterPart:
         return self._handle(SlaveLinkDown(link))
 
     def write(self) -> list[Out]:
-        """The disk takes the oldest entry, or took it before a newer epoch was begun."""
+        """The disk writes the oldest entry, or wrote it before a newer epoch was begun."""
         entry = self.pending.pop(0)
         if self.learns is not None:
             if self.learns == 0:
@@ -115,7 +115,7 @@ class MasterPart:
         return [*self._durable(entry), *self._handle(JournalWritten(entry.entry_id))]
 
     def restart(self, written: int, at_least: int = 0) -> list[Out]:
-        """Another life begins; the first `written` pending entries are durable, although nobody learnt it."""
+        """Restart; the first `written` pending entries are durable, although no process learnt it."""
         outs: list[Out] = []
         for entry in self.pending[:written]:
             outs += self._durable(entry)
@@ -148,11 +148,11 @@ class MasterPart:
         return self._handle(Tick())
 
     def operator(self, action: OperatorAction) -> list[Out]:
-        """Somebody asks for something; the answer goes nowhere."""
+        """An operator's request; the answer is dropped."""
         return self._handle(OperatorCall(OPERATOR, action))
 
     def expire_leases(self, cluster: str) -> list[Out]:
-        """The cluster was away for as long as leases last."""
+        """Expire the leases of an absent cluster."""
         away = self.state._members._away_since_s
         away[cluster] = T0_S - 1e9
         outs = self._handle(Tick())
@@ -160,7 +160,7 @@ class MasterPart:
         return outs
 
     def timers(self) -> list[tuple[str, Callable[[], None]]]:
-        """The deadlines that stand, and how each is reached."""
+        """The present deadlines, with the action that reaches each."""
         world, state = self.state.shared, self.state.shared.round
         found: list[tuple[str, Callable[[], None]]] = []
         if state.phase.now is RoundPhase.WINDOW and (state.window_closes_s > T0_S or state.not_before_s > T0_S):
@@ -221,13 +221,13 @@ class MasterPart:
         self.written = entry.snapshot_json
         return [("journal", json.loads(entry.record_json), json.loads(entry.snapshot_json))]
 
-    # ---- what a search reads ----
+    # ---- queries of the search ----
 
     def lends_to_absent(self, cluster: str) -> bool:
-        """Whether the cluster is away, and data is lent to it still."""
+        """Whether the cluster is absent and still has leases."""
         ledger = self.state.shared.ledger
-        lent = ledger.leases is not None and ledger.leases.leased_tokens(cluster) > 0
-        return lent and self.member(cluster) is None
+        leased = ledger.leases is not None and ledger.leases.leased_tokens(cluster) > 0
+        return leased and self.member(cluster) is None
 
     @property
     def recovers(self) -> bool:
@@ -236,7 +236,7 @@ class MasterPart:
 
     @property
     def settled(self) -> bool:
-        """Nothing is under way."""
+        """Whether nothing is under way."""
         world = self.state.shared
         idle = world.round.phase.now is RoundPhase.IDLE and world.ledger.reshard is None
         return idle and not any(world.pushes()) and world.everything_out
@@ -245,7 +245,7 @@ class MasterPart:
         return self.state.shared.members.get(cluster)
 
     def slave_incarnation(self, slave: str) -> Incarnation | None:
-        """Of a slave whose stream is here."""
+        """The incarnation of a slave with an open stream."""
         found = self.state.shared.slaves.get(SlaveId(slave))
         return found.incarnation if found is not None and found.link is not None else None
 
@@ -255,21 +255,21 @@ class MasterPart:
 
 
 class _NoStory(MachineHistory):
-    """Remembers nothing."""
+    """An event history that keeps nothing."""
 
     def add(self, at_s: float, machine: str, cause: str, text: str) -> None:
         pass
 
 
 def keep_no_story(story: MachineHistory) -> None:
-    """The search keeps its own paths; a story in each of many thousand machines would cost more than all else."""
+    """Switch off the master's event history: the search keeps its own paths, and the memory would be too large."""
     story.__class__ = _NoStory
 
 
 def canonical(part: MasterPart) -> None:
-    """Numbers that are spent begin anew, so that equal states are equal whatever the way to them."""
+    """Restart used-up numbers, so that equal states are equal whatever the path to them."""
     part.state._pulls._next_pin = 1
-    part.state._members._claims.rearm()  # how long a second process has waited makes no difference where time stands
+    part.state._members._claims.rearm()  # a second process's wait makes no difference without time
     part.state._slaves._claims.rearm()
     part.state.shared.reshard.pause_s = 0.0
     if part.state.shared.reshard.not_before_s > T0_S:

@@ -1,6 +1,6 @@
-"""The facts of one way through the states, for the checker that also judges simulations and real runs.
+"""Collects the facts of one path through the states, for the checker that also judges simulations and real runs.
 
-The search's own invariants see every state; the checker sees a history. It must be told facts as they were, in order.
+The search's own invariants see every state; the checker sees a history. It must get the facts unchanged and in order.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dips.sim.search.state import SearchState
 from dips.sim.search.system import System
 
 Fact = tuple[str, str, Out]
-"""Role, name, and what it did."""
+"""Role, name, and output of a step."""
 
 _ROLE = {"master": "master", "slave": "slave", "cluster": "worker"}
 
 
 def facts_of(system: System, states: Sequence[SearchState]) -> list[Fact]:
-    """What happened from the empty run to the last of `states`, which begin with the search's first."""
+    """The facts from the empty run to the last of `states`, which begin with the search's first."""
     found: list[Fact] = []
     system.on_fact = lambda role, name, out: found.append((role, name, out))
     try:
@@ -48,7 +48,7 @@ def _of_step(system: System, before: SearchState, after: SearchState) -> list[Fa
 
 
 def judge(facts: Sequence[Fact]) -> Checker:
-    """A checker that has heard it all."""
+    """A checker that got all these facts."""
     checker = Checker(live=True)
     for number, (role, name, out) in enumerate(facts):
         if out[0] == "journal":
@@ -59,7 +59,7 @@ def judge(facts: Sequence[Fact]) -> Checker:
 
 
 def judge_ends(search: Search, ends: Sequence[int], limit: int) -> list[str]:
-    """What the checker finds wrong on the shortest ways to `limit` of these states, spread over all of them."""
+    """The checker's violations on the shortest paths to `limit` of these states, spread over all of them."""
     every = max(1, len(ends) // limit)
     wrong: list[str] = []
     for end in ends[::every][:limit]:

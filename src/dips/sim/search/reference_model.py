@@ -1,7 +1,7 @@
-"""What a search remembers of the past beside the machines, and the invariants that it judges by.
+"""The reference model of a search: what it remembers of the past in addition to the machines, and its invariants.
 
-Kept as small as the invariants allow, because everything here tells states apart: what was decided, what was told, what
-each version is made of. It must never be read by a machine.
+Kept as small as the invariants allow, because everything here makes states different: the decisions, the verdicts that
+clusters received, the content of each version. It must never be read by a machine.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class DurableCommit:
     digests: tuple[tuple[str, bytes], ...]
 
     def holders(self, slaves: Sequence[SlavePart]) -> list[SlavePart]:
-        """The slaves that hold it between them."""
+        """The slaves that together hold it."""
         names = dict(self.digests)
         return [slave for slave in slaves if slave.name in names]
 
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """decided: push -> verdict of a durable record. told: push -> verdict that its cluster was told. payload: push ->
-    work that was sent. made: version -> (round, content) of the first slave that committed it. fences: cluster ->
-    pushes that were counted. lives: cluster -> newest incarnation. tokens: up to the newest version. trained: leased
-    data (pass, token) that the current version was trained on. lost: a disk was.
+    """The past of one state. decided: push -> verdict of a durable record. reported: push -> verdict that its cluster
+    received. payload: push -> work that was sent. made: version -> (round, content) of the first slave that committed
+    it. fences: cluster -> pushes that were counted. lives: cluster -> newest incarnation. tokens: up to the newest
+    version. trained: leased data (pass, token) that the current version was trained on. lost: a disk was.
     """
 
     epoch: int = 0
     decided: Table[str, str] = frozenset()
-    told: Table[str, str] = frozenset()
+    reported: Table[str, str] = frozenset()
     payload: Table[str, Content] = frozenset()
     made: Table[Version, tuple[RoundId, Content]] = frozenset()
     published: Version | None = None
@@ -67,7 +67,7 @@ class ReferenceModel:
         return replace(self, lost=True)
 
     def received(self, role: str, name: str, out: Out, look: Any) -> ReferenceModel:
-        """The past with one more fact. Raises Violation."""
+        """The model after one more fact. Raises Violation."""
         match out[0], out[1]:
             case "journal", {"kind": "COMMIT"}:
                 return self._committed(out[1], out[2], look)
@@ -131,7 +131,7 @@ class ReferenceModel:
         return frozenset(trained)
 
     def _resharded(self, record: Mapping[str, Any], snapshot: Mapping[str, Any], look: Any) -> ReferenceModel:
-        """The same content, under another version, on other slaves: each of them holds its share of it durably."""
+        """A RESHARD: the same content as another version on other slaves, each of which holds its share durably."""
         version, round_id = Version(*record["version"]), RoundId(*record["round"])
         digests = tuple(sorted((slave, bytes.fromhex(digest)) for slave, digest in record["digests"].items()))
         commit = DurableCommit(version, round_id, digests)
@@ -143,7 +143,7 @@ class ReferenceModel:
         return replace(self, commit=commit, made=made)
 
     def _taken_over(self, record: Mapping[str, Any], snapshot: Mapping[str, Any]) -> ReferenceModel:
-        """Another history is the run's from now on; what was decided in the one before is decided no more."""
+        """A ROLLBACK or ADOPT: another history continues; decisions of the one before no longer count."""
         version, round_id = Version(*record["version"]), RoundId(*record["round"])
         digests = tuple(sorted((slave, bytes.fromhex(digest)) for slave, digest in record["digests"].items()))
         fences = frozenset((name, int(entry["fence"])) for name, entry in snapshot["clusters"].items())
@@ -153,7 +153,9 @@ class ReferenceModel:
         commit, tokens = DurableCommit(version, round_id, digests), int(snapshot["tokens"])
         taken = frozenset((_push({"push": push}), "ROLLED_BACK") for push in record.get("rolled_back", ()))
         held = _tokens_of(snapshot, "applied")
-        return replace(self, commit=commit, tokens=tokens, fences=fences, decided=taken, told=frozenset(), trained=held)
+        return replace(
+            self, commit=commit, tokens=tokens, fences=fences, decided=taken, reported=frozenset(), trained=held
+        )
 
     def _judge_tokens(self, snapshot: Mapping[str, Any], accepted: Sequence[Mapping[str, Any]]) -> None:
         added = sum(item["tokens"] for item in accepted)
@@ -177,18 +179,18 @@ class ReferenceModel:
             most = bounds.s_max or max(8, 4 * bounds.clusters)
             if base.timeline == version.timeline and behind > most:
                 raise SearchViolation(
-                    "I10", f"push {_push(item)} stands on {base}, {behind} versions old, at most {most} may be"
+                    "I10", f"push {_push(item)} is based on {base}, {behind} versions old, at most {most} may be"
                 )
 
     def _decide(self, record: Mapping[str, Any]) -> ReferenceModel:
-        decided, told, fences = dict(self.decided), dict(self.told), dict(self.fences)
+        decided, reported, fences = dict(self.decided), dict(self.reported), dict(self.fences)
         for item in record["participants"]:
             push = _push(item)
             cluster = item["push"][0]
             if push in decided:
                 raise SearchViolation("I6", f"push {push} is {item['verdict']}, and was {decided[push]} before")
-            if told.get(push) == "ABORTED":
-                raise SearchViolation("I6", f"push {push} is {item['verdict']}, and its cluster was told ABORTED")
+            if reported.get(push) == "ABORTED":
+                raise SearchViolation("I6", f"push {push} is {item['verdict']}, and its cluster received ABORTED")
             if item["base"] is not None and item["fence"] != fences.get(cluster, 0):
                 raise SearchViolation(
                     "I8",
@@ -222,7 +224,7 @@ class ReferenceModel:
         return wanted
 
     def _made_on(self, name: str, look: Any) -> ReferenceModel:
-        """A slave committed: the content of a version is the same everywhere and for ever."""
+        """A slave committed: the content of a version is the same on all slaves and never changes."""
         slave = next(part for part in look.slaves if part.name == name)
         made = dict(self.made)
         for (version, round_id), file in slave.disk.items():
@@ -251,7 +253,7 @@ class ReferenceModel:
         return replace(self, published=version)
 
     def _judge_history(self, version: Version) -> None:
-        """I7: what is in a version is in every later one of its timeline."""
+        """I7: the content of a version is in every later one of its timeline."""
         made = dict(self.made)
         for older, (_, content) in made.items():
             newer = made.get(version, (None, ()))[1]
@@ -264,11 +266,11 @@ class ReferenceModel:
             raise SearchViolation("I3", f"what {fields['by']} pulled as {fields['version']} is torn: {read}")
         version, content = _version(fields["version"]), read[0][1]
         for push, kind in self.decided:
-            if kind == "APPLIED" and dict(self.told).get(push) == "APPLIED" and push.startswith(f"{fields['by']}/"):
+            if kind == "APPLIED" and dict(self.reported).get(push) == "APPLIED" and push.startswith(f"{fields['by']}/"):
                 missing = set(dict(self.payload)[push]) - set(content)
                 if missing and not self.lost:
                     raise SearchViolation(
-                        "I7", f"{fields['by']} was told that {push} is in, and pulls {version} without it"
+                        "I7", f"{fields['by']} received that {push} is in, and pulls {version} without it"
                     )
         return self
 
@@ -276,7 +278,7 @@ class ReferenceModel:
 
     def _told(self, request: Any, body: Any) -> ReferenceModel:
         if isinstance(body, JoinReply):
-            # A COMMIT that is durable may be told before it is published: the pull waits for that.
+            # A durable COMMIT may be reported before it is published: the pull waits for that.
             verdict = body.last_push
         else:
             verdict = getattr(body, "answer", None)
@@ -284,8 +286,8 @@ class ReferenceModel:
         return self._verdict(verdict) if isinstance(verdict, Verdict) else self
 
     def is_past(self, request: Any, epoch: int) -> bool:
-        """Whether a call is of an older life of its cluster, or speaks of another epoch than that of the master that
-        takes it. A master whose own epoch is past may know an older life only.
+        """Whether a call is of an older incarnation of its cluster, or names another epoch than that of the master that
+        takes it. A master whose own epoch is past may know only an older incarnation.
         """
         caller = request.caller
         if isinstance(request, JoinRequest) or getattr(request, "reader", False):
@@ -297,29 +299,29 @@ class ReferenceModel:
 
     def _judge_published(self, verdict: Any) -> None:
         if not isinstance(verdict, Verdict) or verdict.kind is not VerdictKind.APPLIED or self.lost:
-            return  # after a lost disk APPLIED may be told of a version that is about to be rolled back
+            return  # after a lost disk APPLIED may be reported for a version that is about to be rolled back
         if self.published is None or verdict.version is None or verdict.version > self.published:
             raise SearchViolation(
-                "I4", f"{verdict.push} is told APPLIED({verdict.version}), published is {self.published}"
+                "I4", f"{verdict.push} is reported APPLIED({verdict.version}), published is {self.published}"
             )
 
     def _verdict(self, verdict: Verdict) -> ReferenceModel:
         push, kind = str(verdict.push), verdict.kind.name
         decided = dict(self.decided).get(push)
-        told = dict(self.told).get(push)
+        reported = dict(self.reported).get(push)
         if verdict.kind is VerdictKind.ROLLED_BACK:
-            return replace(self, told=_put(self.told, push, kind))
-        if told is not None and told != kind:
-            raise SearchViolation("I6", f"push {push} is told {kind}, and was told {told} before")
+            return replace(self, reported=_put(self.reported, push, kind))
+        if reported is not None and reported != kind:
+            raise SearchViolation("I6", f"push {push} is reported {kind}, and was reported {reported} before")
         if kind == "APPLIED" and decided == "ROLLED_BACK":
             raise SearchViolation(
-                "I7", f"push {push} is told APPLIED, but no version of this timeline holds it any more"
+                "I7", f"push {push} is reported APPLIED, but no version of this timeline contains it any longer"
             )
         if kind in COUNTED and decided != kind and not self.lost:
-            raise SearchViolation("I6", f"push {push} is told {kind}, but no durable record says so ({decided})")
+            raise SearchViolation("I6", f"push {push} is reported {kind}, but no durable record says so ({decided})")
         if kind == "ABORTED" and decided in COUNTED:
-            raise SearchViolation("I6", f"push {push} is told ABORTED, but is {decided}")
-        return replace(self, told=_put(self.told, push, kind))
+            raise SearchViolation("I6", f"push {push} is reported ABORTED, but is {decided}")
+        return replace(self, reported=_put(self.reported, push, kind))
 
     # ---- states ----
 
@@ -331,12 +333,12 @@ class ReferenceModel:
             file = slave.disk.get((self.commit.version, self.commit.round))
             if file is None or slave.digest(file) != dict(self.commit.digests)[slave.name]:
                 raise SearchViolation(
-                    "I5", f"COMMIT of {self.commit.version} is durable, slave {slave.name} cannot complete it any more"
+                    "I5", f"COMMIT of {self.commit.version} is durable, slave {slave.name} can no longer complete it"
                 )
 
 
-class Ghosts:
-    """Ghosts by number."""
+class ReferenceModels:
+    """Reference models by number."""
 
     def __init__(self) -> None:
         self._ids: dict[ReferenceModel, int] = {}
@@ -361,7 +363,7 @@ def _judge_content(content: Content, version: Version) -> None:
 
 
 def _judge_leases(accepted: Sequence[Mapping[str, Any]], snapshot: Mapping[str, Any]) -> None:
-    """I12: what was applied is APPLIED, and nothing else beside it. Every chunk is one token here."""
+    """I12: applied data is APPLIED and in no other state. Every chunk is one token here."""
     if not snapshot["leases"]:
         return
     tokens: dict[tuple[int, int], str] = {}

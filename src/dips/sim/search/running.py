@@ -1,4 +1,4 @@
-"""Searches side by side, one to a core, the largest first; a process of its own for each core."""
+"""Runs searches in parallel, one process for each core, the largest first."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dips.sim.search.searches import Named
 
 
 def run(named: Named, max_states: int | None = None) -> Result:
-    """One search, to its own limits or to max_states."""
+    """Run one search, to its own limits or to max_states."""
     note()
     return Search(named.bounds, max_states or named.max_states, named.max_seconds).run()
 
 
 def run_all(chosen: Sequence[Named], max_states: int | None, jobs: int) -> Iterator[tuple[Named, Result]]:
-    """Each search's result, as they end."""
+    """Run searches and yield each result when it ends."""
     if min(jobs, len(chosen)) <= 1:
         for named in chosen:
             yield named, run(named, max_states)

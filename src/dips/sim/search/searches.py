@@ -1,4 +1,4 @@
-"""The searches by name, with what they may do and how large they are (docs/search.md)."""
+"""Lists the searches by name, with their bounds and sizes (docs/search.md)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dips.sim.search.bounds import MESSAGES_AND_CRASHES, Bounds
 
 
 class Size(Enum):
-    """SHORT: seconds, part of the tests. MIDDLE: with the short ones within two minutes. LONG: on demand."""
+    """The size of a search. SHORT: seconds, part of the tests. MIDDLE: with the short ones within two minutes. LONG: on
+    demand."""
 
     SHORT = "short"
     MIDDLE = "middle"
@@ -40,7 +41,7 @@ def _once(*faults: str) -> tuple[tuple[str, int], ...]:
 
 
 def _with(bounds: Bounds, *faults: str, **changes: object) -> Bounds:
-    """The same with each of these faults once."""
+    """The same bounds with each of these faults once."""
     return replace(bounds, faults=_once(*faults), **changes)  # type: ignore[arg-type]
 
 
@@ -53,7 +54,7 @@ def _long(name: str, words: str, bounds: Bounds) -> Named:
 
 
 def _plain() -> list[Named]:
-    """No fault, or one of messages or crashes at one cluster."""
+    """Searches without faults, or with one fault of messages or crashes at one cluster."""
     found = [
         Named("start", "the seed, from an empty run on", replace(_ALONE, from_start=True)),
         Named("two-rounds", "one cluster pushes twice", replace(_ALONE, pushes=2, twice=True)),
@@ -73,7 +74,7 @@ def _plain() -> list[Named]:
 
 
 def _disks() -> list[Named]:
-    """What was committed is lost: rollback on a new timeline, adoption, donation."""
+    """Searches with lost committed state: rollback on a new timeline, adoption, donation."""
     twice = replace(_ALONE, pushes=2)
     return [
         Named("lose-version", "a slave's disk comes back without the newest version", _with(_ALONE, "lose_version")),
@@ -107,7 +108,7 @@ def _disks() -> list[Named]:
 
 
 def _masters() -> list[Named]:
-    """Two masters over one journal."""
+    """Searches with two masters on one journal."""
     return [
         Named("two-masters", "a second master begins, one slave", _with(_SMALL, "second_master"), states=14_000),
         _middle(
@@ -127,7 +128,7 @@ def _masters() -> list[Named]:
 
 
 def _reshards() -> list[Named]:
-    """Slaves are added and removed while a cluster pushes."""
+    """Searches in which slaves are added and removed while a cluster pushes."""
     add = replace(_SMALL, add=("s1",))
     remove = replace(_ALONE, remove=("s1",))
     change = replace(add, remove=("s0",))
@@ -155,7 +156,7 @@ def _reshards() -> list[Named]:
 
 
 def _transfers() -> list[Named]:
-    """Pushes chunk by chunk, pulls slave by slave, answers and verdicts late."""
+    """Searches with pushes chunk by chunk, pulls slave by slave, and late answers and verdicts."""
     parts = replace(_ALONE, chunks=2)
     return [
         Named("chunks", "pushes chunk by chunk, pulls slave by slave", replace(parts, twice=True)),
@@ -179,26 +180,26 @@ def _transfers() -> list[Named]:
 
 
 def _leases() -> list[Named]:
-    """Leased data, evictions, leases that run out."""
-    lent = replace(_SMALL, leased=True, corpus=2)
+    """Searches with leased data, evictions and expired leases."""
+    leased = replace(_SMALL, leased=True, corpus=2)
     return [
-        Named("lease-ttl", "leased data, evicted, its leases run out", _with(lent, "evict_cluster", "lease_ttl")),
+        Named("lease-ttl", "leased data, evicted, its leases run out", _with(leased, "evict_cluster", "lease_ttl")),
         _middle(
             "lease-ttl-overlap",
             "the same, it pushes twice and trains through everything",
-            _with(lent, "evict_cluster", "lease_ttl", pushes=2, overlap="full"),
+            _with(leased, "evict_cluster", "lease_ttl", pushes=2, overlap="full"),
             12_000,
         ),
         _long(
             "lease-ttl-pair",
             "the same with two clusters that push once",
-            _with(replace(lent, clusters=2), "evict_cluster", "lease_ttl"),
+            _with(replace(leased, clusters=2), "evict_cluster", "lease_ttl"),
         ),
     ]
 
 
 def _overlapped() -> list[Named]:
-    """Each second piece of work is made while the push of the first is on its way."""
+    """Searches in which the next piece of work is made while the previous push is on its way."""
     alone = replace(_ALONE, pushes=2, overlap="full")
     small = replace(alone, slaves=1)
     found = [
@@ -219,7 +220,7 @@ def _overlapped() -> list[Named]:
 
 
 def _pairs() -> list[Named]:
-    """Two clusters: rounds of two, and pushes of two windows."""
+    """Searches with two clusters: rounds of two, and pushes of two windows."""
     twice = Bounds(slaves=1, pushes=2, s_max=1)
     found = [
         _middle("pair-twice", "two clusters push twice: pushes of two windows", twice, 32_000),
@@ -232,7 +233,7 @@ def _pairs() -> list[Named]:
 
 
 def _large() -> list[Named]:
-    """Searches that take long, or never end."""
+    """Searches that take long or never end."""
     return [
         _long(
             "two-faults",
@@ -273,7 +274,7 @@ SEARCHES: tuple[Named, ...] = (
 
 
 def by_name(name: str) -> Named:
-    """Raises KeyError with the names that there are."""
+    """The search with this name. Raises KeyError with all names."""
     for found in SEARCHES:
         if found.name == name:
             return found

@@ -1,5 +1,5 @@
-"""A slave in a search: the real SlaveState and StagingTable, and in place of bytes what each version and each push is
-made of.
+"""The slave in a search: the real SlaveState and StagingTable; in place of bytes, the pieces of work that each version
+and each push is made of.
 
 The disk keeps what a real one keeps over a kill -9: the promise, and a file for each snapshot. A job is done within
 the step that began it, so a kill falls before or after it, never into the middle.
@@ -55,7 +55,7 @@ class SnapshotOnDisk:
 
 
 StagingRow = tuple[Content | None, ...]
-"""One slot of staging memory: of which push's content each chunk is, None where nothing landed since it was opened."""
+"""One slot of staging memory: the push content of each chunk, None when no chunk has arrived since it was opened."""
 
 TORN = "torn"
 """Content of a push whose chunks are not of one sending."""
@@ -65,7 +65,7 @@ share(ShardMap)
 
 @cache
 def shard_map(blocks: tuple[int, ...], chunk_bytes: int) -> ShardMap:
-    """Where the chunks of these blocks stand; one for all slaves that hold them."""
+    """The positions of the chunks of these blocks; one map for all slaves that hold them."""
     return ShardMap([LAYOUT.blocks[block] for block in blocks], chunk_bytes)
 
 
@@ -80,7 +80,7 @@ def sums_of(blocks: tuple[int, ...], chunk_bytes: int, content: Content, momentu
 
 @cache
 def digest_of(blocks: tuple[int, ...], chunk_bytes: int, content: Content, momentum: bool = False) -> bytes:
-    """Of one slave's share of a content: the same content has the same digest, whichever round made it."""
+    """The digest of one slave's share of a content: equal for the same content, whichever round made it."""
     return shard_digest(sums_of(blocks, chunk_bytes, content, momentum))
 
 
@@ -103,12 +103,12 @@ def put_chunk(
 
 
 def is_bad(content: Content) -> bool:
-    """Whether some of it is not finite."""
+    """Whether a part of the content is not finite."""
     return any(work.endswith("!") for work in content)
 
 
 class SlavePart:
-    """One life after another of a slave. link: its stream to the master, if it has one."""
+    """A slave through all its incarnations. link: its stream to the master, if it has one."""
 
     def __init__(self, name: str, chunk_bytes: int = BLOCK_BYTES, started: bool = True) -> None:
         self.name = name
@@ -129,14 +129,14 @@ class SlavePart:
         self.blocks: tuple[int, ...] = ()
         self.stopped = False
         self.move: tuple[int, MoveBlocks] | None = None
-        # Every process of a name has its one identity: whoever comes back has waited for as long as it must.
+        # All processes of a name have one identity: a process that comes back has waited for as long as it must.
         self.state = SlaveMachine(
             RUN, self.name, f"tcp://{self.name}:1", 1 << 30, 1 << 20, self.promised, self._infos(),
             directory_id=self.name.encode(),
         )  # fmt: skip
         keep_no_story(self.state.story)
 
-    # ---- what can happen ----
+    # ---- actions ----
 
     def dial(self, link: int) -> list[Out]:
         self.link = link
@@ -151,7 +151,7 @@ class SlavePart:
         return self._handle(events.Commanded(command))
 
     def put(self, headers: Sequence[DataHeader], payload: Content) -> list[Out]:
-        """Chunks arrive, one after the other; what is refused changes nothing."""
+        """Chunks arrive, one after another; a refused one changes nothing."""
         outs: list[Out] = []
         for header in headers:
             try:
@@ -177,23 +177,23 @@ class SlavePart:
         return self._handle(events.PushStaged(staging.push, staging.attempt, staging.opening, staging.digest()))
 
     def _payload(self, slot: int) -> Content:
-        """What stands in a row of staging memory."""
+        """The content of a row of staging memory."""
         contents = set(self.rows[slot])
         content = contents.pop() if len(contents) == 1 else None
         return content if content is not None else (TORN,)
 
     def start(self) -> list[Out]:
-        """Somebody starts the process."""
+        """The operator starts the process."""
         self._restart()
         return []
 
     def is_not_wanted(self) -> list[Out]:
-        """The run has no place for it: the process ends."""
+        """The run does not use it: the process ends."""
         self.stopped = True
         return []
 
     def moved(self, content: Content | None) -> list[Out]:
-        """All blocks of another placement are together, and on disk; None: a slave that has some of them does not give
+        """All blocks of another placement are here and on disk; None: a slave that has some of them does not send
         them."""
         assert self.move is not None
         (job, move), self.move = self.move, None
@@ -219,7 +219,7 @@ class SlavePart:
         return []
 
     def lose_version(self) -> list[Out]:
-        """The disk comes back as it was before the newest committed version."""
+        """The disk returns to its state before the newest committed version."""
         newest = max(file.info.version for file in self.disk.values() if file.info.committed)
         self.disk = {key: file for key, file in self.disk.items() if key[0] < newest}
         return self.kill()
@@ -232,19 +232,19 @@ class SlavePart:
         self.disk = {}
         return self.kill()
 
-    # ---- what a search reads ----
+    # ---- queries of the search ----
 
     def digest(self, file: SnapshotOnDisk) -> bytes:
-        """Of what a snapshot holds."""
+        """The digest of a snapshot."""
         return digest_of(file.blocks, self.chunk_bytes, file.content)
 
     @property
     def shard(self) -> ShardMap:
-        """Of the blocks that it was told to hold; only once it was configured."""
+        """The content of the blocks that it was configured to hold."""
         return shard_map(self.blocks, self.chunk_bytes)
 
     def knows(self, push: PushId, attempt: int) -> bool:
-        """Whether the data port takes chunks of this very attempt."""
+        """Whether the data port accepts chunks of exactly this attempt."""
         try:
             return self.table is not None and self.table.find(push, attempt) is not None
         except Refused:
@@ -325,7 +325,7 @@ class SlavePart:
             case effects.ReadRecord(asked_by, version, round_id):
                 return self._read_record(asked_by, version, round_id)
             case _:
-                raise TypeError(f"the search carries out no {type(effect).__name__}")
+                raise TypeError(f"the search does not execute {type(effect).__name__}")
 
     def _open(self, effect: effects.OpenSlot) -> list[Out]:
         if self.table is None:
@@ -337,7 +337,7 @@ class SlavePart:
         return self._say_staged(staging) if staging.complete else []
 
     def _forget_closed_rows(self) -> None:
-        """What stands in rows that nobody uses makes no difference."""
+        """Clear unused rows, whose content makes no difference."""
         used = {staging.slot for staging in self.table._open.values()} if self.table is not None else set()
         self.rows = {slot: row for slot, row in self.rows.items() if slot in used}
 
@@ -359,7 +359,7 @@ class SlavePart:
         return self._handle(events.LoadDone(job, current, self._infos()))
 
     def _named(self, source: SnapshotInfo, configure: Configure) -> SnapshotInfo:
-        """After a rollback the origin gets a new name, and what came after it leaves."""
+        """Rename the origin after a rollback, and drop the versions after it."""
         assert configure.load is not None, "something is loaded"
         assert configure.load_round is not None, "a version has a round"
         if (source.version, source.round) == (configure.load, configure.load_round):
@@ -404,7 +404,7 @@ class SlavePart:
         """The manifest becomes durable, and memory flips."""
         info = replace(shadow, committed=True, commit_hash=commit_hash)
         file = self.disk.get((shadow.version, shadow.round)) or self.shadow
-        assert file is not None, "a shadow stands on disk or in memory"
+        assert file is not None, "a shadow is on disk or in memory"
         if durable:
             self.disk[info.version, info.round] = SnapshotOnDisk(info, file.blocks, file.content, record)
         newest = sorted({file.info.version for file in self.disk.values()}, reverse=True)[:SNAPSHOTS_KEPT]
@@ -417,7 +417,7 @@ class SlavePart:
 
 
 def canonical(part: SlavePart) -> None:
-    """Numbers that are spent begin anew."""
+    """Restart used-up numbers, so that equal states are equal."""
     shard = part.state.shard
     if shard.job is None:
         shard._jobs = part.state._mute_job = 0

@@ -1,4 +1,4 @@
-"""One global state of a search, as numbers, and the draft in which the next one is made."""
+"""The global state of a search, as numbers, and the draft in which the next one is made."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import marshal
 from typing import Any, NamedTuple
 
 REQUEST, HELD, ANSWER = 0, 1, 2
-"""Where a call is: on its way, with the master, on its way back."""
+"""Places of a call: on its way, with the master, on its way back."""
 
 WHOLE, BROKEN, CLOSING = 0, 1, 2
-"""A stream: as it should be; broken, which the master has yet to notice; ended by the master, unknown to the slave."""
+"""States of a stream: intact; broken, not yet noticed by the master; ended by the master, not yet noticed by the
+slave."""
 
 NEWEST, OLD = 0, 1
-"""Which master a stream leads to or a call is with: while two of them live, the one of the newer epoch or the other."""
+"""The master of a stream or call: with two live masters, the one of the newer epoch or the older one."""
 
 NOBODY = -1
-"""In place of the old master's number when there is one master only."""
+"""In place of the old master's number when there is only one master."""
 
 
 class OpenCall(NamedTuple):
-    """call_id 0: nobody waits for the answer. message: number of the request or of the answer. past: 1 when the master
-    took it although its cluster has a newer life by then. at: the master that holds it.
+    """An open call. call_id 0: no process waits for the answer. message: number of the request or of the answer. past:
+    1 when the master took it although its cluster has a newer incarnation by then. at: the master that holds it.
     """
 
     cluster: int
@@ -34,7 +35,7 @@ class OpenCall(NamedTuple):
 
 
 class SlaveStream(NamedTuple):
-    """A slave's stream: commands down, words up, oldest first. at: the master that it leads to."""
+    """A slave's stream: commands down, messages up, oldest first. at: the master that it leads to."""
 
     number: int
     slave: int
@@ -45,9 +46,9 @@ class SlaveStream(NamedTuple):
 
 
 class SearchState(NamedTuple):
-    """Everything, by number. strays: words of slaves that arrive once more, by stream. chunks: chunks that arrive late,
-    by slave. budget: faults left, in the order of FAULTS, then all together. old: a master whose epoch is past, and
-    that does not know it; NOBODY where there is none.
+    """A global state, by numbers. strays: messages of slaves that arrive once more, by stream. chunks: chunks that
+    arrive late, by slave. budget: faults left, in the order of FAULTS, then all together. old: a master whose epoch is
+    past, and that does not know it; NOBODY where there is none.
     """
 
     master: int
@@ -62,13 +63,14 @@ class SearchState(NamedTuple):
     old: int = NOBODY
 
     def key(self) -> bytes:
-        """128 bits that stand for this state: among ten million states two share them with a chance of 1e-25."""
+        """A key of 128 bits for this state: among ten million states two are equal with a chance of 1e-25."""
         plain = (*self[:3], tuple(map(tuple, self.links)), tuple(map(tuple, self.calls)), *self[5:])
         return key_of(plain)
 
 
 def key_of(plain: Any) -> bytes:
-    """128 bits for a structure of plain values. Equals have equal bytes: marshal's version 2 writes no references."""
+    """A key of 128 bits for a structure of plain values. Equals have equal bytes: marshal's version 2 writes no
+    references."""
     return hashlib.blake2b(marshal.dumps(plain, 2), digest_size=16).digest()
 
 
@@ -118,7 +120,7 @@ class Draft:
         )
 
     def link_of(self, slave: int) -> SlaveStream | None:
-        """The stream that the slave believes in."""
+        """The stream that the slave considers open."""
         return next((k for k in self.links.values() if k.slave == slave and k.condition != BROKEN), None)
 
     def free_link(self, slave: int) -> int:
@@ -129,7 +131,7 @@ class Draft:
         return number
 
     def free_token(self, cluster: int) -> int:
-        """Tokens tell whose call it is: 100 for cluster 0, and so on."""
+        """An unused token; tokens identify the caller: 100 and on for cluster 0, and so on."""
         used = {call.token for call in self.calls if call.stage == HELD}
         token = 100 * (cluster + 1)
         while token in used:

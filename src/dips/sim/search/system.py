@@ -1,7 +1,7 @@
-"""The run as a search sees it: every action that may come next in a state, and the state that it leads to.
+"""The transition system of a search: every action that is possible in a state, and the state that it leads to.
 
 Actions that touch one machine only and commute with all others are taken first and alone (SILENT); faults may come
-before any of them. It must never decide what a machine does: it carries messages, and breaks things.
+before any of them. It must never decide what a machine does: it carries messages, and injects faults.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from dips.sim.search.state import (
 from dips.sim.search.wiring import brief
 
 SILENT = (OpenStaging, CloseStaging, Retain, Measure, ListShard, AbortRound, Welcome, StopSlave)
-"""Commands that a slave may take as soon as they are its oldest: what it does then shows only in words on their way."""
+"""Commands that a slave may take as soon as they are its oldest: their effects show only in its messages."""
 
 WAKES = "asks again: cluster"
 
@@ -90,7 +90,7 @@ class System(Faults):
         return draft.done()
 
     def _run_quietly(self, state: SearchState) -> SearchState:
-        """One way without a fault, until everybody is at the seed."""
+        """Run one path without faults until all processes have the seed."""
         for _ in range(2000):
             found = next(self._ordinary(state), None)
             if found is None:
@@ -99,14 +99,14 @@ class System(Faults):
             self.beginning.append(label)
         raise RuntimeError("the search's beginning does not come to rest: the protocol is broken without any fault")
 
-    # ---- what may come next ----
+    # ---- next actions ----
 
     def successors(self, state: SearchState) -> list[Next]:
         """Every next state with the action that leads there. Raises Violation."""
         return list(self.steps(state))
 
     def steps(self, state: SearchState) -> Iterator[Next]:
-        """The same, one after the other: what happens in between to on_fact belongs to the one that comes next."""
+        """The same, one after another: facts that on_fact gets in between belong to the next one."""
         if not self.references[state.reference].halted:
             yield from self._ordinary(state)
             yield from self._faults(state)
@@ -131,7 +131,8 @@ class System(Faults):
         return clusters and (self.masters[state.master].settled)
 
     def _silent(self, state: SearchState) -> Iterator[list[Next]]:
-        """What one machine may do at once, since it commutes with all else; several where there is a choice."""
+        """Actions of one machine that may come at once, because they commute with all others; several if it has a
+        choice."""
         for link in state.links:
             if link.condition == WHOLE and link.down and self._is_silent(link.down[0]):
                 yield [self._hear(state, link)]
@@ -153,7 +154,7 @@ class System(Faults):
                 yield [self._carry(state, call)]
 
     def _masters_of(self, state: SearchState) -> tuple[int, ...]:
-        """Whoever answers under the master's address."""
+        """The masters that answer at the master's address."""
         return (NEWEST,) if state.old == NOBODY else (NEWEST, OLD)
 
     def _is_silent(self, message: int) -> bool:
@@ -193,7 +194,7 @@ class System(Faults):
                     yield self._fire(state, name, at)
 
     def _whenever(self, state: SearchState) -> Iterator[Next]:
-        """What may come now or much later: nobody waits for it, so time may pass before it."""
+        """Actions that may come now or much later: no process waits for them, so time may pass before them."""
         for link_number, message in state.strays:
             yield self._stray(state, link_number, message)
         for slave, message in state.chunks:
@@ -202,21 +203,21 @@ class System(Faults):
             yield self._old_ends(state)
 
     def _time_passes(self, state: SearchState) -> Iterator[Next]:
-        """Nothing else can happen: whatever waits for time gets it."""
+        """Nothing else can happen: let the time-outs elapse."""
         for name in sorted({name for name, _ in self.masters[state.master].timers()}):
             yield self._fire(state, name)
-        told = False
+        sends_beat = False
         for index, number in enumerate(state.clusters):
             if self.clusters[number].transfer is not None and self._cannot_land(state, index):
                 yield self._give_up_transfer(state, index)
             if not self.clusters[number].left and self._beat_would_tell(state, index):
-                told = True
+                sends_beat = True
                 yield self._beat(state, index)
         for index, number in enumerate(state.slaves):
             if self.slaves[number].stopped and self.masters[state.master].recovers:
                 yield self._start_again(state, index)
         for index, number in enumerate(state.clusters):
-            if self.clusters[number].may_step_on and not told:  # beats come more often than pushes
+            if self.clusters[number].may_step_on and not sends_beat:  # beats come more often than pushes
                 yield self._step_on(state, index)
 
     # ---- messages ----
@@ -229,7 +230,7 @@ class System(Faults):
         return (f"slave {self.names[link.slave]} obeys", brief(command.body)), draft.done()
 
     def _hear_of_the_end(self, state: SearchState, link: SlaveStream) -> Next:
-        """The master closed the stream; what was on its way down is lost with it."""
+        """The slave notices that the master closed the stream; commands on their way are lost with it."""
         draft = Draft(state)
         refusal = self.messages.all[link.down[-1]]
         del draft.links[link.number]
@@ -237,14 +238,14 @@ class System(Faults):
         if refusal.code is RefusalCode.UNKNOWN_NAME:
             self._slave(draft, link.slave, "not wanted", lambda part: part.is_not_wanted())
         self._slave(draft, link.slave, ("unlinked", fenced), lambda part: part.unlinked(fenced))
-        return (f"slave {self.names[link.slave]} is told that its stream ended", refusal.code.name), draft.done()
+        return (f"slave {self.names[link.slave]} learns that its stream ended", refusal.code.name), draft.done()
 
     def _speak(self, state: SearchState, link: SlaveStream) -> Next:
         draft = Draft(state)
         draft.links[link.number] = link._replace(up=link.up[1:])
         message = self.messages.all[link.up[0]]
         self._master(draft, ("said", link.number, link.up[0]), lambda part: part.said(link.number, message), link.at)
-        return (f"{WHO[link.at]} hears slave {self.names[link.slave]}", brief(message.body)), draft.done()
+        return (f"{WHO[link.at]} receives from slave {self.names[link.slave]}", brief(message.body)), draft.done()
 
     def _stray(self, state: SearchState, link: int, number: int) -> Next:
         draft = Draft(state)
@@ -252,7 +253,7 @@ class System(Faults):
         message = self.messages.all[number]
         at = draft.links[link].at if link in draft.links else NEWEST
         self._master(draft, ("said", link, number), lambda part: part.said(link, message), at)
-        return (f"{WHO[at]} hears slave {message.caller.name} once more", brief(message.body)), draft.done()
+        return (f"{WHO[at]} receives from slave {message.caller.name} once more", brief(message.body)), draft.done()
 
     def _notice(self, state: SearchState, link: SlaveStream) -> Next:
         draft = Draft(state)
@@ -270,7 +271,7 @@ class System(Faults):
     def _old_ends(self, state: SearchState) -> Next:
         draft = Draft(state)
         self._end_old(draft)
-        return ("is stopped by somebody:", WHO[OLD]), draft.done()
+        return ("is stopped by an operator:", WHO[OLD]), draft.done()
 
     # ---- data ----
 
@@ -282,7 +283,7 @@ class System(Faults):
         return ready and transfer.n_on(part.name) < self._n_chunks(transfer, slave)
 
     def _cannot_land(self, state: SearchState, cluster: int) -> bool:
-        """A slave holds no slot for it, and no command to open one is on its way."""
+        """Whether a slave has no slot for the push, and no command to open one is on its way."""
         transfer = self.clusters[state.clusters[cluster]].transfer
         assert transfer is not None
         coming = {
@@ -323,7 +324,7 @@ class System(Faults):
         return ("cannot send its push: cluster", self.bounds.cluster_names[cluster]), draft.done()
 
     def _move(self, state: SearchState, slave: int) -> Next:
-        """All blocks that a slave is to have from others arrive, or one of them is not to be had."""
+        """All blocks that a slave needs from others arrive, or one of them is not available."""
         draft = Draft(state)
         part = self.slaves[state.slaves[slave]]
         assert part.move is not None
@@ -360,12 +361,12 @@ class System(Faults):
         return (f"cluster {name} pulls", words), draft.done()
 
     def _holders(self, grant: PullGrant) -> list[int]:
-        """The slaves that have the version between them."""
+        """The slaves that together hold the version."""
         named = dict(grant.digest_of_slave)
         return [slave for slave, name in enumerate(self.names) if name in named]
 
     def _share(self, state: SearchState, slave: int, grant: PullGrant) -> tuple[RoundId, Content] | None:
-        """What one slave has of the version; None if it is not there, or not what was promised."""
+        """One slave's share of the version; None if it is not there, or not what was promised."""
         part = self.slaves[state.slaves[slave]]
         held = part.readable(grant.version)
         promised = dict(grant.digest_of_slave)[part.name]
@@ -397,7 +398,7 @@ class System(Faults):
         return ("trains on: cluster", self.bounds.cluster_names[cluster]), draft.done()
 
     def _start_again(self, state: SearchState, slave: int) -> Next:
-        """The operator reads which slaves the master waits for, although they were removed."""
+        """The operator starts removed slaves again that the master still waits for."""
         draft = Draft(state)
         self._slave(draft, slave, "start", lambda part: part.start())
         return ("is started again on its old directory: slave", self.names[slave]), draft.done()
@@ -433,7 +434,7 @@ class System(Faults):
     # ---- checks of a state ----
 
     def check(self, state: SearchState) -> None:
-        """What must hold in every state. Raises Violation."""
+        """Check the invariants of every state. Raises Violation."""
         self.references[state.reference].check([self.slaves[number] for number in state.slaves], self.bounds)
 
 

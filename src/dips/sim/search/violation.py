@@ -1,4 +1,4 @@
-"""What a search finds."""
+"""The error for a violated invariant in a search."""
 
 from __future__ import annotations
 

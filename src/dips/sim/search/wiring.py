@@ -1,4 +1,4 @@
-"""What one machine's step does to the rest: messages that leave it, facts, and the ends of streams and calls.
+"""Applies the outputs of one machine's step to the others: messages, facts, and the ends of streams and calls.
 
 It must never choose what happens next: that is system.py's, and faults.py's.
 """
@@ -15,7 +15,7 @@ from dips.sim.search.arena import Arena, Out
 from dips.sim.search.bounds import Bounds
 from dips.sim.search.cluster_part import ClusterPart
 from dips.sim.search.master_part import MasterPart
-from dips.sim.search.reference_model import Ghosts
+from dips.sim.search.reference_model import ReferenceModels
 from dips.sim.search.slave_part import SlavePart
 from dips.sim.search.state import (
     ANSWER,
@@ -38,7 +38,7 @@ Label = tuple[Any, ...]
 
 
 class Wiring:
-    """All that a search knows. on_fact: told of every fact, for a replay. beginning: steps before the first state."""
+    """The data of a search. on_fact: called with every fact, for a replay. beginning: steps before the first state."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
@@ -47,18 +47,18 @@ class Wiring:
         self.slaves = Arena[SlavePart](slave_part.canonical, bounds.twice)
         self.clusters = Arena[ClusterPart](cluster_part.canonical, bounds.twice)
         self.messages = Messages()
-        self.references = Ghosts()
+        self.references = ReferenceModels()
         self.on_fact: Callable[[str, str, Out], None] | None = None
         self.beginning: list[Label] = []
 
     def key(self, state: SearchState) -> bytes:
-        """What stands for the state, and for all that are the same."""
+        """The key of a state, equal for equal states."""
         return state.key()
 
-    # ---- steps of one machine, and what they do to the rest ----
+    # ---- steps of one machine, and their effects on the others ----
 
     def _master(self, draft: Draft, key: Any, act: Callable[[MasterPart], list[Out]], at: int = NEWEST) -> None:
-        """A step of one of the masters, and what it does to the rest."""
+        """A step of one of the masters, and its effects on the others."""
         if at == OLD:
             draft.old, outs = self.masters.step(draft.old, key, act)
         else:
@@ -90,7 +90,7 @@ class Wiring:
             self._restart(draft, len(self.masters[draft.master].pending), again)
 
     def _end_old(self, draft: Draft) -> None:
-        """The process of the older epoch is no more; whoever was connected to it notices."""
+        """End the process of the older epoch; connected processes notice."""
         draft.old = NOBODY
         self._disconnect(draft, OLD)
 
@@ -104,7 +104,7 @@ class Wiring:
         if out[0] == "reply":
             if held.past:
                 raise SearchViolation(
-                    "I8", f"{brief(request)} of {request.caller.name} is not refused: its life was past"
+                    "I8", f"{brief(request)} of {request.caller.name} is not refused: its incarnation was over"
                 )
             self._facts(draft, "master", "master", (("told", request, body),))
         if held.call_id:
@@ -148,7 +148,7 @@ class Wiring:
                 self._facts(draft, "cluster", self.bounds.cluster_names[index], (out,))
 
     def _orphan(self, draft: Draft, index: int, waiting: frozenset[int]) -> None:
-        """Nobody waits for these calls any more; what is on its way to the master arrives all the same."""
+        """Mark calls that no process waits for; requests on their way to the master still arrive."""
         kept = []
         for call in draft.calls:
             if call.cluster != index or not call.call_id or call.call_id in waiting:
@@ -167,14 +167,14 @@ class Wiring:
                 draft.reference = self.references.number(after)
 
     def _look(self, draft: Draft) -> Any:
-        """What checks may look at: slaves and the bounds."""
+        """What checks may read: slaves and the bounds."""
         return _Look(self, draft)
 
     def _restart(self, draft: Draft, written: int, at_least: int) -> None:
         self._begin_restart(draft, ("restart", written, at_least), lambda part: part.restart(written, at_least))
 
     def _begin_restart(self, draft: Draft, key: Any, act: Callable[[MasterPart], list[Out]]) -> None:
-        """Another life of the newest master; everything that was connected to it is not any more."""
+        """Restart the newest master; all its connections end."""
         lost = self._cut(draft, NEWEST)
         self._master(draft, key, act)
         self._tell_cut(draft, lost)
@@ -183,7 +183,7 @@ class Wiring:
         self._tell_cut(draft, self._cut(draft, at))
 
     def _cut(self, draft: Draft, at: int) -> list[OpenCall]:
-        """Everything between this master and the others is gone; returns calls whose callers have yet to notice.
+        """Cut all connections of this master; returns calls whose callers have not noticed yet.
 
         A request that is on its way is lost unless its caller gave it up already, or another master may take it.
         """
@@ -208,7 +208,7 @@ class Wiring:
 
 
 class _Look:
-    """What a check of one fact may look at."""
+    """What a check of one fact may read."""
 
     def __init__(self, system: Wiring, draft: Draft) -> None:
         self._system, self._draft = system, draft
