@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from support.repository import ROOT
+from support.repository import ROOT, SOURCE
 
 _LIST_IMPORTS = """
 import importlib, json, pkgutil, sys
@@ -41,7 +41,19 @@ def test_a_role_does_not_bring_what_it_does_not_need(package: str, heavy: set[st
     assert not names & heavy
 
 
-@pytest.mark.skipif(not (ROOT / "master").is_symlink(), reason="a checkout without links: nothing depends on them")
+with_links = pytest.mark.skipif(
+    not (ROOT / "master").is_symlink(), reason="a checkout without links: nothing depends on them"
+)
+
+
+@with_links
+@pytest.mark.parametrize("name", ["master", "slave", "worker", "protos"])
+def test_what_stands_at_the_top_for_people_leads_into_the_package(name: str) -> None:
+    assert (ROOT / name).readlink() == (SOURCE / name).relative_to(ROOT)
+    assert (ROOT / name / "__init__.py").is_file()
+
+
+@with_links
 @pytest.mark.parametrize("role", ["master", "slave", "worker"])
 def test_a_role_cannot_be_imported_under_a_second_name(role: str) -> None:
     command = [sys.executable, "-c", f"import {role}"]

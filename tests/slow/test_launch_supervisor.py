@@ -179,6 +179,25 @@ def test_what_waits_for_its_next_life_is_not_started_after_a_stop(
     assert supervisor.starts("a") == 1
 
 
+def test_when_restarts_are_over_what_waits_for_one_has_ended_and_what_fails_later_too(
+    supervisor: ProcessSupervisor, events: list[ChildEvent], tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        supervisor.start(spec(name, SLEEP, tmp_path))
+    supervisor.kill("a", restart_delay_s=60.0)
+    until(polled(supervisor, lambda: supervisor.pid("a") is None), "the death")
+    supervisor.restart_no_more()
+    assert (supervisor.ended(["a"]), supervisor.exit_code("a"), supervisor.ended(["b"])) == (True, -9, False)
+    assert events[-1].sentence == "is not started again: the run is over"
+    supervisor.restart_no_more()
+    assert len([event for event in events if event.kind == "ended"]) == 1
+    pid = supervisor.pid("b")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    until(polled(supervisor, lambda: supervisor.ended(["b"])), "the end")
+    assert supervisor.exit_code("b") == -9
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a child's life to its parent's")
 def test_no_child_outlives_a_supervisor_that_is_itself_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"

@@ -114,6 +114,8 @@ class LocalRun:
         Raises FatalError when a process cannot be kept alive or nothing moves for too long.
         """
         self.supervisor.poll()
+        if self.supervisor.exit_code(MASTER) == 0:
+            self.supervisor.restart_no_more()  # the run is over: a cluster that came back would look for it in vain
         now_s = self._clock.monotonic_s()
         if now_s < self._next_status_s:
             return None

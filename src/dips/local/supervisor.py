@@ -92,6 +92,8 @@ class _Child:
     start_again_s: float | None = None
     kill_expected: bool = False
     restart_delay_s: float = 0.0
+    restart: bool = True
+    last_exit: tuple[int, int] = (0, 0)  # pid and exit code of the process that ended last
     exit_code: int | None = None
 
 
@@ -124,7 +126,7 @@ class ProcessSupervisor:
 
     def start(self, spec: ChildSpec) -> int:
         """Start a process and keep it alive; returns its pid. Raises ConfigError when it cannot be started."""
-        child = _Child(spec, FailureCount(self._policy))
+        child = _Child(spec, FailureCount(self._policy), restart=spec.restart)
         self._children[spec.name] = child
         return self._spawn(child)
 
@@ -172,6 +174,15 @@ class ProcessSupervisor:
         child.process.send_signal(signal.SIGKILL)
         return child.process.pid
 
+    def restart_no_more(self) -> None:
+        """From now on start no process again, however it ends. One that waits for its restart has ended for good."""
+        for child in self._children.values():
+            child.restart = False
+            if child.start_again_s is not None:
+                child.start_again_s = None
+                pid, child.exit_code = child.last_exit
+                self._tell(child, "ended", pid, child.exit_code, "is not started again: the run is over")
+
     def stop(self) -> None:
         """End everything: stage by stage, with SIGTERM first, then with SIGKILL. Bounded, and safe to repeat."""
         for stage in StopStage:
@@ -192,7 +203,7 @@ class ProcessSupervisor:
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_path.open("ab") as log:
             begins = f"{spec.name}, start {child.starts + 1}: {' '.join(spec.command)}"
-            line = LogLine(self._clock.wall_s(), "INFO", "launch", spec.name, begins, logger="dips.cli")
+            line = LogLine(self._clock.wall_s(), "INFO", "launch", spec.name, begins, logger="dips.launch")
             log.write(f"{rendered(line, self._log_format)}\n".encode())
             log.flush()
             try:
@@ -215,9 +226,9 @@ class ProcessSupervisor:
 
     def _handle_end(self, child: _Child, process: subprocess.Popen[bytes]) -> None:
         code = process.returncode
-        child.process = None
+        child.process, child.last_exit = None, (process.pid, code)
         now_s = self._clock.monotonic_s()
-        if code == 0 or not child.spec.restart:
+        if code == 0 or not child.restart:
             child.exit_code = code
             self._tell(child, "ended", process.pid, code, f"ended with exit code {code}")
         elif child.kill_expected:

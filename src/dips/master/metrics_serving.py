@@ -27,8 +27,8 @@ class Metrics:
         self._shared: SharedState | None = None
 
     def watch(self, machine: object) -> None:
-        """This state machine is served from now on. One without a world, as tests have them, shows nothing."""
-        shared = getattr(machine, "world", None)
+        """This state machine is served from now on. One without a SharedState, as tests have them, shows nothing."""
+        shared = getattr(machine, "shared", None)
         self._shared = shared if isinstance(shared, SharedState) else None
 
     def snapshot(self, now_s: float) -> MetricsMoment:

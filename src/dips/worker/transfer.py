@@ -371,7 +371,7 @@ class PushTransfer(Transfer):
             peer.must_query = True
 
     def acked(self, slave: str, request: int, complete: bool, now_s: float, *, credit: int = 0) -> None:
-        """A chunk is landed and verified. `complete`: the slave holds everything. credit: see core.data_header."""
+        """A chunk is landed and verified. `complete`: the slave holds everything. credit: see core.net.data_header."""
         answered = self._answered(slave, request, now_s, credit)
         if answered is None:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,12 @@ from pathlib import Path
 import pytest
 from support.dips_command import environment
 from support.master_bench import Bench
-from support.repository import ROOT
+from support.repository import ROOT, SOURCE, modules
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.machine import MachineHistory, Phase, tables
 from dips.core.net.data_header import DataHeader
-from dips.core.observe.seen import LOG_VARIABLE, Seen, arrows_of, codes, read_log, report
+from dips.core.observe.seen import LOG_VARIABLE, Seen, arrows_of, codes, read_log, refuses, report
 from dips.master.state.tables import SLAVE_TABLE, SlavePhase
 
 HELLO = ("slave", "ABSENT", "hello", "ATTACHED")
@@ -69,6 +70,18 @@ def test_the_report_counts_what_was_seen_and_lists_what_never_was() -> None:
     assert never.startswith(f"transitions never taken: {len(SLAVE_TABLE.arrows()) - 1} (slave ATTACHED > ABSENT upon ")
     assert refusals.startswith("refusals raised: MALFORMED 1; never: PROTOCOL_VERSION, RUN_ID, ")
     assert "UNSPECIFIED" not in refusals
+
+
+def test_every_module_of_the_product_that_refuses_is_counted() -> None:
+    # The simulator's hosts refuse in the place of real ones; refusals of a peer are only passed on.
+    passed_on = "dips.core.net.grpc_refusal"
+    found = [
+        ".".join(("dips", *path.relative_to(SOURCE).with_suffix("").parts))
+        for path in modules()
+        if re.search(r"\bRefused\(RefusalCode\.", path.read_text()) and path.relative_to(SOURCE).parts[0] != "sim"
+    ]
+    assert {"dips.core.layout", "dips.local.supervisor", "dips.master.access", "dips.slave.ring"} <= set(found)
+    assert [name for name in found if not refuses(name)] == [passed_on]
 
 
 def test_processes_note_each_thing_once_in_one_file(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from dips.core.errors import ConfigError, LocalProtocolError, RefusalCode, Refused, RetryLater
 from dips.core.observe import uncaught
+from dips.worker.config import ClientConfig, check
 
 Hooked = tuple[type[BaseException], BaseException, TracebackType | None]
 
@@ -47,6 +48,17 @@ def test_an_error_of_ours_is_its_sentence_its_place_and_its_code(
     said = capsys.readouterr().err
     assert said.startswith(f"dips: {error} (test_uncaught.py, line ")
     assert said.count("\n") == 1
+    assert former == []
+
+
+def test_the_place_is_a_line_of_the_persons_program_and_none_of_any_package_of_ours(
+    former: list[Hooked], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check(ClientConfig(master=""))
+    with pytest.raises(SystemExit):
+        sys.excepthook(raised.type, raised.value, raised.tb)
+    assert "--master HOST:PORT (test_uncaught.py, line " in capsys.readouterr().err
     assert former == []
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 
 import pytest
 from fuzz import runner
 from fuzz.catalog import targets
+from fuzz.coverage_guided import TRACED
 from fuzz.target import Broken, Target
 from hypothesis import strategies as st
 
@@ -27,6 +29,12 @@ def test_a_fuzzed_place_refuses_with_a_sentence_or_takes_and_never_breaks(name: 
 
 def test_names_differ() -> None:
     assert len(set(NAMES)) == len(NAMES)
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_module_that_coverage_guides_by_exists(name: str) -> None:
+    # The tracer takes prefixes of names, and says nothing of one that no module has.
+    assert importlib.import_module(name).__name__ == name
 
 
 def test_another_error_than_the_promised_ones_is_found_with_its_input() -> None:

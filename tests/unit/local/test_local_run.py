@@ -114,6 +114,20 @@ def test_it_has_finished_when_the_master_has_served_its_time(watched: Watched) -
     assert watched.run.finished
 
 
+def test_no_process_is_started_again_once_the_master_has_ended_well(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(ProcessSupervisor, "restart_no_more", lambda self: asked.append(watched.clock.monotonic_s()))
+    watched.run.tick()
+    watched.ended[MASTER] = 1
+    watched.later(1.0)
+    assert not asked
+    watched.ended[MASTER] = 0
+    watched.later(1.0)
+    assert asked == [102.0]
+
+
 def test_a_run_is_deserted_when_all_clusters_ended_before_its_end(watched: Watched) -> None:
     watched.run.tick()
     watched.ended["a"] = 0

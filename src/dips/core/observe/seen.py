@@ -27,7 +27,7 @@ LOG_VARIABLE = "DIPS_SEEN_LOG"
 Arrow = tuple[str, str, str, str]
 """Of a table: from, input, to (machine.Transition.arrow)."""
 
-_REFUSE = ("dips.core.", "dips.master.", "dips.slave.", "dips.cli.")
+_REFUSE = ("dips.core.", "dips.master.", "dips.slave.", "dips.local.")
 _PASS_ON = frozenset({"dips.core.net.grpc_refusal"})
 """Makes refusals that a peer raised into exceptions again."""
 

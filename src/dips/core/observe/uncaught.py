@@ -17,8 +17,8 @@ from dips.core.errors import DipsError, LocalProtocolError
 from dips.core.observe.telemetry import say_last
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_PACKAGE = str(Path(__file__).absolute().parents[1])
-"""As frames name it: the folders in it may be links."""
+_PACKAGE = str(Path(__file__).absolute().parents[2])
+"""The folder of all our packages, as frames name it."""
 
 
 def install() -> None:

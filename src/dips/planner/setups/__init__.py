@@ -1,1 +1,1 @@
-"""The settings of published evaluations, one TOML file each; dips.planner.setup reads them."""
+"""The settings of published evaluations, one TOML file each; dips.planner.cluster reads them."""
