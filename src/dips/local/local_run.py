@@ -69,6 +69,7 @@ class LocalRun:
         self.supervisor = ProcessSupervisor(clock, self._child_event, log_format=plan.log_format)
         self._operator: OperatorClient | None = None
         self._next_status_s = 0.0
+        self._master_ended = False
         self._stall_s = stall_s
         self._starts = StartFollower(_tapes(plan, directory))
         self._progress: tuple[int, float] = (-1, 0.0)
@@ -114,8 +115,8 @@ class LocalRun:
         Raises FatalError when a process cannot be kept alive or nothing moves for too long.
         """
         self.supervisor.poll()
-        if self.supervisor.exit_code(MASTER) == 0:
-            self.supervisor.restart_no_more()  # the run is over: a cluster that came back would look for it in vain
+        if self._master_ended:
+            self.supervisor.restart_no_more()  # a cluster that came back now would look for the master in vain
         now_s = self._clock.monotonic_s()
         if now_s < self._next_status_s:
             return None
@@ -229,6 +230,8 @@ class LocalRun:
         self._tape.write(
             f"child_{event.kind}", "launch", child=event.name, life=event.start, pid=event.pid, code=event.exit_code
         )
+        if event.name == MASTER and event.kind == "ended" and event.exit_code == 0:
+            self._master_ended = True
         ended_as_asked = event.kind == "stopped" and event.exit_code in (0, TERMINATED)
         if not ended_as_asked:
             self._tell(f"{event.name}: {event.sentence}")

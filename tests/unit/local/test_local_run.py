@@ -16,7 +16,7 @@ from dips.local.demo_plan import DemoOptions, make_plan, train_settings
 from dips.local.local_run import STATUS_EVERY_S, LocalRun
 from dips.local.processes import EVALUATOR, MASTER
 from dips.local.run_directory import DEMO, Mark, claim
-from dips.local.supervisor import ProcessSupervisor
+from dips.local.supervisor import ChildEvent, ProcessSupervisor
 
 
 class Watched:
@@ -120,10 +120,15 @@ def test_no_process_is_started_again_once_the_master_has_ended_well(
     asked: list[float] = []
     monkeypatch.setattr(ProcessSupervisor, "restart_no_more", lambda self: asked.append(watched.clock.monotonic_s()))
     watched.run.tick()
-    watched.ended[MASTER] = 1
+    for event in (
+        ChildEvent(MASTER, "failed", 1, 7, 6, "failed"),
+        ChildEvent(MASTER, "stopped", 1, 7, 0, "stopped"),
+        ChildEvent("a", "ended", 1, 8, 0, "ended"),
+    ):
+        watched.run._child_event(event)
     watched.later(1.0)
     assert not asked
-    watched.ended[MASTER] = 0
+    watched.run._child_event(ChildEvent(MASTER, "ended", 2, 9, 0, "ended"))
     watched.later(1.0)
     assert asked == [102.0]
 
