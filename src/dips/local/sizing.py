@@ -92,13 +92,9 @@ class SizeKnobs(Knobs):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.params < self.slaves:
-<<<<<<< HEAD
-            raise ValueError(f"{self.params} parameters cannot be divided among {self.slaves} slaves: use fewer")
-=======
             raise ValueError(
                 f"{self.params} parameters cannot be divided among {self.slaves} slaves: give fewer slaves"
             )
->>>>>>> words4
         if self.max_clusters is not None and self.max_clusters < self.clusters:
             raise ValueError(
                 f"max_clusters is {self.max_clusters}, and {self.clusters} clusters are to train: raise it, or leave "
