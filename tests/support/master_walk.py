@@ -23,7 +23,7 @@ from dips.master.state.pulls import MAX_READERS
 from dips.master.state.tables import PushPhase, RoundPhase
 from dips.sim import shapes
 from dips.sim.checks import push_of
-from dips.sim.disks import JournalDisk, JournalEntry
+from dips.sim.disks import JournalDisk, StoredEntry
 from dips.sim.faults import register, reshard
 from dips.sim.hosts.master import MasterHost
 from dips.sim.hosts.slave import SlaveHost
@@ -212,7 +212,7 @@ class WalkMaster(MasterHost):
         """Calls that must not succeed: what each is, by its token."""
 
     @property
-    def pending(self) -> list[JournalEntry]:
+    def pending(self) -> list[StoredEntry]:
         """Handed to the disk, not yet confirmed."""
         return self._on_its_way
 
@@ -248,7 +248,7 @@ class WalkMaster(MasterHost):
         if len(self.disk.entries) != self.stops_writing_at:
             super()._flush()
 
-    def _flushed(self, batch: list[JournalEntry]) -> None:
+    def _flushed(self, batch: list[StoredEntry]) -> None:
         super()._flushed(batch[:1])
 
 
@@ -269,7 +269,7 @@ class _Memory:
         self._begin()
 
     def _begin(self) -> None:
-        self._entries: list[JournalEntry] = []
+        self._entries: list[StoredEntry] = []
         self._joined: set[str] = set()
         self._states: dict[Version, _State] = {}
         self.now = _State()
@@ -277,7 +277,7 @@ class _Memory:
         self.fences: dict[str, int] = {}
         self.verdicts: dict[PushId, VerdictKind] = {}
 
-    def follow(self, entries: list[JournalEntry]) -> None:
+    def follow(self, entries: list[StoredEntry]) -> None:
         """The whole journal, as it is now; a master that died has left less of it."""
         known = len(self._entries)
         if known > len(entries) or (known and self._entries[-1] is not entries[known - 1]):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from typing import BinaryIO
 
-from dips.slave.overwrite import Seen
+from dips.slave.overwrite import OnWritten
 
 Image = dict[str, bytes]
 
@@ -104,7 +104,9 @@ class CrashDisk:
         inode.sync()
         self._rename({**self._names, name: inode})
 
-    def overwrite(self, name: str, at: int, data: memoryview, seen: Seen | None = None, straight: bool = False) -> None:
+    def overwrite(
+        self, name: str, at: int, data: memoryview, seen: OnWritten | None = None, straight: bool = False
+    ) -> None:
         self._step(f"write {name}")
         if seen is not None:
             seen(data)

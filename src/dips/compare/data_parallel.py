@@ -23,7 +23,7 @@ from dips.trainer.rows import all_ranges, take_rows
 
 METHOD = "dp"
 
-Progress = Callable[[int, float], None]
+StepProgress = Callable[[int, float], None]
 """Called with the tokens trained on and the virtual second."""
 
 _CHUNKS_PER_ROW = 2
@@ -31,7 +31,7 @@ _CHUNKS_PER_ROW = 2
 
 
 def run_data_parallel(
-    setup: ComparisonSetup, seed: int, learner: Learner, evaluate: Evaluate, progress: Progress | None = None
+    setup: ComparisonSetup, seed: int, learner: Learner, evaluate: Evaluate, progress: StepProgress | None = None
 ) -> RunRecord:
     """Train `learner` on setup.run.tokens tokens; loss and time at exactly that many by linear interpolation.
 

@@ -37,7 +37,7 @@ LIMIT_EXTRA_S = 3600.0
 HOPELESS_VOIDS = 32
 """After so many void rounds in a row nothing more will be published: updates overflow, or the penalty refuses all."""
 
-Progress = Callable[[int, float], None]
+StepProgress = Callable[[int, float], None]
 """Called for each version, with the tokens applied and the virtual second."""
 
 Versions = Callable[[Mapping[str, Any], F32], None]
@@ -51,7 +51,7 @@ def run_on_servers(
     learner_of: Callable[[str, int], Learner],
     evaluate: Evaluate,
     injection: Injection | None = None,
-    progress: Progress | None = None,
+    progress: StepProgress | None = None,
     versions: Versions | None = None,
 ) -> RunRecord:
     """Train setup.run.tokens tokens with `method`; learner_of(cluster, its index) makes what each cluster trains.
@@ -73,7 +73,7 @@ def run_on_servers(
     return replace(record, inject=injection.kind if injection is not None else "")
 
 
-def timing_only(setup: ComparisonSetup, method: Method, seed: int, progress: Progress | None = None) -> RunRecord:
+def timing_only(setup: ComparisonSetup, method: Method, seed: int, progress: StepProgress | None = None) -> RunRecord:
     """Run the method without training: times, rounds and staleness; no losses, and no bad pushes. Same errors."""
     return _Run(setup, method, seed, _Parts(timing_layout(setup), timing_data(setup), SYMBOLS), progress).through()
 
@@ -134,7 +134,7 @@ class _Run:
     """One run and its results."""
 
     def __init__(
-        self, setup: ComparisonSetup, method: Method, seed: int, parts: _Parts, progress: Progress | None
+        self, setup: ComparisonSetup, method: Method, seed: int, parts: _Parts, progress: StepProgress | None
     ) -> None:
         """Prepare the run. Raises ConfigError for a method without servers, which has no settings."""
         if method.kind != "servers":

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dips.compare.jobs import ComparisonJob, Results, do_job
-from dips.compare.pool import PoolJobFailed, Work, run_jobs
+from dips.compare.pool import JobWork, PoolJobFailed, run_jobs
 from dips.compare.progress import CompareProgress
 from dips.compare.record import RunRecord
 from dips.core.clock import Clock
@@ -24,7 +24,7 @@ def gather(
     clock: Clock,
     *,
     again: bool = False,
-    work: Work[ComparisonJob, RunRecord] = do_job,
+    work: JobWork[ComparisonJob, RunRecord] = do_job,
 ) -> list[RunRecord]:
     """The record of each job, in the order of the jobs. again: runs all jobs, also those with a kept result.
 

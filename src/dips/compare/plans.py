@@ -17,7 +17,7 @@ from dips.core.wire import WIRE_DTYPES
 from dips.master.config import MasterConfig
 from dips.sim.arithmetic import Arithmetic
 from dips.sim.content import SYMBOLS
-from dips.sim.links import LinkPlan, LinkRates
+from dips.sim.links import LinkPlan, ProcessRates
 from dips.sim.run_plan import SimulatedRunPlan
 from dips.trainer.sizes import SIZES
 
@@ -80,9 +80,9 @@ def link_plan(setup: ComparisonSetup, model_bytes: int) -> LinkPlan:
     """The links with the set-up's rates; a model of `model_bytes` takes as long as one of wire_parameters."""
     links = setup.links
     card = _rate(links.slave_card)
-    rates = dict.fromkeys(setup.slave_names, LinkRates(card, card))
+    rates = dict.fromkeys(setup.slave_names, ProcessRates(card, card))
     rates |= {
-        name: LinkRates(_rate(up), _rate(down))
+        name: ProcessRates(_rate(up), _rate(down))
         for name, up, down in zip(setup.cluster_names, setup.up_bits_per_s, setup.down_bits_per_s, strict=True)
     }
     return LinkPlan(rates, wire_bytes(setup) / model_bytes)

@@ -30,7 +30,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 TellProgress = Callable[[int, float], None]
 """Called by a job with its tokens and its virtual seconds so far."""
 
-Work = Callable[[J, TellProgress], R]
+JobWork = Callable[[J, TellProgress], R]
 """The function that does a job; it must be at a module's top level, because it is pickled."""
 
 
@@ -54,7 +54,7 @@ class ProgressListener(Protocol):
 
 
 def run_jobs(
-    jobs: Sequence[J], work: Work[J, R], processes: int, listener: ProgressListener
+    jobs: Sequence[J], work: JobWork[J, R], processes: int, listener: ProgressListener
 ) -> Generator[tuple[int, R], None, None]:
     """Run all jobs, so many at a time; yields (index, result) in the order in which they end.
 
@@ -84,7 +84,7 @@ def run_jobs(
 class _Worker(Generic[J, R]):
     """One process and the caller's end of the pipe to it. index: of its job; None: it has none."""
 
-    def __init__(self, work: Work[J, R]) -> None:
+    def __init__(self, work: JobWork[J, R]) -> None:
         context = multiprocessing.get_context("spawn")
         self.index: int | None = None
         self.connection, self._theirs = context.Pipe()
@@ -159,7 +159,7 @@ def _sheltered() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _serve(connection: Connection, work: Work[J, R]) -> None:
+def _serve(connection: Connection, work: JobWork[J, R]) -> None:
     """The loop of a process: it receives jobs and sends results until the caller is gone."""
     try:
         while True:
@@ -168,7 +168,7 @@ def _serve(connection: Connection, work: Work[J, R]) -> None:
         return
 
 
-def _answer(connection: Connection, work: Work[J, R], job: J) -> tuple[object, ...]:
+def _answer(connection: Connection, work: JobWork[J, R], job: J) -> tuple[object, ...]:
     told_s = -TELL_EVERY_S
 
     def tell(tokens: int, virtual_s: float) -> None:

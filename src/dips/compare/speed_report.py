@@ -13,7 +13,7 @@ from rich.table import Table
 from dips.compare.figure_report import SCHEMA, tell_statement
 from dips.compare.jobs import write_json
 from dips.compare.pictures import draw_bars
-from dips.compare.pool import PoolJobFailed, Work, run_jobs
+from dips.compare.pool import JobWork, PoolJobFailed, run_jobs
 from dips.compare.progress import CompareProgress
 from dips.compare.report import table_of
 from dips.compare.setup import ComparisonSetup
@@ -31,7 +31,7 @@ def run_speed(
     processes: int,
     console: Console,
     clock: Clock,
-    work: Work[SpeedJob, ThroughputComparison] = do_speed,
+    work: JobWork[SpeedJob, ThroughputComparison] = do_speed,
 ) -> list[SpeedResult]:
     """Run a figure; one result for each set-up. Raises ConfigError for a set-up that does not fit, DipsError when a run
     fails."""

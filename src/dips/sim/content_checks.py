@@ -17,7 +17,7 @@ from dips.sim.arithmetic import Key, ModelVector
 from dips.sim.checks import Checks, push_of, version_of
 from dips.sim.content import Written, averaged, key_of, merged, rates_of
 
-Content = dict[Key, tuple[int, int]]
+ContentByKey = dict[Key, tuple[int, int]]
 """Each chunk's theta and momentum."""
 
 
@@ -26,7 +26,7 @@ class ContentChecks(Checks):
     """The checks of one run. content: what every version must hold. pushes: what slaves hold of each push, as sent
     last."""
 
-    content: dict[Version, Content] = field(default_factory=dict)
+    content: dict[Version, ContentByKey] = field(default_factory=dict)
     pushes: dict[PushId, ModelVector] = field(default_factory=dict)
     first: dict[tuple[PushId, Codec], ModelVector] = field(default_factory=dict)
     unseen: set[Version] = field(default_factory=set)
@@ -72,7 +72,7 @@ class ContentChecks(Checks):
             self.violated(f"version {version} has two contents (I2)")
         self.note_applied(record)
 
-    def _merge(self, before: Content | None, vectors: Sequence[ModelVector], judgement: Any) -> Content:
+    def _merge(self, before: ContentByKey | None, vectors: Sequence[ModelVector], judgement: Any) -> ContentByKey:
         if judgement is None or before is None:
             return {key_of(chunk): (vectors[0].value(chunk), 0) for chunk in self.chunks}
         weights = [float(text) for text in judgement["weights"]]
@@ -127,7 +127,7 @@ class ContentChecks(Checks):
         self.unseen |= {known for known in self.content if known not in self.ever_published}
 
     def _check_digests(
-        self, version: Version, content: Content, digests: Mapping[str, str], slave_of_block: Mapping[int, str]
+        self, version: Version, content: ContentByKey, digests: Mapping[str, str], slave_of_block: Mapping[int, str]
     ) -> None:
         for slave, digest in digests.items():
             keys = [key_of(chunk) for chunk in self.chunks if slave_of_block.get(chunk.block_id) == slave]

@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, BinaryIO, NoReturn
 
 from dips.slave.directory import IDENTITY
-from dips.slave.overwrite import Seen
+from dips.slave.overwrite import OnWritten
 
 LOST_NAMES, LOST_DATA, TORN_DATA = "lost_unsynced_names", "lost_unsynced_data", "torn_unsynced_data"
 """What a crash can do to unsynced data."""
@@ -27,7 +27,7 @@ class PowerLossError(Exception):
 
 
 @dataclass(frozen=True)
-class JournalEntry:
+class StoredEntry:
     """One entry of the master's journal, with the state after it."""
 
     epoch: int
@@ -42,7 +42,7 @@ class JournalDisk:
     """The master's directory: its durable entries."""
 
     epoch: int = 0
-    entries: list[JournalEntry] = field(default_factory=list)
+    entries: list[StoredEntry] = field(default_factory=list)
     full: bool = False
     flush_factor: float = 1.0
 
@@ -123,7 +123,9 @@ class SlaveDisk:
             self._put(name, file)
         file.data = file.durable = file.data[:n_bytes].ljust(n_bytes, b"\0")
 
-    def overwrite(self, name: str, at: int, data: memoryview, seen: Seen | None = None, straight: bool = False) -> None:
+    def overwrite(
+        self, name: str, at: int, data: memoryview, seen: OnWritten | None = None, straight: bool = False
+    ) -> None:
         self._step()
         self._may_fail_to_write()
         if seen is not None:

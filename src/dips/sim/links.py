@@ -19,14 +19,14 @@ from dips.sim.kernel import Action, Kernel, SimulatedProcess
 
 
 @dataclass(frozen=True)
-class LinkRates:
+class ProcessRates:
     """Rates of one process, in bits/s; infinite: no limit."""
 
     up_bits_per_s: float = math.inf
     down_bits_per_s: float = math.inf
 
 
-NO_LIMIT = LinkRates()
+NO_LIMIT = ProcessRates()
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LinkPlan:
     wire_factor: what a datagram's size is multiplied with, when a small model represents a large one.
     """
 
-    rates: Mapping[str, LinkRates]
+    rates: Mapping[str, ProcessRates]
     wire_factor: float = 1.0
 
 
@@ -50,7 +50,7 @@ class LinkOccupancy:
         self._up_free_s: dict[str, float] = {}
         self._down_free_s: dict[str, float] = {}
 
-    def change(self, name: str, rates: LinkRates) -> None:
+    def change(self, name: str, rates: ProcessRates) -> None:
         """Set a process's rates from now on; datagrams already on its links keep their times."""
         self._rates[name] = rates
 

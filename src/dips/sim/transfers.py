@@ -22,7 +22,7 @@ from dips.core.net.data_header import MAX_MISSING, MissingChunk
 from dips.core.placement import Placement
 from dips.master.state.schedule import TransferRequest, TransferScheduler, Way
 from dips.sim.kernel import Kernel
-from dips.sim.links import LinkOccupancy, LinkPlan, LinkRates
+from dips.sim.links import LinkOccupancy, LinkPlan, ProcessRates
 from dips.slave.state.credits import Credits
 from dips.worker.flow import FlowControl
 from dips.worker.transfer import PullTransfer, PushTransfer, SlaveRequest, Transfer, TransferSettings, shares_of
@@ -78,14 +78,14 @@ class Race:
     has_left: the part of a push that its slaves still lack; all of it unless named.
     """
 
-    clusters: Mapping[str, LinkRates]
-    slaves: Mapping[str, LinkRates]
+    clusters: Mapping[str, ProcessRates]
+    slaves: Mapping[str, ProcessRates]
     delay_s: float
     model_bytes: int = 256 * MIB
     chunk_bytes: int = MIB
     way: Way = Way.PUSH
     begins_s: Mapping[str, float] = field(default_factory=dict)
-    changes: tuple[tuple[float, str, LinkRates], ...] = ()
+    changes: tuple[tuple[float, str, ProcessRates], ...] = ()
     told_s: Mapping[str, float] = field(default_factory=dict)
     has_left: Mapping[str, float] = field(default_factory=dict)
 
@@ -226,13 +226,13 @@ def _layout(race: Race) -> Layout:
 
 # ---- the table ----
 
-_GBIT = LinkRates(1e9, 1e9)
+_GBIT = ProcessRates(1e9, 1e9)
 _FAST = dict.fromkeys(("a", "b", "c"), _GBIT)
-_FOUR = {**_FAST, "slow": LinkRates(1e8, 1e8)}
+_FOUR = {**_FAST, "slow": ProcessRates(1e8, 1e8)}
 _SLAVES = {f"s{i:02d}": _GBIT for i in range(16)}
 
 
-def _first(n: int) -> dict[str, LinkRates]:
+def _first(n: int) -> dict[str, ProcessRates]:
     return dict(list(_SLAVES.items())[:n])
 
 
@@ -240,10 +240,10 @@ def races(way: Way, delay_s: float) -> dict[str, Race]:
     """The races of the table; 1 Gbit/s unless noted."""
     eight = {f"c{i}": _GBIT for i in range(8)}
     late = {"slow": 0.0, "a": 1.0, "b": 1.4, "c": 1.9}
-    cast: dict[str, tuple[dict[str, LinkRates], dict[str, LinkRates], dict[str, float]]] = {
+    cast: dict[str, tuple[dict[str, ProcessRates], dict[str, ProcessRates], dict[str, float]]] = {
         "4 clusters, one at 0.1, 4 slaves": (_FOUR, _first(4), {}),
         "the same, begun one after the other": (_FOUR, _first(4), late),
-        "the same at once, one slave at 0.3": (_FOUR, {**_first(4), "s00": LinkRates(3e8, 3e8)}, {}),
+        "the same at once, one slave at 0.3": (_FOUR, {**_first(4), "s00": ProcessRates(3e8, 3e8)}, {}),
         "4 clusters, one at 0.1, 1 slave": (_FOUR, _first(1), {}),
         "8 clusters, 2 slaves": (eight, _first(2), {}),
         "8 clusters, 4 slaves": (eight, _first(4), {}),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from dips.core.observe.failpoints import failpoint
-from dips.slave.overwrite import Seen, overwrite
+from dips.slave.overwrite import OnWritten, overwrite
 
 IO_BYTES = 4 << 20
 """Read in pieces of this size: large enough for the disk, small enough for the cache."""
@@ -44,7 +44,9 @@ class Disk(Protocol):
     def allocate(self, name: str, n_bytes: int) -> None:
         """Make the file exactly n_bytes long and allocate them, durably; existing bytes are kept."""
 
-    def overwrite(self, name: str, at: int, data: memoryview, seen: Seen | None = None, straight: bool = False) -> None:
+    def overwrite(
+        self, name: str, at: int, data: memoryview, seen: OnWritten | None = None, straight: bool = False
+    ) -> None:
         """Write the bytes at this place of an existing file. seen: gets all of the data in order, for checksums.
 
         straight: with less load on other work, but not the fastest way.
@@ -104,7 +106,9 @@ class LocalDisk:
         finally:
             os.close(handle)
 
-    def overwrite(self, name: str, at: int, data: memoryview, seen: Seen | None = None, straight: bool = False) -> None:
+    def overwrite(
+        self, name: str, at: int, data: memoryview, seen: OnWritten | None = None, straight: bool = False
+    ) -> None:
         overwrite(self._directory / name, at, data, seen, straight)
 
     def create(self, name: str, data: bytes) -> None:

@@ -32,10 +32,10 @@ SECTOR_BYTES = 512
 _PAGE_BYTES = 4096
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE of sync_file_range(2)
 
-Seen = Callable[[memoryview], object]
+OnWritten = Callable[[memoryview], object]
 
 
-def overwrite(path: Path, at: int, data: memoryview, seen: Seen | None = None, straight: bool = False) -> None:
+def overwrite(path: Path, at: int, data: memoryview, seen: OnWritten | None = None, straight: bool = False) -> None:
     """Write the bytes at this place of a file that is long enough. Raises OSError.
 
     seen: gets all of the data too, in order, in pieces. straight: bypass the page cache where possible.
@@ -53,7 +53,7 @@ def overwrite(path: Path, at: int, data: memoryview, seen: Seen | None = None, s
             failpoint("slave.ring.after_piece")
 
 
-def _write_together(into: _Overwritten, at: int, pieces: list[tuple[int, memoryview]], seen: Seen | None) -> None:
+def _write_together(into: _Overwritten, at: int, pieces: list[tuple[int, memoryview]], seen: OnWritten | None) -> None:
     """Write some pieces at a time, and compute the checksums meanwhile: direct writes leave the processors idle."""
     pool = ThreadPoolExecutor(IN_FLIGHT, "dips-disk-straight")
     try:

@@ -22,7 +22,7 @@ _logger = logging.getLogger("dips.trainer")
 POLL_S = 0.5
 
 
-class Evaluated(Protocol):
+class HasLoss(Protocol):
     """The result of an evaluation; only the loss, in nats per byte, is used here."""
 
     @property
@@ -45,7 +45,7 @@ class Follower:
         self,
         status: Callable[[], StatusReply],
         fetch: Callable[[Version | None], Fetched],
-        evaluate: Callable[[Fetched], Evaluated],
+        evaluate: Callable[[Fetched], HasLoss],
         tape: Tape,
         patience_s: float,
         clock: Clock | None = None,

@@ -8,12 +8,12 @@ from statistics import mean
 import pytest
 
 from dips.master.state.schedule import Way
-from dips.sim.links import LinkRates
+from dips.sim.links import ProcessRates
 from dips.sim.transfers import MIB, Race, TransferMethod, races, run, slowdowns
 
 GBIT = 1e9
-LINK = LinkRates(GBIT, GBIT)
-SLOW = LinkRates(0.1 * GBIT, 0.1 * GBIT)
+LINK = ProcessRates(GBIT, GBIT)
+SLOW = ProcessRates(0.1 * GBIT, 0.1 * GBIT)
 DELAYS_S = (0.0002, 0.025)
 FAST = ("a", "b", "c")
 
@@ -77,7 +77,7 @@ def test_a_push_that_is_nearly_done_is_let_through() -> None:
 
 def test_a_slave_whose_link_slows_down_delays_only_its_own_share() -> None:
     """At 0.3 s one of four falls to a twentieth: the other three shares are done as if nothing were."""
-    race = Race({"a": LINK}, {f"s{i}": LINK for i in range(4)}, 0.025, changes=((0.3, "s0", LinkRates(5e7, 5e7)),))
+    race = Race({"a": LINK}, {f"s{i}": LINK for i in range(4)}, 0.025, changes=((0.3, "s0", ProcessRates(5e7, 5e7)),))
     took_s = run(race, TransferMethod.SCHEDULED)["a"]
     share_s = 64 * MIB * 8 / 5e7
     assert share_s * 0.5 <= took_s <= share_s + 0.5
@@ -85,7 +85,7 @@ def test_a_slave_whose_link_slows_down_delays_only_its_own_share() -> None:
 
 def test_a_cluster_whose_link_slows_down_makes_room() -> None:
     """One slave, two clusters; the one that goes first falls to a twentieth: the other one is not held back by it."""
-    race = Race({"a": LINK, "b": LINK}, {"s0": LINK}, 0.0002, changes=((0.5, "a", LinkRates(5e7, 5e7)),))
+    race = Race({"a": LINK, "b": LINK}, {"s0": LINK}, 0.0002, changes=((0.5, "a", ProcessRates(5e7, 5e7)),))
     alone_s = run(race.alone("b"), TransferMethod.SCHEDULED)["b"]
     assert run(race, TransferMethod.SCHEDULED)["b"] <= alone_s + 1.0
 
@@ -93,12 +93,12 @@ def test_a_cluster_whose_link_slows_down_makes_room() -> None:
 @pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize("n_slaves", [1, 2, 4])
 def test_one_transfer_fills_a_gigabit_over_25_ms_each_way(way: Way, n_slaves: int) -> None:
-    race = Race({"a": LINK}, {f"s{i}": LinkRates() for i in range(n_slaves)}, 0.025, way=way)
+    race = Race({"a": LINK}, {f"s{i}": ProcessRates() for i in range(n_slaves)}, 0.025, way=way)
     assert 256 * MIB * 8 / GBIT / run(race, TransferMethod.SCHEDULED)["a"] >= 0.9
 
 
 def test_ten_gigabits_are_filled_too() -> None:
-    fast = LinkRates(10 * GBIT, 10 * GBIT)
+    fast = ProcessRates(10 * GBIT, 10 * GBIT)
     race = Race({"a": fast}, {f"s{i}": fast for i in range(4)}, 0.025, model_bytes=4096 * MIB)
     assert 4096 * MIB * 8 / (10 * GBIT) / run(race, TransferMethod.SCHEDULED)["a"] >= 0.9
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.sim.kernel import MIN_STEP_S, Kernel, SimulatedProcess
-from dips.sim.links import LinkOccupancy, LinkPlan, LinkRates, all_reduce_s
+from dips.sim.links import LinkOccupancy, LinkPlan, ProcessRates, all_reduce_s
 from dips.sim.network import Network
 
 MBIT = 1e6
@@ -20,7 +20,7 @@ KB = 1000
 class Wire:
     """A network under test and when each datagram arrived, by its name."""
 
-    def __init__(self, rates: dict[str, LinkRates] | None, wire_factor: float = 1.0) -> None:
+    def __init__(self, rates: dict[str, ProcessRates] | None, wire_factor: float = 1.0) -> None:
         self.kernel = Kernel(1)
         links = LinkOccupancy(self.kernel, LinkPlan(rates, wire_factor)) if rates is not None else None
         self.net = Network(self.kernel, lambda kind: None, links=links)
@@ -47,54 +47,54 @@ def near(seconds: float) -> object:
 
 @pytest.mark.parametrize(("up", "down"), [(1.0, 8.0), (8.0, 1.0), (1.0, 1.0), (1.0, math.inf), (math.inf, 1.0)])
 def test_one_datagram_takes_its_size_over_the_slower_of_two_links(up: float, down: float) -> None:
-    wire = Wire({"a": LinkRates(up_bits_per_s=up * MBIT), "s": LinkRates(down_bits_per_s=down * MBIT)})
+    wire = Wire({"a": ProcessRates(up_bits_per_s=up * MBIT), "s": ProcessRates(down_bits_per_s=down * MBIT)})
     wire.send("one", "a", "s")
     assert wire.run() == {"one": near(0.008)}
 
 
 def test_what_one_sends_leaves_one_after_the_other() -> None:
-    wire = Wire({"a": LinkRates(up_bits_per_s=MBIT)})
+    wire = Wire({"a": ProcessRates(up_bits_per_s=MBIT)})
     wire.send("first", "a", "s")
     wire.send("second", "a", "t", 2 * KB)
     assert wire.run() == {"first": near(0.008), "second": near(0.024)}
 
 
 def test_the_way_back_is_a_link_of_its_own() -> None:
-    wire = Wire({"a": LinkRates(MBIT, MBIT)})
+    wire = Wire({"a": ProcessRates(MBIT, MBIT)})
     wire.send("there", "a", "s")
     wire.send("back", "s", "a")
     assert wire.run() == {"there": near(0.008), "back": near(0.008)}
 
 
 def test_many_senders_share_what_the_receiver_takes_in() -> None:
-    wire = Wire({"s": LinkRates(down_bits_per_s=MBIT)})
+    wire = Wire({"s": ProcessRates(down_bits_per_s=MBIT)})
     for name in ("a", "b", "c"):
         wire.send(name, name, "s")
     assert sorted(wire.run().values()) == [near(0.008), near(0.016), near(0.024)]
 
 
 def test_a_slow_sender_does_not_keep_a_fast_receiver_from_others() -> None:
-    wire = Wire({"slow": LinkRates(up_bits_per_s=MBIT), "s": LinkRates(down_bits_per_s=8 * MBIT)})
+    wire = Wire({"slow": ProcessRates(up_bits_per_s=MBIT), "s": ProcessRates(down_bits_per_s=8 * MBIT)})
     wire.send("slow", "slow", "s")
     wire.send("fast", "fast", "s")
     assert wire.run() == {"slow": near(0.008), "fast": near(0.002)}
 
 
 def test_a_small_model_can_stand_for_a_large_one() -> None:
-    wire = Wire({"a": LinkRates(up_bits_per_s=MBIT)}, wire_factor=1000.0)
+    wire = Wire({"a": ProcessRates(up_bits_per_s=MBIT)}, wire_factor=1000.0)
     wire.send("large", "a", "s")
     assert wire.run() == {"large": near(8.0)}
 
 
 def test_messages_without_a_size_wait_for_nobody() -> None:
-    wire = Wire({"a": LinkRates(MBIT, MBIT)})
+    wire = Wire({"a": ProcessRates(MBIT, MBIT)})
     wire.send("chunk", "a", "s")
     wire.send("question", "a", "s", size_bytes=0)
     assert wire.run() == {"chunk": near(0.008), "question": near(0.0)}
 
 
 def test_what_is_lost_takes_nothing_of_the_link() -> None:
-    wire = Wire({"a": LinkRates(up_bits_per_s=MBIT)})
+    wire = Wire({"a": ProcessRates(up_bits_per_s=MBIT)})
     wire.net.weather.loss = 1.0
     wire.send("lost", "a", "s")
     wire.net.weather.loss = 0.0
@@ -103,7 +103,7 @@ def test_what_is_lost_takes_nothing_of_the_link() -> None:
 
 
 def test_what_is_on_its_way_does_not_reach_the_next_life() -> None:
-    wire = Wire({"a": LinkRates(up_bits_per_s=MBIT)})
+    wire = Wire({"a": ProcessRates(up_bits_per_s=MBIT)})
     wire.send("chunk", "a", "s")
     wire.process.end_process()
     wire.process.begin_process()
@@ -113,7 +113,7 @@ def test_what_is_on_its_way_does_not_reach_the_next_life() -> None:
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.floats(0.1, 10), st.floats(0.1, 10))
 def test_a_transfer_in_pieces_takes_as_long_as_its_slower_link(kilobytes: list[int], up: float, down: float) -> None:
     """Nothing is lost to the cutting but the last piece's second link."""
-    wire = Wire({"a": LinkRates(up_bits_per_s=up * MBIT), "s": LinkRates(down_bits_per_s=down * MBIT)})
+    wire = Wire({"a": ProcessRates(up_bits_per_s=up * MBIT), "s": ProcessRates(down_bits_per_s=down * MBIT)})
     for n, size in enumerate(kilobytes):
         wire.send(str(n), "a", "s", size * KB)
     ended_s, total = max(wire.run().values()), sum(kilobytes) * 0.008
@@ -132,7 +132,7 @@ def test_without_rates_a_size_changes_no_time_and_draws_no_chance() -> None:
 
 
 def test_rates_draw_no_chance() -> None:
-    limited, bare = Wire({"a": LinkRates(MBIT, MBIT)}), Wire(None)
+    limited, bare = Wire({"a": ProcessRates(MBIT, MBIT)}), Wire(None)
     for wire in (limited, bare):
         wire.net.weather.delay_s = 0.01
         wire.send("one", "a", "s")

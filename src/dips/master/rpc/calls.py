@@ -23,7 +23,7 @@ from dips.master.shell import MasterShell
 T = TypeVar("T")
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
-Handler = Callable[[T], Awaitable[object]]
+AskMachine = Callable[[T], Awaitable[object]]
 
 
 def service(name: str, methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> grpc.GenericRpcHandler:
@@ -31,7 +31,7 @@ def service(name: str, methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -
     return grpc.method_handlers_generic_handler(f"dips.v1.{name}", dict(methods))
 
 
-def unary(shell: MasterShell, method: str, kind: type[T], ask: Handler[T]) -> grpc.RpcMethodHandler[Any, Any]:
+def unary(shell: MasterShell, method: str, kind: type[T], ask: AskMachine[T]) -> grpc.RpcMethodHandler[Any, Any]:
     """A method with one request of `kind` and the reply that `ask` gives."""
 
     async def serve(data: bytes, context: Context) -> bytes:
@@ -48,7 +48,7 @@ def unary(shell: MasterShell, method: str, kind: type[T], ask: Handler[T]) -> gr
 
 
 def lockstep(
-    shell: MasterShell, method: str, kind: type[T], ask: Handler[T], ended: Callable[[T], None]
+    shell: MasterShell, method: str, kind: type[T], ask: AskMachine[T], ended: Callable[[T], None]
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """A method with a stream of requests of `kind`, each answered before the next is read.
 

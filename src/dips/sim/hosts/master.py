@@ -37,7 +37,7 @@ from dips.master.state.events import (
     Tick,
 )
 from dips.master.state.master import MasterMachine
-from dips.sim.disks import JournalDisk, JournalEntry
+from dips.sim.disks import JournalDisk, StoredEntry
 from dips.sim.kernel import SimulatedProcess
 from dips.sim.network import End, Stream
 
@@ -63,7 +63,7 @@ class MasterHost(SimulatedProcess):
         self.epoch = 0
         self.rebuild = False
         self.exit: tuple[int, str] | None = None
-        self._on_its_way: list[JournalEntry] = []
+        self._on_its_way: list[StoredEntry] = []
         """Entries that were given to the disk and are not yet confirmed."""
 
         self._flushing = False
@@ -282,7 +282,7 @@ class MasterHost(SimulatedProcess):
                     stream.close(end, refusal)
                     self.kernel.after(0.0, self, self.link_down, link)
             case WriteJournal(entry_id, kind, record_json, snapshot_json):
-                self._on_its_way.append(JournalEntry(self.epoch, entry_id, kind, record_json, snapshot_json))
+                self._on_its_way.append(StoredEntry(self.epoch, entry_id, kind, record_json, snapshot_json))
                 self._flush()
             case Record(kind, cause, fields):
                 self.world.tape("master", self, kind, cause, fields)
@@ -316,7 +316,7 @@ class MasterHost(SimulatedProcess):
         self.kill()
         self.world.master_died(self)
 
-    def _flushed(self, batch: list[JournalEntry]) -> None:
+    def _flushed(self, batch: list[StoredEntry]) -> None:
         """The disk has written the batch. A newer epoch in the same journal ends this process before it can write."""
         self._flushing = False
         if self.disk.epoch != self.epoch:
@@ -333,7 +333,7 @@ class MasterHost(SimulatedProcess):
         if self.alive and self._on_its_way:
             self._flush()
 
-    def _durable(self, batch: list[JournalEntry]) -> None:
+    def _durable(self, batch: list[StoredEntry]) -> None:
         if self.disk.epoch != self.epoch:
             return
         for entry in batch:

@@ -25,7 +25,7 @@ from dips.slave.state.fetching import ChunkRequest, Fetch, Reconnect, cancelled
 if TYPE_CHECKING:
     from dips.sim.hosts.slave import SlaveHost
 
-Place = tuple[Chunk, bool]
+ChunkPlace = tuple[Chunk, bool]
 """A chunk, and whether it is of the momentum."""
 
 
@@ -38,7 +38,7 @@ class SimulatedMove:
         self._move, self._chunk_bytes = effect.move, effect.chunk_bytes
         self._ended = ended
         self._over = False
-        self._values: dict[Place, Value] = {}
+        self._values: dict[ChunkPlace, Value] = {}
         self._fetches: list[_Fetching] = []
 
     def begin(self) -> None:

@@ -18,7 +18,7 @@ from dips.core.observe.seen import Seen, report
 from dips.sim.search.explore import Result
 from dips.sim.search.running import run_all
 from dips.sim.search.searches import SEARCHES, Named, Size, by_name
-from dips.sim.search.wiring import Label
+from dips.sim.search.wiring import StepLabel
 
 MAX_STORY = 400
 """Most printed lines of a path; breadth-first search finds short ones."""
@@ -153,7 +153,7 @@ def never_struck(named: Named, result: Result) -> list[str]:
     return [fault for fault in planned if result.exhausted and fault not in result.faults]
 
 
-def story(labels: Sequence[Label]) -> list[str]:
+def story(labels: Sequence[StepLabel]) -> list[str]:
     """The text of a path through the states, a line for each step."""
     return [f"{number:3}. {' '.join(str(word) for word in label)}" for number, label in enumerate(labels, 1)]
 

@@ -17,7 +17,7 @@ from dips.core.messages import DataMode, DataRange, PullGrant, Refusal, Ticket
 from dips.sim.search.arena import Out
 from dips.sim.search.bounds import LAYOUT, T0_S, Bounds
 from dips.sim.search.master_part import keep_no_story
-from dips.sim.search.slave_part import Content, blocks_of, digest_of
+from dips.sim.search.slave_part import PieceNames, blocks_of, digest_of
 from dips.worker.state import effects, events
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.phases import SessionPhase
@@ -53,7 +53,7 @@ class Pull:
 
     id: int
     grant: PullGrant
-    read: tuple[tuple[RoundId, Content], ...] = ()
+    read: tuple[tuple[RoundId, PieceNames], ...] = ()
 
 
 class ClusterPart:
@@ -75,14 +75,14 @@ class ClusterPart:
         )
         self.session = ClusterMachine(config)
         keep_no_story(self.session.shared.story)
-        self.base: Content = ()
-        self.live: Content = ()
-        self.sent: Content = ()
-        self.buffer: Content = ()
+        self.base: PieceNames = ()
+        self.live: PieceNames = ()
+        self.sent: PieceNames = ()
+        self.buffer: PieceNames = ()
         self.transfer: OpenTransfer | None = None
         self.pull: Pull | None = None
         self.left = False
-        self.backup: tuple[Version, int, Content, Content] | None = None
+        self.backup: tuple[Version, int, PieceNames, PieceNames] | None = None
 
     # ---- actions ----
 
@@ -123,7 +123,7 @@ class ClusterPart:
         assert transfer is not None
         return self._handle(events.PushFailed(transfer.id, "a slave does not take it"))
 
-    def read(self, held: tuple[RoundId, Content], n_slaves: int) -> list[Out]:
+    def read(self, held: tuple[RoundId, PieceNames], n_slaves: int) -> list[Out]:
         """One slave's share of the version arrived."""
         assert self.pull is not None
         self.pull = replace(self.pull, read=(*self.pull.read, held))
@@ -133,7 +133,7 @@ class ClusterPart:
         """A slave no longer has the version, or it is not what was promised."""
         return self._pulled(None)
 
-    def _pulled(self, content: Content | None) -> list[Out]:
+    def _pulled(self, content: PieceNames | None) -> list[Out]:
         assert self.pull is not None
         transfer_id, self.pull = self.pull.id, None
         if content is None:
@@ -286,7 +286,7 @@ class ClusterPart:
                     pass
         return outs
 
-    def _pushed(self) -> Content:
+    def _pushed(self) -> PieceNames:
         """The pieces of work in the parameters that are not in the base; all of them for a seed."""
         return self.live if self.session.shared.base is not None else ("seed",)
 

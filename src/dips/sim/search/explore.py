@@ -19,7 +19,7 @@ from dips.sim.search.bounds import Bounds
 from dips.sim.search.state import SearchState
 from dips.sim.search.system import System
 from dips.sim.search.violation import SearchViolation
-from dips.sim.search.wiring import Label
+from dips.sim.search.wiring import StepLabel
 
 NO_STATE = -1
 
@@ -46,7 +46,7 @@ class Result:
     peak_mb: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     violation: SearchViolation | None = None
-    story: list[Label] = field(default_factory=list)
+    story: list[StepLabel] = field(default_factory=list)
     seen: Seen = field(default_factory=Seen)
 
     @property
@@ -89,7 +89,7 @@ class Search:
         result.peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         return result
 
-    def path(self, number: int) -> tuple[list[SearchState], list[Label]]:
+    def path(self, number: int) -> tuple[list[SearchState], list[StepLabel]]:
         """The shortest path from the beginning to a state."""
         ordinals: list[int] = []
         while self._before[number] != NO_STATE:
@@ -104,7 +104,7 @@ class Search:
             labels.append(label)
         return states, labels
 
-    def _step(self, state: SearchState, ordinal: int) -> tuple[Label, SearchState]:
+    def _step(self, state: SearchState, ordinal: int) -> tuple[StepLabel, SearchState]:
         """Make one step again; a later step of the same state may be the one with the violation."""
         for number, found in enumerate(self.system.steps(state)):
             if number == ordinal:
@@ -173,7 +173,7 @@ class Search:
         except LocalProtocolError as error:
             raise _Found(_illegal(error), NO_STATE) from error
 
-    def _following(self, number: int, state: SearchState) -> list[tuple[Label, SearchState]]:
+    def _following(self, number: int, state: SearchState) -> list[tuple[StepLabel, SearchState]]:
         try:
             return self.system.successors(state)
         except SearchViolation as violation:

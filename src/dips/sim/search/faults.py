@@ -13,7 +13,7 @@ from dips.core.net.data_header import DataHeader
 from dips.sim.search.arena import Out
 from dips.sim.search.bounds import FAULTS, RUN
 from dips.sim.search.cluster_part import ClusterPart, OpenTransfer
-from dips.sim.search.slave_part import Content, SlavePart, blocks_of, put_chunk
+from dips.sim.search.slave_part import PieceNames, SlavePart, blocks_of, put_chunk
 from dips.sim.search.state import (
     ANSWER,
     BROKEN,
@@ -24,13 +24,13 @@ from dips.sim.search.state import (
     REQUEST,
     WHOLE,
     Draft,
-    OpenCall,
+    SearchCall,
     SearchState,
 )
 from dips.sim.search.violation import SearchViolation
-from dips.sim.search.wiring import Label, Wiring, brief
+from dips.sim.search.wiring import StepLabel, Wiring, brief
 
-Next = tuple[Label, SearchState]
+Next = tuple[StepLabel, SearchState]
 
 WHO = ("the master", "the old master")
 
@@ -42,7 +42,7 @@ class ChunkOnItsWay:
     """A chunk of a push on its way."""
 
     header: DataHeader
-    content: Content
+    content: PieceNames
 
 
 class Faults(Wiring):
@@ -286,7 +286,7 @@ class Faults(Wiring):
 
     # ---- calls that may reach the wrong master ----
 
-    def _carry(self, state: SearchState, call: OpenCall, at: int = NEWEST) -> Next:
+    def _carry(self, state: SearchState, call: SearchCall, at: int = NEWEST) -> Next:
         """A request reaches a master, or an answer its caller."""
         draft = Draft(state)
         draft.calls.remove(call)
@@ -302,14 +302,14 @@ class Faults(Wiring):
         late = "" if call.call_id else " (late)"
         return (f"{WHO[at]} takes {name}'s", brief(message) + late), draft.done()
 
-    def _answer(self, draft: Draft, call: OpenCall, message: Any) -> None:
+    def _answer(self, draft: Draft, call: SearchCall, message: Any) -> None:
         key = ("answer", call.call_id, call.message)
         if isinstance(message, Refusal):
             self._cluster(draft, call.cluster, key, lambda part: part.refused(call.call_id, message))
         else:
             self._cluster(draft, call.cluster, key, lambda part: part.answered(call.call_id, message))
 
-    def _is_newer(self, state: SearchState, call: OpenCall) -> bool:
+    def _is_newer(self, state: SearchState, call: SearchCall) -> bool:
         """Whether the newer of two masters already knows the caller: its calls then go to that master."""
         caller = self.messages.all[call.message].caller
         epoch = max(caller.epoch, caller.incarnation.epoch if caller.incarnation is not None else 0)

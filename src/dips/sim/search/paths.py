@@ -14,15 +14,15 @@ from dips.sim.search.explore import Search
 from dips.sim.search.state import SearchState
 from dips.sim.search.system import System
 
-Fact = tuple[str, str, Out]
+PathFact = tuple[str, str, Out]
 """Role, name, and output of a step."""
 
 _ROLE = {"master": "master", "slave": "slave", "cluster": "worker"}
 
 
-def facts_of(system: System, states: Sequence[SearchState]) -> list[Fact]:
+def facts_of(system: System, states: Sequence[SearchState]) -> list[PathFact]:
     """The facts from the empty run to the last of `states`, which begin with the search's first."""
-    found: list[Fact] = []
+    found: list[PathFact] = []
     system.on_fact = lambda role, name, out: found.append((role, name, out))
     try:
         if system.initial() != states[0]:
@@ -34,8 +34,8 @@ def facts_of(system: System, states: Sequence[SearchState]) -> list[Fact]:
     return found
 
 
-def _of_step(system: System, before: SearchState, after: SearchState) -> list[Fact]:
-    seen: list[Fact] = []
+def _of_step(system: System, before: SearchState, after: SearchState) -> list[PathFact]:
+    seen: list[PathFact] = []
     outer, system.on_fact = system.on_fact, lambda role, name, out: seen.append((role, name, out))
     try:
         for _, state in system.steps(before):
@@ -47,7 +47,7 @@ def _of_step(system: System, before: SearchState, after: SearchState) -> list[Fa
     raise ValueError("one of these states does not follow the one before")
 
 
-def judge(facts: Sequence[Fact]) -> Checker:
+def judge(facts: Sequence[PathFact]) -> Checker:
     """A checker that got all these facts."""
     checker = Checker(live=True)
     for number, (role, name, out) in enumerate(facts):

@@ -14,7 +14,7 @@ from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.messages import JoinReply, JoinRequest, Verdict, VerdictKind
 from dips.sim.search.arena import Out
 from dips.sim.search.bounds import Bounds
-from dips.sim.search.slave_part import Content, SlavePart, is_bad
+from dips.sim.search.slave_part import PieceNames, SlavePart, is_bad
 from dips.sim.search.violation import SearchViolation
 
 K = TypeVar("K")
@@ -50,8 +50,8 @@ class ReferenceModel:
     epoch: int = 0
     decided: Table[str, str] = frozenset()
     reported: Table[str, str] = frozenset()
-    payload: Table[str, Content] = frozenset()
-    made: Table[Version, tuple[RoundId, Content]] = frozenset()
+    payload: Table[str, PieceNames] = frozenset()
+    made: Table[Version, tuple[RoundId, PieceNames]] = frozenset()
     published: Version | None = None
     commit: DurableCommit | None = None
     fences: Table[str, int] = frozenset()
@@ -202,10 +202,10 @@ class ReferenceModel:
 
     def _judge_shadows(
         self, commit: DurableCommit, accepted: Sequence[Mapping[str, Any]], slaves: list[SlavePart]
-    ) -> Content:
+    ) -> PieceNames:
         """I9 and I5: every slave holds, durably, the base and all of every accepted push."""
         payload, made = dict(self.payload), dict(self.made)
-        before: Content = ()
+        before: PieceNames = ()
         if self.commit is not None and (not accepted or accepted[0]["base"] is not None):
             before = made[self.commit.version][1] if self.commit.version in made else ()
         wanted = (*before, *(work for item in accepted for work in payload[_push(item)]))
@@ -355,7 +355,7 @@ class ReferenceModels:
         return found
 
 
-def _judge_content(content: Content, version: Version) -> None:
+def _judge_content(content: PieceNames, version: Version) -> None:
     """I6: no piece of work is counted twice."""
     twice = sorted({work for work in content if content.count(work) > 1})
     if twice:

@@ -37,7 +37,7 @@ from dips.slave.state.fetching import cancelled
 from dips.slave.state.slave import SlaveMachine
 from dips.slave.state.staging import ShardMap, Staging, StagingTable
 
-Content = tuple[str, ...]
+PieceNames = tuple[str, ...]
 """Which pieces of work a model is made of, in the order in which they were merged."""
 
 NORM = 0.5
@@ -50,11 +50,11 @@ class SnapshotOnDisk:
 
     info: SnapshotInfo
     blocks: tuple[int, ...]
-    content: Content
+    content: PieceNames
     record: bytes = b""
 
 
-StagingRow = tuple[Content | None, ...]
+StagingRow = tuple[PieceNames | None, ...]
 """One slot of staging memory: the push content of each chunk, None when no chunk has arrived since it was opened."""
 
 TORN = "torn"
@@ -70,7 +70,7 @@ def shard_map(blocks: tuple[int, ...], chunk_bytes: int) -> ShardMap:
 
 
 @cache
-def sums_of(blocks: tuple[int, ...], chunk_bytes: int, content: Content, momentum: bool = False) -> tuple[int, ...]:
+def sums_of(blocks: tuple[int, ...], chunk_bytes: int, content: PieceNames, momentum: bool = False) -> tuple[int, ...]:
     """A checksum for each chunk of these blocks of a content, in (block, offset) order; momentum has its own."""
     kind = "momentum" if momentum else "theta"
     words = f"{kind}:{','.join(content)}"
@@ -79,7 +79,7 @@ def sums_of(blocks: tuple[int, ...], chunk_bytes: int, content: Content, momentu
 
 
 @cache
-def digest_of(blocks: tuple[int, ...], chunk_bytes: int, content: Content, momentum: bool = False) -> bytes:
+def digest_of(blocks: tuple[int, ...], chunk_bytes: int, content: PieceNames, momentum: bool = False) -> bytes:
     """The digest of one slave's share of a content: equal for the same content, whichever round made it."""
     return shard_digest(sums_of(blocks, chunk_bytes, content, momentum))
 
@@ -92,7 +92,7 @@ def blocks_of(placement: PlacementSpec, slave: str) -> tuple[int, ...]:
 
 @cache
 def put_chunk(
-    blocks: tuple[int, ...], chunk_bytes: int, index: int, push: PushId, attempt: int, epoch: int, content: Content
+    blocks: tuple[int, ...], chunk_bytes: int, index: int, push: PushId, attempt: int, epoch: int, content: PieceNames
 ) -> DataHeader:
     """The header with which one chunk of a push goes to the slave that holds these blocks."""
     chunk = chunks_of([LAYOUT.blocks[block] for block in blocks], chunk_bytes)[index]
@@ -102,7 +102,7 @@ def put_chunk(
     )  # fmt: skip
 
 
-def is_bad(content: Content) -> bool:
+def is_bad(content: PieceNames) -> bool:
     """Whether a part of the content is not finite."""
     return any(work.endswith("!") for work in content)
 
@@ -120,7 +120,7 @@ class SlavePart:
         self.stopped = not started
 
     def _restart(self) -> None:
-        self.memory: dict[Version, tuple[RoundId, Content]] = {}
+        self.memory: dict[Version, tuple[RoundId, PieceNames]] = {}
         self.shadow: SnapshotOnDisk | None = None
         self.table: StagingTable | None = None
         self.rows: dict[int, StagingRow] = {}
@@ -150,7 +150,7 @@ class SlavePart:
     def hear(self, command: SlaveCommand) -> list[Out]:
         return self._handle(events.Commanded(command))
 
-    def put(self, headers: Sequence[DataHeader], payload: Content) -> list[Out]:
+    def put(self, headers: Sequence[DataHeader], payload: PieceNames) -> list[Out]:
         """Chunks arrive, one after another; a refused one changes nothing."""
         outs: list[Out] = []
         for header in headers:
@@ -160,7 +160,7 @@ class SlavePart:
                 pass
         return outs
 
-    def _put(self, header: DataHeader, payload: Content) -> list[Out]:
+    def _put(self, header: DataHeader, payload: PieceNames) -> list[Out]:
         """As dips.slave.data_port does it."""
         table = self.table
         if table is None or header.epoch < self.served:
@@ -176,7 +176,7 @@ class SlavePart:
     def _say_staged(self, staging: Staging) -> list[Out]:
         return self._handle(events.PushStaged(staging.push, staging.attempt, staging.opening, staging.digest()))
 
-    def _payload(self, slot: int) -> Content:
+    def _payload(self, slot: int) -> PieceNames:
         """The content of a row of staging memory."""
         contents = set(self.rows[slot])
         content = contents.pop() if len(contents) == 1 else None
@@ -192,7 +192,7 @@ class SlavePart:
         self.stopped = True
         return []
 
-    def moved(self, content: Content | None) -> list[Out]:
+    def moved(self, content: PieceNames | None) -> list[Out]:
         """All blocks of another placement are here and on disk; None: a slave that has some of them does not send
         them."""
         assert self.move is not None
@@ -250,7 +250,7 @@ class SlavePart:
         except Refused:
             return False
 
-    def readable(self, version: Version) -> tuple[RoundId, Content] | None:
+    def readable(self, version: Version) -> tuple[RoundId, PieceNames] | None:
         return self.memory.get(version)
 
     # ---- effects ----
@@ -386,7 +386,7 @@ class SlavePart:
         return tuple(BlockGram(block, gram, bad) for block in self.blocks)
 
     def _prepare(self, job: int, prepare: Prepare, slots: tuple[int, ...], durable: bool) -> list[Out]:
-        base: Content = ()
+        base: PieceNames = ()
         if prepare.from_version is not None:
             base = self.memory[prepare.from_version][1]
         content = (*base, *(work for slot in slots for work in self._payload(slot)))

@@ -20,7 +20,7 @@ NOBODY = -1
 """In place of the old master's number when there is only one master."""
 
 
-class OpenCall(NamedTuple):
+class SearchCall(NamedTuple):
     """An open call. call_id 0: no process waits for the answer. message: number of the request or of the answer. past:
     1 when the master took it although its cluster has a newer incarnation by then. at: the master that holds it.
     """
@@ -55,7 +55,7 @@ class SearchState(NamedTuple):
     slaves: tuple[int, ...]
     clusters: tuple[int, ...]
     links: tuple[SlaveStream, ...]
-    calls: tuple[OpenCall, ...]
+    calls: tuple[SearchCall, ...]
     strays: tuple[tuple[int, int], ...]
     chunks: tuple[tuple[int, int], ...]
     budget: tuple[int, ...]

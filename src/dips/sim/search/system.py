@@ -32,7 +32,7 @@ from dips.sim.search.cluster_part import ClusterPart
 from dips.sim.search.faults import WHO, Faults, Next
 from dips.sim.search.master_part import FREE_TIMERS, MasterPart
 from dips.sim.search.reference_model import ReferenceModel
-from dips.sim.search.slave_part import Content, SlavePart, blocks_of, digest_of
+from dips.sim.search.slave_part import PieceNames, SlavePart, blocks_of, digest_of
 from dips.sim.search.state import (
     ANSWER,
     BROKEN,
@@ -365,7 +365,7 @@ class System(Faults):
         named = dict(grant.digest_of_slave)
         return [slave for slave, name in enumerate(self.names) if name in named]
 
-    def _share(self, state: SearchState, slave: int, grant: PullGrant) -> tuple[RoundId, Content] | None:
+    def _share(self, state: SearchState, slave: int, grant: PullGrant) -> tuple[RoundId, PieceNames] | None:
         """One slave's share of the version; None if it is not there, or not what was promised."""
         part = self.slaves[state.slaves[slave]]
         held = part.readable(grant.version)

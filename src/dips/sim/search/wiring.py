@@ -29,12 +29,12 @@ from dips.sim.search.state import (
     WHOLE,
     Draft,
     Messages,
-    OpenCall,
+    SearchCall,
     SearchState,
 )
 from dips.sim.search.violation import SearchViolation
 
-Label = tuple[Any, ...]
+StepLabel = tuple[Any, ...]
 
 
 class Wiring:
@@ -49,7 +49,7 @@ class Wiring:
         self.messages = Messages()
         self.references = ReferenceModels()
         self.on_fact: Callable[[str, str, Out], None] | None = None
-        self.beginning: list[Label] = []
+        self.beginning: list[StepLabel] = []
 
     def key(self, state: SearchState) -> bytes:
         """The key of a state, equal for equal states."""
@@ -143,7 +143,7 @@ class Wiring:
         for out in outs:
             if out[0] == "call":
                 if out[1] in self.clusters[draft.clusters[index]].waiting_calls:
-                    draft.calls.append(OpenCall(index, out[1], REQUEST, self.messages.number(out[2]), 0))
+                    draft.calls.append(SearchCall(index, out[1], REQUEST, self.messages.number(out[2]), 0))
             else:
                 self._facts(draft, "cluster", self.bounds.cluster_names[index], (out,))
 
@@ -182,7 +182,7 @@ class Wiring:
     def _disconnect(self, draft: Draft, at: int) -> None:
         self._tell_cut(draft, self._cut(draft, at))
 
-    def _cut(self, draft: Draft, at: int) -> list[OpenCall]:
+    def _cut(self, draft: Draft, at: int) -> list[SearchCall]:
         """Cut all connections of this master; returns calls whose callers have not noticed yet.
 
         A request that is on its way is lost unless its caller gave it up already, or another master may take it.
@@ -195,7 +195,7 @@ class Wiring:
             del draft.links[number]
         return lost
 
-    def _tell_cut(self, draft: Draft, lost: list[OpenCall]) -> None:
+    def _tell_cut(self, draft: Draft, lost: list[SearchCall]) -> None:
         linked = {(link.slave, link.number) for link in draft.links.values()}
         for slave in range(len(self.names)):
             number = self.slaves[draft.slaves[slave]].link
