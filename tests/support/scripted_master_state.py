@@ -1,4 +1,4 @@
-"""State machines for the real master's process and shell, with the interface of the Coordinator.
+"""State machines for the real master's process and shell, with the interface of the MasterMachine.
 
 `ScriptedMachine` does what a test tells it, in the test's process; `Leaves` runs in support.master_process.
 """

@@ -1,4 +1,4 @@
-"""A SlaveState with nothing around it: a test says what happens and reads what it wants done."""
+"""A SlaveMachine with nothing around it: a test says what happens and reads what it wants done."""
 
 from __future__ import annotations
 

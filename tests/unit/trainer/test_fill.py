@@ -88,7 +88,7 @@ def test_a_filled_export_is_the_whole_model(form: str, buffers: str, tmp_path: P
 def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
     found = fetched(Adapted())
     described = description_from_json(found.layout.description)
-    with pytest.raises(ConfigError, match=r"'table' of .* has other values than the one that the clusters trained"):
+    with pytest.raises(ConfigError, match=r"'table' of .* has other values than in the clusters' training"):
         fill(found.layout, described, written(Adapted(seed=1).state_dict(), "file", tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""Simulates a training cluster's process around the real Session: it steps, leases data, pushes and pulls.
+"""Simulates a training cluster's process around the real ClusterMachine: it steps, leases data, pushes and pulls.
 
 Does what dips.worker.shell, heartbeat and transfers do, on virtual time: events wait while a step is made, and are
 handled between steps. The run's arithmetic (dips.sim.arithmetic) defines the parameters.

@@ -1,4 +1,4 @@
-"""Simulates the master's process around the real Coordinator: events in, effects out, a journal with delayed writes.
+"""Simulates the master's process around the real MasterMachine: events in, effects out, a journal with delayed writes.
 
 Does what dips.master.shell and dips.master.journal_writer do, on virtual time. It decides nothing; whatever the
 state machine raises is reported as a bug.

@@ -1,4 +1,5 @@
-"""Simulates a slave's process around the real SlaveState: its jobs take time, its disk may fail, its stream may break.
+"""Simulates a slave's process around the real SlaveMachine: its jobs take time, its disk may fail, its stream may
+break.
 
 Does what dips.slave.shell and dips.slave.control do, on virtual time and with the run's arithmetic
 (dips.sim.arithmetic) in place of numbers.

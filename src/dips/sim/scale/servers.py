@@ -1,8 +1,8 @@
 """The master and the slaves of a simulation at scale.
 
-The master is the real Coordinator, driven as master/process.py drives it: its effects go out with a delay, its journal
-is durable after a virtual write, and a death leaves only what the journal held. The slaves hold no parameters: they
-answer each command after the time that rates.py gives, with a digest in place of the bytes.
+The master is the real MasterMachine, driven as master/process.py drives it: its effects go out with a delay, its
+journal is durable after a virtual write, and a death leaves only what the journal held. The slaves hold no
+parameters: they answer each command after the time that rates.py gives, with a digest in place of the bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cluster in a search: the real Session; its parameters are the pieces of work that they contain.
+"""The cluster in a search: the real ClusterMachine; its parameters are the pieces of work that they contain.
 
 It makes a step as soon as the session trains and a push is wanted, so that there is nothing to interleave; only work
 that an ABORTED push left waits for time to pass before it is pushed again. A piece of work has a name of its own, "a1":

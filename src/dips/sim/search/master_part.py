@@ -1,4 +1,4 @@
-"""The master in a search: the real Coordinator and its journal, with time-outs as actions.
+"""The master in a search: the real MasterMachine and its journal, with time-outs as actions.
 
 Time never moves: an action sets one deadline to now and ticks, so that any one may elapse before any other.
 """

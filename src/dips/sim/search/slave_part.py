@@ -1,5 +1,5 @@
-"""The slave in a search: the real SlaveState and StagingTable; in place of bytes, the pieces of work that each version
-and each push is made of.
+"""The slave in a search: the real SlaveMachine and StagingTable; in place of bytes, the pieces of work that each
+version and each push is made of.
 
 The disk keeps what a real one keeps over a kill -9: the promise, and a file for each snapshot. A job is done within
 the step that began it, so a kill falls before or after it, never into the middle.
