@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check is None:
         return 0
     canonical, raw = differences(known, now)
-    for line in [*canonical, *raw]:
+    for line in [*canonical, *(raw if options.raw else ())]:
         print(line)
     print(
         f"{len(now)} seeds, {sum(frozen.records for frozen in now)} canonical records: {len(canonical)} seeds differ; "
