@@ -55,7 +55,7 @@ def test_a_bug_leaves_its_trace_in_a_file(tmp_path: Path) -> None:
     with pytest.raises(DipsError, match="a bug: ZeroDivisionError") as failed:
         gather(JOBS[1:2], tmp_path, 1, console(), ManualClock(), work=stumble_for_seed_two)
     trace = tmp_path / "logs" / "dips-2.txt"
-    assert f"where in the program: {trace}; the run had not ended" in str(failed.value)
+    assert f"place in the program: {trace}; the run had not ended" in str(failed.value)
     assert "pool_work.py" in trace.read_text()
 
 

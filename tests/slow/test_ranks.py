@@ -163,9 +163,9 @@ class SecondOfTwo(FirstOfTwo):
         """They are those of rank 0 already."""
 
     def meet(
-        self, tokens: int, may_push: bool, *, leaves: bool = False, wishes: bool = False
+        self, tokens: int, may_push: bool, *, leaves: bool = False, wants_to_leave: bool = False
     ) -> tuple[int, bool, bool]:
-        return 2 * tokens, True, wishes
+        return 2 * tokens, True, wants_to_leave
 
 
 def test_a_rank_forgets_its_momentum_where_the_first_did_so_as_it_entered(

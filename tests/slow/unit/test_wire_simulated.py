@@ -49,7 +49,7 @@ BUGS = (
             "was_seed = push.base is None",
             "was_seed = push.base is None\n    shared.clear_residual()",
         ),
-        "for no reason",
+        "which the table does not allow",
     ),
     (
         bug(
