@@ -94,6 +94,7 @@ def sql(statement: str) -> Apply:
     def apply(run: Path) -> None:
         with journal_sql(run / "master") as cursor:
             cursor.execute(statement)
+            assert cursor.rowcount > 0, f"nothing was changed by: {statement}"
 
     return apply
 
@@ -335,9 +336,13 @@ CORRUPTIONS = (
     Corruption("the end is gone", "journal", without_record("LEAVE", retell=False), "end is lost"),
     Corruption("a LEASE is gone", "journal", without_record("LEASE", 50, retell=False), "not the one that was written"),
     Corruption("a record was edited", "journal", sql(
-        "UPDATE records SET record_json = replace(record_json, '\"tokens\":', '\"tokens\":1') WHERE kind = 'COMMIT'"
+        # Any record: the last COMMIT may be in the archive.
+        "UPDATE records SET record_json = record_json || ' ' WHERE number = (SELECT MAX(number) - 3 FROM records)"
     ), "its digest differs"),
-    Corruption("kind", "journal", sql("UPDATE records SET kind = 'VOID' WHERE kind = 'COMMIT'"), "digest differs"),
+    Corruption("kind", "journal", sql(
+        "UPDATE records SET kind = CASE kind WHEN 'LEASE' THEN 'VOID' ELSE 'LEASE' END "
+        "WHERE number = (SELECT MAX(number) - 3 FROM records)"
+    ), "digest differs"),
     Corruption("entry_id", "journal", sql("UPDATE records SET entry_id = entry_id + 900"), "its digest differs"),
     Corruption("a row is gone", "journal", sql(
         "DELETE FROM records WHERE number = (SELECT MAX(number) - 9 FROM records)"), "its digest differs"),
