@@ -94,7 +94,7 @@ def sql(statement: str) -> Apply:
     def apply(run: Path) -> None:
         with journal_sql(run / "master") as cursor:
             cursor.execute(statement)
-            assert cursor.rowcount > 0, f"nothing was changed by: {statement}"
+            assert cursor.rowcount != 0, f"nothing was changed by: {statement}"
 
     return apply
 
