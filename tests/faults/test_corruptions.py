@@ -5,13 +5,14 @@ All corruptions and all single bits with `--faults`; a short selection always.
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.corruptions import CORRUPTIONS, FLIPS, Corruption, Flips, content, flip, judged
+from support.corruptions import CORRUPTIONS, FLIPS, Corruption, Flips, content, flip, judged, tape_of
 from support.dips_command import dips
 from support.whole_run import LEASED, WholeRun, wait_until
 
@@ -102,6 +103,18 @@ def test_the_command_says_so_too(recorded: Path, tmp_path: Path, kind: str) -> N
         assert "Traceback" not in told.stderr
 
 
+def is_of_an_earlier_kill(run: Path, before: object, after: object) -> bool:
+    """Whether the changed journal is one that the master leaves if it is killed a moment earlier: the last records are
+    missing of which its tape does not say yet that they were written, or archived records are not removed yet."""
+    if not isinstance(before, list) or not isinstance(after, list):
+        return False
+    records = before[0]
+    kept = [row for row in after[0] if row[0] >= records[0][0]]
+    lines = (json.loads(line) for line in tape_of(run, "master").read_text().splitlines())
+    journaled = max(line["number"] for line in lines if line["kind"] == "journaled")
+    return bool(kept) and kept == records[: len(kept)] and kept[-1][0] >= journaled
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("flips", FLIPS, ids=lambda item: item.kind)
 def test_every_single_bit_that_changed_a_file_is_found(recorded: Path, tmp_path: Path, flips: Flips) -> None:
@@ -115,7 +128,8 @@ def test_every_single_bit_that_changed_a_file_is_found(recorded: Path, tmp_path:
         if found == N_FLIPS:
             break
         place = flip(path, rng)
-        if content(path) != meant:
+        changed = content(path)
+        if changed != meant and not is_of_an_earlier_kill(run, meant, changed):
             found += 1
             code, said = judged(run)
             if code == 0:
