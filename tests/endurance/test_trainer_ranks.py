@@ -51,7 +51,7 @@ def told(folder: Path) -> list[dict[str, Any]]:
 def assert_one_cluster(folder: Path) -> dict[str, Any]:
     """All ranks hold the same at the end, and one of them talked to the master; what the first has."""
     first, second = told(folder)
-    assert (first.pop("driver"), second.pop("driver")) == (True, False)
+    assert (first.pop("talks"), second.pop("talks")) == (True, False)
     assert first == second, "parameters to the bit, steps, version and progress"
     assert first["steps"] == STEPS
     return first

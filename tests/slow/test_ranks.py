@@ -69,7 +69,7 @@ def test_two_ranks_are_one_cluster_with_the_tokens_of_both(run: RunForWorkers, t
         assert line == other_line
         assert line.startswith(f"parameter '{name}' has other values on rank 1 than on rank 0: these ranks are repl")
         first, second = json.loads(words), json.loads(other_words)
-        assert (first.pop("driver"), second.pop("driver")) == (True, False)
+        assert (first.pop("talks"), second.pop("talks")) == (True, False)
         assert first == second, "parameters to the bit, steps, version and progress"
         assert (first["steps"], first["version"], first["active"]) == (STEPS, version, True)
     a_step, pushed = 3 * LENGTH, [4, 4, 2, 4, 4, 2, 4, 3]

@@ -69,7 +69,7 @@ def train(kind: str, rank: int) -> dict[str, object]:
                 average(list(model.parameters()))
             optimizer.step()
         told = {"steps": sync.steps, "version": str(sync.version), "progress": sync.progress, "active": sync.active}
-        told["driver"] = sync.shell is not None
+        told["talks"] = sync.shell is not None
     return {**told, "model": hashlib.sha256(model.flat().tobytes()).hexdigest()}
 
 

@@ -48,9 +48,9 @@ class Watch:
         if steps == self.killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def tell(self, steps: int, model: Model, driver: bool) -> None:
+    def tell(self, steps: int, model: Model, talks: bool) -> None:
         digest = hashlib.sha256(model.flat().tobytes()).hexdigest()
-        told = {"steps": steps, "model": digest, "version": self.version, "progress": self.progress, "driver": driver}
+        told = {"steps": steps, "model": digest, "version": self.version, "progress": self.progress, "talks": talks}
         (self.folder / f"rank-{RANK}.json").write_text(json.dumps({**told, "ended": self.ended}))
 
 
@@ -58,10 +58,10 @@ def hugging_face(watch: Watch, steps: int) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Look(TrainerCallback):
-        driver = False
+        talks = False
 
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self.shell = callback.sync is not None and callback.sync.shell is not None
+            self.talks = callback.sync is not None and callback.sync.shell is not None
             watch.step(state.global_step, callback.sync)
 
     folder, callback, look, model = watch.folder / "trainer", dips.HuggingFaceCallback(), Look(), Model(RANK)
@@ -72,7 +72,7 @@ def hugging_face(watch: Watch, steps: int) -> None:
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=Rows(), callbacks=[callback, look])
     trainer.train(resume_from_checkpoint=True if list(folder.glob("checkpoint-*")) else None)
-    watch.tell(trainer.state.global_step, model, look.driver)
+    watch.tell(trainer.state.global_step, model, look.talks)
 
 
 def lightning(watch: Watch, steps: int) -> None:
@@ -93,10 +93,10 @@ def lightning(watch: Watch, steps: int) -> None:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
     class Look(Callback):
-        driver = False
+        talks = False
 
         def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *given: Any) -> None:
-            self.shell = callback.sync is not None and callback.sync.shell is not None
+            self.talks = callback.sync is not None and callback.sync.shell is not None
             watch.step(trainer.global_step, callback.sync)
 
     callback, look, module, last = dips.LightningCallback(), Look(), Module(), watch.folder / "last.ckpt"
@@ -109,7 +109,7 @@ def lightning(watch: Watch, steps: int) -> None:
         callbacks=[callback, keeper, look],
     )  # fmt: skip
     trainer.fit(module, DataLoader(Rows(), BATCH), ckpt_path=str(last) if last.exists() else None)
-    watch.tell(trainer.global_step, module._of[0], look.driver)
+    watch.tell(trainer.global_step, module._of[0], look.talks)
 
 
 def accelerate(watch: Watch, steps: int) -> None:
@@ -130,8 +130,8 @@ def accelerate(watch: Watch, steps: int) -> None:
             watch.step(sync.steps, sync)
             if sync.done:
                 break
-        driver = sync.shell is not None
-    watch.tell(sync.steps, model, driver)
+        talks = sync.shell is not None
+    watch.tell(sync.steps, model, talks)
 
 
 def main(kind: str, folder: str, steps: str, *killed: str) -> None:
