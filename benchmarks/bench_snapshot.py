@@ -66,10 +66,9 @@ from dips.core.observe.telemetry import Tape
 from dips.core.placement import Placement, shard_bytes_needed
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.slave.data_server import DataServer
-from dips.slave.ring import Ring
+from dips.slave.ring import Ring, SnapshotStore
 from dips.slave.shell import SlaveShell
-from dips.slave.snapshot_file import file_bytes
-from dips.slave.snapshots import SnapshotStore
+from dips.slave.snapshot_files import file_bytes
 from dips.slave.state import events
 from dips.slave.state.slave import SlaveMachine
 

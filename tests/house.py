@@ -69,7 +69,9 @@ def comments_in(text: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests/house.py", description=__doc__)
-    parser.add_argument("--list", action="store_true", help="name the modules with one importer, the doubles, the cycles")
+    parser.add_argument(
+        "--list", action="store_true", help="name the modules with one importer, the doubles, the cycles"
+    )
     options = parser.parse_args(arguments)
     known = {name_of(path): path for path in modules()}
     trees = {name: ast.parse(path.read_text()) for name, path in known.items()}

@@ -22,21 +22,21 @@ from support.storm import Kill, Storm, compared, planned, play, table, worse_tha
 from dips.core.clock import SystemClock
 from dips.core.errors import DipsError
 from dips.judge.verify import verify_or_say
-from dips.local.calibration import measure_tokens_per_s
-from dips.local.demo_plan import (
+from dips.local.demo import (
     RUN_ID,
     DemoOptions,
     cluster_names,
     make_plan,
+    measure_tokens_per_s,
     speed_gaps,
     tokens_to_train,
     train_settings,
 )
 from dips.local.local_run import LocalRun
+from dips.local.log_files import HELDOUT_TAPE, HeldoutPoint, heldout_losses, tape_path
 from dips.local.options import command_line
 from dips.local.run_directory import DEMO, Mark, claim
-from dips.local.tapes import HELDOUT_TAPE, HeldoutPoint, heldout_losses, tape_path
-from dips.master.state.tables import RoundPhase
+from dips.master.state.records import RoundPhase
 
 CALIBRATION_S = 3.0
 CALM_SHARE = 0.35

@@ -29,8 +29,8 @@ from dips.slave.data_server import DataServer
 from dips.slave.memory import ShardMemory, ThetaBuffer
 from dips.slave.process import SWITCH_INTERVAL_S
 from dips.slave.state.events import PushStaged
+from dips.worker.data import Common, carry_pull, carry_push
 from dips.worker.transfer import TransferSettings
-from dips.worker.transfer_zmq import Common, carry_pull, carry_push
 from flows import baselines
 from flows.peer import process_cpu_s
 from flows.watched import ServedMetrics

@@ -28,8 +28,8 @@ from dips.slave.data_server import DataServer
 from dips.slave.memory import ThetaBuffer
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap
+from dips.worker.data import Common, carry_pull, carry_push
 from dips.worker.transfer import TransferSettings
-from dips.worker.transfer_zmq import Common, carry_pull, carry_push
 from flows.ends import RUN, V0, parameters
 
 F32 = NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""A slave end's metrics, served as slave/metrics_serving.py serves them, and a scraper that asks for them.
+"""A slave end's metrics, served as slave/process.py serves them, and a scraper that asks for them.
 
 The collector, the snapshot on an event loop, the server and the figures of the data port are the real ones; the state
 machine is attached to nobody.
@@ -19,8 +19,7 @@ from dips.core.observe.metrics_server import PATH, LoopSnapshots, MetricsServer
 from dips.slave.connections import ConnectionGuard
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ShardMemory
-from dips.slave.metrics_collector import Collector, DiskSizes, disk_free_bytes, snapshot
-from dips.slave.metrics_counts import JOBS, Counts
+from dips.slave.metrics import JOBS, Collector, Counts, DiskSizes, disk_free_bytes, snapshot
 from dips.slave.state.slave import SlaveMachine
 
 MEMORY_BYTES = 8 << 30

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from dips.core.clock import SystemClock
 from dips.core.config import load
 from dips.local.local_run import LocalRun
+from dips.local.log_files import tape_path
 from dips.local.processes import OwnCluster, RunPlan
 from dips.local.run_directory import UP, Mark, claim
 from dips.local.run_file import make_slaves
 from dips.local.supervisor import POLL_S
-from dips.local.tapes import tape_path
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dips.planner.run.cells import read_cells
-from dips.planner.run.step import PlannedPipeline
+from dips.planner.run.links import read_cells
+from dips.planner.run.rank import PlannedPipeline
 
 WIDTH, STEPS = 32, 10
 

@@ -18,7 +18,7 @@ from support.whole_run import LEASED, WholeRun, wait_until
 
 from dips.core.net.security import INSECURE
 from dips.local.operator_client import OperatorClient
-from dips.master.journal_file import FILE_NAME
+from dips.master.archive import FILE_NAME
 
 N_FLIPS = 200
 """Of each kind of file, that changed what the file says."""

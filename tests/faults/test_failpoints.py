@@ -9,8 +9,7 @@ import pytest
 from support.kill_run import CLUSTERS, SLAVES, KillRun, Order
 
 from dips.core.observe.failpoint_names import all_names
-from dips.core.observe.failpoint_spec import role_of
-from dips.core.observe.failpoints import armed, hits
+from dips.core.observe.failpoints import armed, hits, role_of
 from dips.local.operator_client import OperatorClient
 
 ELSEWHERE: Mapping[str, str] = {

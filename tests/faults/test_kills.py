@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.kill_run import ROUND_FAILPOINTS, Kill, KillRun, judge, planned, verified
 
-from dips.master.state.tables import RoundPhase
+from dips.master.state.records import RoundPhase
 
 SEEDS = int(os.environ.get("KILL_SEEDS", "8"))
 

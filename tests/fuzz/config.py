@@ -14,7 +14,7 @@ from dips.core.config import Knobs, load
 from dips.core.errors import ConfigError
 from dips.core.net.addresses import parse_address
 from dips.core.net.keys import load_identity
-from dips.core.observe.failpoint_spec import parse
+from dips.core.observe.failpoints import parse
 from dips.local.authority import ensure_keys
 from dips.local.run_file import read_run_file
 from dips.master.config import MasterConfig

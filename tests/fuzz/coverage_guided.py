@@ -26,12 +26,11 @@ MEMORY_MB = 3000
 TRACED = [
     *(f"dips.core.{name}" for name in ("layout", "ids", "units", "config", "wire")),
     *(f"dips.core.net.{name}" for name in ("codec_protobuf", "data_header", "addresses", "keys")),
-    *(f"dips.core.observe.{name}" for name in ("telemetry", "failpoint_spec")),
-    *(f"dips.slave.{name}" for name in ("data_port", "state.staging", "manifest", "snapshot_file", "inventory")),
-    *(f"dips.slave.{name}" for name in ("promise", "directory")),
-    *(f"dips.master.{name}" for name in ("archive", "journal", "journal_file", "state.ledger")),
-    *(f"dips.master.state.{name}" for name in ("leases", "penalty_statistics")),
-    *(f"dips.worker.{name}" for name in ("checkpoint_file", "checkpoint_store", "state.saved", "state_tree")),
+    *(f"dips.core.observe.{name}" for name in ("telemetry", "failpoints")),
+    *(f"dips.slave.{name}" for name in ("data_port", "state.staging", "snapshot_files", "disk")),
+    *(f"dips.master.{name}" for name in ("archive", "journal", "state.ledger")),
+    *(f"dips.master.state.{name}" for name in ("leases", "penalty_types")),
+    *(f"dips.worker.{name}" for name in ("checkpoint_files", "state.saved")),
     *("dips.local.run_file", "dips.planner.server_site", "dips.sim.scale.scenario"),
 ]
 """What reads bytes. Tracing everything would take half a minute at each start, and compiled kernels cannot be."""

@@ -27,22 +27,17 @@ from dips.core.messages import DataRange, SnapshotInfo, Verdict, VerdictKind
 from dips.core.model_description import Lacking, ModelDescription, description_from_json
 from dips.core.observe.telemetry import Tape, read_tape
 from dips.core.untrained import TensorDigest, Untrained
-from dips.master.archive import FOLDER, JournalRecord, write_segment
-from dips.master.journal import FILE_NAME, Journal, JournalEntry, read_records
-from dips.master.journal_file import RECORDS, set_base
+from dips.master.archive import FILE_NAME, FOLDER, RECORDS, JournalRecord, set_base, write_segment
+from dips.master.journal import Journal, JournalEntry, read_records
 from dips.master.state.ledger import UNREADABLE, commit_from_record, ledger_from_journal, ledger_of
-from dips.slave import manifest as manifests
-from dips.slave.manifest import Manifest
-from dips.slave.snapshot_file import SnapshotError, build_header
-from dips.slave.snapshots import SnapshotStore
-from dips.trainer.export import serialized
-from dips.trainer.fill import read_state
-from dips.worker.checkpoint_file import CheckpointError, RawTensor
-from dips.worker.checkpoint_store import CheckpointStore
-from dips.worker.state.push_record import PushRecord
+from dips.slave import snapshot_files as manifests
+from dips.slave.ring import SnapshotStore
+from dips.slave.snapshot_files import Manifest, SnapshotError, build_header
+from dips.trainer.export import read_state, serialized
+from dips.worker.checkpoint_files import CheckpointError, CheckpointStore, RawTensor, StateTreeError, flatten, unflatten
+from dips.worker.state.effects import PushRecord
 from dips.worker.state.saved import SavedSession, SavedStateError, push_from_json
 from dips.worker.state.work import Work
-from dips.worker.state_tree import StateTreeError, flatten, unflatten
 from fuzz.mutate import NESTED, as_json, mutated, nearly
 from fuzz.target import Broken, Target
 
@@ -300,7 +295,7 @@ NO_JSON = "no JSON"
 
 
 def parsed(data: bytes) -> object:
-    """What a file holds whose reader refuses what is no JSON (worker/checkpoint_file.py)."""
+    """What a file holds whose reader refuses what is no JSON (worker/checkpoint_files.py)."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):

@@ -25,7 +25,7 @@ from dips.core.ids import Incarnation
 from dips.core.messages import Caller, HeartbeatRequest, Hello, JoinRequest, SlaveHello, SlaveMessage
 from dips.core.net.codec_protobuf import encode
 from dips.core.net.data_header import DataHeader, DataOp
-from dips.core.net.grpc_refusal import refused_from
+from dips.core.net.grpc_calls import refused_from
 from dips.core.net.security import INSECURE
 from dips.core.observe.telemetry import read_tape
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION

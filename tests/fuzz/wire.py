@@ -34,7 +34,7 @@ from dips.core.messages import (
 )
 from dips.core.net.codec_protobuf import decode, encode
 from dips.core.net.data_header import DataHeader, DataOp
-from dips.core.net.grpc_refusal import to_refusal
+from dips.core.net.grpc_calls import to_refusal
 from dips.core.wire import Codec
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_port import DataPort

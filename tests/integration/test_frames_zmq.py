@@ -7,7 +7,7 @@ import time
 import pytest
 import zmq
 
-from dips.core.net.frames_zmq import Outgoing
+from dips.core.net.zmq_frames import Outgoing
 
 WAIT_S = 10.0
 

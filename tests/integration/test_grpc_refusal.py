@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from dips.core.errors import RefusalCode, Refused, RetryLater
-from dips.core.net.grpc_refusal import abort, channel_options, refused_from
+from dips.core.net.grpc_calls import abort, channel_options, refused_from
 from dips.protos import operator_pb2, operator_pb2_grpc
 
 MAX_MESSAGE_BYTES = 10_000

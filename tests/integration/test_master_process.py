@@ -22,18 +22,17 @@ from support.scripted_master_state import AGAIN, ScriptedMachine, caller, leave
 from dips.core.errors import TERMINATED, ConfigError, FatalError, Refused, RetryLater
 from dips.core.messages import HeartbeatRequest
 from dips.core.net.codec_protobuf import to_message
-from dips.core.net.grpc_refusal import channel_options, refused_from
-from dips.core.observe.failpoint_spec import CRASH_EXIT_CODE
-from dips.core.observe.failpoints import armed, read_log
+from dips.core.net.grpc_calls import channel_options, refused_from
+from dips.core.observe.failpoints import CRASH_EXIT_CODE, armed, read_log
 from dips.core.observe.telemetry import read_tape
-from dips.master.archive import segments
+from dips.master.archive import FILE_NAME, segments
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, MasterAddress, read_address
-from dips.master.journal import FILE_NAME, Journal, read_records
+from dips.master.journal import Journal, read_records
 from dips.master.process import serve
 from dips.master.shell import MasterExit
 from dips.master.state.effects import BeginAgain, Halt, WriteJournal
-from dips.master.state.run_config import RunConfig
+from dips.master.state.shared import RunConfig
 from dips.protos import clusters_pb2_grpc
 
 Start = Callable[..., MasterProcess]

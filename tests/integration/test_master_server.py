@@ -50,13 +50,13 @@ from dips.core.messages import (
     WatchRequest,
 )
 from dips.core.net.codec_protobuf import decode, encode, from_message, to_message
-from dips.core.net.grpc_refusal import channel_options, refused_from
+from dips.core.net.grpc_calls import channel_options, refused_from
 from dips.core.net.security import INSECURE
 from dips.core.observe.failpoints import armed, hits
 from dips.core.observe.telemetry import Tape, read_tape
 from dips.master.access import Access
-from dips.master.rpc.clusters import CALLS
 from dips.master.rpc.server import MasterServer
+from dips.master.rpc.services import CALLS
 from dips.master.shell import MasterExit, MasterShell
 from dips.master.state.effects import BeginAgain, CloseLink, Effect, Refuse, Reply, ToSlave
 from dips.master.state.events import (

@@ -56,7 +56,7 @@ from dips.slave import ring
 from dips.slave.config import SlaveConfig
 from dips.slave.memory import ShardMemory
 from dips.slave.process import serve
-from dips.slave.snapshots import SnapshotStore
+from dips.slave.ring import SnapshotStore
 
 A, B = push_id("a"), push_id("b")
 V0, V1 = Version(1, 0), Version(1, 1)

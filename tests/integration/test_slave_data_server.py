@@ -29,8 +29,8 @@ from dips.core.wire import Codec
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import RECEIVE_BATCH, DataServer
 from dips.slave.memory import ShardMemory, ThetaBuffer
-from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.events import PushStaged
+from dips.slave.state.shard import MAX_WINDOW_CHUNKS
 
 WAIT_S = 60.0
 CHUNK_BYTES = 1 << 20

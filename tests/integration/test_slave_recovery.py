@@ -50,7 +50,7 @@ from dips.core.messages import (
 from dips.core.observe.telemetry import read_tape
 from dips.slave import ring
 from dips.slave.config import SlaveConfig
-from dips.slave.durable import LocalDisk
+from dips.slave.disk import LocalDisk
 
 BLOCKS = list(LAYOUT.blocks)
 PLACEMENT = placement_over("s0")

@@ -15,7 +15,7 @@ from support.run_for_workers import LAYOUT, FlatModel, RefuseCall, RunForWorkers
 from dips.core.errors import ConfigError, LocalProtocolError, RefusalCode, Refused, RemoteProtocolError, RetryLater
 from dips.core.ids import Incarnation, Version
 from dips.core.messages import DataMode, DataPlan, DataRange, Refusal, VerdictKind
-from dips.core.net import reach
+from dips.core.net import addresses
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.security import INSECURE
 from dips.core.observe.telemetry import read_tape
@@ -223,7 +223,7 @@ def test_a_version_whose_bytes_contradict_its_digest_is_never_installed(run: Run
 def test_a_cluster_that_is_sent_to_its_own_loopback_ends_and_leaves(
     run: RunForWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reach, "is_elsewhere", lambda address: address == run.address)
+    monkeypatch.setattr(addresses, "is_elsewhere", lambda address: address == run.address)
     first = FlatModel(1)
     began_s = time.monotonic()
     with pytest.raises(ConfigError, match="which only its own machine reaches"), driver(run, first):

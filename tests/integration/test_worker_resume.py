@@ -23,7 +23,7 @@ from dips.core.messages import BeginPushRequest, DataMode, DataPlan, VerdictKind
 from dips.core.observe import failpoints
 from dips.core.observe.telemetry import read_tape
 from dips.worker import torch_model
-from dips.worker.checkpoint_file import read_record
+from dips.worker.checkpoint_files import read_record
 from dips.worker.config import ClientConfig
 from dips.worker.parameters import ParameterStore
 from dips.worker.shell import ClusterShell

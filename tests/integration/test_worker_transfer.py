@@ -20,9 +20,9 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, PlacementSpec, PullGrant, Refusal, SlaveAddress, Ticket
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.worker.config import ClientConfig
+from dips.worker.data import Common, carry_pull, carry_push
 from dips.worker.shell import ClusterShell
 from dips.worker.transfer import TransferSettings
-from dips.worker.transfer_zmq import Common, carry_pull, carry_push
 
 N_CHUNKS = 300
 LAYOUT = Layout((Parameter("l.0.w", (N_CHUNKS * CHUNK_BYTES // 4,), "float32", "l.0"),), 16 * CHUNK_BYTES // 4)

@@ -37,8 +37,8 @@ from dips.cli import main as cli
 from dips.core import errors
 from dips.core.config import load
 from dips.core.errors import DipsError, RefusalCode
-from dips.local.demo_faults import CLUSTER, SLAVE
-from dips.local.demo_plan import DemoOptions, planned_faults, speed_gaps
+from dips.local.demo import DemoOptions, planned_faults, speed_gaps
+from dips.local.report import CLUSTER, SLAVE
 from dips.local.run_file import read_run_file
 from dips.master.config import MasterConfig
 

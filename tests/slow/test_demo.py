@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.dips_command import dips
 
-from dips.local.tapes import records, tape_path, training_losses
+from dips.local.log_files import records, tape_path, training_losses
 
 TEXT = Path(asyncio.__file__).parent
 

@@ -20,9 +20,9 @@ from support.deploy_files import example, with_keys, written
 from dips.cli.main import run
 from dips.core.errors import ConfigError, RetryLater
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
-from dips.deploy import plan
-from dips.deploy.contexts import open_context
+from dips.deploy import rollout as plan
 from dips.deploy.deploy_file import read_deploy_file
+from dips.deploy.kubernetes_api import open_context
 from dips.deploy.operate import LiveDeployment
 from dips.deploy.rollout import Rollout
 

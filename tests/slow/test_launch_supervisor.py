@@ -15,9 +15,16 @@ import pytest
 
 from dips.core.clock import SystemClock
 from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, FatalError, Refused
-from dips.local.child import wrapped
-from dips.local.restart import RestartPolicy
-from dips.local.supervisor import ChildEvent, ChildSpec, ProcessSupervisor, StopStage, how_it_ended, log_tail
+from dips.local.supervisor import (
+    ChildEvent,
+    ChildSpec,
+    ProcessSupervisor,
+    RestartPolicy,
+    StopStage,
+    how_it_ended,
+    log_tail,
+    wrapped,
+)
 
 QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.02, quick_s=10.0, quick_failures_max=3)
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
@@ -204,7 +211,7 @@ def test_no_child_outlives_a_supervisor_that_is_itself_killed(tmp_path: Path) ->
     code = f"""
 import subprocess, sys, time
 from pathlib import Path
-from dips.local.child import wrapped
+from dips.local.supervisor import wrapped
 children = [subprocess.Popen(wrapped([sys.executable, "-c", {SLEEP!r}]), stdout=subprocess.PIPE) for _ in range(2)]
 for child in children:
     assert child.stdout.readline() == b"up\\n"

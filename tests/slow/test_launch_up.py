@@ -11,7 +11,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from support.dips_command import ROOT, children, dips, dips_started, ended, started, until
 
-from dips.local.tapes import heldout_losses, tape_path
+from dips.local.log_files import heldout_losses, tape_path
 
 OWN_LOOP = ROOT / "examples" / "own_loop.py"
 TEXT = Path(asyncio.__file__).parent

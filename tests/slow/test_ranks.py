@@ -23,8 +23,7 @@ from dips.core.errors import ConfigError, FatalError
 from dips.worker import loop, torch_model
 from dips.worker.parallel import ranks
 from dips.worker.parallel.ranks import StepNews
-from dips.worker.torch_model import TorchParameters
-from dips.worker.wrapped import plain_model, plain_optimizer
+from dips.worker.torch_model import TorchParameters, plain_model, plain_optimizer
 
 STEPS = 10
 CHILD = ROOT / "tests" / "support" / "rank_process.py"

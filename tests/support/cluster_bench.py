@@ -58,8 +58,7 @@ from dips.worker.state.events import (
     StopWanted,
     Tick,
 )
-from dips.worker.state.phases import SessionPhase
-from dips.worker.state.terms import SessionConfig
+from dips.worker.state.terms import SessionConfig, SessionPhase
 
 LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (8,), "float32", f"layers.{i}") for i in range(4)))
 PLACEMENT = PlacementSpec(

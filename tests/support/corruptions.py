@@ -24,14 +24,11 @@ from support.forge import Record, edit_journal, edit_tape, journal_sql
 from dips.core.errors import DipsError
 from dips.judge.replay import FOLDER as PUSHES
 from dips.judge.verify import verify_run
-from dips.master.archive import FOLDER
+from dips.master.archive import FILE_NAME, FOLDER
 from dips.master.directory import TAPE_NAME
-from dips.master.journal_file import FILE_NAME
-from dips.slave import manifest as manifests
-from dips.slave.directory import IDENTITY
-from dips.slave.durable import LocalDisk
-from dips.slave.promise import NAME as PROMISE
-from dips.slave.promise import write_small
+from dips.slave import snapshot_files as manifests
+from dips.slave.disk import IDENTITY, LocalDisk, write_small
+from dips.slave.disk import NAME as PROMISE
 from dips.slave.push_evidence import checksum
 
 Apply = Callable[[Path], object]

@@ -42,7 +42,7 @@ from dips.slave.landing import LandingJob
 from dips.slave.memory import ThetaBuffer, bytes_of
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap
-from dips.worker.transfer_zmq import Common, carry_push
+from dips.worker.data import Common, carry_push
 
 VERSION = Version(1, 0)
 PLAIN_PIECE_BYTES = 4 << 20

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from dips.cli import main
-from dips.trainer.inner import InnerTrainer
+from dips.trainer.train import InnerTrainer
 
 VARIABLE = "WAYWARD"
 FAR, FAR_EVERY_STEPS = 2.0, 8

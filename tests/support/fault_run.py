@@ -31,10 +31,10 @@ from dips.core.messages import StatusReply
 from dips.core.net.keys import load_identity
 from dips.core.net.security import INSECURE, INSECURE_VARIABLE, KEYS_VARIABLE, Security
 from dips.judge.verify import verify_run
+from dips.local.log_files import tape_path
 from dips.local.operator_client import OperatorClient
-from dips.local.tapes import tape_path
 from dips.master.directory import TAPE_NAME
-from dips.master.state.tables import RoundPhase
+from dips.master.state.records import RoundPhase
 
 SLAVES = ("s0", "s1")
 CLUSTERS = ("a", "b", "c")

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from dips.core.observe.telemetry import CHAIN, next_chain
-from dips.master import archive, journal_file
-from dips.master.archive import JournalRecord, first_digest, segments
+from dips.master import archive
+from dips.master import archive as journal_file
+from dips.master.archive import EPOCH, FILE_NAME, JournalRecord, first_digest, segments
 from dips.master.journal import read_records
-from dips.master.journal_file import EPOCH, FILE_NAME
 
 Record = dict[str, Any]
 

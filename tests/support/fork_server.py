@@ -205,7 +205,7 @@ def _import_everything() -> None:
     import support.cluster_process
 
     import dips.cli.main
-    import dips.master.main
+    import dips.master.process
     import dips.slave.process
     from dips.core.math import outer_numba, wire_numba
 

@@ -22,11 +22,12 @@ from dips.core.observe.telemetry import Tape
 from dips.judge.invariants import Checker, Violation
 from dips.master.journal import Journal
 from dips.master.state.decisions import judgement_to_json
-from dips.master.state.outer_optimizer import outer_step_of
-from dips.master.state.penalty import DetectorState, JudgeInputs, Participant, PenaltyConfig, judge, round_tokens
-from dips.slave.durable import LocalDisk
+from dips.master.state.penalty import judge, round_tokens
+from dips.master.state.penalty_types import DetectorState, JudgeInputs, Participant, PenaltyConfig
+from dips.master.state.records import outer_step_of
+from dips.slave.disk import LocalDisk
 from dips.slave.ring import Ring
-from dips.slave.snapshot_file import parse_round
+from dips.slave.snapshot_files import parse_round
 
 SLAVES = ("s0", "s1")
 N_ELEMS = 8

@@ -31,8 +31,8 @@ from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ShardMemory
 from dips.slave.state.events import PushStaged
+from dips.worker.data import Common, carry_pull, carry_push
 from dips.worker.transfer import PullTransfer, PushTransfer, TransferSettings
-from dips.worker.transfer_zmq import Common, carry_pull, carry_push
 
 RUN = "a-run-of-some-name"
 CHUNK_BYTES = 1 << 16

@@ -25,11 +25,11 @@ from support.whole_run import LEASED, WholeRun, option_words, wait_until
 from dips.core.errors import Refused, RetryLater
 from dips.core.net.security import INSECURE
 from dips.core.observe.telemetry import read_tape
+from dips.local.log_files import tape_path
 from dips.local.operator_client import OperatorClient
-from dips.local.tapes import tape_path
 from dips.master.directory import TAPE_NAME
 from dips.master.journal import read_records
-from dips.master.state.tables import RoundPhase
+from dips.master.state.records import RoundPhase
 
 RUN_WAIT_S = 300.0
 """For a whole run with its kills on a machine that is busy with other things."""

@@ -87,7 +87,7 @@ from dips.master.state.events import (
     Tick,
 )
 from dips.master.state.master import MasterMachine
-from dips.master.state.run_config import RunConfig
+from dips.master.state.shared import RunConfig
 
 TAPE_HEAD = {"wall_s", "monotonic_s", "role", "name", "kind", "cause"}
 HELLO = Hello(1, 1, ("codec-f32",))

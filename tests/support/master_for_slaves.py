@@ -28,7 +28,7 @@ from dips.core.messages import (
     Welcome,
 )
 from dips.core.net.codec_protobuf import from_message, to_message
-from dips.core.net.grpc_refusal import abort, channel_options
+from dips.core.net.grpc_calls import abort, channel_options
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.protos import slaves_pb2_grpc
 

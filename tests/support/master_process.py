@@ -25,8 +25,7 @@ from dips.core.observe.failpoints import install
 from dips.core.observe.telemetry import configure_logging
 from dips.master.config import MasterConfig
 from dips.master.directory import MasterAddress, read_address
-from dips.master.main import run
-from dips.master.process import serve
+from dips.master.process import run, serve
 
 START_S = 90.0
 """Python starts and imports gRPC; two busy cores may need many times the usual second."""

@@ -20,8 +20,8 @@ from dips.core.messages import ClusterRequest, JoinRequest, Refusal, SnapshotInf
 from dips.master.state.events import ClusterCall
 from dips.master.state.leases import TokenState
 from dips.master.state.pulls import MAX_READERS
-from dips.master.state.tables import PushPhase, RoundPhase
-from dips.sim import shapes
+from dips.master.state.records import PushPhase, RoundPhase
+from dips.sim import run_plan
 from dips.sim.checks import push_of
 from dips.sim.disks import JournalDisk, StoredEntry
 from dips.sim.faults import register, reshard
@@ -31,7 +31,7 @@ from dips.sim.kernel import SimulatedProcess
 from dips.sim.run_plan import make_plan
 from dips.sim.world import World
 
-SHAPE = replace(shapes.SMALL, clusters=(3,), slaves=(2,))
+SHAPE = replace(run_plan.SMALL, clusters=(3,), slaves=(2,))
 FAULT_EVERY_S = 0.7
 """On the mean."""
 

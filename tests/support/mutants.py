@@ -68,7 +68,7 @@ def _bounds(*faults: str, **changes: Any) -> Bounds:
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "no base fence",
-        "master.state.push_checks:stale",
+        "master.state.pushes:stale",
         "if request.fence != fence:",
         "if False:",
         ("I6",),
@@ -132,7 +132,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "verdicts leave before the journal is durable",
-        "master.state.outbox:Outbox.put",
+        "master.state.shared:Outbox.put",
         "if self._held and not urgent:",
         "if False:",
         ("I6",),
@@ -148,7 +148,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "no bound on staleness",
-        "master.state.push_checks:stale",
+        "master.state.pushes:stale",
         "if version.v - base.v > shared.s_max():",
         "if False:",
         ("I10",),
@@ -228,7 +228,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an overtaken master's COMMIT leaves before its record",
-        "master.state.outbox:Outbox.put",
+        "master.state.shared:Outbox.put",
         "if self._held and not urgent:",
         "if self._held and not urgent and type(effect).__name__ != 'ToSlave':",
         ("I1", "I2", "I5", "I6"),
@@ -261,22 +261,27 @@ JUDGE_MUTANTS: tuple[Mutant, ...] = (
     _of_judge("uniform weights", "penalty:_weights", "float(finding.participant.tokens) for", "1.0 for"),
     _of_judge("weights add up to 2", "penalty:_weights", "part / sum(parts)", "2.0 * part / sum(parts)"),
     _of_judge("no clip", "penalty:judge", "min(1.0, clip_norm / max(merge.norm, MIN_MERGED_NORM))", "1.0"),
-    _of_judge("rho is always 1", "penalty_scaling:participation", "if not config.participation", "if True or config.p"),
+    _of_judge("rho is always 1", "penalty:participation", "if not config.participation", "if True or config.p"),
     _of_judge(
         "the detector's sign is reversed", "penalty_detect:_judged", "finding.score > tau", "-finding.score > tau"
     ),
     _of_judge("low norms are outliers", "penalty_detect:_score", "(scaled_norm - known.mean) /", "-scaled_norm /"),
-    _of_judge("T_round is a sum", "penalty_scaling:round_tokens", " / len(known_s)", ""),
-    _of_judge("blocks count twice", "gram:add_blocks", "upper = [total + value for", "upper = [total + 2 * value for"),
-    _of_judge("the clip misses the step", "outer_optimizer:outer_step_of", "    mu =", "    scale = rho\n    mu ="),
+    _of_judge("T_round is a sum", "penalty:round_tokens", " / len(known_s)", ""),
+    _of_judge(
+        "blocks count twice",
+        "penalty_detect:add_blocks",
+        "upper = [total + value for",
+        "upper = [total + 2 * value for",
+    ),
+    _of_judge("the clip misses the step", "records:outer_step_of", "    mu =", "    scale = rho\n    mu ="),
 )
 """Of JUDGE and what surrounds it: they run in the simulator, whose rounds have unequal tokens, clips and outliers."""
 
 RARE_JUDGE_MUTANTS: tuple[Mutant, ...] = (
     _of_judge("no hard gate", "penalty_detect:_judged", "if gate:", "if False:"),
-    _of_judge("rejected norms are learnt", "penalty_update:_rejected", 'config.detector == "literal" and', ""),
-    _of_judge("quarantine never ends", "penalty_update:_accepted", "quarantined=False", "quarantined=True"),
-    _of_judge("void rounds clear nothing", "penalty_update:after_void", "norms=(), scores=(),", ""),
+    _of_judge("rejected norms are learnt", "penalty:_rejected", 'config.detector == "literal" and', ""),
+    _of_judge("quarantine never ends", "penalty:_accepted", "quarantined=False", "quarantined=True"),
+    _of_judge("void rounds clear nothing", "penalty:after_void", "norms=(), scores=(),", ""),
     _of_judge("more tokens excuse nothing", "penalty_detect:_scaled_norm", "return norm /", "return norm or norm /"),
     _of_judge("the threshold is a ratchet", "penalty_detect:threshold", "config.beta)\n", "1e9)\n"),
 )

@@ -5,12 +5,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dips.local.plan_run_ranks import job_of
-from dips.local.plan_run_source import PlanSource
-from dips.planner.run.cells import Cell, Cells, parse_cells
-from dips.planner.run.job import BOARD_FILE, Iteration, board_sizes
-from dips.planner.run.links import BACK, FORTH, LinkBoard
-from dips.planner.run.pace import RankPace
+from dips.local.plan_run import PlanSource, job_of
+from dips.planner.run.links import (
+    BACK,
+    BOARD_FILE,
+    FORTH,
+    Cell,
+    Cells,
+    Iteration,
+    LinkBoard,
+    RankPace,
+    board_sizes,
+    parse_cells,
+)
 
 
 class RankClock:

@@ -16,7 +16,7 @@ from dips.core.messages import StatusReply
 from dips.core.net.keys import load_identity
 from dips.local.local_run import LocalRun
 from dips.local.operator_client import OperatorClient
-from dips.local.page_option import with_page
+from dips.local.processes import with_page
 from dips.local.run_directory import UP, Mark, claim
 from dips.local.run_file import read_run_file
 from dips.local.supervisor import POLL_S

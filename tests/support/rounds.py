@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dips.master.state.penalty import DetectorState, Judgement, Participant, PenaltyConfig, judge
+from dips.master.state.penalty import judge
+from dips.master.state.penalty_types import DetectorState, Judgement, Participant, PenaltyConfig
 
 Vector = Sequence[float]
 

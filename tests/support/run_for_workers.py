@@ -58,7 +58,7 @@ from dips.core.messages import (
 )
 from dips.core.net.codec_protobuf import encode, from_message, to_message
 from dips.core.net.data_header import DataHeader, DataOp, MissingChunk
-from dips.core.net.grpc_refusal import REFUSAL_KEY
+from dips.core.net.grpc_calls import REFUSAL_KEY
 from dips.core.wire import Codec, encoded_bytes
 from dips.protos import clusters_pb2_grpc
 

@@ -29,7 +29,7 @@ from dips.core.messages import (
 from dips.master.journal import JournalEntry
 from dips.master.state.effects import BeginAgain, Effect, Reply, WriteJournal
 from dips.master.state.events import ClusterCall, Event, JournalWritten
-from dips.master.state.run_config import RunConfig
+from dips.master.state.shared import RunConfig
 
 E = TypeVar("E")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from typing import BinaryIO
 
-from dips.slave.overwrite import OnWritten
+from dips.slave.disk import OnWritten
 
 Image = dict[str, bytes]
 

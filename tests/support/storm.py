@@ -17,8 +17,8 @@ from pathlib import Path
 
 from dips.core.observe.telemetry import read_tape
 from dips.local.local_run import LocalRun
+from dips.local.log_files import HeldoutPoint
 from dips.local.supervisor import POLL_S
-from dips.local.tapes import HeldoutPoint
 from dips.master.directory import TAPE_NAME
 
 TABLE_1 = (1, 2, 4, 31)

@@ -22,7 +22,7 @@ from support.storm import (
 )
 
 from dips.core.ids import Version
-from dips.local.tapes import HeldoutPoint
+from dips.local.log_files import HeldoutPoint
 
 CLUSTERS, SERVERS = ("a", "b", "c", "d"), ("master", "s0", "s1")
 

@@ -17,15 +17,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dips.compare.figure_report import figure_json, run_figure, tell_figure, write_figure
-from dips.compare.figures import FIGURES, Figure
+from dips.compare.figures import FIGURES, Figure, figure_json, run_figure, tell_figure, write_figure
 from dips.compare.gather import gather
-from dips.compare.inject import KINDS
 from dips.compare.jobs import ComparisonJob, Results, jobs_of, write_json
-from dips.compare.methods import METHODS
+from dips.compare.methods import KINDS, METHODS
 from dips.compare.pictures import draw_cosines, draw_curves, draw_norms
 from dips.compare.record import RunRecord
-from dips.compare.report import NOTHING, Comparison, course_table, loss_table, readings, to_json
+from dips.compare.report import NOTHING, Comparison, by_method, course_table, loss_table, readings, to_json
 from dips.compare.selection import (
     ALL_FIGURES,
     DEFAULT_METHODS,
@@ -38,9 +36,7 @@ from dips.compare.selection import (
     setup_of,
 )
 from dips.compare.setup import ComparisonSetup, load_setup, shipped
-from dips.compare.speed import SPEED_FIGURES, SpeedFigure
-from dips.compare.speed_report import run_speed, speed_json, tell_speed, write_speed
-from dips.compare.summary import by_method
+from dips.compare.speed import SPEED_FIGURES, SpeedFigure, run_speed, speed_json, tell_speed, write_speed
 from dips.core.clock import SystemClock
 
 _WIDE = 120

@@ -15,11 +15,10 @@ from dips.cli.key_options import insecure_asked
 from dips.core.clock import SystemClock
 from dips.core.ids import Version
 from dips.core.units import format_count, format_seconds
-from dips.local.demo import DemoResult, run_demo
-from dips.local.demo_plan import FULL_MINUTES, DemoOptions
-from dips.local.metrics_option import MetricsOption
+from dips.local.demo import FULL_MINUTES, DemoOptions, DemoResult, run_demo
+from dips.local.processes import MetricsOption
 from dips.local.report import failed_checks
-from dips.local.tables import Column, FittingTable
+from dips.local.view import Column, FittingTable
 
 
 def demo(

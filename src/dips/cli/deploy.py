@@ -21,11 +21,11 @@ from dips.core.net.keys import security_from
 from dips.core.observe.log_lines import LOG_FORMAT_VARIABLE
 from dips.core.observe.telemetry import configure_logging
 from dips.core.units import parse_seconds
-from dips.deploy import identities, plan
+from dips.deploy import identities
+from dips.deploy import rollout as plan
 from dips.deploy.compare import Step, shown
 from dips.deploy.deploy_file import Deployment, read_deploy_file
-from dips.deploy.render import write_folders
-from dips.deploy.scripts import script
+from dips.deploy.render import script, write_folders
 from dips.local.operator_client import OperatorClient
 from dips.local.view import headline, status_json
 
@@ -236,9 +236,8 @@ def supervise(
 
     It runs as a pod of the deployment. It ends one pod at a time, and none while the master does not answer.
     """
-    from dips.deploy.contexts import open_context, open_from_pod
-    from dips.deploy.slave_watch import WatchLimits
-    from dips.deploy.supervise import SlaveSupervisor
+    from dips.deploy.kubernetes_api import open_context, open_from_pod
+    from dips.deploy.supervise import SlaveSupervisor, WatchLimits
 
     as_json = os.environ.get(LOG_FORMAT_VARIABLE) == "json"
     configure_logging("supervisor", "supervisor", "INFO", "json" if as_json else "human")
@@ -258,7 +257,7 @@ def supervise(
 
 
 def _known_contexts() -> list[str] | None:
-    from dips.deploy.contexts import known_contexts
+    from dips.deploy.kubernetes_api import known_contexts
 
     return known_contexts()
 
@@ -266,9 +265,9 @@ def _known_contexts() -> list[str] | None:
 def _site(
     deployment: Deployment, known: list[str] | None, wait: str, master: str = "", waits: bool = True
 ) -> LiveDeployment:
-    from dips.deploy.contexts import check_contexts, open_context
+    from dips.deploy.health import dial
+    from dips.deploy.kubernetes_api import check_contexts, open_context
     from dips.deploy.operate import LiveDeployment
-    from dips.deploy.reach import dial
     from dips.deploy.rollout import Rollout
 
     names = plan.contexts(deployment)

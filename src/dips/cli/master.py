@@ -7,7 +7,7 @@ from typing import Any
 from dips.local.options import with_knobs
 from dips.local.settings import ConfigFile, role_settings
 from dips.master.config import MasterConfig
-from dips.master.main import run
+from dips.master.process import run
 
 
 @with_knobs(MasterConfig)

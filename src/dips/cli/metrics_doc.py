@@ -6,18 +6,17 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from dips.cli.generated_page import keep_current
-from dips.core.observe.counting import SECONDS
-from dips.core.observe.metrics import Spec
+from dips.core.observe.metrics import SECONDS, Spec
 from dips.core.observe.metrics_server import CONNECTION_S, MOST_CONNECTIONS, SNAPSHOT_S
 from dips.master import metrics as master
-from dips.master.metrics_collector import PHASES as ROUND_PHASES
-from dips.master.metrics_reasons import REASONS, WAITING
-from dips.master.state.alarms import KINDS as ALARMS
+from dips.master.metrics import PHASES as ROUND_PHASES
+from dips.master.metrics_counts import REASONS, WAITING
+from dips.master.state.status import KINDS as ALARMS
 from dips.slave import metrics as slave
-from dips.slave.metrics_collector import PHASES as SHARD_PHASES
-from dips.slave.metrics_counts import JOBS
+from dips.slave.metrics import JOBS
+from dips.slave.metrics import PHASES as SHARD_PHASES
 from dips.worker import metrics as worker
-from dips.worker.metrics_collector import PHASES as SESSION_PHASES
+from dips.worker.metrics import PHASES as SESSION_PHASES
 
 ROLES: tuple[tuple[str, str, Sequence[Spec]], ...] = (
     ("Master", master.PREFIX, master.METRICS),

@@ -17,8 +17,7 @@ from dips.core.model_description import description_from_json
 from dips.core.net.addresses import parse_address
 from dips.core.net.security import Security
 from dips.core.units import format_count
-from dips.local.model_folder import as_folder, check_target, write_folder
-from dips.local.offline import load_stored
+from dips.local.model_folder import as_folder, check_target, load_stored, write_folder
 from dips.local.operator_client import OperatorClient, master_address
 from dips.local.options import with_knobs
 from dips.local.processes import EVALUATION_KNOBS
@@ -27,8 +26,7 @@ from dips.master.directory import read_address
 from dips.trainer.config import SECTION as TRAIN_SECTION
 from dips.trainer.config import TrainConfig
 from dips.trainer.evaluate import Evaluation, evaluate_file, evaluate_live, follow
-from dips.trainer.export import Fetched, export_model
-from dips.trainer.fill import fill
+from dips.trainer.export import Fetched, export_model, fill
 from dips.worker.config import SECTION as CLIENT_SECTION
 from dips.worker.config import ClientConfig
 from dips.worker.reader import fetch_version

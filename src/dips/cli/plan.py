@@ -16,22 +16,17 @@ from rich.progress import track
 from rich.table import Table
 from typer.core import TyperGroup
 
-from dips.cli.plan_replan import replan
-from dips.cli.plan_run import run
-from dips.cli.plan_text import tell
-from dips.cli.plan_tradeoff import tradeoff
-from dips.cli.sweep_text import heading, map_table, rows_table
+from dips.cli.plan_more import replan, run, tradeoff
+from dips.cli.plan_text import heading, map_table, rows_table, tell
 from dips.core.errors import ConfigError
 from dips.core.units import format_seconds
 from dips.planner.api import MOST_SECONDS, is_plan, planned, played, pose, read_text, swept
 from dips.planner.api import compare as compare_setups
 from dips.planner.costs import NS
-from dips.planner.heatmap import Panel, draw_maps, panels
 from dips.planner.ir import Kind
-from dips.planner.plan import make_plan
-from dips.planner.plan_file import plan_json, ready_folder, write_plan, writing
+from dips.planner.plan import make_plan, plan_json, ready_folder, write_plan, writing
 from dips.planner.simulate import Timeline
-from dips.planner.sweep import SweepRow, cases, check_compared
+from dips.planner.sweep import Panel, SweepRow, cases, check_compared, draw_maps, panels
 from dips.planner.validation import PaperCheck, all_checks
 
 

@@ -10,9 +10,8 @@ import typer
 
 from dips.core.config import load
 from dips.core.units import format_bits_per_s, format_bytes, format_seconds
-from dips.local.formula import Quantity
 from dips.local.options import option_name, overrides_for, with_knobs
-from dips.local.sizing import SizeKnobs, SizeTable
+from dips.local.sizing import Quantity, SizeKnobs, SizeTable
 from dips.local.sizing import size as sizes_of
 
 SECTION = "size"

@@ -17,15 +17,13 @@ from dips.core.net.addresses import format_address, parse_address
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE
 from dips.doctor.local import refuse_what_cannot_start
 from dips.local.local_run import LocalRun
-from dips.local.metrics_option import MetricsOption, metrics_sentence
-from dips.local.page_option import page_sentence, with_page, without_page
-from dips.local.processes import RunPlan
+from dips.local.log_files import HELDOUT_TAPE, HeldoutPoint, heldout_losses, tape_path
+from dips.local.processes import MetricsOption, RunPlan, metrics_sentence, page_sentence, with_page, without_page
 from dips.local.progress import Progress, progress_for
 from dips.local.run_directory import UP, Mark, RunDirectory, claim
 from dips.local.run_file import read_run_file
 from dips.local.settings import LogFormatOption, log_format_asked
 from dips.local.supervisor import POLL_S
-from dips.local.tapes import HELDOUT_TAPE, HeldoutPoint, heldout_losses, tape_path
 
 
 def up(

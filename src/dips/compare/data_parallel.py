@@ -18,8 +18,8 @@ from dips.compare.record import CurvePoint, RunRecord, at_tokens
 from dips.compare.setup import ComparisonSetup
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import DataRange
-from dips.sim.links import all_reduce_s
-from dips.trainer.rows import all_ranges, take_rows
+from dips.sim.network import all_reduce_s
+from dips.trainer.corpus import all_ranges, take_rows
 
 METHOD = "dp"
 

@@ -11,14 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dips.compare.course import Course
-from dips.compare.inject import Injection, Injector
 from dips.compare.learner import Evaluate, Learner
-from dips.compare.methods import Method
+from dips.compare.methods import Injection, Injector, Method
 from dips.compare.plans import plan_of, timing_data, timing_layout, wire_bytes
-from dips.compare.record import CurvePoint, RunRecord, at_tokens
+from dips.compare.record import Course, CurvePoint, RunRecord, RunTally, at_tokens
 from dips.compare.setup import ComparisonSetup
-from dips.compare.tally import RunTally
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
 from dips.core.layout import Layout

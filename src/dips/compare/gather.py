@@ -9,8 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dips.compare.jobs import ComparisonJob, Results, do_job
-from dips.compare.pool import JobWork, PoolJobFailed, run_jobs
-from dips.compare.progress import CompareProgress
+from dips.compare.pool import CompareProgress, JobWork, PoolJobFailed, run_jobs
 from dips.compare.record import RunRecord
 from dips.core.clock import Clock
 from dips.core.errors import DipsError

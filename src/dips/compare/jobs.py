@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import dips
-from dips.compare.inject import Injection
-from dips.compare.methods import find_method
+from dips.compare.methods import Injection, find_method
 from dips.compare.pool import TellProgress
 from dips.compare.record import RunRecord
 from dips.compare.setup import ComparisonSetup

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dips.compare.record import CurvePoint, PushFact, RunRecord
-from dips.compare.summary import EXCLUDED, KNOWS_NOTHING
+from dips.compare.report import EXCLUDED, KNOWS_NOTHING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

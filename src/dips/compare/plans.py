@@ -17,7 +17,7 @@ from dips.core.wire import WIRE_DTYPES
 from dips.master.config import MasterConfig
 from dips.sim.arithmetic import Arithmetic
 from dips.sim.content import SYMBOLS
-from dips.sim.links import LinkPlan, ProcessRates
+from dips.sim.network import LinkPlan, ProcessRates
 from dips.sim.run_plan import SimulatedRunPlan
 from dips.trainer.sizes import SIZES
 

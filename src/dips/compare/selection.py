@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dips.compare.figures import FIGURES
-from dips.compare.inject import KINDS
-from dips.compare.methods import METHODS, find_method
+from dips.compare.methods import KINDS, METHODS, find_method
 from dips.compare.setup import ComparisonSetup, load_setup
 from dips.compare.speed import SPEED_FIGURES
 from dips.core.errors import ConfigError

@@ -16,7 +16,7 @@ from dips.compare.plans import wire_bytes
 from dips.compare.record import RunRecord
 from dips.compare.setup import ComparisonSetup
 from dips.core.errors import ConfigError
-from dips.sim.links import all_reduce_s
+from dips.sim.network import all_reduce_s
 
 WARM_UP_SHARE = 0.25
 """The part of a run's tokens that is not measured: the clusters' phases still change."""

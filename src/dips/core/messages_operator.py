@@ -76,7 +76,7 @@ class RoundSummary:
 
 @dataclass(frozen=True)
 class Alarm:
-    """A condition, until it is over. kind: a word of master/state/alarms.py; clusters: empty for the run."""
+    """A condition, until it is over. kind: a word of master/state/status.py; clusters: empty for the run."""
 
     kind: str
     clusters: tuple[str, ...]

@@ -5,13 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dips.deploy.deploy_file import CONFIG, KEYS, METRICS_PORT, STATE, Deployment
-from dips.deploy.deploy_knobs import DeployedClusterKnobs
-from dips.deploy.network_policies import cluster_policy
+from dips.deploy.deploy_file import (
+    CONFIG,
+    KEYS,
+    METRICS_PORT,
+    STATE,
+    DeployedClusterKnobs,
+    Deployment,
+    processors,
+    quantity,
+)
 from dips.deploy.objects import (
     CONFIG_HASH,
     METRICS,
     Object,
+    cluster_policy,
     config_hash,
     config_mount,
     config_volume,
@@ -29,7 +37,6 @@ from dips.deploy.objects import (
     settings_map,
     toml,
 )
-from dips.deploy.sizes import processors, quantity
 
 RENDEZVOUS_PORT = 29600
 RETRIES = 100_000

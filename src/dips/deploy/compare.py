@@ -18,8 +18,8 @@ from hashlib import sha256
 from typing import Any
 
 from dips.core.errors import ConfigError
+from dips.deploy.deploy_file import parse_quantity
 from dips.deploy.objects import Object, as_yaml
-from dips.deploy.sizes import parse_quantity
 
 FIELDS = "dips/fields"
 """Annotation: which fields we set, without their values."""

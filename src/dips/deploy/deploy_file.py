@@ -9,26 +9,270 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, Field
 
 from dips.core.config import Knobs, load_table, read_tables
 from dips.core.errors import ConfigError
 from dips.core.net.addresses import parse_address
-from dips.deploy.deploy_knobs import (
-    DeployedClusterKnobs,
-    DeployKnobs,
-    ModelKnobs,
-    SiteKnobs,
-)
-from dips.deploy.sizes import PodSizes, sizes_for
+from dips.core.units import Bytes, Count, format_bytes, format_count
 from dips.local.processes import leaving_s
+from dips.local.sizing import SizeKnobs, size
 from dips.master.config import MasterConfig
 from dips.planner.server_site import Sites
 from dips.slave.config import SlaveConfig
 from dips.worker.config import ClientConfig
+
+# ---- deploy knobs ----------------------------------------------------------------------------------------------------
+#
+# The tables of a deployment file, each with a description for every key.
+
+
+_LABEL = re.compile(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?\Z")
+_IMAGES = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:/_-]*\Z")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}\Z")
+
+
+def _label(value: str) -> str:
+    """A name that Kubernetes takes for objects, with room for what is added to it."""
+    if not _LABEL.match(value):
+        raise ValueError(
+            f"{value!r} cannot name objects of Kubernetes: use 1 to 40 of a-z, 0-9 and '-', beginning with a letter"
+        )
+    return value
+
+
+def _images(value: str) -> str:
+    if not _IMAGES.match(value):
+        raise ValueError(f"{value!r} is not a registry and path, such as registry.example.org/dips")
+    return value.rstrip("/")
+
+
+def _tag(value: str) -> str:
+    if not _TAG.match(value):
+        raise ValueError(f"{value!r} is not a tag of an image, such as 0.1.0")
+    return value
+
+
+Label = Annotated[str, AfterValidator(_label)]
+
+
+class DeployKnobs(Knobs):
+    """The table [deploy]."""
+
+    run_id: Label = Field(description="Name of the run; the names of all objects begin with it")
+    namespace: Label = Field("dips", description="Namespace of the objects, in every context")
+    images: Annotated[str, AfterValidator(_images)] = Field(
+        description="Registry and path of the images dips-master, dips-slave and dips-worker"
+    )
+    tag: Annotated[str, AfterValidator(_tag)] = Field(description="Tag of the images")
+    pull_secret: str = Field("", description="Secret of the namespace with which images are pulled; empty: none")
+    keys: Path = Field(description="Folder that `dips keys` made; of it each process gets its own identity only")
+    placement: str = Field("auto", description="Site of the servers; auto: the one whose links serve the training best")
+    slaves: int = Field(ge=1, le=64, description="How many slaves; a running run is changed by `dips deploy scale`")
+    slave_cpus: float = Field(4, gt=0, le=1024, description="Processors that a slave asks for")
+    expose: Literal["load-balancer", "node-port", "inside"] = Field(
+        "load-balancer",
+        description="How clusters reach the servers from other places; inside: they are in the same one",
+    )
+    master_port: int | None = Field(
+        None, ge=1, le=65535, description="Port of the master there (29400; node-port: 30400)"
+    )
+    data_port: int | None = Field(
+        None, ge=1, le=65535, description="Port of the slaves there (29500); node-port: of the first one (30500)"
+    )
+    storage_class: str = Field("", description="Storage class of all volumes; empty: the context's default")
+    master_volume: Bytes = Field(0, description="Size of the master's volume; 0: by the formula")
+    slave_volume: Bytes = Field(0, description="Size of each slave's volume; 0: by the formula")
+    spread: Literal["required", "preferred"] = Field(
+        "required", description="Whether two slaves must not be on one node, or rather should not"
+    )
+    prometheus_namespace: Label = Field("monitoring", description="Namespace from which metrics may be read")
+    service_monitor: bool = Field(True, description="Make a ServiceMonitor; needs the Prometheus operator")
+
+    @property
+    def outside_master_port(self) -> int:
+        return self.master_port or (30400 if self.expose == "node-port" else 29400)
+
+    @property
+    def outside_data_port(self) -> int:
+        return self.data_port or (30500 if self.expose == "node-port" else 29500)
+
+    def image(self, role: str) -> str:
+        return f"{self.images}/dips-{role}:{self.tag}"
+
+
+class ModelKnobs(Knobs):
+    """The table [model]."""
+
+    parameters: Annotated[Count, Field(ge=1)] = Field(description="Parameters of the model, such as '7B'")
+
+
+class SiteKnobs(Knobs):
+    """A table [[sites]]."""
+
+    name: Label = Field(description="Name of the place")
+    context: str = Field("", description="Context of the kubeconfig; empty: no Kubernetes here")
+    address: str = Field(
+        "", description="Host at which servers of this site are reached; {name}: master, slave-0, slave-1, ..."
+    )
+    cidrs: tuple[str, ...] = Field(
+        (), description="Networks from which this site's clusters come, for the servers' network policies"
+    )
+    bandwidth_gbps: tuple[float, ...] = Field(
+        (), description="From servers here to each of the clusters, in their order; for placement = 'auto'"
+    )
+
+
+class DeployedClusterKnobs(Knobs):
+    """A table [[clusters]]."""
+
+    id: Label = Field(description="Name of the cluster")
+    site: str = Field(description="Where it trains: the name of a site")
+    tokens_per_s: float = Field(0.0, ge=0, description="How fast it trains; for placement = 'auto'")
+    starts: Literal["job", "jobset", "slurm", "command"] = Field(
+        "job", description="What starts it: a Job, a JobSet, a script for Slurm, or a command for a shell"
+    )
+    nodes: int = Field(1, ge=1, le=4096, description="Nodes, one process (or torchrun) on each")
+    cpus: float = Field(4, gt=0, description="Processors on each node")
+    memory: Bytes = Field(8 << 30, ge=1 << 28, description="Memory on each node")
+    gpus: int = Field(0, ge=0, le=64, description="Accelerators on each node")
+    gpu_resource: str = Field("nvidia.com/gpu", description="Name of the accelerators as a resource of Kubernetes")
+    command: tuple[str, ...] = Field((), description="Your own program and its arguments, instead of `dips train`")
+    image: str = Field("", description="Image with your program; empty: dips-worker")
+    torchrun: bool = Field(False, description="Start the command by torchrun, one process for each accelerator")
+    queue: Annotated[str, Field(max_length=63)] = Field("", description="Local queue of Kueue; empty: none")
+    data_claim: str = Field("", description="A PersistentVolumeClaim that is there, mounted at /data for reading")
+    checkpoint_volume: Bytes = Field(0, description="Size of a volume for checkpoints; 0: none")
+    checkpoint_access: Literal["ReadWriteOnce", "ReadWriteMany"] = Field(
+        "ReadWriteOnce", description="How the checkpoints' volume may be mounted; several nodes need ReadWriteMany"
+    )
+    node_selector: tuple[str, ...] = Field((), description="Labels that nodes must have, each as 'key=value'")
+    tolerate: tuple[str, ...] = Field((), description="Taints of nodes that do not matter, by their keys")
+    partition: str = Field("", description="With slurm: the partition")
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+#
+# Computes the sizes of pods and volumes by the formulas of `dips size`, and writes them as Kubernetes does.
+#
+# Pure. A volume that was asked for and is too small is refused here, before anything is made: a slave would refuse the
+# model only when a cluster joins.
+
+
+MIB = 1 << 20
+SUPERVISOR_BYTES = 192 * MIB
+"""Of the supervisor's process: interpreter, gRPC and the client of Kubernetes take 110 MiB here."""
+
+TAPE_ROOM_BYTES = 2 << 30
+"""In addition to the journal, for the master's tape: some KB for each round and push (docs/budgets.md)."""
+
+_IRRELEVANT_LINK = "1gbps"
+"""No size of memory or disk depends on the link; `dips size` shows times."""
+
+
+@dataclass(frozen=True)
+class PodSizes:
+    """Sizes of pods and volumes in bytes.
+
+    slave_memory is the setting memory_bytes; *_process what a pod asks for; *_volume of its volume.
+    """
+
+    slave_memory_bytes: int
+    slave_process_bytes: int
+    slave_volume_bytes: int
+    master_process_bytes: int
+    master_volume_bytes: int
+    needed_slave_volume_bytes: int
+    needed_master_volume_bytes: int
+
+    def explain(self) -> list[str]:
+        """For a person, one line each."""
+        setting, pod, volume = self.slave_memory_bytes, self.slave_process_bytes, self.slave_volume_bytes
+        return [
+            f"slave: memory_bytes {format_bytes(setting)}, pod {format_bytes(pod)}, volume {format_bytes(volume)}",
+            f"master: pod {format_bytes(self.master_process_bytes)}, volume {format_bytes(self.master_volume_bytes)}",
+        ]
+
+
+def sizes_for(
+    run: DeployKnobs, model: ModelKnobs, master: MasterConfig, slave: SlaveConfig, n_clusters: int, where: str
+) -> PodSizes:
+    """The sizes of a deployment. Raises ConfigError, which begins with `where`, for a volume below its formula."""
+    table = size(
+        SizeKnobs(
+            params=model.parameters,
+            clusters=n_clusters,
+            slaves=run.slaves,
+            link=_IRRELEVANT_LINK,
+            max_clusters=master.max_clusters,
+            pinned_versions=master.pinned_versions,
+            snapshots_kept=slave.snapshots_kept,
+            chunk_bytes=master.chunk_bytes,
+            archive_bytes=master.archive_bytes,
+            journal_records=master.journal_records,
+        )
+    )
+    of_slave = _rounded(table.whole("slave_volume_bytes"))
+    of_master = _rounded(table.whole("master_disk_bytes") + TAPE_ROOM_BYTES)
+    _check_volume(where, "slave_volume", run.slave_volume, of_slave, format_count(model.parameters), run.slaves)
+    _check_volume(where, "master_volume", run.master_volume, of_master, format_count(model.parameters), run.slaves)
+    return PodSizes(
+        _rounded(table.whole("slave_memory_bytes")),
+        _rounded(table.whole("slave_process_bytes")),
+        run.slave_volume or of_slave,
+        _rounded(table.whole("master_memory_bytes")),
+        run.master_volume or of_master,
+        of_slave,
+        of_master,
+    )
+
+
+def quantity(n_bytes: int) -> str:
+    """A size as Kubernetes itself writes it, so that what it gives back compares equal; rounded up to whole MiB."""
+    amount, unit = -(-n_bytes // MIB), 0
+    while amount % 1024 == 0 and unit < 3:
+        amount, unit = amount // 1024, unit + 1
+    return f"{amount}{('Mi', 'Gi', 'Ti', 'Pi')[unit]}"
+
+
+def processors(cpus: float) -> str:
+    """Processors as Kubernetes itself writes them: whole ones, or thousandths."""
+    thousandths = round(cpus * 1000)
+    return str(thousandths // 1000) if thousandths % 1000 == 0 else f"{thousandths}m"
+
+
+def parse_quantity(text: object) -> int:
+    """The bytes of a size that Kubernetes gave back; 0 for what is no size."""
+    units = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50, "Ei": 1 << 60}
+    units |= {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+    words = str(text)
+    number = words.rstrip("KMGTPEik")
+    try:
+        return int(float(number) * units[words[len(number) :]])
+    except (KeyError, ValueError):
+        return 0
+
+
+def _rounded(n_bytes: int) -> int:
+    return -(-n_bytes // MIB) * MIB
+
+
+def _check_volume(where: str, key: str, given: int, needed: int, parameters: str, slaves: int) -> None:
+    if given and given < needed:
+        raise ConfigError(
+            f"{where}: {key} = {format_bytes(given)} is too small: {parameters} parameters on {slaves} slaves need "
+            f"{quantity(needed)}: give that, or leave it out; `dips size` has the formula"
+        )
+
+
+# ---- deploy file -----------------------------------------------------------------------------------------------------
+
 
 TABLES = ("deploy", "model", "sites", "clusters", "master", "slave", "worker", "train")
 AUTO = "auto"

@@ -13,13 +13,12 @@ from typing import Protocol
 
 from dips.core.errors import ConfigError, DipsError
 from dips.core.messages import StatusReply
-from dips.deploy import identities, plan
+from dips.deploy import identities
+from dips.deploy import rollout as plan
 from dips.deploy.compare import ObjectAction, Step
-from dips.deploy.deploy_file import Deployment
-from dips.deploy.deploy_knobs import DeployedClusterKnobs
-from dips.deploy.health import Health, ObjectState, state_of
+from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment
+from dips.deploy.health import Dial, Health, ObjectState, endpoints, state_of, state_of_endpoint
 from dips.deploy.objects import CLUSTER_LABEL, Object
-from dips.deploy.reach import Dial, endpoints, state_of_endpoint
 from dips.deploy.rollout import Api, Rollout, everything, rehearsed
 
 Planned = list[tuple[plan.RolloutStage, list[Step]]]

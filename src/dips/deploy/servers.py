@@ -14,9 +14,11 @@ from dips.deploy.deploy_file import (
     METRICS_PORT,
     PAGE_PORT,
     STATE,
+    SUPERVISOR_BYTES,
     Deployment,
+    processors,
+    quantity,
 )
-from dips.deploy.network_policies import server_policies
 from dips.deploy.objects import (
     CONFIG_HASH,
     METRICS,
@@ -35,6 +37,7 @@ from dips.deploy.objects import (
     resources,
     secret_volume,
     selector,
+    server_policies,
     service_account,
     service_ports,
     settings_map,
@@ -42,7 +45,6 @@ from dips.deploy.objects import (
     tcp_probe,
     toml,
 )
-from dips.deploy.sizes import SUPERVISOR_BYTES, processors, quantity
 
 START_PROBES, LIFE_PROBES, PROBE_S = 360, 6, 10
 """A slave reads its snapshots back before it opens its port: an hour is given. Later a minute of silence ends it."""

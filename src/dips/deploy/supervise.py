@@ -7,15 +7,150 @@ that may ask for the status. A master or an API server that does not answer mean
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Protocol
 
 from dips.core.errors import DipsError
 from dips.core.messages import StatusReply
 from dips.deploy.objects import Object
-from dips.deploy.slave_watch import Ending, Pod, WatchLimits, WatchMemory, look
+from dips.local.supervisor import RestartPolicy
+
+# ---- slave watch -----------------------------------------------------------------------------------------------------
+#
+# Decides which slave's pod has to end, so that its StatefulSet starts it again. Pure: observations in, names out.
+#
+# A StatefulSet sees that a container ended or that its probes fail. It cannot see that a slave's process runs and its
+# pod is ready while the master does not hear from it, or that a round waits for this one slave for ever. It must never
+# end two slaves at once, nor anything while the master's status is not known.
+
+
+LATER = RestartPolicy(first_delay_s=120.0, max_delay_s=1800.0)
+"""Between two times that the same slave is ended: what one restart did not heal, another one soon will not."""
+
+_BLAMED = re.compile(r"slave ([^,\s]+) has yet to (?:measure|prepare|flip) ")
+_WAITING_PHASES = ("MEASURE", "PREPARE", "COMMIT")
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A slave's pod. ready: its StatefulSet has no reason to act; uid: this one and no later one of its name."""
+
+    name: str
+    uid: str
+    ready: bool
+    ready_for_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class WatchLimits:
+    """Time limits. gone_s: how long the master may miss a slave whose pod is ready.
+
+    stuck_s: how long a round may wait for one.
+    """
+
+    gone_s: float = 120.0
+    stuck_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class WatchMemory:
+    """The state that is kept between two looks. away, blamed: since when, by slave; ended: when last and how often."""
+
+    away_s: Mapping[str, float]
+    blamed_s: Mapping[str, float]
+    ended_s: Mapping[str, float]
+    endings: Mapping[str, int]
+    committed: int = -1
+    epoch: int = -1
+
+    @classmethod
+    def nothing(cls) -> WatchMemory:
+        return cls({}, {}, {}, {})
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A pod that has to end, and why."""
+
+    slave: str
+    pod: Pod
+    reason: str
+
+
+def look(
+    memory: WatchMemory, status: StatusReply, pods: Mapping[str, Pod | None], now_s: float, patience: WatchLimits
+) -> tuple[WatchMemory, Ending | None]:
+    """One look: the state to keep, and the pod to end, if there is one. pods: by slave; None: not there."""
+    memory = _noted(memory, status, tuple(pods), now_s)
+    if status.stopping or status.stopped or any(pod is None or not pod.ready for pod in pods.values()):
+        return memory, None  # the run ends, or one slave is being started already
+    for slave, pod in pods.items():
+        why = _why(memory, slave, pod, now_s, patience)
+        if why and pod is not None and _may_end(memory, slave, now_s):
+            return _with_ending(memory, slave, now_s), Ending(slave, pod, why)
+    return memory, None
+
+
+def _noted(memory: WatchMemory, status: StatusReply, slaves: Sequence[str], now_s: float) -> WatchMemory:
+    """Since when each slave is away or blamed; a restart of the master, or a new version, begins the count again."""
+    alive = {slave.slave_id for slave in status.slaves if slave.alive}
+    fresh = status.epoch != memory.epoch
+    away = {} if fresh else memory.away_s
+    moved = fresh or status.rounds_committed != memory.committed
+    blamed = {} if moved else memory.blamed_s
+    guilty = _blamed(status)
+    return replace(
+        memory,
+        away_s={slave: away.get(slave, now_s) for slave in slaves if slave not in alive},
+        blamed_s={slave: blamed.get(slave, now_s) for slave in slaves if slave == guilty or slave in blamed},
+        committed=status.rounds_committed,
+        epoch=status.epoch,
+    )
+
+
+def _blamed(status: StatusReply) -> str:
+    """The one slave that the open round waits for; empty when it waits for several, or for none."""
+    found = _BLAMED.match(status.waiting_for)
+    return found[1] if found and status.phase in _WAITING_PHASES else ""
+
+
+def _why(memory: WatchMemory, slave: str, pod: Pod | None, now_s: float, patience: WatchLimits) -> str:
+    if pod is None:
+        return ""
+    gone_s = now_s - memory.away_s.get(slave, now_s)
+    if min(gone_s, pod.ready_for_s) >= patience.gone_s:
+        return f"its pod has been ready for {pod.ready_for_s:.0f} s, and the master has missed it for {gone_s:.0f} s"
+    stuck_s = now_s - memory.blamed_s.get(slave, now_s)
+    if len(memory.blamed_s) == 1 and stuck_s >= patience.stuck_s:
+        return f"rounds have waited for it alone for {stuck_s:.0f} s, and none was committed meanwhile"
+    return ""
+
+
+def _may_end(memory: WatchMemory, slave: str, now_s: float) -> bool:
+    """Longer pauses after each time."""
+    if slave not in memory.ended_s:
+        return True
+    pause_s = min(LATER.first_delay_s * 2.0 ** (memory.endings[slave] - 1), LATER.max_delay_s)
+    return now_s - memory.ended_s[slave] >= pause_s
+
+
+def _with_ending(memory: WatchMemory, slave: str, now_s: float) -> WatchMemory:
+    endings = {**memory.endings, slave: memory.endings.get(slave, 0) + 1}
+    return replace(
+        memory,
+        away_s={name: since for name, since in memory.away_s.items() if name != slave},
+        blamed_s={},
+        ended_s={**memory.ended_s, slave: now_s},
+        endings=endings,
+    )
+
+
+# ---- supervise -------------------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger("dips.supervisor")
 

@@ -12,13 +12,12 @@ from functools import partial
 from dips.core.errors import DipsError
 from dips.core.release import VERSION
 from dips.core.units import format_bits_per_s, format_bytes, format_seconds, parse_seconds
-from dips.deploy import contexts, identities
-from dips.deploy.deploy_file import Deployment
-from dips.deploy.deploy_knobs import DeployedClusterKnobs
+from dips.deploy import identities, kubernetes_api
+from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment
 from dips.doctor import host, network
 from dips.doctor.findings import Check, Finding, Findings, Grade, fail, ok, warn
-from dips.doctor.identities import WantedIdentity, check_identities
-from dips.doctor.packages import check_packages
+from dips.doctor.host import check_packages
+from dips.doctor.network import WantedIdentity, check_identities
 from dips.local.sizing import SizeKnobs, SizeTable, size
 from dips.master.config import MasterConfig
 
@@ -62,12 +61,12 @@ def _keys(deployment: Deployment) -> Findings:
 
 def _contexts(deployment: Deployment) -> Findings:
     """Each site's context is known, its API server answers and accepts us, and its clock agrees with ours."""
-    known = contexts.known_contexts()
+    known = kubernetes_api.known_contexts()
     if known is None:
-        contexts.check_contexts([], known)
+        kubernetes_api.check_contexts([], known)
     for context in dict.fromkeys(site.context for site in deployment.sites if site.context):
         try:
-            contexts.check_contexts([context], known)
+            kubernetes_api.check_contexts([context], known)
             yield from _asked(context, deployment.run.namespace)
         except DipsError as error:
             yield Finding("contexts", Grade.FAIL, str(error))
@@ -75,10 +74,10 @@ def _contexts(deployment: Deployment) -> Findings:
 
 def _asked(context: str, namespace: str) -> Findings:
     began_s = time.monotonic()
-    found = contexts.open_context(context, namespace).get("Namespace", namespace)
+    found = kubernetes_api.open_context(context, namespace).get("Namespace", namespace)
     trip = format_seconds(time.monotonic() - began_s)
     there = f"namespace {namespace} is there" if found else f"`dips deploy apply` makes the namespace {namespace}"
-    version, date = contexts.release_of(context)
+    version, date = kubernetes_api.release_of(context)
     yield ok("contexts", f"{context}: Kubernetes {version} answers in {trip}; {there}")
     ahead_s = ahead_of_us_s(date, time.time())
     if ahead_s is not None and abs(ahead_s) > CLOCKS_DIFFER_S:

@@ -25,16 +25,15 @@ from dips.core.messages import (
     SlaveStatus,
     StatusReply,
 )
-from dips.core.net.addresses import parse_address
+from dips.core.net.addresses import is_elsewhere, is_loopback_endpoint, parse_address, unreachable_sentence
 from dips.core.net.curve import CurvePair, as_client, pair_for
-from dips.core.net.reach import is_elsewhere, is_loopback_endpoint, unreachable_sentence
 from dips.core.net.security import Identity, Role, Security
 from dips.core.net.tls_probe import why_not_let_in
 from dips.core.observe.telemetry import new_cause
 from dips.core.units import format_seconds
 from dips.doctor import host, network
 from dips.doctor.findings import Check, Finding, Findings, Grade, fail, ok, warn
-from dips.doctor.identities import WantedIdentity, check_identities
+from dips.doctor.network import WantedIdentity, check_identities
 from dips.local.operator_client import OperatorClient
 from dips.worker.control import MasterStubs, channel_to
 

@@ -19,10 +19,11 @@ from dips.core.net.security import Role
 from dips.core.placement import shard_bytes_needed
 from dips.core.release import how_to_install
 from dips.core.units import format_bytes, format_count
-from dips.doctor import disk, host, network
+from dips.doctor import host, network
+from dips.doctor import host as disk
 from dips.doctor.findings import Check, Finding, Findings, Grade, examined, fail, ok, warn
-from dips.doctor.identities import WantedIdentity, check_identities
-from dips.doctor.packages import check_packages
+from dips.doctor.host import check_packages
+from dips.doctor.network import WantedIdentity, check_identities
 from dips.local.authority import OPERATOR
 from dips.local.processes import EVALUATOR, MASTER, OwnCluster, RunPlan, TrainedCluster
 from dips.local.run_directory import KEYS, UP, Mark, is_held, read_mark

@@ -18,11 +18,9 @@ from dips.core.errors import ConfigError
 from dips.judge.facts import MERGES, Fields, History, Pair, PushKey, pair, push_of, say_push, say_round, say_version
 from dips.judge.invariants import Violation
 from dips.judge.records import RunRecords, TapeLine
-from dips.master.journal_file import EPOCH
-from dips.slave import promise
-from dips.slave.directory import IDENTITY, KEYS
-from dips.slave.durable import LocalDisk
-from dips.slave.promise import read_promise, read_small
+from dips.master.archive import EPOCH
+from dips.slave import disk as promise
+from dips.slave.disk import IDENTITY, KEYS, LocalDisk, read_promise, read_small
 
 NAME = "records"
 PROMISE = "What the processes recorded is whole, and agrees."

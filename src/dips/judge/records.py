@@ -20,11 +20,10 @@ import numpy as np
 
 from dips.core.errors import ConfigError, RetryLater
 from dips.core.observe.telemetry import CHAIN, HEAD, read_chained
-from dips.master.archive import FOLDER, JournalRecord
+from dips.master.archive import FILE_NAME, FOLDER, JournalRecord
 from dips.master.journal import read_content
-from dips.master.journal_file import FILE_NAME
-from dips.slave import manifest as manifests
-from dips.slave.snapshot_file import HEADER_BYTES, SnapshotError, read_head, read_tensors
+from dips.slave import snapshot_files as manifests
+from dips.slave.snapshot_files import HEADER_BYTES, SnapshotError, read_head, read_tensors
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ from dips.core.net.security import INSECURE, Security
 from dips.core.observe.telemetry import Tape
 from dips.core.units import format_seconds
 from dips.local.authority import OPERATOR, ensure_keys
+from dips.local.log_files import StartFollower, tape_path
 from dips.local.operator_client import OperatorClient, wait_for_master
 from dips.local.processes import (
     EVALUATOR,
@@ -31,7 +32,6 @@ from dips.local.processes import (
 )
 from dips.local.run_directory import RunDirectory
 from dips.local.supervisor import POLL_S, ChildEvent, ProcessSupervisor
-from dips.local.tapes import StartFollower, tape_path
 from dips.master.page.access import read_page_url
 
 STATUS_EVERY_S = 0.5

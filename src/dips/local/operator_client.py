@@ -27,8 +27,7 @@ from dips.core.messages import (
     StatusRequest,
 )
 from dips.core.net import codec_protobuf
-from dips.core.net.grpc_channel import open_channel
-from dips.core.net.grpc_refusal import refused_from
+from dips.core.net.grpc_calls import open_channel, refused_from
 from dips.core.net.security import Security
 from dips.core.net.tls_probe import why_not_let_in
 from dips.master.directory import read_address

@@ -7,24 +7,29 @@ settings from is not theirs.
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from dips.core.messages import Settings
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE, SETTINGS
 from dips.core.observe.log_lines import LOG_FORMAT_VARIABLE, LogFormat
+from dips.core.release import how_to_install
+from dips.local.log_files import HELDOUT_TAPE, tape_path
 from dips.local.options import command_line, option_name
 from dips.local.run_directory import RunDirectory
 from dips.local.supervisor import ChildSpec, StopStage
-from dips.local.tapes import HELDOUT_TAPE, tape_path
 from dips.worker.config import ClientConfig, leaving_takes_s
 
 if TYPE_CHECKING:
-    from dips.core.observe.metrics_knobs import MetricsKnobs
+    from dips.core.observe.metrics import MetricsKnobs
     from dips.master.config import MasterConfig
     from dips.slave.config import SlaveConfig
     from dips.trainer.config import TrainConfig
@@ -211,3 +216,56 @@ def _environment(plan: RunPlan, added: Mapping[str, str] | None = None) -> dict[
     kept = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith(prefixes)}
     # A log that is read while the process runs must not wait in a buffer.
     return {**kept, "PYTHONUNBUFFERED": "1", LOG_FORMAT_VARIABLE: plan.log_format, **(added or {})}
+
+
+# ---- metrics option --------------------------------------------------------------------------------------------------
+#
+# The option --metrics of commands that start whole runs: all processes serve metrics.
+
+
+MetricsOption = Annotated[
+    bool, typer.Option("--metrics", help="Every process serves Prometheus metrics; metrics/*.json say where.")
+]
+
+
+def metrics_sentence(plan: RunPlan, directory: RunDirectory) -> str:
+    """How to configure Prometheus; empty when no metrics are served."""
+    if not plan.metrics:
+        return ""
+    return f"metrics: let Prometheus read the addresses from {directory.metrics}/*.json (file_sd_configs)"
+
+
+# ---- page option -----------------------------------------------------------------------------------------------------
+#
+# The status page of a run on this machine: on unless it is switched off, at a free port of loopback.
+
+
+LISTEN = "127.0.0.1:0"
+WITHOUT = f"no status page: aiohttp is not installed ({how_to_install('master')})"
+
+
+def with_page(plan: RunPlan, run_dir: Path) -> RunPlan:
+    """The plan with a page that draws the evaluator's losses too; an address that the settings give is kept."""
+    if not page_can_be():
+        return plan  # page_sentence says so
+    page: dict[str, object] = {"page_listen": plan.master.page_listen or LISTEN}
+    if plan.evaluate is not None and plan.master.page_heldout is None:
+        page["page_heldout"] = tape_path(run_dir, HELDOUT_TAPE)
+    return dataclasses.replace(plan, master=plan.master.model_copy(update=page))
+
+
+def without_page(plan: RunPlan) -> RunPlan:
+    """The plan without one, whatever the settings say."""
+    return dataclasses.replace(plan, master=plan.master.model_copy(update={"page_listen": None}))
+
+
+def page_can_be() -> bool:
+    """Whether its server is installed."""
+    return importlib.util.find_spec("aiohttp") is not None
+
+
+def page_sentence(url: str | None, wanted: bool) -> str:
+    """The launcher's sentence about the page; empty when none was wanted."""
+    if url is not None:
+        return f"the status page is at {url}"
+    return WITHOUT if wanted else ""

@@ -17,8 +17,8 @@ from rich.text import Text
 from dips.core.clock import Clock
 from dips.core.messages import StatusReply
 from dips.core.units import format_seconds
-from dips.local.demo_faults import Fault
-from dips.local.tapes import HeldoutPoint
+from dips.local.log_files import HeldoutPoint
+from dips.local.report import Fault
 from dips.local.view import alarm_sentence, plain_line, status_view
 
 PLAIN_EVERY_S = 5.0

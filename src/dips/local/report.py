@@ -16,13 +16,212 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dips.core.errors import TERMINATED
-from dips.core.messages import ClusterStatus, StatusReply
+from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
 from dips.core.release import software_versions
-from dips.local.demo_faults import Fault, PlannedFault
-from dips.local.tapes import HeldoutPoint
+from dips.local.log_files import HeldoutPoint, LossPoint
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# ---- demo faults -----------------------------------------------------------------------------------------------------
+#
+# The faults that a demonstration makes on purpose: which process is killed when, and when it was back.
+#
+# Decides and remembers; the owner of the processes kills. Times are seconds since the run began. A planned
+# fault that never happened is reported as such: a demonstration must not claim what it did not do.
+
+
+CLUSTER = "cluster"
+SLAVE = "slave"
+
+
+@dataclass(frozen=True)
+class PlannedFault:
+    """Kill `target` once the run has applied this share of its tokens. kind: cluster or slave."""
+
+    kind: str
+    target: str
+    at_share: float
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point of the run: in seconds since it began, in applied tokens, and in published versions (None: none yet)."""
+
+    seconds: float
+    tokens: int
+    version: int | None
+
+
+@dataclass
+class Fault:
+    """A fault that happened. `incarnation`: the one that was killed; `back`: None until the next one is
+    at work."""
+
+    planned: PlannedFault
+    pid: int
+    incarnation: str
+    when: Moment
+    back: Moment | None = None
+    back_as: str = ""
+
+    @property
+    def what(self) -> str:
+        return f"{self.planned.kind} {self.planned.target} killed with SIGKILL"
+
+
+class FaultPlan:
+    """The planned faults: those still to be done, and those that were done."""
+
+    def __init__(self, planned: Sequence[PlannedFault]) -> None:
+        self._to_do = list(planned)
+        self.happened: list[Fault] = []
+
+    @property
+    def never_happened(self) -> list[PlannedFault]:
+        return list(self._to_do)
+
+    def due(self, status: StatusReply) -> list[PlannedFault]:
+        """The faults whose time has come and whose target is there to be killed."""
+        if not status.tk_max_tokens or status.stopping or status.stopped:
+            return []
+        share = status.tokens / status.tk_max_tokens
+        return [fault for fault in self._to_do if share >= fault.at_share and _find(status, fault).alive]
+
+    def was_done(self, fault: PlannedFault, pid: int, status: StatusReply, now_s: float) -> Fault:
+        """Remember that the process `pid` was killed for this planned fault."""
+        self._to_do.remove(fault)
+        done = Fault(fault, pid, str(_find(status, fault).incarnation), moment(status, now_s))
+        self.happened.append(done)
+        return done
+
+    def observe(self, status: StatusReply, now_s: float) -> list[Fault]:
+        """The faults whose victim is now seen to be back for the first time."""
+        back = [fault for fault in self.happened if fault.back is None and _is_back(status, fault)]
+        for fault in back:
+            fault.back = moment(status, now_s)
+            fault.back_as = str(_find(status, fault.planned).incarnation)
+        return back
+
+
+def moment(status: StatusReply, now_s: float) -> Moment:
+    return Moment(now_s, status.tokens, status.published.v if status.published else None)
+
+
+def _find(status: StatusReply, fault: PlannedFault) -> ClusterStatus | SlaveStatus:
+    """The target's status; one that is not alive when the master does not know it."""
+    if fault.kind == CLUSTER:
+        clusters = (cluster for cluster in status.clusters if cluster.cluster_id == fault.target)
+        return next(clusters, ClusterStatus(fault.target))
+    slaves = (slave for slave in status.slaves if slave.slave_id == fault.target)
+    return next(slaves, SlaveStatus(fault.target))
+
+
+def _is_back(status: StatusReply, fault: Fault) -> bool:
+    """A cluster is back when it has joined again; a slave when it holds the published version again."""
+    found = _find(status, fault.planned)
+    if not found.alive or str(found.incarnation) == fault.incarnation:
+        return False
+    return isinstance(found, ClusterStatus) or found.version == status.published
+
+
+# ---- picture ---------------------------------------------------------------------------------------------------------
+#
+# Draws the losses of a run: each cluster's training loss and the held-out loss over the run's tokens.
+#
+# Colours are those of Okabe and Ito, which colour-blind people can distinguish; line styles differ as well. It
+# must draw only what the tapes hold: nothing is invented between or beyond the points, beyond a running mean
+# that it names.
+
+
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+_STYLES = ("-", "--", "-.", ":")
+_MEAN_OF = 9
+_INCHES = (9.0, 5.6)
+_DPI = 130
+_LEGEND_COLUMNS = 3
+
+
+def draw_losses(
+    path: Path,
+    training: Mapping[str, Sequence[LossPoint]],
+    heldout: Sequence[HeldoutPoint],
+    faults: Sequence[Fault] = (),
+    title: str = "",
+) -> None:
+    """Write the picture as PNG. training: cluster id -> its points; all losses in nats per byte."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for index, (name, points) in enumerate(sorted(training.items())):
+        _draw_training(axes, index, name, points)
+    _draw_heldout(axes, heldout)
+    for fault in faults:
+        _draw_fault(axes, fault)
+    axes.set_xlabel("tokens (bytes of text) applied by the whole run")
+    axes.set_ylabel("loss, nats per byte")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    figure.legend(loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize="small", frameon=False)
+    figure.savefig(path, format="png")
+
+
+def running_mean(points: Sequence[LossPoint], of: int = _MEAN_OF) -> list[float]:
+    """The mean of each point's loss and up to `of` - 1 before it."""
+    losses = [point.loss for point in points]
+    windows = (losses[max(0, i + 1 - of) : i + 1] for i in range(len(losses)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def _draw_training(axes: Axes, index: int, name: str, points: Sequence[LossPoint]) -> None:
+    axes.plot(
+        [point.tokens for point in points],
+        running_mean(points),
+        color=_COLOURS[index % len(_COLOURS)],
+        linestyle=_STYLES[index % len(_STYLES)],
+        linewidth=1.1,
+        alpha=0.85,
+        label=f"cluster {name}, training (mean of {_MEAN_OF})",
+    )
+
+
+def _draw_heldout(axes: Axes, heldout: Sequence[HeldoutPoint]) -> None:
+    tokens, losses = [p.tokens for p in heldout], [p.loss for p in heldout]
+    label = "held-out text, published versions"
+    if heldout:
+        label += f" (last {losses[-1]:.3f})"
+    axes.plot(tokens, losses, color="black", linewidth=2.2, marker="o", markersize=3, label=label)
+
+
+def _draw_fault(axes: Axes, fault: Fault) -> None:
+    back = fault.back.tokens if fault.back else None
+    axes.axvline(fault.when.tokens, color="#D55E00", linewidth=1.0, linestyle=(0, (4, 3)))
+    if back is not None:
+        axes.axvspan(fault.when.tokens, back, color="#D55E00", alpha=0.12, linewidth=0)
+    until = f", back at {fault.back.seconds:.0f} s" if fault.back else ", not back"
+    axes.annotate(
+        f"{fault.what} at {fault.when.seconds:.0f} s{until}",
+        xy=(fault.when.tokens, 0.98),
+        xycoords=("data", "axes fraction"),
+        xytext=(3, 0),
+        textcoords="offset points",
+        rotation=90,
+        fontsize="x-small",
+        color="#A04000",
+        va="top",
+    )
+
+
+# ---- report ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

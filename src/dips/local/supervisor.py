@@ -8,10 +8,12 @@ included, it is started again. It never decides about the run itself: what a dea
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,8 +33,104 @@ from dips.core.errors import (
     Refused,
 )
 from dips.core.observe.log_lines import LogFormat, LogLine, parse, rendered
-from dips.local.child import wrapped
-from dips.local.restart import FailureCount, RestartPolicy
+
+# ---- child -----------------------------------------------------------------------------------------------------------
+#
+# Starts one command that cannot outlive the process that started it: no run leaves orphans behind.
+#
+# It runs as `python -m dips.local.supervisor PARENT_PID NICENESS COMMAND...`, asks the kernel to kill this process when
+# its parent ends, and becomes the command. Only Linux has that request (PR_SET_PDEATHSIG, kept over exec);
+# elsewhere a supervisor that is itself killed leaves its children to be ended by hand.
+#
+# The signal is SIGKILL: a hung child could ignore SIGTERM, and every role survives SIGKILL
+# anyway. It must never import a role: every process is started through it.
+
+
+_PR_SET_PDEATHSIG = 1
+_EXIT_NOT_STARTED = 127
+"""What shells answer for a command that cannot be found."""
+
+
+def wrapped(command: Sequence[str], niceness: int = 0) -> list[str]:
+    """The command line that runs `command` as a child which dies with this process.
+
+    niceness: 0 to 19, how far it gives way to processes that want the processor as well.
+
+    The kernel ties the child to the thread that started it, so it must be started from the main thread.
+    """
+    return [sys.executable, "-m", "dips.local.supervisor", str(os.getpid()), str(niceness), *command]
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """End this process with SIGKILL when its parent ends; at once if the parent is gone already."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Become the command; returns only when it cannot be started."""
+    parent_pid, niceness, command = int(arguments[0]), int(arguments[1]), list(arguments[2:])
+    die_with_parent(parent_pid)
+    os.nice(niceness)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"dips: {command[0]} cannot be started: {error.strerror}: check the command's path", file=sys.stderr)
+    return _EXIT_NOT_STARTED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+
+
+# ---- restart ---------------------------------------------------------------------------------------------------------
+#
+# Decides when to start an ended process again, and when to stop trying. It has no clock and no process.
+#
+# A failure of a process that ran for long is forgiven: only failures that follow each other quickly count towards
+# giving up.
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """Delays double from first_delay_s to max_delay_s over failures that each came within quick_s of the
+    start. After a run that lasted longer there is none."""
+
+    first_delay_s: float = 0.5
+    max_delay_s: float = 8.0
+    quick_s: float = 20.0
+    quick_failures_max: int = 5
+
+    def longest_s(self) -> float:
+        """An upper bound of the time that a process which never lasts is tried for."""
+        return self.quick_failures_max * (self.quick_s + self.max_delay_s)
+
+
+class FailureCount:
+    """The failures of one process in a row."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self.quick = 0
+
+    def failed(self, ran_s: float) -> float | None:
+        """Count a failure of a process that ran for `ran_s`; the delay in seconds before the next start, None to
+        give up."""
+        lasted = ran_s >= self._policy.quick_s
+        self.quick = 1 if lasted else self.quick + 1
+        if self.quick >= self._policy.quick_failures_max:
+            return None
+        if lasted:
+            return 0.0
+        delay_s = self._policy.first_delay_s * 2.0 ** (self.quick - 1)
+        return min(delay_s, self._policy.max_delay_s)
+
+
+# ---- supervisor ------------------------------------------------------------------------------------------------------
+
 
 POLL_S = 0.1
 """How often poll() is meant to be called; also the resolution of stop()."""

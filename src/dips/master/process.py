@@ -17,21 +17,25 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dips.core.clock import Clock, SystemClock
+from dips.core.config import Loaded
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError
+from dips.core.file_limit import raise_file_limit
 from dips.core.net.addresses import dialable, format_address, parse_address
 from dips.core.net.keys import security_of
 from dips.core.net.security import Identity, Role, Security
-from dips.core.observe.telemetry import Tape
+from dips.core.observe.failpoints import install
+from dips.core.observe.telemetry import Tape, configure_logging
 from dips.master.access import LOOK_S, Access
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, MasterAddress, remove_address, write_address
 from dips.master.journal import Journal, JournalEntry, Retention
-from dips.master.metrics_serving import Metrics
+from dips.master.metrics import Metrics
 from dips.master.page.event_buffer import BufferedTape, EventBuffer
 from dips.master.rpc.server import MasterServer
 from dips.master.shell import MasterExit, MasterShell, StateMachine
 from dips.master.state.events import Revoked
-from dips.master.state.run_config import RunConfig
+from dips.master.state.master import MasterMachine
+from dips.master.state.shared import RunConfig
 
 if TYPE_CHECKING:
     from dips.master.page.page import Page
@@ -275,3 +279,24 @@ def _signals() -> Iterator[_Signals]:
     finally:
         for number in added:
             loop.remove_signal_handler(number)
+
+
+# ---- main ------------------------------------------------------------------------------------------------------------
+#
+# The entry point of a master's process. It never returns before all decisions of the master are written.
+
+
+def run(config: MasterConfig, loaded: Loaded[MasterConfig] | None = None) -> int:
+    """Serves the run until it ends or a signal comes; returns the exit code: 0 once the run is over, 143 or 130 for a
+    signal before that.
+
+    With `loaded` the settings are logged first, each with its source. Raises ConfigError (a directory, run id
+    or port that cannot be used, or a failpoint that does not exist) and FatalError (a damaged journal) before
+    anything is served.
+    """
+    raise_file_limit()
+    configure_logging("master", config.run_id, config.log_level, config.log_format)
+    install("master", enabled=config.failpoints)
+    if loaded is not None:
+        _logger.info("settings:\n%s", loaded.describe())
+    return asyncio.run(serve(config, MasterMachine)).exit_code

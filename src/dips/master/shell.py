@@ -14,20 +14,17 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.machine import MachineHistory
 from dips.core.messages import ClusterReply, OperatorReply, SlaveCommand, SlaveMessage, StatusReply
-from dips.core.net.grpc_refusal import to_refused
+from dips.core.net.grpc_calls import to_refused
 from dips.core.observe.telemetry import ChangeLogger, Tape
-from dips.master.journal import JournalEntry
-from dips.master.journal_writer import JournalWriter
+from dips.master.journal import JournalEntry, JournalWriter
 from dips.master.metrics_counts import Counts
-from dips.master.refusals import KIND, Refusals
-from dips.master.rpc.slave_link import LINK_COMMANDS, SlaveLink
 from dips.master.state.effects import (
     BeginAgain,
     CloseLink,
@@ -52,6 +49,142 @@ from dips.master.state.events import (
     SlaveSaid,
     Tick,
 )
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+#
+# Limits how often refusals are written: a caller with a thousand calls a second must not fill the disk.
+#
+# The first refusal of a kind is written at once, the next ones together, with their number, a second later. Must never
+# lose count. Time is an argument.
+
+
+KIND = "refused"
+
+EVERY_S = 1.0
+"""Seconds between two lines of one kind: a method and a code. There are some hundred kinds, which bounds the lines."""
+
+MAX_CHARACTERS = 400
+"""The most characters of a field: names and sentences may quote what a peer sent, which may be megabytes."""
+
+LOG_LINES = 20
+LOG_LINES_PER_S = 2.0
+"""Log lines at once, and per second in the long run, that a person can read; the tape has all refusals, counted."""
+
+
+@dataclass
+class _Kind:
+    written_s: float
+    n_waiting: int = 0
+    last: Record | None = None
+
+
+class Refusals:
+    """The refusals of one shell."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[str, str], _Kind] = {}
+        self._log_lines = float(LOG_LINES)
+        self._logged_s = 0.0
+        self._unlogged = 0
+
+    def note(self, record: Record, now_s: float) -> Record | None:
+        """The line to write now; None when the refusal waits for others of its kind."""
+        record = replace(record, fields={name: _short(value) for name, value in record.fields.items()})
+        fields = record.fields
+        key = (str(fields.get("method") or fields.get("call")), str(fields.get("code")))
+        kind = self._kinds.get(key)
+        if kind is None:
+            self._kinds[key] = _Kind(now_s)
+            return record
+        kind.n_waiting, kind.last = kind.n_waiting + 1, record
+        return self._line(kind, now_s) if now_s - kind.written_s >= EVERY_S else None
+
+    def due(self, now_s: float, everything: bool = False) -> list[Record]:
+        """The lines that are due; with `everything` all that are left, at the end."""
+        waiting = [kind for kind in self._kinds.values() if kind.n_waiting]
+        return [self._line(kind, now_s) for kind in waiting if everything or now_s - kind.written_s >= EVERY_S]
+
+    def may_log(self, now_s: float) -> str | None:
+        """The text to add to a log line about a refusal; None: leave the line out."""
+        self._log_lines = min(float(LOG_LINES), self._log_lines + LOG_LINES_PER_S * max(0.0, now_s - self._logged_s))
+        self._logged_s = now_s
+        if self._log_lines < 1:
+            self._unlogged += 1
+            return None
+        self._log_lines -= 1
+        left_out, self._unlogged = self._unlogged, 0
+        return f" ({left_out} more before it were not logged)" if left_out else ""
+
+    def _line(self, kind: _Kind, now_s: float) -> Record:
+        assert kind.last is not None, "a counted refusal was noted"
+        line = replace(kind.last, fields={**kind.last.fields, "count": kind.n_waiting})
+        kind.written_s, kind.n_waiting = now_s, 0
+        return line
+
+
+def _short(value: object) -> object:
+    return value[:MAX_CHARACTERS] if isinstance(value, str) else value
+
+
+# ---- slave link ------------------------------------------------------------------------------------------------------
+#
+# The master's end of a slave's stream: the queue of commands, and the end of the stream.
+#
+# A slave that does not read must never make the master hold more than LINK_COMMANDS commands for it.
+
+
+LINK_COMMANDS = 4096
+"""The most waiting commands for one slave. A round and a push each need about four, so this is many seconds of
+work of a hundred clusters; a slave that is so far behind no longer reads its connection."""
+
+
+class SlaveLink:
+    """One stream. `number` identifies it in events and effects and is never used again."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._commands: deque[SlaveCommand] = deque()
+        self._more = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._end: Refused | None = None
+
+    @property
+    def closing(self) -> bool:
+        return self._closing.is_set()
+
+    def offer(self, command: SlaveCommand) -> bool:
+        """Queues a command. False: the link is closing or its queue is full, and the command is dropped."""
+        if self.closing or len(self._commands) >= LINK_COMMANDS:
+            return False
+        self._commands.append(command)
+        self._more.set()
+        return True
+
+    def close(self, refused: Refused | None) -> None:
+        """Ends the stream after the waiting commands: with a refusal, or without one when the slave hung up.
+
+        A second call changes nothing.
+        """
+        if not self.closing:
+            self._end = refused
+            self._closing.set()
+            self._more.set()
+
+    async def next_command(self) -> SlaveCommand | None:
+        """The oldest waiting command; None once the link is closed and none is left."""
+        while not self._commands and not self.closing:
+            self._more.clear()
+            await self._more.wait()
+        return self._commands.popleft() if self._commands else None
+
+    async def closed(self) -> Refused | None:
+        """Waits until the link is closed, and returns the refusal, if there is one."""
+        await self._closing.wait()
+        return self._end
+
+
+# ---- shell -----------------------------------------------------------------------------------------------------------
+
 
 ReplyBody = ClusterReply | StatusReply | OperatorReply
 

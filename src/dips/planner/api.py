@@ -11,8 +11,7 @@ from dips.planner.cluster import read_setup
 from dips.planner.costs import uniform
 from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule
-from dips.planner.plan import Plan, make_plan
-from dips.planner.plan_file import read_plan, ready_folder, write_plan
+from dips.planner.plan import Plan, make_plan, read_plan, ready_folder, write_plan
 from dips.planner.problem import Problem
 from dips.planner.simulate import Timeline
 from dips.planner.sweep import Case, SweepRow, cases, rows_of

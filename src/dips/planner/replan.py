@@ -17,16 +17,13 @@ from dataclasses import dataclass, replace
 from dips.core.errors import ConfigError
 from dips.planner.across import regrouped
 from dips.planner.candidates import Candidate
-from dips.planner.cost import OPTIMIZER_BYTES, WEIGHT_BYTES
-from dips.planner.costs import NS
+from dips.planner.costs import NS, OPTIMIZER_BYTES, WEIGHT_BYTES
 from dips.planner.errors import PlanError
 from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Schedule
 from dips.planner.measured import MeasuredFile, layers_moved, with_measured_links, with_measured_stages
-from dips.planner.plan import Plan, make_plan, pipelines_of
-from dips.planner.plan_file import FORMAT
-from dips.planner.problem import Problem
-from dips.planner.problem_file import read_problem
+from dips.planner.plan import FORMAT, Plan, make_plan, pipelines_of
+from dips.planner.problem import Problem, read_problem
 from dips.planner.simulate import simulate
 from dips.planner.units import Division
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from dips.planner.cluster import ClusterFile
-from dips.planner.cost import (
+from dips.planner.costs import (
     WEIGHT_BYTES,
     MicrobatchCost,
     inside_exchange_bytes,

@@ -1,21 +1,38 @@
 """Checks every simulation while it runs: bytes of pushes, whole pulls, reported verdicts, order of versions.
 
 The invariants over facts (journal, tapes, manifests) are in dips.judge.invariants and are checked here after every
-fact too; checks that need symbols are in dips.sim.content_checks. A violation is a sentence; the run goes on, and
+fact too; checks that need symbols are in dips.sim.checks. A violation is a sentence; the run goes on, and
 its seed fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dips.core.chunks import chunks_of, shard_digest
+from dips.core.chunks import Chunk, chunks_of, shard_digest
 from dips.core.ids import Incarnation, PushId, Version
+from dips.core.machine import HISTORY_LENGTH
+from dips.core.messages import ClusterRequest, HeartbeatRequest
+from dips.core.protocol import MAX_LEASED_CHUNKS
 from dips.core.wire import Codec
+from dips.master.state import pacing
+from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE
+from dips.master.state.ledger import APPLIED_KEPT
+from dips.master.state.pulls import MAX_READERS
+from dips.master.state.shared import COMMITS_KEPT, RECENT_ROUNDS
+from dips.master.state.slave_links import DIALS_AGAIN_BEATS
 from dips.sim.arithmetic import Key, ModelVector, Value
-from dips.sim.content import key_of
+from dips.sim.content import Written, averaged, key_of, merged, rates_of
+from dips.sim.counts import BYSTANDER_S, BYSTANDER_SHARE
+from dips.sim.hosts.calls import master_of
+from dips.sim.hosts.cluster import ClusterHost
+from dips.sim.hosts.master import MasterHost
+from dips.sim.hosts.slave import SlaveHost
+from dips.sim.kernel import SimulatedProcess
+from dips.slave.ring import SPARE_FILES
+from dips.slave.state.slave import MAX_WAITING
 
 if TYPE_CHECKING:
     from dips.sim.world import World
@@ -120,3 +137,358 @@ def version_of(raw: Any) -> Version | None:
 def push_of(raw: Any) -> PushId:
     cluster, epoch, n, seq = raw
     return PushId(cluster, Incarnation(epoch, n), seq)
+
+
+# ---- content checks --------------------------------------------------------------------------------------------------
+#
+# Additional checks when chunks are symbols: each version is what its COMMIT record says.
+#
+# A symbol encodes how a chunk was made, so every version is computed a second time from the journal alone and from what
+# clusters pushed, and compared with what slaves and clusters hold.
+
+
+ContentByKey = dict[Key, tuple[int, int]]
+"""Each chunk's theta and momentum."""
+
+
+@dataclass
+class ContentChecks(Checks):
+    """The checks of one run. content: what every version must hold. pushes: what slaves hold of each push, as sent
+    last."""
+
+    content: dict[Version, ContentByKey] = field(default_factory=dict)
+    pushes: dict[PushId, ModelVector] = field(default_factory=dict)
+    first: dict[tuple[PushId, Codec], ModelVector] = field(default_factory=dict)
+    unseen: set[Version] = field(default_factory=set)
+    """Versions that were committed in a lost journal and had not reached any other process by then."""
+
+    def pushing(self, push: PushId, wire: Codec, vector: ModelVector) -> None:
+        known = self.first.setdefault((push, wire), vector)
+        if known != vector:
+            self.violated(f"push {push} is sent with other bytes than before")
+        self.pushes[push] = vector.rounded if isinstance(vector, Written) else vector
+
+    def journalled(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
+        """Check a durable record: a COMMIT must merge exactly the pushes that it names."""
+        match record["kind"]:
+            case "COMMIT":
+                self._committed(record, slave_of_block)
+            case "ROLLBACK":
+                self._rolled_back(record, slave_of_block)
+            case "RESHARD":
+                self._resharded(record, slave_of_block)
+            case "ADOPT":
+                self._adopted(version_of(record["version"]))
+
+    def _committed(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
+        version = version_of(record["version"])
+        assert version is not None, "a COMMIT names its version"
+        accepted = [item for item in record["participants"] if item["verdict"] == "APPLIED"]
+        vectors = [self.pushes.get(push_of(item["push"])) for item in accepted]
+        if any(vector is None for vector in vectors):
+            self.violated(f"version {version} merges a push that no cluster sent")
+            return
+        before = self.content.get(Version(version.timeline, version.v - 1))
+        judgement = record["judgement"]
+        if judgement is not None and before is None:
+            self.violated(f"version {version} follows a version that was never committed")
+            return
+        content = self._merge(before, [v for v in vectors if v is not None], judgement)
+        self._check_digests(version, content, record["digests"], slave_of_block)
+        if version in self.unseen and version not in self.world.committed_somewhere:
+            self.content[version] = content
+        known = self.content.setdefault(version, content)
+        if known != content:
+            self.violated(f"version {version} has two contents (I2)")
+        self.note_applied(record)
+
+    def _merge(self, before: ContentByKey | None, vectors: Sequence[ModelVector], judgement: Any) -> ContentByKey:
+        if judgement is None or before is None:
+            return {key_of(chunk): (vectors[0].value(chunk), 0) for chunk in self.chunks}
+        weights = [float(text) for text in judgement["weights"]]
+        step = {name: float(text) for name, text in judgement["outer_step"].items()}
+        names = ("outer_lr", "momentum_decay", "momentum_lookahead", "gradient_weight")
+        rates = rates_of(*(step[name] for name in names))
+        blocks = self.world.plan.layout.blocks
+
+        def after(chunk: Chunk) -> tuple[int, int]:
+            theta, momentum = before[key_of(chunk)]
+            pushed = [vector.value(chunk) for vector in vectors]
+            if blocks[chunk.block_id].averaged:
+                return averaged(theta, pushed, weights, float(judgement["rho"]))
+            return merged(theta, momentum, pushed, weights, step["scale"], rates)
+
+        return {key_of(chunk): after(chunk) for chunk in self.chunks}
+
+    def _rolled_back(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
+        version, origin = version_of(record["version"]), version_of(record["origin"])
+        assert version is not None, "a ROLLBACK names its version"
+        known = self.content.get(origin) if origin is not None else None
+        if known is None:
+            self.violated(f"version {version} goes back to {origin}, which was never committed")
+            return
+        content = {key: (theta, 0) for key, (theta, _) in known.items()} if record.get("donor") else known
+        self._check_digests(version, content, record["digests"], slave_of_block)
+        self.content.setdefault(version, content)
+        self.note_applied(record)
+
+    def _resharded(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
+        """A RESHARD: the same parameters and momentum on other slaves."""
+        version, before = version_of(record["version"]), version_of(record["from_version"])
+        assert version is not None, "a RESHARD names its version"
+        known = self.content.get(before) if before is not None else None
+        if known is None:
+            self.violated(f"version {version} moves {before}, which was never committed")
+            return
+        self._check_digests(version, known, record["digests"], slave_of_block)
+        if version in self.unseen and version not in self.world.committed_somewhere:
+            self.content[version] = known
+        if self.content.setdefault(version, known) != known:
+            self.violated(f"version {version} has two contents (I2)")
+
+    def _adopted(self, version: Version | None) -> None:
+        """An ADOPT: the slaves' history is taken over; versions that only a lost journal had are forgotten."""
+        assert version is not None, "an ADOPT names its version"
+        self.unseen |= {known for known in self.content if known > version and known not in self.ever_published}
+
+    def journal_lost(self) -> None:
+        """The master lost its journal: versions that no slave has committed by now were only in it, and may be named
+        again."""
+        self.unseen |= {known for known in self.content if known not in self.ever_published}
+
+    def _check_digests(
+        self, version: Version, content: ContentByKey, digests: Mapping[str, str], slave_of_block: Mapping[int, str]
+    ) -> None:
+        for slave, digest in digests.items():
+            keys = [key_of(chunk) for chunk in self.chunks if slave_of_block.get(chunk.block_id) == slave]
+            mine = [self.checksum(content[key][0]) for key in keys]
+            if shard_digest(mine).hex() != digest:
+                self.violated(f"slave {slave} holds something else as version {version} than what was merged")
+
+    def pulled(self, name: str, version: Version, values: Mapping[Key, int]) -> None:
+        """I3: check that a pulled version is whole and was committed."""
+        known = self.content.get(version)
+        if known is None:
+            self.violated(f"{name} pulled version {version}, which was never committed")
+        elif any(values.get(key) != known[key][0] for key in map(key_of, self.chunks)):
+            self.violated(f"{name} pulled something else as version {version} than what was merged (I3)")
+
+
+# ---- name checks -----------------------------------------------------------------------------------------------------
+#
+# Checks who owns each name: a process that sends beats is never displaced by another one under its name.
+#
+# A slave is known by its directory, a cluster by its process, as the master's tape names them. The
+# simulator knows what no master does: whether the previous process was alive and could reach the master.
+
+
+@dataclass
+class _Owner:
+    """The owner of a name. heard_s: time of its last beat at the master; of a slave, when its stream was last open."""
+
+    drawn: str
+    incarnation: str
+    last_seen_s: float
+    here: bool = False
+    """Whether it is a slave with a stream."""
+
+
+class NameChecks:
+    """Takes from the world: starts of processes, beats that reach a master, and the master's tape."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._processes: dict[str, tuple[SimulatedProcess, int]] = {}
+        self._owners: dict[tuple[str, str], _Owner] = {}
+
+    def began(self, process: SimulatedProcess, drawn: bytes) -> None:
+        """Note the identity of this incarnation of a process."""
+        self._processes[drawn.hex()] = (process, process.generation)
+
+    def called(self, request: ClusterRequest) -> None:
+        owner = self._owners.get(("cluster", request.caller.name))
+        if isinstance(request, HeartbeatRequest) and owner is not None:
+            if owner.incarnation == str(request.caller.incarnation):
+                owner.last_seen_s = self._world.kernel.now_s
+
+    def said(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Check a line of a master's tape."""
+        if len(self._world.masters) > 1 or self._world.state_lost:
+            self._owners.clear()  # each of two masters knows only its own clients; one that lost its journal knows none
+        match kind:
+            case "join":
+                self._takes(("cluster", fields["cluster"]), fields["process"], fields["incarnation"])
+            case "slave_attached":
+                self._takes(("slave", fields["slave"]), fields["directory"], fields["incarnation"])
+            case "leave" | "evict" if "cluster" in fields:
+                self._owners.pop(("cluster", fields["cluster"]), None)
+            case "slave_lost":
+                if owner := self._owners.get(("slave", fields["slave"])):
+                    owner.last_seen_s, owner.here = self._world.kernel.now_s, False
+            case "slave_dismissed":
+                self._owners.pop(("slave", fields["slave"]), None)
+            case "epoch" if fields["version"] == "None":
+                self._owners.clear()
+
+    def _takes(self, whose: tuple[str, str], drawn: str, incarnation: str) -> None:
+        world, owner = self._world, self._owners.get(whose)
+        if owner is not None and owner.drawn != drawn and self._is_alive(whose, owner):
+            world.checks.violated(
+                f"{whose[0]} {whose[1]} was taken over, as incarnation {incarnation}, from a process that sends beats"
+            )
+        self._owners[whose] = _Owner(drawn, incarnation, world.kernel.now_s, whose[0] == "slave")
+
+    def _is_alive(self, whose: tuple[str, str], owner: _Owner) -> bool:
+        """Whether the owner is alive, and can reach the master."""
+        world = self._world
+        process, generation = self._processes[owner.drawn]
+        if not process.running or process.generation != generation or world.net.is_cut(process.name, "master"):
+            return False
+        dials_s = DIALS_AGAIN_BEATS * world.plan.config.settings.heartbeat_s
+        return owner.here or world.kernel.now_s - owner.last_seen_s < dials_s
+
+
+# ---- budgets ---------------------------------------------------------------------------------------------------------
+#
+# I16: checks what master, slaves and clusters keep in memory and on disk against the formulas that bound it.
+#
+# Checked at every publish and after every so many events. The largest use of each budget is counted, which shows bounds
+# that are never approached.
+
+
+Used = Iterator[tuple[str, int, int]]
+"""Names of budgets, with the used amount and the limit."""
+
+CALLS_OF_A_CLUSTER = 4
+"""Calls of a cluster that may wait for a verdict at once: its own, and abandoned ones that are not yet noticed."""
+
+FOREIGN_CALLS = 16
+"""Repeated, late and hostile calls."""
+
+PIECES_OF_A_CHUNK = 4
+"""Pieces into which steps, pushes and returns cut a leased chunk of data."""
+
+
+class Budgets:
+    """The budgets of one run."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def check(self) -> None:
+        """Check all live processes now."""
+        world = self._world
+        for master in world.masters:
+            self._compare("master", self._of_master(master))
+        for slave in world.slaves.values():
+            self._compare(slave.name, self._of_slave(slave))
+        for cluster in world.clusters.values():
+            self._compare(cluster.name, self._of_cluster(cluster))
+
+    def _compare(self, who: str, used: Used) -> None:
+        for what, size, most in used:
+            self._world.counts.filled(what, size, most)
+            if size > most:
+                self._world.checks.violated(f"{who}: {size} {what}, at most {most} may be (I16)")
+
+    def _of_master(self, master: MasterHost) -> Used:
+        if master.state is None:
+            return
+        run, config = master.state.shared, self._world.plan.config
+        n = config.max_clusters
+        yield "members", len(run.members), n
+        yield "pins", len(run.pins), n + MAX_READERS
+        yield "transfers that the schedule knows", run.schedule.n_under_way, n + MAX_READERS
+        waiting = sum(map(len, run.waiters.values()))
+        yield "calls that wait for a verdict", waiting, CALLS_OF_A_CLUSTER * n + FOREIGN_CALLS
+        yield "versions that can be pulled", len(run.kept), config.pinned_versions + 2 + COMMITS_KEPT
+        yield "COMMIT records in memory", len(run.commits), COMMITS_KEPT
+        yield "rounds that status tells of", len(run.recent), RECENT_ROUNDS
+        yield "lines of the master's story", len(run.story.lines()), HISTORY_LENGTH
+        yield "versions whose pushes are known", len(run.ledger.applied_in), APPLIED_KEPT
+        yield "clusters in the ledger", len(run.ledger.clusters), len(self._world.clusters)
+        if run.ledger.leases is not None:
+            pieces = sum(1 for _ in run.ledger.leases.holdings())
+            yield "pieces of the lease table", pieces, self._most_pieces(n)
+
+    def _most_pieces(self, n_clusters: int) -> int:
+        plan = self._world.plan
+        held = n_clusters * (MAX_LEASED_CHUNKS + PIECES_OF_A_CHUNK)
+        return held + 10 * PIECES_OF_A_CHUNK * plan.data.total_tokens // plan.data.chunk_tokens
+
+    def _of_slave(self, slave: SlaveHost) -> Used:
+        config, kept = self._world.plan.config, self._world.plan.snapshots_kept
+        if slave.state is None:
+            return
+        yield "files of snapshots", sum(name.startswith("ring-") for name in slave.disk.names()), kept + SPARE_FILES
+        yield "commands that wait for a job", slave.state.n_waiting, MAX_WAITING
+        memory = slave.port.memory
+        if memory is not None:
+            yield "stagings of a slave", memory.table.n_open, config.max_clusters
+            yield "versions in a slave's memory", len(memory.readable) + (memory.shadow is not None), memory.n_buffers
+
+    def _of_cluster(self, cluster: ClusterHost) -> Used:
+        session, plan = cluster.session, self._world.plan
+        if session is None:
+            return
+        yield "transfers of a cluster", cluster.n_transfers, 2
+        if plan.data.chunk_tokens:
+            ranges = len(session.shared.work.all_ranges())
+            yield "ranges that a cluster holds", ranges, MAX_RANGES_IN_A_MESSAGE
+
+
+# ---- waits -----------------------------------------------------------------------------------------------------------
+#
+# I15 with a bad cluster: checks how long the others wait for the verdicts of their pushes.
+#
+# Judged only in runs whose faults are all of one cluster: slow, dead, cut off or hostile. No other cluster may wait
+# longer for it than the longest grace window and one round time-out, in addition to two ordinary rounds: the one under
+# way, and their own.
+
+
+ROUNDS = 2
+
+SLOWEST = 3.0
+"""A job, a flush or a message takes up to so many times its mean; longer ones are rarer than one in a thousand."""
+
+
+class VerdictWaits:
+    """The waits of one run."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.judging = False
+        self._since_s: dict[str, float] = {}
+        self.judged = 0
+
+    def said(self, cluster: str, kind: str) -> None:
+        """Check a line of a cluster's tape."""
+        if not self.judging or cluster == self._world.plan.sabotaged:
+            return
+        if kind == "admitted":
+            self._since_s.setdefault(cluster, self._world.kernel.now_s)
+        elif kind == "verdict" and (since_s := self._since_s.pop(cluster, None)) is not None:
+            self._judge(cluster, self._world.kernel.now_s - since_s)
+        elif kind in ("left", "failed", "fenced"):
+            self._since_s.pop(cluster, None)
+
+    def _judge(self, cluster: str, waited_s: float) -> None:
+        world, most_s = self._world, self.most_s()
+        if most_s is None or world.healed:
+            return
+        self.judged += 1
+        world.counts.took(BYSTANDER_S, waited_s)
+        world.counts.took(BYSTANDER_SHARE, waited_s / most_s)
+        if waited_s > most_s:
+            world.checks.violated(
+                f"{cluster} waited {waited_s:.1f} s for its verdict, at most {most_s:.1f} s because of "
+                f"{world.plan.sabotaged} (I15)"
+            )
+
+    def most_s(self) -> float | None:
+        """Two ordinary rounds, the grace window and one round time-out; None while no version is published."""
+        plan, master = self._world.plan, master_of(self._world)
+        if master is None or master.state is None or master.state.shared.published is None:
+            return None
+        round_s = SLOWEST * (3 * plan.work_s + 4 * plan.flush_s + 12 * plan.delay_s)
+        return ROUNDS * round_s + pacing.longest_window_s(master.state.shared) + plan.config.round_timeout_s

@@ -15,8 +15,7 @@ from io import BytesIO
 from random import Random
 from typing import Any, BinaryIO, NoReturn
 
-from dips.slave.directory import IDENTITY
-from dips.slave.overwrite import OnWritten
+from dips.slave.disk import IDENTITY, OnWritten
 
 LOST_NAMES, LOST_DATA, TORN_DATA = "lost_unsynced_names", "lost_unsynced_data", "torn_unsynced_data"
 """What a crash can do to unsynced data."""
@@ -73,7 +72,7 @@ class _File:
 
 
 class SlaveDisk:
-    """One slave's directory, with the interface of dips.slave.durable.Disk.
+    """One slave's directory, with the interface of dips.slave.disk.Disk.
 
     write_errors, manifest_errors: so many of the next writes of snapshots, or of manifests, fail. sync_errors: of
     syncs. dies_in: so many steps from now the power fails, dies_dirty: so many of those before which something was not
@@ -209,7 +208,7 @@ class SlaveDisk:
         self.put_back({})
 
     def identity(self, draw: Callable[[], bytes]) -> bytes:
-        """As dips.slave.directory.claim: drawn once for this directory, and part of a copy of it."""
+        """As dips.slave.disk.claim: drawn once for this directory, and part of a copy of it."""
         if IDENTITY not in self._names:
             drawn = draw()
             for names in (self._names, self._durable_names):

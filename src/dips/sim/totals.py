@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from dips.core.machine import TransitionTable, tables
 from dips.core.observe.seen import Arrow, Seen, arrows_of
 from dips.core.observe.seen import report as seen_report
-from dips.master.state.tables import RoundPhase
+from dips.master.state.records import RoundPhase
 from dips.sim.counts import NO_MASTER, RECOVERY, STARTING, RunCounts, by_phase
 from dips.sim.faults import register
 from dips.sim.world import SeedOutcome

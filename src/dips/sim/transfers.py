@@ -2,7 +2,7 @@
 
 The real machines: dips.worker.transfer and dips.worker.flow on one side, dips.slave.state.credits on the other, orders
 by dips.master.state.schedule. Links are first come, first served, with a rate for each process and direction and one
-delay for all ways (dips.sim.links). Nothing is lost and no process dies: the whole simulation (dips.sim.world) covers
+delay for all ways (dips.sim.network). Nothing is lost and no process dies: the whole simulation (dips.sim.world) covers
 that.
 
     python -m dips.sim.transfers        prints the table of docs/scheduling.md
@@ -22,7 +22,7 @@ from dips.core.net.data_header import MAX_MISSING, MissingChunk
 from dips.core.placement import Placement
 from dips.master.state.schedule import TransferRequest, TransferScheduler, Way
 from dips.sim.kernel import Kernel
-from dips.sim.links import LinkOccupancy, LinkPlan, ProcessRates
+from dips.sim.network import LinkOccupancy, LinkPlan, ProcessRates
 from dips.slave.state.credits import Credits
 from dips.worker.flow import FlowControl
 from dips.worker.transfer import PullTransfer, PushTransfer, SlaveRequest, Transfer, TransferSettings, shares_of

@@ -19,13 +19,11 @@ from dips.core.ids import Version
 from dips.core.messages import ClusterRequest, OperatorRequest, SnapshotInfo
 from dips.core.observe.seen import Arrow, Seen
 from dips.master.state.events import Resume, Stop
-from dips.master.state.run_config import RunConfig
-from dips.master.state.tables import RecoveryPhase, RoundPhase
-from dips.sim import shapes
-from dips.sim.budgets import Budgets
-from dips.sim.checks import Checks, version_of
+from dips.master.state.records import RecoveryPhase, RoundPhase
+from dips.master.state.shared import RunConfig
+from dips.sim import run_plan
+from dips.sim.checks import Budgets, Checks, ContentChecks, NameChecks, VerdictWaits, version_of
 from dips.sim.content import CLEAN
-from dips.sim.content_checks import ContentChecks
 from dips.sim.counts import HEALED_ROUNDS, HEALED_S, NO_MASTER, RECOVERY, STARTING, RunCounts
 from dips.sim.data_keys import key_of
 from dips.sim.disks import JournalDisk
@@ -37,11 +35,8 @@ from dips.sim.hosts.reader import ReaderHost
 from dips.sim.hosts.slave import SlaveHost
 from dips.sim.judging import Judge
 from dips.sim.kernel import Kernel, SimulatedProcess
-from dips.sim.links import LinkOccupancy
-from dips.sim.name_checks import NameChecks
-from dips.sim.network import Network, Weather
+from dips.sim.network import LinkOccupancy, Network, Weather
 from dips.sim.run_plan import SimulatedRunPlan, make_plan
-from dips.sim.waits import VerdictWaits
 from dips.worker.state.effects import Finished
 
 HEALED_WITHIN_S = 150.0
@@ -98,7 +93,7 @@ class World:
     ) -> None:
         self.seed = seed
         self.kernel = Kernel(seed, tell)
-        self.shape = shapes.of_seed(seed) if plan is None else shapes.GIVEN
+        self.shape = run_plan.of_seed(seed) if plan is None else run_plan.GIVEN
         self.plan = plan or make_plan(self.kernel.rng, shape=self.shape)
         self.run_id = self.plan.config.run_id
         self.counts = RunCounts()

@@ -19,8 +19,8 @@ from dips.core.math import outer_numba as kernels
 from dips.core.math.outer_numpy import F64, I64, PIECE_ELEMS
 from dips.core.messages import BlockGram, Prepare
 from dips.core.threads import Threads, split
+from dips.slave.landing import KnownReceipts
 from dips.slave.memory import F32, ShardMemory, bytes_of
-from dips.slave.receipts import KnownReceipts
 
 ONE_THREAD = Threads(1)
 
@@ -103,7 +103,7 @@ def _edges(memory: ShardMemory) -> I64:
 def directions(
     memory: ShardMemory, version: Version, theta: F32, rows: Sequence[int], bases: Sequence[Version | None]
 ) -> tuple[float, ...]:
-    """The movements of the rows' clusters from their bases, at theta of `version` (slave/directions.py, products)."""
+    """The movements of the rows' clusters from their bases, at theta of `version` (slave/memory.py, products)."""
     memory.samples.keep(version, theta)
     return memory.samples.products(theta, memory.staging, rows, bases)
 

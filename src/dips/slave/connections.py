@@ -16,8 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from dips.slave.data_server import PAGE_BYTES, DataServer
-from dips.slave.disconnecting import connection_of, reset
+from dips.slave.data_server import PAGE_BYTES, DataServer, connection_of, reset
 from dips.slave.state.connections import ConnectionLimits, Cut, Pressure
 
 LOOK_S = 0.05

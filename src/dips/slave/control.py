@@ -17,8 +17,7 @@ import grpc.aio
 from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.messages import Settings, SlaveCommand, SlaveMessage
 from dips.core.net.codec_protobuf import from_message, to_message
-from dips.core.net.grpc_channel import open_channel_aio
-from dips.core.net.grpc_refusal import refused_from
+from dips.core.net.grpc_calls import open_channel_aio, refused_from
 from dips.core.net.keys import UsedKeys
 from dips.core.net.security import Security
 from dips.core.net.tls_probe import check_let_in, why_not_let_in

@@ -21,15 +21,14 @@ from dips.core.ids import PushId, Version
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import Refusal, SlaveBeat
 from dips.core.net.data_header import REQUESTS, WITH_PAYLOAD, DataHeader, DataOp
-from dips.core.observe.counting import Recent
+from dips.core.observe.metrics import Recent
 from dips.core.wire import Codec, encoded_bytes
-from dips.slave.landing import Companion, LandingJob
+from dips.slave.landing import NEVER, Companion, KnownReceipts, LandingJob, Receipts
 from dips.slave.memory import F32, ThetaBuffer, bytes_of
-from dips.slave.receipts import NEVER, KnownReceipts, Receipts
 from dips.slave.state.admission import Admission
-from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.credits import Credits
 from dips.slave.state.events import PushStaged
+from dips.slave.state.shard import MAX_WINDOW_CHUNKS
 from dips.slave.state.staging import Landing, ShardMap, Staging, StagingTable, find_version
 
 NOT_READY_RETRY_S = 0.5

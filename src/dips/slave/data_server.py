@@ -8,16 +8,20 @@ a socket or a thread with control, so that a saturated link starves no heartbeat
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import queue
 import resource
 import socket
+import stat
+import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import zmq
@@ -28,23 +32,142 @@ from dips.core.errors import ConfigError, Refused
 from dips.core.ids import PushId, Version
 from dips.core.messages import AllowedKey, SlaveBeat
 from dips.core.net.addresses import require_loopback
-from dips.core.net.curve import CurvePair, as_server
+from dips.core.net.curve import ZAP_ENDPOINT, CurvePair, as_server
 from dips.core.net.data_header import MAX_HEADER_BYTES
-from dips.core.net.frames_zmq import NOW, NOW_MORE, Outgoing
-from dips.core.net.handshakes_zmq import Failure, Handshakes
-from dips.core.observe.failpoint_spec import FailpointKind
-from dips.core.observe.failpoints import failpoint
+from dips.core.net.zmq_frames import NOW, NOW_MORE, Failure, Handshakes, Outgoing
+from dips.core.observe.failpoints import FailpointKind, failpoint
 from dips.core.wire import Codec
 from dips.slave.data_port import Answer, DataPort, Figures, landed
-from dips.slave.disconnecting import cut
-from dips.slave.landing import LandingJob
+from dips.slave.landing import KnownReceipts, LandingJob
 from dips.slave.memory import F32, ThetaBuffer
-from dips.slave.receipts import KnownReceipts
 from dips.slave.state.admission import Admission
-from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.events import PushStaged
+from dips.slave.state.shard import MAX_WINDOW_CHUNKS
 from dips.slave.state.staging import ShardMap
-from dips.slave.zap import ZapHandler
+
+# ---- zap -------------------------------------------------------------------------------------------------------------
+#
+# Authorises clients of the data port: libzmq asks here (ZAP, ZeroMQ's RFC 27) before a peer's first message is read.
+#
+# By then the peer has shown that it owns the secret half of its key, and that it knew this port's public key, which
+# only the master gives out. Answered on the data port's own thread, so that the list never changes in the middle.
+
+
+ZAP_FRAMES = 7
+"""Frames of a request: version, request, domain, address, routing id, mechanism, and for CURVE the key."""
+
+Socket = zmq.Socket[bytes]
+
+
+class ZapHandler:
+    """Answers the requests of all sockets of `context`. refused: called with a sentence for each refused key."""
+
+    def __init__(
+        self, context: zmq.Context[Socket], admission: Admission, refused: Callable[[str], None]
+    ) -> None:  # fmt: skip
+        self._admission = admission
+        self._refused = refused
+        self.socket = context.socket(zmq.REP)
+        """The socket of the requests; readable when there is one."""
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(ZAP_ENDPOINT)
+
+    def answer_all(self) -> None:
+        """Answer all waiting requests; never waits."""
+        while True:
+            try:
+                question = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.socket.send_multipart(self._answer(question), zmq.NOBLOCK)
+
+    def _answer(self, question: Sequence[bytes]) -> list[bytes]:
+        version, request = question[0], question[1]
+        user = self._user(question)
+        if user is not None:
+            return [version, request, b"200", b"OK", user.encode(), b""]
+        # Not 300, "try later": libzmq then leaves both ends waiting until the time for the handshake is over.
+        return [version, request, b"400", b"this key is not on the master's list", b"", b""]
+
+    def _user(self, question: Sequence[bytes]) -> str | None:
+        if len(question) != ZAP_FRAMES or question[5] != b"CURVE":
+            self._refused("a peer without a CURVE key")
+            return None
+        address, key = question[3].decode("ascii", "replace"), question[6]
+        user = self._admission.user_of(key)
+        if user is None:
+            self._refused(
+                f"a process at {address} with data key {key.hex()[:8]}, which is not on the master's list: it has not "
+                "joined, or it was evicted or revoked"
+            )
+        return user
+
+
+# ---- disconnecting ---------------------------------------------------------------------------------------------------
+#
+# Closes one connection below libzmq, which sees that as if the peer had closed it: no other connection is touched.
+
+
+_libc = ctypes.CDLL(None)
+
+
+def cut(fd: int, port: int) -> bool:
+    """Close the connection that libzmq names with a message (SRCFD), if it still is one to this port. Returns whether
+    it was."""
+    with connection_of(fd, port) as found:
+        if found is not None:
+            reset(found[1])
+        return found is not None
+
+
+@contextmanager
+def connection_of(fd: int, port: int) -> Iterator[tuple[int, socket.socket] | None]:
+    """The inode of `fd` and a separate handle to it, if it is a connection to this port.
+
+    The file may be closed, and its number given to another, at any time: so all is read from a duplicate, unless no
+    further file can be opened.
+    """
+    own, handle, inode = _duplicate(fd), None, 0
+    try:
+        info = os.fstat(own)
+        inode = info.st_ino
+        handle = socket.socket(fileno=own) if stat.S_ISSOCK(info.st_mode) else None
+    except OSError:
+        pass  # closed meanwhile
+    try:
+        yield (inode, handle) if handle is not None and _is_connection(handle, port) else None
+    finally:
+        if handle is not None:
+            handle.detach()
+        if own != fd:
+            os.close(own)
+
+
+def _duplicate(fd: int) -> int:
+    try:
+        return os.dup(fd)
+    except OSError:
+        return fd
+
+
+def _is_connection(handle: socket.socket, port: int) -> bool:
+    try:
+        handle.getpeername()
+        address = handle.getsockname()
+    except OSError:
+        return False
+    return handle.type is socket.SOCK_STREAM and isinstance(address, tuple) and address[1] == port
+
+
+def reset(connection: socket.socket) -> None:
+    """Undo its connect, which sends the peer a reset and drops all arrived bytes. shutdown() would not do: the peer's
+    bytes would still arrive after it."""
+    nowhere = struct.pack("H14x", socket.AF_UNSPEC)
+    _libc.connect(connection.fileno(), nowhere, len(nowhere))  # if it ended by itself, nothing is left to do
+
+
+# ---- data server -----------------------------------------------------------------------------------------------------
+
 
 HANDSHAKE_MS = 5_000
 """A peer that does not speak ZMTP is dropped after this."""

@@ -2,7 +2,113 @@
 
 from __future__ import annotations
 
-from dips.core.observe.metrics import CERTIFICATE, Spec
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dips.core.clock import Clock
+from dips.core.errors import Refused
+from dips.core.ids import Version
+from dips.core.layout import FLOAT32_BYTES
+from dips.core.net.data_header import REFUSED_DATA
+from dips.core.net.keys import certificate_left_s
+from dips.core.net.security import INSECURE, Security
+from dips.core.observe.metrics import CERTIFICATE, Durations, Families, Observed, Spec, flag
+from dips.core.release import VERSION
+from dips.slave.data_port import Figures
+from dips.slave.memory import ShardMemory
+from dips.slave.state.shard import ShardPhase
+from dips.slave.state.slave import SlaveMachine
+
+# ---- metrics counts --------------------------------------------------------------------------------------------------
+#
+# Counts a slave process's jobs, commands and snapshots where the shell carries them out: only on the event loop.
+#
+# The data port counts chunks itself.
+
+
+JOBS = ("load", "measure", "prepare", "commit", "list", "move")
+
+
+@dataclass(frozen=True)
+class Update:
+    """One outer step: its time in seconds, and the bytes that it had to move, each stream counted once."""
+
+    seconds: float
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Counted:
+    """All counts at one moment. snapshot_s: when the last snapshot became durable, of the process's clock."""
+
+    events: Mapping[str, int]
+    jobs: Mapping[str, Observed]
+    failures: Mapping[str, int]
+    snapshots: Observed
+    snapshot_s: float | None
+    update: Update | None
+
+
+@dataclass
+class Counts:
+    """Counts of one process."""
+
+    clock: Clock
+    _events: Counter[str] = field(default_factory=Counter)
+    _jobs: dict[str, Durations] = field(default_factory=dict)
+    _failures: Counter[str] = field(default_factory=Counter)
+    _snapshots: Durations = field(default_factory=Durations)
+    _snapshot_s: float | None = None
+    _update: Update | None = None
+
+    def note(self, kind: str) -> None:
+        """Count a line of the tape, or the end of a stream ("unlinked"). Kinds are the state machine's."""
+        self._events[kind] += 1
+
+    @contextlib.contextmanager
+    def job(self, kind: str) -> Iterator[None]:
+        """Count and time a job of JOBS; one that is refused is counted as failed."""
+        began_s = self.clock.monotonic_s()
+        try:
+            yield
+        except Refused:
+            self._failures[kind] += 1
+            raise
+        self._jobs.setdefault(kind, Durations()).observe(self.clock.monotonic_s() - began_s)
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Count and time the writing of a snapshot or its manifest."""
+        began_s = self.clock.monotonic_s()
+        yield
+        self._snapshot_s = self.clock.monotonic_s()
+        self._snapshots.observe(self._snapshot_s - began_s)
+
+    @contextlib.contextmanager
+    def update(self, n_elems: int, pushes: int) -> Iterator[None]:
+        """Time an outer step: it reads theta, momentum and the pushes, and writes theta and momentum."""
+        began_s = self.clock.monotonic_s()
+        yield
+        n_bytes = (4 + pushes) * n_elems * FLOAT32_BYTES
+        self._update = Update(self.clock.monotonic_s() - began_s, n_bytes)
+
+    def counted(self) -> Counted:
+        return Counted(
+            dict(self._events),
+            {kind: durations.observed() for kind, durations in self._jobs.items()},
+            dict(self._failures),
+            self._snapshots.observed(),
+            self._snapshot_s,
+            self._update,
+        )
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
 
 PREFIX = "dips_slave_"
 
@@ -64,3 +170,153 @@ METRICS: tuple[Spec, ...] = (
          "BUSY and UNKNOWN_PUSH a few; CHUNK, KEY and MALFORMED never", ("code",)),
     Spec("refused_connections_total", "counter", "Connections that were refused or closed", "no increase"),
 )  # fmt: skip
+
+
+# ---- metrics collector -----------------------------------------------------------------------------------------------
+#
+# Collects a slave's metrics at a scrape: the event loop's state by a snapshot made there, the data port's latest
+# figures, sizes of memory and disk on the scrape's own thread.
+#
+# Must be called only by a scrape, never touch the data port's tables, and never change anything.
+
+
+PHASES = tuple(phase.value.lower() for phase in ShardPhase)
+
+_UNREFUSED = {code.name: 0 for code in REFUSED_DATA}
+"""Refusal codes of data messages, counted from 0: a counter that first appears with 1 would show no increase."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A slave's memory: bytes by use, bytes of one version's parameters, and the number of readable versions."""
+
+    use: Mapping[str, int]
+    shard_bytes: int
+    readable: int
+
+
+@dataclass(frozen=True)
+class MetricsMoment:
+    """The event loop's state at one moment. now_s: of the process's clock."""
+
+    run_id: str
+    attached: bool
+    epoch: int
+    phase: str
+    version: Version | None
+    durable: Version | None
+    held: Held | None
+    counted: Counted
+    now_s: float
+
+
+def snapshot(state: SlaveMachine, memory: ShardMemory | None, counts: Counts) -> MetricsMoment:
+    """Take the snapshot; on the event loop, between two events."""
+    shard = state.shard
+    return MetricsMoment(
+        state.link.run_id,
+        state.link.attached,
+        state.link.promised_epoch,
+        shard.phase.now.value.lower(),
+        shard.current.version if shard.current is not None else None,
+        shard.saving.durable,
+        _held(memory) if memory is not None else None,
+        counts.counted(),
+        counts.clock.monotonic_s(),
+    )
+
+
+def _held(memory: ShardMemory) -> Held:
+    return Held(memory.bytes_by_use(), memory.map.n_bytes, len(memory.readable()))
+
+
+@dataclass(frozen=True)
+class DiskSizes:
+    """Sizes that are read on the scrape's thread. None: cannot be read now."""
+
+    resident_bytes: int
+    budget_bytes: int
+    disk_free_bytes: int | None
+    snapshots: int
+
+
+@dataclass(frozen=True)
+class Collector:
+    """Makes the metric families of each scrape. memory_bytes_per_s: of this machine, as measured at start."""
+
+    slave_id: str
+    memory_limit_bytes: int
+    memory_bytes_per_s: float
+    security: Security = INSECURE
+
+    def families(self, now: MetricsMoment, figures: Figures, sizes: DiskSizes) -> Families:
+        families = Families(PREFIX, METRICS)
+        families.set("info", 1, now.run_id, self.slave_id, VERSION)
+        families.set(CERTIFICATE.name, certificate_left_s(self.security))
+        families.set("memory_limit_bytes", self.memory_limit_bytes)
+        _link(families, now)
+        _shard(families, now)
+        _jobs(families, now, self.memory_bytes_per_s)
+        _sizes(families, sizes)
+        _port(families, figures)
+        return families
+
+
+def _link(families: Families, now: MetricsMoment) -> None:
+    events = now.counted.events
+    families.set("attached", flag(now.attached))
+    families.set("epoch", now.epoch)
+    families.set("incarnations_total", events.get("incarnation", 0))
+    families.set("link_losses_total", events.get("unlinked", 0))
+    families.set("refused_commands_total", events.get("refused_command", 0))
+    families.set("staged_pushes_total", events.get("staged", 0))
+
+
+def _shard(families: Families, now: MetricsMoment) -> None:
+    families.one_of("shard_phase", now.phase, PHASES)
+    families.set("version", now.version.v if now.version else None)
+    families.set("timeline", now.version.timeline if now.version else None)
+    families.set("durable_version", now.durable.v if now.durable else None)
+    families.set("readable_versions", now.held.readable if now.held else 0)
+    if now.held is not None:
+        families.set("shard_bytes", now.held.shard_bytes)
+        families.each("memory_bytes", now.held.use)
+
+
+def _jobs(families: Families, now: MetricsMoment, memory_bytes_per_s: float) -> None:
+    counted = now.counted
+    for kind in JOBS:
+        families.set("job_failures_total", counted.failures.get(kind, 0), kind)
+        if kind in counted.jobs:
+            families.observed("job_seconds", counted.jobs[kind], kind)
+    families.observed("snapshot_seconds", counted.snapshots)
+    if counted.snapshot_s is not None:
+        families.set("snapshot_age_seconds", max(0.0, now.now_s - counted.snapshot_s))
+    if counted.update is not None:
+        families.set("update_seconds", counted.update.seconds)
+        families.set("update_floor_seconds", counted.update.n_bytes / memory_bytes_per_s)
+
+
+def _sizes(families: Families, sizes: DiskSizes) -> None:
+    families.set("resident_bytes", sizes.resident_bytes)
+    families.set("budget_bytes", sizes.budget_bytes)
+    families.set("disk_free_bytes", sizes.disk_free_bytes)
+    families.set("snapshots", sizes.snapshots)
+
+
+def _port(families: Families, figures: Figures) -> None:
+    families.set("staging_open", figures.beat.staging_open)
+    families.set("staged_bytes_total", figures.beat.staging_bytes)
+    families.set("served_bytes_total", figures.beat.served_bytes)
+    families.set("refused_connections_total", figures.beat.refused_connections)
+    families.each("cluster_staged_bytes_total", dict(sorted(figures.staged_of.items())))
+    families.each("refused_messages_total", dict(sorted({**_UNREFUSED, **figures.refused}.items())))
+
+
+def disk_free_bytes(directory: Path) -> int | None:
+    """Bytes that this process may still allocate on the disk of its directory."""
+    try:
+        room = os.statvfs(directory)
+    except OSError:
+        return None
+    return room.f_bavail * room.f_frsize

@@ -27,7 +27,7 @@ from dips.core.net.data_header import MAX_HEADER_BYTES, DataHeader, DataOp
 from dips.core.wire import Codec
 from dips.slave.memory import F32, ShardMemory, bytes_of
 from dips.slave.ring import Ring
-from dips.slave.state import checks
+from dips.slave.state import shard as checks
 from dips.slave.state.fetching import WINDOW_CHUNKS, ChunkRequest, Fetch, cancelled
 
 T = TypeVar("T")

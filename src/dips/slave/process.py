@@ -14,23 +14,62 @@ from dips.core.clock import SystemClock
 from dips.core.config import Loaded
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError
 from dips.core.file_limit import raise_file_limit
-from dips.core.net.addresses import format_address, parse_address
+from dips.core.net.addresses import format_address, is_elsewhere, is_loopback_endpoint, parse_address
 from dips.core.net.curve import pair_for
 from dips.core.net.keys import security_of
-from dips.core.net.reach import is_elsewhere, is_loopback_endpoint
 from dips.core.net.security import Security, check_reach
 from dips.core.observe import failpoints
+from dips.core.observe.metrics import METRICS_FILE, Families
+from dips.core.observe.metrics_server import LoopSnapshots, MetricsServer, serve_metrics
 from dips.core.observe.telemetry import Tape, configure_logging, say_last
 from dips.slave.config import SlaveConfig
 from dips.slave.connections import ConnectionGuard
 from dips.slave.control import Control
 from dips.slave.data_server import DataServer
-from dips.slave.metrics_serving import serve_slave_metrics
+from dips.slave.metrics import Collector, DiskSizes, disk_free_bytes
 from dips.slave.push_evidence import DIRECTORY, PushEvidence
+from dips.slave.ring import Ring, SnapshotStore
 from dips.slave.shell import SlaveShell
-from dips.slave.snapshots import SnapshotStore
 from dips.slave.state import events
 from dips.slave.state.slave import SlaveMachine
+
+# ---- metrics serving -------------------------------------------------------------------------------------------------
+#
+# Connects a slave's shell, data port and connection guard to a metrics server, for as long as the slave serves.
+#
+# Scrapes run on the server's threads: the event loop makes its snapshot itself, the data port's thread has stored its
+# latest one, and nothing else is shared.
+
+
+async def serve_slave_metrics(
+    config: SlaveConfig, security: Security, shell: SlaveShell, data: DataServer, guard: ConnectionGuard, ring: Ring
+) -> MetricsServer | None:
+    """Start a metrics server, if the settings ask for one. Raises ConfigError as MetricsServer does."""
+    if config.metrics_listen is None:
+        return None
+    speed = await shell.measure_memory()
+    collector = Collector(config.slave_id, config.memory_bytes, speed, security)
+    snapshots = LoopSnapshots(asyncio.get_running_loop(), shell.look)
+
+    def collect() -> Families:
+        infos = ring.infos()
+        committed = sum(info.committed for info in infos)
+        sizes = DiskSizes(guard.memory_bytes(), guard.limit_bytes, disk_free_bytes(config.directory), committed)
+        return collector.families(snapshots.take(), data.figures(), sizes)
+
+    return serve_metrics(
+        config,
+        security,
+        collect,
+        role="slave",
+        name=config.slave_id,
+        run=config.run_id,
+        file=config.directory / METRICS_FILE,
+    )
+
+
+# ---- process ---------------------------------------------------------------------------------------------------------
+
 
 SWITCH_INTERVAL_S = 0.0005
 """Longest time that a thread holds the interpreter while others wait. The default of 5 ms would add up to 5 ms to each

@@ -19,9 +19,8 @@ import xxhash
 
 from dips.core.messages import Prepare, SnapshotInfo
 from dips.core.observe.failpoints import failpoint
-from dips.slave.durable import LocalDisk, replace_durably
+from dips.slave.disk import PIECE_BYTES, LocalDisk, begin_writing, replace_durably
 from dips.slave.memory import F32, bytes_of
-from dips.slave.overwrite import PIECE_BYTES, begin_writing
 
 FORMAT = "dips-round-3"
 DIRECTORY = "pushes"

@@ -8,28 +8,35 @@ it has not read back in full since the process began, or written itself. One cal
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import xxhash
 
-from dips.core.errors import RefusalCode, Refused
+from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.ids import RoundId, Version
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import SnapshotInfo
 from dips.core.observe.failpoints import failpoint
-from dips.slave import manifest as manifests
-from dips.slave.durable import Disk, replace_durably
-from dips.slave.inventory import SlotContent, manifest_name, read_manifest, ring_name, take_stock
+from dips.slave import disk as owner
+from dips.slave import snapshot_files as manifests
+from dips.slave.disk import TEMPORARY, Disk, LocalDisk, Promise, replace_durably
 from dips.slave.memory import F32, bytes_of
-from dips.slave.snapshot_file import (
+from dips.slave.snapshot_files import (
     HEADER_BYTES,
+    SlotContent,
     SnapshotError,
     build_header,
     file_bytes,
+    manifest_name,
     momentum_place,
+    read_manifest,
     read_snapshot,
+    ring_name,
+    take_stock,
 )
 
 Key = tuple[Version, RoundId]
@@ -466,3 +473,54 @@ def disk_refusal(where: str, error: OSError) -> Refused:
 
 def _key(info: SnapshotInfo) -> Key:
     return (info.version, info.round)
+
+
+# ---- snapshots -------------------------------------------------------------------------------------------------------
+#
+# Opens a slave's directory with its lock, its promise and its ring of snapshots (docs/storage.md).
+
+
+class SnapshotStore:
+    """One slave's directory, locked while this object is open.
+
+    Raises ConfigError when the directory cannot be used, belongs to another run or slave, or is in use.
+    """
+
+    def __init__(self, directory: Path, run_id: str, slave_id: str, snapshots_kept: int) -> None:
+        self.directory = directory
+        self._lock = owner.DirectoryLock(directory)
+        try:
+            self._disk = LocalDisk(directory)
+            self.directory_id = owner.claim(self._disk, run_id, slave_id)
+            self._promise = Promise(self._disk)
+            self.ring = Ring(self._disk, run_id, slave_id, snapshots_kept)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._lock.close()
+
+    @property
+    def promised_epoch(self) -> int:
+        return self._promise.epoch
+
+    def save_promise(self, epoch: int) -> None:
+        """Save an epoch; durable when this returns. One below the promised epoch changes nothing. Raises OSError."""
+        self._promise.save(epoch)
+
+    def scan(self) -> list[str]:
+        """Verify every snapshot. Returns one sentence for each that cannot be used. Raises ConfigError."""
+        try:
+            names = self._disk.names()
+        except OSError as error:
+            raise ConfigError(
+                f"the slave's directory {self.directory} cannot be read: {error.strerror}; make it readable for this "
+                "user, or give another directory"
+            ) from error
+        for name in names:
+            if name.startswith(TEMPORARY):
+                with contextlib.suppress(OSError):
+                    self._disk.remove(name)
+        return self.ring.scan()

@@ -22,21 +22,19 @@ from dips.core.math import outer_numba, wire_numba
 from dips.core.math.compiling import watched
 from dips.core.messages import CommitRecord, Configure, SlaveMessage, SnapshotInfo
 from dips.core.net.curve import CurvePair
-from dips.core.net.grpc_refusal import to_refusal
+from dips.core.net.grpc_calls import to_refusal
 from dips.core.observe.starting import Starting
 from dips.core.observe.telemetry import ChangeLogger, Tape
 from dips.core.threads import Threads
 from dips.slave import calculation
 from dips.slave.data_server import DataServer
-from dips.slave.memory import F32, ShardMemory
-from dips.slave.memory_speed import memory_bytes_per_s
-from dips.slave.metrics_collector import MetricsMoment, snapshot
-from dips.slave.metrics_counts import Counts
+from dips.slave.memory import F32, ShardMemory, memory_bytes_per_s
+from dips.slave.metrics import Counts, MetricsMoment, snapshot
 from dips.slave.mover import Mover
 from dips.slave.push_evidence import PushEvidence
-from dips.slave.ring import disk_refusal
-from dips.slave.snapshots import SnapshotStore
-from dips.slave.state import checks, effects, events
+from dips.slave.ring import SnapshotStore, disk_refusal
+from dips.slave.state import effects, events
+from dips.slave.state import shard as checks
 from dips.slave.state.fetching import cancelled
 from dips.slave.state.slave import SlaveMachine
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dips.core.config import load
 from dips.core.errors import ConfigError, DipsError
 from dips.trainer.config import SECTION, TrainConfig
+from dips.trainer.corpus import all_ranges
 from dips.trainer.data import LeasedBatches
-from dips.trainer.inner import InnerTrainer
-from dips.trainer.rows import all_ranges
+from dips.trainer.train import InnerTrainer
 
 WARM_UP_STEPS = 5
 """The first steps make the optimizer's state and allocate memory; they are slower than all others."""

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from dips.core.errors import ConfigError, RemoteProtocolError
 from dips.core.messages import DataMode, DataPlan, DataRange
-from dips.trainer.corpus import SEPARATOR, Document, name_hash
+from dips.trainer.corpus import SEPARATOR, Document, name_hash, take_rows
 from dips.trainer.model import IGNORED_TARGET
-from dips.trainer.rows import take_rows
 from dips.worker.state.work import is_within, without
 
 _RANGE_FIELDS = tuple(field.name for field in fields(DataRange))

@@ -6,29 +6,197 @@ All three cut the same windows from the same text, so that they agree on a versi
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from dips.core.clock import SystemClock
+from dips.core.clock import Clock, SystemClock
+from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 from dips.core.ids import Version
+from dips.core.layout import Layout
+from dips.core.messages import StatusReply
 from dips.core.net.keys import security_of
 from dips.core.net.security import Security
 from dips.core.observe.metrics_server import serve_metrics, served
-from dips.core.observe.telemetry import Tape, configure_logging
+from dips.core.observe.telemetry import ChangeLogger, Tape, configure_logging, new_cause
 from dips.trainer.config import TrainConfig, corpus_of
 from dips.trainer.export import Exported, Fetched, read_export
-from dips.trainer.follower import Follower
-from dips.trainer.heldout import heldout_loss, model_from_flat, windows_of
 from dips.trainer.model import ByteModel
-from dips.trainer.run_watch import RunWatch
-from dips.trainer.signals import StopSignals
+from dips.trainer.progress import RunWatch, StopSignals
+from dips.trainer.sizes import ModelConfig
 from dips.worker.config import ClientConfig, given
-from dips.worker.metrics_collector import Evaluated, heldout_families
+from dips.worker.metrics import Evaluated, heldout_families
 from dips.worker.reader import CALL_DEADLINE_S, FetchedModel, fetch_version
+
+# ---- heldout ---------------------------------------------------------------------------------------------------------
+#
+# Computes the held-out loss: the same number for the same parameters, on every machine and at every time.
+#
+# Windows, their order and the composition of every batch are fixed, the sum is in double precision, and it runs on
+# the processor in float32 even if training does not: then thread counts change the result only by rounding
+# (below 1e-6), and an exported model gives the loss that the run reported for its version.
+
+
+EVAL_BATCH = 32
+"""Windows in a batch. Constant, because the shape of a product can change its rounding."""
+
+
+def windows_of(text: bytes, sequence_tokens: int) -> NDArray[np.int64]:
+    """Cut held-out text into (N, T + 1) windows, adjacent ones sharing one byte; the rest at the end is left out.
+
+    Raises ConfigError when there is no complete window.
+    """
+    n_windows = (len(text) - 1) // sequence_tokens
+    if n_windows < 1:
+        raise ConfigError(
+            f"the held-out text has {len(text)} bytes, a window of {sequence_tokens} tokens needs "
+            f"{sequence_tokens + 1}: give more text, raise heldout_fraction or heldout_max_bytes, or lower "
+            "sequence_tokens"
+        )
+    starts = np.arange(n_windows) * sequence_tokens
+    tokens = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+    windows: NDArray[np.int64] = tokens[starts[:, None] + np.arange(sequence_tokens + 1)]
+    return windows
+
+
+@torch.inference_mode()
+def heldout_loss(model: ByteModel, windows: NDArray[np.int64]) -> float:
+    """Mean cross entropy in nats per byte over all targets of (N, T + 1) windows. The model must be on the CPU."""
+    sums: list[float] = []
+    for start in range(0, len(windows), EVAL_BATCH):
+        tokens = torch.from_numpy(windows[start : start + EVAL_BATCH])
+        losses = model.loss(tokens[:, :-1], tokens[:, 1:], reduction="none")
+        sums.append(losses.double().sum().item())
+    n_targets = int(windows.shape[0]) * (int(windows.shape[1]) - 1)
+    return math.fsum(sums) / n_targets
+
+
+def model_from_flat(layout: Layout, flat: NDArray[np.float32]) -> ByteModel:
+    """The byte model with the parameters of a flat vector of layout.n_elems elements.
+
+    Raises ConfigError when the layout is not a byte model's, or the vector has another length.
+    """
+    model = ByteModel(ModelConfig.from_layout(layout))
+    if flat.shape != (layout.n_elems,):
+        raise ConfigError(f"the vector has shape {list(flat.shape)}, the layout has {layout.n_elems} elements")
+    with torch.no_grad():
+        for span in layout.spans:
+            values = torch.from_numpy(flat[span.start_elem : span.stop_elem].copy())
+            model.get_parameter(span.parameter.name).copy_(values.view(span.parameter.shape))
+    return model
+
+
+# ---- follower --------------------------------------------------------------------------------------------------------
+#
+# Follows a run and evaluates its versions, until the run has stopped.
+#
+# Evaluates every version as long as it can keep up, else the newest; the last one always. An evaluator must never
+# delay a run: it only reads, and skips a version that is gone.
+
+
+_logger = logging.getLogger("dips.trainer")
+
+POLL_S = 0.5
+
+
+class HasLoss(Protocol):
+    """The result of an evaluation; only the loss, in nats per byte, is used here."""
+
+    @property
+    def loss(self) -> float: ...
+
+
+def next_version(published: Version | None, last: Version | None) -> Version | None:
+    """The next version after `last` to ask for; None: nothing new."""
+    if published is None or published == last:
+        return None
+    if last is not None and published.timeline == last.timeline and published.v > last.v:
+        return last.next()
+    return published
+
+
+class Follower:
+    """Asks, fetches, evaluates and records; `run` ends when the run has stopped and its last version is recorded."""
+
+    def __init__(
+        self,
+        status: Callable[[], StatusReply],
+        fetch: Callable[[Version | None], Fetched],
+        evaluate: Callable[[Fetched], HasLoss],
+        tape: Tape,
+        patience_s: float,
+        clock: Clock | None = None,
+    ) -> None:
+        """fetch(version), None for the newest. patience_s: how long the master may be away."""
+        self._status = status
+        self._fetch = fetch
+        self._evaluate = evaluate
+        self._tape = tape
+        self._patience_s = patience_s
+        self._clock: Clock = clock or SystemClock()
+        self._last: Version | None = None
+        self._answered_s = self._clock.monotonic_s()
+        self._changes = ChangeLogger(_logger)
+
+    def run(self, wait: Callable[[float], bool]) -> None:
+        """Run until the end, or until wait(seconds) returns true, which is a request to stop.
+
+        Raises RetryLater when no answer came for patience_s, Refused for any refusal except a version that is gone.
+        """
+        pause_s = 0.0
+        while not wait(pause_s):
+            try:
+                status = self._status()
+                self._answered()
+                wanted = next_version(status.published, self._last)
+                if wanted is None and status.stopped:
+                    return
+                pause_s = 0.0 if wanted is not None and self._evaluate_one(wanted) else POLL_S
+            except RetryLater as error:
+                self._away(error)
+                pause_s = max(POLL_S, min(error.retry_after_s, self._patience_s / 4))
+
+    def _evaluate_one(self, wanted: Version) -> bool:
+        """Evaluate one version. Returns whether there was a new one."""
+        fetched = self._fetched(wanted)
+        self._answered()
+        if fetched.version == self._last:
+            return False
+        loss = self._evaluate(fetched).loss
+        self._last = fetched.version
+        self._tape.write("heldout", new_cause(), version=str(fetched.version), tokens=fetched.tokens, loss=loss)
+        _logger.info("version %s: held-out loss %.4f after %d tokens", fetched.version, loss, fetched.tokens)
+        return True
+
+    def _fetched(self, wanted: Version) -> Fetched:
+        try:
+            return self._fetch(wanted)
+        except Refused as refused:
+            if refused.code is not RefusalCode.VERSION_GONE:
+                raise
+            return self._fetch(None)
+
+    def _answered(self) -> None:
+        self._answered_s = self._clock.monotonic_s()
+        self._changes.report("master", "")
+
+    def _away(self, error: RetryLater) -> None:
+        away_s = self._clock.monotonic_s() - self._answered_s
+        if away_s >= self._patience_s:
+            raise RetryLater(f"the run could not be read for {away_s:.0f} s: {error}", error.retry_after_s) from error
+        self._changes.report("master", f"waiting for the run: {error}", logging.WARNING)
+
+
+# ---- evaluate --------------------------------------------------------------------------------------------------------
+
 
 READER_NAME = "heldout"
 """The evaluator's name, where no other is given."""

@@ -17,11 +17,10 @@ from dips.core.layout import Layout
 from dips.core.messages import DataPlan, DataRange
 from dips.trainer.config import TrainConfig, corpus_of
 from dips.trainer.data import ChunkedText, make_batch
-from dips.trainer.heldout import heldout_loss, model_from_flat, windows_of
-from dips.trainer.inner import inner_step, make_optimizer
+from dips.trainer.evaluate import heldout_loss, model_from_flat, windows_of
 from dips.trainer.model import ByteModel
-from dips.trainer.schedule import LearningRateSchedule
 from dips.trainer.sizes import SIZES
+from dips.trainer.train import LearningRateSchedule, inner_step, make_optimizer
 from dips.worker.torch_model import TorchParameters
 
 F32 = NDArray[np.float32]

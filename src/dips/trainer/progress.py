@@ -4,11 +4,156 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import select
+import signal
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import FrameType, TracebackType
 from typing import Any
 
+import grpc
+
+from dips.core.errors import INTERRUPTED, TERMINATED, RetryLater
+from dips.core.messages import StatusReply, StatusRequest
+from dips.core.net.codec_protobuf import from_message, to_message
+from dips.core.net.grpc_calls import refused_from
+from dips.core.net.security import Security
+from dips.core.observe.failpoints import failpoint
 from dips.core.observe.telemetry import Tape
+from dips.protos import operator_pb2_grpc
+from dips.worker.control import channel_to
+
+# ---- run watch -------------------------------------------------------------------------------------------------------
+#
+# Asks the master for its run's status: one blocking call with a deadline.
+
+
+class RunWatch:
+    """A channel to the master of one run ("": any run that it serves)."""
+
+    def __init__(self, master: str, run_id: str, deadline_s: float, security: Security) -> None:
+        """Raises ConfigError for an address that cannot be used."""
+        self._channel = channel_to(master, security)
+        self._stub: Any = operator_pb2_grpc.OperatorStub(self._channel)
+        self._run_id = run_id
+        self._deadline_s = deadline_s
+
+    def status(self) -> StatusReply:
+        """The run's status. Raises Refused, or RetryLater when no answer comes in time."""
+        try:
+            failpoint("worker.status.before_call")
+            answer = self._stub.Status(to_message(StatusRequest(self._run_id)), timeout=self._deadline_s)
+            if failpoint("worker.status.after_call"):
+                raise RetryLater("a failpoint loses the answer to Status")
+        except grpc.RpcError as error:
+            raise refused_from(error) from error
+        except OSError as error:
+            raise RetryLater(f"the request for the status failed: {error}") from error
+        return from_message(answer, StatusReply)
+
+    def __enter__(self) -> RunWatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._channel.close()
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+#
+# Handles SIGTERM and SIGINT as a request to end at the next step boundary.
+#
+# The handler only sets a flag and writes one byte to a pipe: the interrupted thread may hold locks.
+
+
+class StopSignals:
+    """While entered, the first SIGTERM or SIGINT sets `caught`; a second SIGINT is an ordinary KeyboardInterrupt.
+
+    Outside the main thread, where Python allows no handlers, it only waits.
+    """
+
+    def __init__(self) -> None:
+        self.caught: signal.Signals | None = None
+        self._received: Callable[[], None] | None = None
+        self._before: dict[signal.Signals, object] = {}
+        self._reader, self._writer = os.pipe()
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal that was caught, as in shells; 0 if none was."""
+        return {None: 0, signal.SIGINT: INTERRUPTED}.get(self.caught, TERMINATED)
+
+    def when_received(self, action: Callable[[], None]) -> None:
+        """Call `action` inside the handler, or now if a signal was caught already; it must be safe there."""
+        self._received = action
+        if self.caught is not None:
+            action()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait, at most until a signal comes. Returns whether one has come."""
+        if self.caught is None and timeout_s > 0:
+            select.select([self._reader], [], [], timeout_s)
+        return self.caught is not None
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.caught is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        self.caught = signal.Signals(number)
+        os.write(self._writer, b"!")
+        if self._received is not None:
+            self._received()
+
+
+# ---- slowdown --------------------------------------------------------------------------------------------------------
+#
+# Emulates a cluster of slower hardware: computes a wait after each step.
+#
+# For trying out unequal clusters on one machine. The wait is part of the step: a measurement of this cluster's speed
+# must include it.
+
+
+SMOOTHING = 0.2
+"""Weight of the newest step in the mean duration; a single disturbed step must not double a wait."""
+
+
+class Slowdown:
+    """gap 0.5 makes steps take twice as long: a step of d seconds is followed by a wait of d * gap / (1 - gap)."""
+
+    def __init__(self, gap: float) -> None:
+        """Raises ValueError unless 0 <= gap < 1."""
+        if not 0 <= gap < 1:
+            raise ValueError(f"a gap is at least 0 and below 1, not {gap}")
+        self._ratio = gap / (1 - gap)
+        self._mean_s: float | None = None
+
+    def wait_s(self, step_s: float) -> float:
+        """Seconds to wait after a step that took step_s of computing."""
+        last = step_s if self._mean_s is None else self._mean_s
+        self._mean_s = last + SMOOTHING * (step_s - last)
+        return self._ratio * self._mean_s
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
 
 _logger = logging.getLogger("dips.trainer")
 

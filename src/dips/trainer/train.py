@@ -7,24 +7,137 @@ leased to it, and never goes on after its driver is done.
 from __future__ import annotations
 
 import logging
+import math
 import time
+from dataclasses import dataclass
 
-from dips.core.errors import ConfigError
+import torch
+from torch import nn
+
+from dips.core.errors import ConfigError, FatalError
 from dips.core.observe.failpoints import install
 from dips.core.observe.telemetry import Tape, configure_logging
-from dips.trainer.config import TrainConfig
-from dips.trainer.data import LeasedBatches
-from dips.trainer.heldout import heldout_loss, windows_of
-from dips.trainer.inner import InnerTrainer
-from dips.trainer.progress import StepReports
-from dips.trainer.rows import all_ranges
-from dips.trainer.schedule import LearningRateSchedule
-from dips.trainer.signals import StopSignals
-from dips.trainer.slowdown import Slowdown
+from dips.trainer.config import TrainConfig, corpus_of
+from dips.trainer.corpus import all_ranges
+from dips.trainer.data import Batch, ChunkedText, LeasedBatches
+from dips.trainer.evaluate import heldout_loss, windows_of
+from dips.trainer.model import ByteModel
+from dips.trainer.progress import Slowdown, StepReports, StopSignals
+from dips.trainer.sizes import SIZES
 from dips.worker.config import ClientConfig, check
 from dips.worker.shell import ClusterShell
 from dips.worker.torch_model import TorchParameters
 from dips.worker.torch_state import TorchState
+
+# ---- schedule --------------------------------------------------------------------------------------------------------
+#
+# The inner learning rate as a function of the run's tokens.
+#
+# The argument is the run's own progress, not this cluster's steps: clusters of different speed, and one that joins
+# late, are then at the same place of the same curve.
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Linear warm-up to `peak`, then a cosine down to `peak * min_fraction` at `total_tokens`.
+
+    total_tokens 0: the run's length is unknown, the rate stays at its peak after the warm-up.
+    """
+
+    peak: float
+    warmup_tokens: int
+    min_fraction: float
+    total_tokens: int
+
+    def at(self, tokens: int) -> float:
+        """The learning rate after `tokens` tokens of the run; beyond the end it stays at its last value."""
+        if tokens < self.warmup_tokens:
+            return self.peak * (tokens + 1) / (self.warmup_tokens + 1)
+        if self.total_tokens <= 0:
+            return self.peak
+        span = max(1, self.total_tokens - self.warmup_tokens)
+        share = min(1.0, (tokens - self.warmup_tokens) / span)
+        cosine = 0.5 * (1 + math.cos(math.pi * share))
+        return self.peak * (self.min_fraction + (1 - self.min_fraction) * cosine)
+
+
+# ---- inner -----------------------------------------------------------------------------------------------------------
+#
+# Makes inner steps with a cluster's model, optimizer and text.
+#
+# Knows nothing of a master: the loop with a master (train.py), the loop without, and the calibration share it.
+
+
+BETAS = (0.9, 0.95)
+
+
+def device_of(config: TrainConfig) -> torch.device:
+    """The device to train on. Raises ConfigError when CUDA is asked for and not available."""
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ConfigError(
+            "device is cuda, but this PyTorch finds no CUDA device: give --device cpu, or install a PyTorch with CUDA "
+            "and its driver"
+        )
+    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+class InnerTrainer:
+    """A model, its AdamW and the text, ready for steps; sets torch's thread count for the process."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        """Raises ConfigError for a device that is not available or text that cannot be used."""
+        self.config = config
+        self.device = device_of(config)
+        torch.set_num_threads(config.threads)
+        corpus = corpus_of(config)
+        self.heldout = corpus.heldout
+        self.text = ChunkedText(corpus.training, config.data_seed, config.chunk_tokens)
+        self.model = ByteModel(SIZES[config.model_size], config.seed).to(self.device)
+        self.optimizer = make_optimizer(self.model, config)
+
+    def step(self, batch: Batch, lr: float) -> float:
+        """One forward, backward and optimizer step at learning rate lr; the mean loss in nats per byte.
+
+        A non-finite loss changes nothing and raises FatalError: parameters that it would ruin must not be pushed.
+        """
+        value = inner_step(self.model, self.optimizer, batch, lr, self.config.grad_clip)
+        if not math.isfinite(value):
+            raise FatalError(f"the loss is {value} at learning rate {lr:g}: lower --lr or --grad-clip")
+        return value
+
+
+def inner_step(model: ByteModel, optimizer: torch.optim.Optimizer, batch: Batch, lr: float, grad_clip: float) -> float:
+    """One forward, backward and optimizer step at learning rate lr; the mean loss in nats per byte.
+
+    A loss that is not finite changes nothing and is returned.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    device = model.embedding.weight.device
+    loss = model.loss(batch.inputs.to(device), batch.targets.to(device))
+    value = loss.item()
+    if math.isfinite(value):
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+        optimizer.step()
+    return value
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW with weight decay for matrices and none for norms."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, fused=True)
+
+
+# ---- train -----------------------------------------------------------------------------------------------------------
+
 
 _logger = logging.getLogger("dips.trainer")
 

@@ -21,17 +21,15 @@ from numpy.typing import NDArray
 
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError
-from dips.core.observe.counting import Durations
+from dips.core.observe.metrics import Durations
 from dips.core.observe.telemetry import Tape
 from dips.core.units import format_bytes
-from dips.worker.checkpoint_file import RawTensor
-from dips.worker.checkpoint_store import Checkpoint, CheckpointStore
+from dips.worker.checkpoint_files import Checkpoint, CheckpointStore, RawTensor
 from dips.worker.config import ClientConfig
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import InstallMode
+from dips.worker.state.effects import InstallMode, PushRecord
 from dips.worker.state.events import Event, PushNotRecorded, PushRecorded
-from dips.worker.state.push_record import PushRecord
 from dips.worker.state.saved import SavedSession, SavedStateError
 from dips.worker.vectors import Vectors
 

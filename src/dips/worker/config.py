@@ -18,17 +18,17 @@ from dips.core.ids import check_name
 from dips.core.messages import Settings
 from dips.core.net.addresses import parse_address, require_loopback
 from dips.core.observe.log_lines import LogFormat
-from dips.core.observe.metrics_knobs import MetricsKnobs
+from dips.core.observe.metrics import MetricsKnobs
 from dips.core.units import Seconds
 from dips.core.wire import WIRE_DTYPES, Codec
-from dips.worker.state.times import times_of
+from dips.worker.state.waiting import times_of
 
 SECTION = "worker"
 """The TOML table, and the middle of the environment names DIPS_WORKER_<FIELD>."""
 
 PositiveSeconds = Annotated[Seconds, Field(gt=0)]
 AutoSeconds = Literal["auto"] | PositiveSeconds
-"""auto: derived from the master's heartbeat_s and round_timeout_s (worker/state/times.py)."""
+"""auto: derived from the master's heartbeat_s and round_timeout_s (worker/state/waiting.py)."""
 
 
 class ClientConfig(MetricsKnobs):

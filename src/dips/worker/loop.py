@@ -35,16 +35,21 @@ from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE
 from dips.core.observe.failpoints import install
 from dips.core.wire import WIRE_DTYPES
 from dips.worker.config import SECTION, ClientConfig, check
-from dips.worker.losses import Losses
-from dips.worker.model_description import description_of
 from dips.worker.parallel.ranks import Ranks, StepNews, ranks_here
 from dips.worker.shell import ClusterShell, is_orderly, reason_of
 from dips.worker.sigterm import Sigterm
-from dips.worker.token_check import TokenCheck
-from dips.worker.torch_model import TorchParameters
+from dips.worker.step_checks import Losses, TokenCheck
+from dips.worker.torch_model import (
+    TorchParameters,
+    description_of,
+    is_replica_on_all_ranks,
+    plain_model,
+    plain_optimizer,
+    refuse_shards,
+    running_statistics,
+    untrained_of,
+)
 from dips.worker.torch_state import HasState, TorchState
-from dips.worker.untrained import running_statistics, untrained_of
-from dips.worker.wrapped import is_replica_on_all_ranks, plain_model, plain_optimizer, refuse_shards
 
 _logger = logging.getLogger("dips")
 

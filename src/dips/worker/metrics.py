@@ -5,7 +5,165 @@ HELDOUT has the metrics of `dips eval --follow`, which does not train.
 
 from __future__ import annotations
 
-from dips.core.observe.metrics import CERTIFICATE, Spec
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from dips.core.clock import Clock
+from dips.core.ids import Version
+from dips.core.messages import StaleKind, VerdictKind
+from dips.core.net.data_header import REFUSED_DATA
+from dips.core.net.keys import certificate_left_s
+from dips.core.net.security import INSECURE, Security
+from dips.core.observe.metrics import CERTIFICATE, Durations, Families, Observed, Spec, flag
+from dips.core.observe.metrics_server import MetricsServer, serve_metrics
+from dips.core.release import VERSION
+from dips.worker.checkpoint import Checkpointing
+from dips.worker.config import ClientConfig
+from dips.worker.pace import StepTimer
+from dips.worker.sockets import LinkCounts, SlaveLinkCounts, TransferDirection
+from dips.worker.state.cluster import ClusterMachine
+from dips.worker.state.effects import Effect, Record, StartPush
+from dips.worker.state.events import (
+    CallDone,
+    CallFailed,
+    CallRefused,
+    Event,
+    Pulled,
+    PullFailed,
+    PushFailed,
+    PushSent,
+    Stepped,
+)
+from dips.worker.state.terms import SessionPhase
+
+# ---- metrics counts --------------------------------------------------------------------------------------------------
+#
+# Counts a cluster process's events and effects, on the training thread.
+#
+# The thread makes an immutable view at each step and each wait, as it does for heartbeats: a scrape must never wait
+# for a step, which may take minutes, nor a step for a scrape. Costs a few microseconds a step, and nothing where no
+# metrics are served.
+
+
+@dataclass(frozen=True)
+class View:
+    """The training thread's state at one moment. waiting_since_s: of the process's clock; None while it trains.
+
+    rates: tokens and steps a second; loss: NaN where not known.
+    """
+
+    run_id: str
+    phase: str
+    waiting: str
+    waiting_since_s: float
+    steps: int
+    tokens: int
+    tokens_per_s: float
+    steps_per_s: float
+    loss: float
+    local_steps: int
+    pending_tokens: int
+    base: Version | None
+    published: Version | None
+    events: Mapping[tuple[str, str], int]
+    waited_s: Mapping[str, float]
+
+
+EXCHANGE, DATA = "exchange", "data"
+
+
+class Counts:
+    """Counts of one process. All but `transfers` are for the training thread; others use view()."""
+
+    def __init__(self) -> None:
+        self.transfers = {"push": Durations(), "pull": Durations()}
+        self._events: Counter[tuple[str, str]] = Counter()
+        self._waited_s = {EXCHANGE: 0.0, DATA: 0.0}
+        self._steps = 0
+        self._tokens = 0
+        self._waiting = ""
+        self._waiting_since_s = math.nan
+
+    def took(self, event: Event) -> None:
+        """Count an event that the session takes."""
+        match event:
+            case Stepped():
+                self._steps += 1
+                self._tokens += event.tokens
+            case CallDone():
+                self._add("call", "done")
+            case CallFailed():
+                self._add("call", "failed")
+            case CallRefused():
+                self._add("call", "refused")
+                self._add("refused", event.refused.code.name)
+            case PushSent() | Pulled():
+                direction = "push" if isinstance(event, PushSent) else "pull"
+                self._add(direction, "done")
+                self.transfers[direction].observe(event.seconds)
+            case PushFailed():
+                self._add("push", "failed")
+            case PullFailed():
+                self._add("pull", "failed")
+
+    def gave(self, effect: Effect) -> None:
+        """Count an effect of the session."""
+        match effect:
+            case StartPush():
+                self._add("attempt", "first" if effect.ticket.attempt == 1 else "again")
+            case Record(kind="verdict"):
+                self._add("verdict", str(effect.fields.get("verdict")).lower())
+            case Record(kind="stale"):
+                self._add("stale", str(effect.fields.get("stale_kind")).lower())
+            case Record(kind="joined"):
+                self._add("joined", "")
+
+    def waits(self, what: str, now_s: float) -> None:
+        """The training loop waits from now on, for an exchange or for data; may be called again during the wait."""
+        if not self._waiting:
+            self._waiting, self._waiting_since_s = what, now_s
+
+    def goes_on(self, now_s: float) -> None:
+        if self._waiting:
+            self._waited_s[self._waiting] += now_s - self._waiting_since_s
+            self._waiting, self._waiting_since_s = "", math.nan
+
+    def view(self, session: ClusterMachine, pace: StepTimer) -> View:
+        shared = session.shared
+        return View(
+            shared.terms.run_id,
+            session.phase.value.lower(),
+            self._waiting,
+            self._waiting_since_s,
+            self._steps,
+            self._tokens,
+            pace.tokens_per_s,
+            pace.steps_per_s,
+            pace.loss,
+            shared.terms.local_steps,
+            shared.work.tokens,
+            shared.base,
+            shared.terms.published,
+            self._events.copy(),
+            self._waited_s.copy(),
+        )
+
+    def _add(self, kind: str, what: str) -> None:
+        self._events[kind, what] += 1
+
+
+@dataclass(frozen=True)
+class CheckpointCounts:
+    """Counts of checkpoints. written_s: when the last one was written, of the process's clock; NaN: none was."""
+
+    durations: Observed
+    written_s: float
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
 
 PREFIX = "dips_worker_"
 
@@ -80,3 +238,193 @@ HELDOUT: tuple[Spec, ...] = (
          "one was evaluated"),
     Spec("heldout_evaluations_total", "counter", "Versions that were evaluated", "rises"),
 )  # fmt: skip
+
+
+# ---- metrics collector -----------------------------------------------------------------------------------------------
+#
+# Collects a cluster process's metrics at a scrape, from the latest views of the training and the data thread.
+#
+# Must be called only by a scrape, and never wait for a thread of the process.
+
+
+PHASES = tuple(phase.value.lower() for phase in SessionPhase)
+VERDICTS = tuple(kind.name.lower() for kind in VerdictKind)
+STALE = tuple(kind.name.lower() for kind in StaleKind)
+DIRECTIONS = tuple(direction.value for direction in TransferDirection)
+
+_UNREFUSED = {code.name: 0 for code in REFUSED_DATA}
+"""Labels that are counted from 0: a counter that first appears with 1 would show no increase."""
+
+
+@dataclass(frozen=True)
+class Collector:
+    """Makes the metric families of each scrape of a cluster."""
+
+    cluster_id: str
+    security: Security = INSECURE
+
+    def families(
+        self,
+        view: View,
+        counts: Counts,
+        links: Mapping[str, SlaveLinkCounts],
+        checkpoints: CheckpointCounts | None,
+        answered_s: float | None,
+        now_s: float,
+    ) -> Families:
+        """counts: only its transfers are read. answered_s: when the master last answered a beat, of the same clock."""
+        families = Families(PREFIX, METRICS)
+        families.set("info", 1, view.run_id, self.cluster_id, VERSION)
+        families.set(CERTIFICATE.name, certificate_left_s(self.security))
+        families.set("beat_age_seconds", now_s - answered_s if answered_s is not None else None)
+        _session(families, view, now_s)
+        _training(families, view)
+        for direction in DIRECTIONS:
+            for result in ("done", "failed"):
+                families.set("transfers_total", view.events.get((direction, result), 0), direction, result)
+            families.observed("transfer_seconds", counts.transfers[direction].observed(), direction)
+        _links(families, links)
+        if checkpoints is not None:
+            families.observed("checkpoint_seconds", checkpoints.durations)
+            families.set("checkpoint_age_seconds", now_s - checkpoints.written_s)
+        return families
+
+
+def _session(families: Families, view: View, now_s: float) -> None:
+    families.one_of("phase", view.phase, PHASES)
+    families.set("waiting", flag(view.waiting))
+    for what, seconds in view.waited_s.items():
+        families.set(
+            "waited_seconds_total", seconds + (now_s - view.waiting_since_s if what == view.waiting else 0), what
+        )
+    families.set("joins_total", view.events.get(("joined", ""), 0))
+    families.each(
+        "calls_total", {result: view.events.get(("call", result), 0) for result in ("done", "refused", "failed")}
+    )
+    families.each("refused_calls_total", _of("refused", view))
+    families.each("verdicts_total", {**dict.fromkeys(VERDICTS, 0), **_of("verdict", view)})
+    families.each("stale_pushes_total", {**dict.fromkeys(STALE, 0), **_of("stale", view)})
+    families.set("push_retries_total", view.events.get(("attempt", "again"), 0))
+
+
+def _of(kind: str, view: View) -> dict[str, int]:
+    return {what: count for (of, what), count in sorted(view.events.items()) if of == kind}
+
+
+def _training(families: Families, view: View) -> None:
+    families.set("steps_total", view.steps)
+    families.set("tokens_total", view.tokens)
+    families.set("tokens_per_second", view.tokens_per_s)
+    families.set("steps_per_second", view.steps_per_s)
+    families.set("loss", view.loss if math.isfinite(view.loss) else None)
+    families.set("local_steps", view.local_steps)
+    families.set("pending_tokens", view.pending_tokens)
+    base, published = view.base, view.published
+    families.set("base_version", base.v if base else None)
+    families.set("base_timeline", base.timeline if base else None)
+    if base is not None and published is not None and base.timeline == published.timeline:
+        families.set("staleness_versions", max(0, published.v - base.v))
+
+
+def _links(families: Families, links: Mapping[str, SlaveLinkCounts]) -> None:
+    for slave, link in sorted(links.items()):
+        for direction in TransferDirection:
+            families.set("link_bytes_total", link.n_bytes.get(direction, 0), slave, direction.value)
+            families.set("link_bytes_per_second", link.bytes_per_s.get(direction), slave, direction.value)
+        families.set("link_resumed_bytes_total", link.resumed_bytes, slave)
+        families.set("link_round_trip_seconds", link.round_trip_s, slave)
+        families.set("link_reconnects_total", link.reconnects, slave)
+        for code, count in sorted({**_UNREFUSED, **link.refusals}.items()):
+            families.set("link_refusals_total", count, slave, code)
+
+
+# ---- the evaluator ----
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The newest evaluation, and the number of evaluations. at_s: of the process's clock."""
+
+    version: Version
+    tokens: int
+    loss: float
+    at_s: float
+    count: int
+
+
+def heldout_families(evaluated: Evaluated | None, security: Security, now_s: float) -> Families:
+    """The metric families of `dips eval --follow`."""
+    families = Families(PREFIX, HELDOUT)
+    families.set(CERTIFICATE.name, certificate_left_s(security))
+    families.set("heldout_evaluations_total", evaluated.count if evaluated else 0)
+    if evaluated is not None:
+        families.set("heldout_loss", evaluated.loss)
+        families.set("heldout_version", evaluated.version.v)
+        families.set("heldout_tokens", evaluated.tokens)
+        families.set("heldout_age_seconds", now_s - evaluated.at_s)
+    return families
+
+
+# ---- metrics serving -------------------------------------------------------------------------------------------------
+#
+# Connects a cluster's session to a metrics server: the driver's reports go into views, and scrapes read those.
+
+
+class Metrics:
+    """Metrics of one cluster's process; made only if the settings ask for it. For the training thread only."""
+
+    def __init__(self, session: ClusterMachine, pace: StepTimer, clock: Clock) -> None:
+        self.counts = Counts()
+        self.links = LinkCounts()
+        self._session = session
+        self._pace = pace
+        self._clock = clock
+        self._view: View = self.counts.view(session, pace)
+        self._server: MetricsServer | None = None
+
+    def serve(
+        self,
+        config: ClientConfig,
+        security: Security,
+        checkpoints: Checkpointing | None,
+        answered_s: Callable[[], float | None],
+    ) -> None:
+        """Answer scrapes from now on. answered_s: called on their threads. Raises ConfigError as MetricsServer does."""
+        collector = Collector(config.cluster_id, security)
+
+        def collect() -> Families:
+            taken = None
+            if checkpoints is not None:
+                taken = CheckpointCounts(checkpoints.durations.observed(), checkpoints.written_s)
+            now_s = self._clock.monotonic_s()
+            return collector.families(self._view, self.counts, self.links.view, taken, answered_s(), now_s)
+
+        self._server = serve_metrics(
+            config, security, collect, role="cluster", name=config.cluster_id, run=config.run_id
+        )
+
+    def tell(self, event: Event, effects: Iterable[Effect]) -> None:
+        """Count an event that the session took and the effects that it returned."""
+        self.counts.took(event)
+        for effect in effects:
+            self.counts.gave(effect)
+
+    def show(self) -> None:
+        """Make a new view for scrapes."""
+        self._view = self.counts.view(self._session, self._pace)
+
+    def waits(self, what: str) -> None:
+        """The training loop waits."""
+        self.counts.waits(what, self._clock.monotonic_s())
+        self.show()
+
+    def goes_on(self) -> None:
+        """The training loop does not wait, or no longer."""
+        self.counts.goes_on(self._clock.monotonic_s())
+        self.show()
+
+    def stop(self) -> None:
+        """Stop the server. May be called twice."""
+        if self._server is not None:
+            self._server.stop()
+            self._server = None

@@ -26,15 +26,15 @@ from dips.core.messages import (
     FinishPullRequest,
     PullGrant,
 )
+from dips.core.net.addresses import check_slaves_reachable
 from dips.core.net.curve import CurvePair, pair_for
-from dips.core.net.reach import check_slaves_reachable
 from dips.core.net.security import Security
 from dips.core.net.tls_probe import check_let_in
 from dips.core.observe.telemetry import new_cause
 from dips.worker.control import MasterStubs, channel_to
+from dips.worker.data import Common, carry_pull
 from dips.worker.state.pulling import check_placement
 from dips.worker.transfer import TransferSettings
-from dips.worker.transfer_zmq import Common, carry_pull
 
 CALL_DEADLINE_S = 10.0
 LONGEST_PAUSE_S = 1.0

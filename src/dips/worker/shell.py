@@ -24,9 +24,9 @@ from dips.core.errors import ConfigError, LocalProtocolError
 from dips.core.ids import ClusterId, Incarnation, Version
 from dips.core.layout import Layout
 from dips.core.messages import DataMode, DataPlan, DataRange, HeartbeatRequest, Settings, Verdict
+from dips.core.net.addresses import check_slaves_reachable
 from dips.core.net.curve import CurvePair, pair_for
 from dips.core.net.keys import security_of
-from dips.core.net.reach import check_slaves_reachable
 from dips.core.net.tls_probe import check_let_in
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.starting import Starting
@@ -35,10 +35,9 @@ from dips.core.untrained import Untrained
 from dips.core.wire import DIFFERENCES
 from dips.worker.checkpoint import Checkpointing, InnerState
 from dips.worker.config import ClientConfig, check, given_times, wire_of
-from dips.worker.control import MasterClient
-from dips.worker.heartbeat import Facts, Heartbeat
-from dips.worker.metrics_counts import DATA, EXCHANGE
-from dips.worker.metrics_serving import Metrics
+from dips.worker.control import Facts, Heartbeat, MasterClient
+from dips.worker.data import Transfers
+from dips.worker.metrics import DATA, EXCHANGE, Metrics
 from dips.worker.pace import StepTimer
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.cluster import ClusterMachine
@@ -61,9 +60,8 @@ from dips.worker.state.effects import (
 )
 from dips.worker.state.events import Event, LeaseWanted, Started, Stepped, StopWanted, Tick
 from dips.worker.state.terms import SessionConfig
-from dips.worker.state.times import Times
+from dips.worker.state.waiting import Times
 from dips.worker.state.work import Work
-from dips.worker.transfers import Transfers
 from dips.worker.vectors import F32, Vectors, chunk_spans
 from dips.worker.wire import warm_up
 

@@ -7,24 +7,221 @@ optimizer's state is never read and never sent. Shapes: see core/layout.py.
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import xxhash
 from numpy.typing import NDArray
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dips.core.allocator import zeros
 from dips.core.errors import ConfigError
 from dips.core.layout import AVERAGED_LAYER, DEFAULT_BLOCK_ELEMS, Layout, Parameter, layer_of
+from dips.core.model_description import MAX_TOLD, Lacking, ModelDescription
+from dips.core.untrained import TensorDigest, Untrained
 from dips.worker.parameters import SnapshotReady
+
+# ---- wrapped ---------------------------------------------------------------------------------------------------------
+#
+# Unwraps the model and the optimizer from the wrappers of trainers.
+#
+# Names of parameters must be the same on every cluster, whether it runs one process or eight, compiles its model or
+# not; and a step must be noticed where it is made. So wrappers are removed, and those that cut a model or its
+# optimizer state into shards are refused. Imports no wrapper: a program does not use one that it has not imported.
+
+
+_TRAINERS = frozenset({"accelerate", "lightning", "pytorch_lightning"})
+_SHARDED_MODELS = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine", "PipelineEngine"})
+_SHARDED_OPTIMIZERS = frozenset({"ZeroRedundancyOptimizer", "DeepSpeedOptimizerWrapper"})
+
+
+def plain_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The model without DistributedDataParallel, DataParallel and torch.compile around it."""
+    return list(_with_wrappers(model))[-1]
+
+
+def is_replica_on_all_ranks(model: torch.nn.Module) -> bool:
+    """Whether DistributedDataParallel wraps the model and gave all processes the same parameters.
+
+    One over a part of the processes, together with shards of tensor or pipeline parallelism, did not.
+    """
+    return any(
+        isinstance(each, DistributedDataParallel) and each.process_group.size() == dist.get_world_size()
+        for each in _with_wrappers(model)
+    )
+
+
+def _with_wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The given model, the model inside its wrapper, and so on; the plain model is the last."""
+    while True:
+        yield model
+        inner = model.module if isinstance(model, (DataParallel, DistributedDataParallel)) else None
+        inner = inner if inner is not None else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, torch.nn.Module):
+            return
+        model = inner
+
+
+def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer whose step() changes parameters, without the wrappers of Accelerate and Lightning.
+
+    Other wrappers stay: they may change parameters after the inner optimizer has.
+    """
+    while type(optimizer).__module__.split(".")[0] in _TRAINERS:
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
+            break
+        optimizer = inner
+    return optimizer
+
+
+def refuse_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError for a model or an optimizer state that no single process holds completely."""
+    kinds = {type(module).__name__ for module in model.modules()} & _SHARDED_MODELS
+    kinds |= {type(optimizer).__name__} & _SHARDED_OPTIMIZERS
+    if type(optimizer).__module__.split(".")[0] == "deepspeed":
+        kinds.add("DeepSpeed")
+    if kinds:
+        raise ConfigError(
+            f"{sorted(kinds)[0]} cuts the model or its optimizer state into shards, which this release does not "
+            "gather: train on one device, or on several with DistributedDataParallel, where each holds all of it"
+        )
+
+
+# ---- untrained -------------------------------------------------------------------------------------------------------
+#
+# Computes digests of a torch model's untrained tensors, for the master to compare (docs/decisions/0029).
+#
+# Reads each tensor once, at the start, at the speed of memory or of a GPU's link to the host. Never keeps a copy.
+
+
+PIECE_ELEMS = 1 << 24
+"""Size of one copy to the host, for a tensor on a device."""
+
+_logger = logging.getLogger("dips")
+
+_MOVING = (
+    torch.nn.modules.batchnorm._NormBase,
+    torch.nn.utils.parametrizations._SpectralNorm,
+)
+"""Modules whose buffers are running statistics: they differ between clusters from the first step on."""
+
+
+def untrained_of(model: torch.nn.Module, trained: Set[int]) -> Untrained:
+    """Every parameter and buffer of the model that is not among `trained` (ids of tensors), tied ones once.
+
+    Contents of running statistics are left out, and so are those that cannot be read (on the meta device, say), which
+    is logged.
+    """
+    moving = moving_buffers(model)
+    frozen = [(name, p) for name, p in model.named_parameters() if id(p) not in trained]
+    buffers = [(name, b) for name, b in model.named_buffers() if id(b) not in trained]
+    return Untrained(
+        tuple(TensorDigest(name, _digest(name, p, contents=True)) for name, p in frozen),
+        tuple(TensorDigest(name, _digest(name, b, contents=id(b) not in moving)) for name, b in buffers),
+    )
+
+
+def running_statistics(model: torch.nn.Module, trained: Set[int]) -> list[str]:
+    """Names of floating-point buffers that training moves, and that are not among `trained` (ids of tensors)."""
+    moving = moving_buffers(model) - trained
+    return [name for name, buffer in model.named_buffers() if id(buffer) in moving and buffer.is_floating_point()]
+
+
+def moving_buffers(model: torch.nn.Module) -> set[int]:
+    """ids of the buffers that training moves by itself, in modules known to do so."""
+    return {id(b) for m in model.modules() if isinstance(m, _MOVING) for b in m.buffers(recurse=False)}
+
+
+def _digest(name: str, tensor: torch.Tensor, *, contents: bool) -> int:
+    digest = xxhash.xxh3_64(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    if contents:
+        try:
+            _add(digest, tensor.detach())
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            _logger.warning(
+                "the values of %r cannot be read and are not compared with other clusters': %s", name, error
+            )
+            return xxhash.xxh3_64_intdigest(f"{tensor.dtype} {list(tensor.shape)} unread".encode())
+    return int(digest.intdigest())
+
+
+def _add(digest: xxhash.xxh3_64, tensor: torch.Tensor) -> None:
+    """Add the bytes of all elements to the digest, in logical order."""
+    if hasattr(tensor, "__tensor_flatten__"):  # a quantised weight, say: several plain tensors under one name
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            _add(digest, getattr(tensor, name))
+        return
+    for piece in tensor.reshape(-1).split(PIECE_ELEMS):
+        if piece.numel():
+            digest.update(piece.cpu().contiguous().view(torch.uint8).numpy())
+
+
+# ---- model description -----------------------------------------------------------------------------------------------
+#
+# Describes a model for exports: its tensors that the run does not train, and a transformers model's configuration
+# (core/model_description.py).
+#
+# Never imports transformers: a program that trains one of its models has done so.
+
+
+def description_of(model: torch.nn.Module, held: Set[int] | None = None, untrained: Untrained | None = None) -> str:
+    """JSON for the layout; empty for a model that is trained completely and is not of transformers.
+
+    held: ids of the tensors that versions hold; None: those that require gradients. untrained: digests of the others.
+    A transformers model may be inside of another module (a LightningModule, say), which gives its names a prefix.
+    """
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    held = trained if held is None else held
+    transformers = sys.modules.get("transformers")
+    kind = getattr(transformers, "PreTrainedModel", None)
+    for name, module in model.named_modules():
+        if kind is not None and isinstance(module, kind) and trained <= {id(p) for p in module.parameters()}:
+            config = json.loads(module.config.to_json_string())
+            config["architectures"] = [type(module).__name__]
+            prefix = f"{name}." if name else ""
+            return _descriptions(module, held, untrained or Untrained(), prefix, config).to_json()
+    described = _descriptions(model, held, untrained or Untrained(), "", {})
+    return described.to_json() if described.n_absent else ""
+
+
+def _descriptions(
+    module: torch.nn.Module, held: Set[int], untrained: Untrained, prefix: str, config: dict[str, object]
+) -> ModelDescription:
+    """The tensors to describe. Tied tensors are one object under several names, of which the first counts. A batch
+    norm's counter is left out where it has no effect: no file needs it.
+    """
+    idle = {
+        id(norm.num_batches_tracked)
+        for norm in module.modules()
+        if isinstance(norm, torch.nn.modules.batchnorm._NormBase) and norm.momentum is not None
+    }
+    moving = moving_buffers(module)
+    digests = {item.name: item.digest for item in (*untrained.frozen, *untrained.buffers)}
+    seen, lacks = set(held) | idle, []
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) in seen or not isinstance(tensor, torch.Tensor):
+            continue
+        seen.add(id(tensor))
+        digest = None if id(tensor) in moving else digests.get(prefix + name)
+        lacks.append(Lacking(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), digest))
+    return ModelDescription(config, prefix, tuple(one.name for one in lacks[:MAX_TOLD]), len(lacks), tuple(lacks))
+
+
+# ---- torch model -----------------------------------------------------------------------------------------------------
+
 
 F32 = NDArray[np.float32]
 
-_logger = logging.getLogger("dips")
 
 GROUP_ELEMS = 1 << 22
 """Elements of one copy: 16 MiB take about a millisecond to the host, so that sending begins soon."""

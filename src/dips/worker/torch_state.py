@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from dips.core.errors import ConfigError
-from dips.worker.checkpoint_file import ByteArray, RawTensor
-from dips.worker.state_tree import JsonTree, StateTreeError, flatten, unflatten
+from dips.worker.checkpoint_files import ByteArray, JsonTree, RawTensor, StateTreeError, flatten, unflatten
 from dips.worker.torch_model import wait_for
 
 _TORCH_NAMES: Mapping[torch.dtype, str] = {

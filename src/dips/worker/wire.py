@@ -107,7 +107,7 @@ class Payloads(Protocol):
 
 
 class ParameterSource(Protocol):
-    """A source of parameters as bytes (worker/live.py)."""
+    """A source of parameters as bytes (worker/vectors.py)."""
 
     lock: threading.Lock
 

@@ -72,7 +72,7 @@ def kubectl(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def api(namespace: str) -> Any:
-    from dips.deploy.contexts import open_context
+    from dips.deploy.kubernetes_api import open_context
 
     return open_context(context(), namespace)
 

@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 from support.number_learners import DATA, LAYOUT, BowlLearner, bowl_loss
 
-from dips.compare.course import Course, SimulationError
 from dips.compare.data_parallel import run_data_parallel
 from dips.compare.engine import HOPELESS_VOIDS, run_on_servers, timing_only
-from dips.compare.inject import Injection
-from dips.compare.methods import METHODS
+from dips.compare.methods import METHODS, Injection
 from dips.compare.plans import plan_of, wire_bytes
-from dips.compare.record import CurvePoint, PushFact, RunRecord, at_tokens
+from dips.compare.record import Course, CurvePoint, PushFact, RunRecord, SimulationError, at_tokens
 from dips.compare.setup import ComparisonSetup, load_setup
 from dips.core.errors import ConfigError
 from dips.core.ids import Version

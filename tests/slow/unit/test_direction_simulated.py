@@ -10,8 +10,7 @@ import pytest
 from support.number_learners import BowlLearner, bowl_loss
 
 from dips.compare.engine import run_on_servers
-from dips.compare.inject import Injection
-from dips.compare.methods import METHODS
+from dips.compare.methods import METHODS, Injection
 from dips.compare.record import PushFact, RunRecord
 from dips.compare.setup import load_setup
 from dips.core.messages import DataRange

@@ -11,15 +11,15 @@ from collections import Counter
 
 import pytest
 
+from dips.sim import run_plan
 from dips.sim import seeds as run_seeds
-from dips.sim import shapes
 from dips.sim.faults import register
 from dips.sim.world import World
 
 N_SEEDS = int(os.environ.get("DIPS_TEST_SEEDS", "200"))
 IN_ONE_TEST = 10
 
-SMALL_ONES = [seed for seed in range(7000, 7040) if shapes.of_seed(seed) is shapes.SMALL][:12]
+SMALL_ONES = [seed for seed in range(7000, 7040) if run_plan.of_seed(seed) is run_plan.SMALL][:12]
 
 
 @pytest.mark.parametrize("first", range(0, N_SEEDS, IN_ONE_TEST))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dips.master.state.penalty_config import PenaltyConfig
+from dips.master.state.penalty_types import PenaltyConfig
 from dips.sim.hosts.master import MasterHost
 from dips.sim.run_plan import SimulatedRunPlan, make_plan
 from dips.sim.world import World

@@ -14,7 +14,7 @@ from dips.sim.hosts.cluster import ClusterHost
 from dips.sim.kernel import SimulatedProcess
 from dips.sim.run_plan import SimulatedRunPlan, make_plan
 from dips.sim.world import World
-from dips.worker.state.phases import SessionPhase
+from dips.worker.state.terms import SessionPhase
 
 SEEDS = range(6200, 6212)
 

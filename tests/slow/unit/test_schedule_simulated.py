@@ -8,7 +8,7 @@ from statistics import mean
 import pytest
 
 from dips.master.state.schedule import Way
-from dips.sim.links import ProcessRates
+from dips.sim.network import ProcessRates
 from dips.sim.transfers import MIB, Race, TransferMethod, races, run, slowdowns
 
 GBIT = 1e9

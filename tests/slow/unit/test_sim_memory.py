@@ -9,11 +9,11 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 
 import pytest
 
-from dips.compare.course import Course
+from dips.compare.record import Course
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, Settings
-from dips.master.state.run_config import RunConfig
+from dips.master.state.shared import RunConfig
 from dips.sim.run_plan import CHUNK_BYTES, SimulatedRunPlan, make_plan
 
 ROUNDS = 240

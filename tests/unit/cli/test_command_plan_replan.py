@@ -9,8 +9,7 @@ import pytest
 
 from dips.cli import main
 from dips.planner.cluster import read_setup
-from dips.planner.plan import make_plan
-from dips.planner.plan_file import plan_json
+from dips.planner.plan import make_plan, plan_json
 from dips.planner.problem import Problem
 
 PROFILE = """

@@ -18,24 +18,28 @@ from support.repository import ROOT
 
 from dips.cli import main
 from dips.core.errors import ConfigError, FatalError
-from dips.local.plan_run_ranks import failure, job_of, log_of
-from dips.local.plan_run_report import (
+from dips.local.plan_run import (
+    ALONE,
+    CASE,
     PlanRunOutcome,
+    PlanSource,
+    failure,
     gradients_of,
+    job_of,
+    log_of,
     outcome_json,
+    scaled,
+    source_of,
     tell,
     timelines,
     write_files,
 )
-from dips.local.plan_run_source import ALONE, CASE, PlanSource, scaled, source_of
 from dips.planner.cluster import read_setup
-from dips.planner.costs import NS, Costs
-from dips.planner.costs_file import costs_json, read_costs
+from dips.planner.costs import NS, Costs, costs_json, read_costs
 from dips.planner.errors import PlanError
-from dips.planner.plan import make_plan
-from dips.planner.plan_file import plan_json
+from dips.planner.plan import make_plan, plan_json
 from dips.planner.problem import Problem
-from dips.planner.run.job import RankReport, read_job, read_report, write_job, write_report
+from dips.planner.run.links import RankReport, read_job, read_report, write_job, write_report
 from dips.planner.simulate import simulate
 
 NOTHING_GIVEN: dict[str, float | None] = dict.fromkeys(CASE)

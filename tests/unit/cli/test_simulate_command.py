@@ -9,7 +9,7 @@ import pytest
 from support.scale_setup import write_setup
 
 from dips.cli import main
-from dips.cli.simulate_picture import draw_resources, stacked
+from dips.cli.simulate import draw_resources, stacked
 from dips.sim.scale.run import simulate
 from dips.sim.scale.scenario import load_scenario
 

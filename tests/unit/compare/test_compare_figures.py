@@ -10,15 +10,17 @@ import pytest
 from rich.console import Console
 from support.compare_records import record
 
-from dips.compare.figure_report import (
+from dips.compare.figures import (
+    FIGURES,
     FigureResult,
+    figure_jobs,
     figure_json,
     figure_table,
     run_figure,
+    spread,
     tell_figure,
     write_figure,
 )
-from dips.compare.figures import FIGURES, figure_jobs, spread
 from dips.compare.jobs import ComparisonJob
 from dips.compare.record import RunRecord
 from dips.compare.setup import load_setup

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dips.compare.inject import F32, HUGE, KINDS, NAN_ELEMS, Injection, Injector
+from dips.compare.methods import F32, HUGE, KINDS, NAN_ELEMS, Injection, Injector
 from dips.core.errors import ConfigError
 
 N = 4096

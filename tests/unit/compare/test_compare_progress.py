@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from dips.compare.progress import CompareProgress
+from dips.compare.pool import CompareProgress
 from dips.core.clock import ManualClock
 
 

@@ -12,9 +12,8 @@ from rich.table import Table
 from support.compare_records import committed, push, record
 
 from dips.compare.record import RunRecord
-from dips.compare.report import SCHEMA, Comparison, course_table, loss_table, loss_text, readings, to_json
+from dips.compare.report import SCHEMA, Comparison, by_method, course_table, loss_table, loss_text, readings, to_json
 from dips.compare.setup import load_setup
-from dips.compare.summary import by_method
 
 SETUP = load_setup("small")
 

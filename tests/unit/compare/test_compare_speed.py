@@ -10,8 +10,17 @@ from rich.console import Console
 from support.compare_records import SHARES, speed_comparison
 
 from dips.compare.setup import ComparisonSetup, load_setup
-from dips.compare.speed import SPEED_FIGURES, SpeedResult, span, speed_jobs
-from dips.compare.speed_report import gain_table, share_table, speed_json, tell_speed, write_speed
+from dips.compare.speed import (
+    SPEED_FIGURES,
+    SpeedResult,
+    gain_table,
+    share_table,
+    span,
+    speed_jobs,
+    speed_json,
+    tell_speed,
+    write_speed,
+)
 
 EMULATED, WEAK = load_setup("emulated"), load_setup("weak-scaling")
 

@@ -9,7 +9,7 @@ import pytest
 from support.compare_records import committed, push, record, void
 
 from dips.compare.record import RunRecord
-from dips.compare.summary import by_method, seed_noise, summarise
+from dips.compare.report import by_method, seed_noise, summarise
 
 
 def test_a_run_is_counted() -> None:

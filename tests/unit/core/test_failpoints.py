@@ -19,18 +19,22 @@ from dips.core.errors import ConfigError
 from dips.core.machine import MachineHistory, Phase
 from dips.core.observe import failpoints
 from dips.core.observe.failpoint_names import all_names, obeyed
-from dips.core.observe.failpoint_spec import (
+from dips.core.observe.failpoints import (
     CRASH_EXIT_CODE,
     FailpointAction,
     FailpointKind,
     Term,
+    armed,
     check_name,
+    copies,
+    failpoint,
+    install,
     parse,
+    read_log,
     role_of,
     transition_name,
 )
-from dips.core.observe.failpoints import armed, copies, failpoint, install, read_log
-from dips.master.state.tables import ROUND_TABLE, RoundPhase
+from dips.master.state.records import ROUND_TABLE, RoundPhase
 
 PLACE = "master.journal.before_commit"
 OTHER = "master.journal.after_commit"

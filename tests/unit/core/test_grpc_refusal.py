@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.messages import Refusal
 from dips.core.net.codec_protobuf import encode
-from dips.core.net.grpc_refusal import (
+from dips.core.net.grpc_calls import (
     MAX_SENTENCE_BYTES,
     REFUSAL_KEY,
     STATUS_OF_CODE,

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from dips.core.ids import Version
 from dips.core.math import outer_numpy
-from dips.master.state.outer_optimizer import OuterStep, outer_step_of
-from dips.master.state.penalty_config import PenaltyConfig
+from dips.master.state.penalty_types import PenaltyConfig
+from dips.master.state.records import OuterStep, outer_step_of
 
 CLUSTERS = (2, 3, 4, 6, 9)
 

@@ -6,8 +6,8 @@ import pytest
 
 from dips.core.errors import ConfigError
 from dips.core.messages import SlaveAddress
-from dips.core.net import reach
-from dips.core.net.reach import check_slaves_reachable, is_elsewhere, is_loopback_endpoint
+from dips.core.net import addresses
+from dips.core.net.addresses import check_slaves_reachable, is_elsewhere, is_loopback_endpoint
 
 INWARD = SlaveAddress("s0", "tcp://127.0.0.1:29500", b"")
 OUTWARD = SlaveAddress("s1", "tcp://192.0.2.7:29500", b"")
@@ -40,5 +40,5 @@ def test_a_master_elsewhere_must_not_send_clusters_to_themselves() -> None:
 
 def test_loopback_is_right_where_the_master_is_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     check_slaves_reachable("127.0.0.1:29400", [INWARD])
-    monkeypatch.setattr(reach, "is_elsewhere", lambda address: False)  # it dials this machine's own public address
+    monkeypatch.setattr(addresses, "is_elsewhere", lambda address: False)  # it dials this machine's own public address
     check_slaves_reachable("192.0.2.1:29400", [INWARD])

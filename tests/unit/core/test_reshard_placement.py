@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import Layout, Parameter
-from dips.core.placement import Placement, place, shard_bytes_needed
-from dips.core.reshard_placement import redeal
+from dips.core.placement import Placement, place, redeal, shard_bytes_needed
 
 SLOTS, PINS, CHUNK = 4, 2, 1024
 GIB = 1 << 30

@@ -17,7 +17,7 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.machine import MachineHistory, Phase, tables
 from dips.core.net.data_header import DataHeader
 from dips.core.observe.seen import LOG_VARIABLE, Seen, arrows_of, codes, read_log, refuses, report
-from dips.master.state.tables import SLAVE_TABLE, SlavePhase
+from dips.master.state.records import SLAVE_TABLE, SlavePhase
 
 HELLO = ("slave", "ABSENT", "hello", "ATTACHED")
 SCRIPT = """
@@ -26,7 +26,7 @@ from dips.core.observe import failpoints
 from dips.core.net.data_header import DataHeader
 from dips.core.errors import RefusalCode, Refused
 from dips.core.machine import MachineHistory, Phase
-from dips.master.state.tables import PUSH_TABLE, PushPhase
+from dips.master.state.records import PUSH_TABLE, PushPhase
 failpoints.install("master")
 failpoints.install("master")
 Bench().running("a")
@@ -74,7 +74,7 @@ def test_the_report_counts_what_was_seen_and_lists_what_never_was() -> None:
 
 def test_every_module_of_the_product_that_refuses_is_counted() -> None:
     # The simulator's hosts refuse in the place of real ones; refusals of a peer are only passed on.
-    passed_on = "dips.core.net.grpc_refusal"
+    passed_on = "dips.core.net.grpc_calls"
     found = [
         ".".join(("dips", *path.relative_to(SOURCE).with_suffix("").parts))
         for path in modules()

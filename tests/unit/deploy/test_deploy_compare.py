@@ -9,13 +9,13 @@ import pytest
 from support.deploy_files import EXAMPLE
 
 from dips.core.errors import ConfigError
-from dips.deploy import plan
+from dips.deploy import rollout
 from dips.deploy.compare import FIELDS, ObjectAction, diff_lines, marked, merge_patch, shape, step_for
 from dips.deploy.deploy_file import read_deploy_file
 
 Object = dict[str, Any]
 DEPLOYMENT = read_deploy_file(EXAMPLE)
-EVERYTHING = [one for stage in plan.stages(DEPLOYMENT) for one in stage.objects]
+EVERYTHING = [one for stage in rollout.stages(DEPLOYMENT) for one in stage.objects]
 
 
 def wanted(kind: str, name: str) -> Object:
@@ -146,7 +146,7 @@ def wanted_namespace() -> Object:
 
 
 def test_the_plan_goes_from_keys_to_clusters() -> None:
-    found = plan.steps(plan.stages(DEPLOYMENT), lambda context, document: None)
+    found = rollout.steps(rollout.stages(DEPLOYMENT), lambda context, document: None)
     titles = [stage.title for stage, _ in found]
     assert titles == ["keys and settings", "master", "slaves", "supervisor and metrics", "cluster a", "cluster b"]
     first = [step.wanted["kind"] for step in found[0][1]]
@@ -154,19 +154,19 @@ def test_the_plan_goes_from_keys_to_clusters() -> None:
     assert first.index("Secret") < first.index("ConfigMap")
     every = [(step.context, step.name) for _, steps in found for step in steps]
     assert len(every) == len(set(every))
-    assert plan.counts(found) == "40 to make, 0 to change, 0 to replace, 0 as they should be, 0 to delete"
+    assert rollout.counts(found) == "40 to make, 0 to change, 0 to replace, 0 as they should be, 0 to delete"
 
 
 def test_what_nobody_wants_any_more_is_left_over_but_never_a_volume() -> None:
     old = {"kind": "Job", "metadata": {"name": "three-sites-cluster-z"}}
     claim = {"kind": "PersistentVolumeClaim", "metadata": {"name": "three-sites-cluster-z"}}
     kept = {"kind": "ConfigMap", "metadata": {"name": "three-sites-master"}}
-    found = plan.left_over(DEPLOYMENT, {"frankfurt-admin": [old, claim, kept]})
+    found = rollout.left_over(DEPLOYMENT, {"frankfurt-admin": [old, claim, kept]})
     assert [step.name for step in found] == ["Job three-sites-cluster-z"]
 
 
 def test_another_number_of_slaves_is_for_scale() -> None:
     with pytest.raises(ConfigError, match=r"says slaves = 3, and the run has 2: `dips deploy scale"):
-        plan.check_slaves(DEPLOYMENT, {"spec": {"replicas": 2}})
-    plan.check_slaves(DEPLOYMENT, {"spec": {"replicas": 3}})
-    plan.check_slaves(DEPLOYMENT, None)
+        rollout.check_slaves(DEPLOYMENT, {"spec": {"replicas": 2}})
+    rollout.check_slaves(DEPLOYMENT, {"spec": {"replicas": 3}})
+    rollout.check_slaves(DEPLOYMENT, None)

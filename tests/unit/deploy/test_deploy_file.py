@@ -10,8 +10,7 @@ from support.deploy_files import EXAMPLE, SMALL, example, with_keys, written
 from dips.core.errors import ConfigError
 from dips.core.net.keys import KEY_FILE
 from dips.deploy import identities
-from dips.deploy.deploy_file import read_deploy_file
-from dips.deploy.sizes import parse_quantity, processors, quantity
+from dips.deploy.deploy_file import parse_quantity, processors, quantity, read_deploy_file
 
 
 def test_the_example_puts_the_servers_where_the_papers_rule_says() -> None:

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 from support.deploy_files import BASE, EXAMPLE, SMALL, example, with_keys, written
 
-from dips.deploy import identities, plan
+from dips.deploy import identities, rollout
 from dips.deploy.compare import shown
 from dips.deploy.deploy_file import Deployment, read_deploy_file
 from dips.deploy.objects import IDENTITY_FILES
-from dips.deploy.render import folders
-from dips.deploy.scripts import script
+from dips.deploy.render import folders, script
 from dips.deploy.servers import master_settings, server_objects, slave_settings
 from dips.master.config import MasterConfig
 from dips.slave.config import SlaveConfig
@@ -28,7 +27,7 @@ each_deployment = pytest.mark.parametrize("deployment", DEPLOYMENTS.values(), id
 
 
 def objects(deployment: Deployment) -> list[Object]:
-    return [one for stage in plan.stages(deployment) for one in stage.objects]
+    return [one for stage in rollout.stages(deployment) for one in stage.objects]
 
 
 def pods(deployment: Deployment) -> Iterator[tuple[str, Object]]:
@@ -37,7 +36,7 @@ def pods(deployment: Deployment) -> Iterator[tuple[str, Object]]:
         spec = one.get("spec", {})
         if one["kind"] == "JobSet":
             spec = spec["replicatedJobs"][0]["template"]["spec"]
-        if one["kind"] in plan.WORKLOADS:
+        if one["kind"] in rollout.WORKLOADS:
             yield one["metadata"]["name"], spec["template"]["spec"]
 
 
@@ -107,7 +106,7 @@ def test_every_pod_has_a_policy_that_closes_both_directions(deployment: Deployme
         spec = one.get("spec", {})
         if one["kind"] == "JobSet":
             spec = spec["replicatedJobs"][0]["template"]["spec"]
-        if one["kind"] in plan.WORKLOADS:
+        if one["kind"] in rollout.WORKLOADS:
             labels = spec["template"]["metadata"]["labels"].items()
             assert any(wanted <= labels for wanted in closed), one["metadata"]["name"]
 

@@ -8,8 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 from dips.core.errors import RetryLater
 from dips.core.messages import SlaveStatus, StatusReply
-from dips.deploy.slave_watch import Ending, Pod, WatchLimits, WatchMemory, look
-from dips.deploy.supervise import SlaveSupervisor, pod_of
+from dips.deploy.supervise import Ending, Pod, SlaveSupervisor, WatchLimits, WatchMemory, look, pod_of
 
 STATUS = StatusReply(
     "run",

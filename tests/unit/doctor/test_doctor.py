@@ -16,9 +16,11 @@ from dips.cli import doctor as command_doctor
 from dips.cli import main
 from dips.core.errors import ConfigError
 from dips.core.net.security import Role
-from dips.doctor import disk, host, local, network, packages
+from dips.doctor import host, local, network
+from dips.doctor import host as disk
+from dips.doctor import host as packages
 from dips.doctor.findings import Check, Finding, Grade, examined, fail, ok, warn
-from dips.doctor.identities import WantedIdentity, check_identities
+from dips.doctor.network import WantedIdentity, check_identities
 from dips.local.authority import ensure_keys
 from dips.local.run_directory import UP, Mark, claim
 from dips.local.run_file import read_run_file

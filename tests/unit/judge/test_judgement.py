@@ -16,16 +16,9 @@ from dips.core.ids import Version
 from dips.judge.judgement import Judging
 from dips.judge.verify import check_records
 from dips.master.state.decisions import judgement_to_json
-from dips.master.state.outer_optimizer import outer_step_of
-from dips.master.state.penalty import (
-    PRESETS,
-    DetectorState,
-    JudgeInputs,
-    Participant,
-    PenaltyConfig,
-    judge,
-    round_tokens,
-)
+from dips.master.state.penalty import judge, round_tokens
+from dips.master.state.penalty_types import PRESETS, DetectorState, JudgeInputs, Participant, PenaltyConfig
+from dips.master.state.records import outer_step_of
 from dips.sim import world as simulated
 
 CONFIGS = {

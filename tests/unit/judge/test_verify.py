@@ -19,11 +19,11 @@ from dips.core.messages import SnapshotInfo
 from dips.judge.records import RunRecords, TapeLine, find_tapes, master_directory, non_finite, read_run
 from dips.judge.replay import replay_run
 from dips.judge.verify import EXIT_BROKEN, EXIT_UNREADABLE, check_records, verify_or_say, verify_run
+from dips.master.archive import FILE_NAME, set_base, set_meta
 from dips.master.journal import JournalContent, read_content
-from dips.master.journal_file import FILE_NAME, set_base, set_meta
-from dips.slave.durable import LocalDisk
-from dips.slave.manifest import Manifest, decode
+from dips.slave.disk import LocalDisk
 from dips.slave.ring import Ring
+from dips.slave.snapshot_files import Manifest, decode
 
 N_ELEMS = 8
 

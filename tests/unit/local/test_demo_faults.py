@@ -6,7 +6,7 @@ import pytest
 from support.run_status import cluster_status, run_status, slave_status
 
 from dips.core.ids import Incarnation, Version
-from dips.local.demo_faults import CLUSTER, SLAVE, Fault, FaultPlan, Moment, PlannedFault
+from dips.local.report import CLUSTER, SLAVE, Fault, FaultPlan, Moment, PlannedFault
 
 KILL_B = PlannedFault(CLUSTER, "b", 0.35)
 KILL_S1 = PlannedFault(SLAVE, "s1", 0.60)

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.core.errors import ConfigError
-from dips.local.demo_faults import CLUSTER, SLAVE
-from dips.local.demo_plan import (
+from dips.local.demo import (
     LEAST_TOKENS,
     SPENT_ELSEWHERE,
     DemoOptions,
@@ -22,6 +21,7 @@ from dips.local.demo_plan import (
     train_settings,
 )
 from dips.local.processes import TrainedCluster
+from dips.local.report import CLUSTER, SLAVE
 
 
 def test_four_clusters_have_the_gaps_of_the_simulations() -> None:

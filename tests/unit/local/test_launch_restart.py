@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dips.local.restart import FailureCount, RestartPolicy
+from dips.local.supervisor import FailureCount, RestartPolicy
 
 POLICY = RestartPolicy(first_delay_s=0.5, max_delay_s=3.0, quick_s=20.0, quick_failures_max=5)
 

@@ -12,7 +12,7 @@ from support.run_status import cluster_status, run_status
 from dips.core.clock import ManualClock
 from dips.core.errors import ConfigError, FatalError
 from dips.core.messages import StatusReply
-from dips.local.demo_plan import DemoOptions, make_plan, train_settings
+from dips.local.demo import DemoOptions, make_plan, train_settings
 from dips.local.local_run import STATUS_EVERY_S, LocalRun
 from dips.local.processes import EVALUATOR, MASTER
 from dips.local.run_directory import DEMO, Mark, claim

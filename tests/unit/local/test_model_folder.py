@@ -22,8 +22,7 @@ from dips.local import model_folder
 from dips.local.model_folder import as_folder, check_target, write_folder
 from dips.trainer.model import ByteModel
 from dips.trainer.sizes import SIZES
-from dips.worker.model_description import description_of
-from dips.worker.torch_model import TorchParameters
+from dips.worker.torch_model import TorchParameters, description_of
 
 CONFIG = LlamaConfig(  # type: ignore[call-arg]  # rope_theta, which its signature keeps quiet about
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

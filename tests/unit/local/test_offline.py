@@ -18,10 +18,10 @@ from dips.core.ids import RoundId, SlaveId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import SnapshotInfo
 from dips.core.placement import Placement
-from dips.local.offline import load_stored
+from dips.local.model_folder import load_stored
 from dips.master.state.ledger import Ledger
-from dips.slave.manifest import Manifest, decode, encode
-from dips.slave.snapshots import SnapshotStore
+from dips.slave.ring import SnapshotStore
+from dips.slave.snapshot_files import Manifest, decode, encode
 
 LAYOUT = Layout(
     (

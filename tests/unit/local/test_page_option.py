@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dips.local import page_option
-from dips.local.demo_plan import DemoOptions, make_plan, train_settings
+from dips.local import processes
+from dips.local.demo import DemoOptions, make_plan, train_settings
+from dips.local.log_files import HELDOUT_TAPE, tape_path
 from dips.local.options import command_line
-from dips.local.page_option import LISTEN, WITHOUT, page_sentence, with_page, without_page
-from dips.local.processes import RunPlan
+from dips.local.processes import LISTEN, WITHOUT, RunPlan, page_sentence, with_page, without_page
 from dips.local.run_file import read_run_file
-from dips.local.tapes import HELDOUT_TAPE, tape_path
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def test_without_an_evaluator_there_is_nothing_to_draw(plan: RunPlan, tmp_path: 
 def test_a_base_installation_goes_without_and_says_so(
     plan: RunPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_option, "page_can_be", lambda: False)
+    monkeypatch.setattr(processes, "page_can_be", lambda: False)
     assert with_page(plan, tmp_path) == plan
     assert page_sentence(None, wanted=True) == WITHOUT
     assert "pip install 'dips-training[master]'" in WITHOUT

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.local.demo_plan import DemoOptions, make_plan, train_settings
+from dips.local.demo import DemoOptions, make_plan, train_settings
 from dips.local.processes import (
     OwnCluster,
     RunPlan,

@@ -11,7 +11,7 @@ from support.run_status import run_status
 from dips.core.clock import ManualClock
 from dips.core.ids import Version
 from dips.core.messages_operator import Alarm
-from dips.local.demo_faults import CLUSTER, Fault, Moment, PlannedFault
+from dips.local.log_files import HeldoutPoint
 from dips.local.progress import (
     LiveProgress,
     PlainProgress,
@@ -21,7 +21,7 @@ from dips.local.progress import (
     loss_sentence,
     progress_for,
 )
-from dips.local.tapes import HeldoutPoint
+from dips.local.report import CLUSTER, Fault, Moment, PlannedFault
 
 HELDOUT = [HeldoutPoint(Version(1, 11), 380_000, 2.75)]
 FAULT = Fault(PlannedFault(CLUSTER, "b", 0.35), 71, "1.4", Moment(40.0, 350_000, 5))

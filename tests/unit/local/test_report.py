@@ -12,9 +12,18 @@ from support.run_status import cluster_status, run_status, slave_status
 
 from dips.core.ids import Version
 from dips.core.release import software_versions
-from dips.local.demo_faults import CLUSTER, Fault, Moment, PlannedFault
-from dips.local.report import LocalRunOutcome, build_report, checks, failed_checks, write_report
-from dips.local.tapes import HeldoutPoint
+from dips.local.log_files import HeldoutPoint
+from dips.local.report import (
+    CLUSTER,
+    Fault,
+    LocalRunOutcome,
+    Moment,
+    PlannedFault,
+    build_report,
+    checks,
+    failed_checks,
+    write_report,
+)
 
 HELDOUT = [HeldoutPoint(Version(1, 0), 0, 5.6), HeldoutPoint(Version(1, 12), 1_000_000, 2.21)]
 FAULT = Fault(PlannedFault(CLUSTER, "b", 0.35), 71, "1.4", Moment(40.0, 350_000, 5), Moment(46.5, 370_000, 6), "1.5")

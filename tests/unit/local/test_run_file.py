@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dips.core.errors import ConfigError
+from dips.local.log_files import tape_path
 from dips.local.processes import OwnCluster, TrainedCluster
 from dips.local.run_file import read_run_file
-from dips.local.tapes import tape_path
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 HEAD = '[run]\nid = "mine"\ndirectory = "runs/mine"\n'

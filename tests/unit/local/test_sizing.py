@@ -14,13 +14,12 @@ from dips.core.ids import SlaveId
 from dips.core.layout import DEFAULT_BLOCK_ELEMS, Layout, Parameter
 from dips.core.placement import memory_bytes_needed, place, shard_bytes_needed, table_bytes_needed
 from dips.core.wire import WIRE_DTYPES, encoded_bytes
-from dips.local.formula import names_of, value_of
-from dips.local.sizing import SizeKnobs, SizeTable, size
+from dips.local.sizing import SizeKnobs, SizeTable, names_of, size, value_of
 from dips.sim.scale import rates
 from dips.slave.connections import ROOM_BYTES
 from dips.slave.ring import SPARE_FILES
-from dips.slave.snapshot_file import file_bytes
-from dips.slave.state.checks import MAX_WINDOW_CHUNKS
+from dips.slave.snapshot_files import file_bytes
+from dips.slave.state.shard import MAX_WINDOW_CHUNKS
 
 PAPER = {"params": "100e9", "clusters": 9, "slaves": 16, "link": "10gbps"}
 

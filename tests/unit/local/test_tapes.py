@@ -8,7 +8,7 @@ from pathlib import Path
 from dips.core.clock import ManualClock
 from dips.core.ids import Version
 from dips.core.observe.telemetry import Tape
-from dips.local.tapes import (
+from dips.local.log_files import (
     HeldoutPoint,
     LossPoint,
     StartFollower,

@@ -15,8 +15,8 @@ from dips.core.messages import (
     KeyRole,
     SlaveBeat,
 )
-from dips.master.state.allow_list import AllowList
 from dips.master.state.events import Revoked
+from dips.master.state.shared import AllowList
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 

@@ -15,8 +15,8 @@ from support.forge import as_of_schema_2, journal_sql
 from dips.core.errors import ConfigError, FatalError, RetryLater
 from dips.core.observe.failpoints import armed
 from dips.master import archive
-from dips.master.archive import FOLDER, JournalRecord, Pruned, segments, write_segment
-from dips.master.journal import FILE_NAME, Journal, JournalEntry, Retention, pruned_to, read_content, read_records
+from dips.master.archive import FILE_NAME, FOLDER, JournalRecord, Pruned, segments, write_segment
+from dips.master.journal import Journal, JournalEntry, Retention, pruned_to, read_content, read_records
 
 KEPT = Retention(records=16, archive_bytes=1 << 30)
 PLACES = [

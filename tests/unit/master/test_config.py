@@ -11,8 +11,8 @@ from dips.core.config import load
 from dips.core.errors import ConfigError
 from dips.core.messages import Settings
 from dips.master.config import PENALTY_KNOBS, MasterConfig
-from dips.master.state.penalty_config import PRESET_NAMES, PRESETS, PenaltyConfig
-from dips.master.state.run_config import RunConfig
+from dips.master.state.penalty_types import PRESET_NAMES, PRESETS, PenaltyConfig
+from dips.master.state.shared import RunConfig
 
 
 def configured(**knobs: object) -> MasterConfig:

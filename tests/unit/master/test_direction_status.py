@@ -9,7 +9,7 @@ import pytest
 from support.master_bench import Bench
 
 from dips.core.messages import ClusterStatus
-from dips.master.state.gram import GramError, add_directions
+from dips.master.state.penalty_detect import GramError, add_directions
 
 AGREE = {"a": [1.0, 0.2, 0.0], "b": [1.0, 0.0, 0.2], "c": [1.0, -0.2, 0.0]}
 

@@ -22,7 +22,7 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.master.state.events import Pause
-from dips.master.state.tables import RoundPhase
+from dips.master.state.records import RoundPhase
 
 V0, V1 = Version(1, 0), Version(1, 1)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError
+from dips.master.archive import FILE_NAME
 from dips.master.directory import (
     DirectoryLock,
     MasterAddress,
@@ -19,7 +20,7 @@ from dips.master.directory import (
     remove_address,
     write_address,
 )
-from dips.master.journal import FILE_NAME, Journal, JournalEntry, read_records
+from dips.master.journal import Journal, JournalEntry, read_records
 
 
 @pytest.fixture

@@ -13,13 +13,7 @@ from support.master_bench import LEASED, OWN, Bench, refused_with
 from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import DataMode, DataPlan, LeaseDataRequest, Measure, ReturnDataRequest
 from dips.core.protocol import MAX_LEASED_CHUNKS
-from dips.master.state.intervals import IntervalMap
-from dips.master.state.leases import (
-    FREE,
-    MAX_RANGES_IN_A_MESSAGE,
-    LeaseTable,
-    TokenState,
-)
+from dips.master.state.leases import FREE, MAX_RANGES_IN_A_MESSAGE, IntervalMap, LeaseTable, TokenState
 
 PLAN = DataPlan(DataMode.LEASED, b"x", 950, 100)
 

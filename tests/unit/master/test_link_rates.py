@@ -8,7 +8,7 @@ from support.master_bench import LAYOUT, Bench
 from dips.core.ids import SlaveId
 from dips.core.placement import Placement
 from dips.core.wire import Codec
-from dips.master.state.link_rates import LinkRates
+from dips.master.state.shared import LinkRates
 
 PLACEMENT = Placement((SlaveId("s0"), SlaveId("s1")), (0, 1, 0, 0))
 ELEMS = 16
@@ -57,7 +57,7 @@ def test_before_the_model_is_placed_there_are_no_links(layout: object, placement
 
 
 def test_there_are_never_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dips.master.state.link_rates.MAX_LINKS", 3)
+    monkeypatch.setattr("dips.master.state.shared.MAX_LINKS", 3)
     assert len(LinkRates().links(["a", "b"], LAYOUT, PLACEMENT, 0.0)) == 3
 
 

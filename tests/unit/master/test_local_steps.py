@@ -13,8 +13,7 @@ from support.master_bench import LAYOUT, Bench
 from dips.core.ids import SlaveId
 from dips.core.messages import BeginPullRequest, BlockGram, FinishPullRequest, Settings, VerdictKind
 from dips.core.placement import Placement, place
-from dips.master.state.gram import GramError, add_blocks
-from dips.master.state.local_steps import (
+from dips.master.state.pacing import (
     ClusterPace,
     dynamic_steps,
     fastest_round_s,
@@ -22,6 +21,7 @@ from dips.master.state.local_steps import (
     round_s,
     steps_within_staleness,
 )
+from dips.master.state.penalty_detect import GramError, add_blocks
 
 H = 64
 

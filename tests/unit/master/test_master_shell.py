@@ -17,10 +17,8 @@ from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refuse
 from dips.core.messages import LeaveReply, StatusRequest
 from dips.core.observe import telemetry
 from dips.core.observe.telemetry import Tape, read_tape
-from dips.master.journal import JournalEntry
-from dips.master.journal_writer import THREAD_NAME, JournalWriter
-from dips.master.rpc.slave_link import LINK_COMMANDS, SlaveLink
-from dips.master.shell import MasterExit, MasterShell
+from dips.master.journal import THREAD_NAME, JournalEntry, JournalWriter
+from dips.master.shell import LINK_COMMANDS, MasterExit, MasterShell, SlaveLink
 from dips.master.state import effects
 from dips.master.state.effects import CloseLink, Effect, Halt, Log, Record, Refuse, Reply, ToSlave, WriteJournal
 from dips.master.state.events import (

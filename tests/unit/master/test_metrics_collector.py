@@ -12,10 +12,8 @@ from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation
 from dips.core.messages import ClusterStatus
 from dips.core.observe.metrics_server import NotNow
-from dips.master.metrics import METRICS, PREFIX
-from dips.master.metrics_collector import Collector, clusters_shown, snapshot
+from dips.master.metrics import METRICS, PREFIX, Collector, Metrics, clusters_shown, snapshot
 from dips.master.metrics_counts import Counts
-from dips.master.metrics_serving import Metrics
 from dips.master.state.effects import Record
 
 

@@ -9,10 +9,10 @@ from support.master_bench import Bench
 
 from dips.core.errors import RefusalCode
 from dips.core.messages import Commit, Measure, OperatorRequest, Prepare, Refusal
-from dips.master.metrics_reasons import OTHER, REASONS, WAITING, reason_word, waiting_word
+from dips.master.metrics_counts import OTHER, REASONS, WAITING, reason_word, waiting_word
 from dips.master.state.events import Pause
-from dips.master.state.penalty import PRESETS, Participant, judge
-from dips.master.state.penalty_statistics import ClusterStatistics, DetectorState
+from dips.master.state.penalty import judge
+from dips.master.state.penalty_types import PRESETS, ClusterStatistics, DetectorState, Participant
 from dips.master.state.reasons import waiting_for
 
 KNOWN = ClusterStatistics(accepted=20, mean=1.0, variance=0.01, mean_tokens=100.0, steps=4)

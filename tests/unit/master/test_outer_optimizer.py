@@ -16,8 +16,8 @@ from support.numerics import F32
 from dips.core.ids import Version
 from dips.core.math import outer_numpy
 from dips.core.messages import Prepare
-from dips.master.state.outer_optimizer import OuterStep, delayed_step, momentum_coefficients, outer_step_of, seed_step
-from dips.master.state.penalty_config import PenaltyConfig
+from dips.master.state.penalty_types import PenaltyConfig
+from dips.master.state.records import OuterStep, delayed_step, momentum_coefficients, outer_step_of, seed_step
 
 SAFE = PenaltyConfig()
 TOKENS = PenaltyConfig(momentum_scaling="tokens")

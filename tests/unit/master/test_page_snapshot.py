@@ -22,7 +22,7 @@ from dips.master.page.sentence import sentence
 from dips.master.page.snapshot import snapshot
 from dips.master.page.timeline import EventTimeline, sentence_of
 from dips.master.state.events import Pause
-from dips.master.state.run_view import RunView
+from dips.master.state.status import RunView
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m" + "y" * 1000
 

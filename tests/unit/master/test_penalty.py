@@ -9,7 +9,8 @@ import pytest
 from support.rounds import Master, Push, along, gram_of
 
 from dips.core.errors import LocalProtocolError
-from dips.master.state.penalty import DetectorState, Judgement, Participant, PenaltyConfig, judge
+from dips.master.state.penalty import judge
+from dips.master.state.penalty_types import DetectorState, Judgement, Participant, PenaltyConfig
 
 
 def reason_of(judgement: Judgement, cluster: str) -> str:

@@ -8,8 +8,7 @@ import math
 import pytest
 
 from dips.core.errors import ConfigError
-from dips.master.state.penalty import PRESETS, PenaltyConfig
-from dips.master.state.penalty_config import PRESET_NAMES, dynamic_local_steps_of
+from dips.master.state.penalty_types import PRESET_NAMES, PRESETS, PenaltyConfig, dynamic_local_steps_of
 
 
 def test_every_name_has_a_preset_that_knows_its_name() -> None:

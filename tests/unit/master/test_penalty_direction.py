@@ -13,8 +13,9 @@ from support.plain_penalty import cosine_with_the_others
 from support.rounds import Master, Push, Vector, along, gram_of
 
 from dips.core.errors import LocalProtocolError
-from dips.master.state.penalty import ClusterStatistics, DetectorState, Participant, PenaltyConfig, judge
-from dips.master.state.penalty_direction import alarms
+from dips.master.state.penalty import judge
+from dips.master.state.penalty_detect import alarms
+from dips.master.state.penalty_types import ClusterStatistics, DetectorState, Participant, PenaltyConfig
 
 N = 200
 """Elements of the vectors below: random ones have a cosine of about 1 / sqrt(N) = 0.07 with anything."""

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rounds import Master, Push, along
 
-from dips.master.state.penalty import ClusterStatistics, DetectorState, PenaltyConfig
+from dips.master.state.penalty_types import ClusterStatistics, DetectorState, PenaltyConfig
 
 ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)
 PUSHES = st.builds(

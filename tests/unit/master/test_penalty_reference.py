@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.plain_penalty import Straightforward
 from support.rounds import Master, Push
 
-from dips.master.state.penalty import Judgement
+from dips.master.state.penalty_types import Judgement
 
 CLUSTERS = "abcd"
 ROUND_TOKENS = 4000.0

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from dips.master.state.penalty_config import PenaltyConfig
-from dips.master.state.penalty_scaling import momentum_warning, participation, round_tokens
+from dips.master.state.penalty import momentum_warning, participation, round_tokens
+from dips.master.state.penalty_types import PenaltyConfig
 
 SAFE = PenaltyConfig()
 TOKENS = PenaltyConfig(momentum_scaling="tokens")

@@ -12,7 +12,7 @@ import pytest
 from support.master_walk import KINDS, Walk
 
 from dips.core.observe.seen import Seen, arrows_of, report
-from dips.master.state.tables import PUSH_TABLE, RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE, SLAVE_TABLE
+from dips.master.state.records import PUSH_TABLE, RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE, SLAVE_TABLE
 
 N_WALKS = int(os.environ.get("DIPS_TEST_WALKS", "40"))
 EVENTS = 1500

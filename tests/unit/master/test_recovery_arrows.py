@@ -12,7 +12,7 @@ from dips.core.errors import RefusalCode
 from dips.core.ids import Version
 from dips.core.machine import Transition, forget, observe
 from dips.core.messages import Commit, LeaveRequest, Refusal, SendCommitRecord
-from dips.master.state.tables import PUSH_TABLE, RECOVERY_TABLE, ROUND_TABLE, RecoveryPhase
+from dips.master.state.records import PUSH_TABLE, RECOVERY_TABLE, ROUND_TABLE, RecoveryPhase
 
 Arrow = tuple[str, str, str, str]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dips.master.refusals import EVERY_S, KIND, LOG_LINES, LOG_LINES_PER_S, MAX_CHARACTERS, Refusals
+from dips.master.shell import EVERY_S, KIND, LOG_LINES, LOG_LINES_PER_S, MAX_CHARACTERS, Refusals
 from dips.master.state.effects import Record
 
 

@@ -25,7 +25,7 @@ from dips.core.messages import (
 )
 from dips.master.state.events import Pause, Resume
 from dips.master.state.ledger import Ledger
-from dips.master.state.tables import ReshardPhase
+from dips.master.state.records import ReshardPhase
 
 V0, V1, V2, V3 = (Version(1, v) for v in range(4))
 FULL = Refusal(RefusalCode.DISK, "the disk is full", 1.0)

@@ -21,7 +21,7 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
-from dips.master.state.tables import PUSH_TABLE, ROUND_TABLE, SLAVE_TABLE, PushPhase, RoundPhase
+from dips.master.state.records import PUSH_TABLE, ROUND_TABLE, SLAVE_TABLE, PushPhase, RoundPhase
 
 
 def sent(slave: BenchSlave, kind: type) -> list[object]:

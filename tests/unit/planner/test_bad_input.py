@@ -14,8 +14,7 @@ from support.repository import ROOT
 from dips.cli import main
 from dips.planner.cluster import read_setup
 from dips.planner.errors import PlanError
-from dips.planner.plan import make_plan
-from dips.planner.plan_file import read_plan, write_plan
+from dips.planner.plan import make_plan, read_plan, write_plan
 from dips.planner.problem import Problem
 
 EXAMPLE = (ROOT / "examples" / "04-plan-a-schedule" / "sites.toml").read_text()

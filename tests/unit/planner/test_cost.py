@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dips.planner.cluster import Training
-from dips.planner.cost import (
+from dips.planner.costs import (
     layer_activation_bytes,
     layer_state_bytes,
     layer_work,

@@ -15,8 +15,7 @@ from dips.planner.fleet import Sharing, simulate_fleet
 from dips.planner.ir import Kind, Schedule, loop, straight, wave
 from dips.planner.model import read_model
 from dips.planner.plan import make_plan
-from dips.planner.problem import Problem
-from dips.planner.problem_file import assumptions
+from dips.planner.problem import Problem, assumptions
 from dips.planner.schedules.interleaved import interleaved_1f1b
 from dips.planner.schedules.optimal import optimal
 from dips.planner.schedules.static import gpipe, one_f_one_b, zb_h1

@@ -16,10 +16,8 @@ from dips.planner.cluster import read_setup
 from dips.planner.costs import NS
 from dips.planner.errors import PlanError
 from dips.planner.measured import layers_moved, read_measured, with_measured_links, with_measured_stages
-from dips.planner.plan import Plan, make_plan
-from dips.planner.plan_file import plan_json
-from dips.planner.problem import Problem
-from dips.planner.problem_file import problem_json, read_problem
+from dips.planner.plan import Plan, make_plan, plan_json
+from dips.planner.problem import Problem, problem_json, read_problem
 from dips.planner.replan import Limits, ReplanVerdict, Running, decide, read_running, replan, swap_cost
 
 FILE = "crosspipe-m70-2dc"

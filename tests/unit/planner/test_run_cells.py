@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dips.core.errors import ConfigError
-from dips.planner.run.cells import Cell, parse_cells, read_cells
+from dips.planner.run.links import Cell, parse_cells, read_cells
 
 V = "0F0,3F0,3I0,0I0,3W0,0W0\n1F0,2F0,2B0,1B0\n"
 

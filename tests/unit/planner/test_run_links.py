@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.planner.run.job import RankLink
-from dips.planner.run.links import BACK, FORTH, NO_NOTE, LinkBoard, Passage, passage
+from dips.planner.run.links import BACK, FORTH, NO_NOTE, LinkBoard, Passage, RankLink, passage
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.paced_play import RankClock, play
 
-from dips.local.plan_run_report import timelines
-from dips.local.plan_run_source import CASE, PlanSource, scaled, source_of
+from dips.local.plan_run import CASE, PlanSource, scaled, source_of, timelines
 from dips.planner.costs import Costs, StageCost, Wire
-from dips.planner.run.cells import Cell, parse_cells
-from dips.planner.run.job import PlanJob, RankLink, RankReport
-from dips.planner.run.links import FORTH, LinkBoard
-from dips.planner.run.pace import RankPace
+from dips.planner.run.links import FORTH, Cell, LinkBoard, PlanJob, RankLink, RankPace, RankReport, parse_cells
 from dips.planner.simulate import Timeline, simulate
 from dips.planner.sweep import STATIC
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from dips.core.errors import ConfigError
-from dips.planner.run import model
-from dips.planner.run.cells import parse_cells
-from dips.planner.run.step import PlannedPipeline
+from dips.planner.run import rank as model
+from dips.planner.run.links import parse_cells
+from dips.planner.run.rank import PlannedPipeline
 
 CPU = torch.device("cpu")
 FUSED = "0F0,1F0,0F1,1B0,0B0,1F1,1B1,0B1\n"

@@ -14,8 +14,18 @@ from support.repository import ROOT
 
 from dips.cli import main
 from dips.planner.errors import PlanError
-from dips.planner.heatmap import Panel, draw_maps, panels
-from dips.planner.sweep import OPTIMAL, Case, SweepRow, cases, check_compared, names_of, rows_of
+from dips.planner.sweep import (
+    OPTIMAL,
+    Case,
+    Panel,
+    SweepRow,
+    cases,
+    check_compared,
+    draw_maps,
+    names_of,
+    panels,
+    rows_of,
+)
 
 RATIOS = [0, 0.5, 2]
 

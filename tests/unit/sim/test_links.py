@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.sim.kernel import MIN_STEP_S, Kernel, SimulatedProcess
-from dips.sim.links import LinkOccupancy, LinkPlan, ProcessRates, all_reduce_s
-from dips.sim.network import Network
+from dips.sim.network import LinkOccupancy, LinkPlan, Network, ProcessRates, all_reduce_s
 
 MBIT = 1e6
 KB = 1000

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from support.mutants import Mutant, planted
 
-from dips.sim import shapes
+from dips.sim import run_plan
 from dips.sim.search.bounds import Bounds
 from dips.sim.world import World
 
-SABOTAGED = [seed for seed in range(600) if shapes.of_seed(seed) is shapes.SABOTAGE][:30]
+SABOTAGED = [seed for seed in range(600) if run_plan.of_seed(seed) is run_plan.SABOTAGE][:30]
 
-SMALL = next(seed for seed in range(7, 100) if shapes.of_seed(seed) is shapes.SMALL)
+SMALL = next(seed for seed in range(7, 100) if run_plan.of_seed(seed) is run_plan.SMALL)
 
 WAITS_FOR_ALL = Mutant(
     "the window waits for every live cluster, however long",

@@ -12,16 +12,16 @@ import sys
 
 import pytest
 
+from dips.sim import run_plan
 from dips.sim import seeds as run_seeds
-from dips.sim import shapes
 from dips.sim.world import World
 
 N_SEEDS = 40
 IN_ONE_TEST = 10
 
 OF_EACH_SHAPE = [
-    next(seed for seed in range(3, 500) if shapes.of_seed(seed) is shape)
-    for shape in (shapes.SMALL, shapes.WIDE, shapes.SABOTAGE)
+    next(seed for seed in range(3, 500) if run_plan.of_seed(seed) is shape)
+    for shape in (run_plan.SMALL, run_plan.WIDE, run_plan.SABOTAGE)
 ]
 
 HASHES = "from dips.sim.world import World; print(*(World(seed).run().trace_hash for seed in {seeds}))"

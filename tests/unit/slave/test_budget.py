@@ -15,7 +15,7 @@ from dips.core.layout import Layout, Parameter
 from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.placement import KEPT_PRODUCTS, table_bytes_needed
-from dips.slave.receipts import MOST_COMPANIONS, NEVER, Receipts
+from dips.slave.landing import MOST_COMPANIONS, NEVER, Receipts
 from dips.slave.state.staging import Landing, ShardMap, StagingTable
 
 CHUNK_BYTES = 2 * PIECE_ELEMS * 4

@@ -18,8 +18,8 @@ from dips.core.math.outer_numpy import PIECE_ELEMS, average_step, gram, outer_st
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.threads import Threads
 from dips.slave import calculation
+from dips.slave.landing import Receipts
 from dips.slave.memory import F32, ShardMemory
-from dips.slave.receipts import Receipts
 
 RNG = np.random.default_rng(3)
 THETA, MOMENTUM, X, Y = (RNG.standard_normal(LAYOUT.n_elems).astype(np.float32) for _ in range(4))

@@ -9,8 +9,7 @@ import pytest
 from support.slave_bench import V0, V1, V2
 
 from dips.core.ids import Version
-from dips.slave.directions import KEPT_VERSIONS, SAMPLE_ELEMS, Samples
-from dips.slave.memory import F32
+from dips.slave.memory import F32, KEPT_VERSIONS, SAMPLE_ELEMS, Samples
 
 RNG = np.random.default_rng(11)
 

@@ -12,7 +12,7 @@ from support.slave_wire import LAYOUT, placement_over
 from dips.core.clock import SystemClock
 from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import MoveBlocks, PlacementSpec, SlaveAddress
-from dips.slave.durable import LocalDisk
+from dips.slave.disk import LocalDisk
 from dips.slave.mover import Mover
 from dips.slave.ring import Ring
 

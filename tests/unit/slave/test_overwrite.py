@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dips.slave import overwrite as module
-from dips.slave.overwrite import SECTOR_BYTES, overwrite
+from dips.slave import disk as module
+from dips.slave.disk import SECTOR_BYTES, overwrite
 
 PIECE = 4096
 OLD = 255

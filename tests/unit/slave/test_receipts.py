@@ -17,8 +17,8 @@ from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec
 from dips.slave.calculation import chunk_checksums, measure
 from dips.slave.data_port import DataPort
+from dips.slave.landing import MOST_COMPANIONS, KnownReceipts
 from dips.slave.memory import ShardMemory, ThetaBuffer
-from dips.slave.receipts import MOST_COMPANIONS, KnownReceipts
 from dips.slave.state.staging import ShardMap
 
 CHUNK_BYTES = 2 * PIECE_ELEMS * 4

@@ -12,7 +12,7 @@ from support.slave_disk import CrashDisk, Image, PowerLossError
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
-from dips.slave.promise import Promise
+from dips.slave.disk import Promise
 from dips.slave.ring import Ring
 
 N = 3

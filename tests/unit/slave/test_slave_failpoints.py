@@ -16,7 +16,7 @@ from dips.core.observe import failpoints
 from dips.core.observe.failpoint_names import SLAVE, expand
 from dips.slave import data_server
 from dips.slave.push_evidence import PushEvidence
-from dips.slave.snapshots import SnapshotStore
+from dips.slave.ring import SnapshotStore
 
 N = 40
 NAMES = [name for pattern in SLAVE for name in expand(pattern)]

@@ -60,8 +60,8 @@ from dips.core.messages import (
 from dips.core.placement import shard_bytes_needed
 from dips.core.wire import Codec
 from dips.slave.state import effects, events
-from dips.slave.state.link import LINK_TABLE, LinkPhase
 from dips.slave.state.shard import SHARD_TABLE, ShardPhase
+from dips.slave.state.slave import LINK_TABLE, LinkPhase
 
 # ---- the bond ----
 

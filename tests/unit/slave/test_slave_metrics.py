@@ -13,12 +13,9 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import SlaveBeat
 from dips.core.threads import Threads
 from dips.slave.data_port import Figures
-from dips.slave.memory import ShardMemory
-from dips.slave.memory_speed import memory_bytes_per_s
-from dips.slave.metrics import METRICS, PREFIX
-from dips.slave.metrics_collector import Collector, DiskSizes, MetricsMoment, disk_free_bytes
-from dips.slave.metrics_collector import snapshot as look
-from dips.slave.metrics_counts import Counts
+from dips.slave.memory import ShardMemory, memory_bytes_per_s
+from dips.slave.metrics import METRICS, PREFIX, Collector, Counts, DiskSizes, MetricsMoment, disk_free_bytes
+from dips.slave.metrics import snapshot as look
 
 FIGURES = Figures(SlaveBeat(100, 200, 3, 0, 1, refused_connections=4), {"BUSY": 3}, {"a": 60, "b": 40})
 SIZES = DiskSizes(1000, 5000, 7000, 3)

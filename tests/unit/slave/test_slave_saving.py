@@ -11,7 +11,7 @@ from dips.core.ids import RoundId, Version
 from dips.core.messages import Flipped, Prepared, Ready, Settings, SlaveHello, SnapshotInfo
 from dips.slave.state import effects, events
 from dips.slave.state.effects import Effect
-from dips.slave.state.saving import SAVE_TABLE, SavePhase
+from dips.slave.state.jobs import SAVE_TABLE, SavePhase
 
 ASYNC = Settings(durability="async")
 

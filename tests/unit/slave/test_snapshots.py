@@ -19,9 +19,9 @@ from safetensors.numpy import load_file
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
-from dips.slave import durable
-from dips.slave.snapshot_file import HEADER_BYTES, file_bytes
-from dips.slave.snapshots import SnapshotStore
+from dips.slave import disk as durable
+from dips.slave.ring import SnapshotStore
+from dips.slave.snapshot_files import HEADER_BYTES, file_bytes
 
 N = 3000
 RECORD = json.dumps({"tokens": 12, "unit": "ö"}, ensure_ascii=False).encode()
@@ -515,7 +515,7 @@ def test_a_real_file_size_limit_is_survived(tmp_path: Path) -> None:
     """The kernel itself says no: EFBIG while the ring is made, and nothing of it stays."""
     program = (
         "import resource, signal, sys, numpy as np; from pathlib import Path\n"
-        "from dips.core.errors import Refused; from dips.slave.snapshots import SnapshotStore\n"
+        "from dips.core.errors import Refused; from dips.slave.ring import SnapshotStore\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "store = SnapshotStore(Path(sys.argv[1]), 'run', 's0', 3); store.scan()\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))\n"

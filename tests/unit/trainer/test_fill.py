@@ -19,11 +19,8 @@ from dips.core.ids import Version
 from dips.core.layout import MAX_DESCRIPTION_CHARS, Layout
 from dips.core.model_description import Lacking, ModelDescription, description_from_json
 from dips.local.model_folder import as_folder, write_folder
-from dips.trainer.export import export_model
-from dips.trainer.fill import fill
-from dips.worker.model_description import description_of
-from dips.worker.torch_model import TorchParameters
-from dips.worker.untrained import untrained_of
+from dips.trainer.export import export_model, fill
+from dips.worker.torch_model import TorchParameters, description_of, untrained_of
 
 VERSION = Version(1, 7)
 

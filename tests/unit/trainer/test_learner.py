@@ -12,12 +12,11 @@ import torch
 from dips.core.errors import ConfigError, RemoteProtocolError
 from dips.core.messages import DataRange
 from dips.trainer.config import TrainConfig
+from dips.trainer.corpus import all_ranges, take_rows
 from dips.trainer.data import LeasedBatches, make_batch
-from dips.trainer.heldout import heldout_loss, windows_of
-from dips.trainer.inner import InnerTrainer, inner_step
+from dips.trainer.evaluate import heldout_loss, windows_of
 from dips.trainer.learner import F32, ByteLearner, SharedText, evaluator, learners, read_text
-from dips.trainer.rows import all_ranges, take_rows
-from dips.trainer.train import schedule_of
+from dips.trainer.train import InnerTrainer, inner_step, schedule_of
 
 TOTAL = 4096
 

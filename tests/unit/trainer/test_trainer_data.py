@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from dips.core.errors import ConfigError, RemoteProtocolError
 from dips.core.messages import DataMode, DataRange
-from dips.trainer.corpus import SEPARATOR, Document
+from dips.trainer.corpus import SEPARATOR, Document, all_ranges
 from dips.trainer.data import MIN_CHUNKS, ChunkedText, LeasedBatches, make_batch
 from dips.trainer.model import IGNORED_TARGET
-from dips.trainer.rows import all_ranges
 
 CHUNK = 64
 

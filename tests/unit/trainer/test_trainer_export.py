@@ -17,9 +17,8 @@ from dips.core.errors import ConfigError
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.trainer.config import TrainConfig
-from dips.trainer.evaluate import Evaluator, evaluate_file, load_exported
+from dips.trainer.evaluate import EVAL_BATCH, Evaluator, evaluate_file, heldout_loss, load_exported, windows_of
 from dips.trainer.export import export_model, read_export
-from dips.trainer.heldout import EVAL_BATCH, heldout_loss, windows_of
 from dips.trainer.model import ByteModel
 from dips.trainer.sizes import SIZES, ModelConfig
 from dips.worker.torch_model import TorchParameters

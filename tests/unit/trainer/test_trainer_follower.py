@@ -16,7 +16,7 @@ from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import StatusReply
 from dips.core.observe.telemetry import Tape, read_tape
-from dips.trainer.follower import Follower, next_version
+from dips.trainer.evaluate import Follower, next_version
 
 LAYOUT = Layout((Parameter("w", (2,), "float32", "w"),))
 

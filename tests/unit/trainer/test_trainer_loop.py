@@ -22,10 +22,9 @@ from dips.core.messages import DataPlan, DataRange, Settings
 from dips.core.observe.telemetry import Tape, read_tape
 from dips.trainer import train as module
 from dips.trainer.config import TrainConfig
-from dips.trainer.inner import InnerTrainer
-from dips.trainer.rows import all_ranges
-from dips.trainer.signals import StopSignals
-from dips.trainer.train import run, schedule_of
+from dips.trainer.corpus import all_ranges
+from dips.trainer.progress import StopSignals
+from dips.trainer.train import InnerTrainer, run, schedule_of
 from dips.worker.checkpoint import InnerState
 from dips.worker.config import ClientConfig
 from dips.worker.parameters import ParameterStore

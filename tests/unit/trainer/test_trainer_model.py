@@ -10,7 +10,7 @@ import torch
 
 from dips.core.errors import ConfigError
 from dips.core.layout import Layout, Parameter
-from dips.trainer.heldout import heldout_loss, model_from_flat
+from dips.trainer.evaluate import heldout_loss, model_from_flat
 from dips.trainer.model import IGNORED_TARGET, ByteModel, rotate
 from dips.trainer.model import _rotation as rotation
 from dips.trainer.sizes import HEAD_DIM, SIZES, ModelConfig

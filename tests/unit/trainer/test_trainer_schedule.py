@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.trainer.schedule import LearningRateSchedule
-from dips.trainer.slowdown import Slowdown
+from dips.trainer.progress import Slowdown
+from dips.trainer.train import LearningRateSchedule
 
 SCHEDULE = LearningRateSchedule(peak=0.01, warmup_tokens=1000, min_fraction=0.1, total_tokens=11_000)
 

@@ -17,12 +17,12 @@ from dips.core.config import load
 from dips.core.errors import ConfigError, FatalError
 from dips.trainer import calibrate
 from dips.trainer.config import SECTION, TrainConfig
+from dips.trainer.corpus import all_ranges
 from dips.trainer.data import LeasedBatches
-from dips.trainer.inner import InnerTrainer, device_of, make_optimizer
 from dips.trainer.model import ByteModel
-from dips.trainer.rows import all_ranges
-from dips.trainer.signals import StopSignals
+from dips.trainer.progress import StopSignals
 from dips.trainer.sizes import ModelConfig
+from dips.trainer.train import InnerTrainer, device_of, make_optimizer
 
 
 @pytest.fixture

@@ -17,10 +17,16 @@ from safetensors.numpy import load_file
 
 from dips.core.errors import ConfigError
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
-from dips.worker import checkpoint_file
-from dips.worker.checkpoint_file import CheckpointError, CheckpointStamp, RawTensor, read_tensors, write_tensors
-from dips.worker.checkpoint_store import CheckpointStore
-from dips.worker.state.push_record import PushRecord
+from dips.worker import checkpoint_files
+from dips.worker.checkpoint_files import (
+    CheckpointError,
+    CheckpointStamp,
+    CheckpointStore,
+    RawTensor,
+    read_tensors,
+    write_tensors,
+)
+from dips.worker.state.effects import PushRecord
 from dips.worker.state.work import Work
 
 
@@ -162,7 +168,7 @@ def test_missing_tensors_are_noticed(store: CheckpointStore) -> None:
 
 def test_another_format_is_not_guessed_at(store: CheckpointStore) -> None:
     body = {"format": "dips-checkpoint-9", "content": {}}
-    checkpoint_file.write_record(store.directory / "checkpoint-00000001.json", body)
+    checkpoint_files.write_record(store.directory / "checkpoint-00000001.json", body)
     assert "'dips-checkpoint-9'" in store.newest()[1][0]
 
 
@@ -264,7 +270,7 @@ def dies(folder: Path, monkeypatch: pytest.MonkeyPatch, act: Act, steps: int, po
     write(before, 2)
     before.record_push(record(1))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_file, "os", DyingSystem(steps, power))
+        patch.setattr(checkpoint_files, "os", DyingSystem(steps, power))
         try:
             act(before)
         except Dead:
@@ -323,7 +329,7 @@ def test_a_disk_that_fails_leaves_the_old_ones_and_no_rest(
     system = DyingSystem(-1, power=False)
     setattr(system, failing, fail)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_file, "os", system)
+        patch.setattr(checkpoint_files, "os", system)
         with pytest.raises(OSError, match="No space left"):
             write(store, 2)
     assert value_of(store) == 1
@@ -350,7 +356,7 @@ def test_a_disk_that_fails_at_any_flush_keeps_no_room(
 
     with monkeypatch.context() as patch:
         patch.setattr(system, "fsync", fsync)
-        patch.setattr(checkpoint_file, "os", system)
+        patch.setattr(checkpoint_files, "os", system)
         with pytest.raises(OSError, match="No space left"):
             write(store, 2)
     assert sorted(path.name for path in store.directory.iterdir()) == before
@@ -372,7 +378,7 @@ def test_tensors_without_a_manifest_are_cleaned_away(store: CheckpointStore) -> 
 def test_a_second_process_is_refused_and_the_end_of_the_first_lets_it_in(store: CheckpointStore) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom dips.core.errors import ConfigError\n"
-        "from dips.worker.checkpoint_store import CheckpointStore\n"
+        "from dips.worker.checkpoint_files import CheckpointStore\n"
         "try:\n    CheckpointStore(Path(sys.argv[1]), 2)\nexcept ConfigError as error:\n    print(error)\n"
     )
     command = [sys.executable, "-c", code, str(store.directory)]

@@ -65,7 +65,7 @@ from dips.worker.state.events import (
     Stepped,
     StopWanted,
 )
-from dips.worker.state.phases import SessionPhase
+from dips.worker.state.terms import SessionPhase
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from dips.core.messages import (
 )
 from dips.worker.state.effects import CancelTransfer, CopyBase, CopyParameters, InstallMode, Record, StartPull
 from dips.worker.state.events import Stepped
-from dips.worker.state.phases import SessionPhase
+from dips.worker.state.terms import SessionPhase
 
 NEW = Version(3, 5)
 

@@ -12,7 +12,7 @@ import torch
 
 import dips
 from dips.core.errors import ConfigError
-from dips.worker.losses import Losses
+from dips.worker.step_checks import Losses
 
 
 @pytest.fixture(autouse=True)

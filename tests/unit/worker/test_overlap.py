@@ -26,8 +26,8 @@ from dips.core.messages import (
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import CallMaster, CopyParameters, InstallMode, StartPull, StartPush
 from dips.worker.state.events import CallFailed, PullFailed, PushFailed, Started
-from dips.worker.state.phases import SessionPhase
 from dips.worker.state.saved import SavedSession
+from dips.worker.state.terms import SessionPhase
 from dips.worker.state.waiting import BRIEF_MOST_S, BRIEF_SHARE, RULES, ExchangeStage, Wait
 
 OVERLAPS = tuple(RULES)

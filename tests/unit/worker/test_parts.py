@@ -15,9 +15,8 @@ from dips.core.messages import Caller, LeaveRequest, Settings
 from dips.worker.config import ClientConfig, check
 from dips.worker.pace import StepTimer
 from dips.worker.state.effects import InstallMode
-from dips.worker.state.refusals import Remedy, remedy_for
-from dips.worker.state.repeated_call import RepeatedCall
-from dips.worker.state.times import times_of
+from dips.worker.state.terms import Remedy, remedy_for
+from dips.worker.state.waiting import RepeatedCall, times_of
 from dips.worker.vectors import Vectors
 
 DEFAULT_TIMES = times_of(session_config(), Settings())

@@ -36,7 +36,7 @@ from dips.worker.state.effects import (
     StartPush,
 )
 from dips.worker.state.events import Pulled, PushFailed, Started
-from dips.worker.state.phases import SessionPhase
+from dips.worker.state.terms import SessionPhase
 
 
 class WireLife(LeasedClusterBench):

@@ -22,12 +22,10 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import InstallMode, PersistPush
+from dips.worker.state.effects import InstallMode, PersistPush, PushRecord
 from dips.worker.state.events import PushNotRecorded, PushRecorded, Started
-from dips.worker.state.phases import SessionPhase
-from dips.worker.state.push_record import PushRecord
 from dips.worker.state.saved import SavedSession
-from dips.worker.state.terms import SessionConfig
+from dips.worker.state.terms import SessionConfig, SessionPhase
 
 
 def next_life(

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.messages import DataRange, Verdict, VerdictKind
-from dips.worker.state.effects import InstallMode
-from dips.worker.state.push_record import PushRecord
+from dips.worker.state.effects import InstallMode, PushRecord
 from dips.worker.state.saved import SavedPull, SavedSession, SavedStateError, push_from_json, push_to_json
 from dips.worker.state.work import Work
 

@@ -23,7 +23,7 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.worker.state.events import PushFailed, Started, StopWanted
-from dips.worker.state.phases import SESSION_TABLE, SessionPhase
+from dips.worker.state.terms import SESSION_TABLE, SessionPhase
 
 Arrow = tuple[SessionPhase, str, SessionPhase]
 _MOVE = re.compile(r"(\w+) -> (\w+) upon ([a-z ]+)")

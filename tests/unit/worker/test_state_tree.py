@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.worker.state_tree import StateTreeError, flatten, unflatten
+from dips.worker.checkpoint_files import StateTreeError, flatten, unflatten
 
 
 class Tensor:

@@ -16,8 +16,7 @@ from dips.core.protocol import FINISH_HOLD_S
 from dips.master.config import MasterConfig
 from dips.worker.state.effects import Install
 from dips.worker.state.events import PushFailed
-from dips.worker.state.times import times_of
-from dips.worker.state.waiting import HEADROOM, PASSED_OVER, REMEMBERED, ExchangeStage, WaitPolicy
+from dips.worker.state.waiting import HEADROOM, PASSED_OVER, REMEMBERED, ExchangeStage, WaitPolicy, times_of
 
 MEASURED = replace(SETTINGS, verdict_wait_measured=True)
 """verdict_wait_s stays the most."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dips.core.errors import ConfigError
-from dips.worker.token_check import TokenCheck
+from dips.worker.step_checks import TokenCheck
 
 
 class Anything(torch.nn.Module):

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from dips.core.errors import ConfigError
-from dips.worker.checkpoint_file import read_tensors, write_tensors
-from dips.worker.state_tree import StateTreeError
+from dips.worker.checkpoint_files import StateTreeError, read_tensors, write_tensors
 from dips.worker.torch_state import TorchState
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dips.core.untrained import Untrained, difference
-from dips.worker.untrained import untrained_of
+from dips.worker.torch_model import untrained_of
 
 
 class Adapted(torch.nn.Module):

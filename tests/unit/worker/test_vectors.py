@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from dips.core.errors import LocalProtocolError
 from dips.core.layout import Layout, Parameter
-from dips.worker.live import Live
 from dips.worker.parameters import SnapshotReady
 from dips.worker.state.effects import InstallMode
-from dips.worker.vectors import Vectors, chunk_spans
+from dips.worker.vectors import Live, Vectors, chunk_spans
 
 F32 = NDArray[np.float32]
 N = 6

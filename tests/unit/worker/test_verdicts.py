@@ -26,7 +26,7 @@ from dips.core.messages import (
 )
 from dips.worker.state.effects import CopyParameters, InstallMode
 from dips.worker.state.events import Started
-from dips.worker.state.phases import SessionPhase
+from dips.worker.state.terms import SessionPhase
 
 
 @pytest.fixture

@@ -13,13 +13,23 @@ from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, PlacementSpec, Ticket
 from dips.core.net.security import INSECURE
-from dips.core.observe.counting import Durations
+from dips.core.observe.metrics import Durations
 from dips.core.wire import Codec
-from dips.worker.link_counts import LinkCounts, SlaveLinkCounts, TransferDirection
-from dips.worker.metrics import HELDOUT, METRICS, PREFIX
-from dips.worker.metrics_collector import Collector, Evaluated, heldout_families
-from dips.worker.metrics_counts import DATA, EXCHANGE, CheckpointCounts, Counts, View
+from dips.worker.metrics import (
+    DATA,
+    EXCHANGE,
+    HELDOUT,
+    METRICS,
+    PREFIX,
+    CheckpointCounts,
+    Collector,
+    Counts,
+    Evaluated,
+    View,
+    heldout_families,
+)
 from dips.worker.pace import StepTimer
+from dips.worker.sockets import LinkCounts, SlaveLinkCounts, TransferDirection
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Record, StartPush
 from dips.worker.state.events import CallDone, CallFailed, CallRefused, PushFailed, PushSent, Stepped

@@ -64,7 +64,7 @@ def outer_step(
         out  = theta - outer_lr (gradient_weight g + lookahead buf)
 
     decay = lookahead = mu_o with gradient_weight 1 is torch.optim.SGD(nesterov=True); 1 g is g to the bit. Which
-    optimizer takes which coefficients in which round, the master decides (master/state/outer_optimizer.py).
+    optimizer takes which coefficients in which round, the master decides (master/state/records.py).
     The scalars are rounded to float32 first. A momentum of zeros makes the first step the textbook's buf = g.
     out_theta and out_momentum may be theta and momentum themselves. Returns the number of non-finite elements
     written to both outputs. Raises ValueError for arguments that do not fit.

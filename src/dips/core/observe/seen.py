@@ -28,7 +28,7 @@ Arrow = tuple[str, str, str, str]
 """Of a table: from, input, to (machine.Transition.arrow)."""
 
 _REFUSE = ("dips.core.", "dips.master.", "dips.slave.", "dips.local.")
-_PASS_ON = frozenset({"dips.core.net.grpc_refusal"})
+_PASS_ON = frozenset({"dips.core.net.grpc_calls"})
 """Makes refusals that a peer raised into exceptions again."""
 
 

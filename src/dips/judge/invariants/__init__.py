@@ -6,7 +6,6 @@ when nothing is, or None when it does not judge this fact. docs/verify.md lists 
 
 from __future__ import annotations
 
-from dips.judge.invariants.checker import Checker, Violation
-from dips.judge.invariants.register import INVARIANTS, Invariant
+from dips.judge.invariants.checker import INVARIANTS, Checker, Invariant, Violation
 
 __all__ = ["INVARIANTS", "Checker", "Invariant", "Violation"]

@@ -2,12 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dips.judge.facts import Fact, History, Pair, decision_of
-from dips.judge.invariants.register import INVARIANTS, Invariant, Key
+from dips.judge.facts import HELD, PULLED, SENT, Fact, History, Pair, Sentences, decision_of, ledger_of_record
+from dips.judge.invariants import fencing, numbers, publishing, pushes, versions
+
+# ---- judging ---------------------------------------------------------------------------------------------------------
+#
+# I18: the judgement is recomputed.
+
+
+def recomputed(history: History, fact: Fact) -> Sentences:
+    """Every judgement follows by the rules from the pushes, the tokens and the state before.
+
+    Evidence: accepted set, scores, weights, merged norm, kappa, T_round, rho and the step's coefficients of each COMMIT
+    and VOID, computed again (dips.judge.judgement) from the inputs in the record and from what the detector remembers
+    by the records before; the Gram matrix against what the slaves say they measured; the detector's state in every
+    ledger; with --replay, the norms of the recorded pushes.
+    """
+    judging = history.judging
+    match fact.source:
+        case "journal" if fact.kind == "snapshot":
+            detector = fact.fields["ledger"].get("detector")
+            return None if detector is None else judging.ledger(detector)
+        case "journal":
+            before = history.head
+            slaves = sorted(before.digests) if before is not None and not history.lossy else None
+            try:
+                wrong = judging.judge(fact.fields, slaves)
+            except (LookupError, TypeError, ValueError, ArithmeticError, StopIteration) as error:
+                wrong = [f"the inputs of its judgement cannot be read ({error!r})"]
+            return None if wrong is None else [f"{fact.made}: {sentence}" for sentence in wrong]
+    version, round_id = fact.version(), fact.round()
+    ledger = ledger_of_record(fact.fields["commit_record"]) if fact.fields.get("commit_record") else None
+    if ledger is None or version is None or round_id is None or ledger.get("detector") is None:
+        return None
+    return judging.ledger(ledger["detector"], (version, round_id))
+
+
+# ---- register --------------------------------------------------------------------------------------------------------
+#
+# Registers the invariants and the facts that each one judges.
+
+
+Key = tuple[str, str]
+"""Source and kind of a fact."""
+
+_COMMIT, _VOID, _ROLLBACK, _ADOPT, _RESHARD = (
+    ("journal", kind) for kind in ("COMMIT", "VOID", "ROLLBACK", "ADOPT", "RESHARD")
+)
+_STANDS = tuple(("slave", kind) for kind in HELD)
+_MANIFEST = ("manifest", "manifest")
+_PULLED = tuple(("worker", kind) for kind in PULLED)
+_SENT = tuple(("worker", kind) for kind in SENT)
+_VERDICTS = (("master", "verdict"), ("worker", "verdict"))
+_END = ("end", "end")
+
+
+@dataclass(frozen=True)
+class Invariant:
+    """name: I1 to I14, and I18. listens: source and kind of the facts that it judges."""
+
+    name: str
+    judge: Callable[[History, Fact], Sentences]
+    listens: tuple[Key, ...]
+
+    @property
+    def promise(self) -> str:
+        """The first paragraph of the function's docstring."""
+        return " ".join(inspect.cleandoc(self.judge.__doc__ or "").split("\n\n")[0].split())
+
+
+INVARIANTS = (
+    Invariant("I1", versions.same_round, (*_STANDS, _MANIFEST, _COMMIT, _ROLLBACK, _RESHARD)),
+    Invariant("I2", versions.same_content, (*_STANDS, _MANIFEST, _COMMIT, _ROLLBACK, _ADOPT, _RESHARD, *_PULLED)),
+    Invariant("I3", publishing.never_torn, _PULLED),
+    Invariant("I4", publishing.committed_everywhere, (("master", "publish"),)),
+    Invariant("I5", publishing.completable, (_COMMIT, _ROLLBACK, _RESHARD, _END)),
+    Invariant("I6", pushes.one_verdict, (_COMMIT, _VOID, _ROLLBACK, *_VERDICTS)),
+    Invariant("I7", versions.one_line, (_COMMIT, _ROLLBACK, _RESHARD, *_VERDICTS)),
+    Invariant(
+        "I8",
+        fencing.nothing_old,
+        (
+            *(("journal", kind) for kind in ("EPOCH", "JOIN", "LEAVE", "EVICT", "LEASE", "RETURN")),
+            *(_COMMIT, _VOID, _ROLLBACK, _ADOPT, _RESHARD),
+            *(("slave", kind) for kind in ("promised", "measured", "prepared")),
+            ("master", "ticket"),
+        ),
+    ),
+    Invariant("I9", pushes.complete_or_absent, (_COMMIT, _ROLLBACK, *_SENT)),
+    Invariant("I10", pushes.bounded_staleness, (_COMMIT, _VOID)),
+    Invariant("I11", numbers.tokens_add_up, (_COMMIT, _ROLLBACK, _RESHARD)),
+    Invariant("I12", numbers.one_state_for_each_token, (_MANIFEST, ("journal", "snapshot"))),
+    Invariant("I13", numbers.all_finite, (("slave", "prepared"), _COMMIT, ("file", "snapshot"))),
+    Invariant("I14", versions.same_bits, (("slave", "prepared"), *_STANDS)),
+    Invariant("I18", recomputed, (_COMMIT, _VOID, _MANIFEST, ("journal", "snapshot"))),
+)
+
+
+# ---- checker ---------------------------------------------------------------------------------------------------------
+
 
 KEPT = 20
 """How many violations of one invariant are kept: the first ones explain the others."""

@@ -17,7 +17,7 @@ from dips.master.page.heldout import HeldoutTail
 from dips.master.page.history import ProgressHistory
 from dips.master.page.snapshot import round_json, snapshot
 from dips.master.page.timeline import EventTimeline, events_json
-from dips.master.state.run_view import RunView
+from dips.master.state.status import RunView
 
 
 class Hub:

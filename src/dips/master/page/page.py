@@ -32,7 +32,7 @@ from dips.master.page.server import PageServer
 from dips.master.page.steering import Steering
 from dips.master.page.web import PageApplication
 from dips.master.shell import MasterShell
-from dips.master.state.run_view import RunView
+from dips.master.state.status import RunView
 
 _logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from typing import Any
 from dips.core.messages import StatusReply
 from dips.core.units import format_seconds
 from dips.master.page.timeline import cut
-from dips.master.state.alarms import NOTHING_MERGED
-from dips.master.state.run_view import RunView
+from dips.master.state.status import NOTHING_MERGED, RunView
 
 Departures = Mapping[str, tuple[str, str]]
 

@@ -13,8 +13,8 @@ from dips.core.ids import Version
 from dips.core.messages import ClusterStatus, RoundSummary, SlaveStatus, StatusReply
 from dips.master.page.sentence import sentence
 from dips.master.page.timeline import cut
-from dips.master.state.link_rates import LinkRate
-from dips.master.state.run_view import OpenPushView, RunView
+from dips.master.state.shared import LinkRate
+from dips.master.state.status import OpenPushView, RunView
 
 SILENT_BEATS = 2.0
 """A peer that missed this many heartbeats is shown as silent, before it is evicted."""

@@ -15,7 +15,7 @@ import grpc.aio
 from dips.core.errors import Refused
 from dips.core.messages import Caller
 from dips.core.net.codec_protobuf import decode, encode
-from dips.core.net.grpc_refusal import abort
+from dips.core.net.grpc_calls import abort
 from dips.core.observe.failpoints import failpoint
 from dips.master.access import check_is_own
 from dips.master.shell import MasterShell

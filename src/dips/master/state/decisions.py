@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from dips.core.ids import Version
 from dips.core.messages import RoundSummary, Verdict, VerdictKind
-from dips.master.state import alarms
+from dips.master.state import status
 from dips.master.state.leases import TokenState
 from dips.master.state.ledger import CommitInfo, canonical, pair, push_to_json
-from dips.master.state.outer_optimizer import OuterStep
-from dips.master.state.penalty import JudgeInputs, Judgement
-from dips.master.state.records import Donor, Push
+from dips.master.state.penalty_types import JudgeInputs, Judgement
+from dips.master.state.records import Donor, OuterStep, Push
 from dips.master.state.rollback import next_version, rollback_commit, rolled_back
 from dips.master.state.shared import SharedState
 from dips.master.state.snapshots import newest_timeline
@@ -99,7 +98,7 @@ class Decisions:
         self._remember(ledger.version, reason)
         shared.journal("VOID", self._record("VOID", []) | {"reason": reason})
         self.summary("void", reason)
-        alarms.round_was_fruitless(shared)
+        status.round_was_fruitless(shared)
         self._tell_all()
 
     def tell(self) -> None:

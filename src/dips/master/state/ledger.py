@@ -19,7 +19,7 @@ from dips.core.messages import DataMode, DataPlan, Verdict, VerdictKind
 from dips.core.placement import Placement
 from dips.core.untrained import Untrained
 from dips.master.state.leases import LeaseTable
-from dips.master.state.penalty import DetectorState
+from dips.master.state.penalty_types import DetectorState
 
 APPLIED_KEPT = 16
 """Versions whose pushes the ledger still names; more than slaves keep, so that a ROLLBACK names what it takes back."""

@@ -53,17 +53,14 @@ from dips.master.state.ledger import Ledger, ledger_from_journal
 from dips.master.state.membership import MAX_TOTAL_TOKENS, Membership
 from dips.master.state.pulls import Pulls
 from dips.master.state.pushes import Pushes
-from dips.master.state.records import Member
+from dips.master.state.records import Member, RoundPhase
 from dips.master.state.recovery import Recovery
 from dips.master.state.reshard import Reshard
 from dips.master.state.rounds import Rounds
-from dips.master.state.run_config import RunConfig
-from dips.master.state.run_view import RunView, look
-from dips.master.state.shared import SharedState
+from dips.master.state.shared import RunConfig, SharedState
 from dips.master.state.slave_links import SlaveLinks
 from dips.master.state.slaves import SlaveRegistry
-from dips.master.state.status import status
-from dips.master.state.tables import RoundPhase
+from dips.master.state.status import RunView, look, status
 from dips.master.state.verdicts import Verdicts
 
 

@@ -28,10 +28,10 @@ from dips.master.state import pacing
 from dips.master.state.callers import check_member, check_run
 from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE, LeaseTable
 from dips.master.state.ledger import ClusterEntry, pair
-from dips.master.state.name_claims import DIALS_AGAIN_BEATS, NameClaims
-from dips.master.state.push_checks import OWN_DATA_START_S
+from dips.master.state.pushes import OWN_DATA_START_S
 from dips.master.state.records import Member, Push
 from dips.master.state.shared import SharedState
+from dips.master.state.slave_links import DIALS_AGAIN_BEATS, NameClaims
 from dips.master.state.slaves import MAX_DRAWN_BYTES, SlaveRegistry
 from dips.master.state.verdicts import Verdicts
 

@@ -13,32 +13,231 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from dips.core.errors import LocalProtocolError
-from dips.master.state import penalty_direction
-from dips.master.state.penalty_config import PRESETS, PenaltyConfig
-from dips.master.state.penalty_detect import Detection, detect
-from dips.master.state.penalty_scaling import momentum_warning, participation, round_tokens
-from dips.master.state.penalty_statistics import ClusterStatistics, DetectorState
-from dips.master.state.penalty_types import JudgeInputs, Judgement, Participant, ParticipantMeasure, Rejection
-from dips.master.state.penalty_update import after_commit, after_void
+from dips.master.state import penalty_detect
+from dips.master.state.penalty_detect import Detection, detect, steps_changed
+from dips.master.state.penalty_types import (
+    ClusterStatistics,
+    DetectorState,
+    Judgement,
+    Participant,
+    ParticipantMeasure,
+    PenaltyConfig,
+    Rejection,
+)
 
-__all__ = [
-    "PRESETS",
-    "ClusterStatistics",
-    "DetectorState",
-    "JudgeInputs",
-    "Judgement",
-    "Participant",
-    "ParticipantMeasure",
-    "PenaltyConfig",
-    "Rejection",
-    "judge",
-    "momentum_warning",
-    "round_tokens",
-]
+# ---- penalty scaling -------------------------------------------------------------------------------------------------
+#
+# Participation scaling: how far a round may move the model, from the share of a full round that took part.
+#
+# The rule of docs/algorithm.md, and when to warn of momentum. It must never use norms: penalty.py judges the pushes.
+
+
+WARN_TOKEN_SHARE = 0.8
+WARN_PERIOD_RATIO = 8.0
+
+
+def round_tokens(rates: Mapping[str, float], intervals_s: Mapping[str, float]) -> float:
+    """T_round: tokens that the live clusters train on between two pushes; 0.0 when that is not known.
+
+    rates: tokens/s of every live cluster (measured, declared until measured; <= 0: neither). intervals_s:
+    their measured push intervals; clusters without one may be absent or <= 0. T_round = (sum of the rates) x
+    (arithmetic mean of the intervals). One unknown rate makes it unknown, because the sum would be too small
+    and rho too large.
+    """
+    known_s = [intervals_s[cluster] for cluster in sorted(intervals_s) if intervals_s[cluster] > 0]
+    speeds = [rates[cluster] for cluster in sorted(rates)]
+    if not known_s or not speeds or not all(speed > 0 for speed in speeds):
+        return 0.0
+    return sum(speeds) * (sum(known_s) / len(known_s))
+
+
+def participation(
+    config: PenaltyConfig,
+    accepted: Collection[str],
+    accepted_tokens: float,
+    live_unquarantined: frozenset[str],
+    round_tokens: float,
+) -> float:
+    """rho in (0, 1]: 1 when every live, unquarantined cluster is accepted, else min(1, sum_c T / T_round).
+
+    With T_round unknown (<= 0 or not finite) the clusters count as equal: accepted / (accepted or live).
+    """
+    if not config.participation_scaling or live_unquarantined <= set(accepted):
+        return 1.0
+    if math.isfinite(round_tokens) and round_tokens > 0:
+        return min(1.0, accepted_tokens / round_tokens)
+    return len(accepted) / len(live_unquarantined | set(accepted))
+
+
+def momentum_warning(config: PenaltyConfig, rates: Mapping[str, float], intervals_s: Mapping[str, float]) -> str | None:
+    """A sentence when one slow cluster makes momentum unstable in the linear model and momentum_scaling is
+    off.
+
+    That is: it makes more than 0.8 of the tokens and pushes less than an eighth as often as each of the
+    others.
+    """
+    total = sum(rates.values())
+    if config.momentum_scaling != "off" or config.outer_momentum == 0 or total <= 0:
+        return None
+    scaling = "momentum_scaling to 'tokens'" if config.outer_optimizer == "nesterov" else "a smaller outer_momentum"
+    for cluster in sorted(rates):
+        others_s = [interval for name, interval in intervals_s.items() if name != cluster and interval > 0]
+        share, period_s = rates[cluster] / total, intervals_s.get(cluster, 0.0)
+        if share > WARN_TOKEN_SHARE and others_s and period_s > WARN_PERIOD_RATIO * max(others_s):
+            return (
+                f"cluster {cluster} makes {share:.0%} of the tokens and pushes every {period_s:.1f} s, the "
+                f"others every {max(others_s):.1f} s or faster: momentum may become unstable; set {scaling}, "
+                "turn dynamic local steps on, or lower that cluster's local steps"
+            )
+    return None
+
+
+# ---- penalty update --------------------------------------------------------------------------------------------------
+#
+# Updates the detector's memory after a round (docs/algorithm.md, COMMIT and the rules below it).
+#
+# Rejected values never enter it (the preset `paper-literal` excepted: the paper's recurrence has no condition).
+# Rejections change only counters, and these lead to restarted statistics, cleared histories and
+# quarantine. Nothing here may exclude a cluster for ever because its norms changed permanently.
+
+
+UpdatedStatistics = tuple[ClusterStatistics, list[str]]
+"""A cluster's statistics after the round, and alarms."""
+
+
+def after_commit(
+    state: DetectorState,
+    config: PenaltyConfig,
+    findings: Sequence[Detection],
+    merged_norm: float,
+    cosines: Sequence[float],
+) -> tuple[DetectorState, tuple[str, ...]]:
+    """The state that the COMMIT record carries, and alarms.
+
+    cosines: of each finding (penalty_detect.cosines), NaN where not known.
+    """
+    accepted = [finding for finding in findings if finding.accepted]
+    changed, alarms = _move_clusters(config, findings, cosines)
+    ways = {f.cluster: cosine for f, cosine in zip(findings, cosines, strict=True) if f.accepted}
+    changed |= {
+        cluster: penalty_detect.remembered(config, changed[cluster], cosine) for cluster, cosine in ways.items()
+    }
+    turned, direction_alarms = penalty_detect.alarms(config, state.with_clusters(changed), list(ways))
+    scores = [finding.score for finding in accepted if finding.score is not None]
+    window = config.window_pushes
+    next_state = replace(
+        state.with_clusters({**changed, **turned}),
+        norms=(*state.norms, *(finding.scaled_norm for finding in accepted))[-window:],
+        scores=(*state.scores, *scores)[-window:],
+        merged_norms=(*state.merged_norms, merged_norm)[-config.clip_window_rounds :],
+        voids_in_a_row=0,
+    )
+    return next_state, (*alarms, *direction_alarms)
+
+
+def after_void(
+    state: DetectorState, config: PenaltyConfig, findings: Sequence[Detection], cosines: Sequence[float]
+) -> tuple[DetectorState, tuple[str, ...]]:
+    """The state that the VOID record carries, and alarms. cosines: as in after_commit.
+
+    Participants that JUDGE accepted (PREPARE found a non-finite element) are not changed, because it is unknown
+    which one caused it.
+    """
+    rejected = [(f, cosine) for f, cosine in zip(findings, cosines, strict=True) if not f.accepted]
+    changed, alarms = _move_clusters(config, [f for f, _ in rejected], [cosine for _, cosine in rejected])
+    next_state = replace(state.with_clusters(changed), voids_in_a_row=state.voids_in_a_row + 1)
+    if not 0 < config.clear_after_voids <= next_state.voids_in_a_row:
+        return next_state, alarms
+    sentence = (
+        f"{next_state.voids_in_a_row} void rounds in a row: the norms and scores that all clusters share are "
+        "forgotten, so that a change of regime excludes no cluster for ever; look for what changed"
+    )
+    return replace(next_state, norms=(), scores=(), merged_norms=(), voids_in_a_row=0), (*alarms, sentence)
+
+
+def _move_clusters(
+    config: PenaltyConfig, findings: Sequence[Detection], cosines: Sequence[float]
+) -> tuple[dict[str, ClusterStatistics], tuple[str, ...]]:
+    changed: dict[str, ClusterStatistics] = {}
+    alarms: list[str] = []
+    for finding, cosine in zip(findings, cosines, strict=True):
+        moved, sentences = (_accepted(config, finding), []) if finding.accepted else _rejected(config, finding)
+        norm, score, way = (_finite(value) for value in (finding.scaled_norm, finding.score, cosine))
+        changed[finding.cluster] = replace(moved, last_norm=norm, last_score=score, last_cosine=way)
+        alarms += sentences
+    return changed, tuple(alarms)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _accepted(config: PenaltyConfig, finding: Detection) -> ClusterStatistics:
+    learned = _learned(config, finding, finding.known)
+    return replace(learned, flags_in_a_row=0, score_rejections_in_a_row=0, quarantined=False)
+
+
+def _learned(config: PenaltyConfig, finding: Detection, known: ClusterStatistics) -> ClusterStatistics:
+    """n_j, mu_j, V_j and Tbar_j with the average factor a = max(alpha, 1 / n_j); in the paper's text a = alpha after
+    the first."""
+    n = known.accepted + 1
+    a = max(config.alpha, 1.0 / n)
+    if config.detector == "literal" and n > 1:
+        a = config.alpha
+    mean = a * finding.scaled_norm + (1.0 - a) * known.mean
+    variance = (1.0 - a) * known.variance + a * (finding.scaled_norm - mean) ** 2
+    tokens, steps = _mean_tokens(config, finding, known, a)
+    return replace(known, accepted=n, mean=mean, variance=variance, mean_tokens=tokens, steps=steps)
+
+
+def _mean_tokens(config: PenaltyConfig, finding: Detection, known: ClusterStatistics, a: float) -> tuple[float, int]:
+    """(Tbar_j, the local steps that it belongs to)."""
+    pushed = finding.participant
+    if known.mean_tokens is None or steps_changed(known, pushed, config):
+        return pushed.tokens_for_local_steps, pushed.local_steps
+    return a * pushed.tokens + (1.0 - a) * known.mean_tokens, known.steps or pushed.local_steps
+
+
+def _rejected(config: PenaltyConfig, finding: Detection) -> UpdatedStatistics:
+    known = finding.known
+    if config.detector == "literal" and finding.valid:
+        known = _learned(config, finding, known)
+    flags = known.flags_in_a_row + 1
+    in_a_row = known.score_rejections_in_a_row + 1 if finding.by_score else 0
+    counted = replace(known, flags_in_a_row=flags, score_rejections_in_a_row=in_a_row)
+    restarted, restart_alarms = _restart_if_due(config, finding, counted)
+    moved, quarantine_alarms = _quarantine_if_due(config, finding, restarted)
+    return moved, restart_alarms + quarantine_alarms
+
+
+def _restart_if_due(config: PenaltyConfig, finding: Detection, counted: ClusterStatistics) -> UpdatedStatistics:
+    in_a_row = counted.score_rejections_in_a_row
+    if not 0 < config.restart_after_rejections <= in_a_row:
+        return counted, []
+    sentence = (
+        f"{in_a_row} finite pushes of cluster {finding.cluster} in a row were rejected by their score: its "
+        "statistics start again, so that a lasting change of its norms does not exclude it for ever"
+    )
+    return counted.restarted(), [sentence]
+
+
+def _quarantine_if_due(config: PenaltyConfig, finding: Detection, counted: ClusterStatistics) -> UpdatedStatistics:
+    flags = counted.flags_in_a_row
+    if counted.quarantined or not 0 < config.quarantine_after_flags <= flags:
+        return counted, []
+    sentence = (
+        f"cluster {finding.cluster} is in quarantine after {flags} rejections in a row (last: {finding.reason}): "
+        "it pulls and resets its inner optimizer; its first accepted push ends the quarantine"
+    )
+    return replace(counted, quarantined=True), [sentence]
+
+
+# ---- penalty ---------------------------------------------------------------------------------------------------------
+
 
 MIN_MERGED_NORM = 1e-12
 
@@ -70,7 +269,7 @@ def judge(
     if merge.accepted:
         kappa = min(1.0, clip_norm / max(merge.norm, MIN_MERGED_NORM))
         rho = participation(config, merge.clusters, merge.tokens, live_unquarantined, round_tokens)
-    cosines = penalty_direction.cosines(findings, directions)
+    cosines = penalty_detect.cosines(findings, directions)
     committed, commit_alarms = after_commit(state, config, findings, merge.norm, cosines)
     void, void_alarms = after_void(state, config, findings, cosines)
     return Judgement(
@@ -166,7 +365,7 @@ def _pair_cosines(findings: Sequence[Detection], gram: Gram) -> tuple[tuple[str,
         (
             findings[j].cluster,
             findings[k].cluster,
-            penalty_direction.cosine(gram[j][k], findings[j].norm, findings[k].norm),
+            penalty_detect.cosine(gram[j][k], findings[j].norm, findings[k].norm),
         )
         for j in range(len(findings))
         for k in range(j + 1, len(findings))

@@ -7,10 +7,331 @@ of tokens, z_j its score, T_j tokens.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import math
+import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from dips.master.state.penalty_config import PenaltyConfig
-from dips.master.state.penalty_statistics import DetectorState
+from dips.core.errors import ConfigError
+
+# ---- penalty config --------------------------------------------------------------------------------------------------
+#
+# The settings of the pseudo-gradient penalty and of the merge (docs/algorithm.md, paper 4.1), and their presets.
+#
+# Separate from penalty.py, so that a configuration can be made, checked and printed without a judgement.
+# It must never hold a rule: it says which rule applies and with what numbers.
+
+
+DETECTORS = ("score", "literal", "edit", "off")
+WEIGHTINGS = ("tokens", "softmax")
+CLIP_SCOPES = ("global", "auto")
+CLIP_SCOPES_LATER = ("slave", "layer")
+MOMENTUM_SCALINGS = ("off", "tokens")
+OUTER_OPTIMIZERS = ("nesterov", "heavy-ball", "delayed-nesterov", "averaging")
+
+OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "averaging": {"outer_momentum": 0.0},
+    "delayed-nesterov": {"participation_scaling": False},
+}
+"""The values that an outer optimizer changes in any preset, unless they are given explicitly. Delayed Nesterov
+divides each round's merge by delay_rounds; rho in addition would count the missing clusters twice."""
+
+OUTER_LR: Mapping[str, float] = {"nesterov": 0.7, "heavy-ball": 0.7, "delayed-nesterov": 0.7, "averaging": 1.0}
+"""The outer learning rate when none is given."""
+
+
+@dataclass(frozen=True)
+class PenaltyConfig:
+    """One run's penalty settings. The defaults are the preset `safe`; raises ConfigError for an impossible value.
+
+    preset: where the values came from; nothing is decided by it. detector: `score` is that of
+        docs/algorithm.md; `literal` the paper's text without changes; `edit` the rule of EDiT; `off` makes
+        only the checks that every detector makes (finite, positive norm and tokens).
+    weighting: `tokens` w_j = T_j / sum T; `softmax` w = softmax(-G). participation_scaling: rho as in
+    docs/algorithm.md; false means rho = 1. momentum_scaling: `tokens` decays the momentum by mu^rho for
+    each round, so that a partial round forgets only a part. outer_optimizer: `nesterov`, `heavy-ball`,
+    `delayed-nesterov` or `averaging` (docs/algorithm.md, further outer optimizers). delay_rounds: rounds of one
+    cycle of delayed Nesterov. outer_momentum: mu_o, in [0, 1); 0 with `averaging`. clip_norm: the
+    bound of the merged pseudo-gradient's norm; infinity means that nothing is clipped. clip_scope: `global`
+    uses clip_norm; `auto` the median norm of the last clip_window_rounds merges, and clip_norm
+        until there is one.
+    beta, alpha: the threshold factor and the smallest average factor of the paper. warm_up_pushes: accepted
+    pushes of a cluster before its score is defined. window_pushes: accepted norms and scores, of all clusters
+    together, that are remembered. hard_gate: a norm above hard_gate times the median of recent ones is
+    refused; infinity means never. restart_after_rejections: score rejections of one cluster in a row that
+    restart its statistics; 0 means never. clear_after_voids: VOID rounds in a row that clear what the
+    clusters share; 0 means never. quarantine_after_flags: rejections of one cluster in a row that quarantine
+    it; 0 means never. steps_change: a relative change of local steps above it restarts the cluster's average
+    of tokens. cosine_alarm, cosine_share, cosine_window_pushes, cosine_warm_up_pushes: when the median cosine
+    of a cluster's last cosine_window_pushes pushes with the others' movement is below cosine_alarm, or below
+    cosine_share of what is usual among the others, an alarm is raised, once the cosines of cosine_warm_up_pushes pushes
+    were known.
+    """
+
+    preset: str = "safe"
+    detector: str = "score"
+    weighting: str = "tokens"
+    participation_scaling: bool = True
+    momentum_scaling: str = "off"
+    outer_optimizer: str = "nesterov"
+    delay_rounds: int = 4
+    outer_momentum: float = 0.8
+    clip_norm: float = 1.0
+    clip_scope: str = "global"
+    clip_window_rounds: int = 32
+    beta: float = 3.0
+    alpha: float = 0.02
+    warm_up_pushes: int = 8
+    window_pushes: int = 64
+    hard_gate: float = 10.0
+    restart_after_rejections: int = 8
+    clear_after_voids: int = 3
+    quarantine_after_flags: int = 3
+    steps_change: float = 0.25
+    cosine_alarm: float = -0.2
+    cosine_share: float = 0.15
+    cosine_window_pushes: int = 7
+    cosine_warm_up_pushes: int = 8
+
+    def __post_init__(self) -> None:
+        _one_of("preset", self.preset, PRESET_NAMES)
+        _one_of("detector", self.detector, DETECTORS)
+        _one_of("weighting", self.weighting, WEIGHTINGS)
+        _one_of("momentum_scaling", self.momentum_scaling, MOMENTUM_SCALINGS)
+        _one_of("outer_optimizer", self.outer_optimizer, OUTER_OPTIMIZERS)
+        _check_clip_scope(self.clip_scope)
+        _check_numbers(self)
+        _check_optimizer(self)
+
+    @classmethod
+    def of(cls, preset: str, **knobs: Any) -> PenaltyConfig:
+        """The preset's values, replaced by `knobs` where given, and adapted to the outer optimizer.
+
+        Raises ConfigError for an unknown name or value, and for knobs that contradict each other.
+        """
+        _one_of("preset", preset, PRESET_NAMES)
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in knobs:
+            _one_of("penalty knob", name, known)
+        optimizer = knobs.get("outer_optimizer", "nesterov")
+        if "delay_rounds" in knobs and optimizer != "delayed-nesterov":
+            raise ConfigError(
+                f"delay_rounds belongs to outer_optimizer 'delayed-nesterov', and it is {optimizer!r}: leave it out"
+            )
+        return dataclasses.replace(PRESETS[preset], **{**OPTIMIZER_DEFAULTS.get(optimizer, {}), **knobs})
+
+
+def dynamic_local_steps_of(preset: str) -> bool:
+    """Whether a preset also turns dynamic local steps on (they are the master's, not the penalty's)."""
+    _one_of("preset", preset, PRESET_NAMES)
+    return preset == "dynamic"
+
+
+def _one_of(what: str, value: object, known: tuple[str, ...] | list[str]) -> None:
+    if value in known:
+        return
+    near = difflib.get_close_matches(str(value), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{what} {value!r} is not known; it is one of {', '.join(known)}{hint}")
+
+
+def _check_clip_scope(scope: str) -> None:
+    if scope in CLIP_SCOPES_LATER:
+        raise ConfigError(
+            f"clip_scope {scope!r} is not available in this release: use 'global' (one norm over the whole "
+            "model) or 'auto'"
+        )
+    _one_of("clip_scope", scope, CLIP_SCOPES)
+
+
+def _check_numbers(config: PenaltyConfig) -> None:
+    _in_range("outer_momentum", config.outer_momentum, 0.0, math.nextafter(1.0, 0.0))
+    _in_range("alpha", config.alpha, math.ulp(0.0), 1.0)
+    _in_range("cosine_alarm", config.cosine_alarm, -1.0, 1.0)
+    _in_range("cosine_share", config.cosine_share, 0.0, 1.0)
+    _in_range("beta", config.beta, 1.0, math.inf)
+    _in_range("hard_gate", config.hard_gate, 1.0, math.inf)
+    _in_range("clip_norm", config.clip_norm, math.ulp(0.0), math.inf)
+    _in_range("steps_change", config.steps_change, 0.0, math.inf)
+    for name in ("warm_up_pushes", "window_pushes", "clip_window_rounds", "delay_rounds"):
+        _in_range(name, getattr(config, name), 1, math.inf)
+    for name in ("cosine_window_pushes", "cosine_warm_up_pushes"):
+        _in_range(name, getattr(config, name), 1, math.inf)
+    for name in ("restart_after_rejections", "clear_after_voids", "quarantine_after_flags"):
+        _in_range(name, getattr(config, name), 0, math.inf)
+
+
+def _check_optimizer(config: PenaltyConfig) -> None:
+    optimizer = config.outer_optimizer
+    if optimizer == "averaging" and config.outer_momentum != 0:
+        raise ConfigError(
+            f"outer_momentum is {config.outer_momentum}, and outer_optimizer 'averaging' has no momentum: leave "
+            "outer_momentum out, or take 'nesterov' or 'heavy-ball'"
+        )
+    if optimizer != "nesterov" and config.momentum_scaling != "off":
+        raise ConfigError(
+            f"momentum_scaling {config.momentum_scaling!r} is made for outer_optimizer 'nesterov', and it is "
+            f"{optimizer!r}: set momentum_scaling to 'off', or take 'nesterov'"
+        )
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # also true for NaN
+        raise ConfigError(f"{name} is {value!r}; it must be between {low:g} and {high:g}")
+
+
+PRESET_NAMES = ("safe", "dips", "dynamic", "paper", "paper-literal", "edit")
+
+_SAFE = PenaltyConfig()
+
+PRESETS: Mapping[str, PenaltyConfig] = {
+    "safe": _SAFE,
+    "dips": dataclasses.replace(_SAFE, preset="dips"),
+    "dynamic": dataclasses.replace(_SAFE, preset="dynamic"),
+    "paper": dataclasses.replace(_SAFE, preset="paper", participation_scaling=False),
+    "paper-literal": dataclasses.replace(
+        _SAFE,
+        preset="paper-literal",
+        detector="literal",
+        participation_scaling=False,
+        hard_gate=math.inf,
+        warm_up_pushes=1,
+        restart_after_rejections=0,
+        clear_after_voids=0,
+        quarantine_after_flags=0,
+    ),
+    "edit": dataclasses.replace(
+        _SAFE,
+        preset="edit",
+        detector="edit",
+        weighting="softmax",
+        participation_scaling=False,
+        clip_norm=10.0,
+    ),
+}
+"""`safe` (also `dips`): docs/algorithm.md. `dynamic`: safe, with dynamic local steps. `paper`: safe with rho = 1.
+`paper-literal`: also the detector as printed. `edit`: the detector, weights and clip of EDiT, and rho = 1."""
+
+
+# ---- penalty statistics ----------------------------------------------------------------------------------------------
+#
+# The detector's memory: a few numbers for each cluster and three short histories that all clusters share.
+#
+# Every COMMIT record and every journaled VOID contains all of it. So it is immutable, holds finite floats only, orders
+# its clusters by id, and does not lose a bit in JSON. It must never be changed in any other way.
+
+
+@dataclass(frozen=True)
+class ClusterStatistics:
+    """One cluster's statistics.
+
+    accepted: n_j, accepted pushes since the statistics (re)started. mean, variance: mu_j and V_j of the norms
+    Gn. mean_tokens: Tbar_j; None before the first accepted push and after a restart. steps: the local steps
+    for which mean_tokens holds. cosines: of the last accepted pushes whose cosine was known, oldest first;
+    cosine_rounds: how many there were; cosine_alarmed: the direction alarm is active. last_norm, last_score,
+    last_cosine: Gn_j, z_j and the cosine of the last judged push, rejected ones too, None where not finite or not
+    known; for people, nothing is decided by them.
+    """
+
+    accepted: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+    mean_tokens: float | None = None
+    steps: int = 0
+    flags_in_a_row: int = 0
+    score_rejections_in_a_row: int = 0
+    quarantined: bool = False
+    cosines: tuple[float, ...] = ()
+    cosine_rounds: int = 0
+    cosine_alarmed: bool = False
+    last_norm: float | None = None
+    last_score: float | None = None
+    last_cosine: float | None = None
+
+    @property
+    def usual_cosine(self) -> float:
+        """The median of the last cosines, so that a few odd rounds have little effect; NaN before the first."""
+        return statistics.median(self.cosines) if self.cosines else math.nan
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "cosines": list(self.cosines)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ClusterStatistics:
+        """Also reads records with an average in place of the last cosines: the cosines then start again."""
+        if "cosine_mean" in data:
+            data = {k: v for k, v in data.items() if k not in ("cosine_mean", "cosine_rounds", "cosine_alarmed")}
+        return cls(**{**data, "cosines": tuple(data.get("cosines", ()))})
+
+    def restarted(self) -> ClusterStatistics:
+        """The statistics without norms and tokens; flags, quarantine and cosines are kept."""
+        return dataclasses.replace(
+            self, accepted=0, mean=0.0, variance=0.0, mean_tokens=None, steps=0, score_rejections_in_a_row=0
+        )
+
+
+NEW_CLUSTER = ClusterStatistics()
+
+
+@dataclass(frozen=True)
+class DetectorState:
+    """Everything that judge() remembers between rounds; histories are oldest first.
+
+    clusters: by cluster id. norms, scores: Gn_j and z_j of the last accepted pushes of all clusters.
+    merged_norms: ||d|| of the last committed rounds, before the clip. voids_in_a_row: VOID rounds since the
+    last COMMIT.
+    """
+
+    clusters: tuple[tuple[str, ClusterStatistics], ...] = ()
+    norms: tuple[float, ...] = ()
+    scores: tuple[float, ...] = ()
+    merged_norms: tuple[float, ...] = ()
+    voids_in_a_row: int = 0
+
+    @classmethod
+    def empty(cls) -> DetectorState:
+        return cls()
+
+    def of(self, cluster: str) -> ClusterStatistics:
+        """The cluster's statistics; those of a new cluster if it is not known."""
+        return dict(self.clusters).get(cluster, NEW_CLUSTER)
+
+    @property
+    def quarantined(self) -> frozenset[str]:
+        return frozenset(cluster for cluster, statistics in self.clusters if statistics.quarantined)
+
+    def with_clusters(self, changed: Mapping[str, ClusterStatistics]) -> DetectorState:
+        """The same with some clusters' statistics replaced or added."""
+        merged = {**dict(self.clusters), **changed}
+        return dataclasses.replace(self, clusters=tuple(sorted(merged.items())))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists and numbers; json.dumps writes each float so that it reads back to the same
+        bits."""
+        return {
+            "clusters": {cluster: known.to_json() for cluster, known in self.clusters},
+            "norms": list(self.norms),
+            "scores": list(self.scores),
+            "merged_norms": list(self.merged_norms),
+            "voids_in_a_row": self.voids_in_a_row,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DetectorState:
+        clusters = sorted(data["clusters"].items())
+        return cls(
+            clusters=tuple((cluster, ClusterStatistics.from_json(known)) for cluster, known in clusters),
+            norms=tuple(data["norms"]),
+            scores=tuple(data["scores"]),
+            merged_norms=tuple(data["merged_norms"]),
+            voids_in_a_row=data["voids_in_a_row"],
+        )
+
+
+# ---- penalty types ---------------------------------------------------------------------------------------------------
+
 
 INPUTS_FORMAT = 1
 """The format of a record's judgement inputs (docs/algorithm.md, what the record of a round says)."""
@@ -46,7 +367,7 @@ class Rejection:
 @dataclass(frozen=True)
 class ParticipantMeasure:
     """The measurements of one participant; NaN where undefined. cosine: of its update with that of the others
-    (master/state/penalty_direction.py)."""
+    (master/state/penalty_detect.py)."""
 
     cluster: str
     norm: float

@@ -6,36 +6,373 @@ is decided.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dips.core.errors import RefusalCode, Refused
-from dips.core.ids import PushId, RoundId, SlaveId
+from dips.core.ids import PushId, RoundId, SlaveId, Version
 from dips.core.machine import Phase
 from dips.core.messages import (
     Admitted,
     BeginPushReply,
     BeginPushRequest,
     Busy,
+    DataMode,
     FinishPushReply,
     FinishPushRequest,
     OpenStaging,
     SlaveBeat,
     Staged,
+    Stale,
+    StaleKind,
     Ticket,
     Verdict,
     VerdictKind,
 )
-from dips.core.protocol import FINISH_HOLD_S
-from dips.core.wire import Codec
-from dips.master.state import bases, pacing
+from dips.core.protocol import FINISH_HOLD_S, codec_capability
+from dips.core.wire import DIFFERENCES, Codec
+from dips.master.state import pacing
 from dips.master.state.callers import check_member
-from dips.master.state.push_checks import check, recheck, stale
 from dips.master.state.reasons import moving_words, recovery_words, slaves_away
-from dips.master.state.records import Member, Push, Slave
+from dips.master.state.records import PUSH_TABLE, Member, Push, PushPhase, RoundPhase, Slave
 from dips.master.state.schedule import Way
 from dips.master.state.shared import SharedState
-from dips.master.state.tables import PUSH_TABLE, PushPhase, RoundPhase
 from dips.master.state.verdicts import Verdicts
+
+# ---- bases -----------------------------------------------------------------------------------------------------------
+#
+# Base versions of difference-coded pushes: which cluster may send differences, and which bases stay readable for it.
+#
+# A slave decodes a difference with the parameters of its base. So a push may be coded in this way as long as every
+# slave holds its base. The base is kept until the push is sealed, and also while a cluster that sends differences
+# trains on it. Both count against `pinned_versions`, together with the versions that are being pulled. When a base is
+# dropped, its cluster only has to send the push in float32 (BASE_GONE); a base that is only trained on is dropped
+# first.
+
+
+def granted(shared: SharedState, wanted_wire: Codec, base: Version | None) -> Codec:
+    """The codec for a push on this base: the one that its cluster asks for, or float32."""
+    if wanted_wire not in DIFFERENCES or base not in shared.kept:
+        return Codec.F32
+    offered = all(codec_capability(wanted_wire) in slave.capabilities for slave in shared.ready_slaves())
+    return wanted_wire if offered else Codec.F32
+
+
+def in_use(shared: SharedState) -> set[Version]:
+    """The readable bases of the open pushes."""
+    return _readable(shared, {push.request.base for push in shared.pushes() if push.needs_base})
+
+
+def trained_on(shared: SharedState) -> set[Version]:
+    """The readable bases that clusters train on for their next pushes."""
+    return _readable(shared, {member.base for member in shared.live()})
+
+
+def _readable(shared: SharedState, versions: set[Version | None]) -> set[Version]:
+    return {version for version in versions if version is not None and version in shared.kept}
+
+
+# ---- token counts ----------------------------------------------------------------------------------------------------
+#
+# Checks whether a cluster's token counts are plausible (docs/algorithm.md, token counts).
+#
+# Clusters with their own data count the tokens themselves, and a count decides the weight of a push and the run's end.
+# The tokens per step of a push are compared with those of this cluster's accepted pushes and with those of the other
+# live clusters. Batches differ, so there are two limits: far beyond both, the push is refused before it counts; above
+# the nearer limit, a person is warned and the push counts. Too few tokens only waste that cluster's own work, so they
+# are never refused. Leased data needs no such check: there the ranges give the number of tokens.
+
+
+DOUBTFUL_RATIO = 10.0
+"""The limit of the warning. One device compared with a node of eight is below it; tokens compared with samples of a
+short text are above."""
+
+LEAST_STEPS = 8
+OWN_PUSHES = 8
+"""Steps before a cluster's counts are compared with another's, and accepted pushes before they are compared with its
+own: one step, and with H = 1 one push, may have been a short batch."""
+
+REMEDY = (
+    "let tokens_per_step, or count(), say what one optimizer.step() of this cluster was trained on, in the same unit "
+    "(tokens, not samples) on every cluster; a checkpoint that was taken in the meantime holds the wrong count"
+)
+
+
+@dataclass(frozen=True)
+class _Usual:
+    """The usual tokens per step of some clusters. whose: a phrase that names them."""
+
+    per_step: float
+    whose: str
+
+
+def usual_per_step(shared: SharedState, cluster: str) -> float:
+    """The tokens per step that the cluster counts in its pushes, with the open one, or in its beats, whichever is more.
+    0.0: unknown."""
+    entry, member = shared.ledger.clusters.get(cluster), shared.members.get(cluster)
+    tokens, steps = (entry.tokens_applied, entry.steps_applied) if entry is not None else (0, 0)
+    if member is not None and member.push is not None:
+        tokens, steps = tokens + member.push.request.tokens, steps + member.push.request.steps
+    pushed = tokens / steps if steps >= LEAST_STEPS else 0.0
+    beat = member.beat if member is not None else None
+    known = beat is not None and beat.steps >= LEAST_STEPS and beat.steps_per_s > 0
+    return max(pushed, beat.tokens_per_s / beat.steps_per_s if beat is not None and known else 0.0)
+
+
+def check_token_count(shared: SharedState, cluster: str, request: BeginPushRequest) -> None:
+    """Refuses an impossible count; reports a doubtful one, and ends the report once a count is not doubtful.
+
+    Raises Refused(TOKENS). Only for a push of training where clusters bring their own data.
+    """
+    usual, round_steps = _usual(shared, cluster), _round_steps(shared, cluster)
+    per_step = request.tokens / (request.steps or round_steps)
+    if why := _why_not(shared, request, per_step, usual, round_steps):
+        _doubt(shared, cluster, f"a push of cluster {cluster} is refused: {why}")
+        raise Refused(RefusalCode.TOKENS, why)
+    _doubt(shared, cluster, _why_doubtful(shared, cluster, request, per_step, usual))
+
+
+def _round_steps(shared: SharedState, cluster: str) -> int:
+    """The steps that the cluster is to take between two pushes."""
+    member = shared.members.get(cluster)
+    asked = member.local_steps if member is not None else 0
+    return asked or shared.config.settings.sync_every_steps
+
+
+def _why_not(
+    shared: SharedState, request: BeginPushRequest, per_step: float, usual: list[_Usual], round_steps: int
+) -> str:
+    limit, tk_max = shared.config.token_ratio_max, shared.settings().tk_max_tokens
+    for other in usual:
+        if per_step > limit * other.per_step:
+            return (
+                f"{request.tokens} tokens in {request.steps} steps, {_short(per_step)} a step, are "
+                f"{_short(per_step / other.per_step)} times what {other.whose}: {REMEDY}; or start the master with a "
+                f"larger token_ratio_max (it is {limit:g}) if this is meant"
+            )
+    counted = min(request.tokens, per_step * round_steps)  # after an outage a push has more steps than a round
+    if not usual and 0 < tk_max < counted:
+        return (
+            f"{_short(counted)} tokens in one round are more than the whole run is to train on (tk_max is {tk_max}), "
+            f"and nothing is known yet to compare them with: {REMEDY}; or raise tk_max, or lower sync_every"
+        )
+    return ""
+
+
+def _usual(shared: SharedState, cluster: str) -> list[_Usual]:
+    """The known counts to compare with; none for the first push of the only cluster."""
+    known: list[_Usual] = []
+    entry = shared.ledger.entry(cluster)
+    if entry.pushes_applied >= OWN_PUSHES and entry.steps_applied >= LEAST_STEPS:
+        own = entry.tokens_applied / entry.steps_applied
+        known.append(_Usual(own, f"its accepted pushes counted, {_short(own)}"))
+    names = [other.cluster for other in shared.live() if other.cluster != cluster]
+    others = {name: per_step for name in names if (per_step := usual_per_step(shared, name)) > 0}
+    if others:
+        median = statistics.median(others.values())
+        who = "the other clusters count" if len(others) > 1 else f"cluster {next(iter(others))} counts"
+        known.append(_Usual(median, f"{who}, {_short(median)}"))
+    return known
+
+
+def _why_doubtful(
+    shared: SharedState, cluster: str, request: BeginPushRequest, per_step: float, usual: list[_Usual]
+) -> str:
+    entry = shared.ledger.entry(cluster)
+    tokens, steps = entry.tokens_applied + request.tokens, entry.steps_applied + request.steps
+    lately = tokens / steps if steps >= LEAST_STEPS else math.inf
+    for other in usual:
+        ratio = per_step / other.per_step
+        if ratio > DOUBTFUL_RATIO:
+            return (
+                f"cluster {cluster} counts {_short(per_step)} tokens a step, {_short(ratio)} times what {other.whose}; "
+                f"its weight is as much larger: {REMEDY}; nothing to do if its batches are so much larger"
+            )
+        if max(lately / other.per_step, ratio) < 1.0 / DOUBTFUL_RATIO:
+            return (
+                f"cluster {cluster} counts {_short(per_step)} tokens a step, 1/{_short(1 / ratio)} of what "
+                f"{other.whose}; its work hardly counts: {REMEDY}; nothing to do if its batches are so much smaller"
+            )
+    return ""
+
+
+def _short(number: float) -> str:
+    """Whole from 100 on, else three digits; never with an exponent."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _doubt(shared: SharedState, cluster: str, sentence: str) -> None:
+    """Reports a doubt once, when it begins; the sentence is then updated with the newest numbers."""
+    if not sentence:
+        shared.token_doubts.pop(cluster, None)
+        return
+    if cluster not in shared.token_doubts:
+        shared.alarm(sentence)
+    shared.token_doubts[cluster] = sentence, shared.now_s
+
+
+# ---- push checks -----------------------------------------------------------------------------------------------------
+#
+# Checks a push: at BeginPush, and again at FinishPush and when the window is sealed.
+#
+# A function here decides nothing and changes nothing: it refuses, answers STALE, or accepts.
+
+
+MAX_TOKENS = 1 << 50
+"""More tokens than any cluster could train on between two pushes; a larger number is a mistake."""
+
+MAX_STEPS = 1 << 32
+"""The same limit for steps; sums of them must stay within 64 bits."""
+
+OWN_DATA_SLACK = 2.0
+"""A cluster with its own data may count at most its declared rate x the elapsed time x this."""
+
+OWN_DATA_START_S = 60.0
+"""Elapsed time granted to a first push, whose clock starts at Join and not at its first step."""
+
+
+def stale(shared: SharedState, request: BeginPushRequest) -> Stale | None:
+    """Whether the base can no longer be pushed against; None for a seed."""
+    version, base = shared.ledger.version, request.base
+    if base is None or version is None:
+        return None
+    if base.timeline != version.timeline:
+        return Stale(StaleKind.TIMELINE, f"base {base} is on another timeline than version {version}: pull")
+    fence = shared.ledger.entry(request.caller.name).fence
+    if request.fence != fence:
+        return Stale(StaleKind.FENCE, f"base {base} carries fence {request.fence}, the fence is {fence}: pull")
+    if version.v - base.v > shared.s_max():
+        return Stale(
+            StaleKind.VERSIONS,
+            f"base {base} is more than {shared.s_max()} versions behind {version}: pull",
+        )
+    return None
+
+
+def check_push(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
+    """Refuses a push that can never be accepted."""
+    if shared.ledger.stopping and request.donates is None:
+        raise Refused(
+            RefusalCode.STOPPING, f"no more pushes: {shared.ledger.stopping}; pull the last version and leave"
+        )
+    if request.seq <= member.last_seq:
+        raise Refused(
+            RefusalCode.SEQ,
+            f"push {request.seq} of cluster {member.cluster!r} comes after push {member.last_seq}: a number is "
+            "used once; raise it by one for each push",
+        )
+    if request.steps > MAX_STEPS:
+        raise Refused(RefusalCode.MALFORMED, f"{request.steps} steps in one push: at most {MAX_STEPS} can be counted")
+    if request.donates is not None:
+        _check_donation(shared, member, request)
+    elif request.base is None:
+        _check_seed(shared, member, request)
+    else:
+        _check_counts(shared, member, request)
+
+
+def _check_seed(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
+    _check_may_seed(shared, member.cluster)
+    if request.tokens or request.ranges:
+        raise Refused(RefusalCode.TOKENS, "a seed carries no training: send 0 tokens and no ranges")
+
+
+def _check_donation(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
+    if request.base is not None or request.tokens or request.ranges:
+        raise Refused(RefusalCode.MALFORMED, "a donation carries no training: send no base, 0 tokens and no ranges")
+    _check_may_donate(shared, member.cluster, request.donates)
+
+
+def _check_may_donate(shared: SharedState, cluster: str, version: Version | None) -> None:
+    donor = shared.recovery.donor if shared.recovery.donating else None
+    if donor is None or (donor.cluster, donor.base) != (cluster, version):
+        raise Refused(
+            RefusalCode.VERSION_GONE,
+            f"cluster {cluster!r} is no longer asked for its copy of version {version}: train on",
+        )
+
+
+def _check_may_seed(shared: SharedState, cluster: str) -> None:
+    """Also part of every later check: another seed may be published or asked for during the transfer of this one."""
+    if shared.ledger.version is not None:
+        raise Refused(
+            RefusalCode.SEED_EXISTS,
+            f"version {shared.ledger.version} exists, so no cluster may seed: pull it, or start a new run",
+        )
+    if shared.seeder() != cluster:
+        raise Refused(
+            RefusalCode.SEED_EXISTS,
+            f"cluster {shared.seed_cluster!r} seeds this run: wait for its version and pull",
+        )
+
+
+def _check_counts(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
+    version, base, plan = shared.ledger.version, request.base, shared.ledger.data_plan
+    assert base is not None, "a seed is checked elsewhere"
+    assert plan is not None, "a joined cluster has sent its data plan"
+    if version is None or base.v > version.v:
+        raise Refused(RefusalCode.MALFORMED, f"base {base} does not exist (newest: {version}): pull first")
+    if not 0 < request.tokens <= MAX_TOKENS:
+        raise Refused(
+            RefusalCode.TOKENS,
+            f"{request.tokens} tokens: a push counts the tokens trained since the last one, 1 to {MAX_TOKENS}",
+        )
+    if plan.mode is DataMode.OWN:
+        _check_own(shared, member, request)
+    else:
+        _check_leased(shared, member, request)
+
+
+def _check_own(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
+    if request.ranges:
+        raise Refused(RefusalCode.RANGES, "this run's clusters bring their own data: send no ranges")
+    entry, since_s = shared.ledger.entry(member.cluster), shared.counted_since_s.get(member.cluster)
+    if since_s is not None:  # else it was counted last before the master's restart: how long ago is not known
+        bound = entry.declared_tokens_per_s * (shared.now_s - since_s) * OWN_DATA_SLACK
+        if entry.declared_tokens_per_s > 0 and request.tokens > bound:
+            raise Refused(
+                RefusalCode.TOKENS,
+                f"{request.tokens} tokens since the last push are more than twice the declared "
+                f"{entry.declared_tokens_per_s:g} tokens/s allow ({bound:.0f}): correct the count, or declare more",
+            )
+    check_token_count(shared, member.cluster, request)
+
+
+def _check_leased(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
+    leases = shared.ledger.leases
+    assert leases is not None, "a leased data plan has a lease table"
+    leases.check(member.cluster, request.ranges)
+    total = sum(item.tokens for item in request.ranges)
+    if total != request.tokens:
+        raise Refused(
+            RefusalCode.TOKENS,
+            f"{request.tokens} tokens are counted, but the ranges hold {total}: they must agree",
+        )
+
+
+def recheck(shared: SharedState, push: Push) -> str | None:
+    """Repeats the checks of BeginPush against the present state; a sentence when one fails."""
+    too_old = stale(shared, push.request)
+    if too_old is not None:
+        return too_old.sentence
+    try:
+        if push.is_donation:
+            _check_may_donate(shared, push.cluster, push.request.donates)
+        elif push.is_seed:
+            _check_may_seed(shared, push.cluster)
+        elif shared.ledger.leases is not None:
+            shared.ledger.leases.check(push.cluster, push.request.ranges)
+        else:
+            check_token_count(shared, push.cluster, push.request)  # the counts of other clusters may be known by now
+    except Refused as refused:
+        return refused.sentence
+    return None
+
+
+# ---- pushes ----------------------------------------------------------------------------------------------------------
+
 
 AWAY_RETRY_S = 0.25
 """After this time a cluster asks again whose push waits for a slave that is away: so long it may wait after the
@@ -64,7 +401,7 @@ class Pushes:
             reason = "the slaves lost the model: give back this cluster's copy first; nothing of this push is lost"
             shared.reply(token, BeginPushReply(Verdict(push_id, VerdictKind.ABORTED, None, reason)))
             return
-        check(shared, member, request)
+        check_push(shared, member, request)
         if (busy := self._busy(request.donates is not None)) is not None:
             shared.reply(token, BeginPushReply(busy))
             return
@@ -105,7 +442,7 @@ class Pushes:
         phase = Phase(PUSH_TABLE, shared.story, f"push {push_id}")
         phase.since_s = shared.now_s
         push = Push(push_id, request, 1, member.slot, phase, shared.now_s, shared.now_s)
-        push.wire = bases.granted(shared, request.wire, request.base)
+        push.wire = granted(shared, request.wire, request.base)
         member.push, member.wanted_wire = push, request.wire
         member.last_seq = request.seq
         self._record_ticket(push)
@@ -133,7 +470,7 @@ class Pushes:
         self._release(push, Refused(RefusalCode.UNKNOWN_PUSH, f"a new attempt of push {push.id} has begun"))
         push.phase.move("new attempt", PushPhase.TICKETED, shared.now_s, push.request.caller.cause_id)
         push.attempt += 1
-        wire = bases.granted(shared, wanted_wire, push.request.base)
+        wire = granted(shared, wanted_wire, push.request.base)
         if wire is not push.wire:
             push.landed_bytes.clear()
         push.wire = wire

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dips.master.state.records import Slave
+from dips.master.state.records import RecoveryPhase, ReshardPhase, RoundPhase, Slave, SlavePhase
 from dips.master.state.shared import SharedState
-from dips.master.state.tables import RecoveryPhase, ReshardPhase, RoundPhase, SlavePhase
 
 
 def slaves_away(shared: SharedState) -> str:

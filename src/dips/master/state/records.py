@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
+from enum import Enum
 
 from dips.core.ids import Incarnation, PushId, RoundId, SlaveId, Version
-from dips.core.machine import Phase
+from dips.core.machine import Phase, TransitionTable
 from dips.core.messages import (
     BeginPushRequest,
     BlockGram,
@@ -18,9 +20,235 @@ from dips.core.messages import (
 from dips.core.placement import Placement
 from dips.core.wire import DIFFERENCES, Codec
 from dips.master.state.ledger import CommitInfo
-from dips.master.state.outer_optimizer import OuterStep
-from dips.master.state.penalty import JudgeInputs, Judgement
-from dips.master.state.tables import PushPhase, RecoveryPhase, ReshardPhase, RoundPhase, SlavePhase
+from dips.master.state.penalty_types import JudgeInputs, Judgement, PenaltyConfig
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+#
+# The phases of pushes, slaves and rounds and their transitions; docs/protocol.md draws its diagrams from them.
+
+
+class PushPhase(Enum):
+    TICKETED = "TICKETED"
+    STAGED = "STAGED"
+    ADMITTED = "ADMITTED"
+    SEALED = "SEALED"
+    DECIDED = "DECIDED"
+
+
+PUSH_TABLE: TransitionTable[PushPhase] = TransitionTable(
+    "push",
+    PushPhase.TICKETED,
+    {
+        (PushPhase.TICKETED, "new attempt"): [PushPhase.TICKETED],
+        (PushPhase.STAGED, "new attempt"): [PushPhase.TICKETED],
+        (PushPhase.TICKETED, "all slaves staged it"): [PushPhase.STAGED],
+        (PushPhase.STAGED, "finish push"): [PushPhase.ADMITTED],
+        (PushPhase.ADMITTED, "window sealed"): [PushPhase.SEALED],
+        (PushPhase.SEALED, "round aborted"): [PushPhase.ADMITTED],
+        (PushPhase.TICKETED, "aborted"): [PushPhase.DECIDED],
+        (PushPhase.STAGED, "aborted"): [PushPhase.DECIDED],
+        (PushPhase.ADMITTED, "aborted"): [PushPhase.DECIDED],
+        (PushPhase.SEALED, "aborted"): [PushPhase.DECIDED],
+        (PushPhase.SEALED, "applied"): [PushPhase.DECIDED],
+        (PushPhase.SEALED, "excluded"): [PushPhase.DECIDED],
+        (PushPhase.SEALED, "rolled back"): [PushPhase.DECIDED],
+    },
+)
+
+
+class SlavePhase(Enum):
+    ABSENT = "ABSENT"
+    ATTACHED = "ATTACHED"
+    PROMISED = "PROMISED"
+    CONFIGURING = "CONFIGURING"
+    READY = "READY"
+
+
+SLAVE_TABLE: TransitionTable[SlavePhase] = TransitionTable(
+    "slave",
+    SlavePhase.ABSENT,
+    {
+        (SlavePhase.ABSENT, "hello"): [SlavePhase.ATTACHED],
+        (SlavePhase.ATTACHED, "promised"): [SlavePhase.PROMISED],
+        (SlavePhase.PROMISED, "configure"): [SlavePhase.CONFIGURING],
+        (SlavePhase.CONFIGURING, "ready"): [SlavePhase.READY],
+        (SlavePhase.READY, "configure"): [SlavePhase.CONFIGURING],
+        **{
+            (phase, "lost"): [SlavePhase.ABSENT]
+            for phase in (
+                SlavePhase.ATTACHED,
+                SlavePhase.PROMISED,
+                SlavePhase.CONFIGURING,
+                SlavePhase.READY,
+            )
+        },
+    },
+)
+
+
+class RoundPhase(Enum):
+    IDLE = "IDLE"
+    WINDOW = "WINDOW"
+    SEALED = "SEALED"
+    MEASURE = "MEASURE"
+    JUDGE = "JUDGE"
+    PREPARE = "PREPARE"
+    COMMIT = "COMMIT"
+    PUBLISH = "PUBLISH"
+
+
+ROUND_TABLE: TransitionTable[RoundPhase] = TransitionTable(
+    "round",
+    RoundPhase.IDLE,
+    {
+        (RoundPhase.IDLE, "push admitted"): [RoundPhase.WINDOW],
+        (RoundPhase.WINDOW, "nobody left"): [RoundPhase.IDLE],
+        (RoundPhase.WINDOW, "window closed"): [RoundPhase.SEALED],
+        (RoundPhase.SEALED, "nobody left"): [RoundPhase.IDLE],
+        (RoundPhase.SEALED, "checks passed"): [RoundPhase.MEASURE],
+        (RoundPhase.SEALED, "it is the seed"): [RoundPhase.PREPARE],
+        (RoundPhase.MEASURE, "all measured"): [RoundPhase.JUDGE],
+        (RoundPhase.MEASURE, "abort"): [RoundPhase.IDLE],
+        (RoundPhase.JUDGE, "accepted"): [RoundPhase.PREPARE],
+        (RoundPhase.JUDGE, "void"): [RoundPhase.IDLE],
+        (RoundPhase.PREPARE, "all prepared"): [RoundPhase.COMMIT],
+        (RoundPhase.PREPARE, "void"): [RoundPhase.IDLE],
+        (RoundPhase.PREPARE, "abort"): [RoundPhase.IDLE],
+        (RoundPhase.COMMIT, "all flipped"): [RoundPhase.PUBLISH],
+        (RoundPhase.PUBLISH, "verdicts told"): [RoundPhase.IDLE],
+        (RoundPhase.SEALED, "it is a donation"): [RoundPhase.PREPARE],
+        (RoundPhase.COMMIT, "recovery"): [RoundPhase.IDLE],
+    },
+)
+
+
+class RecoveryPhase(Enum):
+    NONE = "NONE"
+    GATHERING = "GATHERING"
+    ASKING = "ASKING"
+    DONATING = "DONATING"
+
+
+RECOVERY_TABLE: TransitionTable[RecoveryPhase] = TransitionTable(
+    "recovery",
+    RecoveryPhase.NONE,
+    {
+        (RecoveryPhase.NONE, "master started"): [RecoveryPhase.GATHERING],
+        (RecoveryPhase.NONE, "slave cannot load"): [RecoveryPhase.GATHERING],
+        (RecoveryPhase.GATHERING, "record needed"): [RecoveryPhase.ASKING],
+        (RecoveryPhase.ASKING, "record came"): [RecoveryPhase.GATHERING],
+        (RecoveryPhase.ASKING, "no record"): [RecoveryPhase.GATHERING],
+        (RecoveryPhase.GATHERING, "all can load"): [RecoveryPhase.NONE],
+        (RecoveryPhase.GATHERING, "adopted"): [RecoveryPhase.NONE],
+        (RecoveryPhase.GATHERING, "rolled back"): [RecoveryPhase.NONE],
+        (RecoveryPhase.GATHERING, "no common version"): [RecoveryPhase.DONATING],
+        (RecoveryPhase.DONATING, "donation committed"): [RecoveryPhase.NONE],
+        (RecoveryPhase.DONATING, "snapshot came back"): [RecoveryPhase.GATHERING],
+        (RecoveryPhase.DONATING, "no donor is left"): [RecoveryPhase.GATHERING],
+    },
+)
+
+
+class ReshardPhase(Enum):
+    NONE = "NONE"
+    WAITING = "WAITING"
+    LISTING = "LISTING"
+    MOVING = "MOVING"
+
+
+RESHARD_TABLE: TransitionTable[ReshardPhase] = TransitionTable(
+    "reshard",
+    ReshardPhase.NONE,
+    {
+        (ReshardPhase.NONE, "asked"): [ReshardPhase.WAITING],
+        (ReshardPhase.WAITING, "all are here"): [ReshardPhase.LISTING],
+        (ReshardPhase.LISTING, "all listed"): [ReshardPhase.MOVING],
+        (ReshardPhase.MOVING, "journaled"): [ReshardPhase.NONE],
+        (ReshardPhase.LISTING, "given up"): [ReshardPhase.WAITING],
+        (ReshardPhase.MOVING, "given up"): [ReshardPhase.WAITING],
+        (ReshardPhase.WAITING, "no wish"): [ReshardPhase.NONE],
+    },
+)
+
+
+# ---- outer optimizer -------------------------------------------------------------------------------------------------
+#
+# The outer optimizers: the step that slaves make with a round's merge, as coefficients of one linear step.
+#
+#     g    = scale d
+#     buf' = momentum_decay buf + g
+#     θ'   = θ - outer_lr (gradient_weight g + momentum_lookahead buf')
+#
+# A slave knows this step only (core/math/outer_numpy.py). The coefficients, which PREPARE and the COMMIT record carry,
+# make it Nesterov's, Polyak's or a delayed step (docs/algorithm.md, further outer optimizers). This module must never
+# hold state: all follows from the settings, the judgement and the number of the version that the step starts from.
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """The coefficients of one round's step; the names are those of PREPARE."""
+
+    scale: float
+    outer_lr: float
+    momentum_decay: float
+    momentum_lookahead: float
+    gradient_weight: float
+
+    def to_json(self) -> dict[str, str]:
+        """The coefficients as repr text, like all floats of a record."""
+        return {name: repr(value) for name, value in dataclasses.asdict(self).items()}
+
+
+def seed_step(outer_lr: float) -> OuterStep:
+    """The step of a round that takes one push as it is: slaves make no step and keep no momentum."""
+    return OuterStep(1.0, outer_lr, momentum_decay=0.0, momentum_lookahead=0.0, gradient_weight=1.0)
+
+
+def outer_step_of(config: PenaltyConfig, outer_lr: float, scale: float, rho: float, before: Version) -> OuterStep:
+    """The step of the round that starts from version `before`; scale: rho kappa, of its judgement.
+
+    `nesterov`: docs/algorithm.md, PREPARE. `heavy-ball` (Polyak 1964): θ' = θ - lr buf'. `averaging`: no momentum;
+    with lr 1 the new model is the clipped and scaled mean of the pushed ones. `delayed-nesterov`: delayed_step.
+    """
+    mu = config.outer_momentum
+    if config.outer_optimizer == "heavy-ball":
+        return OuterStep(scale, outer_lr, mu, momentum_lookahead=1.0, gradient_weight=0.0)
+    if config.outer_optimizer == "averaging":
+        return OuterStep(scale, outer_lr, momentum_decay=0.0, momentum_lookahead=0.0, gradient_weight=1.0)
+    if config.outer_optimizer == "delayed-nesterov":
+        return delayed_step(scale, outer_lr, mu, config.delay_rounds, before)
+    decay, lookahead = momentum_coefficients(config, rho)
+    return OuterStep(scale, outer_lr, decay, lookahead, gradient_weight=1.0)
+
+
+def delayed_step(scale: float, outer_lr: float, beta: float, n: int, before: Version) -> OuterStep:
+    """Delayed Nesterov of Async Local-SGD (arXiv 2401.09135, with c = 0): momentum moves the model every n-th round.
+
+    Each round makes θ - lr g/n; the last of a cycle of n also m ← β m + (sum of the cycle's g)/n, θ ← θ - lr β m. The
+    buffer collects that sum itself: it decays by β in the first round of a cycle, and by nothing in the others.
+    `before` counts the rounds since the run began, so that neither a restart nor a ROLLBACK loses the place.
+    """
+    place = before.v % n
+    decay = beta if place == 0 else 1.0
+    lookahead = beta if place == n - 1 else 0.0
+    return OuterStep(scale / n, outer_lr, decay, lookahead, gradient_weight=1.0)
+
+
+def momentum_coefficients(config: PenaltyConfig, rho: float) -> tuple[float, float]:
+    """Nesterov's (decay, lookahead) for a round with the share rho of a full round.
+
+    Normally both are mu_o. With momentum_scaling = "tokens": decay m = mu_o^rho, so that rounds whose rho add
+    up to one decay the momentum as much as one full round; lookahead = mu_o (1 - m) / (1 - mu_o), which keeps
+    the momentum's part of the step in proportion. Both are mu_o exactly when rho = 1.
+    """
+    mu = config.outer_momentum
+    if config.momentum_scaling == "off" or rho == 1.0:
+        return mu, mu
+    decay = mu**rho
+    return decay, mu * (1.0 - decay) / (1.0 - mu)
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -23,14 +23,12 @@ from dips.core.messages import (
     RoundRefused,
     ShardList,
 )
-from dips.core.placement import Placement
-from dips.core.reshard_placement import redeal
+from dips.core.placement import Placement, redeal
 from dips.master.state.ledger import CommitInfo, Ledger, PendingReshard, canonical, pair, same_as
 from dips.master.state.reasons import reshard_waits_for
-from dips.master.state.records import Slave
+from dips.master.state.records import ReshardPhase, RoundPhase, Slave
 from dips.master.state.shared import SharedState
 from dips.master.state.slave_links import SlaveLinks
-from dips.master.state.tables import ReshardPhase, RoundPhase
 from dips.master.state.verdicts import Verdicts
 
 _P = ReshardPhase

@@ -23,18 +23,28 @@ from dips.core.messages import (
     RoundRefused,
     StagedPush,
 )
-from dips.master.state import alarms, bases, pacing, same_data
+from dips.master.state import data, pacing, status
+from dips.master.state import pushes as bases
 from dips.master.state.decisions import Decisions
-from dips.master.state.gram import GramError, add_blocks, add_directions
-from dips.master.state.outer_optimizer import OuterStep, outer_step_of, seed_step
-from dips.master.state.penalty import JudgeInputs, Judgement, Participant, judge, round_tokens
-from dips.master.state.push_checks import recheck
+from dips.master.state.penalty import judge, round_tokens
+from dips.master.state.penalty_detect import GramError, add_blocks, add_directions
+from dips.master.state.penalty_types import JudgeInputs, Judgement, Participant
+from dips.master.state.pushes import recheck
 from dips.master.state.reasons import lagging
-from dips.master.state.records import Donor, Kept, Push, Slave
+from dips.master.state.records import (
+    Donor,
+    Kept,
+    OuterStep,
+    Push,
+    PushPhase,
+    RoundPhase,
+    Slave,
+    outer_step_of,
+    seed_step,
+)
 from dips.master.state.rollback import next_version
 from dips.master.state.shared import SharedState
 from dips.master.state.snapshots import newest_timeline
-from dips.master.state.tables import PushPhase, RoundPhase
 from dips.master.state.verdicts import Verdicts
 
 MAX_TIMEOUT_FACTOR = 8.0
@@ -210,7 +220,7 @@ class Rounds:
         )
         self._record_judgement(judgement)
         if directions is not None:
-            same_data.look(shared, [p.cluster for p in participants], judgement.accepted, directions)
+            data.look(shared, [p.cluster for p in participants], judgement.accepted, directions)
         if not judgement.accepted:
             why = ", ".join(f"{r.cluster}: {r.reason}" for r in judgement.rejected[:NAMED_REJECTIONS])
             self._void(f"no push was accepted ({why}{', ...' if len(judgement.rejected) > NAMED_REJECTIONS else ''})")
@@ -358,7 +368,7 @@ class Rounds:
         for push in state.participants:
             push.phase.move("round aborted", PushPhase.ADMITTED, shared.now_s, state.cause, reason)
         self._decisions.summary("abort", reason)
-        alarms.round_was_fruitless(shared)
+        status.round_was_fruitless(shared)
         shared.rounds_aborted += 1
         state.last_abort = reason
         shared.log(

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 
-from dips.core.errors import Refused
+from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId, SlaveId, Version
+from dips.core.layout import Layout
 from dips.core.machine import MachineHistory, Phase
 from dips.core.messages import (
     Allow,
+    AllowedKey,
     ClusterReply,
     CommandBody,
+    KeyRole,
     OperatorReply,
     PlacementSpec,
     Refusal,
@@ -27,16 +30,289 @@ from dips.core.messages import (
     StatusReply,
 )
 from dips.core.placement import Placement
-from dips.master.state.allow_list import AllowList
-from dips.master.state.effects import CloseLink, Halt, Log, Record, Refuse, Reply, ToSlave
+from dips.core.protocol import CURVE_KEY_BYTES
+from dips.core.wire import Codec, encoded_bytes
+from dips.master.state.effects import CloseLink, Effect, Halt, Log, Record, Refuse, Reply, ToSlave, WriteJournal
 from dips.master.state.ledger import CommitInfo, Ledger, canonical
-from dips.master.state.link_rates import LinkRates
-from dips.master.state.outbox import Outbox
-from dips.master.state.penalty import DetectorState
-from dips.master.state.records import Kept, Member, Pin, Push, RecoveryState, ReshardState, RoundState, Slave
-from dips.master.state.run_config import RunConfig
+from dips.master.state.penalty_types import DetectorState, PenaltyConfig
+from dips.master.state.records import (
+    RECOVERY_TABLE,
+    RESHARD_TABLE,
+    ROUND_TABLE,
+    Kept,
+    Member,
+    Pin,
+    Push,
+    RecoveryState,
+    ReshardState,
+    RoundState,
+    Slave,
+)
 from dips.master.state.schedule import TransferScheduler
-from dips.master.state.tables import RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE
+
+# ---- run config ------------------------------------------------------------------------------------------------------
+#
+# The settings that the state machines use; master/config.py makes and checks them.
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run's settings. grace_s None means: 10 % of the fastest cluster's round, at least 1 s.
+
+    round_timeout_s and ticket_ttl_s are sent to all processes in `settings`, which is made to agree with them.
+    rebuild: a version that the slaves hold may be adopted although the journal knows none, and a newer epoch that they
+    promised is replaced by a still newer one. async_lag_versions: how many published versions a slave's disk may be
+    behind (settings.durability "async" only). encrypted: slaves accept only peers whose data key they received from
+    the master, so every process brings one. token_ratio_max: a push that counts this many times the usual tokens for
+    a step is refused. grace_sliding: the window starts again with each push that is admitted to it, within
+    pacing.longest_window_s().
+    """
+
+    run_id: str
+    n_slaves: int
+    settings: Settings = field(default_factory=Settings)
+    penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
+    max_clusters: int = 8
+    min_clusters: int = 1
+    grace_s: float | None = None
+    round_timeout_s: float = 30.0
+    lease_ttl_s: float = 6 * 3600.0
+    ticket_ttl_s: float = 60.0
+    pinned_versions: int = 2
+    linger_s: float = 30.0
+    rebuild: bool = False
+    async_lag_versions: int = 4
+    encrypted: bool = False
+    token_ratio_max: float = 100.0
+    grace_sliding: bool = False
+
+    def __post_init__(self) -> None:
+        settings = replace(self.settings, round_timeout_s=self.round_timeout_s, ticket_ttl_s=self.ticket_ttl_s)
+        object.__setattr__(self, "settings", settings)
+
+    @property
+    def evict_after_s(self) -> float:
+        return self.settings.heartbeat_s * self.settings.evict_after_beats
+
+
+# ---- outbox ----------------------------------------------------------------------------------------------------------
+#
+# The queue of outgoing effects, with the journal as a barrier.
+
+
+class Outbox:
+    """Outgoing effects. An effect that may depend on a journal entry is released only once the entry is durable."""
+
+    def __init__(self) -> None:
+        self._ready: list[Effect] = []
+        self._held: deque[tuple[int, list[Effect]]] = deque()
+        self._next_entry = 1
+
+    def put(self, effect: Effect) -> None:
+        urgent = isinstance(effect, Log | Record) or (isinstance(effect, Halt) and effect.exit_code != 0)
+        if self._held and not urgent:
+            self._held[-1][1].append(effect)
+        else:
+            self._ready.append(effect)
+
+    def journal(self, kind: str, record_json: str, snapshot_json: str) -> None:
+        entry = self._next_entry
+        self._next_entry += 1
+        self._ready.append(WriteJournal(entry, kind, record_json, snapshot_json))
+        self._held.append((entry, []))
+
+    def written(self, entry_id: int) -> None:
+        while self._held and self._held[0][0] <= entry_id:
+            self._ready.extend(self._held.popleft()[1])
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an entry is not durable yet."""
+        return bool(self._held)
+
+    def take(self) -> list[Effect]:
+        ready, self._ready = self._ready, []
+        return ready
+
+
+# ---- allow list ------------------------------------------------------------------------------------------------------
+#
+# The data keys that the slaves accept: one for each attached cluster, reader and slave. Pure.
+#
+# Every slave receives the whole list after Welcome and whenever it changes, so a key that is removed is refused from
+# then on. In memory only: a key lasts as long as its process, and after a restart of the master every process sends
+# its key again. One key never belongs to two owners, so a message's key identifies its sender.
+
+
+class AllowList:
+    """The list of accepted data keys.
+
+    encrypted: whether this run's data flow uses keys. If not, a process that brings a key is refused and no list is
+    sent.
+    """
+
+    def __init__(self, encrypted: bool) -> None:
+        self.encrypted = encrypted
+        self._keys: dict[tuple[KeyRole, str], bytes] = {}
+        self._told: tuple[AllowedKey, ...] = ()
+        self._touched = False
+
+    def check(self, role: KeyRole, owner: str, key: bytes) -> None:
+        """Raises Refused(KEY) for a key that cannot be this owner's; changes nothing."""
+        who = f"{role.name.lower()} {owner!r}"
+        if not self.encrypted and key:
+            raise Refused(
+                RefusalCode.KEY,
+                f"{who} brings a data key, and this run's data flow is not encrypted: start the master with --keys, or "
+                "all other processes with --insecure",
+            )
+        if self.encrypted and len(key) != CURVE_KEY_BYTES:
+            raise Refused(
+                RefusalCode.KEY,
+                f"{who} brings a data key of {len(key)} bytes, {CURVE_KEY_BYTES} are needed: this run's data flow is "
+                "encrypted; start every process with --keys",
+            )
+        holder = next((name for name, held in self._keys.items() if held == key), None)
+        if holder is not None and holder != (role, owner):
+            raise Refused(
+                RefusalCode.KEY,
+                f"{who} brings the data key of {holder[0].name.lower()} {holder[1]!r}: every process makes its own",
+            )
+
+    def put(self, role: KeyRole, owner: str, key: bytes) -> None:
+        """Makes this key the owner's only accepted key. Raises Refused(KEY) as check() does."""
+        self.check(role, owner, key)
+        if self.encrypted:
+            self._keys[role, owner] = key
+            self._touched = True
+
+    def remove(self, role: KeyRole, owner: str) -> None:
+        """Removes the owner, which is gone; does nothing when it is not on the list."""
+        self._touched |= self._keys.pop((role, owner), None) is not None
+
+    def keep(self, role: KeyRole, owners: Collection[str]) -> None:
+        """Removes all other owners of this role."""
+        for name in [name for name in self._keys if name[0] is role and name[1] not in owners]:
+            self.remove(*name)
+
+    def keys(self) -> tuple[AllowedKey, ...]:
+        """The whole list, in an order that does not depend on the order of arrival."""
+        return tuple(AllowedKey(role, owner, key) for (role, owner), key in sorted(self._keys.items()))
+
+    def news(self) -> tuple[AllowedKey, ...] | None:
+        """The list if it differs from the one returned last, else None. It then counts as sent."""
+        if not self._touched:
+            return None
+        self._touched, before, self._told = False, self._told, self.keys()
+        return self._told if self._told != before else None
+
+
+# ---- link rates ------------------------------------------------------------------------------------------------------
+#
+# Measures each link between a cluster and a slave: the mean rate of its last whole push and pull.
+#
+# A push is measured from its ticket until the slave holds all of its part, a pull from its grant until the cluster
+# reports that it has everything. Whole transfers are measured because those of a small model end before the next beat.
+# For people only: no decision uses it. Pure: time is an argument.
+
+
+MAX_LINKS = 4096
+"""The most links in a report, a few hundred KB: 64 clusters by 64 slaves. The last names are left out beyond it."""
+
+LEAST_S = 1e-4
+"""The shortest transfer time that is assumed: clocks do not resolve less."""
+
+
+@dataclass(frozen=True)
+class LinkRate:
+    """Mean bytes a second of the last transfer each way, and how long ago it ended; None where there was none."""
+
+    cluster: str
+    slave: str
+    push_bytes_per_s: float | None = None
+    push_age_s: float | None = None
+    pull_bytes_per_s: float | None = None
+    pull_age_s: float | None = None
+
+
+@dataclass(frozen=True)
+class _Measured:
+    bytes_per_s: float
+    at_s: float
+
+
+class LinkRates:
+    """The last transfer of each link. Not thread-safe: it belongs to the state."""
+
+    def __init__(self) -> None:
+        self._pushed: dict[tuple[str, str], _Measured] = {}
+        self._pulled: dict[str, tuple[float, float]] = {}
+        self._began: dict[str, float] = {}
+        self._elems: tuple[bytes, dict[str, int]] = (b"", {})
+
+    def staged(self, cluster: str, slave: str, part_bytes: int, took_s: float, now_s: float) -> None:
+        """Records that the slave holds its part of a push that it began to receive took_s ago."""
+        self._pushed[cluster, slave] = _Measured(part_bytes / max(took_s, LEAST_S), now_s)
+
+    def pull_began(self, cluster: str, now_s: float) -> None:
+        self._began[cluster] = now_s
+
+    def pull_ended(self, cluster: str, now_s: float) -> None:
+        """Records that the cluster has the whole model; does nothing when the start of the pull is not known."""
+        began_s = self._began.pop(cluster, None)
+        if began_s is not None:
+            self._pulled[cluster] = (max(now_s - began_s, LEAST_S), now_s)
+
+    def gone(self, cluster: str) -> None:
+        """Forgets a cluster that is gone; its next incarnation may have another link."""
+        self._began.pop(cluster, None)
+        self._pulled.pop(cluster, None)
+        for link in [link for link in self._pushed if link[0] == cluster]:
+            del self._pushed[link]
+
+    def part_bytes(self, slave: str, layout: Layout, placement: Placement, wire: Codec) -> int:
+        """Bytes of this slave's blocks in the wire codec; exact enough for a rate."""
+        return encoded_bytes(wire, self._held(layout, placement).get(slave, 0))
+
+    def links(
+        self, clusters: Collection[str], layout: Layout | None, placement: Placement | None, now_s: float
+    ) -> tuple[LinkRate, ...]:
+        """The measured links between these clusters and the slaves that hold blocks."""
+        if layout is None or placement is None:
+            return ()
+        pairs = ((cluster, slave) for cluster in sorted(clusters) for slave in placement.slaves)
+        found = (self._link(cluster, slave, self._held(layout, placement), now_s) for cluster, slave in pairs)
+        return tuple(_first(found, MAX_LINKS))
+
+    def _link(self, cluster: str, slave: str, elems: dict[str, int], now_s: float) -> LinkRate:
+        pushed, pulled = self._pushed.get((cluster, slave)), self._pulled.get(cluster)
+        pull_bytes = encoded_bytes(Codec.F32, elems.get(slave, 0))
+        return LinkRate(
+            cluster,
+            slave,
+            pushed.bytes_per_s if pushed else None,
+            now_s - pushed.at_s if pushed else None,
+            pull_bytes / pulled[0] if pulled else None,
+            now_s - pulled[1] if pulled else None,
+        )
+
+    def _held(self, layout: Layout, placement: Placement) -> dict[str, int]:
+        """The number of elements on each slave, computed once for each placement."""
+        if self._elems[0] != placement.placement_hash:
+            held = dict.fromkeys(map(str, placement.slaves), 0)
+            for block, index in zip(layout.blocks, placement.slave_of_block, strict=True):
+                held[placement.slaves[index]] += block.n_elems
+            self._elems = (placement.placement_hash, held)
+        return self._elems[1]
+
+
+def _first(links: Iterator[LinkRate], most: int) -> Iterator[LinkRate]:
+    for _, link in zip(range(most), links, strict=False):
+        yield link
+
+
+# ---- shared ----------------------------------------------------------------------------------------------------------
+
 
 RECENT_ROUNDS = 32
 

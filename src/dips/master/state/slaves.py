@@ -37,17 +37,15 @@ from dips.core.protocol import PROTOCOL_MIN, agree
 from dips.master.state.callers import check_run
 from dips.master.state.effects import BeginAgain
 from dips.master.state.ledger import MAX_WHOLE
-from dips.master.state.name_claims import NameClaims
 from dips.master.state.pushes import Pushes
 from dips.master.state.reasons import recovery_words
-from dips.master.state.records import Kept, Slave
+from dips.master.state.records import SLAVE_TABLE, Kept, PushPhase, RoundPhase, Slave, SlavePhase
 from dips.master.state.recovery import Recovery
 from dips.master.state.reshard import Reshard
 from dips.master.state.rollback import LEASE_NUMBERS_OF_AN_EPOCH
 from dips.master.state.rounds import Rounds
 from dips.master.state.shared import SharedState
-from dips.master.state.slave_links import SlaveLinks
-from dips.master.state.tables import SLAVE_TABLE, PushPhase, RoundPhase, SlavePhase
+from dips.master.state.slave_links import NameClaims, SlaveLinks
 
 NEWER_EPOCH_EXIT = 6
 

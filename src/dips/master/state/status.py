@@ -2,14 +2,80 @@
 
 from __future__ import annotations
 
-from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
-from dips.master.state import token_counts
-from dips.master.state.alarms import standing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from dips.core.messages import Alarm, ClusterStatus, RoundSummary, SlaveStatus, StatusReply
+from dips.core.wire import encoded_bytes
+from dips.master.state import pushes as token_counts
 from dips.master.state.leases import TokenState
 from dips.master.state.reasons import recovery_words, reshard_words, waiting_for
-from dips.master.state.records import Slave
-from dips.master.state.shared import SharedState
-from dips.master.state.tables import RoundPhase
+from dips.master.state.records import Push, RoundPhase, Slave
+from dips.master.state.shared import LinkRate, SharedState
+
+# ---- alarms ----------------------------------------------------------------------------------------------------------
+#
+# Lists the active alarms: the same list in the status, on the page and in the metrics.
+#
+# An alarm is reported once when it begins (SharedState.alarm), and is listed here until it is over. The direction of a
+# cluster's pushes has its own field in ClusterStatus.
+
+
+TOKEN_COUNTS = "token_counts"
+NOTHING_MERGED = "nothing_merged"
+
+SAME_DATA = "same_data"
+
+KINDS = (NOTHING_MERGED, SAME_DATA, TOKEN_COUNTS)
+"""All values of Alarm.kind, and of the label `kind` of dips_master_alarm."""
+
+GONE_S = 3600.0
+"""Seconds for which a refused token count stays listed: the cluster's process ends after the refusal. A later push
+of the cluster with a correct count removes the alarm earlier."""
+
+FRUITLESS_ROUNDS = 5
+"""Rounds in a row without a version before the alarm. Three VOID rounds clear the shared histories, so that more than
+three are unusual."""
+
+
+def standing(shared: SharedState) -> tuple[Alarm, ...]:
+    """All active alarms, in the order of their kinds."""
+    fruitless = _fruitless(shared)
+    nothing = [Alarm(NOTHING_MERGED, (), _nothing_words(fruitless))] if len(fruitless) >= FRUITLESS_ROUNDS else []
+    counts = [
+        Alarm(TOKEN_COUNTS, (name,), words)
+        for name, (words, at_s) in sorted(shared.token_doubts.items())
+        if name in shared.members or shared.now_s - at_s < GONE_S
+    ]
+    same = [Alarm(SAME_DATA, pair, words) for pair, words in sorted(shared.same_data.items())]
+    return (*nothing, *same, *counts)
+
+
+def round_was_fruitless(shared: SharedState) -> None:
+    """Records that a round ended without a version; raises an alarm when there were too many in a row."""
+    fruitless = _fruitless(shared)
+    if len(fruitless) == FRUITLESS_ROUNDS:
+        shared.alarm(_nothing_words(fruitless))
+
+
+def _fruitless(shared: SharedState) -> list[RoundSummary]:
+    """The last rounds that made no version, newest first, as far as they are remembered."""
+    return list(takewhile(lambda summary: summary.outcome != "commit", reversed(shared.recent)))
+
+
+def _nothing_words(fruitless: list[RoundSummary]) -> str:
+    last, n_void = fruitless[0], sum(summary.outcome == "void" for summary in fruitless)
+    kinds = ((n_void, "void"), (len(fruitless) - n_void, "given up"))
+    how = ", ".join(f"{n} {word}" for n, word in kinds if n)
+    return (
+        f"nothing was merged in the last {len(fruitless)} rounds ({how}), so the model does not change while clusters "
+        f"train; the last one: {last.reason}"
+    )
+
+
+# ---- status ----------------------------------------------------------------------------------------------------------
+
 
 NAN = float("nan")
 
@@ -114,3 +180,63 @@ def _slave(shared: SharedState, slave: Slave) -> SlaveStatus:
         slave.durable if shared.config.settings.durability == "async" else slave.version,
         slave.beat.refused_connections,
     )
+
+
+# ---- run view --------------------------------------------------------------------------------------------------------
+#
+# The part of the status page that is not in StatusReply: open pushes, links, slaves' troubles, the planned window.
+#
+# Read from the state between two events. It must never change the state, nor hold a reference that could.
+
+
+@dataclass(frozen=True)
+class OpenPushView:
+    """An undecided push. landed: the share of its bytes that slaves report as received, 0 to 1."""
+
+    cluster: str
+    phase: str
+    landed: float
+    age_s: float
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run at one moment. as_of_s: the monotonic time of the state's last event, from which all ages are counted.
+
+    since_publish_s: since the newest version was published in this epoch; None when none was.
+    slave_troubles: by slave, why it is not ready. Times are None where there is no such moment.
+    """
+
+    status: StatusReply
+    as_of_s: float
+    planned_window_in_s: float | None = None
+    since_publish_s: float | None = None
+    publish_interval_s: float = 0.0
+    evict_after_s: float = 0.0
+    links: tuple[LinkRate, ...] = ()
+    pushes: tuple[OpenPushView, ...] = ()
+    slave_troubles: Mapping[str, str] = field(default_factory=dict)
+
+
+def look(shared: SharedState) -> RunView:
+    """Makes the view of the run as it is now."""
+    planned_s, published_s = shared.planned_window_s, shared.published_s
+    return RunView(
+        status(shared),
+        shared.now_s,
+        planned_s - shared.now_s if planned_s is not None else None,
+        shared.now_s - published_s if published_s is not None else None,
+        shared.publish_interval_s,
+        shared.config.evict_after_s,
+        shared.link_rates.links(shared.members, shared.ledger.layout, shared.ledger.placement, shared.now_s),
+        tuple(_open(shared, push) for push in shared.pushes()),
+        {slave.id: slave.trouble for slave in shared.slaves.values() if slave.trouble},
+    )
+
+
+def _open(shared: SharedState, push: Push) -> OpenPushView:
+    layout = shared.ledger.layout
+    whole_bytes = encoded_bytes(push.wire, layout.n_elems) if layout is not None else 0
+    staged = len(push.digest_of_slave) / max(1, len(shared.slaves_expected()))
+    landed = sum(push.landed_bytes.values()) / whole_bytes if whole_bytes else 0.0
+    return OpenPushView(push.cluster, push.phase.now.value, min(1.0, max(staged, landed)), shared.now_s - push.began_s)

@@ -15,9 +15,8 @@ from dips.core.messages import (
 )
 from dips.master.state.callers import check_member
 from dips.master.state.reasons import waiting_for
-from dips.master.state.records import Member, Push
+from dips.master.state.records import Member, Push, PushPhase
 from dips.master.state.shared import SharedState
-from dips.master.state.tables import PushPhase
 
 _INPUTS = {
     VerdictKind.APPLIED: "applied",

@@ -11,15 +11,214 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from dips.planner.run.job import RankLink
+from dips.core.errors import ConfigError
+
+# ---- job -------------------------------------------------------------------------------------------------------------
+#
+# The job and the report of a rank of `dips plan run`, as JSON files in the folder of the run.
+
+
+JOB_FILE = "job.json"
+BOARD_FILE = "links.bin"
+STORE_FILE = "rendezvous"
+
+GRADIENT_TOLERANCE = 1e-10
+"""The limit for the largest difference of a gradient from that of one process, divided by the largest gradient."""
+
+
+class RankLink(NamedTuple):
+    """A link from one rank to another. resource: links with the same number are one. hold_ns: after a message, it takes
+    no other for so long after busy_ns."""
+
+    source: int
+    target: int
+    resource: int
+    busy_ns: int
+    latency_ns: int
+    hold_ns: int = 0
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    """The job of all ranks. csv: the order of operations, in the form of plan.csv. lasts_ns[s]: of F, of the gradient
+    of the input, and of the gradient of the weights of stage s. repeats: timed iterations after the first, which is not
+    timed; 0: none.
+
+    timeout_s: after so long without a message a rank gives up.
+    """
+
+    csv: str
+    lasts_ns: tuple[tuple[int, int, int], ...]
+    links: tuple[RankLink, ...]
+    repeats: int
+    backend: str
+    timeout_s: float
+
+
+def board_sizes(job: PlanJob, n_stages: int, n_microbatches: int) -> tuple[int, int, int, int]:
+    """The sizes of the links' file: iterations, links, stages, microbatches."""
+    n_links = max((link.resource for link in job.links), default=-1) + 1
+    return max(1, job.repeats), n_links, n_stages, n_microbatches
+
+
+class Sent(NamedTuple):
+    """A message between ranks: the operation that made it, and its times on the link, as in planner.simulate."""
+
+    cell: str
+    target: int
+    ready_ns: int
+    start_ns: int
+    freed_ns: int
+    arrives_ns: int
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One timed iteration of one rank. times[i]: start and end of its operation i, on the clock that all ranks
+    share."""
+
+    times: tuple[tuple[int, int], ...]
+    sent: tuple[Sent, ...]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank measured. gradient_error: the largest difference of a gradient from that of one process, divided by
+    the largest gradient. message_bytes: size of one message between stages as sent."""
+
+    iterations: tuple[Iteration, ...]
+    parameters: int
+    gradient_error: float
+    message_bytes: int
+
+
+_JOB, _REPORT = TypeAdapter(PlanJob), TypeAdapter(RankReport)
+
+
+def write_job(folder: Path, job: PlanJob) -> None:
+    (folder / JOB_FILE).write_bytes(_JOB.dump_json(job))
+
+
+def read_job(folder: Path) -> PlanJob:
+    return _JOB.validate_json((folder / JOB_FILE).read_bytes())
+
+
+def write_report(folder: Path, rank: int, report: RankReport) -> None:
+    (folder / f"rank-{rank}.json").write_bytes(_REPORT.dump_json(report))
+
+
+def read_report(folder: Path, rank: int) -> RankReport:
+    return _REPORT.validate_json((folder / f"rank-{rank}.json").read_bytes())
+
+
+# ---- cells -----------------------------------------------------------------------------------------------------------
+#
+# Reads the order of operations from a plan.csv: a line for each rank, a cell such as 2F3 for each operation.
+#
+# It says where each stage runs. torch's runtime checks that the schedule is complete and can end.
+
+
+_CELL = re.compile(r"(\d{1,6})([FIWB])(\d{1,6})", re.ASCII)
+
+
+class Cell(NamedTuple):
+    """One operation. kind: F, I (gradient of the input), W (of the weights) or B (both at once)."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A whole schedule. rows[r]: the operations of rank r, in their order. rank_of_stage[s]: the rank of stage s."""
+
+    rows: tuple[tuple[Cell, ...], ...]
+    rank_of_stage: tuple[int, ...]
+    n_microbatches: int
+
+    @property
+    def n_ranks(self) -> int:
+        return len(self.rows)
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.rank_of_stage)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, in the order of the model."""
+        return tuple(stage for stage, place in enumerate(self.rank_of_stage) if place == rank)
+
+
+def read_cells(file: Path) -> Cells:
+    """Read a plan.csv. Raises ConfigError for a file that cannot be read or is not a schedule."""
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read as a schedule: {error}: name the plan.csv of a plan") from error
+    return parse_cells(text, str(file))
+
+
+def parse_cells(text: str, where: str) -> Cells:
+    """Parse the text of a plan.csv. where: the text's name in error sentences. Raises ConfigError."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    rows = tuple(_row(line, number, where) for number, line in enumerate(lines, start=1))
+    places: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for cell in row:
+            if places.setdefault(cell.stage, rank) != rank:
+                raise ConfigError(
+                    f"{where}: stage {cell.stage} runs on ranks {places[cell.stage]} and {rank}: give it one line"
+                )
+    missing = [stage for stage in range(max(places, default=0) + 1) if stage not in places]
+    if missing:
+        raise ConfigError(f"{where}: no line runs stage {missing[0]}: every stage needs one")
+    cells = Cells(rows, tuple(places[s] for s in sorted(places)), max(c.microbatch for row in rows for c in row) + 1)
+    _check_last_stage(cells, where)
+    return cells
+
+
+def _row(line: str, number: int, where: str) -> tuple[Cell, ...]:
+    found = []
+    for column, text in enumerate(line.split(","), start=1):
+        match = _CELL.fullmatch(text.strip())
+        if match is None:
+            raise ConfigError(
+                f"{where}, line {number}, column {column}: {text.strip()!r} is not an operation: write STAGE KIND "
+                "MICROBATCH without blanks, as in 2F3; parts such as 2F3.1 are stages of their own in plan.csv"
+            )
+        found.append(Cell(int(match[1]), match[2], int(match[3])))
+    return tuple(found)
+
+
+def _check_last_stage(cells: Cells, where: str) -> None:
+    """torch's runtime numbers losses in the order in which the last stage makes them."""
+    last = cells.n_stages - 1
+    order = [cell.microbatch for cell in cells.rows[cells.rank_of_stage[last]] if cell[:2] == (last, "F")]
+    if order != sorted(order):
+        raise ConfigError(
+            f"{where}: the last stage runs forward passes in the order {order[:8]}, and torch's pipeline runtime takes "
+            "losses in rising order: sort them"
+        )
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
 
 NO_NOTE = 0
 FORTH, BACK = 0, 1
@@ -89,3 +288,113 @@ class LinkBoard:
             yield
         finally:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+
+# ---- pace ------------------------------------------------------------------------------------------------------------
+#
+# Keeps a plan's times on a real clock: how long each operation of a rank takes, and when its input arrives.
+#
+# An operation starts when its rank has reached it and its input has arrived, does its real work, and ends when its
+# planned time is over (later only if the work took longer). Knows no torch.
+
+
+T = TypeVar("T")
+LOOK_AGAIN_NS = 50_000
+_UNTIMED = -1
+
+
+class WaitingClock(Protocol):
+    """A clock that can be waited on."""
+
+    def now_ns(self) -> int: ...
+
+    def wait_until(self, ns: int) -> None: ...
+
+
+class SystemWaits:
+    """The machine's monotonic clock."""
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns()
+
+    def wait_until(self, ns: int) -> None:
+        while (left := ns - time.monotonic_ns()) > 0:
+            time.sleep(left / 1e9)
+
+
+class RankPace:
+    """Keeps the times of one rank. Before begin() nothing waits and nothing is recorded."""
+
+    def __init__(
+        self,
+        job: PlanJob,
+        cells: Cells,
+        rank: int,
+        board: LinkBoard,
+        waits: WaitingClock,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """settle: waits until the device has finished its work."""
+        self._cells, self._rank, self._board, self._waits, self._settle = cells, rank, board, waits, settle
+        self._lasts = {
+            (stage, kind): ns
+            for stage, (f, d, w) in enumerate(job.lasts_ns)
+            for kind, ns in (("F", f), ("I", d), ("W", w), ("B", d + w))
+        }
+        self._links: Mapping[tuple[int, int], RankLink] = {(link.source, link.target): link for link in job.links}
+        self._iteration = _UNTIMED
+        self._times: list[tuple[int, int]] = []
+        self._ended: dict[Cell, int] = {}
+        self._sent: list[Sent] = []
+
+    def begin(self, iteration: int) -> None:
+        """The next operations belong to this timed iteration."""
+        self._iteration = iteration
+        self._times, self._sent, self._ended = [], [], {}
+
+    def finish(self) -> Iteration:
+        """The times that were recorded since begin()."""
+        self._iteration = _UNTIMED
+        return Iteration(tuple(self._times), tuple(self._sent))
+
+    def run(self, cell: Cell, work: Callable[[], T]) -> T:
+        """Do an operation's real work in its planned time."""
+        if self._iteration == _UNTIMED:
+            return work()
+        self._wait_for_input(cell)
+        start_ns = self._waits.now_ns()
+        result = work()
+        self._settle()
+        self._waits.wait_until(start_ns + self._lasts[cell.stage, cell.kind])
+        end_ns = self._waits.now_ns()
+        self._times.append((start_ns, end_ns))
+        self._ended[cell] = end_ns
+        return result
+
+    def send(self, cell: Cell) -> None:
+        """Send the message of an operation."""
+        if self._iteration == _UNTIMED:
+            return
+        ready_ns = self._ended[cell]
+        direction, stage = (FORTH, cell.stage + 1) if cell.kind == "F" else (BACK, cell.stage - 1)
+        target = self._cells.rank_of_stage[stage]
+        link = self._links.get((self._rank, target))
+        if link is None:
+            self._sent.append(Sent(str(cell), target, ready_ns, ready_ns, ready_ns, ready_ns))
+            return
+        found = self._board.send(self._iteration, link, direction, stage, cell.microbatch, ready_ns)
+        self._sent.append(Sent(str(cell), target, ready_ns, found.start_ns, found.freed_ns, found.arrives_ns))
+
+    def _wait_for_input(self, cell: Cell) -> None:
+        """Wait for the planned arrival: the bytes may be here long before a slow link would have delivered them."""
+        last = self._cells.n_stages - 1
+        if cell.kind == "W" or cell.stage == (0 if cell.kind == "F" else last):
+            return
+        direction, before = (FORTH, cell.stage - 1) if cell.kind == "F" else (BACK, cell.stage + 1)
+        if (self._cells.rank_of_stage[before], self._rank) not in self._links:
+            return
+        # When receiving does not wait for the device, the note can be written after this check.
+        note = (self._iteration, direction, cell.stage, cell.microbatch)
+        while (arrives_ns := self._board.arrives_ns(*note)) == NO_NOTE:
+            self._waits.wait_until(self._waits.now_ns() + LOOK_AGAIN_NS)
+        self._waits.wait_until(arrives_ns)

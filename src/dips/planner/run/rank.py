@@ -8,33 +8,255 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from dips.core.errors import ConfigError, DipsError
 from dips.core.observe.telemetry import say_last
-from dips.planner.run import model
-from dips.planner.run.cells import Cells, parse_cells
-from dips.planner.run.job import (
+from dips.planner.run.links import (
     BOARD_FILE,
     STORE_FILE,
+    Cell,
+    Cells,
     Iteration,
+    LinkBoard,
     PlanJob,
+    RankPace,
     RankReport,
+    SystemWaits,
     board_sizes,
+    parse_cells,
     read_job,
     write_report,
 )
-from dips.planner.run.links import LinkBoard
-from dips.planner.run.pace import RankPace, SystemWaits
-from dips.planner.run.stage import PacedStage
-from dips.planner.run.step import PlannedPipeline
+
+# ---- model -----------------------------------------------------------------------------------------------------------
+#
+# The small model that `dips plan run` trains: one block for each stage, the same on every machine.
+#
+# In double precision, so that gradients which were summed in another order are equal to twelve digits, and a
+# schedule that loses or doubles one is far off.
+
+
+WIDTH = 16
+ROWS = 2
+"""Of a microbatch."""
+
+
+class ResidualBlock(nn.Module):
+    """x + W2 gelu(W1 norm(x)); (rows, WIDTH) in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner: torch.Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + inner
+
+
+def block(stage: int, device: torch.device) -> nn.Module:
+    """Stage `stage`, whose weights follow from its number."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1 + stage)
+        return ResidualBlock().to(device, torch.float64)
+
+
+def batch(n_microbatches: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, (ROWS * n_microbatches, WIDTH) each."""
+    made = torch.Generator().manual_seed(0)
+    shape = (2, ROWS * n_microbatches, WIDTH)
+    inputs, targets = torch.randn(shape, generator=made, dtype=torch.float64).to(device)
+    return inputs, targets
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean square."""
+    return nn.functional.mse_loss(output, target)
+
+
+def gradient_error(n_stages: int, n_microbatches: int, modules: Mapping[int, nn.Module], device: torch.device) -> float:
+    """The largest difference of the modules' gradients from those of the whole model in this process alone, which takes
+    the batch at once; over its largest gradient. A parameter without a gradient: infinite."""
+    whole = [block(stage, device) for stage in range(n_stages)]
+    inputs, targets = batch(n_microbatches, device)
+    loss(nn.Sequential(*whole)(inputs), targets).backward()
+    largest = max(float(_gradient(p).abs().max()) for one in whole for p in one.parameters())
+    pairs = [
+        (ours, true)
+        for stage, module in modules.items()
+        for ours, true in zip(module.parameters(), whole[stage].parameters(), strict=True)
+    ]
+    if any(ours.grad is None for ours, _ in pairs):
+        return float("inf")
+    return max(float((_gradient(ours) - _gradient(true)).abs().max()) for ours, true in pairs) / largest
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+# ---- stage -----------------------------------------------------------------------------------------------------------
+#
+# A stage of torch's pipeline that keeps a plan's times and sends its messages over emulated links.
+#
+# torch's runtime has no hook for sending and receiving; but it asks the stage for what to send right after the
+# operation that made it, and calls the stage's operations when their input has arrived. Both are the stage's own
+# methods, so nothing of torch is patched (docs/decisions/0025-how-a-plan-runs.md).
+
+
+class PacedStage(PipelineStage):
+    """The stage (see the module). Its operations are those of PipelineStage."""
+
+    def __init__(
+        self,
+        pace: RankPace,
+        module: nn.Module,
+        stage: int,
+        n_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(module, stage, n_stages, device, group=group)
+        self._pace = pace
+        self._backward: dict[int, Cell] = {}
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        cell = Cell(self.stage_index, "F", fwd_chunk_id)
+        return self._pace.run(cell, lambda: super(PacedStage, self).forward_one_chunk(fwd_chunk_id, *args, **kwargs))
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        cell = Cell(self.stage_index, "B" if full_backward else "I", bwd_chunk_id)
+        self._backward[bwd_chunk_id] = cell
+        self._pace.run(
+            cell,
+            lambda: super(PacedStage, self).backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward),
+        )
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        cell = Cell(self.stage_index, "W", bwd_chunk_id)
+        self._pace.run(cell, lambda: super(PacedStage, self).backward_weight_one_chunk(bwd_chunk_id, last_backward))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._pace.send(Cell(self.stage_index, "F", fwd_chunk_id))
+        return super().get_fwd_send_ops(fwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._pace.send(self._backward[bwd_chunk_id])
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+
+# ---- step ------------------------------------------------------------------------------------------------------------
+#
+# Runs one training step of a user's own model in the order of a plan.
+#
+# Every rank of a process group holds the stages that the plan gives it and calls step() with the same batch size:
+#
+#     cells = read_cells(Path("runs/plan/plan.csv"))
+#     pipeline = PlannedPipeline(cells, {s: make_stage(s) for s in cells.stages_of(rank)}, loss, device)
+#     losses = pipeline.step(inputs, targets)
+#
+# Gradients are in the parameters afterwards; the optimizer is the caller's.
+
+
+LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+StageMaker = Callable[[nn.Module, int, int, torch.device, dist.ProcessGroup | None], PipelineStage]
+
+
+class PlannedPipeline:
+    """A rank's part of a planned pipeline."""
+
+    def __init__(
+        self,
+        cells: Cells,
+        modules: Mapping[int, nn.Module],
+        loss: LossFunction,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        make_stage: StageMaker | None = None,
+    ) -> None:
+        """modules[s]: stage s, on `device`, for the stages of this rank: one tensor in, one out. loss(output, target):
+        the mean over a microbatch. group: of as many ranks as the plan has; default: all.
+
+        Raises ConfigError where the group, the modules or the schedule do not fit.
+        """
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if size != cells.n_ranks:
+            raise ConfigError(f"the plan has {cells.n_ranks} ranks, the process group has {size}: make them equal")
+        stages = cells.stages_of(rank)
+        if sorted(modules) != list(stages):
+            raise ConfigError(
+                f"rank {rank} was given stages {sorted(modules)}, the plan has {list(stages)} there: give those"
+            )
+        self._cells, self._last = cells, cells.n_stages - 1 in stages
+        self._first = 0 in stages
+        make = make_stage or _plain_stage
+        made = [make(modules[stage], stage, cells.n_stages, device, group) for stage in stages]
+        self._schedule = _runtime(cells, made, loss)
+
+    def step(self, inputs: torch.Tensor | None = None, targets: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """One iteration: the gradients of the mean loss are added to the parameters of this rank's stages.
+
+        inputs: on the rank with the first stage, (batch, ...); targets: on the rank with the last one, (batch, ...);
+        others ignore theirs. The batch is cut into the plan's microbatches along its first dimension. Shapes stay those
+        of the first step. Returns the losses of the microbatches on the rank with the last stage, else none.
+
+        Raises ConfigError for a batch that does not divide.
+        """
+        n, losses = self._cells.n_microbatches, list[torch.Tensor]()
+        for needed, name, batch in ((self._first, "inputs", inputs), (self._last, "targets", targets)):
+            if needed and (batch is None or not len(batch) or len(batch) % n):
+                size = "none" if batch is None else f"a batch of {len(batch)}"
+                raise ConfigError(f"step() was given {size} as {name}: give a multiple of the plan's {n} microbatches")
+        arguments = (inputs,) if self._first else ()
+        self._schedule.step(*arguments, target=targets if self._last else None, losses=losses, return_outputs=False)
+        return [loss.detach() * n for loss in losses]
+
+
+def _plain_stage(
+    module: nn.Module, stage: int, n_stages: int, device: torch.device, group: dist.ProcessGroup | None
+) -> PipelineStage:
+    return PipelineStage(module, stage, n_stages, device, group=group)
+
+
+def _runtime(cells: Cells, stages: list[PipelineStage], loss: LossFunction) -> PipelineScheduleMulti:
+    """torch's runtime with the plan's order, to which torch adds sending and receiving."""
+    try:
+        from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+    except ImportError as error:
+        raise ConfigError(
+            f"torch {torch.__version__} has no runtime for planned schedules: use the one of constraints.txt"
+        ) from error
+    # torch would divide gradients at the end of a step, also those that were there before it.
+    n = cells.n_microbatches
+    runtime = _PipelineScheduleRuntime(stages, n, lambda output, target: loss(output, target) / n, scale_grads=False)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.csv"
+        file.write_text("".join(",".join(map(str, row)) + "\n" for row in cells.rows))
+        try:
+            runtime._load_csv(str(file), format="compute_only")
+        except AssertionError as error:
+            why = str(error).partition("\n")[0]
+            raise ConfigError(f"torch cannot run the schedule: {why}: make it again with dips plan FILE") from error
+    return runtime
+
+
+# ---- rank ------------------------------------------------------------------------------------------------------------
 
 
 def run(folder: Path, rank: int) -> None:
@@ -70,15 +292,15 @@ def _device(job: PlanJob, rank: int) -> torch.device:
 def _train(job: PlanJob, cells: Cells, rank: int, device: torch.device, board: LinkBoard) -> RankReport:
     settle = torch.cuda.synchronize if device.type == "cuda" else _nothing
     pace = RankPace(job, cells, rank, board, SystemWaits(), settle)
-    modules = {stage: model.block(stage, device) for stage in cells.stages_of(rank)}
-    pipeline = PlannedPipeline(cells, modules, model.loss, device, make_stage=partial(PacedStage, pace))
-    inputs, targets = model.batch(cells.n_microbatches, device)
+    modules = {stage: block(stage, device) for stage in cells.stages_of(rank)}
+    pipeline = PlannedPipeline(cells, modules, loss, device, make_stage=partial(PacedStage, pace))
+    inputs, targets = batch(cells.n_microbatches, device)
     pipeline.step(inputs, targets)
-    error = model.gradient_error(cells.n_stages, cells.n_microbatches, modules, device)
+    error = gradient_error(cells.n_stages, cells.n_microbatches, modules, device)
     gc.collect()
     gc.freeze()  # no long collection in the middle of an iteration
     iterations = [_timed(pace, pipeline, modules, inputs, targets, repeat) for repeat in range(job.repeats)]
-    message = inputs[: model.ROWS]
+    message = inputs[:ROWS]
     parameters = sum(1 for module in modules.values() for _ in module.parameters())
     return RankReport(tuple(iterations), parameters, error, message.numel() * message.element_size())
 

@@ -36,7 +36,7 @@ from dips.core.messages import (
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec
 from dips.master.state.events import OperatorAction, Pause, Resume, Stop
-from dips.master.state.tables import PushPhase
+from dips.master.state.records import PushPhase
 from dips.sim.faults.processes import a_cluster, a_slave, the_master
 from dips.sim.kernel import SimulatedProcess
 
@@ -293,7 +293,7 @@ def operator_stops_early(world: World) -> bool:
     return _operate(world, Stop(OperatorRequest("", "early")))
 
 
-ARMED = frozenset({"finished_behind_its_back"})
+ARMED: frozenset[str] = frozenset({"finished_behind_its_back"})
 
 OPERATORS: Mapping[str, Callable[[World], bool]] = {
     "operator_pauses": operator_pauses,

@@ -390,7 +390,7 @@ def donation_fails(world: World) -> bool:
     return lost_disk_in_commit(world) if world.kernel.rng.random() < 0.6 else lost_slave_disk(world)
 
 
-ARMED = frozenset(
+ARMED: frozenset[str] = frozenset(
     {
         "killed_between_prepare_and_commit",
         "rots_after_hello",

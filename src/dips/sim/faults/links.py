@@ -184,7 +184,7 @@ def _calm(world: World, field: str) -> None:
     world.net.weather = replace(world.net.weather, **{field: 0.0})
 
 
-ARMED = frozenset({"swizzle", "swizzle_pairs", "flapping_link", "reconnect_storm"})
+ARMED: frozenset[str] = frozenset({"swizzle", "swizzle_pairs", "flapping_link", "reconnect_storm"})
 
 FAULTS: Mapping[str, Callable[[World], bool]] = {
     "cut_cluster_from_master": cut_cluster_from_master,

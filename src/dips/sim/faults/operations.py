@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from dips.master.state.tables import RecoveryPhase
+from dips.master.state.records import RecoveryPhase
 from dips.sim.faults.processes import end_second, the_master
 from dips.sim.hosts.calls import master_of
 from dips.sim.hosts.cluster import ClusterHost
@@ -170,9 +170,9 @@ def _wake(sleeper: MasterHost, generation: int) -> None:
         sleeper.resume()
 
 
-ARMED = frozenset({"rolling_restart", "failover_from_a_sleeper"})
+ARMED: frozenset[str] = frozenset({"rolling_restart", "failover_from_a_sleeper"})
 
-CHURNED = ("churn_joined", "churn_newcomer", "churn_left", "churn_killed")
+CHURNED: tuple[str, ...] = ("churn_joined", "churn_newcomer", "churn_left", "churn_killed")
 """Events of a churn; a newcomer is a cluster that was never there before."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dips.master.state.tables import RoundPhase
+from dips.master.state.records import RoundPhase
 from dips.sim.content import KIND_NAMES
 from dips.sim.hosts.cluster import ClusterHost
 from dips.sim.hosts.master import MasterHost
@@ -311,7 +311,7 @@ IN_STEP = {
     "crash_cluster_in_step": crash_cluster_in_step,
 }
 
-ARMED = frozenset({*KIND_NAMES.values(), *IN_STEP, "overflow_in_prepare", "stutter"})
+ARMED: frozenset[str] = frozenset({*KIND_NAMES.values(), *IN_STEP, "overflow_in_prepare", "stutter"})
 
 FAULTS: Mapping[str, Callable[[World], bool]] = {
     "crash_master": crash_master,

@@ -13,8 +13,8 @@ from dips.core.errors import ConfigError
 from dips.sim.arithmetic import ClusterModel
 from dips.sim.content import SimulatedModel
 from dips.worker.state.cluster import ClusterMachine
+from dips.worker.state.effects import PushRecord
 from dips.worker.state.events import PushNotRecorded, PushRecorded
-from dips.worker.state.push_record import PushRecord
 from dips.worker.state.saved import SavedSession, push_from_json, push_to_json
 
 if TYPE_CHECKING:

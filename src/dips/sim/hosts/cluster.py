@@ -22,7 +22,7 @@ from dips.sim.kernel import SimulatedProcess
 from dips.sim.residual_checks import residual_fault
 from dips.worker.state import effects, events
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.refusals import Remedy, remedy_for
+from dips.worker.state.terms import Remedy, remedy_for
 from dips.worker.transfer import Transfer, TransferSettings
 
 if TYPE_CHECKING:

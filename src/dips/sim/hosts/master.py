@@ -1,6 +1,6 @@
 """Simulates the master's process around the real MasterMachine: events in, effects out, a journal with delayed writes.
 
-Does what dips.master.shell and dips.master.journal_writer do, on virtual time. It decides nothing; whatever the
+Does what dips.master.shell and dips.master.journal do, on virtual time. It decides nothing; whatever the
 state machine raises is reported as a bug.
 """
 

@@ -18,7 +18,7 @@ from dips.core.wire import Codec
 from dips.sim.arithmetic import Value
 from dips.sim.hosts.shard_memory import SimulatedShardMemory
 from dips.slave.memory import bytes_of
-from dips.slave.state import checks
+from dips.slave.state import shard
 from dips.slave.state.effects import RunMove
 from dips.slave.state.fetching import ChunkRequest, Fetch, Reconnect, cancelled
 
@@ -46,7 +46,7 @@ class SimulatedMove:
         move, memory = self._move, self._host.port.memory
         mine: list[Chunk] = []
         theirs: dict[int, list[Chunk]] = {}
-        for block in checks.own_blocks(self._host.name, move):
+        for block in shard.own_blocks(self._host.name, move):
             source = move.sources.slave_of_block[block.block_id]
             chunks = chunks_of([block], self._chunk_bytes)
             own = move.sources.slaves[source].slave_id == self._host.name
@@ -124,7 +124,7 @@ class SimulatedMove:
 
     def _seal(self) -> SnapshotInfo:
         move, ring, arithmetic = self._move, self._host.ring, self._world.plan.arithmetic
-        blocks = checks.own_blocks(self._host.name, move)
+        blocks = shard.own_blocks(self._host.name, move)
         parts = arithmetic.shard(blocks, self._chunk_bytes, 0)
         chunks = chunks_of(blocks, self._chunk_bytes)
         tensors = []

@@ -22,10 +22,10 @@ from dips.sim.hosts.move import SimulatedMove
 from dips.sim.hosts.shard_memory import Shard, SimDataPort, SimulatedShardMemory
 from dips.sim.kernel import Action, SimulatedProcess
 from dips.sim.network import End, Stream
-from dips.slave.durable import TEMPORARY
-from dips.slave.promise import Promise
+from dips.slave.disk import TEMPORARY, Promise
 from dips.slave.ring import Ring
-from dips.slave.state import checks, effects, events
+from dips.slave.state import effects, events
+from dips.slave.state import shard as checks
 from dips.slave.state.admission import Admission
 from dips.slave.state.fetching import cancelled
 from dips.slave.state.slave import SlaveMachine

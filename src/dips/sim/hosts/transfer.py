@@ -1,6 +1,6 @@
 """Simulates the data flow's worker side: the real transfer machines (dips.worker.transfer) over lossy datagrams.
 
-Does what dips.worker.transfer_zmq does on its thread: sends the machine's messages, gives it the answers, opens a
+Does what dips.worker.data does on its thread: sends the machine's messages, gives it the answers, opens a
 new connection when it asks for one. Answers to an old connection are lost.
 """
 

@@ -19,7 +19,7 @@ from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.units import BitsPerSecond, Bytes, Count, Seconds, parse_bytes
 from dips.master.config import MasterConfig
-from dips.master.state.run_config import RunConfig
+from dips.master.state.shared import RunConfig
 
 SHIPPED = files("dips.sim.scale") / "scenarios"
 DAY_S = 86_400.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, Settings
-from dips.master.state.run_config import RunConfig
+from dips.master.state.shared import RunConfig
 
 RUN = "search"
 T0_S = 1000.0

@@ -20,8 +20,7 @@ from dips.sim.search.master_part import keep_no_story
 from dips.sim.search.slave_part import PieceNames, blocks_of, digest_of
 from dips.worker.state import effects, events
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.phases import SessionPhase
-from dips.worker.state.terms import SessionConfig
+from dips.worker.state.terms import SessionConfig, SessionPhase
 from dips.worker.state.work import Work
 
 _EXCHANGES = (

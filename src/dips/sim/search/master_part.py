@@ -36,8 +36,7 @@ from dips.master.state.events import (
     Tick,
 )
 from dips.master.state.master import MasterMachine
-from dips.master.state.records import Member
-from dips.master.state.tables import ReshardPhase, RoundPhase
+from dips.master.state.records import Member, ReshardPhase, RoundPhase
 from dips.sim.search.arena import Out
 from dips.sim.search.bounds import LAYOUT, RUN, T0_S, Bounds
 

@@ -42,7 +42,7 @@ from dips.core.messages import (
 )
 from dips.core.protocol import CAPABILITIES, MAX_LEASED_CHUNKS, PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.core.release import VERSION
-from dips.worker.state.effects import Effect, Finished
+from dips.worker.state.effects import Effect, Finished, PushRecord
 from dips.worker.state.events import (
     Beat,
     BeatRefused,
@@ -62,17 +62,13 @@ from dips.worker.state.events import (
     StopWanted,
     Tick,
 )
-from dips.worker.state.phases import SessionPhase
 from dips.worker.state.pulling import Pulling
-from dips.worker.state.push_record import PushRecord
 from dips.worker.state.pushing import Pushing
-from dips.worker.state.refusals import Remedy, remedy_for
 from dips.worker.state.rejoining import Rejoining
-from dips.worker.state.repeated_call import RepeatedCall
-from dips.worker.state.resuming import restore, save
-from dips.worker.state.saved import SavedSession
+from dips.worker.state.saved import SavedSession, restore, save
 from dips.worker.state.shared import SharedState
-from dips.worker.state.terms import SessionConfig
+from dips.worker.state.terms import Remedy, SessionConfig, SessionPhase, remedy_for
+from dips.worker.state.waiting import RepeatedCall
 from dips.worker.state.work import Work, is_within
 
 _GONE = (SessionPhase.LEAVING, SessionPhase.LEFT)

@@ -9,10 +9,31 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from dips.core.errors import DipsError
-from dips.core.ids import PushId
+from dips.core.ids import PushId, Version
 from dips.core.messages import ClusterRequest, PullGrant, Ticket
 from dips.core.wire import Codec
-from dips.worker.state.push_record import PushRecord
+from dips.worker.state.work import Work
+
+# ---- push record -----------------------------------------------------------------------------------------------------
+#
+# The record of a push that must be on disk before its number is used: its identity, its work and its base version.
+#
+# A cluster that dies after BeginPush learns from this record, when it resumes, that the push may have been counted.
+# A value only; worker/checkpoint_files.py writes it, worker/state/saved.py gives it its JSON form.
+
+
+@dataclass(frozen=True)
+class PushRecord:
+    """The identity of one push. base None: it seeds the run, or gives back the version that it `donates`."""
+
+    id: PushId
+    base: Version | None
+    fence: int
+    work: Work
+    donates: Version | None = None
+
+
+# ---- effects ---------------------------------------------------------------------------------------------------------
 
 
 class InstallMode(Enum):

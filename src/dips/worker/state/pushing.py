@@ -28,13 +28,19 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.core.wire import DIFFERENCES, Codec
-from dips.worker.state.effects import CancelTransfer, CopyBase, CopyParameters, InstallMode, PersistPush, StartPush
+from dips.worker.state.effects import (
+    CancelTransfer,
+    CopyBase,
+    CopyParameters,
+    InstallMode,
+    PersistPush,
+    PushRecord,
+    StartPush,
+)
 from dips.worker.state.events import PushFailed, PushNotRecorded, PushRecorded, PushSent
-from dips.worker.state.phases import SessionPhase
 from dips.worker.state.pulling import Pulling, PullPlan, check_placement
-from dips.worker.state.push_record import PushRecord
-from dips.worker.state.refusals import Remedy
 from dips.worker.state.shared import SharedState
+from dips.worker.state.terms import Remedy, SessionPhase
 from dips.worker.state.waiting import ExchangeStage
 from dips.worker.state.work import Work
 

@@ -6,10 +6,10 @@ from dips.core.errors import ConfigError
 from dips.core.ids import PushId
 from dips.core.messages import DataMode, JoinReply, Verdict, VerdictKind
 from dips.worker.state.effects import InstallMode
-from dips.worker.state.phases import SessionPhase
 from dips.worker.state.pulling import Pulling
 from dips.worker.state.pushing import Pushing
 from dips.worker.state.shared import SharedState
+from dips.worker.state.terms import SessionPhase
 
 
 class Rejoining:

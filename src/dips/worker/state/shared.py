@@ -15,10 +15,8 @@ from dips.core.machine import MachineHistory, Phase
 from dips.core.messages import AwaitVerdictRequest, ClusterRequest, DataRange, LeaveRequest, ReturnDataRequest
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.state.effects import CallMaster, ClearResidual, Effect, KeepResidual, Log, Record
-from dips.worker.state.phases import SESSION_TABLE, SessionPhase
-from dips.worker.state.repeated_call import RepeatedCall
-from dips.worker.state.terms import SessionConfig, Terms
-from dips.worker.state.waiting import ExchangeStage, WaitPolicy
+from dips.worker.state.terms import SESSION_TABLE, SessionConfig, SessionPhase, Terms
+from dips.worker.state.waiting import ExchangeStage, RepeatedCall, WaitPolicy
 from dips.worker.state.work import WorkBook
 
 SIDE_LIMIT = 64

@@ -2,17 +2,132 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
-from dips.core.errors import ConfigError, RemoteProtocolError
+from dips.core.errors import ConfigError, RefusalCode, Refused, RemoteProtocolError
 from dips.core.ids import ClusterId, Incarnation, Version
 from dips.core.layout import Layout
+from dips.core.machine import TransitionTable
 from dips.core.messages import Caller, DataPlan, HeartbeatReply, JoinReply, PullGrant, Settings
 from dips.core.protocol import agree
 from dips.core.untrained import Untrained
 from dips.core.wire import Codec
-from dips.worker.state.times import times_of
-from dips.worker.state.waiting import RULES
+from dips.worker.state.waiting import RULES, times_of
+
+# ---- phases ----------------------------------------------------------------------------------------------------------
+#
+# The phases of a cluster's session and the transitions between them; docs/protocol.md is generated from this.
+
+
+class SessionPhase(Enum):
+    """The phases. JOINING again, after a fence, goes on in the background: the training loop runs in every phase but
+    LEFT, unless ClusterMachine.must_wait is true.
+    """
+
+    JOINING = "JOINING"
+    TRAINING = "TRAINING"
+    BEGINNING_PUSH = "BEGINNING_PUSH"
+    TRANSFERRING = "TRANSFERRING"
+    FINISHING_PUSH = "FINISHING_PUSH"
+    AWAITING = "AWAITING"
+    PULLING = "PULLING"
+    LEAVING = "LEAVING"
+    LEFT = "LEFT"
+
+
+_P = SessionPhase
+_PRESENT = (_P.TRAINING, _P.BEGINNING_PUSH, _P.TRANSFERRING, _P.FINISHING_PUSH, _P.AWAITING, _P.PULLING)
+_DONATING = (_P.BEGINNING_PUSH, _P.FINISHING_PUSH, _P.AWAITING)
+# APPLIED, EXCLUDED and ROLLED_BACK ask for a pull; ABORTED for none; an ABORTED seed is pushed again.
+_DECIDED = [_P.PULLING, _P.TRAINING, _P.BEGINNING_PUSH]
+
+SESSION_TABLE: TransitionTable[SessionPhase] = TransitionTable(
+    "session",
+    _P.JOINING,
+    {
+        (_P.JOINING, "joined"): [_P.BEGINNING_PUSH, _P.AWAITING, _P.PULLING, _P.TRAINING],
+        (_P.TRAINING, "push due"): [_P.BEGINNING_PUSH],
+        (_P.TRAINING, "donate"): [_P.BEGINNING_PUSH],
+        (_P.AWAITING, "donate"): [_P.BEGINNING_PUSH],
+        (_P.PULLING, "donate"): [_P.BEGINNING_PUSH],
+        # Back to the phase before: a donation that is not taken changes nothing.
+        **{(phase, "not donated"): [_P.TRAINING, _P.AWAITING, _P.PULLING] for phase in _DONATING},
+        (_P.TRAINING, "run stops"): [_P.PULLING],
+        (_P.BEGINNING_PUSH, "ticket"): [_P.TRANSFERRING],
+        (_P.BEGINNING_PUSH, "stale"): [_P.PULLING],
+        (_P.BEGINNING_PUSH, "undecided"): [_P.AWAITING],
+        (_P.BEGINNING_PUSH, "verdict"): _DECIDED,
+        (_P.BEGINNING_PUSH, "push refused"): [_P.PULLING, _P.TRAINING],
+        (_P.BEGINNING_PUSH, "run stops"): [_P.PULLING],
+        (_P.TRANSFERRING, "sent"): [_P.FINISHING_PUSH],
+        (_P.TRANSFERRING, "transfer failed"): [_P.BEGINNING_PUSH],
+        (_P.TRANSFERRING, "run stops"): [_P.PULLING],
+        (_P.FINISHING_PUSH, "admitted"): [_P.AWAITING],
+        (_P.FINISHING_PUSH, "incomplete"): [_P.TRANSFERRING],
+        (_P.FINISHING_PUSH, "verdict"): _DECIDED,
+        (_P.FINISHING_PUSH, "push again"): [_P.BEGINNING_PUSH],
+        (_P.FINISHING_PUSH, "push refused"): [_P.PULLING, _P.TRAINING],
+        (_P.AWAITING, "verdict"): _DECIDED,
+        (_P.PULLING, "installed"): [_P.TRAINING],
+        (_P.LEAVING, "left"): [_P.LEFT],
+        (_P.JOINING, "leave"): [_P.LEAVING, _P.LEFT],
+        **{(phase, "fenced"): [_P.JOINING] for phase in _PRESENT},
+        **{(phase, "leave"): [_P.LEAVING] for phase in _PRESENT},
+    },
+)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+#
+# Maps each refusal by the master to the cluster's remedy: one table instead of a test at every call.
+
+
+class Remedy(Enum):
+    JOIN_AGAIN = "join again as a new incarnation"
+    WAIT = "the same call again, later"
+    PULL = "another cluster seeded the run: pull its version"
+    DROP = "the push cannot be counted: pull, and drop its steps"
+    NEW_ATTEMPT = "begin the same push again"
+    NEW_PUSH = "the same work under a new number"
+    GIVE_UP = "a person must act"
+
+
+_OF_CODE: Mapping[RefusalCode, Remedy] = {
+    RefusalCode.FENCED: Remedy.JOIN_AGAIN,
+    RefusalCode.STALE_EPOCH: Remedy.JOIN_AGAIN,
+    RefusalCode.UNKNOWN_NAME: Remedy.JOIN_AGAIN,
+    RefusalCode.BUSY: Remedy.WAIT,
+    # A heartbeat reports when the last version is published; until then the cluster waits.
+    RefusalCode.STOPPING: Remedy.WAIT,
+    RefusalCode.VERSION_GONE: Remedy.WAIT,
+    RefusalCode.SEED_EXISTS: Remedy.PULL,
+    RefusalCode.RANGES: Remedy.DROP,
+    RefusalCode.DIGEST: Remedy.NEW_ATTEMPT,
+    RefusalCode.UNKNOWN_PUSH: Remedy.NEW_ATTEMPT,
+    RefusalCode.SEQ: Remedy.NEW_PUSH,
+}
+
+_OF_A_PUSH = frozenset({Remedy.PULL, Remedy.DROP, Remedy.NEW_ATTEMPT, Remedy.NEW_PUSH})
+
+
+def remedy_for(refused: Refused, *, joining: bool, pushing: bool) -> Remedy:
+    """The remedy in this phase. Remedies for a push do not apply outside of one.
+
+    FENCED as the answer to Join without a time to retry means that a newer process took over this cluster's name.
+    """
+    if refused.retry_after_s > 0:
+        return Remedy.WAIT
+    remedy = _OF_CODE.get(refused.code, Remedy.GIVE_UP)
+    if joining and (remedy is Remedy.JOIN_AGAIN or refused.code is RefusalCode.STOPPING):
+        return Remedy.GIVE_UP
+    if remedy in _OF_A_PUSH and not pushing:
+        return Remedy.GIVE_UP
+    return remedy
+
+
+# ---- terms -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,175 @@
+"""ZeroMQ below its messages: frames sent without a copy, and reasons for failed handshakes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import zmq
+import zmq.utils.monitor
+
+# ---- frames zmq ------------------------------------------------------------------------------------------------------
+#
+# Frames that libzmq sends from the caller's memory, without a copy; and flags as plain numbers.
+
+
+NOW = int(zmq.NOBLOCK)
+NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+"""Each operation on an enum of flags takes microseconds, and each chunk needs several."""
+
+MOST_FRAMES, MOST_BYTES = 64, 16 << 20
+"""That are kept. Bytes too: a payload may be memory of its own, which is kept with its frame."""
+
+
+class Outgoing:
+    """Makes such frames, and keeps them until there are most_frames or most_bytes, or until clear().
+
+    When such a frame is given up, pyzmq's collector is notified: a thread wakes, takes the interpreter lock, and has
+    driven the sender's code out of the caches when it sleeps again. Many that are given up at once wake it once.
+    """
+
+    def __init__(self, most_frames: int = MOST_FRAMES, most_bytes: int = MOST_BYTES) -> None:
+        self._most_frames = most_frames
+        self._most_bytes = most_bytes
+        self._kept: list[zmq.Frame] = []
+        self._kept_bytes = 0
+
+    def frame(self, payload: memoryview) -> zmq.Frame:
+        """To be sent with copy=False. The payload's bytes must stay as they are until the frame has left."""
+        if len(self._kept) >= self._most_frames or self._kept_bytes + payload.nbytes > self._most_bytes:
+            self.clear()
+        frame = zmq.Frame(payload, copy=False, track=False)
+        self._kept.append(frame)
+        self._kept_bytes += payload.nbytes
+        return frame
+
+    def clear(self) -> None:
+        """Give up those that are kept; libzmq keeps what has not left yet."""
+        self._kept.clear()
+        self._kept_bytes = 0
+
+
+# ---- handshakes zmq --------------------------------------------------------------------------------------------------
+
+
+_numbers = itertools.count(1)
+
+_WRONG: dict[int, str] = {
+    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "what the peer sent was not encrypted for the key of this port",
+    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "the peer speaks no ZeroMQ with the same security (CURVE, or none)",
+}
+
+_HUNG_UP = "the peer hung up, or was silent, before they were connected: it may want other security (CURVE, or none)"
+
+
+class Failure(Enum):
+    """Why a handshake failed.
+
+    KEY: the other side does not accept this key. OTHER: it hung up, was silent, or does not speak the protocol. GONE: a
+    connection that was made has ended, or no process listens there.
+    """
+
+    KEY = 1
+    OTHER = 2
+    GONE = 3
+
+
+@dataclass(frozen=True)
+class HandshakeFailed:
+    """One connection that was not made, and why, as this side sees it."""
+
+    failure: Failure
+    sentence: str
+
+
+SETTLED_S = 6.0
+"""A peer that came so long ago and did not shake hands never will: HANDSHAKE_IVL of our sockets is 5 s."""
+
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+MADE = zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+class Handshakes:
+    """Listens to `socket`, which must belong to `context`, from before it binds or connects until close()."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        *,
+        endings: bool = False,
+        arrivals: bool = False,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """endings: report connections that are GONE as well, for who connects and waits for answers. arrivals: for who
+        binds with CURVE, which must not ask for FAILED_PROTOCOL.
+
+        libzmq 4.3.5 reports a message that does not decrypt by that event too, and in reporting it loses the error
+        (errno) upon which it would have closed the connection, which then hangs. So those who came and did not
+        shake hands are counted by what is missing.
+        """
+        self._watched = socket
+        self._clock_s = clock_s
+        self._came_s: deque[float] | None = deque() if arrivals else None
+        protocol = zmq.EVENT_ACCEPTED | MADE if arrivals else zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        endpoint = f"inproc://dips-handshakes-{next(_numbers)}"
+        socket.monitor(endpoint, FAILED | protocol | (ENDED if endings else 0))
+        self.socket = context.socket(zmq.PAIR)
+        """Readable when there is news."""
+        # libzmq's own thread writes here and would wait for room, and everything else with it.
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(endpoint)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a peer may have to be counted though there will be no news."""
+        return bool(self._came_s)
+
+    def failures(self) -> Iterator[HandshakeFailed]:
+        """Those since the last call; never waits."""
+        for event, value in self._news():
+            if self._came_s is not None:
+                self._settle(self._came_s, event)
+            if event & ~(zmq.EVENT_ACCEPTED | MADE | zmq.EVENT_MONITOR_STOPPED):
+                yield _failure(event, value)
+        while self._came_s and self._clock_s() - self._came_s[0] >= SETTLED_S:
+            self._came_s.popleft()
+            yield HandshakeFailed(Failure.OTHER, "the peer has not this port's key, or speaks no ZeroMQ with CURVE")
+
+    def _news(self) -> Iterator[tuple[int, int]]:
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = zmq.utils.monitor.parse_monitor_message(frames)
+            yield message["event"], message["value"]
+
+    def _settle(self, came_s: deque[float], event: int) -> None:
+        """Whoever came last is the most likely to have shaken hands now; only the number of the others counts."""
+        if event == zmq.EVENT_ACCEPTED:
+            came_s.append(self._clock_s())
+        elif came_s and event & (FAILED | MADE):
+            came_s.pop()
+
+    def close(self) -> None:
+        """Before the watched socket is closed."""
+        self._watched.monitor(None, 0)
+        self.socket.close(linger=0)
+
+
+def _failure(event: int, value: int) -> HandshakeFailed:
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return HandshakeFailed(Failure.KEY, "the key is not accepted")
+    if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        return HandshakeFailed(Failure.OTHER, _WRONG.get(value, "the peer does not keep to the protocol of ZeroMQ"))
+    if event & ENDED:
+        return HandshakeFailed(Failure.GONE, "the peer is gone")
+    # Two sides that want different security race to say so: the loser sees only that the other hung up.
+    return HandshakeFailed(Failure.OTHER, _HUNG_UP)

@@ -1,0 +1,588 @@
+"""`dips plan run`: what is run, its processes on this machine, and the report next to the prediction."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from dips.core.clock import Clock
+from dips.core.errors import ConfigError, FatalError
+from dips.core.units import format_bytes, format_seconds
+from dips.local.supervisor import POLL_S, ChildSpec, ProcessSupervisor, how_it_ended, last_word, log_tail
+from dips.planner.api import is_plan, read_text
+from dips.planner.costs import NS, Costs, StageCost, Wire, equal_sites, read_costs
+from dips.planner.errors import PlanError
+from dips.planner.ir import Kind, Op, Schedule
+from dips.planner.plan import read_plan, writing
+from dips.planner.run.links import (
+    BOARD_FILE,
+    GRADIENT_TOLERANCE,
+    Iteration,
+    LinkBoard,
+    PlanJob,
+    RankLink,
+    RankReport,
+    board_sizes,
+    parse_cells,
+    read_report,
+    write_job,
+)
+from dips.planner.schedules.cross_ud import cross_ud
+from dips.planner.schedules.cross_wave import cross_wave
+from dips.planner.simulate import SimulatedMessage, Timeline
+from dips.planner.sweep import GREEDY_PARTS, STATIC, Case, cases
+from dips.planner.trace import trace_events
+from dips.planner.validate import validate
+
+# ---- plan run source -------------------------------------------------------------------------------------------------
+#
+# Finds what `dips plan run` runs: a schedule with its costs, from a plan.json, from a plan.csv, or by its name.
+#
+# torch's runtime knows no parts of blocks, so each part becomes a stage, as in plan.csv, with its part of the time.
+
+
+CASE = {"stages": 4, "microbatches": 8, "sites": 2, "latency": 0.5, "bandwidth": 0.25, "memory": 1.0}
+"""What is run where a schedule is named alone: latency and bandwidth in T_F, memory in that of 1F1B."""
+
+MOST_RANKS = 64
+_OF_CSV = ("sites", "latency", "bandwidth")
+ALONE = "the plan's replicas take turns on the links; here one of them runs alone"
+UNEXCHANGED = "one replica runs: what replicas exchange of gradients and weights is neither predicted nor run here"
+
+
+@dataclass(frozen=True)
+class PlanSource:
+    """schedule: of whole blocks, its parts being stages. costs: of those stages. sites[d]: the name of device d's.
+    note: in what the run differs from the plan; empty: in nothing."""
+
+    schedule: Schedule
+    costs: Costs
+    sites: tuple[str, ...]
+    note: str = ""
+
+
+def source_of(plan: str, options: dict[str, float | None]) -> PlanSource:
+    """plan: a file's path or a schedule's name; options: those of CASE, None where not given.
+
+    Raises PlanError for what cannot be read, found or run.
+    """
+    makers = _makers()
+    if plan in makers:
+        found = _named(plan, makers[plan], _filled(options))
+    else:
+        text = _text(Path(plan), makers)
+        found = _from_json(text, plan, options) if is_plan(text) else _from_csv(text, plan, options)
+    found = _with_parts_as_stages(found)
+    validate(found.schedule, found.costs)
+    _check_ranks(found.schedule)
+    return found
+
+
+def scaled(costs: Costs, n_devices: int, forward_ms: float) -> Costs:
+    """The same with all times in proportion, so that a forward pass of one microbatch takes so long on a device (on
+    average, where devices differ). Raises PlanError where forward passes take no time."""
+    forward_ns = sum(stage.f_ns for stage in costs.stages)
+    if not forward_ns:
+        raise PlanError("forward passes of the plan take no time: nothing can be timed with it")
+    factor = forward_ms * 1e6 * n_devices / forward_ns
+    stages = tuple(
+        replace(s, f_ns=round(s.f_ns * factor), d_ns=round(s.d_ns * factor), w_ns=round(s.w_ns * factor))
+        for s in costs.stages
+    )
+    wires = {pair: _times(wire, factor) for pair, wire in costs.wires.items()}
+    return Costs(stages, wires)
+
+
+def _times(wire: Wire, factor: float) -> Wire:
+    busy_ns, latency_ns, hold_ns = (round(ns * factor) for ns in (wire.busy_ns, wire.latency_ns, wire.hold_ns))
+    return wire._replace(busy_ns=busy_ns, latency_ns=latency_ns, hold_ns=hold_ns)
+
+
+# ---- by name ----
+
+PlanMaker = Callable[[Case], tuple[Schedule, Costs]]
+
+
+def _makers() -> dict[str, PlanMaker]:
+    static = {name: _static(name) for name in STATIC}
+    greedy = {f"cross_ud/{parts}": _ud(parts) for parts in GREEDY_PARTS}
+    return {**static, **greedy, "cross_wave": _wave}
+
+
+def _static(name: str) -> PlanMaker:
+    make, chunks = STATIC[name]
+    return lambda case: (make(case.n_pp, case.n_mb), case.costs(chunks, wraps=name == "interleaved_1f1b"))
+
+
+def _ud(parts: int) -> PlanMaker:
+    return lambda case: (cross_ud(case.n_pp, case.n_mb, case.costs(), case.limits(), parts), case.costs())
+
+
+def _wave(case: Case) -> tuple[Schedule, Costs]:
+    return cross_wave(case.n_pp, case.n_mb, case.costs(2), case.limits()), case.costs(2)
+
+
+def _named(name: str, make: PlanMaker, given: dict[str, float]) -> PlanSource:
+    (case,) = cases(
+        *([int(given[key])] for key in ("stages", "microbatches", "sites")),
+        *([given[key]] for key in ("latency", "bandwidth", "memory")),
+    )
+    schedule, costs = make(case)
+    return PlanSource(schedule, costs, _site_names(case.n_pp, case.n_sites))
+
+
+def _filled(options: dict[str, float | None]) -> dict[str, float]:
+    return {key: CASE[key] if value is None else value for key, value in options.items()}
+
+
+def _site_names(n_devices: int, n_sites: int) -> tuple[str, ...]:
+    return tuple(f"site {site}" for site in equal_sites(n_devices, n_sites))
+
+
+# ---- from files ----
+
+
+def _text(file: Path, makers: Sequence[str] | dict[str, PlanMaker]) -> str:
+    if not file.exists():
+        raise PlanError(
+            f"{file} is no file, nor a schedule: name a plan.json, a plan.csv, or one of {', '.join(makers)}"
+        )
+    return read_text(file, "plan", "name a plan.json or a plan.csv")
+
+
+def _from_json(text: str, where: str, options: dict[str, float | None]) -> PlanSource:
+    _refuse(options, (), "a plan.json, which has its own")
+    schedule, _ = read_plan(text, where)
+    found = json.loads(text)
+    try:
+        costs = read_costs(found["costs"])
+        sites = tuple(str(stage["site"]) for stage in found["chosen"]["stages"])
+        notes = [ALONE] * (found["chosen"]["sharing"] == "coordinated")
+        notes += [UNEXCHANGED] * bool(found["costs"]["replicas_exchange"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(
+            f"{where} does not say what its operations cost ({type(error).__name__}: {error}): make it again with "
+            "dips plan FILE --out FOLDER"
+        ) from error
+    return PlanSource(schedule, costs, sites, "; ".join(notes))
+
+
+def _from_csv(text: str, where: str, options: dict[str, float | None]) -> PlanSource:
+    _refuse(options, _OF_CSV, "a plan.csv, which has its own")
+    schedule = Schedule.from_csv(text, where)
+    n = schedule.n_devices
+    given = _filled({**options, "sites": options["sites"] or 2 - n % 2})
+    delays = ([given["latency"]], [given["bandwidth"]])
+    (case,) = cases([n], [schedule.n_microbatches], [int(given["sites"])], *delays, [1.0])
+    last_to_first = any(
+        {a, b} == {0, n - 1} for a, b in zip(schedule.device_of_stage, schedule.device_of_stage[1:], strict=False)
+    )
+    one = case.costs(schedule.chunks, wraps=last_to_first)
+    costs = Costs((one.stages[0],) * schedule.n_stages, one.wires)
+    return PlanSource(schedule, costs, _site_names(n, case.n_sites))
+
+
+def _refuse(options: dict[str, float | None], known: Sequence[str], what: str) -> None:
+    for key, value in options.items():
+        if value is not None and key not in known:
+            raise PlanError(f"--{key} does not go with {what}: leave it out")
+
+
+# ---- what torch can run ----
+
+
+def _with_parts_as_stages(source: PlanSource) -> PlanSource:
+    schedule, costs = source.schedule, source.costs
+    if schedule.parts == 1:
+        return source
+    stages = tuple(
+        _part(costs, stage, part, schedule.parts)
+        for stage in range(schedule.n_stages)
+        for part in range(schedule.parts)
+    )
+    return replace(source, schedule=schedule.with_parts_as_stages(), costs=Costs(stages, costs.wires))
+
+
+def _part(costs: Costs, stage: int, part: int, parts: int) -> StageCost:
+    """Backward passes go through the parts in the other order. Activations do not matter here."""
+    back = parts - 1 - part
+    return StageCost(
+        costs.compute_ns(stage, Kind.F, part, parts),
+        costs.compute_ns(stage, Kind.D, back, parts),
+        costs.compute_ns(stage, Kind.W, back, parts),
+        activation=0,
+        d_release=0,
+    )
+
+
+def _check_ranks(schedule: Schedule) -> None:
+    idle = [device for device, order in enumerate(schedule.orders) if not order]
+    if idle:
+        raise PlanError(f"{schedule.name}: device {idle[0]} runs nothing: every rank needs a stage")
+    if schedule.n_devices > MOST_RANKS:
+        raise PlanError(f"{schedule.n_devices} ranks are too many processes for one machine: at most {MOST_RANKS}")
+
+
+# ---- plan run ranks --------------------------------------------------------------------------------------------------
+#
+# Runs the processes of `dips plan run`: one for each rank, on this machine, which end together.
+#
+# It must leave no process behind, whatever ends the caller, and report in one sentence what went wrong in which rank.
+
+
+START_S = 120.0
+"""Until the last rank has imported torch and met the others, on a slow machine."""
+
+GRACE_S = 1.0
+"""After a rank has failed its neighbours fail too; which was the first is seen when all of them have ended."""
+
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK, "OMP_NUM_THREADS": "1"}
+_NEIGHBOUR_GONE = re.compile(r"connection (was )?(closed|reset)|broken pipe|timed out", re.IGNORECASE)
+
+
+def job_of(source: PlanSource, repeats: int, backend: str, predicted_s: float) -> PlanJob:
+    """The job of all ranks. source: with the times that the operations should take."""
+    numbers = {resource: n for n, resource in enumerate(sorted({w.resource for w in source.costs.wires.values()}))}
+    links = tuple(
+        RankLink(sender, receiver, numbers[wire.resource], wire.busy_ns, wire.latency_ns, wire.hold_ns)
+        for (sender, receiver), wire in sorted(source.costs.wires.items())
+    )
+    lasts_ns = tuple((stage.f_ns, stage.d_ns, stage.w_ns) for stage in source.costs.stages)
+    return PlanJob(source.schedule.to_csv(), lasts_ns, links, repeats, backend, START_S + 3 * predicted_s)
+
+
+def run_ranks(folder: Path, job: PlanJob, deadline_s: float, clock: Clock) -> list[RankReport]:
+    """Run a job in `folder`, which holds the ranks' logs afterwards; the reports by rank.
+
+    deadline_s: how long all of it may take. Raises ModuleNotFoundError without torch, ConfigError or FatalError where a
+    rank cannot do its part.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ModuleNotFoundError("torch", name="torch")
+    cells = parse_cells(job.csv, "the plan")
+    write_job(folder, job)
+    LinkBoard.make(folder / BOARD_FILE, *board_sizes(job, cells.n_stages, cells.n_microbatches))
+    names = [rank_name(rank) for rank in range(cells.n_ranks)]
+    with ProcessSupervisor(clock, lambda event: None) as ranks:
+        for rank in range(cells.n_ranks):
+            ranks.start(_spec(folder, rank))
+        _watch(ranks, names, folder, clock, deadline_s)
+    return [read_report(folder, rank) for rank in range(cells.n_ranks)]
+
+
+def rank_name(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _spec(folder: Path, rank: int) -> ChildSpec:
+    command = (sys.executable, "-m", "dips.planner.run.rank", str(folder), str(rank))
+    return ChildSpec(rank_name(rank), command, log_of(folder, rank), {**os.environ, **_ENVIRONMENT}, restart=False)
+
+
+def log_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.log"
+
+
+def _watch(ranks: ProcessSupervisor, names: list[str], folder: Path, clock: Clock, deadline_s: float) -> None:
+    """Until all have ended well. Raises ConfigError or FatalError."""
+    end_s = clock.monotonic_s() + deadline_s
+    while not ranks.ended(names):
+        ranks.poll()
+        codes = [ranks.exit_code(name) for name in names]
+        if any(codes):
+            break
+        if clock.monotonic_s() > end_s:
+            raise FatalError(
+                f"the ranks have not ended within {deadline_s:.0f} s: give this machine less other work, or "
+                f"look into their logs in {folder}"
+            )
+        time.sleep(POLL_S)
+    else:
+        return
+    end_s = clock.monotonic_s() + GRACE_S
+    while not ranks.ended(names) and clock.monotonic_s() < end_s:
+        ranks.poll()
+        time.sleep(POLL_S)
+    raise failure([ranks.exit_code(name) for name in names], folder)
+
+
+def failure(codes: list[int | None], folder: Path) -> ConfigError | FatalError:
+    """Which rank failed first, and how, from exit codes and logs: one that was killed, or that misses no other."""
+    failed = [rank for rank, code in enumerate(codes) if code]
+    rank = min(failed, key=lambda rank: _rank_of_failure(codes[rank] or 0, log_tail(log_of(folder, rank))))
+    code, log = codes[rank] or 0, log_of(folder, rank)
+    sentence = last_word(log)
+    if sentence:
+        kind = ConfigError if code == ConfigError.exit_code else FatalError
+        return kind(f"{rank_name(rank)}: {sentence}")
+    if code < 0:
+        return FatalError(f"{rank_name(rank)} {how_it_ended(code)}: start it again; its log is {log}")
+    end = log_tail(log, 1).strip() or "its log is empty"
+    return FatalError(f"{rank_name(rank)} {how_it_ended(code)}: {end}; its log is {log}")
+
+
+def _rank_of_failure(code: int, log: str) -> int:
+    """The smaller, the sooner a rank is the one that failed first."""
+    if code < 0:
+        return 0
+    return 2 if _NEIGHBOUR_GONE.search(log) else 1
+
+
+# ---- plan run report -------------------------------------------------------------------------------------------------
+
+
+SCHEMA = "dips-plan-run/1"
+BUSY_MACHINE = 0.02
+"""An operation ends when its time is over; where all together are this much longer, processors were missing."""
+
+_APART = 1000
+"""Between the numbers of the predicted and of the measured processes of a trace."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Compares the gradients. error: the largest difference from one process, over the largest gradient."""
+
+    parameters: int
+    error: float
+
+    @property
+    def equal(self) -> bool:
+        return self.error <= GRADIENT_TOLERANCE
+
+
+@dataclass(frozen=True)
+class PlanRunOutcome:
+    """measured: a timeline for each timed iteration, from its first operation's start. tolerance: of the error of the
+    median, as a fraction. message_bytes: of one message, as it was really sent."""
+
+    source: PlanSource
+    backend: str
+    forward_ms: float
+    predicted: Timeline
+    measured: tuple[Timeline, ...]
+    gradients: Gradients
+    tolerance: float
+    message_bytes: int
+
+    @property
+    def median(self) -> Timeline:
+        """The iteration whose length is the median; of two, the longer one."""
+        return sorted(self.measured, key=lambda timeline: timeline.makespan_ns)[len(self.measured) // 2]
+
+    @property
+    def error(self) -> float:
+        """Of the prediction's iteration: positive where the run took longer."""
+        return self.median.makespan_ns / self.predicted.makespan_ns - 1 if self.measured else 0.0
+
+    @property
+    def slowness(self) -> float:
+        """By how much all operations of the median iteration together were longer than planned."""
+        ranks = range(self.source.schedule.n_devices)
+        busy_s, planned_s = (sum(_busy_and_idle(one, r)[0] for r in ranks) for one in (self.median, self.predicted))
+        return busy_s / planned_s - 1
+
+    @property
+    def good(self) -> bool:
+        return self.gradients.equal and abs(self.error) <= self.tolerance
+
+
+def timelines(source: PlanSource, reports: Sequence[RankReport]) -> tuple[Timeline, ...]:
+    """A timeline for each timed iteration, from what all ranks have noted."""
+    rounds = zip(*(report.iterations for report in reports), strict=True)
+    return tuple(_timeline(source, iterations) for iterations in rounds)
+
+
+def _timeline(source: PlanSource, iterations: Sequence[Iteration]) -> Timeline:
+    first = min(one.times[0][0] for one in iterations)
+    starts = tuple(tuple(start - first for start, _ in one.times) for one in iterations)
+    ends = tuple(tuple(end - first for _, end in one.times) for one in iterations)
+    messages = tuple(
+        SimulatedMessage(Op.parse(sent.cell), rank, sent.target, *(ns - first for ns in sent[2:]))
+        for rank, one in enumerate(iterations)
+        for sent in one.sent
+    )
+    return Timeline(source.schedule, starts, ends, messages)
+
+
+def gradients_of(reports: Sequence[RankReport]) -> Gradients:
+    return Gradients(sum(report.parameters for report in reports), max(report.gradient_error for report in reports))
+
+
+# ---- for people ----
+
+
+def tell(outcome: PlanRunOutcome) -> Iterator[str | Table]:
+    source, schedule = outcome.source, outcome.source.schedule
+    yield (
+        f"{schedule.name}: {schedule.n_microbatches} microbatches through {schedule.n_stages} stages on "
+        f"{schedule.n_devices} ranks ({outcome.backend})"
+    )
+    if source.note:
+        yield source.note
+    yield _gradients_sentence(outcome.gradients)
+    if not outcome.measured:
+        return
+    yield _times_sentence(outcome)
+    if outcome.slowness > BUSY_MACHINE:
+        yield (
+            f"operations took {outcome.slowness:.1%} longer than their times: this machine is busy with something "
+            "else; run it alone, or give longer times with --operation-ms"
+        )
+    yield _ranks_table(outcome)
+    if outcome.median.messages:
+        yield _links_table(outcome)
+
+
+def _times_sentence(outcome: PlanRunOutcome) -> str:
+    spans = sorted(timeline.makespan_ns / NS for timeline in outcome.measured)
+    return (
+        f"iteration, at {outcome.forward_ms:g} ms for a forward pass on a device: predicted "
+        f"{outcome.predicted.makespan_ns / NS:.3f} s, measured {outcome.median.makespan_ns / NS:.3f} s (median of "
+        f"{len(spans)}, {spans[0]:.3f} to {spans[-1]:.3f} s): {outcome.error:+.2%}, "
+        f"{'within' if abs(outcome.error) <= outcome.tolerance else 'OUTSIDE OF'} {100 * outcome.tolerance:g} %"
+    )
+
+
+def _gradients_sentence(gradients: Gradients) -> str:
+    what = "equal" if gradients.equal else "DIFFER from"
+    return (
+        f"gradients: those of {gradients.parameters} parameters {what} those of one process: largest difference "
+        f"{gradients.error:.1e} of the largest gradient, allowed {GRADIENT_TOLERANCE:.0e}"
+    )
+
+
+def _ranks_table(outcome: PlanRunOutcome) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="median iteration", title_justify="left")
+    for name in ("rank", "site", "stages", "busy", "predicted", "idle", "predicted"):
+        table.add_column(name, justify="left" if name == "site" else "right")
+    for row in ranks_json(outcome):
+        times = (row[key] for key in ("busy_s", "predicted_busy_s", "idle_s", "predicted_idle_s"))
+        stages = ",".join(map(str, row["stages"]))
+        table.add_row(str(row["rank"]), row["site"], stages, *(format_seconds(s) for s in times))
+    return table
+
+
+def _links_table(outcome: PlanRunOutcome) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("from", "to", "messages", "sent", "occupied", "waited", "predicted"):
+        table.add_column(name, justify="right")
+    for row in links_json(outcome):
+        times = (format_seconds(row[key]) for key in ("occupied_s", "waited_s", "predicted_waited_s"))
+        sent = format_bytes(row["bytes"])
+        table.add_row(str(row["sender"]), str(row["receiver"]), str(row["messages"]), sent, *times)
+    return table
+
+
+# ---- for programs ----
+
+
+def outcome_json(outcome: PlanRunOutcome) -> dict[str, Any]:
+    schedule, gradients = outcome.source.schedule, outcome.gradients
+    found: dict[str, Any] = {
+        "schema": SCHEMA,
+        "schedule": schedule.name,
+        "note": outcome.source.note,
+        "ranks": schedule.n_devices,
+        "stages": schedule.n_stages,
+        "microbatches": schedule.n_microbatches,
+        "backend": outcome.backend,
+        "gradients": {
+            "parameters": gradients.parameters,
+            "largest_difference": gradients.error,
+            "tolerance": GRADIENT_TOLERANCE,
+            "equal": gradients.equal,
+        },
+        "good": outcome.good,
+    }
+    if outcome.measured:
+        found |= {
+            "operation_ms": outcome.forward_ms,
+            "predicted_s": outcome.predicted.makespan_ns / NS,
+            "measured_s": [timeline.makespan_ns / NS for timeline in outcome.measured],
+            "median_s": outcome.median.makespan_ns / NS,
+            "error": outcome.error,
+            "tolerance": outcome.tolerance,
+            "of_ranks": ranks_json(outcome),
+            "of_links": links_json(outcome),
+        }
+    return found
+
+
+def ranks_json(outcome: PlanRunOutcome) -> list[dict[str, Any]]:
+    """The ranks of the median iteration. idle: the iteration without what was computed."""
+    schedule = outcome.source.schedule
+    rows = []
+    for rank, site in enumerate(outcome.source.sites):
+        busy_s, idle_s = _busy_and_idle(outcome.median, rank)
+        planned_busy_s, planned_idle_s = _busy_and_idle(outcome.predicted, rank)
+        rows.append(
+            {
+                "rank": rank,
+                "site": site,
+                "stages": [stage for stage, place in enumerate(schedule.device_of_stage) if place == rank],
+                "busy_s": busy_s,
+                "predicted_busy_s": planned_busy_s,
+                "idle_s": idle_s,
+                "predicted_idle_s": planned_idle_s,
+            }
+        )
+    return rows
+
+
+def _busy_and_idle(timeline: Timeline, rank: int) -> tuple[float, float]:
+    busy_ns = sum(timeline.ends[rank]) - sum(timeline.starts[rank])
+    return busy_ns / NS, (timeline.makespan_ns - busy_ns) / NS
+
+
+def links_json(outcome: PlanRunOutcome) -> list[dict[str, Any]]:
+    """The pairs of ranks with messages in the median iteration. waited: for the link, of all messages together."""
+    rows = []
+    for pair in sorted({(m.source, m.target) for m in outcome.median.messages}):
+        ours = [m for m in outcome.median.messages if (m.source, m.target) == pair]
+        planned = [m for m in outcome.predicted.messages if (m.source, m.target) == pair]
+        rows.append(
+            {
+                "sender": pair[0],
+                "receiver": pair[1],
+                "messages": len(ours),
+                "bytes": len(ours) * outcome.message_bytes,
+                "occupied_s": sum(m.freed_ns - m.start_ns for m in ours) / NS,
+                "waited_s": sum(m.start_ns - m.ready_ns for m in ours) / NS,
+                "predicted_waited_s": sum(m.start_ns - m.ready_ns for m in planned) / NS,
+            }
+        )
+    return rows
+
+
+def write_files(outcome: PlanRunOutcome, folder: Path) -> list[Path]:
+    """Write run.json, and trace.json with the prediction and the median iteration. Raises PlanError."""
+    texts = {folder / "run.json": json.dumps(outcome_json(outcome), indent=1)}
+    if outcome.measured:
+        texts[folder / "trace.json"] = json.dumps(_both(outcome))
+    with writing(folder):
+        for file, text in texts.items():
+            file.write_text(text + "\n")
+    return list(texts)
+
+
+def _both(outcome: PlanRunOutcome) -> dict[str, Any]:
+    sites = outcome.source.sites
+    found: dict[str, Any] = trace_events(outcome.predicted, [f"predicted, rank {n}, {s}" for n, s in enumerate(sites)])
+    measured = trace_events(outcome.median, [f"measured, rank {n}, {s}" for n, s in enumerate(sites)])
+    for event in measured["traceEvents"]:
+        event["pid"] += _APART
+        found["traceEvents"].append(event)
+    return found

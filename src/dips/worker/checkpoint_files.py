@@ -1,0 +1,522 @@
+"""A directory of checkpoints: nested state as plain JSON and tensors, the files, and the newest few of them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from dips.core.errors import ConfigError, DipsError
+from dips.core.observe.failpoints import failpoint
+from dips.worker.state.effects import PushRecord
+from dips.worker.state.saved import SavedStateError, push_from_json, push_to_json
+
+# ---- state tree ------------------------------------------------------------------------------------------------------
+#
+# Converts nested state (an optimizer's state_dict, say) to JSON and a flat table of tensors, and back. No pickle.
+#
+# Marks distinguish what JSON cannot: a tuple from a list, keys that are numbers, NaN, bytes. Only containers, numbers,
+# texts, bytes and tensors are accepted: what cannot be read back exactly must not be written. Knows no framework: the
+# caller says what a tensor is.
+
+
+JsonTree = Any
+
+MAX_DEPTH = 100
+
+
+class StateTreeError(ConfigError):
+    """A state has a value that a checkpoint cannot hold; the sentence says where."""
+
+
+def flatten(state: object, mark_of: Callable[[object], str | None]) -> tuple[JsonTree, dict[str, Any]]:
+    """A JSON skeleton and the tensors by name. mark_of: a word for the kind of a tensor; None for other values.
+
+    Raises StateTreeError naming the place of a value that cannot be kept.
+    """
+    writer = _Writer(mark_of)
+    return writer.skeleton(state, (), 0), writer.tensors
+
+
+def unflatten(skeleton: JsonTree, tensor: Callable[[str, str], Any]) -> Any:
+    """The inverse of flatten; tensor(kind, name) returns the tensors. Raises StateTreeError for an invalid skeleton."""
+    try:
+        return _Reader(tensor).value(skeleton)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StateTreeError(f"a state's skeleton cannot be read ({error}): it is not one of this release") from error
+
+
+class _Writer:
+    def __init__(self, mark_of: Callable[[object], str | None]) -> None:
+        self._mark_of = mark_of
+        self.tensors: dict[str, Any] = {}
+
+    def skeleton(self, value: object, path: tuple[str, ...], depth: int) -> JsonTree:
+        if depth > MAX_DEPTH:
+            raise StateTreeError(f"the state at {_place(path)} is nested deeper than {MAX_DEPTH}: it may hold itself")
+        mark = self._mark_of(value)
+        if mark is not None:
+            return {"x": [mark, self._named(value, path)]}
+        if isinstance(value, Mapping):
+            return {"d": [self._pair(key, item, path, depth) for key, item in value.items()]}
+        if isinstance(value, (list, tuple)):
+            items = [self.skeleton(item, (*path, str(i)), depth + 1) for i, item in enumerate(value)]
+            return {"l" if isinstance(value, list) else "t": items}
+        return _leaf(value, path)
+
+    def _pair(self, key: object, item: object, path: tuple[str, ...], depth: int) -> list[JsonTree]:
+        return [_leaf(key, path), self.skeleton(item, (*path, str(key)), depth + 1)]
+
+    def _named(self, tensor: object, path: tuple[str, ...]) -> str:
+        """Name a tensor by its path. Paths may coincide ('a.b' as one key, or as two): then a number is appended."""
+        plain = name = ".".join(path) or "state"
+        n = 1
+        while name in self.tensors:
+            n += 1
+            name = f"{plain}#{n}"
+        self.tensors[name] = tensor
+        return name
+
+
+def _leaf(value: object, path: tuple[str, ...]) -> JsonTree:
+    if value is None or isinstance(value, bool):
+        return value
+    # Subclasses (an IntEnum, say) would come back as something else.
+    if type(value) in (int, str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"f": str(float(value))}
+    if isinstance(value, (bytes, bytearray)):
+        return {"b": bytes(value).hex()}
+    raise StateTreeError(
+        f"the state at {_place(path)} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
+        "cannot hold: let state_dict() return tensors, numbers, texts and containers of these"
+    )
+
+
+class _Reader:
+    def __init__(self, tensor: Callable[[str, str], Any]) -> None:
+        self._tensor = tensor
+
+    def value(self, skeleton: JsonTree) -> Any:
+        if not isinstance(skeleton, dict):
+            if isinstance(skeleton, list):
+                raise StateTreeError("a state's skeleton holds a bare list: it is not one of this release")
+            return skeleton
+        if len(skeleton) != 1:
+            raise StateTreeError("a state's skeleton has a mark too many: it is not one of this release")
+        ((mark, inner),) = skeleton.items()
+        return self._marked(mark, inner)
+
+    def _marked(self, mark: str, inner: JsonTree) -> Any:
+        match mark:
+            case "x":
+                kind, name = inner
+                return self._tensor(kind, name)
+            case "d":
+                return {self.value(key): self.value(item) for key, item in inner}
+            case "l":
+                return self._items(inner)
+            case "t":
+                return tuple(self._items(inner))
+            case "f":
+                return float(inner)
+            case "b":
+                return bytes.fromhex(inner)
+        raise StateTreeError(f"a state's skeleton has {mark}: {inner!r}, which is not a mark of this release")
+
+    def _items(self, inner: Sequence[JsonTree]) -> list[Any]:
+        return [self.value(item) for item in inner]
+
+
+def _place(path: tuple[str, ...]) -> str:
+    return repr(".".join(path)) if path else "its top"
+
+
+# ---- checkpoint file -------------------------------------------------------------------------------------------------
+#
+# Reads and writes a checkpoint's files: tensors in safetensors' format, and small JSON records with a checksum.
+#
+# Each is written whole under a temporary name, flushed, renamed, and its directory flushed, so that a crash at any
+# point leaves the old file or the complete new one. The tensors' format is safetensors' own (8-byte
+# length, JSON header, raw tensors), written by hand because the library copies every tensor and never flushes. Never
+# reads a byte that it does not check.
+
+
+IO_BYTES = 4 << 20
+"""Size of one read or write: large enough for the disk, small enough for the cache."""
+
+MAX_HEADER_BYTES = 64 << 20
+"""Largest header. It takes about 100 bytes for each tensor, so this allows some hundred thousand of them."""
+
+ITEM_BYTES: Mapping[str, int] = {
+    **{"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2},
+    **{"U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8},
+}
+"""safetensors' names of element types, and their sizes."""
+
+ByteArray = NDArray[np.uint8]
+
+
+class CheckpointError(DipsError):
+    """A file of a checkpoint is damaged or not as it was written; the sentence says how."""
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor's bytes, little-endian and contiguous. dtype: a name of ITEM_BYTES."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: ByteArray
+
+    def __post_init__(self) -> None:
+        assert self.data.nbytes == math.prod(self.shape) * ITEM_BYTES[self.dtype], "as many bytes as the shape says"
+
+
+@dataclass(frozen=True)
+class CheckpointStamp:
+    """Identifies a file as it was written: its length, and xxh3-128 of all its bytes."""
+
+    n_bytes: int
+    xxh3_128: str
+
+
+# ---- tensors ----
+
+
+def write_tensors(path: Path, tensors: Mapping[str, RawTensor]) -> CheckpointStamp:
+    """Write all tensors to one file. Raises OSError and then leaves an old file unchanged."""
+    return write_durably(path, [_header(tensors), *(tensor.data.data for tensor in tensors.values())])
+
+
+def read_tensors(path: Path, stamp: CheckpointStamp) -> dict[str, RawTensor]:
+    """Read a file of tensors and check every byte. Raises CheckpointError when it is not the one that was stamped."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            n_bytes = os.fstat(file.fileno()).st_size
+            if n_bytes != stamp.n_bytes:
+                raise CheckpointError(f"{path.name} has {n_bytes} bytes, {stamp.n_bytes} were written: it is torn")
+            return _read(path, file, stamp)
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+
+
+def _header(tensors: Mapping[str, RawTensor]) -> memoryview:
+    header: dict[str, Any] = {"__metadata__": {"format": "dips-checkpoint-1"}}
+    start = 0
+    for name, tensor in tensors.items():
+        stop = start + tensor.data.nbytes
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return memoryview(len(text).to_bytes(8, "little") + text)
+
+
+def _read(path: Path, file: Any, stamp: CheckpointStamp) -> dict[str, RawTensor]:
+    whole = xxhash.xxh3_128()
+    prefix = _take(path, file, 8, whole)
+    length = int.from_bytes(prefix.tobytes(), "little")
+    if not 2 <= length <= min(MAX_HEADER_BYTES, stamp.n_bytes):
+        raise CheckpointError(f"{path.name} does not begin as a file of tensors does")
+    header = _take(path, file, length, whole).tobytes()
+    tensors = {}
+    for name, dtype, shape in _described(path, header, stamp.n_bytes - 8 - length):
+        tensors[name] = RawTensor(dtype, shape, _take(path, file, math.prod(shape) * ITEM_BYTES[dtype], whole))
+    if whole.hexdigest() != stamp.xxh3_128:
+        raise CheckpointError(f"{path.name}: its bytes are not those that were written")
+    return tensors
+
+
+def _described(path: Path, header: bytes, n_bytes: int) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each tensor; they must fill the file, or nothing is allocated for them."""
+    try:
+        rows = {name: row for name, row in json.loads(header).items() if name != "__metadata__"}
+        found = [(name, str(row["dtype"]), tuple(map(int, row["shape"]))) for name, row in rows.items()]
+        sizes = [math.prod(shape) * ITEM_BYTES[dtype] for _, dtype, shape in found]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{path.name}: its header cannot be read ({error})") from error
+    if sum(sizes) != n_bytes or any(size < 0 for size in sizes):
+        raise CheckpointError(f"{path.name}: its header says {sum(sizes)} bytes, there are {n_bytes}")
+    return found
+
+
+def _take(path: Path, file: Any, n_bytes: int, whole: xxhash.xxh3_128) -> ByteArray:
+    data = np.empty(n_bytes, np.uint8)
+    for begin in range(0, n_bytes, IO_BYTES):
+        piece = data.data[begin : begin + IO_BYTES]
+        rest = piece
+        while rest:
+            n = file.readinto(rest)
+            if not n:
+                raise CheckpointError(f"{path.name} ends early: it is torn")
+            rest = rest[n:]
+        whole.update(piece)
+    return data
+
+
+# ---- records ----
+
+
+def write_record(path: Path, body: Mapping[str, Any]) -> None:
+    """Write a JSON record with the checksum of its body. Raises OSError and then leaves an old file unchanged."""
+    text = _canonical(body)
+    record = json.dumps({"body": body, "xxh3_128": xxhash.xxh3_128_hexdigest(text)}, allow_nan=False)
+    write_durably(path, [memoryview(record.encode())])
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The body of a record. Raises CheckpointError when it cannot be read or is not what was written."""
+    try:
+        raw = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} is not JSON: it is torn or was changed") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("body"), dict):
+        raise CheckpointError(f"{path.name} is not a record of a checkpoint")
+    body: dict[str, Any] = raw["body"]
+    if not _is_plain(body) or xxhash.xxh3_128_hexdigest(_canonical(body)) != raw.get("xxh3_128"):
+        raise CheckpointError(f"{path.name}: its content is not what was written")
+    return body
+
+
+def _is_plain(body: Mapping[str, Any]) -> bool:
+    """Whether this body can have been written here: Python's JSON reader also accepts infinities and surrogates."""
+    try:
+        _canonical(body)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _canonical(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+# ---- durable writes ----
+
+
+def write_durably(path: Path, parts: Sequence[memoryview]) -> CheckpointStamp:
+    """Replace a file as a whole: temporary file, flush, rename, flush of the directory.
+
+    Raises OSError; the temporary file is then removed, and the file is the old one or the complete new one.
+    """
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        stamp = _write_parts(temporary, parts)
+        failpoint("worker.checkpoint.before_rename")
+        os.replace(temporary, path)
+        failpoint("worker.checkpoint.after_rename")
+        fsync_directory(path.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    return stamp
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make names durable: a rename is durable only once its directory is flushed."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        failpoint("worker.checkpoint.before_directory_fsync")
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_parts(path: Path, parts: Iterable[memoryview]) -> CheckpointStamp:
+    hasher, total = xxhash.xxh3_128(), 0
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        failpoint("worker.checkpoint.before_write")
+        for part in parts:
+            for begin in range(0, part.nbytes, IO_BYTES):
+                piece = part[begin : begin + IO_BYTES]
+                hasher.update(piece)
+                total += piece.nbytes
+                while piece.nbytes:
+                    piece = piece[os.write(handle, piece) :]
+        failpoint("worker.checkpoint.before_fsync")
+        os.fsync(handle)
+        failpoint("worker.checkpoint.after_fsync")
+    finally:
+        os.close(handle)
+    return CheckpointStamp(total, hasher.hexdigest())
+
+
+# ---- checkpoint store ------------------------------------------------------------------------------------------------
+
+
+FORMAT = "dips-checkpoint-1"
+_LOCK = "lock"
+_PUSH = "push.json"
+_NAME = re.compile(r"checkpoint-(\d{8,})\.(json|safetensors)\Z")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint. content: the writer's JSON. n_bytes: of the tensors' file."""
+
+    number: int
+    content: Mapping[str, Any]
+    tensors: Mapping[str, RawTensor]
+    n_bytes: int = 0
+
+
+class CheckpointStore:
+    """The directory; made if it is not there. Only record_push() may be called by several threads."""
+
+    def __init__(self, directory: Path, kept: int) -> None:
+        """kept: checkpoints to keep. Raises ConfigError when another process uses the directory, or it is unusable."""
+        self.directory = directory
+        self._kept = kept
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock: int | None = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoints cannot be kept in {directory}: {error.strerror}; give another --checkpoint-dir"
+            ) from error
+        try:
+            # A lock of the process: a forked data loader does not inherit it and so cannot keep it after our end.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"another process keeps its checkpoints in {directory}: end it first, or give each cluster a "
+                "--checkpoint-dir of its own"
+            ) from error
+        self._clean()
+        self._next = max([0, *self.numbers(), *self._named("safetensors")]) + 1
+
+    def close(self) -> None:
+        """Unlock the directory. May be called twice."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> CheckpointStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def numbers(self) -> list[int]:
+        """The checkpoints that have a manifest, oldest first."""
+        return self._named("json")
+
+    # ---- writing ----
+
+    def write(self, content: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> Checkpoint:
+        """Make a checkpoint durable, and remove those beyond the kept ones. Raises OSError; older ones then stay."""
+        number = self._next
+        self._next += 1
+        try:
+            stamp = self._write(number, content, tensors)
+        except OSError:
+            self._remove(number)  # tensors alone would only take space, on a full disk
+            raise
+        failpoint("worker.checkpoint.before_prune")
+        self._prune()
+        return Checkpoint(number, content, tensors, stamp.n_bytes)
+
+    def _write(self, number: int, content: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> CheckpointStamp:
+        data = self._path(number, "safetensors")
+        stamp = write_tensors(data, tensors)
+        body = {
+            "format": FORMAT,
+            "number": number,
+            "content": content,
+            "tensors": {"file": data.name, "n_bytes": stamp.n_bytes, "xxh3_128": stamp.xxh3_128},
+        }
+        failpoint("worker.checkpoint.before_manifest")
+        write_record(self._path(number, "json"), body)
+        return stamp
+
+    def record_push(self, record: PushRecord) -> None:
+        """Make the newest push's record durable, replacing the one before. Raises OSError."""
+        failpoint("worker.push_record.before_write")
+        write_record(self.directory / _PUSH, {"format": FORMAT, "push": push_to_json(record)})
+        failpoint("worker.push_record.after_write")
+
+    # ---- reading ----
+
+    def newest(self, label: str | None = None) -> tuple[Checkpoint | None, list[str]]:
+        """The newest complete checkpoint, and a sentence about each newer one that cannot be used.
+
+        label: only those whose content has this `label`; None: any.
+        """
+        sentences: list[str] = []
+        for number in reversed(self.numbers()):
+            try:
+                body = self._manifest(number)
+                if label is None or body["content"].get("label") == label:
+                    return self._load(number, body), sentences
+            except (CheckpointError, MemoryError) as error:
+                sentences.append(f"checkpoint {number} in {self.directory} cannot be used: {error}")
+        return None, sentences
+
+    def newest_push(self) -> tuple[PushRecord | None, str]:
+        """The push that was recorded last; None with a sentence when its record cannot be used."""
+        path = self.directory / _PUSH
+        if not path.exists():
+            return None, ""
+        try:
+            return push_from_json(read_record(path).get("push")), ""
+        except (CheckpointError, SavedStateError) as error:
+            return None, f"the record of the last push in {self.directory} cannot be used: {error}"
+
+    def _manifest(self, number: int) -> Mapping[str, Any]:
+        body = read_record(self._path(number, "json"))
+        if body.get("format") != FORMAT or not isinstance(body.get("content"), dict):
+            raise CheckpointError(f"it is of the form {body.get('format')!r}, this release reads {FORMAT!r}")
+        return body
+
+    def _load(self, number: int, body: Mapping[str, Any]) -> Checkpoint:
+        stored = body.get("tensors")
+        if not isinstance(stored, dict) or not isinstance(stored.get("n_bytes"), int):
+            raise CheckpointError("its manifest does not describe its tensors")
+        stamp = CheckpointStamp(stored["n_bytes"], str(stored.get("xxh3_128")))
+        tensors = read_tensors(self._path(number, "safetensors"), stamp)
+        return Checkpoint(number, body["content"], tensors, stamp.n_bytes)
+
+    # ---- removing files ----
+
+    def _path(self, number: int, kind: str) -> Path:
+        return self.directory / f"checkpoint-{number:08d}.{kind}"
+
+    def _named(self, kind: str) -> list[int]:
+        matches = (_NAME.match(path.name) for path in self.directory.iterdir())
+        return sorted(int(match[1]) for match in matches if match and match[2] == kind)
+
+    def _prune(self) -> None:
+        for number in self.numbers()[: -self._kept]:
+            self._remove(number)
+
+    def _remove(self, number: int) -> None:
+        """Remove a checkpoint, its manifest first, so that none is left without its tensors. Errors are ignored."""
+        with contextlib.suppress(OSError):
+            for kind in ("json", "safetensors"):
+                self._path(number, kind).unlink(missing_ok=True)
+
+    def _clean(self) -> None:
+        """Remove what a crash left: temporary files, and tensors without a manifest."""
+        whole = set(self.numbers())
+        orphans = [self._path(n, "safetensors") for n in self._named("safetensors") if n not in whole]
+        for path in [*self.directory.glob(".tmp-*"), *orphans]:
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -1,0 +1,140 @@
+"""What a training loop reports at each step: token counts, which are checked, and losses, which are read seldom."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from dips.core.errors import ConfigError
+
+# ---- token check -----------------------------------------------------------------------------------------------------
+#
+# Checks a step's token count against the model's inputs, so that a mistake is reported before the first push.
+#
+# A hook counts the elements of the tensors that the model is called with. A step cannot have been trained on more
+# tokens than these, whatever a token is: an id, a sample's row of an image, a frame. (Not so where a model fetches
+# its own data, say by row numbers: check_tokens = false is for those.) Inputs that cannot be counted are not checked:
+# none seen, other objects among them, or a compiled model, whose hooks must not do anything.
+
+
+REFUSED_RATIO = 100
+"""Below this ratio there is only a warning: ids that a model's forward repeats, or packs, may be no mistake."""
+
+_logger = logging.getLogger("dips")
+
+
+class TokenCheck:
+    """Counts a model's inputs from begin() to end()."""
+
+    def __init__(self) -> None:
+        self._hook: RemovableHandle | None = None
+        self._elems = 0
+        self._unknown = self._told = False
+
+    def begin(self, model: torch.nn.Module) -> None:
+        if not isinstance(model, torch.jit.ScriptModule):
+            self._hook = model.register_forward_pre_hook(self._called, with_kwargs=True)
+
+    def end(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def stepped(self, tokens: int) -> None:
+        """Check a step against the model's inputs since the last one.
+
+        Raises ConfigError when it counts REFUSED_RATIO times the tokens that they can hold.
+        """
+        elems, unknown = self._elems, self._unknown
+        self._elems, self._unknown = 0, False
+        if unknown or elems == 0 or tokens <= elems:
+            return
+        sentence = (
+            f"a step counts {tokens} tokens, {tokens / elems:.3g} times the {elems} elements of all the inputs that "
+            "the model was called with since the step before: tokens_per_step and count() take the tokens of one "
+            "optimizer.step() of this process, not of all ranks, of several steps or of the whole run"
+        )
+        if tokens > REFUSED_RATIO * elems:
+            raise ConfigError(f"{sentence}; set DIPS_WORKER_CHECK_TOKENS=0 if the model fetches its own data")
+        if not self._told:
+            self._told = True
+            _logger.warning("%s; nothing to do if the model fetches its own data", sentence)
+
+    def _called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        elems = _elems_in([args, kwargs])
+        if elems is None:
+            self._unknown = True
+        else:
+            self._elems += elems
+
+
+def _elems_in(inputs: Any) -> int | None:
+    """Elements of all tensors; None when other objects may hold data, too."""
+    if isinstance(inputs, torch.Tensor):
+        return inputs.numel()
+    if inputs is None or isinstance(inputs, (bool, int, float, str)):
+        return 0
+    if isinstance(inputs, Mapping):
+        inputs = list(inputs.values())
+    if not isinstance(inputs, (list, tuple)):
+        return None
+    total = 0
+    for item in inputs:
+        elems = _elems_in(item)
+        if elems is None:
+            return None
+        total += elems
+    return total
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+READ_EVERY_S = 2.0
+
+
+class Losses:
+    """Adds up losses in nats per token, of one optimizer.step() or of several."""
+
+    def __init__(self) -> None:
+        self._on_host: list[float] = []
+        self._on_device: torch.Tensor | None = None
+        self._n_on_device = 0
+        self._read_s = -math.inf
+
+    def add(self, loss: float | torch.Tensor) -> None:
+        """Add a loss. Raises ConfigError unless it is one number."""
+        if isinstance(loss, torch.Tensor):
+            if loss.numel() != 1:
+                raise ConfigError(f"the loss has {loss.numel()} elements: report their mean, in nats per token")
+            value = loss.detach().reshape(())
+            if value.device.type != "cpu":
+                # The sum has its own memory: under CUDA graphs the next step overwrites the loss in place.
+                before = torch.zeros((), device=value.device) if self._on_device is None else self._on_device
+                self._on_device, self._n_on_device = before.to(value.device) + value.float(), self._n_on_device + 1
+                return
+            loss = value.item()
+        try:
+            self._on_host.append(float(loss))
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"the loss is a {type(loss).__name__}: report a number, or a tensor of one element, in nats per token"
+            ) from None
+
+    def take(self, now_s: float, push_is_due: bool) -> float:
+        """Their mean since the last reading; NaN when there are none, or when they stay on their device for now."""
+        total, count = math.fsum(self._on_host), len(self._on_host)
+        if self._on_device is not None:
+            if not push_is_due and now_s - self._read_s < READ_EVERY_S:
+                return math.nan
+            self._read_s = now_s
+            total, count = total + float(self._on_device.item()), count + self._n_on_device
+        self._on_host, self._on_device, self._n_on_device = [], None, 0
+        return total / count if count else math.nan
