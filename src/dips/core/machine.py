@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
@@ -49,6 +49,25 @@ class MachineHistory:
 
     def lines(self) -> list[HistoryLine]:
         return list(self._lines)
+
+
+@dataclass(frozen=True)
+class Record:
+    """An effect of every machine: write one line to the tape of its process."""
+
+    kind: str
+    cause: str
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Log:
+    """An effect of every machine: log one line for people when the sentence of this key changes. level: logging's."""
+
+    level: int
+    key: str
+    sentence: str
+    cause: str = ""
 
 
 class TransitionTable(Generic[P]):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from dips.core.machine import Log as Log
+from dips.core.machine import Record as Record
 from dips.core.messages import ClusterReply, OperatorReply, Refusal, SlaveCommand, StatusReply
 
 
@@ -40,25 +41,6 @@ class WriteJournal:
     kind: str
     record_json: str
     snapshot_json: str
-
-
-@dataclass(frozen=True)
-class Record:
-    """One line for the master's tape."""
-
-    kind: str
-    cause: str
-    fields: Mapping[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Log:
-    """One log line for people, written when the sentence of this key changes. Levels as in logging."""
-
-    level: int
-    key: str
-    sentence: str
-    cause: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ delay_s: how long to wait before it begins.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dips.core.ids import Incarnation, PushId, RoundId, Version
+from dips.core.machine import Log as Log
+from dips.core.machine import Record as Record
 from dips.core.messages import AllowedKey, Configure, MoveBlocks, Prepare, Refusal, SlaveBody, SnapshotInfo
 from dips.core.wire import Codec
 
@@ -188,25 +190,6 @@ class SetAllowed:
     """The data port admits these keys and no others, and no longer serves connections of other keys."""
 
     keys: tuple[AllowedKey, ...]
-
-
-@dataclass(frozen=True)
-class Record:
-    """Write one line to the tape."""
-
-    kind: str
-    cause: str
-    fields: dict[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Log:
-    """Log one sentence for a person when it changes."""
-
-    level: str
-    key: str
-    sentence: str
-    cause: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from enum import Enum
 
@@ -78,7 +79,7 @@ def say_failed(job: Job, refusal: Refusal) -> list[Effect]:
 
 
 def warn(key: str, sentence: str, cause: str = "") -> Effect:
-    return effects.Log("WARNING", key, sentence, cause)
+    return effects.Log(logging.WARNING, key, sentence, cause)
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ of another incarnation or of another run (I8 of docs/architecture.md).
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
@@ -246,7 +247,7 @@ class SlaveMachine:
         if why_not:
             sentence = f"{name} refused: {why_not}"
             out: list[Effect] = [
-                effects.Log("WARNING", "command", sentence, command.cause_id),
+                effects.Log(logging.WARNING, "command", sentence, command.cause_id),
                 effects.Record("refused_command", command.cause_id, {"command": name, "reason": why_not}),
             ]
             return [*out, effects.CloseLink(sentence)] if isinstance(command.body, Welcome) else out
@@ -266,7 +267,7 @@ class SlaveMachine:
         why_not = what_is_wrong(allow) if self._curve_key else "this slave's data port uses no keys"
         if why_not:
             return [
-                effects.Log("ERROR", "keys", f"the master's list of data keys is refused: {why_not}", cause),
+                effects.Log(logging.ERROR, "keys", f"the master's list of data keys is refused: {why_not}", cause),
                 effects.Record("refused_command", cause, {"command": "Allow", "reason": why_not}),
             ]
         owners = [f"{allowed.role.name.lower()} {allowed.owner}" for allowed in allow.keys]
@@ -356,13 +357,13 @@ class SlaveMachine:
         if not 0 <= body.slot < n_slots:
             sentence = f"OpenStaging of push {body.push} names slot {body.slot}, this slave has {n_slots}"
             return [
-                effects.Log("ERROR", "open", sentence, cause),
+                effects.Log(logging.ERROR, "open", sentence, cause),
                 effects.Record("refused_command", cause, {"reason": sentence}),
             ]
         opening = self.slots.open(body)
         if opening is None:
             sentence = f"push {body.push}: attempt {body.attempt} is older than the open one"
-            return [effects.Log("WARNING", "open", sentence, cause)]
+            return [effects.Log(logging.WARNING, "open", sentence, cause)]
         return [effects.OpenSlot(body.push, body.attempt, body.slot, opening, self.slots.wire_of(body.push), body.base)]
 
     # ---- events of the shell ----

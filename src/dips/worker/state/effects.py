@@ -4,12 +4,13 @@ on the training thread; the completion of a call, a transfer or a write is an ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from dips.core.errors import DipsError
 from dips.core.ids import PushId, Version
+from dips.core.machine import Log as Log
+from dips.core.machine import Record as Record
 from dips.core.messages import ClusterRequest, PullGrant, Ticket
 from dips.core.wire import Codec
 from dips.worker.state.work import Work
@@ -119,25 +120,6 @@ class KeepResidual:
 @dataclass(frozen=True)
 class ClearResidual:
     """Set the residual to zero: the steps that it comes from no longer count."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """Write one line to the tape."""
-
-    kind: str
-    cause: str
-    fields: Mapping[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Log:
-    """Log one line for people when the sentence of this key changes. Level as in logging."""
-
-    level: int
-    key: str
-    sentence: str
-    cause: str = ""
 
 
 @dataclass(frozen=True)
