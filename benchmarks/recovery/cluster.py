@@ -18,7 +18,7 @@ from dips.core.errors import DipsError
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan
 from dips.core.observe.telemetry import configure_logging
-from dips.local.settings import role_settings
+from dips.local.options import role_settings
 from dips.worker.config import SECTION, ClientConfig
 from dips.worker.shell import ClusterShell
 

@@ -24,9 +24,8 @@ from support.master_bench import Bench
 from dips.core.errors import ConfigError, FatalError, RetryLater
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.messages import DataRange, SnapshotInfo, Verdict, VerdictKind
-from dips.core.model_description import Lacking, ModelDescription, description_from_json
+from dips.core.model_description import Lacking, ModelDescription, TensorDigest, Untrained, description_from_json
 from dips.core.observe.telemetry import Tape, read_tape
-from dips.core.untrained import TensorDigest, Untrained
 from dips.master.archive import FILE_NAME, FOLDER, RECORDS, JournalRecord, set_base, write_segment
 from dips.master.journal import Journal, JournalEntry, read_records
 from dips.master.state.ledger import UNREADABLE, commit_from_record, ledger_from_journal, ledger_of

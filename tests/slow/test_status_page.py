@@ -27,7 +27,7 @@ from dips.core.net.security import INSECURE
 from dips.local.authority import Authority, ensure_keys
 from dips.local.operator_client import OperatorClient
 from dips.master.page.access import read_page_url
-from dips.master.page.bounds import MAX_CONNECTIONS, MAX_STREAMS
+from dips.master.page.event_buffer import MAX_CONNECTIONS, MAX_STREAMS
 
 ANSWER_S = 20.0
 

@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 
 from dips.compare.figures import FIGURES, Figure, figure_json, run_figure, tell_figure, write_figure
-from dips.compare.gather import gather
 from dips.compare.jobs import ComparisonJob, Results, jobs_of, write_json
 from dips.compare.methods import KINDS, METHODS
 from dips.compare.pictures import draw_cosines, draw_curves, draw_norms
@@ -31,6 +30,7 @@ from dips.compare.selection import (
     check_figure,
     check_inject,
     check_place,
+    gather,
     methods_of,
     seeds_of,
     setup_of,

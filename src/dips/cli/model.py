@@ -19,9 +19,8 @@ from dips.core.net.security import Security
 from dips.core.units import format_count
 from dips.local.model_folder import as_folder, check_target, load_stored, write_folder
 from dips.local.operator_client import OperatorClient, master_address
-from dips.local.options import with_knobs
+from dips.local.options import ConfigFile, role_settings, with_knobs
 from dips.local.processes import EVALUATION_KNOBS
-from dips.local.settings import ConfigFile, role_settings
 from dips.master.directory import read_address
 from dips.trainer.config import SECTION as TRAIN_SECTION
 from dips.trainer.config import TrainConfig

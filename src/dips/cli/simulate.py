@@ -15,7 +15,7 @@ from rich.table import Table
 
 from dips.core.errors import ConfigError
 from dips.core.units import format_bytes, format_count, format_seconds
-from dips.sim.scale.report import ClusterReport, ScaleReport
+from dips.sim.scale.run import ClusterReport, ScaleReport
 from dips.sim.scale.run import simulate as simulate_scenario
 from dips.sim.scale.scenario import find, load_scenario, shipped
 

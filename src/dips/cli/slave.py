@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dips.local.options import with_knobs
-from dips.local.settings import ConfigFile, role_settings
+from dips.local.options import ConfigFile, role_settings, with_knobs
 from dips.slave.config import SlaveConfig
 from dips.slave.process import run
 

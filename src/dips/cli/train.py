@@ -6,8 +6,7 @@ import logging
 from typing import Any
 
 from dips.core.observe.telemetry import configure_logging
-from dips.local.options import with_knobs
-from dips.local.settings import ConfigFile, role_settings
+from dips.local.options import ConfigFile, role_settings, with_knobs
 from dips.trainer.config import SECTION as TRAIN_SECTION
 from dips.trainer.config import TrainConfig
 from dips.trainer.train import ALONE, run

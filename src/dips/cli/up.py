@@ -18,11 +18,11 @@ from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE
 from dips.doctor.local import refuse_what_cannot_start
 from dips.local.local_run import LocalRun
 from dips.local.log_files import HELDOUT_TAPE, HeldoutPoint, heldout_losses, tape_path
+from dips.local.options import LogFormatOption, log_format_asked
 from dips.local.processes import MetricsOption, RunPlan, metrics_sentence, page_sentence, with_page, without_page
 from dips.local.progress import Progress, progress_for
 from dips.local.run_directory import UP, Mark, RunDirectory, claim
 from dips.local.run_file import read_run_file
-from dips.local.settings import LogFormatOption, log_format_asked
 from dips.local.supervisor import POLL_S
 
 

@@ -18,7 +18,7 @@ from dips.core.messages_shared import (
     StaleKind,
     Verdict,
 )
-from dips.core.untrained import TensorDigest
+from dips.core.model_description import TensorDigest
 from dips.core.wire import Codec
 
 

@@ -6,13 +6,128 @@ over the network without the program that trained it. Knows no framework, and ho
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dips.core.errors import ConfigError
-from dips.core.layout import MAX_DESCRIPTION_CHARS
+from dips.core.errors import ConfigError, RefusalCode, Refused
+from dips.core.layout import MAX_DESCRIPTION_CHARS, MAX_NAME_CHARS
+
+# ---- untrained -------------------------------------------------------------------------------------------------------
+#
+# Lists the digests of what a model holds and a run does not train: frozen parameters and buffers. A Join carries them.
+#
+# Clusters that hold other frozen parameters train different models, and merging their updates is wrong without a trace.
+# So the first cluster's list is the run's, and the others' are compared with it. Knows no framework: a client without
+# frozen parameters and buffers sends two empty lists.
+
+
+MAX_TENSORS = 1 << 17
+"""So many tensors are listed at most, 10 MB of a Join with names of 60 characters."""
+
+MAX_NAMES_BYTES = 16 << 20
+"""Of all names together; with digests what the text of a list is made from stays below twice as much."""
+
+_MAX_TEXT_BYTES = 8 * MAX_NAMES_BYTES
+_NAMED = 3
+"""So many tensors of a kind are named in a refusal."""
+
+_NAME_CHARS = 100
+
+
+@dataclass(frozen=True)
+class TensorDigest:
+    """A tensor's name and digest: xxh3-64 over dtype, shape and bytes; without bytes where training changes it."""
+
+    name: str
+    digest: int
+
+
+@dataclass(frozen=True)
+class Untrained:
+    """The frozen parameters and the buffers of a model. Names are unique within each list."""
+
+    frozen: tuple[TensorDigest, ...] = ()
+    buffers: tuple[TensorDigest, ...] = ()
+
+    def check(self) -> None:
+        """Raises Refused(MALFORMED) for lists that no client of ours sends."""
+        if (n := len(self.frozen) + len(self.buffers)) > MAX_TENSORS:
+            raise _malformed(f"{n} tensors that are not trained are listed, at most {MAX_TENSORS} can be")
+        n_bytes = 0
+        for what, listed in (("frozen parameter", self.frozen), ("buffer", self.buffers)):
+            seen: set[str] = set()
+            for item in listed:
+                if not 0 < len(item.name) <= MAX_NAME_CHARS:
+                    raise _malformed(f"the name of a {what} is empty or longer than {MAX_NAME_CHARS} characters")
+                if item.name in seen:
+                    raise _malformed(f"{what} {item.name[:_NAME_CHARS]!r} is listed twice")
+                seen.add(item.name)
+                n_bytes += len(item.name.encode())
+        if n_bytes > MAX_NAMES_BYTES:
+            raise _malformed(f"names of tensors that are not trained take {n_bytes} bytes: {MAX_NAMES_BYTES} can be")
+
+    def to_text(self) -> str:
+        """Compact, since it is in every entry of the journal: names of a model compress well."""
+        raw = [[[item.name, f"{item.digest:016x}"] for item in listed] for listed in (self.frozen, self.buffers)]
+        return base64.b85encode(zlib.compress(json.dumps(raw, separators=(",", ":")).encode(), 6)).decode()
+
+    @staticmethod
+    def from_text(text: str) -> Untrained:
+        """The inverse of to_text. Raises ValueError for anything else, however long it would become."""
+        try:
+            unpack = zlib.decompressobj()
+            data = unpack.decompress(base64.b85decode(text), _MAX_TEXT_BYTES)
+            if unpack.unconsumed_tail or not unpack.eof:
+                raise ValueError("it is cut, or far too long")
+            frozen, buffers = json.loads(data)
+            read = Untrained(_digests(frozen), _digests(buffers))
+            read.check()
+        except (ValueError, TypeError, zlib.error, RecursionError, Refused) as error:
+            raise ValueError(f"the list of what the run does not train cannot be read: {error}") from error
+        return read
+
+
+def difference(what: str, ours: tuple[TensorDigest, ...], theirs: tuple[TensorDigest, ...]) -> str:
+    """Which tensors of a kind (`what`, in the plural) another cluster holds differently, by name; empty when none."""
+    mine, other = _by_name(ours), _by_name(theirs)
+    parts = (
+        ("{} {} differ", [name for name in mine if other.get(name, mine[name]) != mine[name]]),
+        ("it lacks {} {}", [name for name in mine if name not in other]),
+        ("{} {} are in no other cluster's model", [name for name in other if name not in mine]),
+    )
+    return "; ".join(sentence.format(what, _named(names)) for sentence, names in parts if names)
+
+
+def _named(names: list[str]) -> str:
+    shown = ", ".join(repr(name[:_NAME_CHARS]) for name in names[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
+
+
+def _by_name(listed: tuple[TensorDigest, ...]) -> Mapping[str, int]:
+    return {item.name: item.digest for item in listed}
+
+
+def _digests(raw: object) -> tuple[TensorDigest, ...]:
+    if not isinstance(raw, list):
+        raise TypeError(f"{raw!r:.40} is no list")
+    items = []
+    for name, digest in raw:
+        if not isinstance(name, str) or not isinstance(digest, str) or len(digest) != 16:
+            raise TypeError(f"{name!r:.40} and {digest!r:.40} are no name and digest")
+        items.append(TensorDigest(name, int(digest, 16)))
+    return tuple(items)
+
+
+def _malformed(sentence: str) -> Refused:
+    return Refused(RefusalCode.MALFORMED, sentence)
+
+
+# ---- model description -----------------------------------------------------------------------------------------------
+
 
 TRANSFORMERS, OTHER = "huggingface-1", "torch-1"
 """Forms of a description: of a model of Hugging Face transformers, and of any other one."""
@@ -25,7 +140,7 @@ MAX_TOLD = 8
 class Lacking:
     """A tensor that is saved with the model and is not trained. dtype: torch's name of it, such as "float32".
 
-    digest: of its contents (core/untrained.py); None where training changes them.
+    digest: of its contents (core/model_description.py); None where training changes them.
     """
 
     name: str

@@ -21,7 +21,7 @@ from rich.text import Text
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.messages import Alarm, ClusterStatus, RoundSummary, SlaveStatus, StatusReply
 from dips.core.units import format_bytes, format_count
-from dips.master.page.sentence import no_loss_sentence
+from dips.master.page.snapshot import no_loss_sentence
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 #

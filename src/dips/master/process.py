@@ -38,7 +38,7 @@ from dips.master.state.master import MasterMachine
 from dips.master.state.shared import RunConfig
 
 if TYPE_CHECKING:
-    from dips.master.page.page import Page
+    from dips.master.page.server import Page
 
 TICKS_PER_HEARTBEAT = 4
 """The state notices a pause of this process when a tick is late by half a heartbeat: two ticks."""
@@ -218,7 +218,7 @@ def _page(config: MasterConfig, security: Security, clock: Clock, event_buffer: 
     if config.page_listen is None:
         yield None
         return
-    from dips.master.page.page import Page  # aiohttp comes with the extra [master]
+    from dips.master.page.server import Page  # aiohttp comes with the extra [master]
 
     page = Page(config, config.page_listen, security, event_buffer, clock)
     try:

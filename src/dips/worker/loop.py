@@ -16,11 +16,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,7 +39,6 @@ from dips.core.wire import WIRE_DTYPES
 from dips.worker.config import SECTION, ClientConfig, check
 from dips.worker.parallel.ranks import Ranks, StepNews, ranks_here
 from dips.worker.shell import ClusterShell, is_orderly, reason_of
-from dips.worker.sigterm import Sigterm
 from dips.worker.step_checks import Losses, TokenCheck
 from dips.worker.torch_model import (
     TorchParameters,
@@ -50,6 +51,45 @@ from dips.worker.torch_model import (
     untrained_of,
 )
 from dips.worker.torch_state import HasState, TorchState
+
+# ---- sigterm ---------------------------------------------------------------------------------------------------------
+#
+# Handles SIGTERM in a user's training loop: the cluster leaves the run in order before the process ends.
+#
+# A library must not take signals from its user: the handler is installed only in the main thread and only in place of
+# the default handler, which is put back afterwards. A second SIGTERM changes nothing, since launchers send one to a
+# whole group and then to each process.
+
+
+class Sigterm:
+    """The handler. `received` is called inside it, once, and must be safe there."""
+
+    def __init__(self, received: Callable[[], None]) -> None:
+        self._received = received
+        self._installed = False
+        self.caught = False
+
+    def install(self) -> None:
+        """Install the handler; does nothing outside the main thread, or where the program handles SIGTERM."""
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._handle)
+            self._installed = True
+
+    def give_back(self) -> None:
+        """Put the default handler back, unless another handler has replaced this one. May be called twice."""
+        if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._installed = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.caught:
+            self.caught = True
+            self._received()
+
+
+# ---- loop ------------------------------------------------------------------------------------------------------------
+
 
 _logger = logging.getLogger("dips")
 

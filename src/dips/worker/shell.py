@@ -24,6 +24,7 @@ from dips.core.errors import ConfigError, LocalProtocolError
 from dips.core.ids import ClusterId, Incarnation, Version
 from dips.core.layout import Layout
 from dips.core.messages import DataMode, DataPlan, DataRange, HeartbeatRequest, Settings, Verdict
+from dips.core.model_description import Untrained
 from dips.core.net.addresses import check_slaves_reachable
 from dips.core.net.curve import CurvePair, pair_for
 from dips.core.net.keys import security_of
@@ -31,7 +32,6 @@ from dips.core.net.tls_probe import check_let_in
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.starting import Starting
 from dips.core.observe.telemetry import ChangeLogger, Tape
-from dips.core.untrained import Untrained
 from dips.core.wire import DIFFERENCES
 from dips.worker.checkpoint import Checkpointing, InnerState
 from dips.worker.config import ClientConfig, check, given_times, wire_of

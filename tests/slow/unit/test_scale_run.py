@@ -9,8 +9,7 @@ import pytest
 from support.scale_setup import write_setup
 
 from dips.sim.scale import tally
-from dips.sim.scale.report import ScaleReport
-from dips.sim.scale.run import simulate
+from dips.sim.scale.run import ScaleReport, simulate
 from dips.sim.scale.scenario import find, load_scenario
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dips.core.errors import ConfigError
-from dips.local.settings import role_settings
+from dips.local.options import role_settings
 from dips.slave.config import SlaveConfig
 from dips.worker.config import ClientConfig
 

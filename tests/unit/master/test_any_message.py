@@ -47,8 +47,8 @@ from dips.core.messages import (
     Staged,
     StagingProgress,
 )
+from dips.core.model_description import TensorDigest
 from dips.core.net.codec_protobuf import encode
-from dips.core.untrained import TensorDigest
 from dips.master.state.events import ClusterCall, SlaveSaid, Tick
 
 PHASES = {"IDLE": None, "MEASURE": Measure, "PREPARE": Prepare, "COMMIT": Commit, "GATHERING": None, "DONATING": None}

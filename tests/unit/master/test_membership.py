@@ -32,8 +32,8 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
+from dips.core.model_description import TensorDigest
 from dips.core.net.codec_protobuf import encode
-from dips.core.untrained import TensorDigest
 from dips.master.state.events import Pause, Stop
 
 

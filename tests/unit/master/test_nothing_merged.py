@@ -6,7 +6,7 @@ from support.master_bench import Bench
 
 from dips.core.errors import RefusalCode
 from dips.core.messages import Alarm, Refusal
-from dips.master.page.sentence import sentence
+from dips.master.page.snapshot import sentence
 from dips.master.state.status import FRUITLESS_ROUNDS
 
 

@@ -26,7 +26,7 @@ from dips.master.page.access import (
     save_secret,
     write_page_address,
 )
-from dips.master.page.files import static_files
+from dips.master.page.web import static_files
 
 TOKEN = "t" * 43
 STATIC = ROOT / "src" / "dips" / "master" / "page" / "static"

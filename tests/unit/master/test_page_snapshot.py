@@ -13,14 +13,10 @@ from support.master_bench import Bench
 
 from dips.core.clock import ManualClock
 from dips.core.messages import ClusterStatus, OperatorRequest, StatusReply
-from dips.master.page.bounds import MAX_EVENTS, MAX_TEXT
-from dips.master.page.event_buffer import BufferedTape, EventBuffer, earlier_events
-from dips.master.page.heldout import HeldoutTail
-from dips.master.page.history import ProgressHistory, RecentTokenRate
+from dips.master.page.event_buffer import MAX_EVENTS, MAX_TEXT, BufferedTape, EventBuffer, earlier_events
+from dips.master.page.history import EventTimeline, HeldoutTail, ProgressHistory, RecentTokenRate, sentence_of
 from dips.master.page.hub import Hub
-from dips.master.page.sentence import sentence
-from dips.master.page.snapshot import snapshot
-from dips.master.page.timeline import EventTimeline, sentence_of
+from dips.master.page.snapshot import sentence, snapshot
 from dips.master.state.events import Pause
 from dips.master.state.status import RunView
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from dips.core.untrained import Untrained, difference
+from dips.core.model_description import Untrained, difference
 from dips.worker.torch_model import untrained_of
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from dips.core import ids, layout, messages, untrained
+from dips.core import ids, layout, messages, model_description
 from dips.core.errors import RefusalCode, Refused
 from dips.protos import clusters_pb2, common_pb2, data_pb2, operator_pb2, slaves_pb2
 
@@ -226,7 +226,7 @@ MIRRORED: tuple[type[Any], ...] = (
     ids.PushId,
     layout.Parameter,
     layout.Layout,
-    untrained.TensorDigest,
+    model_description.TensorDigest,
     *(kind for kind in vars(messages).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)),
 )
 """Every class that has a protobuf twin; a test walks it."""

@@ -11,12 +11,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-from dips.master.page.bounds import MAX_ROUNDS
-from dips.master.page.event_buffer import EventBuffer, TapeEvent
-from dips.master.page.heldout import HeldoutTail
-from dips.master.page.history import ProgressHistory
+from dips.master.page.event_buffer import MAX_ROUNDS, EventBuffer, TapeEvent
+from dips.master.page.history import EventTimeline, HeldoutTail, ProgressHistory, events_json
 from dips.master.page.snapshot import round_json, snapshot
-from dips.master.page.timeline import EventTimeline, events_json
 from dips.master.state.status import RunView
 
 

@@ -7,21 +7,130 @@ content of a request, never let another site read or frame it, and change nothin
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from dips.core.errors import Refused
+from dips.core.errors import RefusalCode, Refused
+from dips.core.messages import OperatorReply, OperatorRequest
 from dips.core.observe.telemetry import ChangeLogger
 from dips.master.page.access import LINK_PARAMETER, PageAccess, Visitor
-from dips.master.page.bounds import MAX_STREAMS, WRITE_S
-from dips.master.page.files import StaticFile
+from dips.master.page.event_buffer import MAX_STREAMS, WRITE_S
+from dips.master.page.history import cut
 from dips.master.page.hub import Hub
-from dips.master.page.steering import Steering
+from dips.master.shell import MasterShell
+from dips.master.state.events import OperatorAction, OperatorCall, Pause, Resume
+
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Middleware
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+#
+# The page's own files, read once from the package: no requested path can lead to any other file.
+
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    "LICENSE": "text/plain; charset=utf-8",
+}
+
+
+@dataclass(frozen=True)
+class StaticFile:
+    """A file of the page. tag: changes with the content, so that a browser can check its copy with a short request."""
+
+    body: bytes
+    content_type: str
+    tag: str
+
+
+def static_files() -> Mapping[str, StaticFile]:
+    """Path below /static/ -> file, for all files in the package's folder static."""
+    return dict(_walk(files("dips.master.page") / "static", ""))
+
+
+def _walk(folder: Traversable, prefix: str) -> list[tuple[str, StaticFile]]:
+    found: list[tuple[str, StaticFile]] = []
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found += _walk(entry, f"{prefix}{entry.name}/")
+            continue
+        kind = next((kind for end, kind in _TYPES.items() if entry.name.endswith(end)), None)
+        if kind is not None:
+            body = entry.read_bytes()
+            tag = hashlib.sha256(body).hexdigest()[:32]
+            found.append((f"{prefix}{entry.name}", StaticFile(body, kind, tag)))
+    return found
+
+
+# ---- steering --------------------------------------------------------------------------------------------------------
+#
+# Carries out the requests of the status page, if the master's settings allow them: pause and resume rounds.
+#
+# Nothing else: requests that remove something from a run (evict, drain, stop, reshard) need an operator's keys at the
+# service Operator. A request comes from the page's thread and is carried out on the control loop, like any operator's.
+
+
+MAX_REASON = 200
+"""Characters."""
+
+CALL_S = 10.0
+
+
+@dataclass(frozen=True)
+class _Following:
+    shell: MasterShell
+    loop: asyncio.AbstractEventLoop
+
+
+class Steering:
+    """Passes requests from the page's thread to the shell that it shows."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._following: _Following | None = None
+
+    def follow(self, shell: MasterShell) -> None:
+        """Sends requests to this shell from now on, on the loop that calls this."""
+        self._following = _Following(shell, asyncio.get_running_loop())
+
+    async def ask(self, action: object, reason: object) -> str:
+        """Makes a request, on the page's thread; returns the master's answer. Raises Refused or TimeoutError."""
+        request = self._request(action, reason)
+        following = self._following
+        if following is None:
+            raise Refused(RefusalCode.BUSY, "the master begins: ask again", retry_after_s=1.0)
+        asked = asyncio.run_coroutine_threadsafe(_carried_out(following.shell, request), following.loop)
+        return await asyncio.wait_for(asyncio.wrap_future(asked), CALL_S)
+
+    def _request(self, action: object, reason: object) -> OperatorAction:
+        request = OperatorRequest(self._run_id, cut(reason, MAX_REASON) if isinstance(reason, str) else "")
+        match action:
+            case "pause":
+                return Pause(request)
+            case "resume":
+                return Resume(request)
+        raise Refused(RefusalCode.MALFORMED, "the status page can only ask to pause and to resume")
+
+
+async def _carried_out(shell: MasterShell, request: OperatorAction) -> str:
+    reply = await shell.call(lambda token: OperatorCall(token, request))
+    assert isinstance(reply, OperatorReply), "pause and resume are answered with a sentence"
+    return reply.sentence
+
+
+# ---- web -------------------------------------------------------------------------------------------------------------
+
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -46,8 +155,6 @@ COOKIE_S = 30 * 24 * 3600
 OPEN_PATHS = frozenset({"/healthz"})
 """Paths that are answered to everyone, with every host name: they reveal only that a server is here."""
 
-if TYPE_CHECKING:
-    from aiohttp.typedefs import Middleware
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -16,8 +16,8 @@ from dips.core.errors import ConfigError, FatalError, Refused
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId, Version
 from dips.core.layout import Layout, layout_from_json
 from dips.core.messages import DataMode, DataPlan, Verdict, VerdictKind
+from dips.core.model_description import Untrained
 from dips.core.placement import Placement
-from dips.core.untrained import Untrained
 from dips.master.state.leases import LeaseTable
 from dips.master.state.penalty_types import DetectorState
 

@@ -22,8 +22,8 @@ from dips.core.messages import (
     LeaveRequest,
     Verdict,
 )
+from dips.core.model_description import Untrained, difference
 from dips.core.protocol import PROTOCOL_MIN, agree
-from dips.core.untrained import Untrained, difference
 from dips.master.state import pacing
 from dips.master.state.callers import check_member, check_run
 from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE, LeaseTable

@@ -16,8 +16,7 @@ from pathlib import Path
 from dips.core.machine import tables
 from dips.core.observe.seen import Seen, report
 from dips.sim.search.explore import Result
-from dips.sim.search.running import run_all
-from dips.sim.search.searches import SEARCHES, Named, Size, by_name
+from dips.sim.search.searches import SEARCHES, Named, Size, by_name, run_all
 from dips.sim.search.wiring import StepLabel
 
 MAX_STORY = 400

@@ -14,8 +14,8 @@ from typing import Any
 from dips.core.errors import Refused
 from dips.core.ids import ClusterId, PushId, RoundId, Version
 from dips.core.messages import DataMode, DataRange, PullGrant, Refusal, Ticket
-from dips.sim.search.arena import Out
 from dips.sim.search.bounds import LAYOUT, T0_S, Bounds
+from dips.sim.search.copying import Out
 from dips.sim.search.master_part import keep_no_story
 from dips.sim.search.slave_part import PieceNames, blocks_of, digest_of
 from dips.worker.state import effects, events

@@ -10,9 +10,9 @@ from typing import Any
 
 from dips.core.messages import Refusal, ReshardRequest
 from dips.core.net.data_header import DataHeader
-from dips.sim.search.arena import Out
 from dips.sim.search.bounds import FAULTS, RUN
 from dips.sim.search.cluster_part import ClusterPart, OpenTransfer
+from dips.sim.search.copying import Out
 from dips.sim.search.slave_part import PieceNames, SlavePart, blocks_of, put_chunk
 from dips.sim.search.state import (
     ANSWER,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from dips.judge.invariants.checker import Checker
-from dips.sim.search.arena import Out
+from dips.sim.search.copying import Out
 from dips.sim.search.explore import Search
 from dips.sim.search.state import SearchState
 from dips.sim.search.system import System

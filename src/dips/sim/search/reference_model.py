@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.messages import JoinReply, JoinRequest, Verdict, VerdictKind
-from dips.sim.search.arena import Out
 from dips.sim.search.bounds import Bounds
+from dips.sim.search.copying import Out
 from dips.sim.search.slave_part import PieceNames, SlavePart, is_bad
 from dips.sim.search.violation import SearchViolation
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from enum import Enum
+from multiprocessing import get_context
 
+from dips.core.observe.seen import note
 from dips.sim.search.bounds import MESSAGES_AND_CRASHES, Bounds
+from dips.sim.search.explore import Result, Search
 
 
 class Size(Enum):
@@ -279,3 +284,27 @@ def by_name(name: str) -> Named:
         if found.name == name:
             return found
     raise KeyError(f"no search is called {name!r}: there are {', '.join(s.name for s in SEARCHES)}")
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+#
+# Runs searches in parallel, one process for each core, the largest first.
+
+
+def run(named: Named, max_states: int | None = None) -> Result:
+    """Run one search, to its own limits or to max_states."""
+    note()
+    return Search(named.bounds, max_states or named.max_states, named.max_seconds).run()
+
+
+def run_all(chosen: Sequence[Named], max_states: int | None, jobs: int) -> Iterator[tuple[Named, Result]]:
+    """Run searches and yield each result when it ends."""
+    if min(jobs, len(chosen)) <= 1:
+        for named in chosen:
+            yield named, run(named, max_states)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        largest_first = sorted(chosen, key=lambda named: -named.states)
+        running = {pool.submit(run, named, max_states): named for named in largest_first}
+        for done in as_completed(running):
+            yield running[done], done.result()

@@ -28,9 +28,8 @@ from dips.core.messages import (
 )
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec, encoded_bytes
-from dips.sim.search.arena import Out
 from dips.sim.search.bounds import BLOCK_BYTES, LAYOUT, RUN, T0_S
-from dips.sim.search.copying import share
+from dips.sim.search.copying import Out, share
 from dips.sim.search.master_part import keep_no_story
 from dips.slave.state import effects, events
 from dips.slave.state.fetching import cancelled

@@ -26,9 +26,9 @@ from dips.core.messages import (
     StopSlave,
     Welcome,
 )
-from dips.sim.search.arena import Out
 from dips.sim.search.bounds import FAULTS
 from dips.sim.search.cluster_part import ClusterPart
+from dips.sim.search.copying import Out
 from dips.sim.search.faults import WHO, Faults, Next
 from dips.sim.search.master_part import FREE_TIMERS, MasterPart
 from dips.sim.search.reference_model import ReferenceModel

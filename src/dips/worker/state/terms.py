@@ -11,8 +11,8 @@ from dips.core.ids import ClusterId, Incarnation, Version
 from dips.core.layout import Layout
 from dips.core.machine import TransitionTable
 from dips.core.messages import Caller, DataPlan, HeartbeatReply, JoinReply, PullGrant, Settings
+from dips.core.model_description import Untrained
 from dips.core.protocol import agree
-from dips.core.untrained import Untrained
 from dips.core.wire import Codec
 from dips.worker.state.waiting import RULES, times_of
 
