@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dips.local.supervisor import wrapped
+from dips.local.child import wrapped
 
 HERE = Path(__file__).parent
 START_S = 180.0

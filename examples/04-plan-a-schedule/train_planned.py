@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dips.planner.run.links import read_cells
-from dips.planner.run.rank import PlannedPipeline
+from dips.planner.run.step import PlannedPipeline
 
 WIDTH, STEPS = 32, 10
 

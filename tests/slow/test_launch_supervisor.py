@@ -15,6 +15,7 @@ import pytest
 
 from dips.core.clock import SystemClock
 from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, FatalError, Refused
+from dips.local.child import wrapped
 from dips.local.supervisor import (
     ChildEvent,
     ChildSpec,
@@ -23,7 +24,6 @@ from dips.local.supervisor import (
     StopStage,
     how_it_ended,
     log_tail,
-    wrapped,
 )
 
 QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.02, quick_s=10.0, quick_failures_max=3)

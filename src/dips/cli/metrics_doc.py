@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from dips.cli.generated_page import keep_current
-from dips.core.observe.metrics import SECONDS, Spec
+from dips.core.observe.counting import SECONDS
+from dips.core.observe.metrics import Spec
 from dips.core.observe.metrics_server import CONNECTION_S, MOST_CONNECTIONS, SNAPSHOT_S
 from dips.master import metrics as master
 from dips.master.metrics import PHASES as ROUND_PHASES

@@ -1,5 +1,5 @@
 """A run on Kubernetes clusters in several places: one file in, objects, a comparison and a rollout out.
 
-What is made of the file, and what is done about a difference, is decided by pure functions; `kubernetes_api.py` and
-`contexts.py` alone import the client of Kubernetes, so that a plan needs neither it nor a cluster.
+What is made of the file, and what is done about a difference, is decided by pure functions; `kubernetes_api.py`
+alone imports the client of Kubernetes, so that a plan needs neither it nor a cluster.
 """

@@ -1,6 +1,6 @@
 """A client of one API server: gets, lists, creates, patches and deletes objects; errors become sentences.
 
-The only module of the deployment, with contexts.py, that knows the client of Kubernetes. It asks for no discovery:
+The only module of the deployment that knows the client of Kubernetes. It asks for no discovery:
 the kinds are those of objects.py. It must never retry by itself, and never print what is in a secret.
 """
 

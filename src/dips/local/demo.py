@@ -26,6 +26,7 @@ from dips.core.errors import ConfigError, FatalError
 from dips.core.messages import StatusReply
 from dips.core.units import format_count
 from dips.judge.verify import verify_or_say
+from dips.local.child import wrapped
 from dips.local.local_run import LocalRun
 from dips.local.log_files import HELDOUT_TAPE, heldout_losses, tape_path, training_losses
 from dips.local.options import command_line, log_format_asked
@@ -52,7 +53,7 @@ from dips.local.report import (
 )
 from dips.local.run_directory import DEMO, Mark, RunDirectory, claim
 from dips.local.run_file import NOT_YET_KNOWN, make_slaves
-from dips.local.supervisor import POLL_S, how_it_ended, wrapped
+from dips.local.supervisor import POLL_S, how_it_ended
 from dips.master.config import MasterConfig
 from dips.trainer.config import TrainConfig
 from dips.worker.config import SECTION as WORKER_SECTION

@@ -29,7 +29,7 @@ from dips.local.supervisor import ChildSpec, StopStage
 from dips.worker.config import ClientConfig, leaving_takes_s
 
 if TYPE_CHECKING:
-    from dips.core.observe.metrics import MetricsKnobs
+    from dips.core.observe.metrics_knobs import MetricsKnobs
     from dips.master.config import MasterConfig
     from dips.slave.config import SlaveConfig
     from dips.trainer.config import TrainConfig

@@ -19,7 +19,7 @@ from dips.core.ids import check_name
 from dips.core.messages import Settings
 from dips.core.net.security import checked_address
 from dips.core.observe.log_lines import LogFormat
-from dips.core.observe.metrics import MetricsKnobs
+from dips.core.observe.metrics_knobs import MetricsKnobs
 from dips.core.units import Bytes, Count, Seconds
 from dips.master.state.pacing import SLIDES
 from dips.master.state.penalty_types import OUTER_LR, PenaltyConfig, dynamic_local_steps_of

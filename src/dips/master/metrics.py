@@ -18,7 +18,9 @@ from dips.core.ids import Version
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
 from dips.core.net.keys import certificate_left_s
 from dips.core.net.security import INSECURE, Security
-from dips.core.observe.metrics import CERTIFICATE, METRICS_FILE, Families, Rising, Spec, flag
+from dips.core.observe.counting import Rising
+from dips.core.observe.metrics import CERTIFICATE, Families, Spec, flag
+from dips.core.observe.metrics_knobs import METRICS_FILE
 from dips.core.observe.metrics_server import LoopSnapshots, NotNow, serve_metrics, served
 from dips.core.release import VERSION
 from dips.master.archive import FILE_NAME, FOLDER

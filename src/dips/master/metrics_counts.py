@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dips.core.observe.metrics import Durations, Observed, Recent
+from dips.core.observe.counting import Durations, Observed, Recent
 from dips.master.journal import JournalEntry
 from dips.master.state.effects import Record
 from dips.master.state.pulls import READER

@@ -16,7 +16,8 @@ from dips.core.layout import FLOAT32_BYTES
 from dips.core.net.data_header import REFUSED_DATA
 from dips.core.net.keys import certificate_left_s
 from dips.core.net.security import INSECURE, Security
-from dips.core.observe.metrics import CERTIFICATE, Durations, Families, Observed, Spec, flag
+from dips.core.observe.counting import Durations, Observed
+from dips.core.observe.metrics import CERTIFICATE, Families, Spec, flag
 from dips.core.release import VERSION
 from dips.slave.data_port import Figures
 from dips.slave.memory import ShardMemory

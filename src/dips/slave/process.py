@@ -19,7 +19,8 @@ from dips.core.net.curve import pair_for
 from dips.core.net.keys import security_of
 from dips.core.net.security import Security, check_reach
 from dips.core.observe import failpoints
-from dips.core.observe.metrics import METRICS_FILE, Families
+from dips.core.observe.metrics import Families
+from dips.core.observe.metrics_knobs import METRICS_FILE
 from dips.core.observe.metrics_server import LoopSnapshots, MetricsServer, serve_metrics
 from dips.core.observe.telemetry import Tape, configure_logging, say_last
 from dips.slave.config import SlaveConfig

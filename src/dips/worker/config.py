@@ -18,7 +18,7 @@ from dips.core.ids import check_name
 from dips.core.messages import Settings
 from dips.core.net.addresses import parse_address, require_loopback
 from dips.core.observe.log_lines import LogFormat
-from dips.core.observe.metrics import MetricsKnobs
+from dips.core.observe.metrics_knobs import MetricsKnobs
 from dips.core.units import Seconds
 from dips.core.wire import WIRE_DTYPES, Codec
 from dips.worker.state.waiting import times_of

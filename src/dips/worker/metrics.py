@@ -16,7 +16,8 @@ from dips.core.messages import StaleKind, VerdictKind
 from dips.core.net.data_header import REFUSED_DATA
 from dips.core.net.keys import certificate_left_s
 from dips.core.net.security import INSECURE, Security
-from dips.core.observe.metrics import CERTIFICATE, Durations, Families, Observed, Spec, flag
+from dips.core.observe.counting import Durations, Observed
+from dips.core.observe.metrics import CERTIFICATE, Families, Spec, flag
 from dips.core.observe.metrics_server import MetricsServer, serve_metrics
 from dips.core.release import VERSION
 from dips.worker.checkpoint import Checkpointing

@@ -8,7 +8,8 @@ import pytest
 from prometheus_client.core import Metric
 
 from dips.core.errors import LocalProtocolError
-from dips.core.observe.metrics import SECONDS, Durations, Families, Observed, Recent, Rising, Spec
+from dips.core.observe.counting import SECONDS, Durations, Observed, Recent, Rising
+from dips.core.observe.metrics import Families, Spec
 
 SPECS = (
     Spec("level", "gauge", "a level", "any"),

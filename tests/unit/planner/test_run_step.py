@@ -12,7 +12,7 @@ from torch import nn
 from dips.core.errors import ConfigError
 from dips.planner.run import rank as model
 from dips.planner.run.links import parse_cells
-from dips.planner.run.rank import PlannedPipeline
+from dips.planner.run.step import PlannedPipeline
 
 CPU = torch.device("cpu")
 FUSED = "0F0,1F0,0F1,1B0,0B0,1F1,1B1,0B1\n"

@@ -13,7 +13,7 @@ from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, PlacementSpec, Ticket
 from dips.core.net.security import INSECURE
-from dips.core.observe.metrics import Durations
+from dips.core.observe.counting import Durations
 from dips.core.wire import Codec
 from dips.worker.metrics import (
     DATA,

@@ -32,7 +32,7 @@ from dips.core.errors import ConfigError
 from dips.core.net.addresses import dialable, format_address, is_loopback, parse_address
 from dips.core.net.keys import CERT_FILE, KEY_FILE, REVOKED_FILE, parse_certificate, read_revoked, reloaded, stamp_of
 from dips.core.net.security import Identity, Security, check_reach
-from dips.core.observe.metrics import MetricsKnobs
+from dips.core.observe.metrics_knobs import MetricsKnobs
 
 # ---- metrics tls -----------------------------------------------------------------------------------------------------
 #

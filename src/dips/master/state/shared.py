@@ -363,9 +363,9 @@ class SharedState:
         self.alike: dict[tuple[str, str], int] = {}
         self.same_data: dict[tuple[str, str], str] = {}
         """By pair of clusters: the rounds in which they pushed the same, and the sentence while that is an alarm
-        (same_data.py)."""
+        (data.py)."""
         self.token_doubts: dict[str, tuple[str, float]] = {}
-        """Cluster -> why its token counts are in doubt, and since when (token_counts.py)."""
+        """Cluster -> why its token counts are in doubt, and since when (pushes.py)."""
         self._were_enough = ledger.tokens > 0
         self.out = Outbox()
 

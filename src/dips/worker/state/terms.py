@@ -134,7 +134,7 @@ def remedy_for(refused: Refused, *, joining: bool, pushing: bool) -> Remedy:
 class SessionConfig:
     """The session's part of ClientConfig, the model and the data; `expect_*` None: any value is accepted.
 
-    Times that are None follow from the master's settings (times.py).
+    Times that are None follow from the master's settings (waiting.py).
     """
 
     cluster_id: ClusterId

@@ -1,0 +1,32 @@
+"""The two settings of a process that exports metrics; serving them is core/observe/metrics_server.py's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from dips.core.net.security import SecurityKnobs, checked_address
+
+METRICS_FILE = "metrics.json"
+"""In the directory of a role that has one."""
+
+
+class MetricsKnobs(SecurityKnobs):
+    """The settings of a process whose metrics can be scraped."""
+
+    metrics_listen: str | None = Field(
+        None,
+        description="HOST:PORT to serve Prometheus metrics at, under /metrics; port 0: a free one. Beyond loopback in "
+        "TLS with this process's keys, for holders of keys of the run",
+    )
+    metrics_file: Path | None = Field(
+        None,
+        description="File that says where metrics are served, as Prometheus' file_sd_configs reads it; "
+        "else metrics.json in the directory of a master or slave",
+    )
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _check_metrics_listen(cls, value: str | None, info: ValidationInfo) -> str | None:
+        return checked_address(value, "metrics_listen", info) if value else None
