@@ -235,12 +235,6 @@ class ProcessSupervisor:
             self._end(children, signal.SIGTERM, max((child.spec.stop_s for child in children), default=0.0))
             self._end(children, signal.SIGKILL, _STOP_KILL_S)
 
-    def stop_names(self, names: Iterable[str]) -> None:
-        """End these processes for good, like stop()."""
-        children = [self._children[name] for name in names]
-        self._end(children, signal.SIGTERM, max((child.spec.stop_s for child in children), default=0.0))
-        self._end(children, signal.SIGKILL, _STOP_KILL_S)
-
     # ---- how ----
 
     def _spawn(self, child: _Child) -> int:

@@ -286,9 +286,6 @@ class Stream:
         for end in self._ends:
             self._network.kernel.after(0.001, end.process, self._hung_up, end, None)
 
-    def belongs_to(self, process: SimulatedProcess) -> End | None:
-        return next((end for end in self._ends if end.process is process), None)
-
     def check(self) -> None:
         """The links changed: waiting messages go on, or the stream begins to break."""
         a, b = self._ends
