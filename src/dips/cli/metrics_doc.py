@@ -11,8 +11,9 @@ from dips.core.observe.metrics import Spec
 from dips.core.observe.metrics_server import CONNECTION_S, MOST_CONNECTIONS, SNAPSHOT_S
 from dips.master import metrics as master
 from dips.master.metrics import PHASES as ROUND_PHASES
-from dips.master.metrics_counts import REASONS, WAITING
-from dips.master.state.status import KINDS as ALARMS
+from dips.master.metrics_counts import REASONS
+from dips.master.state.reasons import WaitingCode
+from dips.master.state.status import AlarmKind
 from dips.slave import metrics as slave
 from dips.slave.metrics import JOBS
 from dips.slave.metrics import PHASES as SHARD_PHASES
@@ -104,8 +105,8 @@ has at most {MOST_CONNECTIONS} connections at a time, each for at most {CONNECTI
 
 | label | values |
 |---|---|
-| `reason` of `dips_master_waiting` | {", ".join(WAITING)} |
-| `kind` of `dips_master_alarm` | {", ".join(ALARMS)} |
+| `reason` of `dips_master_waiting` | {", ".join(WaitingCode)} |
+| `kind` of `dips_master_alarm` | {", ".join(AlarmKind)} |
 | `phase` of `dips_master_round_*` | {", ".join(ROUND_PHASES)} |
 | `phase` of `dips_slave_shard_phase` | {", ".join(SHARD_PHASES)} |
 | `phase` of `dips_worker_phase` | {", ".join(SESSION_PHASES)} |

@@ -39,6 +39,7 @@ class ClusterStatus:
     cosine_rounds: int = 0
     direction_alarm: bool = False
     tokens_per_step: float = 0.0
+    draining: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class SlaveStatus:
     incarnations: int = 0
     durable: Version | None = None
     refused_connections: int = 0
+    trouble: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ class StatusReply:
     refused_calls: int = 0
     refused_call: str = ""
     alarms: tuple[Alarm, ...] = ()
+    waiting_code: str = "none"
+    waiting_slaves: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ that may ask for the status. A master or an API server that does not answer mean
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from dips.core.errors import DipsError
 from dips.core.messages import StatusReply
 from dips.deploy.objects import Object
 from dips.local.supervisor import RestartPolicy
+from dips.master.state.reasons import WaitingCode
 
 # ---- slave watch -----------------------------------------------------------------------------------------------------
 #
@@ -31,8 +31,8 @@ from dips.local.supervisor import RestartPolicy
 LATER = RestartPolicy(first_delay_s=120.0, max_delay_s=1800.0)
 """Between two times that the same slave is ended: what one restart did not heal, another one soon will not."""
 
-_BLAMED = re.compile(r"slave ([^,\s]+) has yet to (?:measure|prepare|flip) ")
-_WAITING_PHASES = ("MEASURE", "PREPARE", "COMMIT")
+_STEPS = (WaitingCode.MEASURE, WaitingCode.PREPARE, WaitingCode.COMMIT)
+"""The open round waits for slaves."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,9 @@ def _noted(memory: WatchMemory, status: StatusReply, slaves: Sequence[str], now_
     away = {} if fresh else memory.away_s
     moved = fresh or status.rounds_committed != memory.committed
     blamed = {} if moved else memory.blamed_s
-    guilty = _blamed(status)
+    # A round that waits for several slaves, or for something else, is no slave's fault.
+    waited_for = status.waiting_slaves if status.waiting_code in _STEPS else ()
+    guilty = waited_for[0] if len(waited_for) == 1 else ""
     return replace(
         memory,
         away_s={slave: away.get(slave, now_s) for slave in slaves if slave not in alive},
@@ -110,12 +112,6 @@ def _noted(memory: WatchMemory, status: StatusReply, slaves: Sequence[str], now_
         committed=status.rounds_committed,
         epoch=status.epoch,
     )
-
-
-def _blamed(status: StatusReply) -> str:
-    """The one slave that the open round waits for; empty when it waits for several, or for none."""
-    found = _BLAMED.match(status.waiting_for)
-    return found[1] if found and status.phase in _WAITING_PHASES else ""
 
 
 def _why(memory: WatchMemory, slave: str, pod: Pod | None, now_s: float, patience: WatchLimits) -> str:

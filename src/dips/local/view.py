@@ -221,8 +221,7 @@ def headline(status: StatusReply) -> Text:
 
 def waiting_sentence(status: StatusReply) -> str:
     """Why nothing moves, in the master's words; empty when all is well."""
-    why = status.waiting_for
-    return f"waiting: {why}" if why and not why.startswith("waiting") else why
+    return f"waiting: {status.waiting_for}" if status.waiting_for else ""
 
 
 def recovery_sentence(status: StatusReply) -> str:

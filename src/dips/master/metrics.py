@@ -25,13 +25,13 @@ from dips.core.observe.metrics_server import LoopSnapshots, NotNow, serve_metric
 from dips.core.release import VERSION
 from dips.master.archive import FILE_NAME, FOLDER
 from dips.master.config import MasterConfig
-from dips.master.metrics_counts import REASONS, WAITING, Counted, Counts, waiting_word
+from dips.master.metrics_counts import REASONS, Counted, Counts
 from dips.master.state.leases import TokenState
 from dips.master.state.penalty_detect import threshold
+from dips.master.state.reasons import WaitingCode
 from dips.master.state.records import RoundPhase, SlavePhase
 from dips.master.state.shared import SharedState
-from dips.master.state.status import KINDS as ALARMS
-from dips.master.state.status import RunView, look
+from dips.master.state.status import AlarmKind, RunView, look
 
 PREFIX = "dips_master_"
 
@@ -226,14 +226,12 @@ class MetricsMoment:
     view: RunView
     counted: Counted
     late_s: float
-    waiting: str
     threshold: float
     staleness_limit: int
     slaves_expected: int
     recovery_active: bool
     reshard_active: bool
     max_clusters: int
-    draining: frozenset[str]
     pinned_versions: int
     landed: Mapping[tuple[str, str], int]
     transfer_s: Mapping[str, tuple[float, float]]
@@ -250,14 +248,12 @@ def snapshot(shared: SharedState, counts: Counts, now_s: float) -> MetricsMoment
         look(shared),
         counts.counted(),
         max(0.0, now_s - shared.now_s),
-        waiting_word(shared),
         threshold(shared.ledger.detector, shared.config.penalty),
         shared.s_max(),
         len(shared.slaves_expected()) if shared.ledger.placement else shared.config.n_slaves,
         shared.recovery.active,
         shared.ledger.reshard is not None or shared.reshard.moving,
         shared.config.max_clusters,
-        frozenset(shared.ledger.draining) & frozenset(shared.members),
         len({pin.version for pin in shared.pins.values()}),
         {(push.cluster, slave): n for push in shared.pushes() for slave, n in push.landed_bytes.items()},
         {member.cluster: (member.beat.push_s, member.beat.pull_s) for member in shared.live() if member.beat},
@@ -329,14 +325,14 @@ def _run(families: Families, now: MetricsMoment, shown: Iterable[ClusterStatus])
     families.set("epoch", status.epoch)
     families.set("paused", flag(status.paused))
     families.set("stopping", flag(status.stopping))
-    families.one_of("waiting", now.waiting, WAITING)
+    families.one_of("waiting", status.waiting_code, WaitingCode)
     families.set("alarms_total", events.get("alarm", 0))
     names = {cluster.cluster_id for cluster in shown} | {"none"}
     about = {(alarm.kind, name) for alarm in status.alarms for name in alarm.clusters or ("none",)}
     standing = sorted((kind, name) for kind, name in about if name in names)
     for kind, name in standing:
         families.set("alarm", 1, kind, name)
-    for kind in set(ALARMS) - {kind for kind, _ in standing}:
+    for kind in set(AlarmKind) - {kind for kind, _ in standing}:
         families.set("alarm", 0, kind, "none")  # an existing series shows that a rule uses the right name
     families.set("stalls_total", events.get("stood_still", 0))
     families.set("heartbeat_seconds", settings.heartbeat_s)
@@ -355,7 +351,7 @@ def _members(families: Families, now: MetricsMoment, shown: Iterable[ClusterStat
     live = [cluster for cluster in status.clusters if cluster.alive]
     states = {
         "live": len(live),
-        "draining": len(now.draining),
+        "draining": sum(cluster.draining for cluster in live),
         "quarantined": sum(cluster.quarantined for cluster in live),
         "away": len(status.clusters) - len(live),
     }
@@ -364,7 +360,7 @@ def _members(families: Families, now: MetricsMoment, shown: Iterable[ClusterStat
     for cluster in shown:
         name = cluster.cluster_id
         families.set("cluster_up", flag(cluster.alive), name)
-        families.set("cluster_draining", flag(name in now.draining), name)
+        families.set("cluster_draining", flag(cluster.draining), name)
         families.set("cluster_quarantined", flag(cluster.quarantined), name)
         families.set("cluster_beat_age_seconds", cluster.beat_age_s + now.late_s if cluster.alive else None, name)
     _slaves(families, now, status.slaves)

@@ -17,9 +17,6 @@ from dips.core.observe.counting import Durations, Observed, Recent
 from dips.master.journal import JournalEntry
 from dips.master.state.effects import Record
 from dips.master.state.pulls import READER
-from dips.master.state.reasons import lagging, recovery_words, slaves_away
-from dips.master.state.records import RoundPhase
-from dips.master.state.shared import SharedState
 
 # ---- metrics reasons -------------------------------------------------------------------------------------------------
 #
@@ -68,63 +65,10 @@ REASONS: dict[str, tuple[str, ...]] = {
 }
 """All values of the label `reason`, by verdict."""
 
-WAITING = (
-    "none",
-    "ended",
-    "recovery",
-    "slaves",
-    "reshard",
-    "paused",
-    "disks",
-    "no_clusters",
-    "first_push",
-    "aborted_round",
-    "min_clusters",
-    "measure",
-    "prepare",
-    "commit",
-)
-"""All values of the label of dips_master_waiting."""
-
-_SLAVES_WORK = {RoundPhase.MEASURE: "measure", RoundPhase.PREPARE: "prepare", RoundPhase.COMMIT: "commit"}
-
 
 def reason_word(verdict: str, sentence: str) -> str:
     """The word for a verdict's reason. verdict: in capitals, as on the tape."""
     return next((word for rule, word in _RULES.get(verdict, ()) if re.match(rule, sentence)), OTHER)
-
-
-def waiting_word(shared: SharedState) -> str:
-    """The word for what the run waits for: that of the branch of reasons.waiting_for() that applies, or "none"."""
-    if shared.stopped_s is not None:
-        return "ended"
-    if recovery_words(shared):
-        return "recovery"
-    away = slaves_away(shared)
-    if away and shared.ledger.placement is not None:
-        return "slaves"
-    if shared.reshard.moving:
-        return "reshard"
-    if shared.ledger.paused:
-        return "paused"
-    if lagging(shared):
-        return "disks"
-    if not shared.members:
-        return "slaves" if away else "no_clusters"
-    return _round_word(shared)
-
-
-def _round_word(shared: SharedState) -> str:
-    state = shared.round
-    match state.phase.now:
-        case RoundPhase.IDLE if shared.ledger.version is None:
-            return "first_push"
-        case RoundPhase.WINDOW if state.last_abort and shared.now_s < state.not_before_s:
-            return "aborted_round"
-        case RoundPhase.WINDOW if shared.ledger.version is not None and not shared.enough_clusters():
-            return "min_clusters"
-        case phase:
-            return _SLAVES_WORK.get(phase, "none")
 
 
 # ---- metrics counts --------------------------------------------------------------------------------------------------

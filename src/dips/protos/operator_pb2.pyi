@@ -82,7 +82,7 @@ class OperatorReply(_message.Message):
     def __init__(self, sentence: _Optional[str] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("cluster_id", "incarnation", "alive", "phase", "beat_age_s", "steps", "tokens_per_s", "steps_per_s", "loss", "base", "tokens_applied", "pushes_applied", "pushes_excluded", "pushes_aborted", "incarnations", "last_verdict", "last_reason", "local_steps", "last_norm", "last_z", "last_cosine", "quarantined", "leased_tokens", "note", "steps_total", "cosine_usual", "cosine_rounds", "direction_alarm", "tokens_per_step")
+    __slots__ = ("cluster_id", "incarnation", "alive", "phase", "beat_age_s", "steps", "tokens_per_s", "steps_per_s", "loss", "base", "tokens_applied", "pushes_applied", "pushes_excluded", "pushes_aborted", "incarnations", "last_verdict", "last_reason", "local_steps", "last_norm", "last_z", "last_cosine", "quarantined", "leased_tokens", "note", "steps_total", "cosine_usual", "cosine_rounds", "direction_alarm", "tokens_per_step", "draining")
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +112,7 @@ class ClusterStatus(_message.Message):
     COSINE_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DIRECTION_ALARM_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     cluster_id: str
     incarnation: _common_pb2.Incarnation
     alive: bool
@@ -141,10 +142,11 @@ class ClusterStatus(_message.Message):
     cosine_rounds: int
     direction_alarm: bool
     tokens_per_step: float
-    def __init__(self, cluster_id: _Optional[str] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ..., beat_age_s: _Optional[float] = ..., steps: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens_applied: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_excluded: _Optional[int] = ..., pushes_aborted: _Optional[int] = ..., incarnations: _Optional[int] = ..., last_verdict: _Optional[str] = ..., last_reason: _Optional[str] = ..., local_steps: _Optional[int] = ..., last_norm: _Optional[float] = ..., last_z: _Optional[float] = ..., last_cosine: _Optional[float] = ..., quarantined: _Optional[bool] = ..., leased_tokens: _Optional[int] = ..., note: _Optional[str] = ..., steps_total: _Optional[int] = ..., cosine_usual: _Optional[float] = ..., cosine_rounds: _Optional[int] = ..., direction_alarm: _Optional[bool] = ..., tokens_per_step: _Optional[float] = ...) -> None: ...
+    draining: bool
+    def __init__(self, cluster_id: _Optional[str] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ..., beat_age_s: _Optional[float] = ..., steps: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens_applied: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_excluded: _Optional[int] = ..., pushes_aborted: _Optional[int] = ..., incarnations: _Optional[int] = ..., last_verdict: _Optional[str] = ..., last_reason: _Optional[str] = ..., local_steps: _Optional[int] = ..., last_norm: _Optional[float] = ..., last_z: _Optional[float] = ..., last_cosine: _Optional[float] = ..., quarantined: _Optional[bool] = ..., leased_tokens: _Optional[int] = ..., note: _Optional[str] = ..., steps_total: _Optional[int] = ..., cosine_usual: _Optional[float] = ..., cosine_rounds: _Optional[int] = ..., direction_alarm: _Optional[bool] = ..., tokens_per_step: _Optional[float] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class SlaveStatus(_message.Message):
-    __slots__ = ("slave_id", "incarnation", "alive", "phase", "beat_age_s", "data_endpoint", "version", "staging_bytes", "served_bytes", "refused_chunks", "resident_bytes", "incarnations", "durable", "refused_connections")
+    __slots__ = ("slave_id", "incarnation", "alive", "phase", "beat_age_s", "data_endpoint", "version", "staging_bytes", "served_bytes", "refused_chunks", "resident_bytes", "incarnations", "durable", "refused_connections", "trouble")
     SLAVE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +161,7 @@ class SlaveStatus(_message.Message):
     INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
     REFUSED_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
     slave_id: str
     incarnation: _common_pb2.Incarnation
     alive: bool
@@ -173,7 +176,8 @@ class SlaveStatus(_message.Message):
     incarnations: int
     durable: _common_pb2.Version
     refused_connections: int
-    def __init__(self, slave_id: _Optional[str] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ..., beat_age_s: _Optional[float] = ..., data_endpoint: _Optional[str] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., staging_bytes: _Optional[int] = ..., served_bytes: _Optional[int] = ..., refused_chunks: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., incarnations: _Optional[int] = ..., durable: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., refused_connections: _Optional[int] = ...) -> None: ...
+    trouble: str
+    def __init__(self, slave_id: _Optional[str] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ..., beat_age_s: _Optional[float] = ..., data_endpoint: _Optional[str] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., staging_bytes: _Optional[int] = ..., served_bytes: _Optional[int] = ..., refused_chunks: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., incarnations: _Optional[int] = ..., durable: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., refused_connections: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class Alarm(_message.Message):
     __slots__ = ("kind", "clusters", "sentence")
@@ -212,7 +216,7 @@ class RoundSummary(_message.Message):
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., accepted: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[str]] = ..., kappa: _Optional[float] = ..., rho: _Optional[float] = ..., merged_norm: _Optional[float] = ..., tokens: _Optional[int] = ..., wall_time_s: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run_id", "epoch", "published", "tokens", "tk_max_tokens", "phase", "round", "phase_age_s", "window_closes_in_s", "waiting_for", "rounds_committed", "rounds_merged", "rounds_void", "rounds_aborted", "clusters", "slaves", "recent_rounds", "paused", "stopping", "stopped", "leased_tokens", "excluded_tokens", "settings", "durable", "recovery", "reshard", "refused_calls", "refused_call", "alarms")
+    __slots__ = ("run_id", "epoch", "published", "tokens", "tk_max_tokens", "phase", "round", "phase_age_s", "window_closes_in_s", "waiting_for", "rounds_committed", "rounds_merged", "rounds_void", "rounds_aborted", "clusters", "slaves", "recent_rounds", "paused", "stopping", "stopped", "leased_tokens", "excluded_tokens", "settings", "durable", "recovery", "reshard", "refused_calls", "refused_call", "alarms", "waiting_code", "waiting_slaves")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
@@ -242,6 +246,8 @@ class StatusReply(_message.Message):
     REFUSED_CALLS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_CALL_FIELD_NUMBER: _ClassVar[int]
     ALARMS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_CODE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_SLAVES_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     published: _common_pb2.Version
@@ -271,4 +277,6 @@ class StatusReply(_message.Message):
     refused_calls: int
     refused_call: str
     alarms: _containers.RepeatedCompositeFieldContainer[Alarm]
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., published: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens: _Optional[int] = ..., tk_max_tokens: _Optional[int] = ..., phase: _Optional[str] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., phase_age_s: _Optional[float] = ..., window_closes_in_s: _Optional[float] = ..., waiting_for: _Optional[str] = ..., rounds_committed: _Optional[int] = ..., rounds_merged: _Optional[int] = ..., rounds_void: _Optional[int] = ..., rounds_aborted: _Optional[int] = ..., clusters: _Optional[_Iterable[_Union[ClusterStatus, _Mapping]]] = ..., slaves: _Optional[_Iterable[_Union[SlaveStatus, _Mapping]]] = ..., recent_rounds: _Optional[_Iterable[_Union[RoundSummary, _Mapping]]] = ..., paused: _Optional[bool] = ..., stopping: _Optional[bool] = ..., stopped: _Optional[bool] = ..., leased_tokens: _Optional[int] = ..., excluded_tokens: _Optional[int] = ..., settings: _Optional[_Union[_common_pb2.Settings, _Mapping]] = ..., durable: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., recovery: _Optional[str] = ..., reshard: _Optional[str] = ..., refused_calls: _Optional[int] = ..., refused_call: _Optional[str] = ..., alarms: _Optional[_Iterable[_Union[Alarm, _Mapping]]] = ...) -> None: ...
+    waiting_code: str
+    waiting_slaves: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., published: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens: _Optional[int] = ..., tk_max_tokens: _Optional[int] = ..., phase: _Optional[str] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., phase_age_s: _Optional[float] = ..., window_closes_in_s: _Optional[float] = ..., waiting_for: _Optional[str] = ..., rounds_committed: _Optional[int] = ..., rounds_merged: _Optional[int] = ..., rounds_void: _Optional[int] = ..., rounds_aborted: _Optional[int] = ..., clusters: _Optional[_Iterable[_Union[ClusterStatus, _Mapping]]] = ..., slaves: _Optional[_Iterable[_Union[SlaveStatus, _Mapping]]] = ..., recent_rounds: _Optional[_Iterable[_Union[RoundSummary, _Mapping]]] = ..., paused: _Optional[bool] = ..., stopping: _Optional[bool] = ..., stopped: _Optional[bool] = ..., leased_tokens: _Optional[int] = ..., excluded_tokens: _Optional[int] = ..., settings: _Optional[_Union[_common_pb2.Settings, _Mapping]] = ..., durable: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., recovery: _Optional[str] = ..., reshard: _Optional[str] = ..., refused_calls: _Optional[int] = ..., refused_call: _Optional[str] = ..., alarms: _Optional[_Iterable[_Union[Alarm, _Mapping]]] = ..., waiting_code: _Optional[str] = ..., waiting_slaves: _Optional[_Iterable[str]] = ...) -> None: ...

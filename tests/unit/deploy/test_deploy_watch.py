@@ -106,7 +106,7 @@ def test_pauses_grow_when_a_new_life_does_not_help() -> None:
     assert [later - earlier for earlier, later in itertools.pairwise(ended)] == [130, 240, 480, 960]
 
 
-STUCK = replace(STATUS, phase="COMMIT", waiting_for="slave s1 has yet to flip to the new version", rounds_committed=4)
+STUCK = replace(STATUS, phase="COMMIT", waiting_code="commit", waiting_slaves=("s1",), rounds_committed=4)
 
 
 def test_a_slave_that_a_round_waits_for_alone_is_ended() -> None:
@@ -118,7 +118,7 @@ def test_a_slave_that_a_round_waits_for_alone_is_ended() -> None:
 
 
 def test_aborted_rounds_between_do_not_make_it_innocent_and_a_committed_one_does() -> None:
-    between = replace(STATUS, phase="WINDOW", waiting_for="the last round was aborted (...); it begins again")
+    between = replace(STATUS, phase="WINDOW", waiting_code="aborted_round")
     watch = Watch()
     watch.look(STUCK, 0.0)
     watch.look(replace(between, rounds_committed=4), 300.0)
@@ -130,10 +130,10 @@ def test_aborted_rounds_between_do_not_make_it_innocent_and_a_committed_one_does
 
 
 def test_nobody_is_blamed_when_several_are_waited_for() -> None:
-    several = replace(STUCK, waiting_for="slave s0, s1 has yet to prepare the update", phase="PREPARE")
+    several = replace(STUCK, waiting_code="prepare", waiting_slaves=("s0", "s1"))
     watch = Watch()
     assert not any(watch.look(several, float(now_s)) for now_s in range(0, 2000, 10))
-    in_turn = [replace(STUCK, waiting_for=f"slave s{n} has yet to measure the pushes", phase="MEASURE") for n in (0, 1)]
+    in_turn = [replace(STUCK, waiting_code="measure", waiting_slaves=(f"s{n}",)) for n in (0, 1)]
     watch = Watch()
     assert not any(watch.look(in_turn[now_s // 10 % 2], float(now_s)) for now_s in range(0, 2000, 10))
 

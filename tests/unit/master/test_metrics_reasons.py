@@ -9,11 +9,11 @@ from support.master_bench import Bench
 
 from dips.core.errors import RefusalCode
 from dips.core.messages import Commit, Measure, OperatorRequest, Prepare, Refusal
-from dips.master.metrics_counts import OTHER, REASONS, WAITING, reason_word, waiting_word
+from dips.master.metrics_counts import OTHER, REASONS, reason_word
 from dips.master.state.events import Pause
 from dips.master.state.penalty import judge
 from dips.master.state.penalty_types import PRESETS, ClusterStatistics, DetectorState, Participant
-from dips.master.state.reasons import waiting_for
+from dips.master.state.reasons import WaitingCode, waiting_for
 
 KNOWN = ClusterStatistics(accepted=20, mean=1.0, variance=0.01, mean_tokens=100.0, steps=4)
 STATE = DetectorState((("a", KNOWN),), norms=(1.0,) * 10, scores=(1.0,) * 10)
@@ -101,12 +101,10 @@ def test_every_word_is_one_of_the_fixed_set() -> None:
 
 
 def word_of(bench: Bench) -> str:
-    """The word; it speaks exactly where the sentence does."""
-    world = bench.state.shared
-    word = waiting_word(world)
-    assert word in WAITING
-    assert (word == "none") == (waiting_for(world) == ""), (word, waiting_for(world))
-    return word
+    """The code of what the run waits for; there is a sentence where there is a code."""
+    waiting = waiting_for(bench.state.shared)
+    assert (waiting.code is WaitingCode.NONE) == (waiting.sentence == ""), waiting
+    return waiting.code.value
 
 
 def test_a_run_begins_with_slaves_clusters_and_the_first_push() -> None:
@@ -138,5 +136,7 @@ def test_a_slave_that_works_on_a_step_of_the_round(step: type, word: str) -> Non
     bench.push("a")
     bench.push("b")
     assert word_of(bench) == word
+    assert waiting_for(bench.state.shared).slaves == ("s0",)
+    assert bench.status().waiting_slaves == ("s0",)
     bench.slaves[0].release(step)
     assert word_of(bench) == "none"

@@ -120,6 +120,7 @@ def test_a_round_and_its_verdicts_are_shown() -> None:
 def test_text_of_others_is_cut_and_stays_text() -> None:
     view = Bench().running("a").state.look()
     one = dataclasses.replace(view.status.clusters[0], note=HOSTILE, phase=HOSTILE, last_reason=HOSTILE)
+    one = dataclasses.replace(one, last_verdict="EXCLUDED")
     a = snapshot(changed(view, clusters=(one,)), 0.0, 0.0, {})["clusters"][0]
     assert a["note"].startswith("<img src=x")  # the page makes a text node of it, never markup
     for text in (a["note"], a["phase"], a["reason"]):
@@ -408,7 +409,7 @@ async def test_whoever_waits_is_woken_by_a_message_and_by_the_end() -> None:
 
 async def test_a_message_of_many_clusters_stays_small() -> None:
     view = Bench().running("a").state.look()
-    one = dataclasses.replace(view.status.clusters[0], note="n" * 5000, last_reason="r" * 5000)
+    one = dataclasses.replace(view.status.clusters[0], note="n" * 5000, last_verdict="EXCLUDED", last_reason="r" * 5000)
     status: StatusReply = dataclasses.replace(
         view.status, clusters=tuple(dataclasses.replace(one, cluster_id=f"c{n}") for n in range(64))
     )

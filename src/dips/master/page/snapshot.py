@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dips.core.ids import Version
-from dips.core.messages import ClusterStatus, RoundSummary, SlaveStatus, StatusReply
+from dips.core.messages import ClusterStatus, RoundSummary, SlaveStatus, StatusReply, VerdictKind
 from dips.core.units import format_seconds
 from dips.master.page.history import cut
+from dips.master.state.reasons import WaitingCode
 from dips.master.state.shared import LinkRate
-from dips.master.state.status import NOTHING_MERGED, OpenPushView, RunView
+from dips.master.state.status import AlarmKind, OpenPushView, RunView
 
 # ---- sentence --------------------------------------------------------------------------------------------------------
 #
@@ -50,7 +51,7 @@ def _first(view: RunView, lag_s: float, departures: Departures) -> tuple[str, st
         return _waits(status), _capital(f"{status.waiting_for}.")
     if status.reshard:
         return "wait", f"Blocks are about to move: {status.reshard}."
-    if nothing := [alarm for alarm in status.alarms if alarm.kind == NOTHING_MERGED]:
+    if nothing := [alarm for alarm in status.alarms if alarm.kind == AlarmKind.NOTHING_MERGED]:
         return "bad", _capital(f"{nothing[0].sentence}.")
     if late := _late(view, lag_s):
         return "wait", late
@@ -115,12 +116,12 @@ def _more(view: RunView) -> list[str]:
         lines.append(
             f"Direction alarm: {', '.join(alarmed)} pushes in another direction than the others; it is still merged."
         )
-    lines += [_capital(f"{alarm.sentence}.") for alarm in status.alarms if alarm.kind != NOTHING_MERGED]
+    lines += [_capital(f"{alarm.sentence}.") for alarm in status.alarms if alarm.kind != AlarmKind.NOTHING_MERGED]
     quarantined = [c.cluster_id for c in status.clusters if c.alive and c.quarantined]
     if quarantined:
         lines.append(f"In quarantine after pushes that were excluded in a row: {', '.join(quarantined)}.")
-    lines += [f"Slave {name}: {trouble}." for name, trouble in sorted(view.slave_troubles.items())]
-    if status.paused and not status.waiting_for.startswith("paused"):
+    lines += [f"Slave {slave.slave_id}: {slave.trouble}." for slave in status.slaves if slave.trouble]
+    if status.paused and status.waiting_code != WaitingCode.PAUSED:
         lines.append("Rounds are paused by the operator; clusters train on.")
     if status.stopping and not status.stopped:
         lines.append("The run is ending.")
@@ -148,9 +149,6 @@ def _capital(text: str) -> str:
 
 SILENT_BEATS = 2.0
 """A peer that missed this many heartbeats is shown as silent, before it is evicted."""
-
-MERGED = "merged"
-"""The reason of every verdict APPLIED, which is not shown because it adds nothing."""
 
 STALE_SHARE = 0.5
 """The share of s_max from which a base that is behind is marked."""
@@ -255,7 +253,7 @@ def _cluster(
         "excluded": cluster.pushes_excluded,
         "aborted": cluster.pushes_aborted,
         "verdict": cut(cluster.last_verdict).lower().replace("_", " "),
-        "reason": "" if cluster.last_reason == MERGED else cut(cluster.last_reason),
+        "reason": "" if cluster.last_verdict == VerdictKind.APPLIED.name else cut(cluster.last_reason),
         "norm": _number(cluster.last_norm),
         "z": _number(cluster.last_z),
         "cosine": _number(cluster.last_cosine),
@@ -282,7 +280,7 @@ def cluster_sign(
     alarms = [alarm for alarm in view.status.alarms if cluster.cluster_id in alarm.clusters]
     if alarms:
         return "warn", f"alarm: {alarms[0].kind.replace('_', ' ')}", cut(alarms[0].sentence)
-    if cluster.note.startswith("draining"):
+    if cluster.draining:
         return "warn", "draining", ""
     return "good", cut(cluster.phase).lower() or "here", ""
 
@@ -310,11 +308,10 @@ def _slave(view: RunView, slave: SlaveStatus, lag_s: float) -> dict[str, Any]:
 
 
 def _slave_sign(view: RunView, slave: SlaveStatus, lag_s: float) -> tuple[str, str]:
-    trouble = view.slave_troubles.get(slave.slave_id, "")
     if not slave.alive:
         return ("off", "ended") if view.status.stopped else ("bad", "away")
-    if trouble:
-        return "bad", cut(trouble)
+    if slave.trouble:
+        return "bad", cut(slave.trouble)
     silent_s = slave.beat_age_s + lag_s
     if silent_s > SILENT_BEATS * view.status.settings.heartbeat_s:
         return "warn", f"silent for {silent_s:.0f} s"

@@ -113,7 +113,7 @@ class Pulls:
                     RefusalCode.FENCED,
                     "the cluster that was to seed this run is gone: join again, you are to seed it",
                 )
-            return Busy(0.5, waiting_for(shared) or "no version is published yet")
+            return Busy(0.5, waiting_for(shared).sentence or "no version is published yet")
         if away := recovery_words(shared) or slaves_away(shared):
             return Busy(0.5, away)
         behind = request.at_least is not None and request.at_least > shared.published.version

@@ -1,16 +1,51 @@
-"""Says in a sentence what the run waits for: the same words in answers, in logs and on the status page."""
+"""Says what the run waits for, as a code and in a sentence: the same in answers, logs, the page and metrics."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dips.core.ids import SlaveId
 from dips.master.state.records import RecoveryPhase, ReshardPhase, RoundPhase, Slave, SlavePhase
 from dips.master.state.shared import SharedState
+
+
+class WaitingCode(StrEnum):
+    """All values of StatusReply.waiting_code, and of the label of dips_master_waiting."""
+
+    NONE = "none"
+    ENDED = "ended"
+    RECOVERY = "recovery"
+    SLAVES = "slaves"
+    RESHARD = "reshard"
+    PAUSED = "paused"
+    DISKS = "disks"
+    NO_CLUSTERS = "no_clusters"
+    FIRST_PUSH = "first_push"
+    ABORTED_ROUND = "aborted_round"
+    MIN_CLUSTERS = "min_clusters"
+    MEASURE = "measure"
+    PREPARE = "prepare"
+    COMMIT = "commit"
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What the run waits for. slaves: those that the open round waits for, or that are not ready."""
+
+    code: WaitingCode
+    sentence: str
+    slaves: tuple[SlaveId, ...] = ()
+
+
+_NOTHING = Waiting(WaitingCode.NONE, "")
 
 
 def slaves_away(shared: SharedState) -> str:
     """The slaves that rounds wait for, in words; empty when all are ready."""
     expected, n = shared.slaves_expected(), shared.config.n_slaves
     if shared.ledger.placement is None and len(expected) < n:
-        return f"waiting for slaves: {len(expected)} of {n} have attached"
+        return f"only {len(expected)} of {n} slaves have attached"
     words = [_trouble(name, shared.slaves.get(name)) for name in expected]
     away = "; ".join(word for word in words if word)
     here = [name for name in expected if name in shared.slaves and shared.slaves[name].phase.now is SlavePhase.PROMISED]
@@ -98,48 +133,54 @@ def moving_words(shared: SharedState) -> str:
     return f"blocks move to other slaves: {reshard_words(shared)}" if shared.reshard.moving else ""
 
 
-def waiting_for(shared: SharedState) -> str:
-    """What the run waits for; empty when it is active."""
+def waiting_for(shared: SharedState) -> Waiting:
+    """What the run waits for; its code is NONE and its sentence empty while it is active."""
     if shared.stopped_s is not None:
-        return "the run has ended: no cluster is left"
+        return Waiting(WaitingCode.ENDED, "the run has ended: no cluster is left")
     if recovery := recovery_words(shared):
-        return recovery
-    if (away := slaves_away(shared)) and shared.ledger.placement is not None:
+        return Waiting(WaitingCode.RECOVERY, recovery)
+    away = Waiting(WaitingCode.SLAVES, slaves_away(shared), _not_ready(shared))
+    if away.sentence and shared.ledger.placement is not None:
         return away
     if moving := moving_words(shared):
-        return moving
+        return Waiting(WaitingCode.RESHARD, moving)
     if shared.ledger.paused:
-        return f"paused by the operator: {shared.ledger.paused}"
+        return Waiting(WaitingCode.PAUSED, f"paused by the operator: {shared.ledger.paused}")
     if lag := lagging(shared):
-        return lag
+        return Waiting(WaitingCode.DISKS, lag)
     if not shared.members:
-        return away or "no cluster is here"
-    return _round_words(shared)
+        return away if away.sentence else Waiting(WaitingCode.NO_CLUSTERS, "no cluster is here")
+    return _round(shared)
 
 
-def _round_words(shared: SharedState) -> str:
+def _not_ready(shared: SharedState) -> tuple[SlaveId, ...]:
+    ready = {slave.id for slave in shared.ready_slaves()}
+    return tuple(name for name in shared.slaves_expected() if name not in ready)
+
+
+def _round(shared: SharedState) -> Waiting:
     state = shared.round
     match state.phase.now:
         case RoundPhase.IDLE if shared.ledger.version is None:
             seeder = shared.seeder()
-            return f"cluster {seeder} is to push the first parameters" if seeder else "no cluster can seed the run"
+            words = f"cluster {seeder} is to push the first parameters" if seeder else "no cluster can seed the run"
+            return Waiting(WaitingCode.FIRST_PUSH, words)
         case RoundPhase.WINDOW if state.last_abort and shared.now_s < state.not_before_s:
-            return f"the last round was aborted ({state.last_abort}); it begins again"
+            words = f"the last round was aborted ({state.last_abort}); it begins again"
+            return Waiting(WaitingCode.ABORTED_ROUND, words)
         case RoundPhase.WINDOW if shared.ledger.version is not None and not shared.enough_clusters():
-            return f"the run begins with {shared.config.min_clusters} clusters, {len(shared.members)} are here"
+            words = f"the run begins with {shared.config.min_clusters} clusters, {len(shared.members)} are here"
+            return Waiting(WaitingCode.MIN_CLUSTERS, words)
         case RoundPhase.MEASURE:
-            return _missing(shared, set(state.measured), "measure the pushes")
+            code, done, what = WaitingCode.MEASURE, set(state.measured), "measure the pushes"
         case RoundPhase.PREPARE:
-            return _missing(shared, set(state.digest_of_slave), "prepare the update")
+            code, done, what = WaitingCode.PREPARE, set(state.digest_of_slave), "prepare the update"
         case RoundPhase.COMMIT:
-            return _missing(shared, state.flipped, "flip to the new version")
+            code, done, what = WaitingCode.COMMIT, state.flipped, "flip to the new version"
         case _:
-            return ""
-
-
-def _missing(shared: SharedState, done: set[str], what: str) -> str:
-    names = [name for name in shared.slaves_expected() if name not in done]
-    return f"slave {', '.join(names)} has yet to {what}" if names else ""
+            return _NOTHING
+    names = tuple(name for name in shared.slaves_expected() if name not in done)
+    return Waiting(code, f"slave {', '.join(names)} has yet to {what}", names) if names else _NOTHING
 
 
 def _trouble(name: str, slave: Slave | None) -> str:

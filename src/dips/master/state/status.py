@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import StrEnum
 from itertools import takewhile
 
 from dips.core.messages import Alarm, ClusterStatus, RoundSummary, SlaveStatus, StatusReply
@@ -22,13 +22,13 @@ from dips.master.state.shared import LinkRate, SharedState
 # cluster's pushes has its own field in ClusterStatus.
 
 
-TOKEN_COUNTS = "token_counts"
-NOTHING_MERGED = "nothing_merged"
+class AlarmKind(StrEnum):
+    """All values of Alarm.kind, and of the label `kind` of dips_master_alarm."""
 
-SAME_DATA = "same_data"
+    NOTHING_MERGED = "nothing_merged"
+    SAME_DATA = "same_data"
+    TOKEN_COUNTS = "token_counts"
 
-KINDS = (NOTHING_MERGED, SAME_DATA, TOKEN_COUNTS)
-"""All values of Alarm.kind, and of the label `kind` of dips_master_alarm."""
 
 GONE_S = 3600.0
 """Seconds for which a refused token count stays listed: the cluster's process ends after the refusal. A later push
@@ -42,13 +42,15 @@ three are unusual."""
 def standing(shared: SharedState) -> tuple[Alarm, ...]:
     """All active alarms, in the order of their kinds."""
     fruitless = _fruitless(shared)
-    nothing = [Alarm(NOTHING_MERGED, (), _nothing_words(fruitless))] if len(fruitless) >= FRUITLESS_ROUNDS else []
+    nothing = (
+        [Alarm(AlarmKind.NOTHING_MERGED, (), _nothing_words(fruitless))] if len(fruitless) >= FRUITLESS_ROUNDS else []
+    )
     counts = [
-        Alarm(TOKEN_COUNTS, (name,), words)
+        Alarm(AlarmKind.TOKEN_COUNTS, (name,), words)
         for name, (words, at_s) in sorted(shared.token_doubts.items())
         if name in shared.members or shared.now_s - at_s < GONE_S
     ]
-    same = [Alarm(SAME_DATA, pair, words) for pair, words in sorted(shared.same_data.items())]
+    same = [Alarm(AlarmKind.SAME_DATA, pair, words) for pair, words in sorted(shared.same_data.items())]
     return (*nothing, *same, *counts)
 
 
@@ -83,6 +85,7 @@ NAN = float("nan")
 def status(shared: SharedState) -> StatusReply:
     ledger, state = shared.ledger, shared.round
     totals = ledger.leases.totals() if ledger.leases else {}
+    waiting = waiting_for(shared)
     in_window = state.phase.now is RoundPhase.WINDOW
     return StatusReply(
         shared.config.run_id,
@@ -94,7 +97,7 @@ def status(shared: SharedState) -> StatusReply:
         state.id,
         shared.now_s - state.phase.since_s,
         max(0.0, state.window_closes_s - shared.now_s) if in_window else 0.0,
-        waiting_for(shared),
+        waiting.sentence,
         ledger.rounds_committed,
         ledger.rounds_merged,
         ledger.rounds_void,
@@ -112,6 +115,8 @@ def status(shared: SharedState) -> StatusReply:
         recovery_words(shared),
         reshard=reshard_words(shared),
         alarms=standing(shared),
+        waiting_code=waiting.code,
+        waiting_slaves=waiting.slaves,
     )
 
 
@@ -120,6 +125,7 @@ def _cluster(shared: SharedState, name: str) -> ClusterStatus:
     beat = member.beat if member else None
     last = entry.last_verdict
     statistics = shared.ledger.detector.of(name)
+    draining = shared.ledger.draining.get(name, "") if member else ""
     return ClusterStatus(
         name,
         entry.incarnation,
@@ -144,23 +150,18 @@ def _cluster(shared: SharedState, name: str) -> ClusterStatus:
         _known(statistics.last_cosine),
         statistics.quarantined,
         shared.ledger.leases.leased_tokens(name) if shared.ledger.leases else 0,
-        _note(shared.ledger.draining.get(name, "") if member else "", beat.note if beat else ""),
+        f"draining: {draining}" if draining else beat.note if beat else "",
         entry.steps_before + (beat.steps if beat else 0),
         statistics.usual_cosine,
         statistics.cosine_rounds,
         statistics.cosine_alarmed,
         tokens_per_step=token_counts.usual_per_step(shared, name),
+        draining=bool(draining),
     )
 
 
 def _known(value: float | None) -> float:
     return NAN if value is None else value
-
-
-def _note(draining: str, note: str) -> str:
-    if draining:
-        return f"draining: {draining}"
-    return note
 
 
 def _slave(shared: SharedState, slave: Slave) -> SlaveStatus:
@@ -179,6 +180,7 @@ def _slave(shared: SharedState, slave: Slave) -> SlaveStatus:
         slave.incarnations,
         slave.durable if shared.config.settings.durability == "async" else slave.version,
         slave.beat.refused_connections,
+        slave.trouble,
     )
 
 
@@ -204,7 +206,7 @@ class RunView:
     """A run at one moment. as_of_s: the monotonic time of the state's last event, from which all ages are counted.
 
     since_publish_s: since the newest version was published in this epoch; None when none was.
-    slave_troubles: by slave, why it is not ready. Times are None where there is no such moment.
+    Times are None where there is no such moment.
     """
 
     status: StatusReply
@@ -215,7 +217,6 @@ class RunView:
     evict_after_s: float = 0.0
     links: tuple[LinkRate, ...] = ()
     pushes: tuple[OpenPushView, ...] = ()
-    slave_troubles: Mapping[str, str] = field(default_factory=dict)
 
 
 def look(shared: SharedState) -> RunView:
@@ -230,7 +231,6 @@ def look(shared: SharedState) -> RunView:
         shared.config.evict_after_s,
         shared.link_rates.links(shared.members, shared.ledger.layout, shared.ledger.placement, shared.now_s),
         tuple(_open(shared, push) for push in shared.pushes()),
-        {slave.id: slave.trouble for slave in shared.slaves.values() if slave.trouble},
     )
 
 

@@ -137,7 +137,7 @@ class Verdicts:
         keep = [item for item in waiting if item[1] > shared.now_s]
         for token, until_s in waiting:
             if until_s <= shared.now_s:
-                shared.reply(token, AwaitVerdictReply(Busy(0.0, waiting_for(shared) or "the round goes on")))
+                shared.reply(token, AwaitVerdictReply(Busy(0.0, waiting_for(shared).sentence or "the round goes on")))
         if keep:
             shared.waiters[push_id] = keep
         else:
