@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import dips.sim.world  # imports every state machine, and so every table  # noqa: F401
+import dips.sim.seed_run  # imports every state machine, and so every table  # noqa: F401
 from dips.core.machine import tables
 from dips.core.observe.seen import arrows_of, codes, read_log, report
 

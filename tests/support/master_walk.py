@@ -26,10 +26,10 @@ from dips.sim.checks import push_of
 from dips.sim.disks import JournalDisk, StoredEntry
 from dips.sim.faults import register, reshard
 from dips.sim.hosts.master import MasterHost
-from dips.sim.hosts.slave import SlaveHost
 from dips.sim.kernel import SimulatedProcess
 from dips.sim.run_plan import make_plan
-from dips.sim.world import World
+from dips.sim.seed_run import SeedRun
+from dips.sim.world import MasterProcess, SlaveProcess
 
 SHAPE = replace(run_plan.SMALL, clusters=(3,), slaves=(2,))
 FAULT_EVERY_S = 0.7
@@ -60,7 +60,7 @@ KINDS = {EARLIER: REPEATED_WEIGHT} | {
 }
 
 
-class Walk(World):
+class Walk(SeedRun):
     """Three clusters, two slaves and one master. Use walk(), or fall_at_entry(); then publishes_again() and ends()."""
 
     def __init__(self, seed: int) -> None:
@@ -142,8 +142,8 @@ class Walk(World):
 
     # ---- what happened ----
 
-    def remember_request(self, request: ClusterRequest) -> None:
-        super().remember_request(request)
+    def requested(self, request: ClusterRequest) -> None:
+        super().requested(request)
         self._asked.append(request)
 
     def tape(self, role: str, process: SimulatedProcess, kind: str, cause: str, fields: Mapping[str, Any]) -> None:
@@ -151,16 +151,17 @@ class Walk(World):
             self.records.append((kind, fields))
         super().tape(role, process, kind, cause, fields)
 
-    def manifest(self, slave: SlaveHost, info: SnapshotInfo, record: bytes) -> None:
+    def manifest(self, slave: SlaveProcess, info: SnapshotInfo, record: bytes) -> None:
         super().manifest(slave, info, record)
-        if self.slaves[slave.name] is slave:
-            self._backups[slave.name] = slave.disk.copy()
+        known = self.slaves[slave.name]
+        if known is slave:
+            self._backups[slave.name] = known.disk.copy()
 
     def _bring_disks_back(self) -> None:
         self.attic.update(self._backups)
         super()._bring_disks_back()
 
-    def handled(self, master: MasterHost) -> None:
+    def handled(self, master: MasterProcess) -> None:
         super().handled(master)
         self.n_events += 1
         if master is self.masters[0] and master.state is not None and master.epoch == self.disk.epoch:
@@ -172,13 +173,13 @@ class Walk(World):
         self._durable.follow(self.disk.entries)
         known = self._durable.verdicts.get(verdict.push)
         if known != verdict.kind and (known is not None or verdict.kind is not VerdictKind.ABORTED):
-            self.checks.violated(f"{verdict.kind.name} of push {verdict.push} is told, the journal says {known}")
+            self.violated(f"{verdict.kind.name} of push {verdict.push} is told, the journal says {known}")
 
     def _check(self, master: WalkMaster) -> None:
         self._memory.follow([*self.disk.entries, *master.pending])
         for holds, sentence in (*self._ledger(master), *_machines(master), *_calls(master)):
             if not holds:
-                self.checks.violated(sentence)
+                self.violated(sentence)
 
     def _ledger(self, master: WalkMaster) -> list[tuple[bool, str]]:
         assert master.state is not None
@@ -206,7 +207,7 @@ class WalkMaster(MasterHost):
 
     stops_writing_at: int | None = None
 
-    def __init__(self, world: World, name: str, disk: JournalDisk) -> None:
+    def __init__(self, world: SeedRun, name: str, disk: JournalDisk) -> None:
         super().__init__(world, name, disk)
         self.must_refuse: dict[int, str] = {}
         """Calls that must not succeed: what each is, by its token."""
@@ -241,7 +242,7 @@ class WalkMaster(MasterHost):
         if isinstance(verdict, Verdict) and self.epoch == self.disk.epoch and isinstance(self.world, Walk):
             self.world.told(verdict)
         if token in self.must_refuse and not isinstance(body, Refusal):
-            self.world.checks.violated(f"a {self.must_refuse[token]} of an earlier incarnation is taken (I8)")
+            self.world.violated(f"a {self.must_refuse[token]} of an earlier incarnation is taken (I8)")
         super()._answer(token, body)
 
     def _flush(self) -> None:

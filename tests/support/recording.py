@@ -9,14 +9,14 @@ from typing import Any
 
 from dips.core.messages import SnapshotInfo
 from dips.judge.records import RunRecords, StoredManifest, TapeLine
-from dips.sim import world as simulated
-from dips.sim.judging import Judge
+from dips.sim import seed_run as simulated
+from dips.sim.checks import Judge
 
 
 class Recording(Judge):
     """Keeps what a run's directory would hold in the end; a lost journal is gone."""
 
-    def __init__(self, world: simulated.World) -> None:
+    def __init__(self, world: simulated.SeedRun) -> None:
         super().__init__(world)
         self.records = RunRecords(Path("simulated"))
         self._clock = world.kernel

@@ -14,11 +14,10 @@ from dips.core.errors import LocalProtocolError
 from dips.core.ids import RoundId, Version, parse_version
 from dips.sim.arithmetic import F32
 from dips.sim.checks import push_of, version_of
-from dips.sim.hosts.cluster import ClusterHost
-from dips.sim.hosts.master import MasterHost
 from dips.sim.kernel import SimulatedProcess
 from dips.sim.run_plan import SimulatedRunPlan
-from dips.sim.world import World
+from dips.sim.seed_run import SeedRun
+from dips.sim.world import Host, MasterProcess
 from dips.worker.state.effects import Finished
 
 
@@ -251,7 +250,7 @@ class SimulationError(LocalProtocolError):
     """The simulated run broke a promise, or did not end."""
 
 
-class Course(World):
+class Course(SeedRun):
     """A simulated run without faults. published: called for each published version; journal: for each durable
     record."""
 
@@ -273,8 +272,8 @@ class Course(World):
         self._until(lambda: bool(self.ended) or stop(), limit_s)
         if self.ended:
             self.judge.finish()
-        if self.checks.violations:
-            raise SimulationError(f"the simulated run is broken: {self.checks.violations[0]}")
+        if self.violations:
+            raise SimulationError(f"the simulated run is broken: {self.violations[0]}")
         if not self.ended and not stop():
             raise SimulationError(f"the simulated run does not end within {limit_s:.0f} s: {self.waiting_for()}")
 
@@ -290,7 +289,7 @@ class Course(World):
                 start += block.n_elems
         return flat
 
-    # ---- what World draws at random or repairs ----
+    # ---- what SeedRun draws at random or repairs ----
 
     def _boot(self) -> None:
         for boot in (self.masters[0].boot, *(slave.boot for slave in self.slaves.values())):
@@ -298,13 +297,13 @@ class Course(World):
         for cluster in self.clusters.values():
             self.kernel.after(CLUSTERS_BOOT_S, None, cluster.boot)
 
-    def cluster_ended(self, cluster: ClusterHost, finished: Finished) -> None:
+    def cluster_ended(self, cluster: Host, finished: Finished) -> None:
         if finished.error is not None:
-            self.checks.violated(f"cluster {cluster.name} failed: {finished.error}")
+            self.violated(f"cluster {cluster.name} failed: {finished.error}")
 
     # ---- facts ----
 
-    def journalled(self, master: MasterHost, record: Mapping[str, Any]) -> None:
+    def journalled(self, master: MasterProcess, record: Mapping[str, Any]) -> None:
         super().journalled(master, record)
         self._journal(record)
 

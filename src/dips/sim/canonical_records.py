@@ -27,10 +27,9 @@ from dips.core import errors
 from dips.core.errors import RefusalCode
 from dips.core.messages import SnapshotInfo
 from dips.core.observe.seen import note, refuses
-from dips.sim.hosts.master import MasterHost
-from dips.sim.hosts.slave import SlaveHost
 from dips.sim.kernel import SimulatedProcess
-from dips.sim.world import SeedOutcome, World
+from dips.sim.seed_run import SeedOutcome, SeedRun
+from dips.sim.world import MasterProcess, SlaveProcess
 
 CHUNK = 10
 """Seeds that one worker process takes at a time."""
@@ -74,7 +73,7 @@ class Frozen:
         return f"{self.seed} {self.trace_hash} {self.digest} {self.records}"
 
 
-class RecordedWorld(World):
+class RecordedSeedRun(SeedRun):
     """A simulated run that collects its canonical records, a JSON text for each."""
 
     def __init__(self, seed: int) -> None:
@@ -97,12 +96,12 @@ class RecordedWorld(World):
         entry = {"seed": self.seed, "at_s": at_s, "who": who, "kind": kind, **fields}
         self.records.append(json.dumps(entry, separators=(",", ":"), sort_keys=True))
 
-    def journalled(self, master: MasterHost, record: Mapping[str, Any]) -> None:
+    def journalled(self, master: MasterProcess, record: Mapping[str, Any]) -> None:
         """Record an entry of the journal that is now durable."""
         self.record(master.name, "journal", {"entry": without_sentences(record)})
         super().journalled(master, record)
 
-    def manifest(self, slave: SlaveHost, info: SnapshotInfo, record: bytes) -> None:
+    def manifest(self, slave: SlaveProcess, info: SnapshotInfo, record: bytes) -> None:
         """Record a slave's manifest that is now durable. Its commit_hash is of a text with sentences, so the text is
         digested here."""
         decided = json.dumps(without_sentences(json.loads(record)), sort_keys=True)
@@ -169,7 +168,7 @@ def freeze(seed: int, out: Path | None = None) -> Frozen:
     Raises RuntimeError when an invariant is violated: such a run is no evidence.
     """
     note()
-    world = RecordedWorld(seed)
+    world = RecordedSeedRun(seed)
     collecting = gc.isenabled()
     gc.disable()  # a run is short, with few megabytes of garbage: collecting it would cost a tenth of the time
     try:

@@ -7,16 +7,18 @@ its seed fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dips.core.chunks import Chunk, chunks_of, shard_digest
 from dips.core.ids import Incarnation, PushId, Version
 from dips.core.machine import HISTORY_LENGTH
-from dips.core.messages import ClusterRequest, HeartbeatRequest
+from dips.core.messages import ClusterRequest, HeartbeatRequest, SnapshotInfo, VerdictKind
 from dips.core.protocol import MAX_LEASED_CHUNKS
-from dips.core.wire import Codec
+from dips.core.wire import DIFFERENCES, Codec
+from dips.judge.facts import decision_of
+from dips.judge.invariants import Checker, Violation
 from dips.master.state import pacing
 from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE
 from dips.master.state.ledger import APPLIED_KEPT
@@ -26,18 +28,15 @@ from dips.master.state.slave_links import DIALS_AGAIN_BEATS
 from dips.sim.arithmetic import Key, ModelVector, Value
 from dips.sim.content import Written, averaged, key_of, merged, rates_of
 from dips.sim.counts import BYSTANDER_S, BYSTANDER_SHARE
-from dips.sim.hosts.calls import master_of
+from dips.sim.faults.world import FaultWorld
 from dips.sim.hosts.cluster import ClusterHost
 from dips.sim.hosts.master import MasterHost
 from dips.sim.hosts.slave import SlaveHost
 from dips.sim.kernel import SimulatedProcess
 from dips.slave.ring import SPARE_FILES
 from dips.slave.state.slave import MAX_WAITING
-
-if TYPE_CHECKING:
-    from dips.sim.world import World
-
-MAX_VIOLATIONS = 5
+from dips.worker.state import effects
+from dips.worker.state.cluster import ClusterMachine
 
 KEPT_VERSIONS = 64
 """Versions whose digests are kept; more than any process may still pull."""
@@ -48,24 +47,18 @@ class Checks:
     """The checks of one run. `sent`: each cluster's last push, how it was written, and the digest of its bytes.
     `digests`: what each slave holds of a version."""
 
-    world: World
+    world: FaultWorld
     sent: dict[str, tuple[PushId, Codec, bytes]] = field(default_factory=dict)
     digests: dict[Version, Mapping[str, str]] = field(default_factory=dict)
     placed: dict[Version, Mapping[int, str]] = field(default_factory=dict)
     applied: set[str] = field(default_factory=set)
     published: Version | None = None
     ever_published: set[Version] = field(default_factory=set)
-    violations: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         plan = self.world.plan
         self.chunks = chunks_of(plan.layout.blocks, plan.config.settings.chunk_bytes)
         self.checksum = plan.arithmetic.checksum
-
-    def violated(self, sentence: str) -> None:
-        self.world.kernel.note("check", f"VIOLATED {sentence}")
-        if len(self.violations) < MAX_VIOLATIONS:
-            self.violations.append(sentence)
 
     # ---- pushes and versions ----
 
@@ -74,7 +67,7 @@ class Checks:
         digest = shard_digest([self.checksum(vector.value(chunk)) for chunk in self.chunks])
         *before, known = self.sent.get(push.cluster, (push, wire, digest))
         if before == [push, wire] and known != digest:
-            self.violated(f"push {push} is sent with other bytes than before")
+            self.world.violated(f"push {push} is sent with other bytes than before")
         self.sent[push.cluster] = (push, wire, digest)
 
     def journalled(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
@@ -101,18 +94,20 @@ class Checks:
         known = self.digests.get(version)
         slave_of_block = self.placed.get(version, {})
         if known is None:
-            self.violated(f"{name} pulled version {version}, which was never committed")
+            self.world.violated(f"{name} pulled version {version}, which was never committed")
             return
         for slave, digest in known.items():
             keys = [key_of(chunk) for chunk in self.chunks if slave_of_block.get(chunk.block_id) == slave]
             if shard_digest([self.checksum(values[key]) for key in keys]).hex() != digest:
-                self.violated(f"{name} pulled something else of {slave} as version {version} than was merged (I3)")
+                self.world.violated(
+                    f"{name} pulled something else of {slave} as version {version} than was merged (I3)"
+                )
 
     def told(self, name: str, fields: Mapping[str, Any]) -> None:
         """A cluster received a verdict: APPLIED must be durable by then (a ROLLBACK may have overtaken the answer)."""
         kind = fields.get("verdict", fields.get("kind"))
         if kind == "APPLIED" and fields["push"] not in self.applied:
-            self.violated(f"{name} received APPLIED for push {fields['push']}, which no durable COMMIT holds")
+            self.world.violated(f"{name} received APPLIED for push {fields['push']}, which no durable COMMIT holds")
 
     def publish(self, version: Version) -> None:
         """I17: check that published versions never go back, unless a disk was lost or durability is async."""
@@ -121,7 +116,7 @@ class Checks:
         if before is None or (version >= before and version.timeline == before.timeline):
             return
         if not self.world.may_roll_back:
-            self.violated(f"published went from {before} to {version}, and no disk was lost (I17)")
+            self.world.violated(f"published went from {before} to {version}, and no disk was lost (I17)")
 
 
 def version_of(raw: Any) -> Version | None:
@@ -165,7 +160,7 @@ class ContentChecks(Checks):
     def pushing(self, push: PushId, wire: Codec, vector: ModelVector) -> None:
         known = self.first.setdefault((push, wire), vector)
         if known != vector:
-            self.violated(f"push {push} is sent with other bytes than before")
+            self.world.violated(f"push {push} is sent with other bytes than before")
         self.pushes[push] = vector.rounded if isinstance(vector, Written) else vector
 
     def journalled(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
@@ -186,12 +181,12 @@ class ContentChecks(Checks):
         accepted = [item for item in record["participants"] if item["verdict"] == "APPLIED"]
         vectors = [self.pushes.get(push_of(item["push"])) for item in accepted]
         if any(vector is None for vector in vectors):
-            self.violated(f"version {version} merges a push that no cluster sent")
+            self.world.violated(f"version {version} merges a push that no cluster sent")
             return
         before = self.content.get(Version(version.timeline, version.v - 1))
         judgement = record["judgement"]
         if judgement is not None and before is None:
-            self.violated(f"version {version} follows a version that was never committed")
+            self.world.violated(f"version {version} follows a version that was never committed")
             return
         content = self._merge(before, [v for v in vectors if v is not None], judgement)
         self._check_digests(version, content, record["digests"], slave_of_block)
@@ -199,7 +194,7 @@ class ContentChecks(Checks):
             self.content[version] = content
         known = self.content.setdefault(version, content)
         if known != content:
-            self.violated(f"version {version} has two contents (I2)")
+            self.world.violated(f"version {version} has two contents (I2)")
         self.note_applied(record)
 
     def _merge(self, before: ContentByKey | None, vectors: Sequence[ModelVector], judgement: Any) -> ContentByKey:
@@ -225,7 +220,7 @@ class ContentChecks(Checks):
         assert version is not None, "a ROLLBACK names its version"
         known = self.content.get(origin) if origin is not None else None
         if known is None:
-            self.violated(f"version {version} goes back to {origin}, which was never committed")
+            self.world.violated(f"version {version} goes back to {origin}, which was never committed")
             return
         content = {key: (theta, 0) for key, (theta, _) in known.items()} if record.get("donor") else known
         self._check_digests(version, content, record["digests"], slave_of_block)
@@ -238,13 +233,13 @@ class ContentChecks(Checks):
         assert version is not None, "a RESHARD names its version"
         known = self.content.get(before) if before is not None else None
         if known is None:
-            self.violated(f"version {version} moves {before}, which was never committed")
+            self.world.violated(f"version {version} moves {before}, which was never committed")
             return
         self._check_digests(version, known, record["digests"], slave_of_block)
         if version in self.unseen and version not in self.world.committed_somewhere:
             self.content[version] = known
         if self.content.setdefault(version, known) != known:
-            self.violated(f"version {version} has two contents (I2)")
+            self.world.violated(f"version {version} has two contents (I2)")
 
     def _adopted(self, version: Version | None) -> None:
         """An ADOPT: the slaves' history is taken over; versions that only a lost journal had are forgotten."""
@@ -263,15 +258,15 @@ class ContentChecks(Checks):
             keys = [key_of(chunk) for chunk in self.chunks if slave_of_block.get(chunk.block_id) == slave]
             mine = [self.checksum(content[key][0]) for key in keys]
             if shard_digest(mine).hex() != digest:
-                self.violated(f"slave {slave} holds something else as version {version} than what was merged")
+                self.world.violated(f"slave {slave} holds something else as version {version} than what was merged")
 
     def pulled(self, name: str, version: Version, values: Mapping[Key, int]) -> None:
         """I3: check that a pulled version is whole and was committed."""
         known = self.content.get(version)
         if known is None:
-            self.violated(f"{name} pulled version {version}, which was never committed")
+            self.world.violated(f"{name} pulled version {version}, which was never committed")
         elif any(values.get(key) != known[key][0] for key in map(key_of, self.chunks)):
-            self.violated(f"{name} pulled something else as version {version} than what was merged (I3)")
+            self.world.violated(f"{name} pulled something else as version {version} than what was merged (I3)")
 
 
 # ---- name checks -----------------------------------------------------------------------------------------------------
@@ -296,7 +291,7 @@ class _Owner:
 class NameChecks:
     """Takes from the world: starts of processes, beats that reach a master, and the master's tape."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: FaultWorld) -> None:
         self._world = world
         self._processes: dict[str, tuple[SimulatedProcess, int]] = {}
         self._owners: dict[tuple[str, str], _Owner] = {}
@@ -333,7 +328,7 @@ class NameChecks:
     def _takes(self, whose: tuple[str, str], drawn: str, incarnation: str) -> None:
         world, owner = self._world, self._owners.get(whose)
         if owner is not None and owner.drawn != drawn and self._is_alive(whose, owner):
-            world.checks.violated(
+            world.violated(
                 f"{whose[0]} {whose[1]} was taken over, as incarnation {incarnation}, from a process that sends beats"
             )
         self._owners[whose] = _Owner(drawn, incarnation, world.kernel.now_s, whose[0] == "slave")
@@ -372,7 +367,7 @@ PIECES_OF_A_CHUNK = 4
 class Budgets:
     """The budgets of one run."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: FaultWorld) -> None:
         self._world = world
 
     def check(self) -> None:
@@ -389,7 +384,7 @@ class Budgets:
         for what, size, most in used:
             self._world.counts.filled(what, size, most)
             if size > most:
-                self._world.checks.violated(f"{who}: {size} {what}, at most {most} may be (I16)")
+                self._world.violated(f"{who}: {size} {what}, at most {most} may be (I16)")
 
     def _of_master(self, master: MasterHost) -> Used:
         if master.state is None:
@@ -455,7 +450,7 @@ SLOWEST = 3.0
 class VerdictWaits:
     """The waits of one run."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: FaultWorld) -> None:
         self._world = world
         self.judging = False
         self._since_s: dict[str, float] = {}
@@ -480,15 +475,122 @@ class VerdictWaits:
         world.counts.took(BYSTANDER_S, waited_s)
         world.counts.took(BYSTANDER_SHARE, waited_s / most_s)
         if waited_s > most_s:
-            world.checks.violated(
+            world.violated(
                 f"{cluster} waited {waited_s:.1f} s for its verdict, at most {most_s:.1f} s because of "
                 f"{world.plan.sabotaged} (I15)"
             )
 
     def most_s(self) -> float | None:
         """Two ordinary rounds, the grace window and one round time-out; None while no version is published."""
-        plan, master = self._world.plan, master_of(self._world)
+        plan, master = self._world.plan, self._world.newest_master()
         if master is None or master.state is None or master.state.shared.published is None:
             return None
         round_s = SLOWEST * (3 * plan.work_s + 4 * plan.flush_s + 12 * plan.delay_s)
         return ROUNDS * round_s + pacing.longest_window_s(master.state.shared) + plan.config.round_timeout_s
+
+
+# ---- residuals -------------------------------------------------------------------------------------------------------
+#
+# Checks what happens to a cluster's residual, by the last column of the table of verdicts (docs/protocol.md).
+#
+# Judged from outside the session: from its tape lines of one step, how it sent the push, and what it waits for.
+
+
+def residual_fault(
+    before: int, after: int, outputs: Sequence[effects.Effect], sent_as: Mapping[str, Codec], session: ClusterMachine
+) -> str:
+    """A sentence when one step of a session did something else to the residual than the table says; "" when not.
+
+    before, after: ClusterModel.residual_mark. outputs: the effects of the step. sent_as: how each push of this
+    incarnation was sent last.
+    """
+    if session.shared.residual != (after != 0):
+        return f"the session {'knows' if session.shared.residual else 'denies'} a residual, the parameters have {after}"
+    plan = session.pulling.plan
+    replaced = plan is not None and plan.drops
+    if replaced:
+        return f"residual {after} outlives the steps that it comes from" if after else ""
+    for push in _applied(outputs):
+        if push not in sent_as:
+            return f"residual {after} outlives push {push}, and the form of that push is not known" if after else ""
+        if sent_as[push] in DIFFERENCES:
+            kept = after not in (0, before)
+            return "" if kept else f"push {push} was applied as differences, and residual {before} did not advance"
+    moved = before != after and not (after == 0 and (_reinstalled(outputs) or _dropped_and_donating(outputs)))
+    return f"residual {before} became {after}, which the table does not allow" if moved else ""
+
+
+def _applied(outputs: Sequence[effects.Effect]) -> list[str]:
+    """Pushes whose APPLIED was received now."""
+    verdicts = [item.fields for item in outputs if isinstance(item, effects.Record) and item.kind == "verdict"]
+    return [str(row["push"]) for row in verdicts if row["verdict"] == VerdictKind.APPLIED.name]
+
+
+def _dropped_and_donating(outputs: Sequence[effects.Effect]) -> bool:
+    """Whether the steps were dropped and, in the same step, their pull was replaced by donating a lost version."""
+    lines = [item for item in outputs if isinstance(item, effects.Record)]
+    dropped = any(
+        item.kind == "stale" or item.fields.get("verdict") in (VerdictKind.EXCLUDED.name, VerdictKind.ROLLED_BACK.name)
+        for item in lines
+    )
+    return dropped and any(item.kind == "donated" for item in lines)
+
+
+def _reinstalled(outputs: Sequence[effects.Effect]) -> bool:
+    """Whether a version was installed for which steps were dropped, or this incarnation seeds the run."""
+    return any(
+        isinstance(item, effects.Install)
+        or (isinstance(item, effects.Record) and item.kind == "push_begun" and item.fields["base"] == "None")
+        for item in outputs
+    )
+
+
+# ---- facts -----------------------------------------------------------------------------------------------------------
+#
+# Passes every fact to the invariants (dips.judge.invariants), in the form of journals, tapes and manifests.
+
+
+class Judge:
+    """Judges each fact and adds violations to the run's list at once."""
+
+    def __init__(self, world: FaultWorld) -> None:
+        self._world = world
+        self._checker = Checker(durability=world.plan.durability)
+
+    def journal(self, record: Mapping[str, Any]) -> None:
+        self._report(self._checker.feed_journal(record))
+
+    def tape(self, role: str, name: str, kind: str, fields: Mapping[str, Any]) -> None:
+        self._report(self._checker.feed_tape(role, name, kind, fields, self._world.kernel.now_s))
+
+    def manifest(self, slave: str, info: SnapshotInfo, record: bytes) -> None:
+        self._report(
+            self._checker.feed_manifest(
+                slave,
+                {
+                    "version": str(info.version),
+                    "round": str(info.round),
+                    "digest": info.digest.hex(),
+                    "commit_hash": info.commit_hash.hex(),
+                    "commit_record": record.decode(),
+                },
+            )
+        )
+
+    def lost_journal(self, left: Iterable[Mapping[str, Any]]) -> None:
+        """The master's disk is lost, or restored from a copy with these records."""
+        made = (decision_of(record).version for record in left)
+        self._checker.lost_journal({version for version in made if version is not None})
+
+    def counts(self) -> Mapping[str, int]:
+        """Invariant -> how many facts it judged."""
+        return self._checker.counts()
+
+    def finish(self) -> None:
+        """The run is over: judge what was still waiting for a proof."""
+        before = len(self._checker.violations)
+        self._report(self._checker.finish()[before:])
+
+    def _report(self, violations: list[Violation]) -> None:
+        for violation in violations:
+            self._world.violated(str(violation))

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 from dips.core.observe.seen import note
+from dips.sim.seed_run import SeedOutcome, SeedRun
 from dips.sim.totals import Totals, complaints, reasons_of, report
-from dips.sim.world import SeedOutcome, World
 
 CHUNK = 10
 """Seeds that one worker process takes at a time."""
@@ -31,7 +31,7 @@ def run_one(seed: int) -> tuple[SeedOutcome, float]:
     began_s = time.process_time()
     gc.disable()  # a run is short, with few megabytes of garbage: collecting it would cost a tenth of the time
     try:
-        outcome = World(seed).run()
+        outcome = SeedRun(seed).run()
     except Exception as error:
         raise RuntimeError(f"the simulator itself failed in seed {seed}") from error
     finally:
@@ -68,7 +68,7 @@ def _add_all(totals: Totals, batches: Iterable[list[tuple[SeedOutcome, float]]])
 
 def tell(seed: int, trace: bool) -> int:
     """Run and print one seed; with `trace`, all its events."""
-    outcome = World(seed, tell=trace).run()
+    outcome = SeedRun(seed, tell=trace).run()
     for line in outcome.story:
         print(line)
     print(

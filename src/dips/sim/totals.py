@@ -16,7 +16,7 @@ from dips.core.observe.seen import report as seen_report
 from dips.master.state.records import RoundPhase
 from dips.sim.counts import NO_MASTER, RECOVERY, STARTING, RunCounts, by_phase
 from dips.sim.faults import register
-from dips.sim.world import SeedOutcome
+from dips.sim.seed_run import SeedOutcome
 
 SEEDS_FOR_FAULTS = 200
 SEEDS_FOR_PHASES = 2000

@@ -317,7 +317,7 @@ class TestBrokenRuns:
 
     def test_a_broken_promise_is_an_error(self) -> None:
         course = self.course()
-        course.kernel.at(5.0, None, course.checks.violated, "the sky fell")
+        course.kernel.at(5.0, None, course.violated, "the sky fell")
         with pytest.raises(SimulationError, match="the sky fell"):
             course.run_through(lambda: False, 1e6)
 
@@ -336,7 +336,7 @@ class TestBrokenRuns:
         version = max(course.checks.digests)
         course.checks.pulled("a", version, values)
         course.checks.pulled("a", Version(7, 7), values)
-        *torn, unknown = course.checks.violations
+        *torn, unknown = course.violations
         assert len(torn) == len(course.slaves)
         assert all("(I3)" in sentence for sentence in torn)
         assert "never committed" in unknown

@@ -14,7 +14,7 @@ import pytest
 from dips.sim import run_plan
 from dips.sim import seeds as run_seeds
 from dips.sim.faults import register
-from dips.sim.world import World
+from dips.sim.seed_run import SeedRun
 
 N_SEEDS = int(os.environ.get("DIPS_TEST_SEEDS", "200"))
 IN_ONE_TEST = 10
@@ -34,7 +34,7 @@ def test_every_kind_of_fault_strikes(kind: str) -> None:
     """Planned five times over, in a few seeds: it is counted, and nothing breaks."""
     fired: Counter[str] = Counter()
     for seed in SMALL_ONES:
-        outcome = World(seed, planned=(kind,) * 5).run()
+        outcome = SeedRun(seed, planned=(kind,) * 5).run()
         assert outcome.violations == ()
         fired.update(outcome.fired)
         if fired[kind]:

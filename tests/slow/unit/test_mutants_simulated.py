@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.mutants import Mutant, planted
 
 from dips.sim.search.bounds import Bounds
-from dips.sim.world import World
+from dips.sim.seed_run import SeedRun
 
 SEEDS = 150
 """Damage must fall on a pull; without the mutants these seeds are clean (test_sim_seeds.py)."""
@@ -34,7 +34,7 @@ DAMAGE_COUNTS = Mutant(
 
 def _first_violation() -> tuple[int, str] | None:
     for seed in range(SEEDS):
-        violations = World(seed).run().violations
+        violations = SeedRun(seed).run().violations
         if violations:
             return seed, violations[0]
     return None
@@ -47,7 +47,7 @@ def test_a_torn_pull_is_noticed_when_nothing_checks_what_arrives() -> None:
     seed, sentence = found
     print(f"seed {seed}: {sentence}")
     assert sentence.endswith("(I3)"), sentence
-    assert World(seed).run().violations == (), "the same seed is clean without the bugs"
+    assert SeedRun(seed).run().violations == (), "the same seed is clean without the bugs"
 
 
 WHOLE_SHARE = Mutant(
@@ -66,4 +66,4 @@ def test_a_wrong_share_of_averaged_buffers_is_noticed() -> None:
     assert found is not None
     seed, sentence = found
     assert sentence.endswith("than what was merged"), sentence
-    assert World(seed).run().violations == (), "the same seed is clean without the bug"
+    assert SeedRun(seed).run().violations == (), "the same seed is clean without the bug"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from dips.master.state.penalty_types import PenaltyConfig
-from dips.sim.hosts.master import MasterHost
 from dips.sim.run_plan import SimulatedRunPlan, make_plan
-from dips.sim.world import World
+from dips.sim.seed_run import SeedRun
+from dips.sim.world import MasterProcess
 
 N, MU = 3, 0.8
 SEEDS = 14
@@ -41,14 +41,14 @@ def plan_with(optimizer: str, seed: int) -> SimulatedRunPlan:
     return replace(plan, config=replace(plan.config, penalty=penalty, settings=settings))
 
 
-class Watched(World):
+class Watched(SeedRun):
     """Keeps the COMMIT records that became durable, in whatever life of the master."""
 
     def __init__(self, seed: int, plan: SimulatedRunPlan) -> None:
         self.commits: list[Mapping[str, Any]] = []
         super().__init__(seed, plan=plan)
 
-    def journalled(self, master: MasterHost, record: Mapping[str, Any]) -> None:
+    def journalled(self, master: MasterProcess, record: Mapping[str, Any]) -> None:
         super().journalled(master, record)
         if record["kind"] == "COMMIT":
             self.commits.append(record)

@@ -13,7 +13,7 @@ import pytest
 from dips.sim.hosts.cluster import ClusterHost
 from dips.sim.kernel import SimulatedProcess
 from dips.sim.run_plan import SimulatedRunPlan, make_plan
-from dips.sim.world import World
+from dips.sim.seed_run import SeedRun
 from dips.worker.state.terms import SessionPhase
 
 SEEDS = range(6200, 6212)
@@ -26,7 +26,7 @@ def plan_with(overlap: str, seed: int) -> SimulatedRunPlan:
     return replace(plan, config=replace(plan.config, settings=settings))
 
 
-class Watched(World):
+class Watched(SeedRun):
     """Counts steps by the phase in which they began, and installations by mode."""
 
     def __init__(self, seed: int, plan: SimulatedRunPlan) -> None:

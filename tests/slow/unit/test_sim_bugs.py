@@ -15,10 +15,11 @@ from dips.core.messages import DataMode, DataPlan, SnapshotInfo
 from dips.master.state.events import Stop
 from dips.sim.content import to_array
 from dips.sim.disks import SlaveDisk
+from dips.sim.faults.world import FaultWorld
 from dips.sim.hosts.master import MasterHost
 from dips.sim.kernel import SimulatedProcess
 from dips.sim.run_plan import make_plan
-from dips.sim.world import SeedOutcome, World
+from dips.sim.seed_run import SeedOutcome, SeedRun
 from dips.slave.ring import Ring
 
 
@@ -47,7 +48,7 @@ def test_a_manifest_that_failed_does_not_keep_its_file_reserved() -> None:
     ids=lambda faults: faults[0],
 )
 def test_a_run_whose_slaves_lost_the_model_gets_it_back_from_a_cluster(faults: tuple[str, ...]) -> None:
-    outcomes = [World(seed, planned=faults).run() for seed in range(8300, 8306)]
+    outcomes = [SeedRun(seed, planned=faults).run() for seed in range(8300, 8306)]
     assert [outcome.violations for outcome in outcomes if outcome.violations] == []
     assert any(("recovery", "GATHERING", "no common version", "DONATING") in outcome.arrows for outcome in outcomes)
 
@@ -55,7 +56,7 @@ def test_a_run_whose_slaves_lost_the_model_gets_it_back_from_a_cluster(faults: t
 @pytest.mark.parametrize("faults", [("lost_master_disk",), ("old_master_disk",)], ids=lambda faults: faults[0])
 def test_a_master_whose_disk_was_lost_shares_no_epoch_with_its_earlier_life(faults: tuple[str, ...]) -> None:
     for seed in range(8100, 8106):
-        world = World(seed, planned=faults)
+        world = SeedRun(seed, planned=faults)
         lives_of: dict[int, set[int]] = {}
 
         def attached(
@@ -84,13 +85,14 @@ def test_the_operator_asks_again_where_the_master_died_before_it_answered(monkey
             asked.append(token)
             if len(asked) == 1:
                 self.kill()
+                assert isinstance(self.world, FaultWorld)
                 self.world.restart(self, 1.0)
         return token
 
     monkeypatch.setattr(MasterHost, "operate", dying)
     for seed in range(4):
         asked.clear()
-        assert World(seed, planned=()).run().violations == ()
+        assert SeedRun(seed, planned=()).run().violations == ()
         assert len(asked) == 2, "the first was never answered, the second was"
 
 
@@ -102,7 +104,7 @@ def test_a_plan_is_made_of_the_seed_alone() -> None:
 def lost_beside_the_journal(seed: int) -> SeedOutcome:
     """Durability async: all slaves lose the version that is just published, and the master its directory."""
     plan = make_plan(Random(seed), durability="async")
-    world = World(seed, plan=replace(plan, data=DataPlan(DataMode.OWN)), planned=())
+    world = SeedRun(seed, plan=replace(plan, data=DataPlan(DataMode.OWN)), planned=())
     published: list[str] = []
 
     def strike() -> None:
@@ -141,8 +143,8 @@ def test_the_last_stop_is_not_taken_back_by_a_wish_that_was_to_come(monkeypatch:
             asked.append(action)
             return len(asked)
 
-    monkeypatch.setattr("dips.sim.world.master_of", lambda world: Obedient())
-    world = World(0)
+    monkeypatch.setattr(SeedRun, "newest_master", lambda run: Obedient())
+    world = SeedRun(0)
     world.operate_until_answered(lambda: "extend")
     world.operate_until_answered(lambda: "stop", last=True)
     world.operate_until_answered(lambda: "extend")

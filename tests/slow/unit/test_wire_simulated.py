@@ -12,7 +12,7 @@ from support.mutants import Mutant, planted
 from dips.core.wire import DIFFERENCES, Codec
 from dips.sim.kernel import SimulatedProcess
 from dips.sim.search.bounds import Bounds
-from dips.sim.world import World
+from dips.sim.seed_run import SeedRun
 from dips.worker.state import effects
 
 SEEDS = range(60)
@@ -72,7 +72,7 @@ BUGS = (
 )
 
 
-class Watched(World):
+class Watched(SeedRun):
     """Counts how pushes were granted, and what residuals did."""
 
     def __init__(self, seed: int) -> None:
@@ -101,14 +101,14 @@ def test_every_wire_type_is_granted_and_some_bases_go() -> None:
 @pytest.mark.parametrize(("mutant", "words"), BUGS, ids=[mutant.name.replace(" ", "-") for mutant, _ in BUGS])
 def test_a_planted_bug_is_noticed(mutant: Mutant, words: str) -> None:
     with planted(mutant):
-        found = next(filter(None, (World(seed).run().violations for seed in SEEDS)), ())
+        found = next(filter(None, (SeedRun(seed).run().violations for seed in SEEDS)), ())
     assert found, f"{mutant.name} is not noticed"
     assert any(words in sentence for sentence in found), found
 
 
 def test_a_push_that_is_sent_again_is_written_from_what_it_was_made_of() -> None:
     """The model in the simulator refuses a residual of anything but what was sent."""
-    world = World(0)
+    world = SeedRun(0)
     kept: list[effects.KeepResidual] = []
     for cluster in world.clusters.values():
         carry_out = cluster._carry_out

@@ -19,7 +19,7 @@ from dips.master.state.decisions import judgement_to_json
 from dips.master.state.penalty import judge, round_tokens
 from dips.master.state.penalty_types import PRESETS, DetectorState, JudgeInputs, Participant, PenaltyConfig
 from dips.master.state.records import outer_step_of
-from dips.sim import world as simulated
+from dips.sim import seed_run as simulated
 
 CONFIGS = {
     **PRESETS,
@@ -182,9 +182,9 @@ def test_a_mutant_of_judge_is_caught_by_name_while_it_runs_and_from_its_records(
     print(sentences[0])
 
 
-def _until_violated(seeds: Iterable[int]) -> tuple[simulated.World, tuple[str, ...]]:
+def _until_violated(seeds: Iterable[int]) -> tuple[simulated.SeedRun, tuple[str, ...]]:
     for seed in seeds:
-        world = simulated.World(seed)
+        world = simulated.SeedRun(seed)
         violations = world.run().violations
         if violations:
             return world, violations

@@ -6,7 +6,7 @@ import pytest
 from support.recording import Recording
 
 from dips.judge.verify import check_records
-from dips.sim import world as simulated
+from dips.sim import seed_run as simulated
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -14,7 +14,7 @@ def test_records_read_source_by_source_prove_what_was_true_all_along(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(simulated, "Judge", Recording)
-    world = simulated.World(seed)
+    world = simulated.SeedRun(seed)
     outcome = world.run()
     assert outcome.violations == ()
     judge = world.judge

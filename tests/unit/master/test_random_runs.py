@@ -37,17 +37,17 @@ SELDOM = {
 
 def assert_publishes_again(walk: Walk) -> None:
     walk.publishes_again()
-    assert walk.checks.violations == []
+    assert walk.violations == []
 
 
 @pytest.mark.parametrize("seed", range(N_WALKS))
 def test_nothing_is_lost_or_counted_twice_and_a_healed_run_publishes_again_and_ends(seed: int) -> None:
     walk = Walk(seed)
     walk.walk(EVENTS)
-    assert walk.checks.violations == []
+    assert walk.violations == []
     assert_publishes_again(walk)
     walk.ends()
-    assert walk.checks.violations == []
+    assert walk.violations == []
     assert walk.n_events >= EVENTS
     assert walk.ended == "the run has ended: enough"
 

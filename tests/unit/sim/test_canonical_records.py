@@ -18,9 +18,9 @@ import pytest
 from support.mutants import MUTANTS, Mutant, planted
 
 from dips.core import messages
-from dips.sim.canonical_records import Frozen, RecordedWorld, differences, freeze, main, read
+from dips.sim.canonical_records import Frozen, RecordedSeedRun, differences, freeze, main, read
 from dips.sim.search.bounds import Bounds
-from dips.sim.world import World
+from dips.sim.seed_run import SeedRun
 
 FROZEN = read(Path(__file__).parents[2] / "frozen" / "seeds.txt")
 N_SEEDS = 20
@@ -60,7 +60,7 @@ def test_500_seeds_are_frozen() -> None:
 
 
 def test_recording_changes_nothing_in_the_run() -> None:
-    assert RecordedWorld(SEED).run().trace_hash == World(SEED).run().trace_hash
+    assert RecordedSeedRun(SEED).run().trace_hash == SeedRun(SEED).run().trace_hash
 
 
 def test_records_depend_on_the_seed_alone(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_records_depend_on_the_seed_alone(tmp_path: Path) -> None:
 
 
 def test_a_record_has_a_seed_a_time_and_no_sentence() -> None:
-    world = RecordedWorld(7)
+    world = RecordedSeedRun(7)
     world.run()
     records = [json.loads(line) for line in world.records]
     kinds = {record["kind"] for record in records}
@@ -102,7 +102,7 @@ def test_a_record_has_a_seed_a_time_and_no_sentence() -> None:
 def test_a_planted_bug_changes_the_digest(name: str) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
     with planted(mutant):
-        worlds = [RecordedWorld(seed) for seed in range(4, 8)]
+        worlds = [RecordedSeedRun(seed) for seed in range(4, 8)]
         for world in worlds:
             world.run()
     assert [world.digest for world in worlds] != [FROZEN[world.seed].digest for world in worlds]
@@ -123,7 +123,7 @@ def test_another_name_or_sentence_changes_only_the_trace(change: AbstractContext
     with change:
         changed = freeze(SEED)
     assert changed.digest == FROZEN[SEED].digest
-    assert changed.trace_hash != World(SEED).run().trace_hash
+    assert changed.trace_hash != SeedRun(SEED).run().trace_hash
 
 
 def test_the_command_names_the_seed_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from dips.sim.hosts.master import MasterHost
 from dips.sim.run_plan import SimulatedRunPlan, make_plan
-from dips.sim.world import World
+from dips.sim.seed_run import SeedRun
+from dips.sim.world import MasterProcess
 
 N = 3
 STEPS = (("0.8", "0.0"), ("1.0", "0.0"), ("1.0", "0.8"))
@@ -21,14 +21,14 @@ PLANNED = ("lost_slave_disk", "lost_master_disk", "old_master_disk", *(("nan_pus
 """In each of them: between them lost journals, rollbacks and void rounds."""
 
 
-class Listening(World):
+class Listening(SeedRun):
     """Keeps what the journal is told."""
 
     def __init__(self, seed: int, plan: SimulatedRunPlan) -> None:
         super().__init__(seed, plan=plan, planned=PLANNED)
         self.records: list[Mapping[str, Any]] = []
 
-    def journalled(self, master: MasterHost, record: Mapping[str, Any]) -> None:
+    def journalled(self, master: MasterProcess, record: Mapping[str, Any]) -> None:
         super().journalled(master, record)
         self.records.append(record)
 
@@ -52,7 +52,7 @@ def test_the_place_in_the_cycle_survives_every_fault() -> None:
     for seed in SEEDS:
         world = Listening(seed, delayed(seed))
         world.run()
-        assert world.checks.violations == []
+        assert world.violations == []
         for record in world.records:
             kinds[record["kind"]] += 1
             if record["kind"] != "COMMIT" or record["judgement"] is None:

@@ -12,7 +12,7 @@ import pytest
 from dips.master.state.reshard import Reshard
 from dips.sim.faults import reshard as fault_reshard
 from dips.sim.hosts.move import SimulatedMove
-from dips.sim.world import SeedOutcome, World
+from dips.sim.seed_run import SeedOutcome, SeedRun
 
 FAULTS = sorted(fault_reshard.FAULTS)
 BESIDES = {
@@ -30,13 +30,13 @@ BESIDES = {
 """Seeds in which a RESHARD is done, and what else strikes there."""
 
 
-def resharded(seed: int, *faults: str) -> tuple[SeedOutcome, World]:
+def resharded(seed: int, *faults: str) -> tuple[SeedOutcome, SeedRun]:
     """One run with two wishes of an operator."""
-    world = World(seed, planned=(FAULTS[seed % 4], FAULTS[(seed + 1) % 4], *faults))
+    world = SeedRun(seed, planned=(FAULTS[seed % 4], FAULTS[(seed + 1) % 4], *faults))
     return world.run(), world
 
 
-def records(world: World) -> list[dict[str, Any]]:
+def records(world: SeedRun) -> list[dict[str, Any]]:
     return [json.loads(entry.record_json) for entry in world.disk.entries if entry.kind == "RESHARD"]
 
 

@@ -8,14 +8,14 @@ from dips.master.state.membership import Membership
 from dips.master.state.slaves import SlaveRegistry
 from dips.sim.search.explore import Search
 from dips.sim.search.searches import by_name
-from dips.sim.world import World
+from dips.sim.seed_run import SeedRun
 
 SEEDS = range(9100, 9104)
 
 
 @pytest.mark.parametrize("fault", ["same_slave_twice", "same_cluster_twice"])
 def test_a_second_process_displaces_none_that_beats(fault: str) -> None:
-    outcomes = [World(seed, planned=(fault,)).run() for seed in SEEDS]
+    outcomes = [SeedRun(seed, planned=(fault,)).run() for seed in SEEDS]
     assert [outcome.violations for outcome in outcomes] == [()] * len(outcomes)
     assert any(outcome.fired.get(fault) for outcome in outcomes)
 
@@ -31,7 +31,7 @@ def test_without_the_rule_the_simulator_names_who_was_displaced(
     monkeypatch: pytest.MonkeyPatch, owner: type, rule: str, fault: str
 ) -> None:
     monkeypatch.setattr(owner, rule, lambda *_: None)
-    violations = [sentence for seed in SEEDS for sentence in World(seed, planned=(fault,)).run().violations]
+    violations = [sentence for seed in SEEDS for sentence in SeedRun(seed, planned=(fault,)).run().violations]
     assert any(
         "was taken over" in sentence and "from a process that sends beats" in sentence for sentence in violations
     )

@@ -7,7 +7,7 @@ from support.mutants import Mutant, planted
 
 from dips.sim import run_plan
 from dips.sim.search.bounds import Bounds
-from dips.sim.world import World
+from dips.sim.seed_run import SeedRun
 
 SABOTAGED = [seed for seed in range(600) if run_plan.of_seed(seed) is run_plan.SABOTAGE][:30]
 
@@ -25,7 +25,7 @@ WAITS_FOR_ALL = Mutant(
 
 def _first_violation(seeds: list[int]) -> str | None:
     for seed in seeds:
-        violations = World(seed).run().violations
+        violations = SeedRun(seed).run().violations
         if violations:
             return violations[0]
     return None
@@ -40,13 +40,13 @@ def test_others_that_wait_for_one_bad_cluster_are_noticed() -> None:
 
 @pytest.mark.parametrize("what", ["members", "pins"])
 def test_memory_that_grows_past_its_formula_is_noticed(what: str) -> None:
-    world = World(4)
+    world = SeedRun(4)
     world.budgets._compare("master", iter([(what, 11, 10)]))
-    assert world.checks.violations == [f"master: 11 {what}, at most 10 may be (I16)"]
+    assert world.violations == [f"master: 11 {what}, at most 10 may be (I16)"]
 
 
 def test_every_budget_is_looked_at_and_kept() -> None:
-    fills = World(8).run().counts.fills
+    fills = SeedRun(8).run().counts.fills
     assert len(fills) >= 14
     assert all(size <= most for size, most in fills.values())
     assert fills["members"][0] > 1
@@ -56,7 +56,7 @@ def test_the_wall_clock_decides_nothing() -> None:
     """Whatever the clock says at the start, the same happens at the same time."""
     courses = []
     for wall_s in (0.0, 1.7e9, -1e9):
-        world = World(SMALL)
+        world = SeedRun(SMALL)
         world.wall_offset_s = wall_s
         outcome = world.run()
         courses.append((outcome.events, outcome.published, outcome.rounds, outcome.virtual_s, outcome.fired))

@@ -8,7 +8,7 @@ import pytest
 
 from dips.sim.counts import NO_MOMENT, NOTHING, OVER, RunCounts, by_phase
 from dips.sim.faults import register
-from dips.sim.world import World
+from dips.sim.seed_run import SeedRun
 
 
 def unaccounted(counts: RunCounts) -> dict[str, int]:
@@ -22,7 +22,7 @@ def unaccounted(counts: RunCounts) -> dict[str, int]:
 
 @pytest.mark.parametrize("seed", range(24, 30))
 def test_every_planned_fault_struck_or_has_a_reason(seed: int) -> None:
-    counts = World(seed).run().counts
+    counts = SeedRun(seed).run().counts
     assert unaccounted(counts) == {}
     struck = {kind for kind in counts.begun if counts.fired[kind]}
     armed = {kind for kind, why in counts.idle if why == NO_MOMENT}
@@ -30,7 +30,7 @@ def test_every_planned_fault_struck_or_has_a_reason(seed: int) -> None:
 
 
 def test_what_struck_is_counted_once_in_all_and_once_in_its_phase() -> None:
-    counts = World(8, planned=("crash_slave", "crash_master", "lost_chunks")).run().counts
+    counts = SeedRun(8, planned=("crash_slave", "crash_master", "lost_chunks")).run().counts
     assert counts.fired["crash_slave"] == 1
     together: Counter[str] = Counter()
     for (kind, _), n in counts.fired_in.items():
@@ -40,14 +40,14 @@ def test_what_struck_is_counted_once_in_all_and_once_in_its_phase() -> None:
 
 
 def test_a_slave_that_refuses_a_round_for_its_disk_is_counted() -> None:
-    fired = [World(seed, planned=("slave_disk_error",) * 3).run().counts.fired for seed in range(7000, 7004)]
+    fired = [SeedRun(seed, planned=("slave_disk_error",) * 3).run().counts.fired for seed in range(7000, 7004)]
     assert sum(counts["slave_disk_error"] > 0 for counts in fired) >= 3
 
 
 def test_a_kill_within_a_step_falls_into_phases_that_no_time_passes_in() -> None:
     phases: set[str] = set()
     for seed in range(9, 60):
-        outcome = World(seed, planned=("crash_master_in_step",) * 8).run()
+        outcome = SeedRun(seed, planned=("crash_master_in_step",) * 8).run()
         assert outcome.violations == (), seed
         phases |= {phase for (kind, phase) in outcome.counts.fired_in if kind == "crash_master_in_step"}
         if {"SEALED", "JUDGE"} <= phases:

@@ -12,10 +12,10 @@ from dips.core.layout import Block
 from dips.core.messages import BeginPullRequest, Caller
 from dips.sim.content import HUGE, NAN, SAME, PulledModel, Trained, gram_of, mixed
 from dips.sim.disks import LOST_DATA, LOST_NAMES, TORN_DATA, PowerLossError, SlaveDisk
-from dips.sim.hosts.calls import Asked
 from dips.sim.kernel import Kernel, SimulatedProcess
 from dips.sim.network import KEEPALIVE_S, End, Network, Stream, Weather
-from dips.sim.world import World
+from dips.sim.seed_run import SeedRun
+from dips.sim.world import Call
 
 CHUNK = Chunk(0, 0, 1024)
 
@@ -128,21 +128,21 @@ class TestStreams:
 
 
 class TestCalls:
-    def asked(self, world: World, heard: list[Any]) -> Asked:
+    def asked(self, world: SeedRun, heard: list[Any]) -> Call:
         cluster = world.clusters["a"]
         cluster.begin_process()
         world.masters[0].begin_process()
-        return Asked(world, cluster, BeginPullRequest(Caller("sim", 0, "a", None, "-")), 5.0, heard.append)
+        return Call(world, cluster, BeginPullRequest(Caller("sim", 0, "a", None, "-")), 5.0, heard.append)
 
     def test_an_answer_reaches_who_asked(self) -> None:
-        world = World(1)
+        world = SeedRun(1)
         heard: list[Any] = []
         self.asked(world, heard).answered("yes")
         run(world.kernel, 1.0)
         assert heard == ["yes"]
 
     def test_an_answer_to_a_killed_process_reaches_nobody(self) -> None:
-        world = World(1)
+        world = SeedRun(1)
         heard: list[Any] = []
         call = self.asked(world, heard)
         world.clusters["a"].kill()

@@ -6,35 +6,35 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
 from dips.core.net.data_header import DataHeader
-from dips.sim.data_keys import Away, may_ask
-from dips.sim.hosts import slave as slave_host
+from dips.sim.hosts.slave import SlaveHost
 from dips.sim.run_plan import make_plan
-from dips.sim.world import World
-from dips.slave.state.admission import Admission
+from dips.sim.seed_run import SeedRun
+from dips.sim.world import Away
 
 SEEDS = 12
 
 
-def with_keys(seed: int) -> World:
+def with_keys(seed: int) -> SeedRun:
     plan = make_plan(Random(seed))
-    return World(seed, plan=replace(plan, config=replace(plan.config, encrypted=True)))
+    return SeedRun(seed, plan=replace(plan, config=replace(plan.config, encrypted=True)))
 
 
 def test_runs_with_keys_and_faults_keep_their_promises(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers, real = Counter[str](), may_ask
+    answers, real = Counter[str](), SlaveHost._admits
 
     def counted(
-        admission: Admission, key: bytes, header: DataHeader, answer: Callable[[DataHeader, None], None], away: Away
+        slave: SlaveHost, key: bytes, header: DataHeader, answer: Callable[[DataHeader, Any], None], away: Away
     ) -> bool:
-        may = real(admission, key, header, answer, away)
-        answers["served" if may else "refused" if admission.listed(key.hex()) else "turned away"] += 1
+        may = real(slave, key, header, answer, away)
+        answers["served" if may else "refused" if slave.admission.listed(key.hex()) else "turned away"] += 1
         return may
 
-    monkeypatch.setattr(slave_host, "may_ask", counted)
+    monkeypatch.setattr(SlaveHost, "_admits", counted)
     for seed in range(SEEDS):
         outcome = with_keys(seed).run()
         assert outcome.violations == (), f"seed {seed}"

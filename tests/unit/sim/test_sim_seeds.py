@@ -14,7 +14,7 @@ import pytest
 
 from dips.sim import run_plan
 from dips.sim import seeds as run_seeds
-from dips.sim.world import World
+from dips.sim.seed_run import SeedRun
 
 N_SEEDS = 40
 IN_ONE_TEST = 10
@@ -24,7 +24,7 @@ OF_EACH_SHAPE = [
     for shape in (run_plan.SMALL, run_plan.WIDE, run_plan.SABOTAGE)
 ]
 
-HASHES = "from dips.sim.world import World; print(*(World(seed).run().trace_hash for seed in {seeds}))"
+HASHES = "from dips.sim.seed_run import SeedRun; print(*(SeedRun(seed).run().trace_hash for seed in {seeds}))"
 
 
 def hashes_in_another_process(seeds: list[int], hash_seed: str) -> list[str]:
@@ -42,17 +42,17 @@ def test_every_invariant_holds_after_every_step(first: int) -> None:
 
 
 def test_a_seed_is_one_run_bit_for_bit() -> None:
-    assert len({World(3).run().trace_hash for _ in range(2)}) == 1
-    assert World(3).run().trace_hash != World(4).run().trace_hash
+    assert len({SeedRun(3).run().trace_hash for _ in range(2)}) == 1
+    assert SeedRun(3).run().trace_hash != SeedRun(4).run().trace_hash
 
 
 def test_the_order_of_sets_and_dictionaries_of_objects_does_not_matter() -> None:
-    here = [World(seed).run().trace_hash for seed in OF_EACH_SHAPE]
+    here = [SeedRun(seed).run().trace_hash for seed in OF_EACH_SHAPE]
     assert hashes_in_another_process(OF_EACH_SHAPE, "1") == hashes_in_another_process(OF_EACH_SHAPE, "2") == here
 
 
 def test_telling_the_story_changes_nothing() -> None:
-    told, quiet = World(5, tell=True).run(), World(5).run()
+    told, quiet = SeedRun(5, tell=True).run(), SeedRun(5).run()
     assert told.trace_hash == quiet.trace_hash
     assert not quiet.story
     assert any("journal COMMIT" in line for line in told.story)

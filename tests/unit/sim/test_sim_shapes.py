@@ -11,7 +11,7 @@ import pytest
 from dips.sim import run_plan
 from dips.sim.faults import register
 from dips.sim.run_plan import SimulatedRunPlan, make_plan
-from dips.sim.world import World
+from dips.sim.seed_run import SeedRun
 
 
 def plans_of(shape: run_plan.Shape, n: int) -> list[SimulatedRunPlan]:
@@ -46,7 +46,7 @@ def test_a_long_run_lasts_for_its_rounds_and_faults_never_cease() -> None:
     """A tenth of the shortest long run; whole ones run with thousands of seeds."""
     seed = 3
     plan = replace(make_plan(Random(seed), shape=run_plan.LONG), rounds=100, fault_every_s=8.0)
-    outcome = World(seed, plan=plan).run()
+    outcome = SeedRun(seed, plan=plan).run()
     assert outcome.violations == ()
     assert outcome.rounds >= 100
     assert sum(outcome.counts.planned.values()) > 8
@@ -57,7 +57,7 @@ class TestSabotage:
         seeds = [seed for seed in range(400) if run_plan.of_seed(seed) is run_plan.SABOTAGE][:3]
         judged = 0
         for seed in seeds:
-            world = World(seed)
+            world = SeedRun(seed)
             outcome = world.run()
             assert outcome.violations == (), seed
             assert set(outcome.counts.planned) <= set(register.OF_ONE_CLUSTER)
@@ -69,5 +69,5 @@ class TestSabotage:
 
     def test_faults_of_others_are_no_sabotage(self) -> None:
         seed = next(seed for seed in range(400) if run_plan.of_seed(seed) is run_plan.SABOTAGE)
-        assert World(seed).waits.judging
-        assert not World(seed, planned=("crash_master",)).waits.judging
+        assert SeedRun(seed).waits.judging
+        assert not SeedRun(seed, planned=("crash_master",)).waits.judging

@@ -11,13 +11,13 @@ import pytest
 from dips.sim import totals
 from dips.sim.counts import RunCounts
 from dips.sim.faults import register
+from dips.sim.seed_run import SeedOutcome, SeedRun
 from dips.sim.totals import PHASES, SEEDS_FOR_ARROWS, SEEDS_FOR_FAULTS, Totals, complaints, report
-from dips.sim.world import SeedOutcome, World
 
 
 @cache
 def an_outcome() -> SeedOutcome:
-    return World(1).run()
+    return SeedRun(1).run()
 
 
 def outcome_with(violations: tuple[str, ...] = (), counts: RunCounts | None = None) -> SeedOutcome:

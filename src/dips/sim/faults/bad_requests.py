@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
@@ -38,16 +38,14 @@ from dips.core.wire import Codec
 from dips.master.state.events import OperatorAction, Pause, Resume, Stop
 from dips.master.state.records import PushPhase
 from dips.sim.faults.processes import a_cluster, a_slave, the_master
+from dips.sim.faults.world import FaultWorld
 from dips.sim.kernel import SimulatedProcess
-
-if TYPE_CHECKING:
-    from dips.sim.world import World
 
 HELLO = Hello(1, 1, ("codec-f32",), "bad request")
 FOREIGN_LAYOUT = Layout((Parameter("other.w", (7,), "float32", "other"),))
 
 
-def _caller(world: World, **changes: Any) -> Caller | None:
+def _caller(world: FaultWorld, **changes: Any) -> Caller | None:
     """An honest cluster's identity, with a part of it replaced."""
     cluster = a_cluster(world)
     if cluster is None or cluster.session is None or cluster.session.shared.terms.incarnation is None:
@@ -55,7 +53,7 @@ def _caller(world: World, **changes: Any) -> Caller | None:
     return replace(cluster.session.shared.terms.caller("bad request"), **changes)
 
 
-def _send(world: World, request: ClusterRequest) -> bool:
+def _send(world: FaultWorld, request: ClusterRequest) -> bool:
     master = the_master(world)
     if master is None or master.paused:
         return False
@@ -64,9 +62,9 @@ def _send(world: World, request: ClusterRequest) -> bool:
     return True
 
 
-def _calls(caller: Caller, world: World) -> list[ClusterRequest]:
+def _calls(caller: Caller, world: FaultWorld) -> list[ClusterRequest]:
     """One of each call that changes something."""
-    base = world.checks.published or Version(1, 0)
+    base = world.published or Version(1, 0)
     return [
         BeginPushRequest(caller, 1, base, 0, (), 40, 3),
         FinishPushRequest(caller, 1, 1, ()),
@@ -79,40 +77,40 @@ def _calls(caller: Caller, world: World) -> list[ClusterRequest]:
     ]
 
 
-def _as(world: World, caller: Caller | None) -> bool:
+def _as(world: FaultWorld, caller: Caller | None) -> bool:
     return caller is not None and _send(world, world.kernel.rng.choice(_calls(caller, world)))
 
 
-def wrong_run_id(world: World) -> bool:
+def wrong_run_id(world: FaultWorld) -> bool:
     return _as(world, _caller(world, run_id="another-run"))
 
 
-def old_incarnation(world: World) -> bool:
+def old_incarnation(world: FaultWorld) -> bool:
     return _as(world, _caller(world, incarnation=Incarnation(1, 0)))
 
 
-def old_epoch(world: World) -> bool:
+def old_epoch(world: FaultWorld) -> bool:
     caller = _caller(world)
     return _as(world, replace(caller, epoch=caller.epoch - 1) if caller else None)
 
 
-def unknown_cluster(world: World) -> bool:
+def unknown_cluster(world: FaultWorld) -> bool:
     return _as(world, _caller(world, name="nobody"))
 
 
-def absurd_tokens(world: World) -> bool:
+def absurd_tokens(world: FaultWorld) -> bool:
     """Push absurd token counts in the name of an honest cluster, whose own push may at most be aborted."""
     caller = _caller(world)
-    base = world.checks.published
+    base = world.published
     if caller is None or base is None:
         return False
     tokens = world.kernel.rng.choice((0, -5, 1 << 62))
     return _send(world, BeginPushRequest(caller, 10**6, base, 0, (), tokens, 3))
 
 
-def foreign_ranges(world: World) -> bool:
+def foreign_ranges(world: FaultWorld) -> bool:
     caller = _caller(world)
-    base = world.checks.published
+    base = world.published
     if caller is None or base is None:
         return False
     ranges = (DataRange(world.kernel.rng.randint(1, 9), 0, 0, 0, 4),)
@@ -120,24 +118,24 @@ def foreign_ranges(world: World) -> bool:
     return _send(world, world.kernel.rng.choice((request, ReturnDataRequest(caller, ranges))))
 
 
-def wrong_layout(world: World) -> bool:
+def wrong_layout(world: FaultWorld) -> bool:
     plan = world.plan
     caller = Caller("", 0, "stranger", None, "bad request")
     layout, claimed = world.kernel.rng.choice(
         ((FOREIGN_LAYOUT, FOREIGN_LAYOUT.layout_hash), (plan.layout, b"not its hash"))
     )
-    if world.disk.epoch == 0 or world.checks.published is None:
+    if world.disk.epoch == 0 or world.published is None:
         return False
     return _send(world, JoinRequest(caller, HELLO, layout, claimed, plan.data))
 
 
-def replayed_request(world: World) -> bool:
+def replayed_request(world: FaultWorld) -> bool:
     """An earlier request arrives once more."""
     honest = [r for r in world.requests if not isinstance(r, JoinRequest | LeaveRequest)]
     return bool(honest) and _send(world, world.kernel.rng.choice(honest))
 
 
-def repeated_begin_push(world: World) -> bool:
+def repeated_begin_push(world: FaultWorld) -> bool:
     """The open push is begun once more while it is sent: what was sent for the previous attempt is late."""
     for cluster in world.clusters.values():
         session = cluster.session
@@ -151,12 +149,12 @@ def repeated_begin_push(world: World) -> bool:
     return False
 
 
-def repeated_welcome(world: World) -> bool:
+def repeated_welcome(world: FaultWorld) -> bool:
     master = the_master(world)
     return master is not None and not master.paused and master.welcome_again()
 
 
-def returned_in_its_name(world: World) -> bool:
+def returned_in_its_name(world: FaultWorld) -> bool:
     """Another process returns the data that a cluster trains on: its push cannot count, and it must still go on."""
     cluster = a_cluster(world)
     if cluster is None or cluster.session is None or cluster.session.shared.terms.incarnation is None:
@@ -166,7 +164,7 @@ def returned_in_its_name(world: World) -> bool:
     return bool(ranges) and _send(world, ReturnDataRequest(cluster.session.shared.terms.caller("bad request"), ranges))
 
 
-def finished_behind_its_back(world: World) -> bool:
+def finished_behind_its_back(world: FaultWorld) -> bool:
     """A cluster gets no answer from slaves while its last chunks arrive, and another process finishes its push. Counted
     when that happens."""
 
@@ -185,7 +183,7 @@ def finished_behind_its_back(world: World) -> bool:
     return True
 
 
-def _finish_in_its_name(world: World, name: str) -> None:
+def _finish_in_its_name(world: FaultWorld, name: str) -> None:
     master, session = the_master(world), world.clusters[name].session
     member = master.state.shared.members.get(name) if master is not None and master.state is not None else None
     if world.healed or session is None or member is None or member.push is None:
@@ -198,7 +196,7 @@ def _finish_in_its_name(world: World, name: str) -> None:
         _send(world, FinishPushRequest(caller, push.id.seq, push.attempt, digests))
 
 
-def used_up_numbers(world: World) -> bool:
+def used_up_numbers(world: FaultWorld) -> bool:
     """Another process asks, in a cluster's name, for the verdict of its future pushes: their numbers become void."""
     cluster = a_cluster(world)
     caller = _caller(world)
@@ -208,7 +206,7 @@ def used_up_numbers(world: World) -> bool:
     return _send(world, AwaitVerdictRequest(caller, push, 1.0))
 
 
-def replayed_word_of_slave(world: World) -> bool:
+def replayed_word_of_slave(world: FaultWorld) -> bool:
     """A slave's old message arrives on its stream again, also one of an earlier incarnation."""
     slave, master = a_slave(world), the_master(world)
     if slave is None or master is None or master.paused or not slave.said:
@@ -220,10 +218,10 @@ def replayed_word_of_slave(world: World) -> bool:
     return True
 
 
-def stranger_among_slaves(world: World) -> bool:
+def stranger_among_slaves(world: FaultWorld) -> bool:
     """A hello under a name that is not of this run, and one that lies about its run."""
     master = the_master(world)
-    if master is None or master.paused or world.checks.published is None:
+    if master is None or master.paused or world.published is None:
         return False
     body = SlaveHello(HELLO, "tcp://stranger:1", 1 << 20, 0)
     run_id = world.kernel.rng.choice((world.run_id, "another-run"))
@@ -231,7 +229,7 @@ def stranger_among_slaves(world: World) -> bool:
     return True
 
 
-def garbage_chunks(world: World) -> bool:
+def garbage_chunks(world: FaultWorld) -> bool:
     """Chunks of another run, of no push, of a block that is not there, with a checksum that is none."""
     slave = a_slave(world)
     if slave is None or slave.paused:
@@ -247,7 +245,7 @@ def garbage_chunks(world: World) -> bool:
 # ---- operators ----
 
 
-def _operate(world: World, action: OperatorAction) -> bool:
+def _operate(world: FaultWorld, action: OperatorAction) -> bool:
     master = the_master(world)
     if master is None or master.paused:
         return False
@@ -255,29 +253,29 @@ def _operate(world: World, action: OperatorAction) -> bool:
     return True
 
 
-def operator_pauses(world: World) -> bool:
+def operator_pauses(world: FaultWorld) -> bool:
     request = OperatorRequest("", "maintenance")
     world.kernel.after(world.kernel.rng.uniform(1.0, 6.0), None, _operate, world, Resume(request))
     return _operate(world, Pause(request))
 
 
-def operator_drains(world: World) -> bool:
+def operator_drains(world: FaultWorld) -> bool:
     cluster = a_cluster(world)
     return cluster is not None and _operate(world, DrainRequest("", cluster.name, "maintenance"))
 
 
-def operator_evicts(world: World) -> bool:
+def operator_evicts(world: FaultWorld) -> bool:
     cluster = a_cluster(world)
     return cluster is not None and _operate(world, EvictRequest("", cluster.name, "suspicious"))
 
 
-def operator_looks(world: World) -> bool:
+def operator_looks(world: FaultWorld) -> bool:
     """Status, and calls with another run's id and unknown names: none may change anything."""
     actions = (StatusRequest(), StatusRequest("another-run"), EvictRequest("", "nobody"), DrainRequest("no", "a"))
     return all([_operate(world, action) for action in actions])
 
 
-def operator_takes_an_end_back(world: World) -> bool:
+def operator_takes_an_end_back(world: FaultWorld) -> bool:
     """A stop by mistake: some pushes are aborted and some clusters leave, and then the run goes on."""
     if not _operate(world, Stop(OperatorRequest("", "by mistake"))):
         return False
@@ -286,7 +284,7 @@ def operator_takes_an_end_back(world: World) -> bool:
     return True
 
 
-def operator_stops_early(world: World) -> bool:
+def operator_stops_early(world: FaultWorld) -> bool:
     """A stop at any time: the run must end in order."""
     if world.kernel.now_s < world.plan.faults_for_s * 0.6:
         return False
@@ -295,7 +293,7 @@ def operator_stops_early(world: World) -> bool:
 
 ARMED: frozenset[str] = frozenset({"finished_behind_its_back"})
 
-OPERATORS: Mapping[str, Callable[[World], bool]] = {
+OPERATORS: Mapping[str, Callable[[FaultWorld], bool]] = {
     "operator_pauses": operator_pauses,
     "operator_drains": operator_drains,
     "operator_evicts": operator_evicts,
@@ -304,7 +302,7 @@ OPERATORS: Mapping[str, Callable[[World], bool]] = {
     "operator_stops_early": operator_stops_early,
 }
 
-FAULTS: Mapping[str, Callable[[World], bool]] = {
+FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
     "wrong_run_id": wrong_run_id,
     "old_incarnation": old_incarnation,
     "old_epoch": old_epoch,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dips.sim.faults.processes import a_cluster, a_slave, the_master
+from dips.sim.faults.world import FaultWorld
+from dips.sim.hosts.slave import SlaveHost
 from dips.sim.kernel import SimulatedProcess
-
-if TYPE_CHECKING:
-    from dips.sim.hosts.slave import SlaveHost
-    from dips.sim.world import World
 
 DOWN_S = (0.2, 1.0, 4.0)
 COPY_AGE_S = (2.0, 6.0, 12.0)
@@ -18,18 +16,18 @@ COPY_AGE_S = (2.0, 6.0, 12.0)
 # ---- the master's ----
 
 
-def master_disk_full(world: World) -> bool:
+def master_disk_full(world: FaultWorld) -> bool:
     """Counted when the master ends because of it."""
     world.disk.full = True
     world.kernel.after(world.kernel.rng.uniform(1.0, 8.0), None, _room_again, world)
     return True
 
 
-def _room_again(world: World) -> None:
+def _room_again(world: FaultWorld) -> None:
     world.disk.full = False
 
 
-def crash_master_while_writing(world: World) -> bool:
+def crash_master_while_writing(world: FaultWorld) -> bool:
     """Kill the master during the next flush of the journal. Counted when it strikes."""
     master = the_master(world)
     if master is None:
@@ -38,13 +36,13 @@ def crash_master_while_writing(world: World) -> bool:
     return True
 
 
-def slow_master_disk(world: World) -> bool:
+def slow_master_disk(world: FaultWorld) -> bool:
     world.disk.flush_factor = 40.0
     world.kernel.after(6.0, None, _master_disk_fast, world)
     return True
 
 
-def _master_disk_fast(world: World) -> None:
+def _master_disk_fast(world: FaultWorld) -> None:
     world.disk.flush_factor = 1.0
 
 
@@ -52,7 +50,7 @@ JUMPS_S = (3600.0, -3600.0, 86_400.0, -86_400.0, 0.5, -0.5, 1e9, -1.6e9)
 """Jumps: a time zone, a day, an NTP correction, and clocks that were never set or are set to another century."""
 
 
-def wall_clock_jump(world: World) -> bool:
+def wall_clock_jump(world: FaultWorld) -> bool:
     """Set the wall clock forward or back; a master that starts later sees it."""
     master = the_master(world)
     if master is None:
@@ -63,7 +61,7 @@ def wall_clock_jump(world: World) -> bool:
     return True
 
 
-def wall_clock_wanders(world: World) -> bool:
+def wall_clock_wanders(world: FaultWorld) -> bool:
     """Set the clock repeatedly while the master runs, and at a start in between."""
     rng = world.kernel.rng
     for _ in range(4):
@@ -71,18 +69,18 @@ def wall_clock_wanders(world: World) -> bool:
     return wall_clock_jump(world)
 
 
-def _set_clock(world: World) -> None:
+def _set_clock(world: FaultWorld) -> None:
     world.wall_offset_s += world.kernel.rng.choice(JUMPS_S)
 
 
-def old_master_disk(world: World) -> bool:
+def old_master_disk(world: FaultWorld) -> bool:
     """Restore the master's directory from a copy that is some seconds old."""
     copy = world.disk.copy()
     world.kernel.after(world.kernel.rng.choice(COPY_AGE_S), None, _put_master_disk_back, world, copy)
     return world.disk.epoch > 0
 
 
-def _put_master_disk_back(world: World, copy: object) -> None:
+def _put_master_disk_back(world: FaultWorld, copy: object) -> None:
     master = world.masters[0]
     if world.healed or world.ended or not world.may_lose(["master"]):
         return
@@ -93,7 +91,7 @@ def _put_master_disk_back(world: World, copy: object) -> None:
     _start_again_with_rebuild(world)
 
 
-def lost_master_disk(world: World) -> bool:
+def lost_master_disk(world: FaultWorld) -> bool:
     """Lose the master's disk; the operator starts the master with --rebuild."""
     master = the_master(world)
     if master is None or len(world.masters) > 1 or not world.may_lose(["master"]):
@@ -105,7 +103,7 @@ def lost_master_disk(world: World) -> bool:
     return True
 
 
-def _start_again_with_rebuild(world: World) -> None:
+def _start_again_with_rebuild(world: FaultWorld) -> None:
     """Start the master again with --rebuild, sometimes first without: then it must refuse with a sentence."""
     rng = world.kernel.rng
     if rng.random() < 0.5:
@@ -115,7 +113,7 @@ def _start_again_with_rebuild(world: World) -> None:
     world.restart(world.masters[0], rng.choice(DOWN_S))
 
 
-def _operator_rebuilds(world: World) -> None:
+def _operator_rebuilds(world: FaultWorld) -> None:
     world.rebuild = True
     if world.masters[0].alive and not world.ended:
         world.masters[0].kill()
@@ -125,7 +123,7 @@ def _operator_rebuilds(world: World) -> None:
 # ---- a slave's ----
 
 
-def slow_slave_disk(world: World) -> bool:
+def slow_slave_disk(world: FaultWorld) -> bool:
     slave = a_slave(world)
     if slave is None:
         return False
@@ -138,7 +136,7 @@ def _slave_disk_fast(slave: SlaveHost) -> None:
     slave.disk.fsync_factor = 1.0
 
 
-def slave_disk_error(world: World) -> bool:
+def slave_disk_error(world: FaultWorld) -> bool:
     """Let writes or syncs fail a few times. Counted when it strikes."""
     slave = a_slave(world)
     if slave is None:
@@ -158,7 +156,7 @@ def slave_disk_error(world: World) -> bool:
     return True
 
 
-def power_loss_in_disk_step(world: World) -> bool:
+def power_loss_in_disk_step(world: FaultWorld) -> bool:
     """Cut the power between any two steps of the disk. Counted when it strikes."""
     slave = a_slave(world)
     if slave is None:
@@ -167,7 +165,7 @@ def power_loss_in_disk_step(world: World) -> bool:
     return True
 
 
-def power_loss_with_unsynced(world: World) -> bool:
+def power_loss_with_unsynced(world: FaultWorld) -> bool:
     """Cut the power before a step of the disk at which written data is not synced yet. Counted when it strikes."""
     slave = a_slave(world)
     if slave is None:
@@ -176,7 +174,7 @@ def power_loss_with_unsynced(world: World) -> bool:
     return True
 
 
-def damaged_snapshot(world: World) -> bool:
+def damaged_snapshot(world: FaultWorld) -> bool:
     """A bit of a file flips, and the slave starts again: reading it back shows it."""
     slave = a_slave(world)
     if slave is None or not world.may_lose([slave.name]):
@@ -185,7 +183,7 @@ def damaged_snapshot(world: World) -> bool:
     return slave.disk.flip_a_bit(world.kernel.rng, "ring-")
 
 
-def damaged_manifest(world: World) -> bool:
+def damaged_manifest(world: FaultWorld) -> bool:
     slave = a_slave(world)
     if slave is None or not world.may_lose([slave.name]):
         return False
@@ -193,7 +191,7 @@ def damaged_manifest(world: World) -> bool:
     return slave.disk.flip_a_bit(world.kernel.rng, "manifest-")
 
 
-def lost_slave_disk(world: World) -> bool:
+def lost_slave_disk(world: FaultWorld) -> bool:
     slave = a_slave(world)
     if slave is None or not world.may_lose([slave.name]):
         return False
@@ -202,7 +200,7 @@ def lost_slave_disk(world: World) -> bool:
     return True
 
 
-def all_slave_disks_lost(world: World) -> bool:
+def all_slave_disks_lost(world: FaultWorld) -> bool:
     """Lose all slaves' disks: only the clusters still hold a common version."""
     if not world.may_lose(list(world.slaves)):
         return False
@@ -213,7 +211,7 @@ def all_slave_disks_lost(world: World) -> bool:
     return True
 
 
-def snapshot_rots(world: World) -> bool:
+def snapshot_rots(world: FaultWorld) -> bool:
     """Flip bits of all files of a slave while it runs: it may just have reported what it holds."""
     slave = a_slave(world)
     if slave is None or not world.may_lose([slave.name]):
@@ -224,7 +222,7 @@ def snapshot_rots(world: World) -> bool:
     return any([slave.disk.flip_a_bit(world.kernel.rng, prefix) for _ in range(8)])
 
 
-def disk_comes_back(world: World) -> bool:
+def disk_comes_back(world: FaultWorld) -> bool:
     """Lose a slave's disk and restore it soon after, as if it had been mounted too late."""
     slave = a_slave(world)
     if slave is None or not world.may_lose([slave.name]):
@@ -236,7 +234,7 @@ def disk_comes_back(world: World) -> bool:
     return True
 
 
-def old_slave_disk(world: World) -> bool:
+def old_slave_disk(world: FaultWorld) -> bool:
     """Restore a slave's directory from a copy that is some seconds old."""
     slave = a_slave(world)
     if slave is None:
@@ -245,14 +243,14 @@ def old_slave_disk(world: World) -> bool:
     return True
 
 
-def _put_slave_disk_back(world: World, slave: SlaveHost, copy: dict[str, bytes]) -> None:
+def _put_slave_disk_back(world: FaultWorld, slave: SlaveHost, copy: dict[str, bytes]) -> None:
     if world.healed or world.ended or not world.may_lose([slave.name]):
         return
     _with_another_disk(world, slave, "the disk is put back from a copy")
     slave.disk.put_back(copy)
 
 
-def _with_another_disk(world: World, slave: SlaveHost, why: str) -> None:
+def _with_another_disk(world: FaultWorld, slave: SlaveHost, why: str) -> None:
     """Change a slave's disk while it is down; the old content is kept in `attic`."""
     if slave.alive:
         slave.kill()
@@ -261,7 +259,7 @@ def _with_another_disk(world: World, slave: SlaveHost, why: str) -> None:
     world.lost_state(slave.name, why)
 
 
-def cluster_disk_error(world: World) -> bool:
+def cluster_disk_error(world: FaultWorld) -> bool:
     """Let writes of push records fail. Counted when it strikes."""
     cluster = a_cluster(world)
     if cluster is None:
@@ -270,7 +268,7 @@ def cluster_disk_error(world: World) -> bool:
     return True
 
 
-def lost_checkpoint(world: World) -> bool:
+def lost_checkpoint(world: FaultWorld) -> bool:
     """Lose a cluster's checkpoint: its next process starts without state."""
     cluster = a_cluster(world)
     if cluster is None or cluster.checkpoint_disk.model is None:
@@ -284,7 +282,7 @@ def lost_checkpoint(world: World) -> bool:
 # ---- at a moment of their own ----
 
 
-def _when(world: World, role: str, kind: str, phase: str, act: Callable[[SimulatedProcess], None]) -> None:
+def _when(world: FaultWorld, role: str, kind: str, phase: str, act: Callable[[SimulatedProcess], None]) -> None:
     """Call once, at the next such line of a tape."""
 
     def watch(said_by: str, process: SimulatedProcess, what: str, fields: Mapping[str, Any]) -> None:
@@ -295,7 +293,7 @@ def _when(world: World, role: str, kind: str, phase: str, act: Callable[[Simulat
     world.watchers.append(watch)
 
 
-def killed_between_prepare_and_commit(world: World) -> bool:
+def killed_between_prepare_and_commit(world: FaultWorld) -> bool:
     """Kill a slave between prepare and commit; its disk takes no manifest for a while. The COMMIT must still be
     completed."""
 
@@ -311,7 +309,7 @@ def killed_between_prepare_and_commit(world: World) -> bool:
     return True
 
 
-def rots_after_hello(world: World) -> bool:
+def rots_after_hello(world: FaultWorld) -> bool:
     """A slave starts, reports what it holds, and then cannot read it."""
     slave = a_slave(world)
     if slave is None or not world.may_lose([slave.name]):
@@ -332,7 +330,7 @@ def rots_after_hello(world: World) -> bool:
     return True
 
 
-def asked_slave_fails(world: World) -> bool:
+def asked_slave_fails(world: FaultWorld) -> bool:
     """The master's disk is lost, and the slave that is asked for a record dies or cannot read it."""
     if not lost_master_disk(world):
         return False
@@ -354,7 +352,7 @@ def asked_slave_fails(world: World) -> bool:
     return True
 
 
-def lost_disk_in_commit(world: World) -> bool:
+def lost_disk_in_commit(world: FaultWorld) -> bool:
     """Lose a slave's disk between the journal's COMMIT and the publish."""
 
     def strike(process: SimulatedProcess) -> None:
@@ -368,7 +366,7 @@ def lost_disk_in_commit(world: World) -> bool:
     return True
 
 
-def donation_fails(world: World) -> bool:
+def donation_fails(world: FaultWorld) -> bool:
     """The model is lost, a cluster begins to give it back, and then: the disk is restored, or a slave dies."""
 
     def strike(process: SimulatedProcess) -> None:
@@ -406,7 +404,7 @@ ARMED: frozenset[str] = frozenset(
     }
 )
 
-FAULTS: Mapping[str, Callable[[World], bool]] = {
+FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
     "master_disk_full": master_disk_full,
     "crash_master_while_writing": crash_master_while_writing,
     "slow_master_disk": slow_master_disk,
@@ -421,7 +419,7 @@ FAULTS: Mapping[str, Callable[[World], bool]] = {
     "power_loss_with_unsynced": power_loss_with_unsynced,
 }
 
-LOSSES: Mapping[str, Callable[[World], bool]] = {
+LOSSES: Mapping[str, Callable[[FaultWorld], bool]] = {
     "old_master_disk": old_master_disk,
     "lost_master_disk": lost_master_disk,
     "damaged_snapshot": damaged_snapshot,

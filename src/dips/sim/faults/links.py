@@ -5,13 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from dips.sim.faults.processes import a_cluster, a_slave
-
-if TYPE_CHECKING:
-    from dips.sim.hosts.slave import SlaveHost
-    from dips.sim.world import World
+from dips.sim.faults.world import FaultWorld
+from dips.sim.hosts.slave import SlaveHost
 
 CUT_S = (0.5, 3.0, 9.0, 25.0)
 WEATHER_S = 6.0
@@ -23,7 +20,7 @@ def _both(a: str, b: str) -> list[Pair]:
     return [(a, b), (b, a)]
 
 
-def _cut(world: World, pairs: list[Pair], for_s: float | None = None) -> bool:
+def _cut(world: FaultWorld, pairs: list[Pair], for_s: float | None = None) -> bool:
     pairs = [pair for pair in pairs if pair not in world.net.cut]
     if not pairs or world.healed:
         return False
@@ -33,33 +30,33 @@ def _cut(world: World, pairs: list[Pair], for_s: float | None = None) -> bool:
     return True
 
 
-def _cut_as(world: World, kind: str, pairs: list[Pair], for_s: float) -> None:
+def _cut_as(world: FaultWorld, kind: str, pairs: list[Pair], for_s: float) -> None:
     """Make one of several cuts of a fault; each cut that is really made is counted."""
     if _cut(world, pairs, for_s):
         world.fired(kind)
 
 
-def _mend(world: World, pairs: list[Pair]) -> None:
+def _mend(world: FaultWorld, pairs: list[Pair]) -> None:
     world.kernel.note("world", "mended " + ", ".join(f"{a}>{b}" for a, b in pairs))
     world.net.mend(pairs)
 
 
-def cut_cluster_from_master(world: World) -> bool:
+def cut_cluster_from_master(world: FaultWorld) -> bool:
     cluster = a_cluster(world)
     return cluster is not None and _cut(world, _both(cluster.name, "master"))
 
 
-def cut_slave_from_master(world: World) -> bool:
+def cut_slave_from_master(world: FaultWorld) -> bool:
     slave = a_slave(world)
     return slave is not None and _cut(world, _both(slave.name, "master"))
 
 
-def cut_cluster_from_slave(world: World) -> bool:
+def cut_cluster_from_slave(world: FaultWorld) -> bool:
     cluster, slave = a_cluster(world), a_slave(world)
     return cluster is not None and slave is not None and _cut(world, _both(cluster.name, slave.name))
 
 
-def cut_one_way(world: World) -> bool:
+def cut_one_way(world: FaultWorld) -> bool:
     """Cut a link in one direction only."""
     cluster, slave = a_cluster(world), a_slave(world)
     if cluster is None or slave is None:
@@ -68,19 +65,19 @@ def cut_one_way(world: World) -> bool:
     return _cut(world, [world.kernel.rng.choice(((a, b), (b, a)))])
 
 
-def isolate_master(world: World) -> bool:
+def isolate_master(world: FaultWorld) -> bool:
     names = [*world.slaves, *world.clusters]
     return _cut(world, [pair for name in names for pair in _both(name, "master")])
 
 
-def isolate_slave(world: World) -> bool:
+def isolate_slave(world: FaultWorld) -> bool:
     slave = a_slave(world)
     if slave is None:
         return False
     return _cut(world, [pair for name in ("master", *world.clusters) for pair in _both(name, slave.name)])
 
 
-def swizzle(world: World) -> bool:
+def swizzle(world: FaultWorld) -> bool:
     """Cut hosts off one after another, and reconnect them in another order."""
     rng, names = world.kernel.rng, [*world.slaves, *world.clusters]
     for name in rng.sample(names, k=rng.randint(1, len(names))):
@@ -89,7 +86,7 @@ def swizzle(world: World) -> bool:
     return True
 
 
-def swizzle_pairs(world: World) -> bool:
+def swizzle_pairs(world: FaultWorld) -> bool:
     """Cut any links, also of the data flow, each direction by itself, and heal them in another order."""
     rng = world.kernel.rng
     known = _all_pairs(world)
@@ -102,7 +99,7 @@ def swizzle_pairs(world: World) -> bool:
     return True
 
 
-def flapping_link(world: World) -> bool:
+def flapping_link(world: FaultWorld) -> bool:
     """Cut and heal one link repeatedly, each time for long enough to begin something."""
     rng = world.kernel.rng
     a, b = rng.choice(_all_pairs(world))
@@ -113,14 +110,14 @@ def flapping_link(world: World) -> bool:
     return True
 
 
-def _all_pairs(world: World) -> list[Pair]:
+def _all_pairs(world: FaultWorld) -> list[Pair]:
     """All pairs of processes that communicate, each direction by itself."""
     alive = [name for name, cluster in world.clusters.items() if cluster.alive] or list(world.clusters)
     to_master = [pair for name in (*world.slaves, *alive) for pair in _both(name, "master")]
     return to_master + [pair for slave in world.slaves for name in alive for pair in _both(name, slave)]
 
 
-def slow_links(world: World) -> bool:
+def slow_links(world: FaultWorld) -> bool:
     """A cluster behind a link fifty times as slow."""
     cluster = a_cluster(world)
     if cluster is None:
@@ -132,12 +129,12 @@ def slow_links(world: World) -> bool:
     return True
 
 
-def _as_fast_as_before(world: World, pairs: list[Pair]) -> None:
+def _as_fast_as_before(world: FaultWorld, pairs: list[Pair]) -> None:
     for pair in pairs:
         world.net.slow.pop(pair, None)
 
 
-def reset_stream(world: World) -> bool:
+def reset_stream(world: FaultWorld) -> bool:
     slave = a_slave(world)
     if slave is None or not slave.linked:
         return False
@@ -145,7 +142,7 @@ def reset_stream(world: World) -> bool:
     return True
 
 
-def reconnect_storm(world: World) -> bool:
+def reconnect_storm(world: FaultWorld) -> bool:
     """Reset every stream repeatedly."""
     for slave in world.slaves.values():
         for _ in range(3):
@@ -153,7 +150,7 @@ def reconnect_storm(world: World) -> bool:
     return True
 
 
-def _reset(world: World, slave: SlaveHost) -> None:
+def _reset(world: FaultWorld, slave: SlaveHost) -> None:
     if not world.healed and slave.linked:
         world.fired("reconnect_storm")
         slave.reset_stream()
@@ -171,8 +168,8 @@ WEATHERS: Mapping[str, tuple[str, float]] = {
 """Name -> the network condition that becomes bad, and its value. Counted when it strikes."""
 
 
-def _weather(field: str, chance: float) -> Callable[[World], bool]:
-    def begin(world: World) -> bool:
+def _weather(field: str, chance: float) -> Callable[[FaultWorld], bool]:
+    def begin(world: FaultWorld) -> bool:
         world.net.weather = replace(world.net.weather, **{field: chance})
         world.kernel.after(WEATHER_S, None, _calm, world, field)
         return True
@@ -180,13 +177,13 @@ def _weather(field: str, chance: float) -> Callable[[World], bool]:
     return begin
 
 
-def _calm(world: World, field: str) -> None:
+def _calm(world: FaultWorld, field: str) -> None:
     world.net.weather = replace(world.net.weather, **{field: 0.0})
 
 
 ARMED: frozenset[str] = frozenset({"swizzle", "swizzle_pairs", "flapping_link", "reconnect_storm"})
 
-FAULTS: Mapping[str, Callable[[World], bool]] = {
+FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
     "cut_cluster_from_master": cut_cluster_from_master,
     "cut_slave_from_master": cut_slave_from_master,
     "cut_cluster_from_slave": cut_cluster_from_slave,

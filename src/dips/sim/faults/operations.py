@@ -5,17 +5,13 @@ a second master that takes over from one that was only suspended.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from dips.master.state.records import RecoveryPhase
 from dips.sim.faults.processes import end_second, the_master
-from dips.sim.hosts.calls import master_of
+from dips.sim.faults.world import FaultWorld
 from dips.sim.hosts.cluster import ClusterHost
 from dips.sim.hosts.master import MasterHost
 from dips.sim.hosts.slave import SlaveHost
-
-if TYPE_CHECKING:
-    from dips.sim.world import World
 
 Host = MasterHost | SlaveHost | ClusterHost
 
@@ -30,7 +26,7 @@ PATIENCE_S = 15.0
 # ---- clusters that come and go ----
 
 
-def churn(world: World) -> bool:
+def churn(world: FaultWorld) -> bool:
     """For a while, clusters join and leave at short intervals. Each one is counted as well."""
     if world.churning:
         return False
@@ -39,7 +35,7 @@ def churn(world: World) -> bool:
     return True
 
 
-def _come_or_go(world: World, until_s: float) -> None:
+def _come_or_go(world: FaultWorld, until_s: float) -> None:
     rng = world.kernel.rng
     if world.healed or world.ended or world.kernel.now_s >= until_s:
         world.churning = False
@@ -53,13 +49,13 @@ def _come_or_go(world: World, until_s: float) -> None:
     world.kernel.after(rng.expovariate(1 / CHURN_EVERY_S), None, _come_or_go, world, until_s)
 
 
-def _come(world: World, cluster: ClusterHost) -> None:
+def _come(world: FaultWorld, cluster: ClusterHost) -> None:
     world.kernel.note(cluster.name, "is started")
     world.fired("churn_joined" if cluster.generation else "churn_newcomer")
     cluster.boot()
 
 
-def _go(world: World, cluster: ClusterHost) -> None:
+def _go(world: FaultWorld, cluster: ClusterHost) -> None:
     """Let a cluster leave in order, or kill it."""
     rng = world.kernel.rng
     if rng.random() < 0.6:
@@ -75,7 +71,7 @@ def _go(world: World, cluster: ClusterHost) -> None:
 # ---- every process in turn ----
 
 
-def rolling_restart(world: World) -> bool:
+def rolling_restart(world: FaultWorld) -> bool:
     """Each process is restarted once the one before it is back. Counted when the last one is.
 
     Not while all processes are suspended: then no operator can restart them.
@@ -90,7 +86,7 @@ def rolling_restart(world: World) -> bool:
     return True
 
 
-def _next_in_turn(world: World, turn: Iterator[Host]) -> None:
+def _next_in_turn(world: FaultWorld, turn: Iterator[Host]) -> None:
     if world.healed or world.ended:
         return
     host = next(turn, None)
@@ -107,7 +103,7 @@ def _next_in_turn(world: World, turn: Iterator[Host]) -> None:
     _wait_until_back(world, turn, host, generation, world.kernel.now_s + PATIENCE_S)
 
 
-def _wait_until_back(world: World, turn: Iterator[Host], host: Host, generation: int, until_s: float) -> None:
+def _wait_until_back(world: FaultWorld, turn: Iterator[Host], host: Host, generation: int, until_s: float) -> None:
     if world.healed or world.ended:
         return
     if not host.alive:
@@ -118,9 +114,9 @@ def _wait_until_back(world: World, turn: Iterator[Host], host: Host, generation:
         world.kernel.after(LOOK_S, None, _wait_until_back, world, turn, host, generation, until_s)
 
 
-def _is_back(world: World, host: Host) -> bool:
+def _is_back(world: FaultWorld, host: Host) -> bool:
     """Whether the process works again, as `dips status` would show."""
-    master = master_of(world)
+    master = world.newest_master()
     if master is None or master.state is None:
         return False
     run = master.state.shared
@@ -138,7 +134,7 @@ def _is_back(world: World, host: Host) -> bool:
 # ---- a second master ----
 
 
-def failover_from_a_sleeper(world: World) -> bool:
+def failover_from_a_sleeper(world: FaultWorld) -> bool:
     """The master is suspended, another one takes over on the same journal, and then the first one resumes."""
     master = the_master(world)
     if master is None or master.paused or len(world.masters) > 1:
@@ -150,7 +146,7 @@ def failover_from_a_sleeper(world: World) -> bool:
     return True
 
 
-def _take_over(world: World, sleeper: MasterHost, generation: int) -> None:
+def _take_over(world: FaultWorld, sleeper: MasterHost, generation: int) -> None:
     if (
         world.healed
         or world.ended
@@ -176,7 +172,7 @@ CHURNED: tuple[str, ...] = ("churn_joined", "churn_newcomer", "churn_left", "chu
 """Events of a churn; a newcomer is a cluster that was never there before."""
 
 
-FAULTS: Mapping[str, Callable[[World], bool]] = {
+FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
     "churn": churn,
     "rolling_restart": rolling_restart,
     "failover_from_a_sleeper": failover_from_a_sleeper,

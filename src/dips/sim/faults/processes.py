@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dips.master.state.records import RoundPhase
 from dips.sim.content import KIND_NAMES
+from dips.sim.faults.world import FaultWorld
 from dips.sim.hosts.cluster import ClusterHost
 from dips.sim.hosts.master import MasterHost
 from dips.sim.hosts.slave import SlaveHost
 from dips.sim.kernel import SimulatedProcess
-
-if TYPE_CHECKING:
-    from dips.sim.world import World
 
 DOWN_S = (0.2, 1.0, 4.0, 12.0)
 SLOW_FACTOR = 6.0
@@ -21,7 +19,7 @@ TWIN_GENERATION = 1000
 """So that a second process under a slave's name has other data endpoints than the first."""
 
 
-def a_slave(world: World) -> SlaveHost | None:
+def a_slave(world: FaultWorld) -> SlaveHost | None:
     """The slave of the moment, else any live one."""
     alive = [slave for slave in world.slaves.values() if slave.alive]
     if world.struck in alive and world.kernel.rng.random() < 0.7:
@@ -29,7 +27,7 @@ def a_slave(world: World) -> SlaveHost | None:
     return world.kernel.rng.choice(alive) if alive else None
 
 
-def a_cluster(world: World) -> ClusterHost | None:
+def a_cluster(world: FaultWorld) -> ClusterHost | None:
     """The cluster of the moment, else any live one; if all faults are of one cluster, that one."""
     only = world.plan.sabotaged
     alive = [cluster for cluster in world.clusters.values() if cluster.alive and only in ("", cluster.name)]
@@ -38,7 +36,7 @@ def a_cluster(world: World) -> ClusterHost | None:
     return world.kernel.rng.choice(alive) if alive else None
 
 
-def the_master(world: World) -> MasterHost | None:
+def the_master(world: FaultWorld) -> MasterHost | None:
     master = world.masters[0]
     return master if master.alive else None
 
@@ -46,34 +44,34 @@ def the_master(world: World) -> MasterHost | None:
 # ---- killed ----
 
 
-def crash_master(world: World) -> bool:
+def crash_master(world: FaultWorld) -> bool:
     return _crash(world, the_master(world))
 
 
-def crash_slave(world: World) -> bool:
+def crash_slave(world: FaultWorld) -> bool:
     return _crash(world, a_slave(world))
 
 
-def crash_cluster(world: World) -> bool:
+def crash_cluster(world: FaultWorld) -> bool:
     return _crash(world, a_cluster(world))
 
 
-def crash_all_slaves(world: World) -> bool:
+def crash_all_slaves(world: FaultWorld) -> bool:
     return all([_crash(world, slave) for slave in world.slaves.values() if slave.alive])
 
 
-def crash_all_clusters(world: World) -> bool:
+def crash_all_clusters(world: FaultWorld) -> bool:
     return all([_crash(world, cluster) for cluster in world.clusters.values() if cluster.alive])
 
 
-def power_failure(world: World) -> bool:
+def power_failure(world: FaultWorld) -> bool:
     """Kill all processes at once."""
     master = _crash(world, the_master(world))
     slaves, clusters = crash_all_slaves(world), crash_all_clusters(world)
     return master or slaves or clusters
 
 
-def crash_loop_of_slave(world: World) -> bool:
+def crash_loop_of_slave(world: FaultWorld) -> bool:
     """A slave that dies repeatedly soon after each start."""
     slave = a_slave(world)
     if slave is None:
@@ -83,7 +81,7 @@ def crash_loop_of_slave(world: World) -> bool:
     return _crash(world, slave, 0.3)
 
 
-def _crash(world: World, host: MasterHost | SlaveHost | ClusterHost | None, down_s: float | None = None) -> bool:
+def _crash(world: FaultWorld, host: MasterHost | SlaveHost | ClusterHost | None, down_s: float | None = None) -> bool:
     if host is None or not host.alive or world.healed:
         return False
     host.kill()
@@ -95,39 +93,39 @@ def _crash(world: World, host: MasterHost | SlaveHost | ClusterHost | None, down
 # ---- stopped for a while ----
 
 
-def pause_master_short(world: World) -> bool:
+def pause_master_short(world: FaultWorld) -> bool:
     return _pause(world, the_master(world), 0.3 * _heartbeat_s(world))
 
 
-def pause_master_long(world: World) -> bool:
+def pause_master_long(world: FaultWorld) -> bool:
     return _pause(world, the_master(world), 1.5 * _evicted_after_s(world))
 
 
-def pause_slave_short(world: World) -> bool:
+def pause_slave_short(world: FaultWorld) -> bool:
     return _pause(world, a_slave(world), 0.8 * _heartbeat_s(world))
 
 
-def pause_slave_long(world: World) -> bool:
+def pause_slave_long(world: FaultWorld) -> bool:
     return _pause(world, a_slave(world), 1.5 * _evicted_after_s(world))
 
 
-def pause_cluster_short(world: World) -> bool:
+def pause_cluster_short(world: FaultWorld) -> bool:
     return _pause(world, a_cluster(world), 0.8 * _heartbeat_s(world))
 
 
-def pause_cluster_long(world: World) -> bool:
+def pause_cluster_long(world: FaultWorld) -> bool:
     return _pause(world, a_cluster(world), 1.5 * _evicted_after_s(world))
 
 
-def _heartbeat_s(world: World) -> float:
+def _heartbeat_s(world: FaultWorld) -> float:
     return world.plan.config.settings.heartbeat_s
 
 
-def _evicted_after_s(world: World) -> float:
+def _evicted_after_s(world: FaultWorld) -> float:
     return world.plan.config.evict_after_s
 
 
-def _pause(world: World, host: SimulatedProcess | None, for_s: float) -> bool:
+def _pause(world: FaultWorld, host: SimulatedProcess | None, for_s: float) -> bool:
     if host is None or not host.running or world.healed:
         return False
     host.pause()
@@ -145,7 +143,7 @@ SUSPENDED_S = (2.0, 20.0, 600.0, 7200.0)
 """Suspensions: a machine's snapshot, a live migration, a power outage of ten minutes, a laptop that was closed."""
 
 
-def suspend_all(world: World) -> bool:
+def suspend_all(world: FaultWorld) -> bool:
     """Suspend all processes at once, and resume them in another order; no time-out is the fault of a single one."""
     rng = world.kernel.rng
     hosts = [host for host in _hosts(world) if host.running]
@@ -161,7 +159,7 @@ def suspend_all(world: World) -> bool:
     return True
 
 
-def stutter(world: World) -> bool:
+def stutter(world: FaultWorld) -> bool:
     """Suspend processes for moments, several at once, repeatedly."""
     rng, hosts = world.kernel.rng, _hosts(world)
     for _ in range(3 * len(hosts)):
@@ -169,12 +167,12 @@ def stutter(world: World) -> bool:
     return True
 
 
-def _falter(world: World, host: SimulatedProcess, for_s: float) -> None:
+def _falter(world: FaultWorld, host: SimulatedProcess, for_s: float) -> None:
     if _pause(world, host, for_s):
         world.fired("stutter")
 
 
-def _hosts(world: World) -> list[SimulatedProcess]:
+def _hosts(world: FaultWorld) -> list[SimulatedProcess]:
     return [world.masters[0], *world.slaves.values(), *world.clusters.values(), world.reader]
 
 
@@ -184,7 +182,7 @@ WITHOUT_TIME = (RoundPhase.SEALED, RoundPhase.JUDGE, RoundPhase.PUBLISH)
 """The master goes through these phases within one step: no other fault can happen in them."""
 
 
-def crash_master_in_step(world: World) -> bool:
+def crash_master_in_step(world: FaultWorld) -> bool:
     """Kill the master between two effects of its next step, or as soon as its tape shows a phase, also one without
     duration."""
     master, rng = the_master(world), world.kernel.rng
@@ -201,22 +199,22 @@ def crash_master_in_step(world: World) -> bool:
     return True
 
 
-def crash_slave_in_step(world: World) -> bool:
+def crash_slave_in_step(world: FaultWorld) -> bool:
     return _dies_in_step(world, a_slave(world), 8)
 
 
-def crash_cluster_in_step(world: World) -> bool:
+def crash_cluster_in_step(world: FaultWorld) -> bool:
     return _dies_in_step(world, a_cluster(world), 12)
 
 
-def _dies_in_step(world: World, host: SimulatedProcess | None, most: int) -> bool:
+def _dies_in_step(world: FaultWorld, host: SimulatedProcess | None, most: int) -> bool:
     if host is None:
         return False
     host.dies_after = world.kernel.rng.randint(1, most)
     return True
 
 
-def cluster_leaves(world: World) -> bool:
+def cluster_leaves(world: FaultWorld) -> bool:
     """Ask a cluster to stop at any time; it comes back when all is healed."""
     cluster = a_cluster(world)
     if cluster is None or cluster.paused:
@@ -228,7 +226,7 @@ def cluster_leaves(world: World) -> bool:
 # ---- slow, doubled, wrong ----
 
 
-def slow_cluster(world: World) -> bool:
+def slow_cluster(world: FaultWorld) -> bool:
     cluster = a_cluster(world)
     if cluster is None:
         return False
@@ -241,7 +239,7 @@ def _as_fast_as_before(cluster: ClusterHost) -> None:
     cluster.step_s /= SLOW_FACTOR
 
 
-def same_cluster_twice(world: World) -> bool:
+def same_cluster_twice(world: FaultWorld) -> bool:
     """Start a second process under a live cluster's name."""
     cluster = a_cluster(world)
     if cluster is None or world.twins:
@@ -253,7 +251,7 @@ def same_cluster_twice(world: World) -> bool:
     return True
 
 
-def same_slave_twice(world: World) -> bool:
+def same_slave_twice(world: FaultWorld) -> bool:
     """Start a second process under a live slave's name, with a directory of its own, as if made elsewhere."""
     slave = a_slave(world)
     if slave is None or world.twins or not world.may_lose([slave.name]):
@@ -266,7 +264,7 @@ def same_slave_twice(world: World) -> bool:
     return True
 
 
-def two_masters(world: World) -> bool:
+def two_masters(world: FaultWorld) -> bool:
     """Start a second master on the same journal; peers reach either one."""
     if len(world.masters) > 1 or the_master(world) is None:
         return False
@@ -277,7 +275,7 @@ def two_masters(world: World) -> bool:
     return True
 
 
-def end_second(world: World, other: MasterHost) -> None:
+def end_second(world: FaultWorld, other: MasterHost) -> None:
     """Kill the second master if it is still alive."""
     if other.alive:
         other.kill()
@@ -285,8 +283,8 @@ def end_second(world: World, other: MasterHost) -> None:
         world.masters.remove(other)
 
 
-def _bad_push(kind: int) -> Callable[[World], bool]:
-    def begin(world: World) -> bool:
+def _bad_push(kind: int) -> Callable[[FaultWorld], bool]:
+    def begin(world: FaultWorld) -> bool:
         cluster = a_cluster(world)
         if cluster is None or cluster.session is None or cluster.session.shared.base is None:
             return False
@@ -296,7 +294,7 @@ def _bad_push(kind: int) -> Callable[[World], bool]:
     return begin
 
 
-def overflow_in_prepare(world: World) -> bool:
+def overflow_in_prepare(world: FaultWorld) -> bool:
     """Make the merge of finite pushes overflow in one element."""
     slave = a_slave(world)
     if slave is None:
@@ -313,7 +311,7 @@ IN_STEP = {
 
 ARMED: frozenset[str] = frozenset({*KIND_NAMES.values(), *IN_STEP, "overflow_in_prepare", "stutter"})
 
-FAULTS: Mapping[str, Callable[[World], bool]] = {
+FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
     "crash_master": crash_master,
     "crash_slave": crash_slave,
     "crash_cluster": crash_cluster,

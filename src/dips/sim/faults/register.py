@@ -9,7 +9,7 @@ large set of seeds is an error: dips.sim.totals checks that.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dips.sim.counts import NOTHING, OVER
 from dips.sim.disks import LOST_DATA, LOST_NAMES, TORN_DATA
@@ -19,12 +19,10 @@ from dips.sim.faults import links as fault_links
 from dips.sim.faults import operations as fault_operations
 from dips.sim.faults import processes as fault_processes
 from dips.sim.faults import reshard as fault_reshard
+from dips.sim.faults.world import FaultWorld
 from dips.sim.kernel import SimulatedProcess
 
-if TYPE_CHECKING:
-    from dips.sim.world import World
-
-Begin = Callable[["World"], bool]
+Begin = Callable[[FaultWorld], bool]
 """Strikes now; returns False when there is nothing to strike at yet."""
 
 GROUPS: Mapping[str, Mapping[str, Begin]] = {
@@ -125,14 +123,14 @@ def names() -> tuple[str, ...]:
     return tuple(sorted({*FAULTS, *SIDE_EFFECTS}))
 
 
-def known_to(world: World) -> list[str]:
+def known_to(world: FaultWorld) -> list[str]:
     """Kinds that may strike this run by themselves."""
     if world.plan.sabotaged:
         return sorted(OF_ONE_CLUSTER)
     return sorted(set(FAULTS) - (NOT_FOR_LONG if world.plan.fault_every_s else frozenset()))
 
 
-def plan_faults(world: World, planned: tuple[str, ...] | None) -> None:
+def plan_faults(world: FaultWorld, planned: tuple[str, ...] | None) -> None:
     """Choose what will strike and when, or take the given faults."""
     rng, known = world.kernel.rng, known_to(world)
     chosen = planned if planned is not None else [rng.choice(known) for _ in range(world.plan.n_faults)]
@@ -142,7 +140,7 @@ def plan_faults(world: World, planned: tuple[str, ...] | None) -> None:
         _plan_next(world)
 
 
-def _plan_next(world: World) -> None:
+def _plan_next(world: FaultWorld) -> None:
     """Plan one more fault, and so on until the run is healed."""
     if not world.healed and not world.ended:
         rng = world.kernel.rng
@@ -150,7 +148,7 @@ def _plan_next(world: World) -> None:
         world.kernel.after(rng.expovariate(1 / world.plan.fault_every_s), None, _plan_next, world)
 
 
-def _plan(world: World, name: str, at_s: float) -> None:
+def _plan(world: FaultWorld, name: str, at_s: float) -> None:
     rng = world.kernel.rng
     world.counts.planned[name] += 1
     if rng.random() < 0.5:
@@ -159,7 +157,7 @@ def _plan(world: World, name: str, at_s: float) -> None:
         world.kernel.at(at_s, None, _strike, world, name, 0)
 
 
-def _wait_for_moment(world: World, name: str, moment: tuple[str, str, str]) -> None:
+def _wait_for_moment(world: FaultWorld, name: str, moment: tuple[str, str, str]) -> None:
     # A moment that cannot come (no recovery without a loss) is not waited for.
     last_s = world.plan.faults_for_s * 0.95
     if world.plan.fault_every_s:
@@ -180,7 +178,7 @@ def _wait_for_moment(world: World, name: str, moment: tuple[str, str, str]) -> N
     world.kernel.at(last_s, None, too_late)
 
 
-def _strike(world: World, name: str, tries: int) -> None:
+def _strike(world: FaultWorld, name: str, tries: int) -> None:
     if world.healed or world.ended:
         world.counts.cannot(name, OVER)
         return
@@ -197,6 +195,6 @@ def _strike(world: World, name: str, tries: int) -> None:
         world.counts.cannot(name, NOTHING)
 
 
-def heal(world: World) -> None:
+def heal(world: FaultWorld) -> None:
     """End all faults; none strikes afterwards."""
     world.watchers.clear()

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from dips.core.ids import SlaveId
 from dips.core.messages import ReshardRequest
 from dips.sim.faults.processes import the_master
+from dips.sim.faults.world import FaultWorld
 from dips.sim.hosts.slave import SlaveHost
-
-if TYPE_CHECKING:
-    from dips.sim.world import World
 
 MOST_SLAVES = 8
 
 
-def reshard_add(world: World) -> bool:
+def reshard_add(world: FaultWorld) -> bool:
     """Add a new slave, or one that was removed before and still has its old directory."""
     idle = [name for name in world.slaves if name not in _placed(world)]
     fresh = SlaveId(f"s{len(world.slaves)}")
@@ -31,7 +28,7 @@ def reshard_add(world: World) -> bool:
     return True
 
 
-def reshard_remove(world: World) -> bool:
+def reshard_remove(world: FaultWorld) -> bool:
     """Remove a slave that holds blocks."""
     placed = _placed(world)
     if len(placed) < 2:
@@ -40,7 +37,7 @@ def reshard_remove(world: World) -> bool:
     return _ask(world, ReshardRequest("", remove=(name,), reason="less room"))
 
 
-def reshard_replace(world: World) -> bool:
+def reshard_replace(world: FaultWorld) -> bool:
     """Replace one slave by another."""
     placed, fresh = _placed(world), SlaveId(f"s{len(world.slaves)}")
     if not placed or len(world.slaves) >= MOST_SLAVES:
@@ -53,7 +50,7 @@ def reshard_replace(world: World) -> bool:
     return True
 
 
-def reshard_taken_back(world: World) -> bool:
+def reshard_taken_back(world: FaultWorld) -> bool:
     """Request a RESHARD and cancel it a moment later; before the record it has not begun."""
     if not reshard_remove(world):
         return False
@@ -61,13 +58,13 @@ def reshard_taken_back(world: World) -> bool:
     return True
 
 
-def _take_back(world: World) -> None:
+def _take_back(world: FaultWorld) -> None:
     master = the_master(world)
     if master is not None and not master.paused:
         master.operate(ReshardRequest("", cancel=True))
 
 
-def _ask(world: World, request: ReshardRequest) -> bool:
+def _ask(world: FaultWorld, request: ReshardRequest) -> bool:
     """Ask the master; returns whether it accepted: it refuses while another one is under way, or with fewer blocks than
     slaves."""
     master = the_master(world)
@@ -78,18 +75,18 @@ def _ask(world: World, request: ReshardRequest) -> bool:
     return state is not None and state.shared.ledger.reshard is not None
 
 
-def _placed(world: World) -> list[str]:
+def _placed(world: FaultWorld) -> list[str]:
     master = the_master(world)
     placement = master.state.shared.ledger.placement if master is not None and master.state is not None else None
     return list(placement.slaves) if placement is not None else []
 
 
-def _boot(world: World, host: SlaveHost) -> None:
+def _boot(world: FaultWorld, host: SlaveHost) -> None:
     if not host.alive and not world.ended:
         host.boot()
 
 
-FAULTS: Mapping[str, Callable[[World], bool]] = {
+FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
     "reshard_add": reshard_add,
     "reshard_remove": reshard_remove,
     "reshard_replace": reshard_replace,

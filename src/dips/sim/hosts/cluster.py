@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dips.core.errors import ConfigError, DipsError, RefusalCode, Refused, RemoteProtocolError
 from dips.core.ids import Incarnation
@@ -17,10 +17,8 @@ from dips.core.messages import DataMode, DataRange, HeartbeatReply, HeartbeatReq
 from dips.core.wire import Codec
 from dips.sim.arithmetic import ClusterModel
 from dips.sim.content import CLEAN, KIND_NAMES, SimulatedModel
-from dips.sim.hosts.calls import Asked
 from dips.sim.hosts.transfer import Carrier, PullCarrier, PushCarrier
-from dips.sim.kernel import SimulatedProcess
-from dips.sim.residual_checks import residual_fault
+from dips.sim.world import Call, Host, World
 from dips.worker.state import effects, events
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import PushRecord
@@ -28,9 +26,6 @@ from dips.worker.state.events import PushNotRecorded, PushRecorded
 from dips.worker.state.saved import SavedSession, push_from_json, push_to_json
 from dips.worker.state.terms import Remedy, remedy_for
 from dips.worker.transfer import Transfer, TransferSettings
-
-if TYPE_CHECKING:
-    from dips.sim.world import World
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 #
@@ -135,12 +130,11 @@ LONGEST_WAIT_S = 0.5
 PULL_WINDOW_CHUNKS = 16
 
 
-class ClusterHost(SimulatedProcess):
+class ClusterHost(Host):
     """One cluster's process; the next incarnation starts without state, or from its checkpoint."""
 
     def __init__(self, world: World, name: str, step_s: float) -> None:
-        super().__init__(world.kernel, name)
-        self.world = world
+        super().__init__(world, name)
         self.step_s = step_s
         self.session: ClusterMachine | None = None
         self.model: ClusterModel
@@ -167,7 +161,7 @@ class ClusterHost(SimulatedProcess):
     def boot(self) -> None:
         self.begin_process()
         drawn = self.world.draw()
-        self.world.names.began(self, drawn)
+        self.world.began(self, drawn)
         config = self.world.plan.session_config(self.name, curve_key=self.world.key_of(self), process_id=drawn)
         self.session = ClusterMachine(config)
         plan = self.world.plan
@@ -311,9 +305,8 @@ class ClusterHost(SimulatedProcess):
                 if self.alive:
                     self._carry_out(effect)
             if self.session is not None:
-                fault = residual_fault(before, self.model.residual_mark, outputs, self._sent_as, self.session)
-                if fault:
-                    self.world.checks.violated(f"{self.name}: {fault}")
+                residuals = (before, self.model.residual_mark)
+                self.world.cluster_handled(self.name, self.session, outputs, residuals, self._sent_as)
         except (DipsError, AssertionError, LookupError, ValueError, TypeError) as error:
             self.world.bug(self.name, error)
             self.end()
@@ -321,7 +314,7 @@ class ClusterHost(SimulatedProcess):
     def _carry_out(self, effect: effects.Effect) -> None:
         match effect:
             case effects.CallMaster(call_id, request, deadline_s):
-                Asked(self.world, self, request, deadline_s, lambda result: self._answered(call_id, result))
+                Call(self.world, self, request, deadline_s, lambda result: self._answered(call_id, result))
             case effects.CopyParameters():
                 self._snapshot()
             case effects.CopyBase():
@@ -364,11 +357,11 @@ class ClusterHost(SimulatedProcess):
         self.kernel.note(self.name, f"finished: {effect.reason}")
         self.finished = effect
         if self.session is not None and self.session.unshared.steps and not self._said_lost:
-            self.world.checks.violated(f"{self.name} left without {self.session.unshared}, and did not say so")
+            self.world.violated(f"{self.name} left without {self.session.unshared}, and did not say so")
         if isinstance(effect.error, RemoteProtocolError):
             self.world.bug(self.name, effect.error)
         if isinstance(effect.error, Refused) and effect.error.code is RefusalCode.TOKENS:
-            self.world.checks.violated(f"{self.name} counts well, and is refused: {effect.error.sentence}")
+            self.world.violated(f"{self.name} counts well, and is refused: {effect.error.sentence}")
         self.end()
         self.world.cluster_ended(self, effect)
 
@@ -384,7 +377,7 @@ class ClusterHost(SimulatedProcess):
         session, vector = self.session, self.model.sent(wire)
         assert session is not None, "it decided this just now"
         settings = session.shared.terms.settings
-        self.world.checks.pushing(effect.push, wire, vector)
+        self.world.pushing(effect.push, wire, vector)
         self._carriers[effect.transfer_id] = carrier = PushCarrier(
             self.world, self, self.world.plan.layout, self._limits(settings.chunk_bytes, settings.window_chunks),
             effect.push, effect.ticket, vector, session.shared.terms.run_id, effect.epoch,
@@ -414,7 +407,7 @@ class ClusterHost(SimulatedProcess):
         if isinstance(result, Transfer):
             self.deliver(events.PullFailed(effect.transfer_id, result.failure, result.corrupt))
             return
-        self.world.checks.pulled(self.name, effect.grant.version, result)
+        self.world.pulled(self.name, effect.grant.version, result)
         self.model.fetched(result)
         self.deliver(events.Pulled(effect.transfer_id, 0.1))
 
@@ -437,7 +430,7 @@ class ClusterHost(SimulatedProcess):
                 steps_per_s=1 / self.step_s, push_s=core.push_s, pull_s=core.pull_s, base=core.base, note=core.note,
             )  # fmt: skip
             wait_s = settings.heartbeat_s * settings.evict_after_beats
-            Asked(self.world, self, request, wait_s, lambda result: self._beaten(incarnation, result))
+            Call(self.world, self, request, wait_s, lambda result: self._beaten(incarnation, result))
         self.kernel.after(self._heartbeat_s(), self, self._beat)
 
     def _rate(self) -> float:

@@ -7,7 +7,7 @@ state machine raises is reported as a bug.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dips.core.errors import LocalProtocolError, RefusalCode
 from dips.core.ids import Incarnation
@@ -38,12 +38,8 @@ from dips.master.state.events import (
 )
 from dips.master.state.master import MasterMachine
 from dips.sim.disks import JournalDisk, StoredEntry
-from dips.sim.kernel import SimulatedProcess
 from dips.sim.network import End, Stream
-
-if TYPE_CHECKING:
-    from dips.sim.hosts.calls import Asked
-    from dips.sim.world import World
+from dips.sim.world import Call, MasterProcess, World
 
 TICKS_PER_HEARTBEAT = 4
 MIN_TIMER_S = 0.001
@@ -52,16 +48,14 @@ FATAL_EXIT = 6
 ENDING = Refusal(RefusalCode.BUSY, "the master is ending: connect again", 1.0)
 
 
-class MasterHost(SimulatedProcess):
+class MasterHost(MasterProcess):
     """One master process; its directory outlives it."""
 
     def __init__(self, world: World, name: str, disk: JournalDisk) -> None:
-        super().__init__(world.kernel, name)
-        self.world = world
+        super().__init__(world, name)
         self.disk = disk
         self.state: MasterMachine | None = None
         self.epoch = 0
-        self.rebuild = False
         self.exit: tuple[int, str] | None = None
         self._on_its_way: list[StoredEntry] = []
         """Entries that were given to the disk and are not yet confirmed."""
@@ -71,7 +65,7 @@ class MasterHost(SimulatedProcess):
         self._last_tick_s = 0.0
         self._timer_due_s = -1.0
         self._links: dict[int, tuple[Stream, End]] = {}
-        self._calls: dict[int, Asked] = {}
+        self._calls: dict[int, Call] = {}
         self._welcomes: dict[int, SlaveCommand] = {}
         self.answered: set[int] = set()
         """Tokens of answers that went to no simulated caller: answers to operators."""
@@ -95,7 +89,7 @@ class MasterHost(SimulatedProcess):
         self._calls.clear()
         self.epoch = self.disk.epoch = max(self.disk.epoch + 1, at_least)
         self.world.journalled(self, {"kind": "EPOCH", "epoch": self.epoch})
-        config = self.world.run_config(self.rebuild)
+        config = self.world.run_config()
         try:
             self.state = MasterMachine(config, self.epoch, self.disk.snapshot_json, self.world.wall_offset_s)
             self._last_tick_s = self.kernel.now_s
@@ -125,8 +119,8 @@ class MasterHost(SimulatedProcess):
         for stream, end in links.values():
             stream.died(end)
         calls, self._calls = self._calls, {}
-        for asked in calls.values():
-            asked.server_died()
+        for call in calls.values():
+            call.server_died()
 
     def stop(self, code: int, sentence: str) -> None:
         """End the process in order; decided entries are written first, as at a clean exit."""
@@ -139,8 +133,8 @@ class MasterHost(SimulatedProcess):
         self.exit = (code, sentence)
         if code == FATAL_EXIT and "full" in sentence:
             self.world.fired("master_disk_full")
-        for asked in list(self._calls.values()):
-            asked.answered(ENDING)
+        for call in list(self._calls.values()):
+            call.answered(ENDING)
         self._end()
         self.world.master_ended(self, code, sentence)
 
@@ -183,11 +177,10 @@ class MasterHost(SimulatedProcess):
 
     # ---- inputs ----
 
-    def called(self, asked: Asked) -> None:
-        """Take a cluster's or reader's call."""
-        self._calls[asked.token] = asked
-        self.world.names.called(asked.request)
-        self.dispatch(ClusterCall(asked.token, asked.request))
+    def called(self, call: Call) -> None:
+        self._calls[call.token] = call
+        self.world.called(call.request)
+        self.dispatch(ClusterCall(call.token, call.request))
 
     def called_blindly(self, request: ClusterRequest) -> None:
         """Take a call whose sender ignores the answer: late, repeated or hostile."""
@@ -208,7 +201,6 @@ class MasterHost(SimulatedProcess):
         return token
 
     def attached(self, number: int, stream: Stream, end: End) -> None:
-        """A slave's stream is open at this side."""
         self._links[number] = (stream, end)
 
     def slave_said(self, number: int, message: SlaveMessage) -> None:
@@ -257,8 +249,8 @@ class MasterHost(SimulatedProcess):
         self.kernel.note(self.name, f"begins again at epoch >= {effect.at_least}: {effect.sentence}")
         for stream, end in list(self._links.values()):
             stream.close(end, ENDING)
-        for asked in list(self._calls.values()):
-            asked.answered(ENDING)
+        for call in list(self._calls.values()):
+            call.answered(ENDING)
         self._durable(self._on_its_way)
         self.generation += 1  # nothing that was scheduled for the old epoch may reach the new one
         self._timer_due_s = -1.0
@@ -290,9 +282,9 @@ class MasterHost(SimulatedProcess):
                 self.world.log(self.name, key, sentence)
 
     def _answer(self, token: int, body: Any) -> None:
-        asked = self._calls.pop(token, None)
-        if asked is not None:
-            asked.answered(body)
+        call = self._calls.pop(token, None)
+        if call is not None:
+            call.answered(body)
         else:
             self.answered.add(token)
 

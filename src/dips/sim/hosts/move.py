@@ -8,7 +8,6 @@ tensors checked against their digests, then the file. A cancelled move ends soon
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from dips.core.chunks import Chunk, chunks_of, shard_digest
 from dips.core.errors import RefusalCode, Refused
@@ -17,39 +16,50 @@ from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec
 from dips.sim.arithmetic import Value
 from dips.sim.hosts.shard_memory import SimulatedShardMemory
+from dips.sim.world import SlaveProcess
 from dips.slave.memory import bytes_of
+from dips.slave.ring import Ring
 from dips.slave.state import shard
 from dips.slave.state.effects import RunMove
 from dips.slave.state.fetching import ChunkRequest, Fetch, Reconnect, cancelled
-
-if TYPE_CHECKING:
-    from dips.sim.hosts.slave import SlaveHost
 
 ChunkPlace = tuple[Chunk, bool]
 """A chunk, and whether it is of the momentum."""
 
 
 class SimulatedMove:
-    """One RunMove. `ended` is called once: with the shadow's info when the file is durable, or why there is none."""
+    """One RunMove. `ended` is called once: with the shadow's info when the file is durable, or why there is none.
 
-    def __init__(self, host: SlaveHost, effect: RunMove, ended: Callable[[SnapshotInfo | Refused], None]) -> None:
+    epoch: the slave's present promise. later_on_disk: runs an action on the slave's disk, in its turn.
+    """
+
+    def __init__(
+        self,
+        host: SlaveProcess,
+        ring: Ring,
+        epoch: Callable[[], int],
+        later_on_disk: Callable[[Callable[[], None]], None],
+        effect: RunMove,
+        ended: Callable[[SnapshotInfo | Refused], None],
+    ) -> None:
         self.job = effect.job
-        self._host, self._world = host, host.world
+        self.host, self._world, self._ring = host, host.world, ring
+        self._epoch, self._later_on_disk = epoch, later_on_disk
         self._move, self._chunk_bytes = effect.move, effect.chunk_bytes
         self._ended = ended
         self._over = False
         self._values: dict[ChunkPlace, Value] = {}
         self._fetches: list[_Fetching] = []
 
-    def begin(self) -> None:
-        """Take the chunks that are here, and request the others."""
-        move, memory = self._move, self._host.port.memory
+    def begin(self, memory: SimulatedShardMemory | None) -> None:
+        """Take the chunks that are in memory, and request the others."""
+        move = self._move
         mine: list[Chunk] = []
         theirs: dict[int, list[Chunk]] = {}
-        for block in shard.own_blocks(self._host.name, move):
+        for block in shard.own_blocks(self.host.name, move):
             source = move.sources.slave_of_block[block.block_id]
             chunks = chunks_of([block], self._chunk_bytes)
-            own = move.sources.slaves[source].slave_id == self._host.name
+            own = move.sources.slaves[source].slave_id == self.host.name
             (mine if own else theirs.setdefault(source, [])).extend(chunks)
         if mine:
             assert memory is not None, "the state checked that the version is here"
@@ -74,7 +84,7 @@ class SimulatedMove:
 
     def cancel(self) -> None:
         """Cancel the move."""
-        self._host.kernel.after(0.0, self._host, self.end, cancelled(self._move))
+        self.host.kernel.after(0.0, self.host, self.end, cancelled(self._move))
 
     # ---- results of fetches ----
 
@@ -83,10 +93,9 @@ class SimulatedMove:
         return self._over
 
     def header(self, ask: ChunkRequest, momentum: bool) -> DataHeader:
-        chunk, state = ask.chunk, self._host.state
-        epoch = state.link.promised_epoch if state is not None else 0
+        chunk = ask.chunk
         return DataHeader(
-            self._world.run_id, epoch, DataOp.GET_CHUNK, ask.request, version=self._move.from_version,
+            self._world.run_id, self._epoch(), DataOp.GET_CHUNK, ask.request, version=self._move.from_version,
             block=chunk.block_id, offset_bytes=chunk.offset_bytes, length_bytes=chunk.length_bytes, codec=Codec.F32,
             momentum=momentum,
         )  # fmt: skip
@@ -102,14 +111,14 @@ class SimulatedMove:
             self._over = True
             self._values = {}
             if isinstance(result, Refused):
-                self._host.ring.drop_stream()
+                self._ring.drop_stream()
             self._ended(result)
 
     # ---- the file ----
 
     def _maybe_write(self) -> None:
         if not self._over and all(fetching.fetch.done for fetching in self._fetches):
-            self._host.later_on_disk(self._write)
+            self._later_on_disk(self._write)
 
     def _write(self) -> None:
         """Raises what a disk does."""
@@ -123,8 +132,8 @@ class SimulatedMove:
         self.end(info)
 
     def _seal(self) -> SnapshotInfo:
-        move, ring, arithmetic = self._move, self._host.ring, self._world.plan.arithmetic
-        blocks = shard.own_blocks(self._host.name, move)
+        move, ring, arithmetic = self._move, self._ring, self._world.plan.arithmetic
+        blocks = shard.own_blocks(self.host.name, move)
         parts = arithmetic.shard(blocks, self._chunk_bytes, 0)
         chunks = chunks_of(blocks, self._chunk_bytes)
         tensors = []
@@ -141,10 +150,6 @@ class SimulatedMove:
             stream.write(bytes_of(tensor))
         ring.seal_stream(stream, info)
         return info
-
-    @property
-    def host(self) -> SlaveHost:
-        return self._host
 
 
 class _Fetching:

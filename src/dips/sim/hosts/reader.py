@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dips.core.messages import BeginPullReply, BeginPullRequest, Caller, FinishPullRequest, PullGrant
-from dips.sim.hosts.calls import Asked
 from dips.sim.hosts.transfer import PullCarrier
-from dips.sim.kernel import SimulatedProcess
+from dips.sim.world import Call, Host, World
 from dips.worker.transfer import Transfer, TransferSettings
-
-if TYPE_CHECKING:
-    from dips.sim.world import World
 
 EVERY_S = 6.0
 DEADLINE_S = 4.0
 WINDOW_CHUNKS = 4
 
 
-class ReaderHost(SimulatedProcess):
+class ReaderHost(Host):
     """One evaluator."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(world.kernel, "reader")
-        self.world = world
+        super().__init__(world, "reader")
         self.pulled = 0
 
     def boot(self) -> None:
@@ -33,7 +28,7 @@ class ReaderHost(SimulatedProcess):
     def _ask(self) -> None:
         self.kernel.after(self.kernel.jitter(EVERY_S), self, self._ask)
         request = BeginPullRequest(self._caller(), True, curve_key=self.world.key_of(self))
-        Asked(self.world, self, request, DEADLINE_S, self._granted)
+        Call(self.world, self, request, DEADLINE_S, self._granted)
 
     def _caller(self) -> Caller:
         return Caller(self.world.run_id, 0, self.name, None, "read")
@@ -48,6 +43,6 @@ class ReaderHost(SimulatedProcess):
     def _read(self, grant: PullGrant, values: Any) -> None:
         if not isinstance(values, Transfer):
             self.pulled += 1
-            self.world.checks.pulled(self.name, grant.version, values)
+            self.world.pulled(self.name, grant.version, values)
         if self.kernel.rng.random() < 0.8:
-            Asked(self.world, self, FinishPullRequest(self._caller(), grant.pin_id, True), DEADLINE_S, lambda _: None)
+            Call(self.world, self, FinishPullRequest(self._caller(), grant.pin_id, True), DEADLINE_S, lambda _: None)

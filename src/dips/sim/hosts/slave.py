@@ -10,18 +10,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dips.core.errors import DipsError, RefusalCode, Refused
 from dips.core.messages import CommitRecord, Refusal, SlaveBeat, SlaveCommand, SlaveMessage, SnapshotInfo
-from dips.core.net.data_header import DataHeader
+from dips.core.net.data_header import DataHeader, DataOp
 from dips.sim.arithmetic import Value
-from dips.sim.data_keys import Away, may_ask, nobody_hears
 from dips.sim.disks import PowerLossError, SlaveDisk
 from dips.sim.hosts.move import SimulatedMove
 from dips.sim.hosts.shard_memory import Shard, SimDataPort, SimulatedShardMemory
-from dips.sim.kernel import Action, SimulatedProcess
+from dips.sim.kernel import Action
 from dips.sim.network import End, Stream
+from dips.sim.world import Away, SlaveProcess, World
 from dips.slave.disk import TEMPORARY, Promise
 from dips.slave.ring import Ring
 from dips.slave.state import effects, events
@@ -29,9 +29,6 @@ from dips.slave.state import shard as checks
 from dips.slave.state.admission import Admission
 from dips.slave.state.fetching import cancelled
 from dips.slave.state.slave import SlaveMachine
-
-if TYPE_CHECKING:
-    from dips.sim.world import World
 
 DIAL_S = 0.3
 FIRST_COMMAND_S = 10.0
@@ -47,12 +44,11 @@ FOR_GOOD = frozenset(
 )
 
 
-class SlaveHost(SimulatedProcess):
+class SlaveHost(SlaveProcess):
     """One slave process; its disk outlives it."""
 
     def __init__(self, world: World, name: str) -> None:
-        super().__init__(world.kernel, name)
-        self.world = world
+        super().__init__(world, name)
         self.disk = SlaveDisk(name, world.plan.disk_bytes)
         self.state: SlaveMachine | None = None
         self.ring = self._new_ring()
@@ -103,7 +99,7 @@ class SlaveHost(SimulatedProcess):
             self.world.key_of(self),
             self.disk.identity(self.world.draw),
         )
-        self.world.names.began(self, self.disk.identity(self.world.draw))
+        self.world.began(self, self.disk.identity(self.world.draw))
         self._dial()
 
     def _new_ring(self) -> Ring:
@@ -116,7 +112,6 @@ class SlaveHost(SimulatedProcess):
         self.end()
 
     def end(self) -> None:
-        """The process has ended, for any reason."""
         for what in self.disk.crash(self.kernel.rng):
             self.world.fired(what)
         self._die()
@@ -165,8 +160,7 @@ class SlaveHost(SimulatedProcess):
         self._got_command = True
         if self.world.slaves[self.name] is not self:
             # Its name was free for long enough. The operator ends the second process, so nothing more follows from it.
-            self.world.fired("second_slave_took_over")
-            self.world.lost_state(self.name, "a second process took over its name, with an empty directory")
+            self.world.name_taken(self)
             self.end()
             return
         self.handle(events.Commanded(command))
@@ -464,8 +458,12 @@ class SlaveHost(SimulatedProcess):
     def _move(self, effect: effects.RunMove) -> None:
         if self._unwanted == effect.job:
             raise cancelled(effect.move)
-        self.move = SimulatedMove(self, effect, lambda result: self._moved(effect.job, result))
-        self.move.begin()
+        self.move = SimulatedMove(
+            self, self.ring, lambda: self.state.link.promised_epoch if self.state else 0,
+            lambda action: self._later_on_disk(self._on_disk, action), effect,
+            lambda result: self._moved(effect.job, result),
+        )  # fmt: skip
+        self.move.begin(self.port.memory)
 
     def _moved(self, job: int, result: SnapshotInfo | Refused) -> None:
         self.move = None
@@ -479,10 +477,6 @@ class SlaveHost(SimulatedProcess):
         self._unwanted = job
         if self.move is not None and self.move.job == job:
             self.move.cancel()
-
-    def later_on_disk(self, action: Action, *args: Any) -> None:
-        """Like _later_on_disk, but power may fail within the action."""
-        self._later_on_disk(self._on_disk, action, *args)
 
     def _read_record(self, effect: effects.ReadRecord) -> None:
         try:
@@ -511,13 +505,23 @@ class SlaveHost(SimulatedProcess):
         value: Value,
         answer: Callable[[DataHeader, Value], None],
         key: bytes = b"",
-        away: Away = nobody_hears,
+        away: Away = lambda why: None,
     ) -> None:
-        """One message of a peer with this key; `answer` sends ours back, `away` is called when the peer is not
-        admitted."""
-        if self.world.plan.config.encrypted and not may_ask(self.admission, key, header, answer, away):
-            return
-        self.handle_port(lambda: answer(*self.port.answer(self.world.run_id, header, value)))
+        if not self.world.plan.config.encrypted or self._admits(key, header, answer, away):
+            self.handle_port(lambda: answer(*self.port.answer(self.world.run_id, header, value)))
+
+    def _admits(self, key: bytes, header: DataHeader, answer: Callable[[DataHeader, Value], None], away: Away) -> bool:
+        """What CURVE and ZAP do at a slave's port, by the real list; a peer that is not admitted is told so here."""
+        if not self.admission.listed(key.hex()):
+            away("the key is not on the master's list")
+            return False
+        try:
+            self.admission.check(key.hex(), header)
+        except Refused as refused:
+            refusal = Refusal(refused.code, refused.sentence, refused.retry_after_s)
+            answer(DataHeader(header.run_id, header.epoch, DataOp.REFUSED, header.request, refusal=refusal), None)
+            return False
+        return True
 
     def handle_port(self, act: Callable[[], None]) -> None:
         if self.state is None:

@@ -7,7 +7,7 @@ new connection when it asks for one. Answers to an old connection are lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dips.core.chunks import Chunk
 from dips.core.ids import PushId, Version
@@ -18,6 +18,7 @@ from dips.core.wire import Codec, encoded_bytes
 from dips.sim.arithmetic import Key, ModelVector, Value
 from dips.sim.content import key_of
 from dips.sim.kernel import SimulatedProcess
+from dips.sim.world import World
 from dips.worker.transfer import (
     PullTransfer,
     PushTransfer,
@@ -27,9 +28,6 @@ from dips.worker.transfer import (
     TransferSettings,
     shares_of,
 )
-
-if TYPE_CHECKING:
-    from dips.sim.world import World
 
 Ended = Callable[[Any], None]
 
@@ -98,7 +96,7 @@ class Carrier:
         if slave is None or address is None:
             return  # no process listens on that port
         if address.curve_key != world.key_of(slave):
-            world.checks.violated(f"the master names another data key for {ask.slave} than the slave at that port has")
+            world.violated(f"the master names another data key for {ask.slave} than the slave at that port has")
             return
         header, value = self.message(ask)
         if header.op is DataOp.PUT_CHUNK and world.net.damages():
