@@ -278,7 +278,7 @@ JUDGE_MUTANTS: tuple[Mutant, ...] = (
 """Of JUDGE and what surrounds it: they run in the simulator, whose rounds have unequal tokens, clips and outliers."""
 
 RARE_JUDGE_MUTANTS: tuple[Mutant, ...] = (
-    _of_judge("no hard gate", "penalty_detect:_judged", "if gate:", "if False:"),
+    _of_judge("no hard gate", "penalty_detect:_judged", "norm > config.hard_gate * median:", "False:"),
     _of_judge("rejected norms are learnt", "penalty:_rejected", 'config.detector == "literal" and', ""),
     _of_judge("quarantine never ends", "penalty:_accepted", "quarantined=False", "quarantined=True"),
     _of_judge("void rounds clear nothing", "penalty:after_void", "norms=(), scores=(),", ""),

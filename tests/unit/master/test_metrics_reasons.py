@@ -13,7 +13,8 @@ from dips.master.metrics_counts import OTHER, REASONS, reason_word
 from dips.master.state.events import Pause
 from dips.master.state.penalty import judge
 from dips.master.state.penalty_types import PRESETS, ClusterStatistics, DetectorState, Participant
-from dips.master.state.reasons import WaitingCode, waiting_for
+from dips.master.state.reasons import WaitingCode
+from dips.master.state.waits import waiting_for
 
 KNOWN = ClusterStatistics(accepted=20, mean=1.0, variance=0.01, mean_tokens=100.0, steps=4)
 STATE = DetectorState((("a", KNOWN),), norms=(1.0,) * 10, scores=(1.0,) * 10)
@@ -23,7 +24,7 @@ def rejected(tokens: float = 100.0, bad: int = 0, squared: float = 1.0) -> str:
     """Why the detector rejects a push with these numbers."""
     participant = Participant("a", tokens, bad, 4)
     judgement = judge(STATE, PRESETS["safe"], [participant], [[squared]], frozenset({"a"}), 100.0)
-    return judgement.rejected[0].reason
+    return judgement.rejected["a"].sentence
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,8 @@ def test_the_detectors_sentences_have_words(reason: str, word: str) -> None:
 def aborted(bench: Bench) -> list[str]:
     """The words of the verdicts ABORTED so far."""
     lines = [line for line in bench.recorded("verdict") if line["verdict"] == "ABORTED"]
-    return [reason_word("ABORTED", line["reason"]) for line in lines]
+    assert [reason_word("ABORTED", line["reason"]) for line in lines] == [line["code"] for line in lines]
+    return [line["code"] for line in lines]
 
 
 def test_an_upload_that_stands_still_is_a_ticket_that_ran_out() -> None:

@@ -11,37 +11,38 @@ from support.rounds import Master, Push, along, gram_of
 from dips.core.errors import LocalProtocolError
 from dips.master.state.penalty import judge
 from dips.master.state.penalty_types import DetectorState, Judgement, Participant, PenaltyConfig
+from dips.master.state.reasons import VerdictCode
 
 
 def reason_of(judgement: Judgement, cluster: str) -> str:
-    return next(rejection.reason for rejection in judgement.rejected if rejection.cluster == cluster)
+    return judgement.rejected[cluster].sentence
 
 
 # ---- what no detector accepts ----
 
 
 @pytest.mark.parametrize(
-    ("push", "complaint", "non_finite"),
+    ("push", "complaint", "code"),
     [
-        (Push(along(1.0), nonfinite_elems=3), "3 elements are not finite", True),
-        (Push(along(math.nan), nonfinite_elems=1), "1 elements are not finite", True),
-        (Push(along(math.inf)), "norm of its pseudo-gradient is inf", True),
-        (Push(along(math.nan)), "norm of its pseudo-gradient is nan", True),
-        (Push(along(1.0), tokens=0.0), "tokens are 0", False),
-        (Push(along(1.0), tokens=-5.0), "tokens are -5", False),
-        (Push(along(1.0), tokens=math.nan), "tokens are nan", False),
-        (Push(along(1.0), tokens=math.inf), "tokens are inf", False),
-        (Push(along(0.0)), "the norm is 0", False),
+        (Push(along(1.0), nonfinite_elems=3), "3 elements are not finite", VerdictCode.NOT_FINITE),
+        (Push(along(math.nan), nonfinite_elems=1), "1 elements are not finite", VerdictCode.NOT_FINITE),
+        (Push(along(math.inf)), "norm of its pseudo-gradient is inf", VerdictCode.NOT_FINITE),
+        (Push(along(math.nan)), "norm of its pseudo-gradient is nan", VerdictCode.NOT_FINITE),
+        (Push(along(1.0), tokens=0.0), "tokens are 0", VerdictCode.TOKENS),
+        (Push(along(1.0), tokens=-5.0), "tokens are -5", VerdictCode.TOKENS),
+        (Push(along(1.0), tokens=math.nan), "tokens are nan", VerdictCode.TOKENS),
+        (Push(along(1.0), tokens=math.inf), "tokens are inf", VerdictCode.TOKENS),
+        (Push(along(0.0)), "the norm is 0", VerdictCode.ZERO),
     ],
 )
 @pytest.mark.parametrize("preset", ["safe", "paper", "paper-literal", "edit"])
 def test_impossible_pushes_are_rejected_by_every_preset(
-    preset: str, push: Push, complaint: str, non_finite: bool
+    preset: str, push: Push, complaint: str, code: VerdictCode
 ) -> None:
     judgement = Master(PenaltyConfig.of(preset)).round({"a": Push(along(1.0)), "b": push, "c": Push(along(1.0, 2))})
     assert judgement.accepted == ("a", "c")
     assert complaint in reason_of(judgement, "b")
-    assert judgement.rejected[0].non_finite is non_finite
+    assert judgement.rejected["b"].code is code
     assert math.isfinite(judgement.merged_norm)
     assert sum(judgement.weights) == pytest.approx(1.0)
 
@@ -60,7 +61,7 @@ def test_thirtyfold_is_rejected_from_the_first_round() -> None:
     judgement = Master().norms(a=1.0, b=1.1, c=30.0, d=0.9)
     assert judgement.accepted == ("a", "b", "d")
     assert reason_of(judgement, "c") == "norm 30 is 28.6 times the median 1.05 of recent ones (limit 10)"
-    assert not judgement.rejected[0].non_finite
+    assert judgement.rejected["c"].code is VerdictCode.NORM
 
 
 def test_thirtyfold_is_rejected_once_three_norms_are_known() -> None:

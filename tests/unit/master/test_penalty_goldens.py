@@ -18,6 +18,8 @@ import pytest
 from support.plain_penalty import Straightforward
 from support.rounds import Master, Push
 
+from dips.master.state.reasons import VerdictCode
+
 GOLDENS = Path(__file__).with_name("penalty_goldens.json")
 CLUSTERS = ("east", "north", "south", "west")
 SPEEDS = {"east": 1.0, "north": 0.84, "south": 0.67, "west": 0.5}  # the paper's gaps of 0 to 50 %
@@ -128,17 +130,8 @@ def test_judge_agrees_with_the_goldens() -> None:
 
 
 def _outcome(judgement: Any, master: Any) -> dict[str, Any]:
-    kinds = {
-        " are not finite": "invalid",
-        "its tokens": "invalid",
-        "norm is 0": "invalid",
-        "median": "gate",
-        "score": "score",
-    }
-    rejected = {
-        rejection.cluster: next(kind for words, kind in kinds.items() if words in rejection.reason)
-        for rejection in judgement.rejected
-    }
+    kinds = {VerdictCode.NORM: "gate", VerdictCode.SCORE: "score"}
+    rejected = {cluster: kinds.get(reason.code, "invalid") for cluster, reason in judgement.rejected.items()}
     outcome = {
         "accepted": list(judgement.accepted),
         "rejected": rejected,

@@ -21,7 +21,7 @@ from dips.master.state.status import AlarmKind, OpenPushView, RunView
 #
 # Describes the run in one sentence: what happens now, or what the run waits for; and what else a person should know.
 #
-# The words are the state machine's (master/state/reasons.py): answers, logs and the page give the same reason.
+# The words are the state machine's (master/state/waits.py): answers, logs and the page give the same reason.
 
 
 Departures = Mapping[str, tuple[str, str]]

@@ -11,6 +11,7 @@ from dips.master.state import status
 from dips.master.state.leases import TokenState
 from dips.master.state.ledger import CommitInfo, canonical, pair, push_to_json
 from dips.master.state.penalty_types import JudgeInputs, Judgement
+from dips.master.state.reasons import VerdictCode
 from dips.master.state.records import Donor, OuterStep, Push
 from dips.master.state.rollback import next_version, rollback_commit, rolled_back
 from dips.master.state.shared import SharedState
@@ -79,6 +80,7 @@ class Decisions:
         restored.ledger.origin = None  # no snapshot of it is left, and its momentum is not the origin's
         verdict = Verdict(push.id, VerdictKind.APPLIED, version, "the donated copy is a version again", False, state.id)
         restored.ledger.entry(push.cluster).last_donation = verdict
+        push.code = VerdictCode.MERGED
         about = self._record("ROLLBACK", [push]) | {"donor": push.cluster, "s_max": shared.s_max()}
         digests = tuple(sorted(state.digest_of_slave.items()))
         decided = rollback_commit(restored, current, origin, version, state.id, digests, about)
@@ -110,14 +112,15 @@ class Decisions:
         """Puts every participant's verdict into the ledger before the record that decides it is written."""
         shared, state = self._shared, self._shared.round
         accepted = {push.cluster for push in self.accepted()} if not why_void else set()
-        rejected = {r.cluster: r for r in state.judgement.rejected} if state.judgement else {}
+        rejected = state.judgement.rejected if state.judgement else {}
         for push in state.participants:
-            kind, reason, reset = VerdictKind.APPLIED, "merged", False
+            kind, reason, reset, push.code = VerdictKind.APPLIED, "merged", False, VerdictCode.MERGED
             if push.cluster not in accepted:
                 rejection = rejected.get(push.cluster)
-                kind, reason = VerdictKind.EXCLUDED, rejection.reason if rejection else why_void
+                push.code = rejection.code if rejection else VerdictCode.VOID
+                kind, reason = VerdictKind.EXCLUDED, rejection.sentence if rejection else why_void
                 # Not rejected, but the update was not finite: the cluster's inner optimizer state may be wrong too.
-                reset = rejection is None or rejection.non_finite
+                reset = rejection is None or rejection.code is VerdictCode.NOT_FINITE
                 reset = reset or push.cluster in shared.ledger.detector.quarantined
             shared.ledger.entry(push.cluster).last_verdict = Verdict(push.id, kind, version, reason, reset, state.id)
 
@@ -214,7 +217,7 @@ def judgement_to_json(
         return None
     return {
         "accepted": list(judgement.accepted),
-        "rejected": [[r.cluster, r.reason] for r in judgement.rejected],
+        "rejected": [[cluster, reason.sentence] for cluster, reason in judgement.rejected.items()],
         "weights": [repr(w) for w in judgement.weights],
         "kappa": repr(judgement.kappa),
         "rho": repr(judgement.rho),

@@ -29,6 +29,7 @@ from dips.master.state.callers import check_member, check_run
 from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE, LeaseTable
 from dips.master.state.ledger import ClusterEntry, pair
 from dips.master.state.pushes import OWN_DATA_START_S
+from dips.master.state.reasons import Reason, VerdictCode
 from dips.master.state.records import Member, Push
 from dips.master.state.shared import SharedState
 from dips.master.state.slave_links import DIALS_AGAIN_BEATS, NameClaims
@@ -74,7 +75,7 @@ class Membership:
         if not entry.incarnations:
             shared.counted_since_s[name] = shared.now_s - OWN_DATA_START_S
         before = shared.members.get(name)
-        undecided = self._retire(name, f"cluster {name} joined again")
+        undecided = self._retire(name, Reason(VerdictCode.REJOINED, f"cluster {name} joined again"))
         entry.incarnations += 1
         entry.incarnation = Incarnation(shared.epoch, entry.incarnations)
         entry.member, entry.declared_tokens_per_s = True, request.declared_tokens_per_s
@@ -263,7 +264,7 @@ class Membership:
                 'cluster, or start the master with frozen = "parameters" if training changes these buffers',
             )
 
-    def _retire(self, name: str, reason: str) -> Push | None:
+    def _retire(self, name: str, reason: Reason) -> Push | None:
         """Ends the current incarnation; returns its push if that is sealed and must be waited for."""
         shared = self._shared
         member = shared.members.pop(name, None)
@@ -345,7 +346,7 @@ class Membership:
 
     def _depart(self, member: Member, kind: str, reason: str) -> None:
         shared, name = self._shared, member.cluster
-        undecided = self._retire(name, f"cluster {name} is gone: {reason}")
+        undecided = self._retire(name, Reason(VerdictCode.GONE, f"cluster {name} is gone: {reason}"))
         shared.ledger.entry(name).member = False
         self._away_since_s[name] = shared.now_s
         if kind == "LEAVE":

@@ -26,8 +26,8 @@ from dips.master.state.penalty_types import (
     Participant,
     ParticipantMeasure,
     PenaltyConfig,
-    Rejection,
 )
+from dips.master.state.reasons import VerdictCode
 
 # ---- penalty scaling -------------------------------------------------------------------------------------------------
 #
@@ -207,7 +207,8 @@ def _rejected(config: PenaltyConfig, finding: Detection) -> UpdatedStatistics:
     if config.detector == "literal" and finding.valid:
         known = _learned(config, finding, known)
     flags = known.flags_in_a_row + 1
-    in_a_row = known.score_rejections_in_a_row + 1 if finding.by_score else 0
+    by_score = finding.reason is not None and finding.reason.code is VerdictCode.SCORE
+    in_a_row = known.score_rejections_in_a_row + 1 if by_score else 0
     counted = replace(known, flags_in_a_row=flags, score_rejections_in_a_row=in_a_row)
     restarted, restart_alarms = _restart_if_due(config, finding, counted)
     moved, quarantine_alarms = _quarantine_if_due(config, finding, restarted)
@@ -226,11 +227,11 @@ def _restart_if_due(config: PenaltyConfig, finding: Detection, counted: ClusterS
 
 
 def _quarantine_if_due(config: PenaltyConfig, finding: Detection, counted: ClusterStatistics) -> UpdatedStatistics:
-    flags = counted.flags_in_a_row
+    flags, last = counted.flags_in_a_row, finding.reason.sentence if finding.reason else ""
     if counted.quarantined or not 0 < config.quarantine_after_flags <= flags:
         return counted, []
     sentence = (
-        f"cluster {finding.cluster} is in quarantine after {flags} rejections in a row (last: {finding.reason}): "
+        f"cluster {finding.cluster} is in quarantine after {flags} rejections in a row (last: {last}): "
         "it pulls and resets its inner optimizer; its first accepted push ends the quarantine"
     )
     return replace(counted, quarantined=True), [sentence]
@@ -274,7 +275,7 @@ def judge(
     void, void_alarms = after_void(state, config, findings, cosines)
     return Judgement(
         accepted=merge.clusters,
-        rejected=tuple(Rejection(f.cluster, f.reason, f.non_finite) for f in findings if not f.accepted),
+        rejected={f.cluster: f.reason for f in findings if f.reason is not None},
         weights=merge.weights,
         kappa=kappa,
         rho=rho,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from dips.core.messages import BlockGram
 from dips.core.placement import Placement
 from dips.master.state.penalty_types import ClusterStatistics, DetectorState, Participant, PenaltyConfig
+from dips.master.state.reasons import Reason, VerdictCode
 
 # ---- gram ------------------------------------------------------------------------------------------------------------
 #
@@ -93,10 +94,10 @@ MIN_KNOWN_NORMS = 3
 
 @dataclass(frozen=True)
 class Detection:
-    """One participant, measured and checked. reason: empty when it is accepted.
+    """One participant, measured and checked. reason: why it is rejected; None when it is accepted.
 
     norm: G_j; scaled_norm: Gn_j, NaN unless `valid`; score: z_j, None while undefined. valid: norm and tokens
-    are finite and positive. by_score: rejected by its score alone, below the hard gate.
+    are finite and positive.
     """
 
     participant: Participant
@@ -105,9 +106,7 @@ class Detection:
     scaled_norm: float
     score: float | None
     valid: bool
-    reason: str = ""
-    non_finite: bool = False
-    by_score: bool = False
+    reason: Reason | None = None
 
     @property
     def cluster(self) -> str:
@@ -115,7 +114,7 @@ class Detection:
 
     @property
     def accepted(self) -> bool:
-        return not self.reason
+        return self.reason is None
 
 
 def detect(
@@ -160,24 +159,23 @@ def _measured(state: DetectorState, config: PenaltyConfig, participant: Particip
     known = state.of(participant.cluster)
     # Rounding may leave a tiny negative square; max() would also hide a NaN.
     norm = math.sqrt(max(squared, 0.0)) if math.isfinite(squared) else squared
-    reason, non_finite = _fault(participant, norm)
-    if reason:
-        return Detection(participant, known, norm, math.nan, None, False, reason, non_finite)
+    if (fault := _fault(participant, norm)) is not None:
+        return Detection(participant, known, norm, math.nan, None, False, fault)
     scaled = _scaled_norm(config, known, participant, norm)
     return Detection(participant, known, norm, scaled, _score(config, known, scaled), True)
 
 
-def _fault(participant: Participant, norm: float) -> tuple[str, bool]:
-    """(why no detector may accept this push, whether the reason is a number that is not finite)."""
+def _fault(participant: Participant, norm: float) -> Reason | None:
+    """Why no detector may accept this push; None when one may."""
     if participant.nonfinite_elems > 0:
-        return f"{participant.nonfinite_elems} elements are not finite", True
+        return Reason(VerdictCode.NOT_FINITE, f"{participant.nonfinite_elems} elements are not finite")
     if not math.isfinite(norm):
-        return f"the norm of its pseudo-gradient is {norm}", True
+        return Reason(VerdictCode.NOT_FINITE, f"the norm of its pseudo-gradient is {norm}")
     if not 0 < participant.tokens <= MAX_TOKENS:  # NaN is neither
-        return f"its tokens are {participant.tokens:g}, not a positive count", False
+        return Reason(VerdictCode.TOKENS, f"its tokens are {participant.tokens:g}, not a positive count")
     if norm == 0.0:
-        return "its parameters equal the current version's: the norm is 0", False
-    return "", False
+        return Reason(VerdictCode.ZERO, "its parameters equal the current version's: the norm is 0")
+    return None
 
 
 def _scaled_norm(config: PenaltyConfig, known: ClusterStatistics, participant: Participant, norm: float) -> float:
@@ -206,24 +204,13 @@ def _score(config: PenaltyConfig, known: ClusterStatistics, scaled_norm: float) 
 def _judged(finding: Detection, config: PenaltyConfig, pool: Sequence[float], tau: float) -> Detection:
     if not finding.valid or config.detector == "off":
         return finding
-    gate = _gate_reason(finding, config, pool)
-    if gate:
-        return replace(finding, reason=gate)
+    norm, median = finding.scaled_norm, statistics.median(pool)
+    if len(pool) >= MIN_KNOWN_NORMS and norm > config.hard_gate * median:
+        times = f"{norm / median:.3g} times the median {median:.3g} of recent ones (limit {config.hard_gate:g})"
+        return replace(finding, reason=Reason(VerdictCode.NORM, f"norm {norm:.3g} is {times}"))
     if finding.score is not None and finding.score > tau:
-        return replace(finding, reason=f"score {finding.score:.3g} above {tau:.3g}", by_score=True)
+        return replace(finding, reason=Reason(VerdictCode.SCORE, f"score {finding.score:.3g} above {tau:.3g}"))
     return finding
-
-
-def _gate_reason(finding: Detection, config: PenaltyConfig, pool: Sequence[float]) -> str:
-    if len(pool) < MIN_KNOWN_NORMS:
-        return ""
-    median = statistics.median(pool)
-    if finding.scaled_norm <= config.hard_gate * median:
-        return ""
-    return (
-        f"norm {finding.scaled_norm:.3g} is {finding.scaled_norm / median:.3g} times the median {median:.3g} "
-        f"of recent ones (limit {config.hard_gate:g})"
-    )
 
 
 # ---- penalty direction -----------------------------------------------------------------------------------------------

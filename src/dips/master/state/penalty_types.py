@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dips.core.errors import ConfigError
+from dips.master.state.reasons import Reason
 
 # ---- penalty config --------------------------------------------------------------------------------------------------
 #
@@ -356,15 +357,6 @@ class Participant:
 
 
 @dataclass(frozen=True)
-class Rejection:
-    """One push that is not merged; non_finite asks the cluster to reset its inner optimizer too."""
-
-    cluster: str
-    reason: str
-    non_finite: bool
-
-
-@dataclass(frozen=True)
 class ParticipantMeasure:
     """The measurements of one participant; NaN where undefined. cosine: of its update with that of the others
     (master/state/penalty_detect.py)."""
@@ -378,16 +370,16 @@ class ParticipantMeasure:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on a round. `accepted` empty means VOID. Tuples are in cluster-id order.
+    """The verdict on a round. `accepted` empty means VOID. All in cluster-id order.
 
-    weights: one for each accepted cluster, adding up to 1. scale: the factor of the mean.
+    rejected: why, by cluster. weights: one for each accepted cluster, adding up to 1. scale: the factor of the mean.
     pair_cosines: (cluster, cluster, cosine) of each pair. alarms: sentences for a person if the round ends as
     judged (COMMIT when something is accepted, else VOID); alarms_if_void: those to use when PREPARE turns it
     into a VOID. quarantined: after the round ends as judged. threshold: tau of this round.
     """
 
     accepted: tuple[str, ...]
-    rejected: tuple[Rejection, ...]
+    rejected: Mapping[str, Reason]
     weights: tuple[float, ...]
     kappa: float
     rho: float

@@ -15,10 +15,10 @@ from dips.core.messages import (
 from dips.core.wire import DIFFERENCES
 from dips.master.state import pacing
 from dips.master.state.callers import check_member, check_run
-from dips.master.state.reasons import recovery_words, slaves_away, waiting_for
 from dips.master.state.records import Kept, Member, Pin
 from dips.master.state.schedule import Way
 from dips.master.state.shared import SharedState
+from dips.master.state.waits import recovery_words, slaves_away, waiting_for
 
 MAX_READERS = 2
 """The most readers (evaluator, export) with a pin at a time; each cluster has one in addition."""

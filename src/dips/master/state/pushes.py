@@ -35,11 +35,12 @@ from dips.core.protocol import FINISH_HOLD_S, codec_capability
 from dips.core.wire import DIFFERENCES, Codec
 from dips.master.state import pacing
 from dips.master.state.callers import check_member
-from dips.master.state.reasons import moving_words, recovery_words, slaves_away
+from dips.master.state.reasons import Reason, VerdictCode
 from dips.master.state.records import PUSH_TABLE, Member, Push, PushPhase, RoundPhase, Slave
 from dips.master.state.schedule import Way
 from dips.master.state.shared import SharedState
 from dips.master.state.verdicts import Verdicts
+from dips.master.state.waits import moving_words, recovery_words, slaves_away
 
 # ---- bases -----------------------------------------------------------------------------------------------------------
 #
@@ -352,11 +353,14 @@ def _check_leased(shared: SharedState, member: Member, request: BeginPushRequest
         )
 
 
-def recheck(shared: SharedState, push: Push) -> str | None:
-    """Repeats the checks of BeginPush against the present state; a sentence when one fails."""
+REFUSED_AS = {RefusalCode.TOKENS: VerdictCode.TOKENS, RefusalCode.RANGES: VerdictCode.RANGES}
+
+
+def recheck(shared: SharedState, push: Push) -> Reason | None:
+    """Repeats the checks of BeginPush against the present state; a reason when one fails."""
     too_old = stale(shared, push.request)
     if too_old is not None:
-        return too_old.sentence
+        return Reason(VerdictCode.STALE, too_old.sentence)
     try:
         if push.is_donation:
             _check_may_donate(shared, push.cluster, push.request.donates)
@@ -367,7 +371,7 @@ def recheck(shared: SharedState, push: Push) -> str | None:
         else:
             check_token_count(shared, push.cluster, push.request)  # the counts of other clusters may be known by now
     except Refused as refused:
-        return refused.sentence
+        return Reason(REFUSED_AS.get(refused.code, VerdictCode.OTHER), refused.sentence)
     return None
 
 
@@ -557,12 +561,13 @@ class Pushes:
         token, push.finish_token = push.finish_token, None
         assert token is not None, "admitted only by FinishPush"
         if push.is_donation and (sentence := self._wrong_copy(push)):
-            shared.reply(token, FinishPushReply(self._verdicts.abort(push, sentence)))
+            verdict = self._verdicts.abort(push, Reason(VerdictCode.OTHER, sentence))
+            shared.reply(token, FinishPushReply(verdict))
             return
         wrong = sorted(s for s, digest in push.digest_of_slave.items() if push.claimed.get(s) != digest)
         if wrong:
             sentence = f"what slave {wrong[0]} holds of push {push.id} is not what was sent (digests differ)"
-            self._verdicts.abort(push, sentence)
+            self._verdicts.abort(push, Reason(VerdictCode.DIGEST, sentence))
             shared.refuse(token, Refused(RefusalCode.DIGEST, f"{sentence}: the push is aborted, push again"))
             return
         if (reason := recheck(shared, push)) is not None:
@@ -618,7 +623,8 @@ class Pushes:
                 self._not_staged(push)
             stale_ticket = shared.now_s - push.renewed_s > shared.config.ticket_ttl_s
             if stale_ticket and push.phase.now in (PushPhase.TICKETED, PushPhase.STAGED):
-                self._verdicts.abort(push, f"nothing arrived for {shared.config.ticket_ttl_s:g} s, the ticket ran out")
+                sentence = f"nothing arrived for {shared.config.ticket_ttl_s:g} s, the ticket ran out"
+                self._verdicts.abort(push, Reason(VerdictCode.TICKET, sentence))
         self._verdicts.tick()
 
     def rearm(self, gap_s: float) -> None:

@@ -21,6 +21,7 @@ from dips.core.placement import Placement
 from dips.core.wire import DIFFERENCES, Codec
 from dips.master.state.ledger import CommitInfo
 from dips.master.state.penalty_types import JudgeInputs, Judgement, PenaltyConfig
+from dips.master.state.reasons import VerdictCode
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 #
@@ -268,6 +269,8 @@ class Push:
     finish_until_s: float = 0.0
     claimed: dict[str, bytes] = field(default_factory=dict)
     wire: Codec = Codec.F32
+    code: VerdictCode = VerdictCode.OTHER
+    """Why it is decided as it is; set before the verdict is sent."""
 
     @property
     def cluster(self) -> str:

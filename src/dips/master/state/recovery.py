@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from dips.core.ids import RoundId, SlaveId, Version
-from dips.core.messages import CommitRecord, ConfigureRefused, LeaveReply, SendCommitRecord, Verdict, VerdictKind
+from dips.core.messages import CommitRecord, ConfigureRefused, LeaveReply, SendCommitRecord, VerdictKind
 from dips.master.state.ledger import UNREADABLE, CommitInfo, Ledger, commit_from_record, ledger_of, pair, same_as
-from dips.master.state.records import Donor, HeldVersion, Member, Push, RecoveryPhase, RoundPhase, Slave, SlavePhase
+from dips.master.state.reasons import Reason, VerdictCode
+from dips.master.state.records import Donor, HeldVersion, Member, RecoveryPhase, RoundPhase, Slave, SlavePhase
 from dips.master.state.rollback import adopted, next_version, rollback_commit, rolled_back
 from dips.master.state.rounds import Rounds
 from dips.master.state.shared import SharedState
@@ -511,18 +512,19 @@ class Recovery:
     def _abort_pushes(self, reason: str) -> None:
         for push in list(self._shared.pushes()):
             if not push.sealed:
-                self._verdicts.abort(push, reason)
+                self._verdicts.abort(push, Reason(VerdictCode.RECOVERY, reason))
 
     def _give_up_round(self) -> None:
         """Sends the verdicts of a COMMIT that waited for the slaves, as the ledger now has them."""
         for push in self._rounds.end_committed(self._shared.recovery.reason):
-            self._verdicts.decide(push, self._verdict_now(push))
-
-    def _verdict_now(self, push: Push) -> Verdict:
-        known = self._verdicts.decided(push.id)
-        return known or Verdict(
-            push.id, VerdictKind.ABORTED, None, "its round is not in the history that the slaves hold"
-        )
+            known = self._verdicts.decided(push.id)
+            if known is None:
+                sentence = "its round is not in the history that the slaves hold"
+                self._verdicts.abort(push, Reason(VerdictCode.OTHER, sentence))
+            else:
+                if known.kind is VerdictKind.ROLLED_BACK:
+                    push.code = VerdictCode.ROLLBACK  # instead of the code of the COMMIT that is undone
+                self._verdicts.decide(push, known)
 
     def _send_clusters_away(self, reason: str) -> None:
         """Makes all clusters join again, because what they know comes from another ledger."""

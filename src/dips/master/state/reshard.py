@@ -25,11 +25,12 @@ from dips.core.messages import (
 )
 from dips.core.placement import Placement, redeal
 from dips.master.state.ledger import CommitInfo, Ledger, PendingReshard, canonical, pair, same_as
-from dips.master.state.reasons import reshard_waits_for
+from dips.master.state.reasons import Reason, VerdictCode
 from dips.master.state.records import ReshardPhase, RoundPhase, Slave
 from dips.master.state.shared import SharedState
 from dips.master.state.slave_links import SlaveLinks
 from dips.master.state.verdicts import Verdicts
+from dips.master.state.waits import reshard_waits_for
 
 _P = ReshardPhase
 
@@ -336,7 +337,7 @@ class Reshard:
     def _abort_pushes(self, reason: str) -> None:
         for push in list(self._shared.pushes()):
             if push.phase.allows("aborted"):
-                self._verdicts.abort(push, reason)
+                self._verdicts.abort(push, Reason(VerdictCode.RESHARD, reason))
 
     def _dismiss(self, names: Iterable[SlaveId], reason: str) -> None:
         """Tells these slaves, which hold nothing of the run, that they may end."""

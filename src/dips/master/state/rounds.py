@@ -30,7 +30,7 @@ from dips.master.state.penalty import judge, round_tokens
 from dips.master.state.penalty_detect import GramError, add_blocks, add_directions
 from dips.master.state.penalty_types import JudgeInputs, Judgement, Participant
 from dips.master.state.pushes import recheck
-from dips.master.state.reasons import lagging
+from dips.master.state.reasons import Reason, VerdictCode
 from dips.master.state.records import (
     Donor,
     Kept,
@@ -46,6 +46,7 @@ from dips.master.state.rollback import next_version
 from dips.master.state.shared import SharedState
 from dips.master.state.snapshots import newest_timeline
 from dips.master.state.verdicts import Verdicts
+from dips.master.state.waits import lagging
 
 MAX_TIMEOUT_FACTOR = 8.0
 RETRY_PAUSE_S = 1.0
@@ -82,14 +83,14 @@ class Rounds:
 
     def _abort_pushes(self, why: str) -> None:
         for push in list(self._shared.pushes()):
-            self._verdicts.abort(push, f"the run ends: {why}")
+            self._verdicts.abort(push, Reason(VerdictCode.RUN_END, f"the run ends: {why}"))
 
     def tick(self) -> None:
         state = self._shared.round
         if state.resend_s is not None and self._shared.now_s >= state.resend_s:
             self._send_commit(again=True)
         if state.deadline_s is not None and self._shared.now_s >= state.deadline_s:
-            self.abort(f"the {state.phase.now.value} phase ran out of time")
+            self.abort(Reason(VerdictCode.TIMEOUT, f"the {state.phase.now.value} phase ran out of time"))
 
     def deadlines(self) -> list[float]:
         state = self._shared.round
@@ -185,7 +186,7 @@ class Rounds:
             gram, nonfinite = self._add()
             directions = add_directions(state.directions, len(state.participants))
         except GramError as error:
-            self.abort(str(error))
+            self.abort(Reason(VerdictCode.REFUSED, str(error)))
             return
         self._move("all measured", RoundPhase.JUDGE)
         self._judge(gram, nonfinite, directions)
@@ -222,8 +223,9 @@ class Rounds:
         if directions is not None:
             data.look(shared, [p.cluster for p in participants], judgement.accepted, directions)
         if not judgement.accepted:
-            why = ", ".join(f"{r.cluster}: {r.reason}" for r in judgement.rejected[:NAMED_REJECTIONS])
-            self._void(f"no push was accepted ({why}{', ...' if len(judgement.rejected) > NAMED_REJECTIONS else ''})")
+            named = list(judgement.rejected.items())[:NAMED_REJECTIONS]
+            why = ", ".join(f"{cluster}: {reason.sentence}" for cluster, reason in named)
+            self._void(f"no push was accepted ({why}{', ...' if len(named) < len(judgement.rejected) else ''})")
             return
         self._move("accepted", RoundPhase.PREPARE)
         before, outer_lr = shared.ledger.version, shared.config.settings.outer_lr
@@ -238,7 +240,7 @@ class Rounds:
             state.cause,
             round=str(state.id),
             accepted=list(judgement.accepted),
-            rejected={r.cluster: r.reason for r in judgement.rejected},
+            rejected={cluster: reason.sentence for cluster, reason in judgement.rejected.items()},
             norms={m.cluster: m.norm for m in judgement.measures},
             scores={m.cluster: m.score for m in judgement.measures},
             cosines={m.cluster: m.cosine for m in judgement.measures},
@@ -278,7 +280,8 @@ class Rounds:
         donor = self._donor()
         if donor is not None and body.digest != dict(donor.commit.digest_of_slave).get(slave.id):
             shared.recovery.wrong.add((donor.cluster, donor.incarnation, donor.commit.version))
-            self._give_up(f"what slave {slave.id} prepared from the donated copy is not version {donor.commit.version}")
+            sentence = f"what slave {slave.id} prepared from the donated copy is not version {donor.commit.version}"
+            self._give_up(Reason(VerdictCode.DIGEST, sentence))
             return
         state.digest_of_slave[slave.id] = body.digest
         if len(state.digest_of_slave) == len(shared.slaves_expected()):
@@ -352,7 +355,7 @@ class Rounds:
         has no judgement: it is aborted."""
         shared, state = self._shared, self._shared.round
         if state.judgement is None:
-            self._give_up(reason)
+            self._give_up(Reason(VerdictCode.REFUSED, reason))
             return
         if state.phase.now is RoundPhase.PREPARE:
             assert state.id is not None, "a round that prepares has an id"
@@ -360,19 +363,19 @@ class Rounds:
         self._decisions.void(reason)
         self._end("void")
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: Reason) -> None:
         """Aborts the round: complete stagings wait for the next window, the other pushes are decided ABORTED."""
-        shared, state = self._shared, self._shared.round
+        shared, state, why = self._shared, self._shared.round, reason.sentence
         assert state.id is not None, "only a round that began is aborted"
-        shared.command_all(AbortRound(state.id, reason), state.cause)
+        shared.command_all(AbortRound(state.id, why), state.cause)
         for push in state.participants:
-            push.phase.move("round aborted", PushPhase.ADMITTED, shared.now_s, state.cause, reason)
-        self._decisions.summary("abort", reason)
+            push.phase.move("round aborted", PushPhase.ADMITTED, shared.now_s, state.cause, why)
+        self._decisions.summary("abort", why)
         status.round_was_fruitless(shared)
         shared.rounds_aborted += 1
-        state.last_abort = reason
+        state.last_abort = why
         shared.log(
-            "round", f"round {state.id} is aborted: {reason}; complete pushes enter the next one", cause=state.cause
+            "round", f"round {state.id} is aborted: {why}; complete pushes enter the next one", cause=state.cause
         )
         state.timeout_factor = min(MAX_TIMEOUT_FACTOR, state.timeout_factor * 2)
         state.not_before_s = shared.now_s + RETRY_PAUSE_S * state.timeout_factor / 2
@@ -381,7 +384,7 @@ class Rounds:
         for push in given_up:
             self._verdicts.abort(push, reason)
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: Reason) -> None:
         """Aborts the round and its pushes: they would fail the next round for the same reason. No training is lost."""
         pushes = list(self._shared.round.participants)
         self.abort(reason)
@@ -402,16 +405,17 @@ class Rounds:
         if body.refusal.code is RefusalCode.NONFINITE and state.phase.now is RoundPhase.PREPARE:
             self._void(sentence)
         elif body.refusal.code is RefusalCode.UNKNOWN_PUSH:
-            self._give_up(sentence)
+            self._give_up(Reason(VerdictCode.REFUSED, sentence))
         else:
-            self.abort(sentence)
+            self.abort(Reason(VerdictCode.REFUSED, sentence))
 
-    def slave_lost(self, slave: Slave, reason: str) -> None:
+    def slave_lost(self, slave: Slave, sentence: str) -> None:
         """Handles the loss of a slave's stagings: aborts an open round, and every push that the slave held completely.
 
         The slave returns with the newest version only, so older ones are no longer readable.
         """
         shared = self._shared
+        reason = Reason(VerdictCode.SLAVE_LOST, sentence)
         shared.kept = {v: kept for v, kept in shared.kept.items() if kept is shared.published}
         if self._shared.round.phase.now in (RoundPhase.MEASURE, RoundPhase.PREPARE):
             self.abort(reason)

@@ -38,7 +38,6 @@ from dips.master.state.callers import check_run
 from dips.master.state.effects import BeginAgain
 from dips.master.state.ledger import MAX_WHOLE
 from dips.master.state.pushes import Pushes
-from dips.master.state.reasons import recovery_words
 from dips.master.state.records import SLAVE_TABLE, Kept, PushPhase, RoundPhase, Slave, SlavePhase
 from dips.master.state.recovery import Recovery
 from dips.master.state.reshard import Reshard
@@ -46,6 +45,7 @@ from dips.master.state.rollback import LEASE_NUMBERS_OF_AN_EPOCH
 from dips.master.state.rounds import Rounds
 from dips.master.state.shared import SharedState
 from dips.master.state.slave_links import NameClaims, SlaveLinks
+from dips.master.state.waits import recovery_words
 
 NEWER_EPOCH_EXIT = 6
 

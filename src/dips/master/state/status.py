@@ -10,9 +10,9 @@ from dips.core.messages import Alarm, ClusterStatus, RoundSummary, SlaveStatus, 
 from dips.core.wire import encoded_bytes
 from dips.master.state import pushes as token_counts
 from dips.master.state.leases import TokenState
-from dips.master.state.reasons import recovery_words, reshard_words, waiting_for
 from dips.master.state.records import Push, RoundPhase, Slave
 from dips.master.state.shared import LinkRate, SharedState
+from dips.master.state.waits import recovery_words, reshard_words, waiting_for
 
 # ---- alarms ----------------------------------------------------------------------------------------------------------
 #

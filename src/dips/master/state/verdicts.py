@@ -14,9 +14,10 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.master.state.callers import check_member
-from dips.master.state.reasons import waiting_for
+from dips.master.state.reasons import Reason
 from dips.master.state.records import Member, Push, PushPhase
 from dips.master.state.shared import SharedState
+from dips.master.state.waits import waiting_for
 
 _INPUTS = {
     VerdictKind.APPLIED: "applied",
@@ -66,6 +67,7 @@ class Verdicts:
             verdict=kind.name,
             version=str(verdict.version),
             round=str(verdict.round),
+            code=push.code,
             reason=reason,
         )
         shared.command_all(CloseStaging(push.id), push.request.caller.cause_id)
@@ -83,9 +85,10 @@ class Verdicts:
         if verdict.kind is VerdictKind.ABORTED:
             shared.recovery.tried.add((push.cluster, push.id.incarnation))
 
-    def abort(self, push: Push, reason: str) -> Verdict:
+    def abort(self, push: Push, reason: Reason) -> Verdict:
         """Decides ABORTED, which is presumed for whatever is not committed, so no journal entry is needed."""
-        return self.decide(push, Verdict(push.id, VerdictKind.ABORTED, None, reason))
+        push.code = reason.code
+        return self.decide(push, Verdict(push.id, VerdictKind.ABORTED, None, reason.sentence))
 
     def _count_nothing(self, push: Push, member: Member | None) -> None:
         """Leaves the ranges of an aborted push with its cluster, unless a new incarnation does not hold them."""
