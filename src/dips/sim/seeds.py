@@ -11,12 +11,220 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 
-from dips.core.observe.seen import note
+from dips.core.machine import TransitionTable, tables
+from dips.core.observe.seen import Arrow, Seen, arrows_of, note
+from dips.core.observe.seen import report as seen_report
+from dips.master.state.records import RoundPhase
+from dips.sim.counts import NO_MASTER, RECOVERY, STARTING, RunCounts, by_phase
+from dips.sim.faults import register
 from dips.sim.seed_run import SeedOutcome, SeedRun
-from dips.sim.totals import Totals, complaints, reasons_of, report
+
+# ---- totals ----------------------------------------------------------------------------------------------------------
+#
+# Adds up the results of many simulated runs, reports them, and decides what makes them a failure.
+#
+# The numbers count what really happened. Runs must never pass that did not show what they should: a fault that was
+# planned and never struck, a phase of the round in which no process was killed, a step that no machine took.
+
+
+SEEDS_FOR_FAULTS = 200
+SEEDS_FOR_PHASES = 2000
+SEEDS_FOR_ARROWS = 1000
+PLANNED_ENOUGH = 10
+"""A kind that was planned so often must have struck, also with few seeds."""
+
+PHASES = (NO_MASTER, STARTING, RECOVERY, *(phase.value for phase in RoundPhase))
+
+_DONATION = "a donation that fails just there, of a cluster that was just there; tests/unit/worker take it by hand"
+_FINISH = "FinishPush is refused only in ways that ask for a new attempt; kept for a master of another release"
+_JOB = "no job of this release fails so: what can fail there names a time to try again"
+
+UNREACHED: Mapping[Arrow, str] = {
+    ("push", "SEALED", "aborted", "DECIDED"): "a master that commits takes over another history: two disks",
+    ("session", "BEGINNING_PUSH", "undecided", "AWAITING"): "a lost transfer whose push was admitted behind its back",
+    ("session", "BEGINNING_PUSH", "verdict", "BEGINNING_PUSH"): "a seed that is aborted between two of its attempts",
+    ("session", "FINISHING_PUSH", "push refused", "PULLING"): _FINISH,
+    ("session", "FINISHING_PUSH", "push refused", "TRAINING"): _FINISH,
+    ("session", "AWAITING", "donate", "BEGINNING_PUSH"): "a version that is lost while its pusher awaits a verdict",
+    ("session", "AWAITING", "not donated", "AWAITING"): _DONATION,
+    ("session", "AWAITING", "not donated", "PULLING"): _DONATION,
+    ("session", "AWAITING", "not donated", "TRAINING"): _DONATION,
+    ("session", "BEGINNING_PUSH", "not donated", "AWAITING"): _DONATION,
+    ("session", "BEGINNING_PUSH", "not donated", "PULLING"): _DONATION,
+    ("session", "BEGINNING_PUSH", "not donated", "TRAINING"): _DONATION,
+    ("session", "FINISHING_PUSH", "not donated", "AWAITING"): _DONATION,
+    ("session", "FINISHING_PUSH", "not donated", "PULLING"): _DONATION,
+    ("session", "FINISHING_PUSH", "not donated", "TRAINING"): _DONATION,
+    ("session", "FINISHING_PUSH", "leave", "LEAVING"): "who leaves finishes its push first, if there is time for it",
+    ("slave link", "PROMISING", "welcome", "PROMISING"): "a Welcome comes twice while the promise is being saved",
+    ("slave shard", "MOVING", "failed", "EMPTY"): "the disk of a slave that is added fails while blocks move to it",
+    ("slave link", "DETACHED", "unlinked", "DETACHED"): "every stream that ends was open: the dialler says so first",
+    ("slave shard", "COMMITTING", "failed", "PREPARED"): _JOB,
+    ("slave shard", "LISTING", "failed", "READY"): "a list is read from memory",
+    ("slave shard", "MEASURING", "failed", "READY"): _JOB,
+}
+"""(table, from, input, to) -> why few runs or none take it. Seeds that take one all the same are no failure."""
+
+
+@dataclass
+class Totals:
+    """The totals of all seeds. longest: rounds of the longest run, and its seed."""
+
+    seeds: int = 0
+    failures: list[tuple[int, str]] = field(default_factory=list)
+    counts: RunCounts = field(default_factory=RunCounts)
+    shapes: Counter[str] = field(default_factory=Counter)
+    facts: Counter[str] = field(default_factory=Counter)
+    seen: Seen = field(default_factory=Seen)
+    published: int = 0
+    rounds: int = 0
+    virtual_s: float = 0.0
+    events: int = 0
+    took_s: float = 0.0
+    slowest: tuple[float, int] = (0.0, 0)
+    longest: tuple[int, int] = (0, 0)
+
+    def add(self, outcome: SeedOutcome, took_s: float) -> None:
+        self.seeds += 1
+        self.failures += [(outcome.seed, outcome.violations[0])] if outcome.violations else []
+        self.counts.add(outcome.counts)
+        self.shapes[outcome.shape] += 1
+        self.facts.update(outcome.facts)
+        self.seen.add(outcome.seen)
+        self.published += outcome.published
+        self.rounds += outcome.rounds
+        self.virtual_s += outcome.virtual_s
+        self.events += outcome.events
+        self.took_s += took_s
+        self.slowest = max(self.slowest, (took_s, outcome.seed))
+        self.longest = max(self.longest, (outcome.rounds, outcome.seed))
+
+
+def simulated_tables() -> list[TransitionTable]:  # type: ignore[type-arg]
+    """Every table of the real state machines that the simulator runs."""
+    return [table for table in tables() if not table.name.startswith("test")]
+
+
+def never_taken(taken: set[Arrow]) -> list[Arrow]:
+    """Arrows of all tables that no seed took and that UNREACHED does not explain."""
+    return sorted(set(arrows_of(simulated_tables())) - taken - set(UNREACHED))
+
+
+# ---- report ----
+
+
+def report(totals: Totals) -> list[str]:
+    """The lines of the report."""
+    shapes = ", ".join(f"{n} {name}" for name, n in totals.shapes.most_common())
+    return [
+        f"{totals.seeds} seeds ({shapes}): {len(totals.failures)} failed",
+        f"{totals.published} versions published in {totals.rounds} rounds, {totals.events} events, "
+        f"{totals.virtual_s / 3600:.1f} h of virtual time; longest run: seed {totals.longest[1]} "
+        f"({totals.longest[0]} rounds); slowest: seed {totals.slowest[1]} ({totals.slowest[0]:.2f} s); "
+        f"{totals.seeds / max(totals.took_s, 1e-9):.1f} seeds for each second of a processor",
+        *_planned(totals.counts),
+        *_kinds(totals.counts),
+        *_phases(totals.counts),
+        *_bounds(totals),
+    ]
+
+
+def _planned(counts: RunCounts) -> list[str]:
+    """The line about planned faults: how many struck, and why the others did not."""
+    planned, idle = sum(counts.planned.values()), Counter[str]()
+    for (_, why), n in counts.idle.items():
+        idle[why] += n
+    reasons = "; ".join(f"{n}: {why}" for why, n in idle.most_common())
+    return [f"faults planned: {planned}, struck: {planned - idle.total()}" + (f", not: {reasons}" if reasons else "")]
+
+
+def _kinds(counts: RunCounts) -> list[str]:
+    """The lines about kinds of faults: how often each struck, and how often it was planned, by group."""
+    lines = []
+    for group in dict.fromkeys(register.GROUP_OF.values()):
+        kinds = sorted(kind for kind, of in register.GROUP_OF.items() if of == group)
+        seen = (kind for kind in kinds if counts.fired[kind] or counts.planned[kind])
+        said = (f"{kind} {counts.fired[kind]}" + _of_planned(counts, kind) for kind in seen)
+        lines.append(f"  {group}: " + (", ".join(said) or "none"))
+    return ["faults that struck, by kind (in brackets: how often it was planned)", *lines]
+
+
+def _of_planned(counts: RunCounts, kind: str) -> str:
+    return f" ({counts.planned[kind]})" if kind in register.FAULTS else ""
+
+
+def _phases(counts: RunCounts) -> list[str]:
+    """The table of the phases of the round in which kills and faults happened, one column for each role and group."""
+    groups = list(dict.fromkeys(register.GROUP_OF.values()))
+    columns = [("kills of master", "master"), ("of slaves", "slave"), ("of clusters", "cluster")]
+    kills, struck = by_phase(counts.kills, {}), by_phase(counts.fired_in, register.GROUP_OF)
+    total = sum(counts.kills.values())
+    lines = [f"kills: {total}; phase of the round in which each kill and each fault happened"]
+    lines.append(f"  {'':<10}" + "".join(f"{name:>16}" for name, _ in columns) + "".join(f"{g:>12}" for g in groups))
+    for phase in PHASES:
+        killed, hit = kills.get(phase, Counter()), struck.get(phase, Counter())
+        row = "".join(f"{killed[role]:>16}" for _, role in columns) + "".join(f"{hit[group]:>12}" for group in groups)
+        lines.append(f"  {phase:<10}{row}")
+    return lines
+
+
+def _bounds(totals: Totals) -> list[str]:
+    counts = totals.counts
+    worst = ", ".join(f"{name} {value:.2f}" for name, value in sorted(counts.worst.items()))
+    fills = sorted(counts.fills.items(), key=lambda item: -item[1][0] / max(1, item[1][1]))
+    full = ", ".join(f"{name} {size} of {most}" for name, (size, most) in fills)
+    judged = ", ".join(f"{name} {count}" for name, count in sorted(totals.facts.items()))
+    total = sum(len(table.arrows()) for table in simulated_tables())
+    return [
+        f"I15, at most: {worst or 'nothing was judged'}",
+        f"I16, fullest: {full or 'nothing was judged'}",
+        f"facts judged: {judged or 'none'}",
+        *seen_report(totals.seen, simulated_tables()),
+        f"transitions taken: {len(totals.seen.arrows)} of {total}, {len(UNREACHED)} are listed as out of reach",
+    ]
+
+
+# ---- failures ----
+
+
+def complaints(totals: Totals) -> list[str]:
+    """Sentences about what makes the runs a failure."""
+    said = [
+        f"seed {seed}: {sentence}\n    its event history: python -m dips.sim.seeds --seed {seed} --trace"
+        for seed, sentence in totals.failures
+    ]
+    said += _faults_that_never_fired(totals)
+    if totals.seeds >= SEEDS_FOR_PHASES:
+        killed_in = {phase for (_, phase), n in totals.counts.kills.items() if n}
+        said += [f"no process was killed in phase {phase} of the round" for phase in PHASES if phase not in killed_in]
+    if totals.seeds >= SEEDS_FOR_ARROWS:
+        never = never_taken(set(totals.seen.arrows))
+        said += [f"never taken: {table}: {a} -> {b} upon {name}" for table, a, name, b in never]
+    return said
+
+
+def _faults_that_never_fired(totals: Totals) -> list[str]:
+    counts, many = totals.counts, totals.seeds >= SEEDS_FOR_FAULTS
+    said = []
+    for name in register.names():
+        planned = counts.planned[name]
+        if not counts.fired[name] and (many or planned >= PLANNED_ENOUGH):
+            said.append(f"fault {name} never fired ({planned} were planned)")
+    return said
+
+
+def reasons_of(counts: RunCounts) -> Mapping[str, str]:
+    """Planned faults of one run that did not strike, with the reasons."""
+    return {kind: why for kind, why in sorted(counts.idle)}
+
+
+# ---- seeds -----------------------------------------------------------------------------------------------------------
+
 
 CHUNK = 10
 """Seeds that one worker process takes at a time."""

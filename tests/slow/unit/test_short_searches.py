@@ -6,8 +6,7 @@ import pytest
 from support.repository import ROOT
 
 from dips.sim.search.__main__ import never_struck, read_counts, story
-from dips.sim.search.explore import Search
-from dips.sim.search.paths import judge_ends
+from dips.sim.search.explore import Search, judge_ends
 from dips.sim.search.searches import SEARCHES, Size, by_name
 
 COUNTS = read_counts(ROOT / "tests" / "frozen" / "searches.txt")

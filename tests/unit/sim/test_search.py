@@ -15,15 +15,13 @@ from dips.core.ids import ClusterId, Incarnation, PushId
 from dips.sim.search.__main__ import main, never_struck, read_counts
 from dips.sim.search.bounds import BLOCK_BYTES, FAULTS, Bounds
 from dips.sim.search.copying import BLIND, Arena, Fingerprints, clone
-from dips.sim.search.explore import Result, Search
+from dips.sim.search.explore import Result, Search, facts_of, judge
 from dips.sim.search.master_part import MasterPart
-from dips.sim.search.paths import facts_of, judge
 from dips.sim.search.reference_model import ReferenceModel
 from dips.sim.search.searches import SEARCHES, Named, Size, by_name, run_all
 from dips.sim.search.slave_part import TORN, SlavePart, put_chunk
-from dips.sim.search.state import NOBODY, OLD, Draft, SearchState
+from dips.sim.search.state import NOBODY, OLD, Draft, SearchState, SearchViolation
 from dips.sim.search.system import System
-from dips.sim.search.violation import SearchViolation
 from dips.slave.state.staging import StagingTable
 
 FROZEN_COUNTS = ROOT / "tests" / "frozen" / "searches.txt"

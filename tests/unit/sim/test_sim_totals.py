@@ -8,11 +8,11 @@ from functools import cache
 
 import pytest
 
-from dips.sim import totals
+from dips.sim import seeds as totals
 from dips.sim.counts import RunCounts
 from dips.sim.faults import register
 from dips.sim.seed_run import SeedOutcome, SeedRun
-from dips.sim.totals import PHASES, SEEDS_FOR_ARROWS, SEEDS_FOR_FAULTS, Totals, complaints, report
+from dips.sim.seeds import PHASES, SEEDS_FOR_ARROWS, SEEDS_FOR_FAULTS, Totals, complaints, report
 
 
 @cache

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dips.judge.facts import HELD, PULLED, SENT, Fact, History, Pair, Sentences, decision_of, ledger_of_record
-from dips.judge.invariants import fencing, numbers, publishing, pushes, versions
+from dips.judge.invariants import pushes, versions
+from dips.judge.invariants import pushes as fencing
+from dips.judge.invariants import pushes as numbers
+from dips.judge.invariants import versions as publishing
 
 # ---- judging ---------------------------------------------------------------------------------------------------------
 #

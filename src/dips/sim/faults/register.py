@@ -3,7 +3,7 @@
 Each is planned for a time, or for a moment (a slave has just prepared, a push has just been sealed), and tries again
 for a while when it cannot strike yet. Its effects are ended by its own later action or by heal(). Every
 planned fault is counted as struck, or with the reason why not (dips.sim.counts). A name here that never fires in a
-large set of seeds is an error: dips.sim.totals checks that.
+large set of seeds is an error: dips.sim.seeds checks that.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from dips.sim.search.state import (
     Draft,
     SearchCall,
     SearchState,
+    SearchViolation,
 )
-from dips.sim.search.violation import SearchViolation
 from dips.sim.search.wiring import StepLabel, Wiring, brief
 
 Next = tuple[StepLabel, SearchState]

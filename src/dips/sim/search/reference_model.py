@@ -15,7 +15,7 @@ from dips.core.messages import JoinReply, JoinRequest, Verdict, VerdictKind
 from dips.sim.search.bounds import Bounds
 from dips.sim.search.copying import Out
 from dips.sim.search.slave_part import PieceNames, SlavePart, is_bad
-from dips.sim.search.violation import SearchViolation
+from dips.sim.search.state import SearchViolation
 
 K = TypeVar("K")
 V = TypeVar("V")

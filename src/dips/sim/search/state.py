@@ -1,10 +1,31 @@
-"""The global state of a search, as numbers, and the draft in which the next one is made."""
+"""The global state of a search, as numbers, the draft in which the next one is made, and the error of a broken
+invariant."""
 
 from __future__ import annotations
 
 import hashlib
 import marshal
 from typing import Any, NamedTuple
+
+# ---- violation -------------------------------------------------------------------------------------------------------
+#
+# The error for a violated invariant in a search.
+
+
+class SearchViolation(Exception):
+    """An invariant does not hold. name: I1 to I14, ILLEGAL (a step that is not in a machine's table), or DEADLOCK."""
+
+    def __init__(self, name: str, sentence: str) -> None:
+        super().__init__(f"{name}: {sentence}")
+        self.name = name
+        self.sentence = sentence
+
+    def __reduce__(self) -> tuple[type[SearchViolation], tuple[str, str]]:
+        return SearchViolation, (self.name, self.sentence)
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
 
 REQUEST, HELD, ANSWER = 0, 1, 2
 """Places of a call: on its way, with the master, on its way back."""

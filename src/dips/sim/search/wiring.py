@@ -31,8 +31,8 @@ from dips.sim.search.state import (
     Messages,
     SearchCall,
     SearchState,
+    SearchViolation,
 )
-from dips.sim.search.violation import SearchViolation
 
 StepLabel = tuple[Any, ...]
 
