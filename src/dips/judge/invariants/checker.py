@@ -9,9 +9,6 @@ from typing import Any
 
 from dips.judge.facts import HELD, PULLED, SENT, Fact, History, Pair, Sentences, decision_of, ledger_of_record
 from dips.judge.invariants import pushes, versions
-from dips.judge.invariants import pushes as fencing
-from dips.judge.invariants import pushes as numbers
-from dips.judge.invariants import versions as publishing
 
 # ---- judging ---------------------------------------------------------------------------------------------------------
 #
@@ -82,14 +79,14 @@ class Invariant:
 INVARIANTS = (
     Invariant("I1", versions.same_round, (*_STANDS, _MANIFEST, _COMMIT, _ROLLBACK, _RESHARD)),
     Invariant("I2", versions.same_content, (*_STANDS, _MANIFEST, _COMMIT, _ROLLBACK, _ADOPT, _RESHARD, *_PULLED)),
-    Invariant("I3", publishing.never_torn, _PULLED),
-    Invariant("I4", publishing.committed_everywhere, (("master", "publish"),)),
-    Invariant("I5", publishing.completable, (_COMMIT, _ROLLBACK, _RESHARD, _END)),
+    Invariant("I3", versions.never_torn, _PULLED),
+    Invariant("I4", versions.committed_everywhere, (("master", "publish"),)),
+    Invariant("I5", versions.completable, (_COMMIT, _ROLLBACK, _RESHARD, _END)),
     Invariant("I6", pushes.one_verdict, (_COMMIT, _VOID, _ROLLBACK, *_VERDICTS)),
     Invariant("I7", versions.one_line, (_COMMIT, _ROLLBACK, _RESHARD, *_VERDICTS)),
     Invariant(
         "I8",
-        fencing.nothing_old,
+        pushes.nothing_old,
         (
             *(("journal", kind) for kind in ("EPOCH", "JOIN", "LEAVE", "EVICT", "LEASE", "RETURN")),
             *(_COMMIT, _VOID, _ROLLBACK, _ADOPT, _RESHARD),
@@ -99,9 +96,9 @@ INVARIANTS = (
     ),
     Invariant("I9", pushes.complete_or_absent, (_COMMIT, _ROLLBACK, *_SENT)),
     Invariant("I10", pushes.bounded_staleness, (_COMMIT, _VOID)),
-    Invariant("I11", numbers.tokens_add_up, (_COMMIT, _ROLLBACK, _RESHARD)),
-    Invariant("I12", numbers.one_state_for_each_token, (_MANIFEST, ("journal", "snapshot"))),
-    Invariant("I13", numbers.all_finite, (("slave", "prepared"), _COMMIT, ("file", "snapshot"))),
+    Invariant("I11", pushes.tokens_add_up, (_COMMIT, _ROLLBACK, _RESHARD)),
+    Invariant("I12", pushes.one_state_for_each_token, (_MANIFEST, ("journal", "snapshot"))),
+    Invariant("I13", pushes.all_finite, (("slave", "prepared"), _COMMIT, ("file", "snapshot"))),
     Invariant("I14", versions.same_bits, (("slave", "prepared"), *_STANDS)),
     Invariant("I18", recomputed, (_COMMIT, _VOID, _MANIFEST, ("journal", "snapshot"))),
 )
