@@ -24,10 +24,9 @@ from collections.abc import Callable
 from typing import Any
 
 from dips.planner.ir import Schedule, straight
-from dips.planner.schedules.cross_ud import cross_ud
-from dips.planner.schedules.interleaved import interleaved_1f1b
+from dips.planner.schedules.fixed import interleaved_1f1b, zb_h1
+from dips.planner.schedules.greedy import cross_ud
 from dips.planner.schedules.optimal import optimal
-from dips.planner.schedules.static import zb_h1
 from dips.planner.simulate import simulate
 from dips.planner.sweep import GREEDY_PARTS, Case, cases
 

@@ -9,7 +9,7 @@ from support.planner_grid import by_point, check_grid
 
 from dips.cli import main
 from dips.planner.ir import straight
-from dips.planner.schedules.cross_ud import cross_ud
+from dips.planner.schedules.greedy import cross_ud
 from dips.planner.schedules.optimal import optimal
 from dips.planner.simulate import simulate
 from dips.planner.sweep import GREEDY_PARTS, Case, SweepRow, cases, rows_of

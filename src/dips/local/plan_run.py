@@ -38,8 +38,7 @@ from dips.planner.run.links import (
     read_report,
     write_job,
 )
-from dips.planner.schedules.cross_ud import cross_ud
-from dips.planner.schedules.cross_wave import cross_wave
+from dips.planner.schedules.greedy import cross_ud, cross_wave
 from dips.planner.simulate import SimulatedMessage, Timeline
 from dips.planner.sweep import GREEDY_PARTS, STATIC, Case, cases
 from dips.planner.trace import trace_events

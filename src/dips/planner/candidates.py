@@ -12,12 +12,8 @@ from dips.planner.errors import PlanError
 from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Schedule, loop, straight, wave
 from dips.planner.problem import Problem
-from dips.planner.schedules.cross_ud import cross_ud
-from dips.planner.schedules.cross_wave import cross_wave
-from dips.planner.schedules.interleaved import interleaved_1f1b
-from dips.planner.schedules.jeeves import jeeves
-from dips.planner.schedules.static import gpipe, one_f_one_b, zb_h1
-from dips.planner.schedules.zb_v import zb_v
+from dips.planner.schedules.fixed import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
+from dips.planner.schedules.greedy import cross_ud, cross_wave, jeeves
 from dips.planner.simulate import Timeline
 from dips.planner.units import Division
 from dips.planner.validate import peaks, validate

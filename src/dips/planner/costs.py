@@ -254,6 +254,15 @@ class Wire(NamedTuple):
         """The wire as a replica has it."""
         return self if self.shared or not replica else self._replace(resource=self.resource + replica * REPLICAS_APART)
 
+    def take(self, link_free: dict[int, int], ready_ns: int) -> int:
+        """Take the link for a message that is ready at ready_ns; returns when it starts. link_free: since when the
+        link of each resource is free."""
+        if not (self.busy_ns or self.hold_ns):
+            return ready_ns
+        start_ns = max(ready_ns, link_free.get(self.resource, 0))
+        link_free[self.resource] = start_ns + self.busy_ns + self.hold_ns
+        return start_ns
+
 
 @dataclass(frozen=True)
 class Costs:

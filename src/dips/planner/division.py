@@ -14,7 +14,7 @@ from typing import Any
 
 from dips.planner.errors import PlanError
 from dips.planner.problem import Problem
-from dips.planner.schedules.jeeves import jeeves_span_ns
+from dips.planner.schedules.greedy import jeeves_span_ns
 from dips.planner.units import Division
 
 UNIT_NS = 1000

@@ -217,14 +217,10 @@ class Run:
         give = self.program.devices[source].gives[index]
         assert give is not None
         assert give.wire is not None
-        resource, busy_ns, latency_ns, hold_ns, _ = give.wire
-        start_ns = ready_ns
-        if busy_ns or hold_ns:
-            start_ns = max(ready_ns, self._link_free.get(resource, 0))
-            self._link_free[resource] = start_ns + busy_ns + hold_ns
-        freed_ns = start_ns + busy_ns
+        start_ns = give.wire.take(self._link_free, ready_ns)
+        freed_ns = start_ns + give.wire.busy_ns
+        arrives_ns = freed_ns + give.wire.latency_ns
         op = self.program.orders[source][index]
-        arrives_ns = freed_ns + latency_ns
         self.messages.append(SimulatedMessage(op, source, give.target, ready_ns, start_ns, freed_ns, arrives_ns))
         return arrives_ns
 

@@ -10,7 +10,7 @@ from support.repository import ROOT
 
 from dips.cli import main
 from dips.cli import plan as command_plan
-from dips.planner.schedules.static import zb_h1
+from dips.planner.schedules.fixed import zb_h1
 from dips.planner.sweep import STATIC
 from dips.planner.validation import PaperCheck
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from dips.planner.costs import NS, Costs, StageCost, Wire, uniform
 from dips.planner.errors import PlanError
-from dips.planner.schedules.cross_wave import cross_wave
-from dips.planner.schedules.zb_v import zb_v
+from dips.planner.schedules.fixed import zb_v
+from dips.planner.schedules.greedy import cross_wave
 from dips.planner.simulate import simulate
 from dips.planner.sweep import Case
 from dips.planner.validate import validate

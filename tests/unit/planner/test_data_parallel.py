@@ -16,10 +16,8 @@ from dips.planner.ir import Kind, Schedule, loop, straight, wave
 from dips.planner.model import read_model
 from dips.planner.plan import make_plan
 from dips.planner.problem import Problem, assumptions
-from dips.planner.schedules.interleaved import interleaved_1f1b
+from dips.planner.schedules.fixed import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from dips.planner.schedules.optimal import optimal
-from dips.planner.schedules.static import gpipe, one_f_one_b, zb_h1
-from dips.planner.schedules.zb_v import zb_v
 from dips.planner.simulate import Timeline, simulate
 from dips.planner.validate import validate
 

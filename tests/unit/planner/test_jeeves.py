@@ -12,8 +12,8 @@ from dips.planner.costs import NS, Costs, StageCost, Wire, uniform
 from dips.planner.errors import PlanError
 from dips.planner.fleet import Sharing, simulate_fleet
 from dips.planner.ir import Kind, Schedule
-from dips.planner.schedules.jeeves import jeeves
-from dips.planner.schedules.static import gpipe, one_f_one_b, zb_h1
+from dips.planner.schedules.fixed import gpipe, one_f_one_b, zb_h1
+from dips.planner.schedules.greedy import jeeves
 from dips.planner.simulate import simulate
 from dips.planner.sweep import Case
 from dips.planner.validate import peaks, validate

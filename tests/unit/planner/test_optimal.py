@@ -7,9 +7,9 @@ import pytest
 from dips.planner.costs import NS
 from dips.planner.errors import PlanError
 from dips.planner.ir import straight, wave
-from dips.planner.schedules.cross_ud import cross_ud
+from dips.planner.schedules.fixed import zb_v
+from dips.planner.schedules.greedy import cross_ud
 from dips.planner.schedules.optimal import Optimum, optimal
-from dips.planner.schedules.zb_v import zb_v
 from dips.planner.sweep import Case, rows_of
 from dips.planner.validate import validate
 

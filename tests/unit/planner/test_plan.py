@@ -20,7 +20,7 @@ from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Op, Schedule
 from dips.planner.plan import Plan, make_plan, plan_json, read_plan, write_plan
 from dips.planner.problem import Problem
-from dips.planner.schedules.cross_ud import cross_ud
+from dips.planner.schedules.greedy import cross_ud
 from dips.planner.simulate import simulate
 from dips.planner.sweep import Case
 from dips.planner.validate import validate

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from dips.planner.costs import NS, Costs, StageCost, Wire, equal_sites, site_wires, uniform
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Op, Schedule, straight
-from dips.planner.schedules.cross_ud import cross_ud
-from dips.planner.schedules.interleaved import interleaved_1f1b
-from dips.planner.schedules.static import gpipe, one_f_one_b, zb_h1
-from dips.planner.schedules.zb_v import zb_v
+from dips.planner.schedules.fixed import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
+from dips.planner.schedules.greedy import cross_ud
 from dips.planner.simulate import simulate
 from dips.planner.sweep import STATIC, Case, cases, rows_of
 from dips.planner.validate import peaks, validate

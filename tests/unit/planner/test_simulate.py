@@ -9,7 +9,7 @@ from support.plain_simulator import plain_simulation
 
 from dips.planner.costs import Costs, StageCost, Wire
 from dips.planner.ir import Schedule
-from dips.planner.schedules.cross_ud import cross_ud
+from dips.planner.schedules.greedy import cross_ud
 from dips.planner.simulate import simulate
 from dips.planner.sweep import STATIC, Case
 

@@ -12,9 +12,9 @@ from support.planner_grid import check_grid
 
 from dips.planner.costs import NS
 from dips.planner.ir import straight
-from dips.planner.schedules.cross_ud import cross_ud
+from dips.planner.schedules.fixed import zb_h1
+from dips.planner.schedules.greedy import cross_ud
 from dips.planner.schedules.optimal import Optimum, optimal
-from dips.planner.schedules.static import zb_h1
 from dips.planner.simulate import simulate
 from dips.planner.sweep import GREEDY_PARTS, Case, cases, rows_of
 

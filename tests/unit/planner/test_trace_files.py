@@ -17,9 +17,7 @@ from torch.distributed.pipelining.schedules import _ComputationType, _PipelineSc
 
 from dips.planner.costs import Costs
 from dips.planner.ir import Schedule, straight
-from dips.planner.schedules.cross_ud import cross_ud
-from dips.planner.schedules.cross_wave import cross_wave
-from dips.planner.schedules.jeeves import jeeves
+from dips.planner.schedules.greedy import cross_ud, cross_wave, jeeves
 from dips.planner.schedules.optimal import optimal
 from dips.planner.simulate import Timeline, simulate
 from dips.planner.sweep import STATIC, Case

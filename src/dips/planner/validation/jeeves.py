@@ -16,8 +16,8 @@ from dips.planner.candidates import jeeves_with
 from dips.planner.cluster import read_setup
 from dips.planner.division import divide
 from dips.planner.problem import Problem
-from dips.planner.schedules.jeeves import jeeves_span_ns
-from dips.planner.schedules.static import one_f_one_b
+from dips.planner.schedules.fixed import one_f_one_b
+from dips.planner.schedules.greedy import jeeves_span_ns
 from dips.planner.simulate import simulate
 from dips.planner.validation.check import PaperCheck
 
