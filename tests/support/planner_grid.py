@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from dips.planner.sweep import STATIC, SweepRow
+from dips.planner.schedules.fixed import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
+from dips.planner.sweep import SweepRow
 
 Point = tuple[int, int, int, float, float, float]
 """Stages, microbatches, sites, latency, bandwidth, memory."""
+
+STATIC = {
+    "gpipe": (gpipe, 1),
+    "1f1b": (one_f_one_b, 1),
+    "interleaved_1f1b": (interleaved_1f1b, 2),
+    "zb_h1": (zb_h1, 1),
+    "zb_v": (zb_v, 2),
+}
+"""name: (maker, stages on each device), of the schedules that do not depend on costs."""
 
 WITHOUT_DELAY = {
     "gpipe": lambda p, m: 3 * (m + p - 1),

@@ -38,10 +38,9 @@ from dips.local.plan_run import (
 from dips.planner.api import read_text
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS, Costs
-from dips.planner.measured import read_measured
 from dips.planner.plan import ready_folder, write_plan, writing
 from dips.planner.problem import Problem, assumptions
-from dips.planner.replan import Limits, ReplanVerdict, Running, read_running
+from dips.planner.replan import Limits, ReplanVerdict, Running, read_measured, read_running
 from dips.planner.replan import replan as judge
 from dips.planner.simulate import Timeline, simulate
 from dips.planner.tradeoff import Choice, Split, Tradeoff

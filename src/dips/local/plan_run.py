@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,9 @@ from dips.planner.run.links import (
     read_report,
     write_job,
 )
-from dips.planner.schedules.greedy import cross_ud, cross_wave
+from dips.planner.schedules import SCHEDULES
 from dips.planner.simulate import SimulatedMessage, Timeline
-from dips.planner.sweep import GREEDY_PARTS, STATIC, Case, cases
+from dips.planner.sweep import cases
 from dips.planner.trace import trace_events
 from dips.planner.validate import validate
 
@@ -76,11 +76,10 @@ def source_of(plan: str, options: dict[str, float | None]) -> PlanSource:
 
     Raises PlanError for what cannot be read, found or run.
     """
-    makers = _makers()
-    if plan in makers:
-        found = _named(plan, makers[plan], _filled(options))
+    if plan in SCHEDULES:
+        found = _named(plan, _filled(options))
     else:
-        text = _text(Path(plan), makers)
+        text = _text(Path(plan))
         found = _from_json(text, plan, options) if is_plan(text) else _from_csv(text, plan, options)
     found = _with_parts_as_stages(found)
     validate(found.schedule, found.costs)
@@ -110,34 +109,13 @@ def _times(wire: Wire, factor: float) -> Wire:
 
 # ---- by name ----
 
-PlanMaker = Callable[[Case], tuple[Schedule, Costs]]
 
-
-def _makers() -> dict[str, PlanMaker]:
-    static = {name: _static(name) for name in STATIC}
-    greedy = {f"cross_ud/{parts}": _ud(parts) for parts in GREEDY_PARTS}
-    return {**static, **greedy, "cross_wave": _wave}
-
-
-def _static(name: str) -> PlanMaker:
-    make, chunks = STATIC[name]
-    return lambda case: (make(case.n_pp, case.n_mb), case.costs(chunks, wraps=name == "interleaved_1f1b"))
-
-
-def _ud(parts: int) -> PlanMaker:
-    return lambda case: (cross_ud(case.n_pp, case.n_mb, case.costs(), case.limits(), parts), case.costs())
-
-
-def _wave(case: Case) -> tuple[Schedule, Costs]:
-    return cross_wave(case.n_pp, case.n_mb, case.costs(2), case.limits()), case.costs(2)
-
-
-def _named(name: str, make: PlanMaker, given: dict[str, float]) -> PlanSource:
+def _named(name: str, given: dict[str, float]) -> PlanSource:
     (case,) = cases(
         *([int(given[key])] for key in ("stages", "microbatches", "sites")),
         *([given[key]] for key in ("latency", "bandwidth", "memory")),
     )
-    schedule, costs = make(case)
+    schedule, costs = case.schedule(name)
     return PlanSource(schedule, costs, _site_names(case.n_pp, case.n_sites))
 
 
@@ -152,10 +130,10 @@ def _site_names(n_devices: int, n_sites: int) -> tuple[str, ...]:
 # ---- from files ----
 
 
-def _text(file: Path, makers: Sequence[str] | dict[str, PlanMaker]) -> str:
+def _text(file: Path) -> str:
     if not file.exists():
         raise PlanError(
-            f"{file} is no file, nor a schedule: name a plan.json, a plan.csv, or one of {', '.join(makers)}"
+            f"{file} is no file, nor a schedule: name a plan.json, a plan.csv, or one of {', '.join(SCHEDULES)}"
         )
     return read_text(file, "plan", "name a plan.json or a plan.csv")
 

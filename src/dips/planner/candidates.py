@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dips.core.units import format_bytes
@@ -10,39 +10,16 @@ from dips.planner.costs import NS, Costs
 from dips.planner.division import divide
 from dips.planner.errors import PlanError
 from dips.planner.fleet import simulate_fleet
-from dips.planner.ir import Schedule, loop, straight, wave
-from dips.planner.problem import Problem
-from dips.planner.schedules.fixed import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
-from dips.planner.schedules.greedy import cross_ud, cross_wave, jeeves
+from dips.planner.ir import Schedule, straight, wave
+from dips.planner.problem import Problem, regrouped
+from dips.planner.schedules import SCHEDULES
+from dips.planner.schedules.greedy import jeeves
 from dips.planner.simulate import Timeline
 from dips.planner.units import Division
 from dips.planner.validate import peaks, validate
 
-ScheduleMaker = Callable[[Problem, Costs, Sequence[int]], Schedule]
-
-
-def _fixed(make: Callable[[int, int], Schedule]) -> ScheduleMaker:
-    return lambda problem, costs, limits: make(problem.n_devices, problem.n_microbatches)
-
-
-def _ud(parts: int) -> ScheduleMaker:
-    return lambda problem, costs, limits: cross_ud(problem.n_devices, problem.n_microbatches, costs, limits, parts)
-
-
-MAKERS: dict[str, tuple[ScheduleMaker, Callable[[int], tuple[int, ...]]]] = {
-    "gpipe": (_fixed(gpipe), straight),
-    "1f1b": (_fixed(one_f_one_b), straight),
-    "interleaved_1f1b": (_fixed(interleaved_1f1b), lambda n: loop(n, 2)),
-    "zb_h1": (_fixed(zb_h1), straight),
-    "zb_v": (_fixed(zb_v), wave),
-    "cross_ud/1": (_ud(1), straight),
-    "cross_ud/2": (_ud(2), straight),
-    "cross_ud/4": (_ud(4), straight),
-    "cross_wave": (lambda p, costs, limits: cross_wave(p.n_devices, p.n_microbatches, costs, limits), wave),
-}
-"""name: (maker, device of each stage). jeeves, the solver's and dp are made in other ways."""
-
-NAMES = (*MAKERS, "jeeves", "optimal_ud", "optimal_wave", "dp")
+NAMES = (*SCHEDULES, "jeeves", "optimal_ud", "optimal_wave", "dp")
+"""What a plan can choose from. jeeves, the solver's and dp are made in other ways than the schedules by name."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +62,7 @@ class RefusedCandidate:
 def divided(problem: Problem, name: str) -> Iterator[Candidate]:
     """The candidates with even stages, and with balanced ones where these differ and are wanted. Raises PlanError when
     neither is possible."""
-    places = MAKERS[name][1](problem.n_devices)
+    places = SCHEDULES[name].places(problem.n_devices)
     found, why = [], PlanError("")
     divisions = [problem.uniform(len(places))]
     if problem.setup.options.division != "uniform":
@@ -101,12 +78,11 @@ def divided(problem: Problem, name: str) -> Iterator[Candidate]:
 
 
 def plain(problem: Problem, name: str, division: Division | None = None) -> Candidate:
-    make, places_of = MAKERS[name]
-    places = places_of(problem.n_devices)
+    make, places = SCHEDULES[name].make, SCHEDULES[name].places(problem.n_devices)
     if division is None or len(division) != len(places):
         division = problem.uniform(len(places))
     costs, limits = problem.costs(division, places), problem.limits(division, places)
-    schedule = make(problem, costs, limits)
+    schedule = make(problem.n_devices, problem.n_microbatches, costs, limits)
     return judged(problem, name, division, schedule, costs, limits)
 
 
@@ -226,23 +202,31 @@ def best_hint(problem: Problem, name: str, costs: Costs, limits: Sequence[int]) 
     found = []
     for other in ("zb_h1", "cross_ud/1") if name == "optimal_ud" else ("zb_v", "cross_wave"):
         try:
-            schedule = MAKERS[other][0](problem, costs, limits)
+            schedule = SCHEDULES[other].make(problem.n_devices, problem.n_microbatches, costs, limits)
             found.append((validate(schedule, costs, limits).makespan_ns, other, schedule))
         except PlanError:
             continue
     return min(found, key=lambda row: row[:2])[2] if found else None
 
 
-def those_that_fit(problem: Problem, names: Iterable[str]) -> list[Candidate]:
+STATIC_AND_GREEDY = ("1f1b", "zb_h1", "zb_v", "cross_ud/1")
+
+
+def data_parallel(problem: Problem, names: Iterable[str] = STATIC_AND_GREEDY) -> Candidate:
+    """The best of these schedules with a whole pipeline at each site. Raises PlanError when sites cannot hold that."""
+    if len(problem.setup.sites) < 2:
+        raise PlanError("whole pipelines at several sites need at least two of them")
+    each = regrouped(problem, len(problem.setup.sites))
     found, why = [], ""
     for name in names:
         try:
-            found.append(plain(problem, name))
+            found.append(plain(each, name))
         except PlanError as error:
             why = str(error)
     if not found:
         raise PlanError(why)
-    return found
+    best = min(found, key=lambda c: c.makespan_ns)
+    return replace(best, name=f"dp/{best.name}")
 
 
 def link_bytes(

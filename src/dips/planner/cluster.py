@@ -17,7 +17,7 @@ from pydantic import Field
 
 from dips.core.config import Knobs, load_table, read_tables
 from dips.planner.errors import PlanError
-from dips.planner.model import Maybe, Model, Name, PositiveCount, Sourced, model_of
+from dips.planner.model import Maybe, Model, Name, PositiveCount, Sourced, model_of, shipped
 
 Amount = Annotated[float, Field(ge=1e-6, le=1e9)]
 """A rate or a size, in the unit of its key: a value outside of these limits is a mistake in the number or the unit."""
@@ -161,29 +161,24 @@ class ClusterFile:
 
 def shipped_setups() -> list[str]:
     """Names of the published settings that come with the planner."""
-    folder = resources.files("dips.planner.setups")
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return shipped("setups")
 
 
 def read_setup(name: str | Path) -> ClusterFile:
     """Read a file, or a shipped one by its name. Raises PlanError or ConfigError, which name file and key."""
     if isinstance(name, str) and name in shipped_setups():
-        with resources.as_file(resources.files("dips.planner.setups") / f"{name}.toml") as file:
-            return _read(file)
+        with resources.as_file(resources.files("dips.planner") / "setups" / f"{name}.toml") as file:
+            return setup_of(read_tables(file, TABLES), file)
     file = Path(name)
     if not file.is_file():
         known = ", ".join(shipped_setups())
         raise PlanError(
             f"{name} is not a file that can be read, and none of the shipped settings ({known}): give one of these"
         )
-    return _read(file)
+    return setup_of(read_tables(file, TABLES), file)
 
 
 K = TypeVar("K", bound=Knobs)
-
-
-def _read(file: Path) -> ClusterFile:
-    return setup_of(read_tables(file, TABLES), file)
 
 
 def setup_of(tables: dict[str, Any], file: Path) -> ClusterFile:
@@ -195,8 +190,8 @@ def setup_of(tables: dict[str, Any], file: Path) -> ClusterFile:
     setup = ClusterFile(
         file=str(file),
         model=model_of(_one(tables, "model", file), file),
-        sites=tuple(_many(Site, tables, "sites", file)),
-        links=tuple(_many(Link, tables, "links", file)),
+        sites=tuple(tables_of(Site, tables, "sites", file)),
+        links=tuple(tables_of(Link, tables, "links", file)),
         training=load_table(Training, _one(tables, "training", file), f"{file} [training]"),
         profile=load_table(Profile, _one(tables, "profile", file), f"{file} [profile]")
         if "profile" in tables
@@ -214,7 +209,8 @@ def _one(tables: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
     return table
 
 
-def _many(kind: type[K], tables: dict[str, Any], name: str, file: Path) -> list[K]:
+def tables_of(kind: type[K], tables: dict[str, Any], name: str, file: Path) -> list[K]:
+    """The tables of a list such as [[sites]], checked. Raises PlanError or ConfigError."""
     found = tables.get(name, [])
     if not isinstance(found, list) or not all(isinstance(table, dict) for table in found):
         raise PlanError(f"{file}: {name!r} is not a list of tables: write each below a line [[{name}]]")

@@ -159,10 +159,11 @@ class _Program:
         self.model = model
         n, units = problem.n_devices, problem.units
         self._n, self._total = n, len(units)
-        costs = problem.costs(problem.uniform())
-        self._f, self._b = (
-            [self._each(problem, stage, what) for stage in range(n)] for what in ("forward", "backward")
-        )
+        uniform = problem.uniform()
+        costs = problem.costs(uniform)
+        each = list(zip(costs.stages, uniform, strict=True))
+        self._f = [cost.f_ns // layers // UNIT_NS for cost, layers in each]  # of one layer on each stage
+        self._b = [(cost.d_ns + cost.w_ns) // layers // UNIT_NS for cost, layers in each]
         wires = [(costs.wires.get((s, s + 1)), costs.wires.get((s + 1, s))) for s in range(n - 1)]
         self._delay = [
             (
@@ -177,12 +178,6 @@ class _Program:
         ideal = self._ideal()
         waits = self._waits(problem)
         model.minimize(ideal + waits)
-
-    def _each(self, problem: Problem, stage: int, what: str) -> int:
-        """Times of one unit on each stage."""
-        cost = problem.costs(problem.uniform()).stages[stage]
-        units = problem.uniform()[stage]
-        return (cost.f_ns if what == "forward" else cost.d_ns + cost.w_ns) // units // UNIT_NS
 
     def _both(self, stage: int) -> Any:
         return (self._f[stage] + self._b[stage]) * self.layers[stage]

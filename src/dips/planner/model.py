@@ -176,15 +176,20 @@ class Model(Sourced):
 
 def shipped_models() -> list[str]:
     """Names of the models that come with the planner."""
-    folder = resources.files("dips.planner.models")
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return shipped("models")
+
+
+def shipped(folder: str) -> list[str]:
+    """Names of the files in a folder that comes with the planner."""
+    files = (resources.files("dips.planner") / folder).iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
 def read_model(name: str) -> Model:
     """Read a shipped model by its name. Raises PlanError for an unknown name."""
     if name not in shipped_models():
         raise PlanError(f"model {name!r} is unknown: choose one of {', '.join(shipped_models())}, or give its numbers")
-    with resources.as_file(resources.files("dips.planner.models") / f"{name}.toml") as file:
+    with resources.as_file(resources.files("dips.planner") / "models" / f"{name}.toml") as file:
         return model_of(read_tables(file, ["model"]).get("model", {}), file)
 
 

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from dips.core.units import format_bytes
-from dips.planner.across import data_parallel
 from dips.planner.candidates import (
-    MAKERS,
     NAMES,
     Candidate,
     RefusedCandidate,
     coordinated,
+    data_parallel,
     divided,
     jeeves_of,
     jeeves_with,
@@ -37,6 +36,7 @@ from dips.planner.errors import PlanError
 from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Schedule
 from dips.planner.problem import Problem, assumptions, problem_json
+from dips.planner.schedules import SCHEDULES
 from dips.planner.simulate import simulate
 from dips.planner.trace import draw, trace_events
 
@@ -95,7 +95,7 @@ def _near_the_front(problem: Problem, ranked: Sequence[Candidate]) -> float:
         try:
             if name.startswith("dp/"):
                 spans.append(data_parallel(problem).iteration_s)
-            elif name in MAKERS:
+            elif name in SCHEDULES:
                 candidate = plain(problem, name, chosen.division)
                 spans.append((coordinated(problem, candidate, FEW) if together else candidate).iteration_s)
             elif name == "jeeves":
@@ -156,7 +156,7 @@ def make_plan(problem: Problem, sensitivity: bool = True) -> Plan:
         raise PlanError(f"{problem.setup.file}: no schedule is possible: {reasons}")
     if problem.shares_links and problem.setup.options.replicas != "fair":
         found.sort(key=lambda c: c.iteration_s)
-        plain = [c for c in found if c.sharing == "fair" and c.name in MAKERS]
+        plain = [c for c in found if c.sharing == "fair" and c.name in SCHEDULES]
         if problem.setup.options.replicas == "best":
             several = list({c.makespan_ns: c for c in reversed(plain)}.values())[::-1][:COORDINATED_TOO]
         else:
@@ -210,7 +210,7 @@ def _names(problem: Problem) -> list[str]:
 def pipelines_of(problem: Problem) -> Problem:
     """The same problem without dp, which places replicas elsewhere."""
     options = problem.setup.options
-    names = [name for name in options.schedules or NAMES if name != "dp"] or list(MAKERS)
+    names = [name for name in options.schedules or NAMES if name != "dp"] or list(SCHEDULES)
     solved = [name for name in names if options.solver_s or not name.startswith("optimal")]
     return problem.with_options(schedules=solved)
 

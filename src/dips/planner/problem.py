@@ -5,7 +5,7 @@ A model is a row of units (dips.planner.units), which are divided into stages. R
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from dips.planner.cluster import ClusterFile, Site, setup_of, stages_of_sites
-from dips.planner.costs import NS, Costs, StageCost, Wire, pipeline_message_bytes
+from dips.planner.cluster import ClusterFile, Link, Site, setup_of, stages_of_sites
+from dips.planner.costs import NS, Costs, StageCost, Wire
 from dips.planner.errors import PlanError
 from dips.planner.exchange import Exchange
 from dips.planner.ir import straight
-from dips.planner.units import Division, Unit, even_division, tflops_of, units_of
+from dips.planner.units import Division, Unit, even_division, pipeline_message_bytes, tflops_of, units_of
 
 RELEASED_BY_INPUT_GRADIENT = 2 / 34
 """The part of an activation that is released when D ends; the rest when W ends: with flash attention a layer holds 34 s
@@ -302,6 +302,91 @@ class Problem:
             for link in self.setup.links
         )
         return replace(self, setup=replace(self.setup, links=links))
+
+
+# ---- groups of sites -------------------------------------------------------------------------------------------------
+#
+# Whole pipelines at several places: groups of sites with a part of the replicas each, which exchange gradients. With
+# one group for each site this is data parallelism across sites (CrossPipe, arXiv:2507.00217, appendix E); with fewer,
+# a pipeline crosses the sites of its group. Stages of equal position exchange over the links between their sites, in
+# a ring: among k groups an all-gather or a reduce-scatter sends (k - 1) / k of the weights over each link.
+
+
+def regrouped(problem: Problem, groups: int) -> Problem:
+    """The problem of one replica, where each group of neighbouring sites holds whole pipelines; 1 group: unchanged.
+
+    A site of the new problem is all those of one position in their groups, with the least speed and memory of them.
+    Raises PlanError where sites or replicas do not divide so.
+    """
+    setup, k = problem.setup, len(problem.setup.sites)
+    training = setup.training
+    if groups == 1:
+        return problem
+    if k % groups or training.data % groups:
+        raise PlanError(
+            f"data = {training.data} does not divide among {groups} {'sites' if groups == k else 'groups of sites'}: "
+            "each takes as many replicas"
+        )
+    width = k // groups
+    members = [tuple(position + group * width for group in range(groups)) for position in range(width)]
+    needed = training.pipeline * setup.devices_of_a_stage // groups
+    for group in range(groups):
+        places = setup.sites[group * width : group * width + width]
+        have = sum(site.devices for site in places)
+        if have < needed:
+            raise PlanError(
+                f"{' and '.join(site.name for site in places)} has {have} devices, an equal share of the replicas "
+                f"needs {needed}"
+            )
+    sites = tuple(_together([setup.sites[index] for index in each], width == 1) for each in members)
+    inner = replace(setup, sites=sites, links=tuple(_links_of(setup, members, sites)))
+    return replace(problem, setup=inner, rings=tuple(_ring_of(setup, each) for each in members))
+
+
+def _together(sites: Sequence[Site], alone: bool) -> Site:
+    """All sites of one position as one site. alone: there is no other position, so it takes all stages."""
+    networks = [site.network_gbps for site in sites if site.network_gbps is not None]
+    return sites[0].model_copy(
+        update={
+            "name": " / ".join(site.name for site in sites),
+            "devices": len(sites) * min(site.devices for site in sites),
+            "memory_gib": min((s.memory_gib for s in sites if s.memory_gib is not None), default=None),
+            "sustained_tflops": min(
+                (s.sustained_tflops for s in sites if s.sustained_tflops is not None), default=None
+            ),
+            "network_gbps": min(networks, default=None),
+            "network_latency_us": max(site.network_latency_us for site in sites),
+            "stages": 0 if alone or not all(site.stages for site in sites) else sites[0].stages,
+        }
+    )
+
+
+def _links_of(setup: ClusterFile, members: Sequence[Sequence[int]], sites: Sequence[Site]) -> Iterable[Link]:
+    """The links between positions: the least bandwidth and the longest latency of the groups' links."""
+    for here, senders in enumerate(members):
+        for there, receivers in enumerate(members):
+            pairs = zip(senders, receivers, strict=True)
+            if here != there and (found := _slowest(setup, list(pairs))) is not None:
+                yield found.model_copy(
+                    update={"sender": sites[here].name, "receiver": sites[there].name, "both_ways": False}
+                )
+
+
+def _slowest(setup: ClusterFile, pairs: Sequence[tuple[int, int]]) -> Link | None:
+    """The slowest of the links; None when a group has no such link, which only matters where stages there are
+    neighbours."""
+    try:
+        found = [setup.link(setup.sites[a].name, setup.sites[b].name) for a, b in pairs]
+    except PlanError:
+        return None
+    latency_ms = max(link.latency_ms for link in found)
+    return min(found, key=lambda link: link.bytes_per_s).model_copy(update={"latency_ms": latency_ms})
+
+
+def _ring_of(setup: ClusterFile, members: tuple[int, ...]) -> ReplicaRing:
+    pairs = zip(members, (*members[1:], members[0]), strict=True)
+    links = [setup.link(setup.sites[a].name, setup.sites[b].name) for a, b in pairs]
+    return ReplicaRing(members, min(link.bytes_per_s for link in links), max(link.latency_ms for link in links) / 1e3)
 
 
 # ---- problem file ----------------------------------------------------------------------------------------------------

@@ -16,15 +16,20 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from dips.planner.costs import Costs
+from dips.planner.costs import Costs, Wire
 from dips.planner.errors import PlanError
-from dips.planner.exchange import Exchanged, gathered, reduced
-from dips.planner.ir import Op, Schedule
-from dips.planner.program import Program, compile_program
+from dips.planner.exchange import Exchanged, gates, gathered, reduced
+from dips.planner.ir import Kind, Op, Schedule
+
+NOTHING = -1
+"""In place of the number of a slot or device."""
 
 UNKNOWN = -1
+"""In place of the time of a slot that is not filled yet."""
+
+T = TypeVar("T")
 
 
 class SimulatedMessage(NamedTuple):
@@ -117,21 +122,10 @@ def exchanged(costs: Costs, played: Iterable[tuple[Schedule, Sequence[Sequence[i
         return ()
     ready = [0] * len(costs.stages)
     for schedule, ends in played:
-        for device, (order, row) in enumerate(zip(schedule.orders, ends, strict=True)):
-            for stage, end in _last_ends(order, row, schedule.device_of_stage.count(device)).items():
-                ready[stage] = max(ready[stage], end)
+        for order, row in zip(schedule.orders, ends, strict=True):
+            for op, end in zip(order, row, strict=True):
+                ready[op.stage] = max(ready[op.stage], end)
     return (*gathered(costs.exchanges), *reduced(costs.exchanges, ready, costs.overlapped))
-
-
-def _last_ends(order: Sequence[Op], ends: Sequence[int], n_stages: int) -> dict[int, int]:
-    """When the last operation of each of a device's stages ends."""
-    found: dict[int, int] = {}
-    for op, end in zip(reversed(order), reversed(ends), strict=True):
-        if op.stage not in found:
-            found[op.stage] = end
-            if len(found) == n_stages:
-                break
-    return found
 
 
 def shares_links(costs: Costs) -> bool:
@@ -141,6 +135,147 @@ def shares_links(costs: Costs) -> bool:
         if wire.busy_ns or wire.hold_ns:
             senders.setdefault(wire.resource, set()).add(source)
     return any(len(found) > 1 for found in senders.values())
+
+
+# ---- program ---------------------------------------------------------------------------------------------------------
+#
+# A schedule is compiled into flat lists of numbers, on which the simulators run. An operation is an index on its
+# device. What it waits for and what it makes possible are slots: one for each (replica, direction, stage, microbatch)
+# that says when that input is there. Devices of replica r come after those of replica r - 1; replicas share nothing
+# but their links.
+#
+# Where a stage waits for its weights (dips.planner.exchange), a pause comes before its first operation: an operation
+# of length 0 that needs a slot that is filled from the beginning. strip() removes the pauses from the result.
+
+
+class Give(NamedTuple):
+    """The output of an operation. slot: filled when the message arrives; target: the device that gets it. wire: None
+    when it arrives at once."""
+
+    slot: int
+    target: int
+    wire: Wire | None
+
+
+class Device(NamedTuple):
+    """The operations of one device. lasts[i]: nanoseconds of operation i; needs[i]: the slot that it waits for, or
+    NOTHING; gives[i]: or None."""
+
+    lasts: list[int]
+    needs: list[int]
+    gives: list[Give | None]
+
+
+class Program(NamedTuple):
+    """A compiled program. filled: slots that are filled from the beginning, and when. pauses[d]: indices of the pauses
+    on device d."""
+
+    devices: list[Device]
+    n_slots: int
+    orders: list[tuple[Op, ...]]
+    filled: dict[int, int]
+    pauses: list[list[int]]
+
+    def strip(self, rows: list[list[T]]) -> list[list[T]]:
+        """Remove the entries of pauses from the values of each device."""
+        if not any(self.pauses):
+            return rows
+        found = [list(row) for row in rows]
+        for row, pauses in zip(found, self.pauses, strict=True):
+            for index in reversed(pauses):
+                del row[index]
+        return found
+
+    def operations_before(self, at: Sequence[int]) -> list[int]:
+        """How many operations precede index at[d] on each device."""
+        return [index - sum(p < index for p in pauses) for index, pauses in zip(at, self.pauses, strict=True)]
+
+
+def compile_program(schedules: Sequence[Schedule], costs: Costs) -> Program:
+    """Compile schedules, one for each replica. Raises PlanError where costs are of another number of stages."""
+    devices: list[Device] = []
+    orders: list[tuple[Op, ...]] = []
+    base = 0
+    for replica, schedule in enumerate(schedules):
+        if len(costs.stages) != schedule.n_stages:
+            raise PlanError(f"costs of {len(costs.stages)} stages for a schedule of {schedule.n_stages}")
+        tables = _Tables(schedule, costs, base, len(devices), replica)
+        devices += [tables.device(device, order) for device, order in enumerate(schedule.orders)]
+        orders += schedule.orders
+        base += 2 * schedule.n_stages * schedule.n_microbatches
+    program = Program(devices, base, orders, {}, [[] for _ in devices])
+    waits = gates(costs.exchanges, costs.overlapped)
+    return _with_pauses(program, waits) if any(waits) else program
+
+
+def _with_pauses(program: Program, waits: Sequence[int]) -> Program:
+    """Insert the pauses. waits[s]: before this time stage s has no weights."""
+    filled = {program.n_slots + stage: at_ns for stage, at_ns in enumerate(waits)}
+    orders, pauses = list(program.orders), []
+    for number, (device, order) in enumerate(zip(program.devices, program.orders, strict=True)):
+        firsts = sorted({op.stage: at for at, op in reversed(list(enumerate(order)))}.values())
+        longer = list(order)
+        for at in reversed(firsts):  # from the end, so that earlier indices do not change
+            device.lasts.insert(at, 0)
+            device.needs.insert(at, program.n_slots + order[at].stage)
+            device.gives.insert(at, None)
+            longer.insert(at, order[at])
+        orders[number] = tuple(longer)
+        pauses.append([at + before for before, at in enumerate(firsts)])
+    return Program(program.devices, program.n_slots + len(waits), orders, filled, pauses)
+
+
+class _Tables:
+    """The tables of one replica, whose slots begin at `base` and whose devices at `first`."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, base: int, first: int, replica: int) -> None:
+        n_stages, place, n = schedule.n_stages, schedule.device_of_stage, schedule.n_microbatches
+        self._n, self._last_part = n, schedule.parts - 1
+        self._forward, self._backward = base, base + n_stages * n
+        self._lasts = [
+            {kind: [costs.compute_ns(stage, kind, part, schedule.parts) for part in range(schedule.parts)]
+             for kind in Kind}
+            for stage in range(n_stages)
+        ]  # fmt: skip
+
+        def message(slots: int, source: int, target: int) -> tuple[int, int, Wire | None]:
+            """The output of a stage for another one: its first slot, the device that gets it, the wire."""
+            wire = costs.wires.get((place[source], place[target]))
+            return slots + target * n, first + place[target], wire.of(replica) if wire else None
+
+        # The last stage's forward pass makes its own backward pass possible, at once.
+        last = (self._backward + (n_stages - 1) * n, NOTHING, None)
+        self._after_f = [*(message(self._forward, stage, stage + 1) for stage in range(n_stages - 1)), last]
+        self._after_d = [None, *(message(self._backward, stage, stage - 1) for stage in range(1, n_stages))]
+
+    def device(self, number: int, order: Sequence[Op]) -> Device:
+        lasts: list[int] = []
+        needs: list[int] = []
+        gives: list[Give | None] = []
+        tables, last_part, n = self._lasts, self._last_part, self._n
+        forward, backward, after_f, after_d = self._forward, self._backward, self._after_f, self._after_d
+        kind_f, kind_w = Kind.F, Kind.W
+        new = tuple.__new__
+        for kind, stage, microbatch, part in order:
+            lasts.append(tables[stage][kind][part])
+            if kind is kind_w:
+                needs.append(NOTHING)
+                gives.append(None)
+                continue
+            if kind is kind_f:
+                needs.append(forward + stage * n + microbatch if stage and not part else NOTHING)
+                after: tuple[int, int, Wire | None] | None = after_f[stage]
+            else:
+                needs.append(backward + stage * n + microbatch if not part else NOTHING)
+                after = after_d[stage]
+            if after is None or part != last_part:
+                gives.append(None)
+            else:
+                gives.append(new(Give, (after[0] + microbatch, after[1], after[2])))
+        return Device(lasts, needs, gives)
+
+
+# ---- run -------------------------------------------------------------------------------------------------------------
 
 
 class Run:
@@ -162,14 +297,6 @@ class Run:
     @property
     def stuck(self) -> bool:
         return any(at < len(device.lasts) for at, device in zip(self.at, self.program.devices, strict=True))
-
-    def sent_by(self, n: int) -> list[list[SimulatedMessage]]:
-        """The messages by sender, as of a pipeline of n devices, one replica after another."""
-        found: list[list[SimulatedMessage]] = [[] for _ in self.at]
-        for message in self.messages:
-            source, target = message.source % n, message.target % n
-            found[message.source].append(message._replace(source=source, target=target))
-        return found
 
     # ---- links with one sender each ----
 

@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dips.planner.costs import NS, Costs, equal_sites, site_wires, uniform
 from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule, straight, wave
-from dips.planner.schedules.fixed import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
-from dips.planner.schedules.greedy import cross_ud, cross_wave
+from dips.planner.schedules import CROSS_UD, SCHEDULES
 from dips.planner.simulate import simulate
 from dips.planner.trace import save
 from dips.planner.validate import peaks, validate
@@ -42,16 +41,6 @@ MOST_BLOCKS = 1 << 18
 MOST_BLOCKS_OF_A_GRID = 1 << 23
 """The largest stages x microbatches of all cases together, which takes hours."""
 
-STATIC: dict[str, tuple[Callable[[int, int], Schedule], int]] = {
-    "gpipe": (gpipe, 1),
-    "1f1b": (one_f_one_b, 1),
-    "interleaved_1f1b": (interleaved_1f1b, 2),
-    "zb_h1": (zb_h1, 1),
-    "zb_v": (zb_v, 2),
-}
-"""name: (maker, stages on each device)."""
-
-GREEDY_PARTS = (1, 2, 4)
 OPTIMAL = ("cross_ud/optimal", "cross_wave/optimal")
 
 
@@ -74,6 +63,12 @@ class Case:
     def limits(self) -> list[int]:
         """The activation memory of each device."""
         return [round(self.memory * self.n_pp * ACTIVATION)] * self.n_pp
+
+    def schedule(self, name: str) -> tuple[Schedule, Costs]:
+        """A schedule by its name, and the costs that it was made for. Raises PlanError where it cannot be made."""
+        kind = SCHEDULES[name]
+        costs = self.costs(kind.chunks(self.n_pp), wraps=name == "interleaved_1f1b")
+        return kind.make(self.n_pp, self.n_mb, costs, self.limits()), costs
 
 
 @dataclass(frozen=True)
@@ -145,8 +140,8 @@ def _check(case: Case) -> None:
 
 def names_of(case: Case, optimal: bool = False) -> list[str]:
     """The schedules that a case has rows for. Interleaved 1F1B takes a multiple of its devices as microbatches."""
-    names = [name for name in STATIC if name != "interleaved_1f1b" or case.n_mb % case.n_pp == 0]
-    return [*names, *(f"cross_ud/{parts}" for parts in GREEDY_PARTS), *(OPTIMAL if optimal else ())]
+    left_out = {"cross_wave", *(["interleaved_1f1b"] if case.n_mb % case.n_pp else [])}
+    return [*(name for name in SCHEDULES if name not in left_out), *(OPTIMAL if optimal else ())]
 
 
 def check_compared(grid: Sequence[Case], over: str, optimal: bool) -> None:
@@ -166,25 +161,18 @@ def rows_of(case: Case, optimal_s: float = 0.0) -> Iterator[SweepRow]:
     Static schedules have no memory limit: their peak_activations say what they need.
     """
     for name in names_of(case):
-        if name not in STATIC:
-            continue
-        make, chunks = STATIC[name]
-        yield _row(case, make(case.n_pp, case.n_mb), case.costs(chunks, wraps=name == "interleaved_1f1b"), name)
-    costs = case.costs()
-    for parts in GREEDY_PARTS:
-        schedule = cross_ud(case.n_pp, case.n_mb, costs, case.limits(), parts)
-        yield _row(case, schedule, costs, schedule.name, case.limits())
+        schedule, costs = case.schedule(name)
+        yield _row(case, schedule, costs, name, None if SCHEDULES[name].fixed else case.limits())
     if optimal_s > 0:
         yield from _optima(case, optimal_s)
 
 
 def _optima(case: Case, time_limit_s: float) -> Iterator[SweepRow]:
-    n, n_mb, limits = case.n_pp, case.n_mb, case.limits()
-    one, two = case.costs(), case.costs(2)
-    down = [zb_h1(n, n_mb), *(cross_ud(n, n_mb, one, limits, parts) for parts in GREEDY_PARTS)]
-    yield _best_cut(case, down, one, time_limit_s)
-    back = [zb_v(n, n_mb), cross_wave(n, n_mb, two, limits)]
-    yield _optimum(case, OPTIMAL[1], wave(n), two, back, time_limit_s)
+    down, back = (
+        [case.schedule(name)[0] for name in names] for names in (("zb_h1", *CROSS_UD), ("zb_v", "cross_wave"))
+    )
+    yield _best_cut(case, down, case.costs(), time_limit_s)
+    yield _optimum(case, OPTIMAL[1], wave(case.n_pp), case.costs(2), back, time_limit_s)
 
 
 def _best_cut(case: Case, others: Sequence[Schedule], costs: Costs, time_limit_s: float) -> SweepRow:

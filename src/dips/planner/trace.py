@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LETTERS = {Kind.F: "F", Kind.D: "D", Kind.W: "W", Kind.B: "B"}
 COLOURS = {Kind.F: "#56B4E9", Kind.D: "#E69F00", Kind.W: "#009E73", Kind.B: "#D55E00"}
 """The colours of Okabe and Ito, which colour-blind people can distinguish."""
 
@@ -81,7 +80,7 @@ def _computed(timeline: Timeline) -> Iterator[dict[str, Any]]:
             yield {
                 "ph": "X",
                 "name": label(op),
-                "cat": LETTERS[op.kind],
+                "cat": op.kind.name,
                 "pid": device,
                 "tid": 0,
                 "ts": start / 1e3,
@@ -91,7 +90,7 @@ def _computed(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def label(op: Op) -> str:
-    return f"{LETTERS[op.kind]}{op.microbatch} s{op.stage}" + (f".{op.part}" if op.part else "")
+    return f"{op.kind.name}{op.microbatch} s{op.stage}" + (f".{op.part}" if op.part else "")
 
 
 def draw(timeline: Timeline, files: Sequence[Path], title: str, names: Sequence[str] = ()) -> None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from dips.planner.across import regrouped
 from dips.planner.candidates import Candidate
 from dips.planner.cluster import check_parallelism
 from dips.planner.errors import PlanError
 from dips.planner.plan import Plan, make_plan, pipelines_of
-from dips.planner.problem import Problem
+from dips.planner.problem import Problem, regrouped
 
 
 @dataclass(frozen=True)

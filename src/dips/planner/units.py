@@ -1,36 +1,132 @@
-"""A model as a row of units, which are divided into stages: with what each computes, stores, and sends to other
-replicas.
+"""What a transformer computes, stores and sends: of a layer, and of the units that are divided into stages.
 
-Its layers, and the embedding and the output layer as units of their own if extra_layers says so (each then costs as
-much as a layer, as in Llama 3's stages); else they belong to the first and the last unit.
+A model is a row of units: its layers, and the embedding and the output layer as units of their own if extra_layers
+says so (each then costs as much as a layer, as in Llama 3's stages); else they belong to the first and the last unit.
+
+Counts are for one microbatch, or for one iteration where noted; a multiplication and an addition are two operations.
+Causal attention computes half of the scores. Sources: Narayanan et al. (arXiv:2104.04473) for operations, Korthikanti
+et al. (arXiv:2205.05198) for activations, Rajbhandari et al. (arXiv:1910.02054) for the optimizer's state.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
-from dips.planner.cluster import ClusterFile
-from dips.planner.costs import (
-    WEIGHT_BYTES,
-    MicrobatchCost,
-    inside_exchange_bytes,
-    layer_activation_bytes,
-    layer_state_bytes,
-    layer_work,
-    output_work,
-    state_bytes,
-)
+from dips.planner.cluster import ClusterFile, Training
 from dips.planner.errors import PlanError
+from dips.planner.model import Model
+
+WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
+"""Bytes of a parameter in mixed precision with Adam: 16-bit weight and gradient; 32-bit weight and two moments."""
+
+
+class MicrobatchCost(NamedTuple):
+    """Operations of one microbatch: forward, gradient of the input, gradient of the weights."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+    def recomputed(self) -> MicrobatchCost:
+        """The operations when the backward pass runs the forward pass again."""
+        return self._replace(input_gradient=self.input_gradient + self.forward)
+
+
+def layer_work(model: Model, layer: int, tokens: int, sequence_tokens: int, causal: bool = True) -> MicrobatchCost:
+    """Operations of one layer and `tokens` tokens in sequences. Gradients of weights need no attention scores;
+    gradients of inputs need them twice."""
+    matrices = 2.0 * tokens * model.layer_matrices(layer, active=True)
+    scores = 2.0 * tokens * sequence_tokens * model.heads * (model.qk_width + model.v_width) / (2 if causal else 1)
+    return MicrobatchCost(matrices + scores, matrices + 2 * scores, matrices)
+
+
+def output_work(model: Model, tokens: int) -> MicrobatchCost:
+    """Operations of the output layer; looking up an embedding costs almost nothing."""
+    matrix = 2.0 * tokens * model.vocabulary * model.hidden
+    return MicrobatchCost(matrix, matrix, matrix)
+
+
+# ---- memory ----
+
+
+def layer_activation_bytes(model: Model, layer: int, training: Training, tensor: int | None = None) -> float:
+    """Bytes that one device keeps of one layer and microbatch for the backward pass, in 16-bit numbers.
+
+    Everything is divided among the devices of a tensor group (sequence parallel) and of a context group.
+    """
+    tokens = training.microbatch_sequences * training.sequence_tokens
+    shared = (training.tensor if tensor is None else tensor) * training.context
+    hidden, mask = model.hidden, 1 if model.dropout else 0
+    if training.recompute == "full":
+        return 2.0 * hidden * tokens / shared
+    queries, outputs = model.heads * model.qk_width, model.heads * model.v_width
+    keys_values = model.n_kv_heads * (model.qk_width + model.v_width)
+    norms = 4.0 * hidden
+    attention = 2.0 * (hidden + queries + keys_values + outputs) + mask * hidden
+    if training.flash_attention:
+        attention += 4.0 * model.heads  # the logarithm of each row's sum
+    else:
+        attention += (2.0 + 3 * mask) * model.heads * training.sequence_tokens
+    inner = 3 if model.gated_mlp else 2
+    if model.is_dense(layer):
+        mlp = 2.0 * (hidden + inner * model.mlp_width) + mask * hidden
+    else:
+        active = model.experts_per_token + model.shared_experts
+        mlp = 2.0 * active * (hidden + inner * model.expert_width) + 4.0 * model.experts + mask * hidden
+    return (norms + attention + mlp) * tokens / shared
+
+
+def state_bytes(parameters: float, training: Training, replicas: float | None = None) -> float:
+    """Weights, gradients and optimizer state of so many parameters on one device, sharded as zero_stage says."""
+    among = float(training.data * training.context if replicas is None else replicas)
+    stage = training.zero_stage
+    weights = WEIGHT_BYTES / (among if stage >= 3 else 1)
+    gradients = GRADIENT_BYTES / (among if stage >= 2 else 1)
+    return parameters * (weights + gradients + OPTIMIZER_BYTES / (among if stage >= 1 else 1))
+
+
+def layer_state_bytes(model: Model, layer: int, training: Training) -> float:
+    """Bytes of weights, gradients and optimizer state of one layer on one device. Experts are spread over an expert
+    group, which takes its devices from the replicas."""
+    if model.is_dense(layer) or training.expert == 1:
+        return state_bytes(model.layer_parameters(layer) / training.tensor, training)
+    experts = model.experts * model.expert_parameters()
+    others = (model.layer_parameters(layer) - experts) / training.tensor
+    among = training.data * training.context / training.expert
+    return state_bytes(others, training) + state_bytes(experts / training.tensor / training.expert, training, among)
+
+
+# ---- messages ----
+
+
+def inside_exchange_bytes(parameters: float, experts: float, training: Training, groups: int = 1) -> float:
+    """Bytes that all devices of one replica and stage send when the replicas of one group exchange so many parameters
+    once (an all-gather or a reduce-scatter in a ring). experts: how many of these are in experts. groups: that replicas
+    are split into; exchanges between groups are not counted."""
+    n = training.data // groups * training.context
+    among_experts = max(1, n // training.expert)
+    ring, experts_ring = (n - 1) / n, (among_experts - 1) / among_experts  # what each device sends of all it shares
+    sent = (parameters - experts) * ring + experts / training.expert * experts_ring
+    return WEIGHT_BYTES * training.context * sent
+
+
+def pipeline_message_bytes(model: Model, training: Training) -> float:
+    """Bytes of one microbatch between two stages of one replica, all devices of the stage together, one way."""
+    tokens = training.microbatch_sequences * training.sequence_tokens
+    return tokens * model.hidden * training.activation_bytes
+
+
+# ---- units ----
 
 Division = tuple[int, ...]
 """Units of each stage, in the order of the model."""
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """One layer on one device. times in seconds at the first site's speed; state_bytes does not grow with
     microbatches. weight_bytes: of its weights (or gradients) as they are sent, all devices of a stage together.
     inside_bytes: what all devices of a replica send inside their site when replicas share weights or gradients."""
@@ -51,7 +147,19 @@ class Unit:
 def units_of(setup: ClusterFile, groups: int = 1) -> tuple[Unit, ...]:
     """The units of a model. groups: of sites, each with a part of the replicas, between which inside_bytes are sent.
     Raises PlanError when neither a profile nor a speed is given."""
-    return tuple(_Units(setup, groups).all())
+    model, training = setup.model, setup.training
+    layers = [_layer(setup, layer, groups) for layer in range(model.layers)]
+    embedding = _weights(training, model.embedding_parameters(), groups)
+    output = _weights(training, model.output_parameters(), groups)
+    if training.extra_layers:
+        extra = _with_weights_of(layers[0], embedding), _with_weights_of(layers[0], output)
+        return (extra[0], *layers, *extra[1 : training.extra_layers])
+    layers[0] = _plus(layers[0], embedding)
+    layers[-1] = _plus(layers[-1], output)
+    if setup.profile is None:
+        tokens = training.microbatch_sequences * training.sequence_tokens
+        layers[-1] = _plus(layers[-1], _timed(setup, output_work(model, tokens)))
+    return tuple(layers)
 
 
 def tflops_of(setup: ClusterFile, site: int) -> float:
@@ -65,79 +173,47 @@ def tflops_of(setup: ClusterFile, site: int) -> float:
     return given
 
 
-class _Units:
-    def __init__(self, setup: ClusterFile, groups: int) -> None:
-        self._setup, self._groups = setup, groups
+def _layer(setup: ClusterFile, layer: int, groups: int) -> Unit:
+    model, training, profile = setup.model, setup.training, setup.profile
+    recomputes = training.recompute == "full"
+    whole = model.layer_parameters(layer)
+    experts = 0 if model.is_dense(layer) else model.experts * model.expert_parameters()
+    known = Unit(
+        0.0, 0.0, 0.0, layer_activation_bytes(model, layer, training), layer_state_bytes(model, layer, training),
+        whole * WEIGHT_BYTES, inside_exchange_bytes(whole, experts, training, groups),
+    )  # fmt: skip
+    if profile is not None:
+        share = training.pipeline / (model.layers + training.extra_layers) / 1e3
+        again = profile.forward_ms if recomputes else 0.0
+        times_ms = (profile.forward_ms, profile.input_gradient_ms + again, profile.weight_gradient_ms)
+        f, d, w = (time_ms * share for time_ms in times_ms)
+        return known._replace(forward_s=f, input_gradient_s=d, weight_gradient_s=w)
+    tokens = training.microbatch_sequences * training.sequence_tokens
+    work = layer_work(model, layer, tokens, training.sequence_tokens)
+    return _plus(known, _timed(setup, work.recomputed() if recomputes else work))
 
-    def all(self) -> list[Unit]:
-        model, training = self._setup.model, self._setup.training
-        layers = [self._layer(layer) for layer in range(model.layers)]
-        embedding = self._weights(model.embedding_parameters())
-        output = self._weights(model.output_parameters())
-        if training.extra_layers == 0:
-            layers[0] = _plus(layers[0], embedding)
-            last = _plus(layers[-1], output)
-            layers[-1] = last if self._setup.profile else _plus(last, self._output())
-            return layers
-        found = [_with_weights(layers[0], embedding), *layers]
-        return [*found, _with_weights(layers[0], output)] if training.extra_layers == 2 else found
 
-    def _layer(self, layer: int) -> Unit:
-        model, training, profile = self._setup.model, self._setup.training, self._setup.profile
-        held = layer_activation_bytes(model, layer, training)
-        whole = model.layer_parameters(layer)
-        experts = 0 if model.is_dense(layer) else model.experts * model.expert_parameters()
-        known = Unit(
-            0.0, 0.0, 0.0, held, layer_state_bytes(model, layer, training), whole * WEIGHT_BYTES,
-            inside_exchange_bytes(whole, experts, training, self._groups),
-        )  # fmt: skip
-        if profile is not None:
-            share = training.pipeline / (model.layers + training.extra_layers) / 1e3
-            again = profile.forward_ms if training.recompute == "full" else 0.0
-            times_ms = (profile.forward_ms, profile.input_gradient_ms + again, profile.weight_gradient_ms)
-            f, d, w = (time_ms * share for time_ms in times_ms)
-            return replace(known, forward_s=f, input_gradient_s=d, weight_gradient_s=w)
-        work = layer_work(
-            model, layer, training.microbatch_sequences * training.sequence_tokens, training.sequence_tokens
-        )
-        return _plus(known, self._timed(work.recomputed() if training.recompute == "full" else work))
+def _weights(training: Training, parameters: float, groups: int) -> Unit:
+    """A unit of so many parameters without computation."""
+    inside = inside_exchange_bytes(parameters, 0, training, groups)
+    state = state_bytes(parameters / training.tensor, training)
+    return Unit(0.0, 0.0, 0.0, 0.0, state, parameters * WEIGHT_BYTES, inside)
 
-    def _weights(self, parameters: float) -> Unit:
-        """A unit of so many parameters without computation."""
-        training = self._setup.training
-        inside = inside_exchange_bytes(parameters, 0, training, self._groups)
-        state = state_bytes(parameters / training.tensor, training)
-        return Unit(0.0, 0.0, 0.0, 0.0, state, parameters * WEIGHT_BYTES, inside)
 
-    def _output(self) -> Unit:
-        training = self._setup.training
-        return self._timed(output_work(self._setup.model, training.microbatch_sequences * training.sequence_tokens))
-
-    def _timed(self, work: MicrobatchCost) -> Unit:
-        training = self._setup.training
-        speed = tflops_of(self._setup, 0) * 1e12 * training.tensor * training.context
-        return Unit(work.forward / speed, work.input_gradient / speed, work.weight_gradient / speed, 0.0, 0.0)
+def _timed(setup: ClusterFile, work: MicrobatchCost) -> Unit:
+    """A unit that only computes."""
+    speed = tflops_of(setup, 0) * 1e12 * setup.training.tensor * setup.training.context
+    return Unit(work.forward / speed, work.input_gradient / speed, work.weight_gradient / speed, 0.0, 0.0)
 
 
 def _plus(a: Unit, b: Unit) -> Unit:
-    return Unit(
-        a.forward_s + b.forward_s,
-        a.input_gradient_s + b.input_gradient_s,
-        a.weight_gradient_s + b.weight_gradient_s,
-        a.activation_bytes + b.activation_bytes,
-        a.state_bytes + b.state_bytes,
-        a.weight_bytes + b.weight_bytes,
-        a.inside_bytes + b.inside_bytes,
-    )
+    return Unit(*map(operator.add, a, b))
 
 
-def _with_weights(unit: Unit, weights: Unit) -> Unit:
-    """A unit with the computation of one and the weights of both."""
-    return replace(
-        unit,
-        state_bytes=weights.state_bytes,
-        weight_bytes=weights.weight_bytes,
-        inside_bytes=weights.inside_bytes,
+def _with_weights_of(unit: Unit, weights: Unit) -> Unit:
+    """A unit that computes as one and has the weights of the other."""
+    return unit._replace(
+        state_bytes=weights.state_bytes, weight_bytes=weights.weight_bytes, inside_bytes=weights.inside_bytes
     )
 
 

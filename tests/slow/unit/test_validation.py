@@ -7,10 +7,18 @@ import pytest
 from dips.planner.cluster import read_setup
 from dips.planner.errors import PlanError
 from dips.planner.problem import RELEASED_BY_INPUT_GRADIENT, Problem
-from dips.planner.validation import PaperCheck, all_checks
-from dips.planner.validation.check import holds, within
-from dips.planner.validation.crosspipe import TABLE_5, TABLE_6, each_s, figure_8
-from dips.planner.validation.jeeves import dapple_ns, inside_ns
+from dips.planner.validation import (
+    TABLE_5,
+    TABLE_6,
+    PaperCheck,
+    all_checks,
+    dapple_ns,
+    each_s,
+    figure_8,
+    holds,
+    inside_ns,
+    within,
+)
 
 
 def test_all_binding_numbers_are_kept() -> None:

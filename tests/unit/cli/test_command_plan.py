@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from support.planner_grid import STATIC
 from support.repository import ROOT
 
 from dips.cli import main
 from dips.cli import plan as command_plan
 from dips.planner.schedules.fixed import zb_h1
-from dips.planner.sweep import STATIC
 from dips.planner.validation import PaperCheck
 
 

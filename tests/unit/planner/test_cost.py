@@ -7,18 +7,23 @@ from typing import Any
 import pytest
 
 from dips.planner.cluster import Training
-from dips.planner.costs import (
+from dips.planner.model import Model, read_model, shipped_models
+from dips.planner.units import (
     layer_activation_bytes,
     layer_state_bytes,
     layer_work,
-    model_work,
+    output_work,
     pipeline_message_bytes,
     state_bytes,
-    traffic,
 )
-from dips.planner.model import Model, read_model, shipped_models
 
 GB = 1e9
+
+
+def operations(model: Model, tokens: int) -> float:
+    """Of one sequence, forward and backward."""
+    layers = [layer_work(model, layer, tokens, tokens) for layer in range(model.layers)]
+    return sum(map(sum, [output_work(model, tokens), *layers]))
 
 
 def training(**keys: Any) -> Training:
@@ -83,7 +88,7 @@ def test_megatrons_formula() -> None:
     """96 B s l h^2 (1 + s/6h + V/16lh) for GPT with activations recomputed (arXiv:2104.04473, equation 3)."""
     model, s = read_model("gpt3-175b"), 2048
     h, layers, vocabulary = model.hidden, model.layers, model.vocabulary
-    work = layer_work(model, 0, s, s, causal=False).recomputed().total * layers + 3 * 2 * s * vocabulary * h
+    work = sum(layer_work(model, 0, s, s, causal=False).recomputed()) * layers + 3 * 2 * s * vocabulary * h
     formula = 96 * s * layers * h**2 * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
     assert work == pytest.approx(formula, rel=1e-12)
 
@@ -97,7 +102,7 @@ def test_megatrons_formula() -> None:
 )
 def test_operations_of_a_whole_training(name: str, tokens: float, sequence: int, published: float) -> None:
     model = read_model(name)
-    assert model_work(model, sequence, sequence).total * tokens / sequence == pytest.approx(published, rel=0.05)
+    assert operations(model, sequence) * tokens / sequence == pytest.approx(published, rel=0.05)
 
 
 def test_crosspipes_forward_time_of_llama_3_405b() -> None:
@@ -109,7 +114,7 @@ def test_crosspipes_forward_time_of_llama_3_405b() -> None:
 
 def test_a_mixture_computes_what_a_token_goes_through() -> None:
     model = read_model("mixtral-8x7b")
-    assert model_work(model, 4096, 4096).total / 4096 == pytest.approx(6 * model.parameters(active=True), rel=0.08)
+    assert operations(model, 4096) / 4096 == pytest.approx(6 * model.parameters(active=True), rel=0.08)
 
 
 # ---- memory ----
@@ -170,24 +175,6 @@ def test_jeeves_section_2_2() -> None:
     assert model.parameters() / GB == pytest.approx(175, rel=0.003)
     message = pipeline_message_bytes(model, training(activation_bytes=1))
     assert 3096 * message / GB == pytest.approx(75, rel=0.05)
-
-
-def test_traffic_of_each_way_of_splitting() -> None:
-    model = read_model("llama3-8b")
-    layers, wave = model.layers, 2048 * model.hidden * 2
-    assert traffic(model, training(tensor=2)).tensor == layers * 8 * wave / 2
-    assert traffic(model, training()).tensor == 0
-    keys_values = 2 * model.n_kv_heads * 128 * 2048 * 2
-    assert traffic(model, training(context=2)).context == layers * 3 * keys_values / 2
-    assert traffic(model, training(pipeline=4, microbatches=8)).pipeline == 8 * 2 * wave
-    block = sum(model.layer_parameters(layer) for layer in range(layers))
-    assert traffic(model, training(data=4)).data == pytest.approx(2 * block * 2 * 3 / 4)
-
-
-def test_traffic_of_experts() -> None:
-    model = read_model("mixtral-8x7b")
-    sent = traffic(model, training(data=8, expert=8)).expert
-    assert sent == model.layers * 4 * (2048 * 2 * model.hidden * 2) * 7 / 8
 
 
 # ---- descriptions that cannot be ----

@@ -7,10 +7,11 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fair_links import fair_starts
 
 from dips.planner.costs import NS, Costs, StageCost, Wire, uniform
 from dips.planner.errors import PlanError
-from dips.planner.fleet import Sharing, simulate_fleet
+from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Kind, Schedule
 from dips.planner.schedules.fixed import gpipe, one_f_one_b, zb_h1
 from dips.planner.schedules.greedy import jeeves
@@ -106,52 +107,26 @@ def test_memory_for_no_microbatch() -> None:
 
 
 def test_one_replica_is_a_plain_simulation() -> None:
-    for sharing in (Sharing.FIFO, Sharing.FAIR):
-        for make in (gpipe, one_f_one_b, zb_h1):
-            fleet = simulate_fleet([make(4, 8)], costs(0.5, 0.25), sharing)
-            plain = simulate(make(4, 8), costs(0.5, 0.25))
-            assert (fleet.timelines[0].starts, fleet.timelines[0].ends) == (plain.starts, plain.ends)
+    for make in (gpipe, one_f_one_b, zb_h1):
+        fleet = simulate_fleet([make(4, 8)], costs(0.5, 0.25))
+        plain = simulate(make(4, 8), costs(0.5, 0.25))
+        assert (fleet.timelines[0].starts, fleet.timelines[0].ends) == (plain.starts, plain.ends)
+        assert fair_starts([make(4, 8)], costs(0.5, 0.25)) == [plain.starts]
 
 
 def test_equal_replicas_on_a_fair_link_are_one_whose_messages_are_as_large_as_all() -> None:
     """So a fair share of many replicas needs no simulation of all of them."""
     for make, hold in itertools.product((one_f_one_b, zb_h1), (0.0, 0.7)):
-        fleet = simulate_fleet([make(4, 8)] * 5, costs(0.25, 0.5, hold=hold), Sharing.FAIR)
         lumped = simulate(make(4, 8), costs(5 * 0.25, 0.5, hold=hold))
-        assert {t.starts for t in fleet.timelines} == {lumped.starts}
-
-
-def test_a_fair_link_serves_all_at_once() -> None:
-    """Two replicas, of one microbatch and of two."""
-    wired = costs(2, 0, n=2)
-    fleet = simulate_fleet([gpipe(2, 1), gpipe(2, 2)], wired, Sharing.FAIR)
-    forth = [[m.freed_ns / NS for m in t.messages if m.op.kind is Kind.F] for t in fleet.timelines]
-    # Both begin at 1 s, 2 s of work each; the second replica's next message, ready at 2 s, waits for its first.
-    assert forth == [[5.0], [5.0, 7.0]]
+        assert set(fair_starts([make(4, 8)] * 5, costs(0.25, 0.5, hold=hold))) == {lumped.starts}
 
 
 def test_one_message_at_a_time_is_sooner_than_all_at_once() -> None:
-    fair = simulate_fleet([one_f_one_b(4, 8)] * 4, costs(0.25, 0.5), Sharing.FAIR).makespan_ns
-    fleet = simulate_fleet([one_f_one_b(4, 8)] * 4, costs(0.25, 0.5), Sharing.FIFO)
-    assert fleet.makespan_ns < fair
+    fair = fair_starts([one_f_one_b(4, 8)] * 4, costs(0.25, 0.5))
+    fleet = simulate_fleet([one_f_one_b(4, 8)] * 4, costs(0.25, 0.5))
+    assert max(t.starts[0][-1] for t in fleet.timelines) < max(starts[0][-1] for starts in fair)
     sent = sorted((m.start_ns, m.freed_ns) for t in fleet.timelines for m in t.messages if m.op.kind is Kind.F)
     assert all(freed <= start for (_, freed), (start, _) in itertools.pairwise(sent))
-
-
-def test_the_global_list_replays() -> None:
-    wired = costs(0.4, 0.5)
-    found = jeeves(6, wired, [6 * UNIT] * 4, 3)
-    fleet = simulate_fleet(found, wired)
-    again = simulate_fleet(found, wired, Sharing.ORDER, fleet.order(wired))
-    assert [t.starts for t in again.timelines] == [t.starts for t in fleet.timelines]
-
-
-def test_a_global_list_that_nobody_can_follow_names_replica_and_cell() -> None:
-    wired = costs(0.4, 0.5)
-    fleet = simulate_fleet([one_f_one_b(4, 6)] * 2, wired)
-    order = {link: list(reversed(sent)) for link, sent in fleet.order(wired).items()}
-    with pytest.raises(PlanError, match="replica 0: the schedule cannot end: device 0 waits at cell 5"):
-        simulate_fleet([one_f_one_b(4, 6)] * 2, wired, Sharing.ORDER, order)
 
 
 def test_a_blocking_sender_waits_for_the_acknowledgement() -> None:

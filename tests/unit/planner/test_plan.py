@@ -10,14 +10,13 @@ import pytest
 from support.repository import ROOT
 
 from dips.core.errors import ConfigError
-from dips.planner.across import data_parallel
-from dips.planner.candidates import MAKERS, jeeves_with
+from dips.planner.candidates import data_parallel, jeeves_with
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS
 from dips.planner.division import divide, solve
 from dips.planner.errors import PlanError
 from dips.planner.fleet import simulate_fleet
-from dips.planner.ir import Op, Schedule
+from dips.planner.ir import Op, Schedule, wave
 from dips.planner.plan import Plan, make_plan, plan_json, read_plan, write_plan
 from dips.planner.problem import Problem
 from dips.planner.schedules.greedy import cross_ud
@@ -128,7 +127,7 @@ def test_data_parallel_between_sites_pays_for_its_gradients() -> None:
     found = data_parallel(problem)
     parameters, link = problem.setup.model.parameters(), problem.setup.links[0]
     assert found.sync_ns / NS == pytest.approx(2 * (0.004 + parameters / link.bytes_per_s), rel=1e-6)
-    inner = simulate(found.schedules[0], problem.with_delays(0, 0).costs(problem.uniform(32), MAKERS["zb_v"][1](16)))
+    inner = simulate(found.schedules[0], problem.with_delays(0, 0).costs(problem.uniform(32), wave(16)))
     assert found.makespan_ns == inner.makespan_ns + found.sync_ns
 
 

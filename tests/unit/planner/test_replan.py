@@ -11,14 +11,24 @@ from support.documents import blocks
 from support.repository import ROOT
 
 from dips.core.errors import ConfigError
-from dips.planner.across import regrouped
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS
 from dips.planner.errors import PlanError
-from dips.planner.measured import layers_moved, read_measured, with_measured_links, with_measured_stages
 from dips.planner.plan import Plan, make_plan, plan_json
-from dips.planner.problem import Problem, problem_json, read_problem
-from dips.planner.replan import Limits, ReplanVerdict, Running, decide, read_running, replan, swap_cost
+from dips.planner.problem import Problem, problem_json, read_problem, regrouped
+from dips.planner.replan import (
+    Limits,
+    ReplanVerdict,
+    Running,
+    decide,
+    layers_moved,
+    read_measured,
+    read_running,
+    replan,
+    swap_cost,
+    with_measured_links,
+    with_measured_stages,
+)
 
 FILE = "crosspipe-m70-2dc"
 LINKS = """

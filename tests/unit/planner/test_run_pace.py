@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.paced_play import RankClock, play
+from support.planner_grid import STATIC
 
 from dips.local.plan_run import CASE, PlanSource, scaled, source_of, timelines
 from dips.planner.costs import Costs, StageCost, Wire
 from dips.planner.run.links import FORTH, Cell, LinkBoard, PlanJob, RankLink, RankPace, RankReport, parse_cells
 from dips.planner.simulate import Timeline, simulate
-from dips.planner.sweep import STATIC
 
 EVERY = (*STATIC, "cross_ud/1", "cross_ud/2", "cross_ud/4", "cross_wave")
 NOTHING_GIVEN: dict[str, float | None] = dict.fromkeys(CASE)

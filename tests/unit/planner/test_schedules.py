@@ -7,6 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.planner_grid import STATIC
 
 from dips.planner.costs import NS, Costs, StageCost, Wire, equal_sites, site_wires, uniform
 from dips.planner.errors import PlanError
@@ -14,7 +15,7 @@ from dips.planner.ir import Kind, Op, Schedule, straight
 from dips.planner.schedules.fixed import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from dips.planner.schedules.greedy import cross_ud
 from dips.planner.simulate import simulate
-from dips.planner.sweep import STATIC, Case, cases, rows_of
+from dips.planner.sweep import Case, cases, rows_of
 from dips.planner.validate import peaks, validate
 
 MAKERS = pytest.mark.parametrize("name", STATIC)

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plain_simulator import plain_simulation
+from support.planner_grid import STATIC
 
 from dips.planner.costs import Costs, StageCost, Wire
 from dips.planner.ir import Schedule
 from dips.planner.schedules.greedy import cross_ud
 from dips.planner.simulate import simulate
-from dips.planner.sweep import STATIC, Case
+from dips.planner.sweep import Case
 
 
 def assert_the_same(schedule: Schedule, costs: Costs) -> None:

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 from matplotlib import image
+from support.planner_grid import STATIC
 from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime, _simulate_comms_compute
 
 from dips.planner.costs import Costs
@@ -20,7 +21,7 @@ from dips.planner.ir import Schedule, straight
 from dips.planner.schedules.greedy import cross_ud, cross_wave, jeeves
 from dips.planner.schedules.optimal import optimal
 from dips.planner.simulate import Timeline, simulate
-from dips.planner.sweep import STATIC, Case
+from dips.planner.sweep import Case
 from dips.planner.trace import draw, trace_events
 
 SHARDING = {_ComputationType.UNSHARD, _ComputationType.RESHARD, _ComputationType.REDUCE_GRAD}

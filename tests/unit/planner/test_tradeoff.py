@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from dips.planner.across import data_parallel, regrouped
+from dips.planner.candidates import data_parallel
 from dips.planner.cluster import read_setup
 from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan, pipelines_of
-from dips.planner.problem import Problem
+from dips.planner.problem import Problem, regrouped
 from dips.planner.tradeoff import Split, Tradeoff, divided_so, splits, tradeoff
 
 QUICK = ["1f1b", "zb_h1", "zb_v", "cross_ud/1"]

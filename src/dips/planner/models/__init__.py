@@ -1,1 +1,0 @@
-"""Descriptions of published models, one TOML file each; dips.planner.model reads them."""
