@@ -104,9 +104,8 @@ e2e-kubernetes: $(DEV_STAMP)  ## deploy to the cluster that KUBECONFIG names; sk
 	@if [ -z "$${KUBECONFIG:-}" ]; then echo "make e2e-kubernetes: skipped: KUBECONFIG names no cluster"; \
 	else $(BIN)/python -m pytest --require-passed -rs -s tests/e2e/kubernetes $(ARGS); fi
 
-protos: $(DEV_STAMP)  ## generate the stubs next to protos/*.proto
-	cd src && $(abspath $(BIN))/python -m grpc_tools.protoc -I . \
-	  --python_out=. --pyi_out=. --grpc_python_out=. dips/protos/*.proto
+protos: $(DEV_STAMP)  ## generate the stubs, the messages and their codec from src/dips/protos/*.proto
+	$(BIN)/python -m dips.protos.generate
 
 bench: $(DEV_STAMP)  ## run the benchmarks, or one: BENCH=sync runs benchmarks/bench_sync.py; ARGS=--quick: small sizes
 	@shopt -s nullglob; found=(benchmarks/bench_$(or $(BENCH),*).py); \

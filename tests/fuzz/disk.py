@@ -23,8 +23,8 @@ from support.master_bench import Bench
 
 from dips.core.errors import ConfigError, FatalError, RetryLater
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
-from dips.core.messages import DataRange, SnapshotInfo, Verdict, VerdictKind
-from dips.core.model_description import Lacking, ModelDescription, TensorDigest, Untrained, description_from_json
+from dips.core.messages import DataRange, SnapshotInfo, TensorDigest, Verdict, VerdictKind
+from dips.core.model_description import Lacking, ModelDescription, Untrained, description_from_json
 from dips.core.observe.telemetry import Tape, read_tape
 from dips.master.archive import FILE_NAME, FOLDER, RECORDS, JournalRecord, set_base, write_segment
 from dips.master.journal import Journal, JournalEntry, read_records

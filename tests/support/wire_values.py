@@ -1,4 +1,4 @@
-"""Hypothesis strategies for every value that has a protobuf twin, within what the wire's integers can hold."""
+"""Hypothesis strategies for every value that has a protobuf message, within what the wire's integers can hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import strategies as st
 
 from dips.core.layout import AVERAGED_LAYER, DTYPES, Layout, Parameter
-from dips.core.net import codec_protobuf
+from dips.core.net.messages_pb2 import CODECS
 
 _INTEGERS = {
     FieldDescriptor.TYPE_UINT32: st.integers(0, 2**32 - 1),
@@ -58,13 +58,8 @@ layouts = st.builds(
 _MADE: dict[type[Any], st.SearchStrategy[Any]] = {Parameter: parameters, Layout: layouts}
 
 
-def descriptor_of(kind: type[Any]) -> Descriptor:
-    """The protobuf descriptor of the twin of `kind`."""
-    return typing.cast(Descriptor, codec_protobuf._message_class(kind).DESCRIPTOR)
-
-
 def values_of(kind: type[Any]) -> st.SearchStrategy[Any]:
-    """Any value of a class of MIRRORED that the wire can carry."""
+    """Any value of a class of CODECS that the wire can carry."""
     found = _MADE.get(kind)
     if found is None:
         found = _MADE[kind] = st.builds(kind, **_fields_of(kind))
@@ -73,11 +68,10 @@ def values_of(kind: type[Any]) -> st.SearchStrategy[Any]:
 
 def _fields_of(kind: type[Any]) -> dict[str, st.SearchStrategy[Any]]:
     hints = typing.get_type_hints(kind)
-    wire_fields = descriptor_of(kind).fields_by_name
+    wire_fields = typing.cast(Descriptor, CODECS[kind][0].DESCRIPTOR).fields_by_name
     strategies: dict[str, st.SearchStrategy[Any]] = {}
     for field in dataclasses.fields(kind):
-        wire_name = codec_protobuf._OTHER_FIELD.get((kind.__name__, field.name), field.name)
-        strategies[field.name] = _of_hint(hints[field.name], wire_fields.get(wire_name))
+        strategies[field.name] = _of_hint(hints[field.name], wire_fields.get(field.name))
     return strategies
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
-from enum import IntEnum
+
+from dips.protos.enums import RefusalCode as RefusalCode
 
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
@@ -19,40 +20,6 @@ is done, and no supervisor starts such a process again."""
 
 NAME_TAKEN_EXIT = 8
 """Exit code of a process that has another one's name: started again it would only find the same."""
-
-
-class RefusalCode(IntEnum):
-    """Why a request is refused; the numbers are those of RefusalCode in protos/common.proto."""
-
-    UNSPECIFIED = 0
-    PROTOCOL_VERSION = 1
-    RUN_ID = 2
-    LAYOUT = 3
-    DATA_PLAN = 4
-    FENCED = 5
-    STALE_EPOCH = 6
-    SEED_EXISTS = 7
-    TOKENS = 8
-    RANGES = 9
-    SEQ = 10
-    MEMORY = 11
-    CHUNK = 12
-    UNKNOWN_PUSH = 13
-    VERSION_GONE = 14
-    NONFINITE = 15
-    BUSY = 16
-    STOPPING = 17
-    MALFORMED = 18
-    NOT_LOOPBACK = 19
-    CONFIG = 20
-    DISK = 21
-    DIGEST = 22
-    UNKNOWN_NAME = 23
-    BASE_GONE = 24
-    KEY = 25
-    IDENTITY = 26
-    FROZEN = 27
-    NAME_TAKEN = 29
 
 
 class DipsError(Exception):

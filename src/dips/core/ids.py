@@ -73,6 +73,21 @@ class PushId:
         return f"{self.cluster}/{self.incarnation}#{self.seq}"
 
 
+@dataclass(frozen=True, order=True)
+class DataRange:
+    """Tokens [begin_tokens, end_tokens) of one chunk of the corpus, in one pass over it, that a cluster leases."""
+
+    lease_id: int
+    pass_index: int
+    chunk: int
+    begin_tokens: int
+    end_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.end_tokens - self.begin_tokens
+
+
 def parse_version(text: str) -> Version:
     """Read '3:17' (timeline 3, v 17); raises ConfigError."""
     timeline, colon, v = text.partition(":")

@@ -15,6 +15,7 @@ from typing import Any
 
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.layout import MAX_DESCRIPTION_CHARS, MAX_NAME_CHARS
+from dips.core.messages import TensorDigest
 
 # ---- untrained -------------------------------------------------------------------------------------------------------
 #
@@ -36,14 +37,6 @@ _NAMED = 3
 """So many tensors of a kind are named in a refusal."""
 
 _NAME_CHARS = 100
-
-
-@dataclass(frozen=True)
-class TensorDigest:
-    """A tensor's name and digest: xxh3-64 over dtype, shape and bytes; without bytes where training changes it."""
-
-    name: str
-    digest: int
 
 
 @dataclass(frozen=True)

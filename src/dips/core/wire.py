@@ -15,21 +15,10 @@ A block with an element that is not finite has scale NaN, so that nothing non-fi
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 from dips.core.layout import FLOAT32_BYTES
+from dips.protos.enums import Codec as Codec
 
 SCALE_BLOCK_ELEMS = 64
-
-
-class Codec(IntEnum):
-    """The codec of a payload. NONE is for messages without payload."""
-
-    NONE = 0
-    F32 = 1
-    BF16 = 2
-    INT8 = 3
-    INT4 = 4
 
 
 DIFFERENCES = frozenset({Codec.BF16, Codec.INT8, Codec.INT4})

@@ -1,1 +1,1 @@
-"""The messages on the wire: `.proto` files, and the stubs that `make protos` writes of them."""
+"""The messages on the wire: `.proto` files, and what `make protos` writes of them (generate.py)."""

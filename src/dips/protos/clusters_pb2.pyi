@@ -1,5 +1,6 @@
 from dips.protos import common_pb2 as _common_pb2
 from dips.protos import data_pb2 as _data_pb2
+from dips.protos import options_pb2 as _options_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -159,10 +160,10 @@ class Ticket(_message.Message):
     BLOCK_ORDER_FIELD_NUMBER: _ClassVar[int]
     WIRE_FIELD_NUMBER: _ClassVar[int]
     attempt: int
-    placement: _common_pb2.Placement
+    placement: _common_pb2.PlacementSpec
     block_order: _containers.RepeatedScalarFieldContainer[int]
     wire: _data_pb2.Codec
-    def __init__(self, attempt: _Optional[int] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., block_order: _Optional[_Iterable[int]] = ..., wire: _Optional[_Union[_data_pb2.Codec, str]] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[int] = ..., placement: _Optional[_Union[_common_pb2.PlacementSpec, _Mapping]] = ..., block_order: _Optional[_Iterable[int]] = ..., wire: _Optional[_Union[_data_pb2.Codec, str]] = ...) -> None: ...
 
 class Stale(_message.Message):
     __slots__ = ("kind", "sentence")
@@ -287,7 +288,7 @@ class PullGrant(_message.Message):
     version: _common_pb2.Version
     fence: int
     pin_id: int
-    placement: _common_pb2.Placement
+    placement: _common_pb2.PlacementSpec
     block_order: _containers.RepeatedScalarFieldContainer[int]
     digest_of_slave: _containers.ScalarMap[str, bytes]
     tokens: int
@@ -296,7 +297,7 @@ class PullGrant(_message.Message):
     chunk_bytes: int
     epoch: int
     run_id: str
-    def __init__(self, version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., fence: _Optional[int] = ..., pin_id: _Optional[int] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., block_order: _Optional[_Iterable[int]] = ..., digest_of_slave: _Optional[_Mapping[str, bytes]] = ..., tokens: _Optional[int] = ..., local_steps: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., chunk_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., run_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., fence: _Optional[int] = ..., pin_id: _Optional[int] = ..., placement: _Optional[_Union[_common_pb2.PlacementSpec, _Mapping]] = ..., block_order: _Optional[_Iterable[int]] = ..., digest_of_slave: _Optional[_Mapping[str, bytes]] = ..., tokens: _Optional[int] = ..., local_steps: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., chunk_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class BeginPullReply(_message.Message):
     __slots__ = ("grant", "busy")

@@ -1,3 +1,4 @@
+from dips.protos import options_pb2 as _options_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -127,14 +128,14 @@ class RoundId(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
 
 class PushId(_message.Message):
-    __slots__ = ("cluster_id", "incarnation", "seq")
-    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("cluster", "incarnation", "seq")
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
-    cluster_id: str
+    cluster: str
     incarnation: Incarnation
     seq: int
-    def __init__(self, cluster_id: _Optional[str] = ..., incarnation: _Optional[_Union[Incarnation, _Mapping]] = ..., seq: _Optional[int] = ...) -> None: ...
+    def __init__(self, cluster: _Optional[str] = ..., incarnation: _Optional[_Union[Incarnation, _Mapping]] = ..., seq: _Optional[int] = ...) -> None: ...
 
 class Caller(_message.Message):
     __slots__ = ("run_id", "epoch", "name", "incarnation", "cause_id")
@@ -160,29 +161,29 @@ class Refusal(_message.Message):
     retry_after_s: float
     def __init__(self, code: _Optional[_Union[RefusalCode, str]] = ..., sentence: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
-class ParameterSpec(_message.Message):
-    __slots__ = ("name", "shape_elems", "dtype", "layer", "averaged")
+class Parameter(_message.Message):
+    __slots__ = ("name", "shape", "dtype", "layer", "averaged")
     NAME_FIELD_NUMBER: _ClassVar[int]
-    SHAPE_ELEMS_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     AVERAGED_FIELD_NUMBER: _ClassVar[int]
     name: str
-    shape_elems: _containers.RepeatedScalarFieldContainer[int]
+    shape: _containers.RepeatedScalarFieldContainer[int]
     dtype: str
     layer: str
     averaged: bool
-    def __init__(self, name: _Optional[str] = ..., shape_elems: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., layer: _Optional[str] = ..., averaged: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., layer: _Optional[str] = ..., averaged: _Optional[bool] = ...) -> None: ...
 
 class Layout(_message.Message):
     __slots__ = ("parameters", "block_elems", "description")
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_ELEMS_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
-    parameters: _containers.RepeatedCompositeFieldContainer[ParameterSpec]
+    parameters: _containers.RepeatedCompositeFieldContainer[Parameter]
     block_elems: int
     description: str
-    def __init__(self, parameters: _Optional[_Iterable[_Union[ParameterSpec, _Mapping]]] = ..., block_elems: _Optional[int] = ..., description: _Optional[str] = ...) -> None: ...
+    def __init__(self, parameters: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., block_elems: _Optional[int] = ..., description: _Optional[str] = ...) -> None: ...
 
 class SlaveAddress(_message.Message):
     __slots__ = ("slave_id", "data_endpoint", "curve_key")
@@ -194,7 +195,7 @@ class SlaveAddress(_message.Message):
     curve_key: bytes
     def __init__(self, slave_id: _Optional[str] = ..., data_endpoint: _Optional[str] = ..., curve_key: _Optional[bytes] = ...) -> None: ...
 
-class Placement(_message.Message):
+class PlacementSpec(_message.Message):
     __slots__ = ("slaves", "slave_of_block", "placement_hash")
     SLAVES_FIELD_NUMBER: _ClassVar[int]
     SLAVE_OF_BLOCK_FIELD_NUMBER: _ClassVar[int]

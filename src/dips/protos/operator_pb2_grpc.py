@@ -137,7 +137,7 @@ class OperatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Extend(self, request, context):
-        """takes back the run's end, and moves its token limit
+        """cancels the run's end, and changes its token limit
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,5 +1,6 @@
 from dips.protos import common_pb2 as _common_pb2
 from dips.protos import data_pb2 as _data_pb2
+from dips.protos import options_pb2 as _options_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -281,7 +282,7 @@ class Configure(_message.Message):
     EMPTY_FIELD_NUMBER: _ClassVar[int]
     layout: _common_pb2.Layout
     layout_hash: bytes
-    placement: _common_pb2.Placement
+    placement: _common_pb2.PlacementSpec
     staging_slots: int
     load: _common_pb2.Version
     load_round: _common_pb2.RoundId
@@ -292,7 +293,7 @@ class Configure(_message.Message):
     origin: _common_pb2.Version
     origin_round: _common_pb2.RoundId
     empty: bool
-    def __init__(self, layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., staging_slots: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., load_round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., load_digest: _Optional[bytes] = ..., commit_hash: _Optional[bytes] = ..., commit_record: _Optional[bytes] = ..., pinned_versions: _Optional[int] = ..., origin: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., origin_round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., empty: _Optional[bool] = ...) -> None: ...
+    def __init__(self, layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., placement: _Optional[_Union[_common_pb2.PlacementSpec, _Mapping]] = ..., staging_slots: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., load_round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., load_digest: _Optional[bytes] = ..., commit_hash: _Optional[bytes] = ..., commit_record: _Optional[bytes] = ..., pinned_versions: _Optional[int] = ..., origin: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., origin_round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., empty: _Optional[bool] = ...) -> None: ...
 
 class ListShard(_message.Message):
     __slots__ = ("round", "version")
@@ -320,13 +321,13 @@ class MoveBlocks(_message.Message):
     to_version: _common_pb2.Version
     layout: _common_pb2.Layout
     layout_hash: bytes
-    placement: _common_pb2.Placement
-    sources: _common_pb2.Placement
+    placement: _common_pb2.PlacementSpec
+    sources: _common_pb2.PlacementSpec
     staging_slots: int
     pinned_versions: int
     theta_digest: bytes
     momentum_digest: bytes
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., from_version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., to_version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., sources: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., staging_slots: _Optional[int] = ..., pinned_versions: _Optional[int] = ..., theta_digest: _Optional[bytes] = ..., momentum_digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., from_version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., to_version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., placement: _Optional[_Union[_common_pb2.PlacementSpec, _Mapping]] = ..., sources: _Optional[_Union[_common_pb2.PlacementSpec, _Mapping]] = ..., staging_slots: _Optional[int] = ..., pinned_versions: _Optional[int] = ..., theta_digest: _Optional[bytes] = ..., momentum_digest: _Optional[bytes] = ...) -> None: ...
 
 class SendCommitRecord(_message.Message):
     __slots__ = ("version", "round")

@@ -25,7 +25,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from dips.core.allocator import zeros
 from dips.core.errors import ConfigError
 from dips.core.layout import AVERAGED_LAYER, DEFAULT_BLOCK_ELEMS, Layout, Parameter, layer_of
-from dips.core.model_description import MAX_TOLD, Lacking, ModelDescription, TensorDigest, Untrained
+from dips.core.messages import TensorDigest
+from dips.core.model_description import MAX_TOLD, Lacking, ModelDescription, Untrained
 from dips.worker.parameters import SnapshotReady
 
 # ---- wrapped ---------------------------------------------------------------------------------------------------------

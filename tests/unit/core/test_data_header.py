@@ -12,7 +12,7 @@ from dips.core.chunks import checksum
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.messages import Refusal
-from dips.core.net import codec_protobuf
+from dips.core.net.codec_protobuf import to_message
 from dips.core.net.data_header import (
     MAX_HEADER_BYTES,
     MAX_MISSING,
@@ -59,12 +59,6 @@ GET = DataHeader("run", 4, DataOp.GET_CHUNK, 1, version=Version(1, 0), block=0, 
 )
 def test_round_trip(header: DataHeader) -> None:
     assert DataHeader.decode(header.encode()) == header
-
-
-def test_op_numbers_are_those_of_the_wire() -> None:
-    assert {op.name: op.value for op in DataOp} == {name: number for name, number in data_pb2.DataOp.items() if number}
-    assert int(Codec.F32) == data_pb2.CODEC_F32
-    assert int(Codec.NONE) == data_pb2.CODEC_UNSPECIFIED
 
 
 def test_every_op_is_a_request_or_an_answer_and_known_to_have_a_payload_or_not() -> None:
@@ -203,11 +197,18 @@ HEADERS = st.builds(
 
 
 @given(HEADERS)
-def test_the_header_is_written_and_read_as_the_general_codec_does(header: DataHeader) -> None:
-    """Field by field by hand, for speed; by reflection it must be the same, to the byte."""
+def test_every_field_is_written_and_read(header: DataHeader) -> None:
     frame = header.encode()
-    assert frame.startswith(codec_protobuf.encode(header))
-    assert DataHeader.decode(frame) == codec_protobuf.decode(frame, DataHeader) == header
+    message = data_pb2.DataHeader.FromString(frame)
+    for name in set(data_pb2.DataHeader.DESCRIPTOR.fields_by_name) - {"header_checksum", "missing"}:
+        ours, theirs = getattr(header, name), getattr(message, name)
+        if name in ("push", "version", "refusal"):
+            assert message.HasField(name) == (ours is not None)
+            assert ours is None or to_message(ours) == theirs
+        else:
+            assert ours == theirs
+    assert [to_message(item) for item in header.missing] == list(message.missing)
+    assert DataHeader.decode(frame) == header
 
 
 def test_a_push_without_incarnation_is_malformed() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from support.wire_values import values_of
 
 from dips.core.errors import RefusalCode, Refused
-from dips.core.model_description import MAX_TENSORS, TensorDigest, Untrained, difference
+from dips.core.messages import TensorDigest
+from dips.core.model_description import MAX_TENSORS, Untrained, difference
 
 NAMES = st.text("abc.é", min_size=1, max_size=20)
 LISTS = st.lists(st.builds(TensorDigest, NAMES, st.integers(0, 2**64 - 1)), unique_by=lambda item: item.name)

@@ -10,7 +10,7 @@ from support.run_status import run_status
 
 from dips.core.clock import ManualClock
 from dips.core.ids import Version
-from dips.core.messages_operator import Alarm
+from dips.core.messages import Alarm
 from dips.local.log_files import HeldoutPoint
 from dips.local.progress import (
     LiveProgress,

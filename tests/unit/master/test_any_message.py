@@ -46,8 +46,8 @@ from dips.core.messages import (
     SlaveMessage,
     Staged,
     StagingProgress,
+    TensorDigest,
 )
-from dips.core.model_description import TensorDigest
 from dips.core.net.codec_protobuf import encode
 from dips.master.state.events import ClusterCall, SlaveSaid, Tick
 

@@ -29,10 +29,10 @@ from dips.core.messages import (
     Refusal,
     RoundRefused,
     Settings,
+    TensorDigest,
     Verdict,
     VerdictKind,
 )
-from dips.core.model_description import TensorDigest
 from dips.core.net.codec_protobuf import encode
 from dips.master.state.events import Pause, Stop
 
