@@ -43,22 +43,23 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import CallMaster, Effect, Finished, Install, StartPull, StartPush
-from dips.worker.state.events import (
+from dips.worker.state.effects import (
     Beat,
-    CallDone,
-    CallFailed,
-    CallRefused,
+    Done,
+    Effect,
     Event,
+    Failed,
+    Finished,
+    Install,
     LeaseWanted,
-    Pulled,
-    PushSent,
+    Run,
+    SendPush,
     Started,
     Stepped,
     StopWanted,
     Tick,
 )
-from dips.worker.state.terms import SessionConfig, SessionPhase
+from dips.worker.state.shared import SessionConfig, SessionPhase
 
 LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (8,), "float32", f"layers.{i}") for i in range(4)))
 PLACEMENT = PlacementSpec(
@@ -121,38 +122,37 @@ class ClusterBench:
     def has(self, kind: type[Effect]) -> bool:
         return any(isinstance(effect, kind) for effect in self.effects)
 
-    def call(self, kind: type[K]) -> tuple[int, K]:
-        """The oldest call of this request type that was not answered: its id and its request."""
+    def job(self, kind: type[K]) -> tuple[int, K]:
+        """The oldest job with this type of command that has not ended: its number and its command."""
         for effect in self.effects:
-            if isinstance(effect, CallMaster) and isinstance(effect.request, kind):
+            if isinstance(effect, Run) and isinstance(effect.command, kind):
                 self.effects.remove(effect)
-                return effect.call_id, effect.request
-        raise AssertionError(f"no call {kind.__name__} among {self.effects}")
+                return effect.job, effect.command
+        raise AssertionError(f"no job {kind.__name__} among {self.effects}")
 
     def asked(self, kind: type[K]) -> K:
-        """The oldest unanswered request of this type, left unanswered."""
-        request = next(
-            (e.request for e in self.effects if isinstance(e, CallMaster) and isinstance(e.request, kind)), None
-        )
-        assert request is not None, f"no call {kind.__name__} among {self.effects}"
-        return request
+        """The command of the oldest job of this type, which goes on."""
+        for effect in self.effects:
+            if isinstance(effect, Run) and isinstance(effect.command, kind):
+                return effect.command
+        raise AssertionError(f"no job {kind.__name__} among {self.effects}")
 
     def asks(self, kind: type[Any]) -> bool:
-        return any(isinstance(effect, CallMaster) and isinstance(effect.request, kind) for effect in self.effects)
+        return any(isinstance(effect, Run) and isinstance(effect.command, kind) for effect in self.effects)
 
     def answer(self, kind: type[Any], reply: Any) -> Any:
-        call_id, request = self.call(kind)
-        self.say(CallDone(call_id, reply))
+        job, request = self.job(kind)
+        self.say(Done(job, reply))
         return request
 
     def fail(self, kind: type[Any]) -> Any:
-        call_id, request = self.call(kind)
-        self.say(CallFailed(call_id, "connection refused"))
+        job, request = self.job(kind)
+        self.say(Failed(job, "connection refused"))
         return request
 
     def refuse(self, kind: type[Any], code: RefusalCode, retry_after_s: float = 0.0) -> Any:
-        call_id, request = self.call(kind)
-        self.say(CallRefused(call_id, Refused(code, f"refused: {code.name}", retry_after_s)))
+        job, request = self.job(kind)
+        self.say(Done(job, Refused(code, f"refused: {code.name}", retry_after_s)))
         return request
 
     @property
@@ -204,7 +204,7 @@ class ClusterBench:
 
     def pull_ends(self) -> Install:
         """The granted version is there."""
-        self.say(Pulled(self.take(StartPull).transfer_id, 0.1))
+        self.say(Done(self.job(PullGrant)[0], None, 0.1))
         return self.take(Install)
 
     def beat(self, **changes: Any) -> None:
@@ -254,12 +254,13 @@ class ClusterBench:
         assert self.phase is SessionPhase.BEGINNING_PUSH
         return self.asked(BeginPushRequest)
 
-    def ticket(self, attempt: int = 1) -> StartPush:
+    def ticket(self, attempt: int = 1) -> tuple[int, SendPush]:
+        """BeginPush gets a ticket: the job that sends the push."""
         self.answer(BeginPushRequest, BeginPushReply(replace(TICKET, attempt=attempt)))
-        return self.take(StartPush)
+        return self.job(SendPush)
 
-    def sent(self, start: StartPush) -> None:
-        self.say(PushSent(start.transfer_id, DIGESTS, 0.2))
+    def sent(self, sending: tuple[int, SendPush]) -> None:
+        self.say(Done(sending[0], DIGESTS, 0.2))
 
     def admitted(self) -> FinishPushRequest:
         request = self.answer(FinishPushRequest, FinishPushReply(Admitted(RoundId(self.epoch, 1), 1.0)))
@@ -276,9 +277,7 @@ class ClusterBench:
     def donate(self) -> PushId:
         """The master asks for this cluster's base; the push that answers is open."""
         superseded = (AwaitVerdictRequest, BeginPullRequest)
-        self.effects = [
-            e for e in self.effects if not (isinstance(e, CallMaster) and isinstance(e.request, superseded))
-        ]
+        self.effects = [e for e in self.effects if not (isinstance(e, Run) and isinstance(e.command, superseded))]
         self.beat(donate=self.session.shared.base)
         assert self.phase is SessionPhase.BEGINNING_PUSH
         return self.push_id

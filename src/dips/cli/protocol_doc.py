@@ -23,7 +23,7 @@ from dips.protos import clusters_pb2, operator_pb2, slaves_pb2
 from dips.slave.state.jobs import SAVE_TABLE
 from dips.slave.state.shard import SHARD_TABLE
 from dips.slave.state.slave import LINK_TABLE
-from dips.worker.state.terms import SESSION_TABLE
+from dips.worker.state.shared import SESSION_TABLE
 
 TABLES: dict[str, TransitionTable[Any]] = {
     "round": ROUND_TABLE,

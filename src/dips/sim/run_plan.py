@@ -18,7 +18,7 @@ from dips.sim.arithmetic import Arithmetic
 from dips.sim.content import SYMBOLS
 from dips.sim.network import LinkPlan
 from dips.trainer.corpus import take_rows
-from dips.worker.state.terms import SessionConfig
+from dips.worker.state.shared import SessionConfig
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 #

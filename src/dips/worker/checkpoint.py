@@ -28,8 +28,7 @@ from dips.worker.checkpoint_files import Checkpoint, CheckpointStore, RawTensor
 from dips.worker.config import ClientConfig
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import InstallMode, PushRecord
-from dips.worker.state.events import Event, PushNotRecorded, PushRecorded
+from dips.worker.state.effects import Delayed, Done, Event, InstallMode, PushRecord
 from dips.worker.state.saved import SavedSession, SavedStateError
 from dips.worker.vectors import Vectors
 
@@ -206,24 +205,24 @@ class Checkpointing:
 
     # ---- before a push's number is used ----
 
-    def record_push(self, record: PushRecord) -> None:
-        """Make the record durable, then deliver PushRecorded; a newer record replaces one that waits."""
+    def record_push(self, job: int, record: PushRecord) -> None:
+        """Make the record durable, then deliver Done; a newer record replaces one that waits."""
         self._wanted = record
         if not self._closed.is_set():
-            self._recorder.submit(self._record, record)
+            self._recorder.submit(self._record, job, record)
 
-    def _record(self, record: PushRecord) -> None:
+    def _record(self, job: int, record: PushRecord) -> None:
         pause_s = FIRST_PAUSE_S
         while self._wanted == record and not self._closed.is_set():
             try:
                 self._store.record_push(record)
             except OSError as error:
                 sentence = f"{self._store.directory} cannot be written: {error.strerror or error}"
-                self._deliver(PushNotRecorded(record.id, sentence))
+                self._deliver(Delayed(job, sentence))
                 self._closed.wait(pause_s)
                 pause_s = min(MAX_PAUSE_S, 2 * pause_s)
             else:
-                self._deliver(PushRecorded(record.id))
+                self._deliver(Done(job))
                 return
 
 

@@ -6,7 +6,6 @@ appear here they only say what this cluster expects, and a difference is refused
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -21,7 +20,7 @@ from dips.core.observe.log_lines import LogFormat
 from dips.core.observe.metrics_knobs import MetricsKnobs
 from dips.core.units import Seconds
 from dips.core.wire import WIRE_DTYPES, Codec
-from dips.worker.state.waiting import times_of
+from dips.worker.state.waiting import GivenTimes, times_of
 
 SECTION = "worker"
 """The TOML table, and the middle of the environment names DIPS_WORKER_<FIELD>."""
@@ -129,22 +128,9 @@ def leaving_takes_s(config: ClientConfig, settings: Settings) -> float:
     return times.leave_wait_s + times.call_deadline_s
 
 
-@dataclass(frozen=True)
-class TimesGiven:
+def given_times(config: ClientConfig) -> GivenTimes:
     """The times of a ClientConfig; None for "auto"."""
-
-    call_deadline_s: float | None
-    retry_max_s: float | None
-    leave_wait_s: float | None
-    data_silence_s: float | None
-    data_stall_s: float | None
-
-
-def given_times(config: ClientConfig) -> TimesGiven:
-    return TimesGiven(
-        given(config.call_deadline_s), given(config.retry_max_s), given(config.leave_wait_s),
-        given(config.data_silence_s), given(config.data_stall_s),
-    )  # fmt: skip
+    return GivenTimes(**{name: given(getattr(config, name)) for name in GivenTimes.__dataclass_fields__})
 
 
 def wire_of(config: ClientConfig) -> Codec:

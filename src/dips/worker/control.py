@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from dips.core import messages
 from dips.core.clock import Clock
 from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.ids import Incarnation
-from dips.core.messages import ClusterReply, ClusterRequest, HeartbeatReply, HeartbeatRequest
+from dips.core.messages import ClusterReply, ClusterRequest, HeartbeatReply, HeartbeatRequest, Settings
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.grpc_calls import is_unreachable, open_channel, refused_from
 from dips.core.net.keys import UsedKeys
@@ -31,9 +30,8 @@ from dips.core.net.tls_probe import why_not_let_in
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.telemetry import ChangeLogger
 from dips.protos import clusters_pb2_grpc
-from dips.worker.state.effects import CallMaster
-from dips.worker.state.events import Beat, BeatRefused, CallDone, CallFailed, CallRefused, Event
-from dips.worker.state.terms import Remedy, remedy_for
+from dips.worker.state.effects import Beat, Done, Event, Failed
+from dips.worker.state.shared import Remedy, remedy_for
 
 _logger = logging.getLogger("dips.worker.control")
 
@@ -91,7 +89,7 @@ class MasterStubs:
 
 
 class MasterClient:
-    """Runs the session's Call effects; `deliver` is called on a pool thread with each outcome."""
+    """Makes the session's calls; `deliver` is called on a pool thread with the outcome of each."""
 
     def __init__(self, master: str, security: Security, deliver: Callable[[Event], None]) -> None:
         """Raises ConfigError for an address that cannot be dialled."""
@@ -104,12 +102,12 @@ class MasterClient:
         self._pool = ThreadPoolExecutor(N_THREADS, "dips-control")
         self._closed = False
 
-    def start(self, call: CallMaster) -> None:
+    def start(self, job: int, request: ClusterRequest, deadline_s: float) -> None:
         if self._used.renewed:
             self._stubs = self._connected()
         used = self._used
-        future = self._pool.submit(self._stubs.call, call.request, call.deadline_s)
-        future.add_done_callback(lambda done: self._ended(call, done, used))
+        future = self._pool.submit(self._stubs.call, request, deadline_s)
+        future.add_done_callback(lambda done: self._ended(job, request, done, used))
 
     def close(self) -> None:
         """Cancel the calls and end the threads."""
@@ -124,17 +122,17 @@ class MasterClient:
         self._channels.append(channel_to(self._master, self._security))
         return MasterStubs(self._channels[-1], partial(why_not_let_in, self._master, self._security))
 
-    def _ended(self, call: CallMaster, done: Future[ClusterReply], used: UsedKeys) -> None:
+    def _ended(self, job: int, request: ClusterRequest, done: Future[ClusterReply], used: UsedKeys) -> None:
         if self._closed or done.cancelled():
             return
         error = done.exception()
         if error is None:
-            self._deliver(CallDone(call.call_id, done.result()))
+            self._deliver(Done(job, done.result()))
         elif isinstance(error, Refused) and not (error.code is RefusalCode.IDENTITY and used.renewed):
-            self._deliver(CallRefused(call.call_id, error))
+            self._deliver(Done(job, error))
         else:
-            _logger.debug("call %s: %s", type(call.request).__name__, error)
-            self._deliver(CallFailed(call.call_id, str(error) or type(error).__name__))
+            _logger.debug("call %s: %s", type(request).__name__, error)
+            self._deliver(Failed(job, str(error) or type(error).__name__))
 
 
 # ---- heartbeat -------------------------------------------------------------------------------------------------------
@@ -152,17 +150,8 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 1.0
 """Pause between two streams: within it a restarted master receives a beat of a cluster that makes no other call."""
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Content of the next beat, and the interval. The request's caller has an incarnation."""
-
-    request: HeartbeatRequest
-    heartbeat_s: float
-    evict_after_beats: int
-
-
 class Heartbeat:
-    """Sends the heartbeats. `deliver` is called on its thread with Beat and BeatRefused events."""
+    """Sends the heartbeats. `deliver` is called on its thread with Beat events."""
 
     def __init__(self, master: str, security: Security, deliver: Callable[[Event], None], clock: Clock) -> None:
         self._master = master
@@ -171,7 +160,7 @@ class Heartbeat:
         self._deliver = deliver
         self._clock = clock
         self._log = ChangeLogger(logging.getLogger("dips.worker.control"))
-        self._facts: Facts | None = None
+        self._facts: tuple[HeartbeatRequest, Settings] | None = None
         self._stop = threading.Event()
         self._delivered: tuple[Incarnation, HeartbeatReply] | None = None
         self._fenced = Incarnation(0, 0)  # no master's epoch is 0
@@ -181,9 +170,12 @@ class Heartbeat:
         """When the master last answered a beat; for metrics, from any thread."""
         self._thread: threading.Thread | None = None
 
-    def tell(self, facts: Facts) -> None:
-        """Set the content of beats from now on; the first call starts the thread."""
-        self._facts = facts
+    def tell(self, request: HeartbeatRequest, settings: Settings) -> None:
+        """Set the content of beats from now on, and the run's settings; the first call starts the thread.
+
+        The request's caller has an incarnation.
+        """
+        self._facts = request, settings
         if self._thread is None and not self._stop.is_set():
             self._thread = threading.Thread(target=self._run, name="dips-heartbeat", daemon=True)
             self._thread.start()
@@ -198,7 +190,7 @@ class Heartbeat:
     def _run(self) -> None:
         pause_s = FIRST_PAUSE_S
         while not self._stop.is_set():
-            if self._incarnation() == self._fenced:
+            if self._facts is not None and self._facts[0].caller.incarnation == self._fenced:
                 self._stop.wait(FIRST_PAUSE_S)  # until the session has joined again
                 continue
             self._used = UsedKeys(self._security)
@@ -236,15 +228,15 @@ class Heartbeat:
     def _requests(self, ended: threading.Event, hang_up: Callable[[], object]) -> Iterator[Message]:
         """One request a beat, on a thread of gRPC's; ends the stream when the master has stopped answering."""
         while not (ended.is_set() or self._stop.is_set()):
-            facts = self._facts
-            assert facts is not None, "the thread starts with the first facts"
-            self._unanswered.append(facts.request.caller.incarnation)
+            assert self._facts is not None, "the thread starts with the first facts"
+            request, settings = self._facts
+            self._unanswered.append(request.caller.incarnation)
             failpoint("worker.rpc.before_Heartbeat")
-            yield to_message(facts.request)
+            yield to_message(request)
             silent_s = self._clock.monotonic_s() - self._last_reply_s
-            if silent_s > facts.heartbeat_s * facts.evict_after_beats or self._used.renewed:
+            if silent_s > settings.heartbeat_s * settings.evict_after_beats or self._used.renewed:
                 break
-            self._stop.wait(facts.heartbeat_s)
+            self._stop.wait(settings.heartbeat_s)
         if not ended.is_set():
             hang_up()
 
@@ -265,9 +257,6 @@ class Heartbeat:
         if isinstance(cause, Refused) and incarnation is not None:
             if remedy_for(cause, joining=False, pushing=False) is Remedy.JOIN_AGAIN:
                 self._fenced = incarnation
-            self._deliver(BeatRefused(incarnation, cause))
+            self._deliver(Beat(incarnation, cause))
         else:
             self._log.report("master", f"heartbeats do not reach the master: {cause}", logging.WARNING)
-
-    def _incarnation(self) -> Incarnation | None:
-        return self._facts.request.caller.incarnation if self._facts else None

@@ -21,7 +21,7 @@ from dips.core.clock import Clock
 from dips.core.errors import DipsError, Refused
 from dips.core.ids import PushId, Version
 from dips.core.layout import Layout
-from dips.core.messages import PlacementSpec, PullGrant, Settings, Ticket
+from dips.core.messages import Caller, PlacementSpec, PullGrant, Settings, Ticket
 from dips.core.net.curve import CurvePair
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.observe.failpoints import FailpointAction, FailpointKind, copies, failpoint
@@ -29,8 +29,7 @@ from dips.core.observe.telemetry import ChangeLogger
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.parameters import SnapshotReady
 from dips.worker.sockets import LinkCounts, SlaveSockets, TransferDirection
-from dips.worker.state.effects import StartPull, StartPush
-from dips.worker.state.events import Event, Pulled, PullFailed, PushFailed, PushSent
+from dips.worker.state.effects import Done, Event, Failed, SendPush
 from dips.worker.state.waiting import Times
 from dips.worker.transfer import (
     PullTransfer,
@@ -91,16 +90,16 @@ class DataThread:
         self._current: tuple[int, threading.Event] | None = None
         self._running: Future[None] | None = None
 
-    def run(self, transfer_id: int, job: DataTask, failed: Callable[[str], None]) -> None:
-        """Call job(context, cancelled) on the data thread; `failed` gets a sentence if it raises."""
+    def run(self, job: int, task: DataTask, failed: Callable[[str], None]) -> None:
+        """Call task(context, cancelled) on the data thread; `failed` gets a sentence if it raises."""
         if self._current is not None:
             self.cancel(self._current[0])
         cancelled = threading.Event()
-        self._current = (transfer_id, cancelled)
-        self._running = self._executor.submit(self._guarded, job, cancelled, failed)
+        self._current = (job, cancelled)
+        self._running = self._executor.submit(self._guarded, task, cancelled, failed)
 
-    def cancel(self, transfer_id: int) -> None:
-        if self._current is not None and self._current[0] == transfer_id:
+    def cancel(self, job: int) -> None:
+        if self._current is not None and self._current[0] == job:
             self._current[1].set()
 
     def settle(self) -> None:
@@ -117,11 +116,11 @@ class DataThread:
         self._executor.shutdown(wait=True)
         self._context.destroy(linger=0)
 
-    def _guarded(self, job: DataTask, cancelled: threading.Event, failed: Callable[[str], None]) -> None:
+    def _guarded(self, task: DataTask, cancelled: threading.Event, failed: Callable[[str], None]) -> None:
         try:
             if not cancelled.is_set():
                 with _switch_interval.shortened():
-                    job(self._context, cancelled)
+                    task(self._context, cancelled)
         except (DipsError, OSError) as error:
             failed(str(error))
         except Exception as error:
@@ -468,52 +467,52 @@ class Transfers:
         self._thread = DataThread()
         self._sums: tuple[PushId, Codec, dict[Chunk, int]] | None = None
 
-    def push(self, effect: StartPush, run_id: str, settings: Settings, times: Times) -> None:
-        """Send the push vector; ends in PushSent or PushFailed."""
-        vectors, clock = self._vectors, self._clock
-        (flat, ready), wire = vectors.sending(), effect.ticket.wire
+    def push(self, job: int, push: SendPush, caller: Caller, settings: Settings, times: Times) -> None:
+        """Send the push vector; ends in Done with the digests, or in Failed."""
+        vectors, clock, ticket = self._vectors, self._clock, push.ticket
+        (flat, ready), wire = vectors.sending(), ticket.wire
         difference = Difference(vectors.base, vectors.residual) if wire in DIFFERENCES else None
         limits = _settings(settings.chunk_bytes, settings.window_chunks, times)
-        common = Common(run_id, effect.epoch, effect.cause, self._layout, limits, curve=self._curve)
-        checksums = self._checksums_of(effect.push, wire)
+        common = Common(caller.run_id, caller.epoch, caller.cause_id, self._layout, limits, curve=self._curve)
+        checksums = self._checksums_of(push.push, wire)
 
-        def job(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
+        def carry(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
             began_s = clock.monotonic_s()
-            counted = self._counted(common, TransferDirection.PUSH, effect.ticket.placement, wire)
+            counted = self._counted(common, TransferDirection.PUSH, ticket.placement, wire)
             transfer, digests = carry_push(
-                context, counted, flat, effect.push, effect.ticket, clock, cancelled, difference=difference,
-                ready=ready, checksums=checksums,
+                context, counted, flat, push.push, ticket, clock, cancelled, difference=difference, ready=ready,
+                checksums=checksums,
             )  # fmt: skip
             if transfer.done:
-                self._deliver(PushSent(effect.transfer_id, digests, clock.monotonic_s() - began_s))
+                self._deliver(Done(job, digests, clock.monotonic_s() - began_s))
             elif transfer.failure:
-                self._deliver(PushFailed(effect.transfer_id, transfer.failure, transfer.base_gone))
+                self._deliver(Failed(job, transfer.failure, base_gone=transfer.base_gone))
 
-        self._thread.run(effect.transfer_id, job, lambda why: self._deliver(PushFailed(effect.transfer_id, why)))
+        self._thread.run(job, carry, lambda why: self._deliver(Failed(job, why)))
 
-    def pull(self, effect: StartPull, flat: F32, times: Times) -> None:
-        """Fetch into `flat`; ends in Pulled or PullFailed."""
-        grant, clock = effect.grant, self._clock
+    def pull(self, job: int, grant: PullGrant, flat: F32, cause: str, times: Times) -> None:
+        """Fetch into `flat`; ends in Done or Failed."""
+        clock = self._clock
         limits = _settings(grant.chunk_bytes, PULL_WINDOW_CHUNKS, times)
-        common = Common(grant.run_id, grant.epoch, effect.cause, self._layout, limits, curve=self._curve)
+        common = Common(grant.run_id, grant.epoch, cause, self._layout, limits, curve=self._curve)
 
-        def job(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
+        def carry(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
             began_s = clock.monotonic_s()
             counted = self._counted(common, TransferDirection.PULL, grant.placement, Codec.F32)
             transfer = carry_pull(context, counted, flat, grant, clock, cancelled)
             if transfer.done:
-                self._deliver(Pulled(effect.transfer_id, clock.monotonic_s() - began_s))
+                self._deliver(Done(job, None, clock.monotonic_s() - began_s))
             elif transfer.failure:
-                self._deliver(PullFailed(effect.transfer_id, transfer.failure, transfer.corrupt))
+                self._deliver(Failed(job, transfer.failure, corrupt=transfer.corrupt))
 
-        self._thread.run(effect.transfer_id, job, lambda why: self._deliver(PullFailed(effect.transfer_id, why)))
+        self._thread.run(job, carry, lambda why: self._deliver(Failed(job, why)))
 
     def settle(self) -> None:
         """Cancel the running transfer; returns once no transfer reads or writes a vector."""
         self._thread.settle()
 
-    def cancel(self, transfer_id: int) -> None:
-        self._thread.cancel(transfer_id)
+    def cancel(self, job: int) -> None:
+        self._thread.cancel(job)
 
     def close(self) -> None:
         self._thread.close()

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from dips.core.clock import Clock
+from dips.core.errors import Refused
 from dips.core.ids import Version
-from dips.core.messages import StaleKind, VerdictKind
+from dips.core.messages import PullGrant, StaleKind, VerdictKind
 from dips.core.net.data_header import REFUSED_DATA
 from dips.core.net.keys import certificate_left_s
 from dips.core.net.security import INSECURE, Security
@@ -25,19 +26,8 @@ from dips.worker.config import ClientConfig
 from dips.worker.pace import StepTimer
 from dips.worker.sockets import LinkCounts, SlaveLinkCounts, TransferDirection
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import Effect, Record, StartPush
-from dips.worker.state.events import (
-    CallDone,
-    CallFailed,
-    CallRefused,
-    Event,
-    Pulled,
-    PullFailed,
-    PushFailed,
-    PushSent,
-    Stepped,
-)
-from dips.worker.state.terms import SessionPhase
+from dips.worker.state.effects import Cancel, Done, Effect, Event, Failed, PushRecord, Record, Run, SendPush, Stepped
+from dips.worker.state.shared import SessionPhase
 
 # ---- metrics counts --------------------------------------------------------------------------------------------------
 #
@@ -81,6 +71,8 @@ class Counts:
     def __init__(self) -> None:
         self.transfers = {"push": Durations(), "pull": Durations()}
         self._events: Counter[tuple[str, str]] = Counter()
+        self._jobs: dict[int, str] = {}
+        """The jobs under way: call, push, pull or record."""
         self._waited_s = {EXCHANGE: 0.0, DATA: 0.0}
         self._steps = 0
         self._tokens = 0
@@ -93,27 +85,26 @@ class Counts:
             case Stepped():
                 self._steps += 1
                 self._tokens += event.tokens
-            case CallDone():
-                self._add("call", "done")
-            case CallFailed():
-                self._add("call", "failed")
-            case CallRefused():
-                self._add("call", "refused")
-                self._add("refused", event.refused.code.name)
-            case PushSent() | Pulled():
-                direction = "push" if isinstance(event, PushSent) else "pull"
-                self._add(direction, "done")
-                self.transfers[direction].observe(event.seconds)
-            case PushFailed():
-                self._add("push", "failed")
-            case PullFailed():
-                self._add("pull", "failed")
+            case Failed(job) if job in self._jobs:
+                self._add(self._jobs.pop(job), "failed")
+            case Done(job, result) if job in self._jobs:
+                what = self._jobs.pop(job)
+                self._add(what, "refused" if isinstance(result, Refused) else "done")
+                if isinstance(result, Refused):
+                    self._add("refused", result.code.name)
+                if what in self.transfers:
+                    self.transfers[what].observe(event.seconds)
 
     def gave(self, effect: Effect) -> None:
         """Count an effect of the session."""
         match effect:
-            case StartPush():
-                self._add("attempt", "first" if effect.ticket.attempt == 1 else "again")
+            case Run(job, SendPush(_, ticket)):
+                self._jobs[job] = "push"
+                self._add("attempt", "first" if ticket.attempt == 1 else "again")
+            case Run(job, command):
+                self._jobs[job] = {PullGrant: "pull", PushRecord: "record"}.get(type(command), "call")
+            case Cancel(job):
+                self._jobs.pop(job, None)
             case Record(kind="verdict"):
                 self._add("verdict", str(effect.fields.get("verdict")).lower())
             case Record(kind="stale"):

@@ -23,7 +23,7 @@ from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, LocalProtocolError
 from dips.core.ids import ClusterId, Incarnation, Version
 from dips.core.layout import Layout
-from dips.core.messages import DataMode, DataPlan, DataRange, HeartbeatRequest, Settings, Verdict
+from dips.core.messages import DataMode, DataPlan, DataRange, HeartbeatRequest, PullGrant, Settings, Verdict
 from dips.core.model_description import Untrained
 from dips.core.net.addresses import check_slaves_reachable
 from dips.core.net.curve import CurvePair, pair_for
@@ -35,34 +35,37 @@ from dips.core.observe.telemetry import ChangeLogger, Tape
 from dips.core.wire import DIFFERENCES
 from dips.worker.checkpoint import Checkpointing, InnerState
 from dips.worker.config import ClientConfig, check, given_times, wire_of
-from dips.worker.control import Facts, Heartbeat, MasterClient
+from dips.worker.control import Heartbeat, MasterClient
 from dips.worker.data import Transfers
 from dips.worker.metrics import DATA, EXCHANGE, Metrics
 from dips.worker.pace import StepTimer
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import (
-    CallMaster,
-    CancelTransfer,
+    Cancel,
     ClearResidual,
     CopyBase,
     CopyParameters,
     Effect,
+    Event,
     Finished,
     Install,
     InstallMode,
     KeepResidual,
+    LeaseWanted,
     Log,
-    PersistPush,
+    PushRecord,
     Record,
-    StartPull,
-    StartPush,
+    Run,
+    SendPush,
+    Started,
+    Stepped,
+    StopWanted,
+    Tick,
 )
-from dips.worker.state.events import Event, LeaseWanted, Started, Stepped, StopWanted, Tick
-from dips.worker.state.terms import SessionConfig
-from dips.worker.state.waiting import Times
+from dips.worker.state.shared import SessionConfig
 from dips.worker.state.work import Work
-from dips.worker.vectors import F32, Vectors, chunk_spans
+from dips.worker.vectors import Vectors, chunk_spans
 from dips.worker.wire import warm_up
 
 _starts = logging.getLogger("dips.worker")
@@ -372,10 +375,6 @@ class ClusterShell:
 
     # ---- parts ----
 
-    @property
-    def _times(self) -> Times:
-        return self._session.shared.terms.times
-
     def _settle(self, first: Event | None = None) -> None:
         """Handle `first` and the arrived events; wait while the session must wait; raise the error that ended it."""
         with self._training_goes_on():
@@ -437,40 +436,38 @@ class ClusterShell:
         except BaseException:
             # The session expects an answer to each of its calls: without these, leaving would wait for one in vain.
             for effect in effects:
-                if isinstance(effect, CallMaster):
-                    self._client.start(effect)
+                if isinstance(effect, Run) and not isinstance(effect.command, PushRecord | SendPush | PullGrant):
+                    self._client.start(effect.job, effect.command, effect.deadline_s)
             raise
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case CallMaster():
-                self._client.start(effect)
+            case Run():
+                self._begin(effect)
+            case Cancel(job):
+                self._transfers.cancel(job)
             case CopyParameters():
                 self._transfers.settle()
                 try:
-                    self._vectors.snapshot(self._parameters, may_stay_live=self._waits_for_pushes())
+                    # No copy is made where training is likely to wait until its push is sent, in float32.
+                    settings, wire = self.settings, wire_of(self.config)
+                    waits = settings.overlap == "none" and settings.verdict_wait_s > 0 and wire not in DIFFERENCES
+                    self._vectors.snapshot(self._parameters, may_stay_live=waits)
                 except ConfigError:
                     self._session.pushing.abandon()  # parameters that cannot be read are never sent
                     raise
-            case Install():
-                self._install(effect)
+            case Install(mode, reset_inner):
+                failpoint("worker.install.before_swap")
+                self._vectors.install(self._parameters, mode)
+                if reset_inner:
+                    self._parameters.reset_inner_optimizer()
+                failpoint("worker.install.after_swap")
             case CopyBase():
                 self._vectors.copy_base()
             case KeepResidual(wire):
                 self._vectors.keep_residual(wire, chunk_spans(self._layout, self.settings.chunk_bytes))
             case ClearResidual():
                 self._vectors.clear_residual()
-            case PersistPush():
-                assert self._checkpoints is not None, "asked for only with a directory"
-                self._checkpoints.record_push(effect.record)
-            case StartPush():
-                check_slaves_reachable(self.config.master, effect.ticket.placement.slaves)
-                self._transfers.push(effect, self.run_id, self.settings, self._times)
-            case StartPull():
-                check_slaves_reachable(self.config.master, effect.grant.placement.slaves)
-                self._transfers.pull(effect, self._landing(), self._times)
-            case CancelTransfer():
-                self._transfers.cancel(effect.transfer_id)
             case Record():
                 self.tape.write(effect.kind, effect.cause, **effect.fields)
             case Log():
@@ -478,19 +475,28 @@ class ClusterShell:
             case Finished():
                 self._finished = effect
 
-    def _landing(self) -> F32:
-        """The vector for a pull: that of theta_at_push if it is not needed, or equals the model's parameters."""
-        plan = self._session.pulling.plan
-        assert plan is not None, "a pull has a plan"
-        return self._vectors.landing(
-            push_is_live=self._session.shared.steps_since_snapshot == 0,
-            push_is_needed=plan.mode is InstallMode.REBASE_FROM_PUSH,
-        )
-
-    def _waits_for_pushes(self) -> bool:
-        """Whether training is likely to wait until its push is sent, in float32."""
-        settings, wire = self.settings, wire_of(self.config)
-        return settings.overlap == "none" and settings.verdict_wait_s > 0 and wire not in DIFFERENCES
+    def _begin(self, run: Run) -> None:
+        """Begin a job; its end is an event."""
+        session = self._session
+        match run.command:
+            case PushRecord() as record:
+                assert self._checkpoints is not None, "asked for only with a directory"
+                self._checkpoints.record_push(run.job, record)
+            case SendPush() as push:
+                check_slaves_reachable(self.config.master, push.ticket.placement.slaves)
+                caller, times = session.shared.terms.caller(run.cause), session.shared.terms.times
+                self._transfers.push(run.job, push, caller, self.settings, times)
+            case PullGrant() as grant:
+                check_slaves_reachable(self.config.master, grant.placement.slaves)
+                plan = session.pulling.plan
+                assert plan is not None, "a pull has a plan"
+                landing = self._vectors.landing(
+                    push_is_live=session.shared.steps_since_snapshot == 0,
+                    push_is_needed=plan.mode is InstallMode.REBASE_FROM_PUSH,
+                )
+                self._transfers.pull(run.job, grant, landing, run.cause, session.shared.terms.times)
+            case request:
+                self._client.start(run.job, request, run.deadline_s)
 
     @contextlib.contextmanager
     def _training_goes_on(self) -> Iterator[None]:
@@ -498,23 +504,13 @@ class ClusterShell:
         try:
             yield
         finally:
-            self._before_training()
-
-    def _before_training(self) -> None:
-        """Copy theta_at_push from the parameters now, if it is only there and still needed."""
-        plan = self._session.pulling.plan
-        rebases = plan is not None and plan.mode is InstallMode.REBASE_FROM_PUSH
-        if self._session.pushing.open is not None or rebases:
-            self._vectors.keep_push(self._parameters)
-        else:
-            self._vectors.forget_push()
-
-    def _install(self, effect: Install) -> None:
-        failpoint("worker.install.before_swap")
-        self._vectors.install(self._parameters, effect.mode)
-        if effect.reset_inner:
-            self._parameters.reset_inner_optimizer()
-        failpoint("worker.install.after_swap")
+            # If theta_at_push is only in the parameters, and still needed, it is copied now.
+            plan = self._session.pulling.plan
+            rebases = plan is not None and plan.mode is InstallMode.REBASE_FROM_PUSH
+            if self._session.pushing.open is not None or rebases:
+                self._vectors.keep_push(self._parameters)
+            else:
+                self._vectors.forget_push()
 
     def _update_heartbeat(self) -> None:
         shared = self._session.shared
@@ -532,8 +528,7 @@ class ClusterShell:
             base=shared.base,
             note=shared.note,
         )
-        settings = shared.terms.settings
-        self._heartbeat.tell(Facts(request, settings.heartbeat_s, settings.evict_after_beats))
+        self._heartbeat.tell(request, shared.terms.settings)
 
 
 def reason_of(kind: type[BaseException] | None, error: BaseException | None) -> str:

@@ -14,7 +14,7 @@ from dips.sim.hosts.cluster import ClusterHost
 from dips.sim.kernel import SimulatedProcess
 from dips.sim.run_plan import SimulatedRunPlan, make_plan
 from dips.sim.seed_run import SeedRun
-from dips.worker.state.terms import SessionPhase
+from dips.worker.state.shared import SessionPhase
 
 SEEDS = range(6200, 6212)
 

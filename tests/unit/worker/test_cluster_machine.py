@@ -37,35 +37,30 @@ from dips.core.messages import (
     LeaseDataReply,
     LeaseDataRequest,
     LeaveRequest,
+    PullGrant,
     Stale,
     StaleKind,
     VerdictKind,
 )
 from dips.core.protocol import MAX_LEASED_CHUNKS, PROTOCOL_VERSION
 from dips.worker.state.effects import (
-    CancelTransfer,
+    Beat,
+    Cancel,
     CopyParameters,
+    Done,
+    Failed,
     Finished,
     Install,
     InstallMode,
+    LeaseWanted,
     Log,
     Record,
-    StartPull,
-    StartPush,
-)
-from dips.worker.state.events import (
-    BeatRefused,
-    CallDone,
-    LeaseWanted,
-    Pulled,
-    PullFailed,
-    PushFailed,
-    PushSent,
+    SendPush,
     Started,
     Stepped,
     StopWanted,
 )
-from dips.worker.state.terms import SessionPhase
+from dips.worker.state.shared import SessionPhase
 
 
 @pytest.fixture
@@ -283,10 +278,10 @@ def test_an_unanswered_call_is_repeated_as_it_was(life: ClusterBench, kind: type
 
 def test_a_late_answer_of_an_old_call_is_ignored(life: ClusterBench) -> None:
     life.awaiting()
-    call_id, _ = life.call(AwaitVerdictRequest)
+    job, _ = life.job(AwaitVerdictRequest)
     life.beat(epoch=2)
     life.epoch = 2
-    life.say(CallDone(call_id, AwaitVerdictReply(life.verdict(VerdictKind.APPLIED))))
+    life.say(Done(job, AwaitVerdictReply(life.verdict(VerdictKind.APPLIED))))
     assert life.phase is SessionPhase.JOINING
 
 
@@ -296,12 +291,12 @@ def test_a_late_answer_of_an_old_call_is_ignored(life: ClusterBench) -> None:
 def test_a_failed_push_transfer_takes_a_new_attempt_of_the_same_push(life: ClusterBench) -> None:
     first = life.push_begun()
     start = life.ticket()
-    life.say(PushFailed(start.transfer_id, "slave s0 answers nothing"))
+    life.say(Failed(start[0], "slave s0 answers nothing"))
     assert not life.waits
     life.pass_s(0.2)
     assert life.asked(BeginPushRequest) == first
     second = life.ticket(attempt=2)
-    assert (second.push, second.ticket.attempt) == (start.push, 2)
+    assert (second[1].push, second[1].ticket.attempt) == (start[1].push, 2)
     assert sum(isinstance(effect, CopyParameters) for effect in life.every) == 1
 
 
@@ -310,9 +305,9 @@ def test_an_incomplete_push_is_completed_with_the_same_ticket(life: ClusterBench
     start = life.ticket()
     life.sent(start)
     life.answer(FinishPushRequest, FinishPushReply(Busy(0.2, "slave s1 has not all")))
-    again = life.take(StartPush)
-    assert again.ticket == start.ticket
-    assert again.transfer_id != start.transfer_id
+    again = life.job(SendPush)
+    assert again[1].ticket == start[1].ticket
+    assert again[0] != start[0]
     life.sent(start)  # the old transfer's end counts no more
     assert life.phase is SessionPhase.TRANSFERRING
     life.sent(again)
@@ -325,7 +320,7 @@ def test_a_failed_pull_is_asked_for_again_and_its_pin_released(life: ClusterBenc
     life.awaiting()
     life.decide(VerdictKind.APPLIED)
     life.grant()
-    life.say(PullFailed(life.take(StartPull).transfer_id, "version gone"))
+    life.say(Failed(life.job(PullGrant)[0], "version gone"))
     assert life.asked(FinishPullRequest).pin_id == 7
     life.pass_s(0.5)
     assert life.pulled().mode is InstallMode.REPLACE
@@ -336,7 +331,7 @@ def test_bytes_that_are_wrong_again_and_again_end_the_session(life: ClusterBench
     life.decide(VerdictKind.APPLIED)
     for _ in range(3):
         life.grant()
-        life.say(PullFailed(life.take(StartPull).transfer_id, "digest differs", corrupt=True))
+        life.say(Failed(life.job(PullGrant)[0], "digest differs", corrupt=True))
         life.pass_s(0.5)
     assert not any(isinstance(effect, Install) for effect in life.effects)
     assert isinstance(life.session._ending.error, RemoteProtocolError)
@@ -353,19 +348,19 @@ def test_a_version_that_is_gone_is_replaced_by_the_newest(life: ClusterBench) ->
 def test_fencing_cancels_the_transfer(life: ClusterBench) -> None:
     life.push_begun()
     start = life.ticket()
-    life.say(BeatRefused(Incarnation(1, 1), Refused(RefusalCode.FENCED, "evicted")))
-    assert life.take(CancelTransfer).transfer_id == start.transfer_id
-    life.say(PushSent(start.transfer_id, (), 0.1))
+    life.say(Beat(Incarnation(1, 1), Refused(RefusalCode.FENCED, "evicted")))
+    assert life.take(Cancel).job == start[0]
+    life.say(Done(start[0], (), 0.1))
     assert life.phase is SessionPhase.JOINING
 
 
 def test_a_fence_of_an_older_incarnation_is_ignored(life: ClusterBench) -> None:
-    life.say(BeatRefused(Incarnation(1, 0), Refused(RefusalCode.FENCED, "evicted")))
+    life.say(Beat(Incarnation(1, 0), Refused(RefusalCode.FENCED, "evicted")))
     assert life.phase is SessionPhase.TRAINING
 
 
 def test_a_revoked_cluster_ends_with_the_masters_sentence_and_trains_no_further(life: ClusterBench) -> None:
-    life.say(BeatRefused(Incarnation(1, 1), Refused(RefusalCode.IDENTITY, "your certificate was revoked")))
+    life.say(Beat(Incarnation(1, 1), Refused(RefusalCode.IDENTITY, "your certificate was revoked")))
     assert phase_of(life) is SessionPhase.LEAVING
     life.refuse(LeaveRequest, RefusalCode.IDENTITY)
     assert phase_of(life) is SessionPhase.LEFT
@@ -389,7 +384,7 @@ def test_a_second_process_of_a_name_waits_while_it_is_told_to_and_then_ends() ->
 
 
 def test_another_refused_heartbeat_is_only_said(life: ClusterBench) -> None:
-    life.say(BeatRefused(Incarnation(1, 1), Refused(RefusalCode.MALFORMED, "strange")))
+    life.say(Beat(Incarnation(1, 1), Refused(RefusalCode.MALFORMED, "strange")))
     assert life.phase is SessionPhase.TRAINING
     assert any(isinstance(effect, Log) and "strange" in effect.sentence for effect in life.effects)
 
@@ -541,7 +536,7 @@ def test_the_runs_end_gives_up_a_push_that_is_not_complete(life: ClusterBench) -
     life.push_begun()
     start = life.ticket()
     life.run_ends()
-    assert life.take(CancelTransfer).transfer_id == start.transfer_id
+    assert life.take(Cancel).job == start[0]
     life.pulled()
     life.left()
 
@@ -551,7 +546,7 @@ def test_a_version_that_came_out_during_the_last_pull_is_pulled_too(life: Cluste
     life.grant()
     life.published = Version(1, 6)
     life.run_ends()
-    life.say(Pulled(life.take(StartPull).transfer_id, 0.1))
+    life.say(Done(life.job(PullGrant)[0], None, 0.1))
     assert life.asked(BeginPullRequest).at_least == Version(1, 6)
     life.pulled()
     assert life.asks(LeaveRequest) or life.asks(FinishPullRequest)
@@ -588,7 +583,7 @@ def test_leaving_comes_after_the_small_calls(life: ClusterBench) -> None:
     life.awaiting()
     life.decide(VerdictKind.APPLIED)
     life.grant()
-    life.say(Pulled(life.take(StartPull).transfer_id, 0.1))
+    life.say(Done(life.job(PullGrant)[0], None, 0.1))
     life.say(StopWanted("enough"))
     assert not life.asks(LeaveRequest)
     life.answer(FinishPullRequest, FinishPullReply(4))
@@ -819,5 +814,5 @@ def test_a_last_push_of_a_drained_cluster_that_takes_too_long_leaves_time_for_th
     life.beat(stop=True)
     start = life.ticket()
     life.pass_s(15.1)
-    assert life.take(CancelTransfer).transfer_id == start.transfer_id
+    assert life.take(Cancel).job == start[0]
     assert phase_of(life) is SessionPhase.PULLING

@@ -18,13 +18,13 @@ from dips.core.messages import (
     FinishPullRequest,
     JoinRequest,
     LeaseDataRequest,
+    PullGrant,
     ReturnDataRequest,
     Verdict,
     VerdictKind,
 )
-from dips.worker.state.effects import CancelTransfer, CopyBase, CopyParameters, InstallMode, Record, StartPull
-from dips.worker.state.events import Stepped
-from dips.worker.state.terms import SessionPhase
+from dips.worker.state.effects import Cancel, CopyBase, CopyParameters, InstallMode, Record, Stepped
+from dips.worker.state.shared import SessionPhase
 
 NEW = Version(3, 5)
 
@@ -55,7 +55,7 @@ def test_the_base_is_pushed_unchanged_and_without_work(life: LeasedClusterBench)
     assert life.session.shared.work.pending.steps == 2, "its own work waits for what becomes of the run"
     assert not life.waits, "training goes on meanwhile"
     start = life.ticket()
-    assert start.push == push
+    assert start[1].push == push
     life.sent(start)
     assert life.admitted().digest_of_slave == DIGESTS
     donated = [e for e in life.every if isinstance(e, Record) and e.kind == "donated"]
@@ -135,9 +135,9 @@ def test_a_pull_of_what_is_lost_is_given_up_and_made_after_all_if_the_donation_f
     life.train(1)
     life.decide(VerdictKind.APPLIED)
     life.grant()
-    transfer = life.take(StartPull).transfer_id
+    transfer = life.job(PullGrant)[0]
     push = life.donate()
-    assert life.take(CancelTransfer).transfer_id == transfer
+    assert life.take(Cancel).job == transfer
     life.answer(FinishPullRequest, FinishPullReply(4))
     life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED, push)))
     # theta_at_push is overwritten, so the later step cannot be kept.

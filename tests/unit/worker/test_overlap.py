@@ -19,15 +19,15 @@ from dips.core.messages import (
     BeginPushRequest,
     Busy,
     JoinRequest,
+    PullGrant,
     Stale,
     StaleKind,
     VerdictKind,
 )
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import CallMaster, CopyParameters, InstallMode, StartPull, StartPush
-from dips.worker.state.events import CallFailed, PullFailed, PushFailed, Started
+from dips.worker.state.effects import CopyParameters, Failed, InstallMode, Run, SendPush, Started
 from dips.worker.state.saved import SavedSession
-from dips.worker.state.terms import SessionPhase
+from dips.worker.state.shared import SessionPhase
 from dips.worker.state.waiting import BRIEF_MOST_S, BRIEF_SHARE, RULES, ExchangeStage, Wait
 
 OVERLAPS = tuple(RULES)
@@ -147,12 +147,12 @@ def test_no_stage_waits_while_nobody_can_be_reached(overlap: str, stage: Exchang
         case ExchangeStage.SEND:
             transfer = life.session.pushing.open
             assert transfer is not None
-            assert transfer.transfer_id is not None
-            life.say(PushFailed(transfer.transfer_id, "the slave is away"))
+            assert transfer.job is not None
+            life.say(Failed(transfer.job, "the slave is away"))
         case ExchangeStage.FETCH:
-            life.say(PullFailed(life.take(StartPull).transfer_id, "the slave is away"))
+            life.say(Failed(life.job(PullGrant)[0], "the slave is away"))
         case _:
-            life.say(CallFailed(life.take(CallMaster).call_id, "the master is away"))
+            life.say(Failed(life.take(Run).job, "the master is away"))
     assert not life.waits
 
 
@@ -229,7 +229,7 @@ def test_an_overlap_that_this_release_does_not_know_is_an_error_with_a_remedy() 
 # ---- what becomes of the steps made meanwhile ----
 
 
-def through(life: LeasedClusterBench, kind: VerdictKind, steps: int = 2) -> StartPush:
+def through(life: LeasedClusterBench, kind: VerdictKind, steps: int = 2) -> tuple[int, SendPush]:
     """A push and its verdict, with `steps` steps in each stage up to it."""
     life.push_begun()
     life.train(steps)
@@ -264,7 +264,7 @@ def test_steps_are_never_in_the_push_that_is_on_its_way(overlap: str) -> None:
     life = living(overlap)
     first = life.push_begun()
     life.train(3)
-    life.say(PushFailed(life.ticket().transfer_id, "cut"))
+    life.say(Failed(life.ticket()[0], "cut"))
     life.train(3)
     life.pass_s(0.2)
     assert life.asked(BeginPushRequest) == first

@@ -15,7 +15,7 @@ from dips.core.messages import Caller, LeaveRequest, Settings
 from dips.worker.config import ClientConfig, check
 from dips.worker.pace import StepTimer
 from dips.worker.state.effects import InstallMode
-from dips.worker.state.terms import Remedy, remedy_for
+from dips.worker.state.shared import Remedy, remedy_for
 from dips.worker.state.waiting import RepeatedCall, times_of
 from dips.worker.vectors import Vectors
 
@@ -32,7 +32,7 @@ def test_a_lane_asks_once_until_it_is_answered() -> None:
     assert lane.take(1, 0.9) is None
     assert lane.take(2, 1.0) == leave()
     assert lane.take(3, 5.0) is None
-    assert lane.call_id == 2
+    assert lane.job == 2
     lane.answered()
     assert lane.idle
 

@@ -16,6 +16,7 @@ from dips.core.messages import (
     BeginPushRequest,
     FinishPushReply,
     FinishPushRequest,
+    PullGrant,
     Stale,
     StaleKind,
     Verdict,
@@ -23,20 +24,21 @@ from dips.core.messages import (
 )
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.state.effects import (
-    CallMaster,
     ClearResidual,
     CopyParameters,
+    Done,
     Effect,
+    Failed,
     Install,
     InstallMode,
     KeepResidual,
     Log,
     Record,
-    StartPull,
-    StartPush,
+    Run,
+    SendPush,
+    Started,
 )
-from dips.worker.state.events import Pulled, PushFailed, Started
-from dips.worker.state.terms import SessionPhase
+from dips.worker.state.shared import SessionPhase
 
 
 class WireLife(LeasedClusterBench):
@@ -46,10 +48,10 @@ class WireLife(LeasedClusterBench):
         super().__init__(session_config(data_plan=LEASED, wire=wire))
         self.wire = wire
 
-    def ticket(self, attempt: int = 1, wire: Codec | None = None) -> StartPush:
+    def ticket(self, attempt: int = 1, wire: Codec | None = None) -> tuple[int, SendPush]:
         granted = self.wire if wire is None else wire
         self.answer(BeginPushRequest, BeginPushReply(replace(TICKET, attempt=attempt, wire=granted)))
-        return self.take(StartPush)
+        return self.job(SendPush)
 
     def residual_effects(self) -> list[Effect]:
         """Every one so far, in order."""
@@ -88,7 +90,7 @@ def test_a_push_asks_for_the_cluster_s_codec_and_is_sent_as_the_ticket_says(wire
     life = WireLife(wire)
     life.begin()
     assert life.push_begun().wire is wire
-    assert life.ticket().ticket.wire is wire
+    assert life.ticket()[1].ticket.wire is wire
 
 
 def test_a_cluster_of_float32_never_speaks_of_differences() -> None:
@@ -104,12 +106,12 @@ def test_a_cluster_of_float32_never_speaks_of_differences() -> None:
 
 def test_a_master_that_grants_float32_is_obeyed(life: WireLife) -> None:
     life.push_begun()
-    assert life.ticket(wire=Codec.F32).ticket.wire is Codec.F32
+    assert life.ticket(wire=Codec.F32)[1].ticket.wire is Codec.F32
 
 
 def test_a_master_of_an_earlier_release_says_nothing_and_means_float32(life: WireLife) -> None:
     life.push_begun()
-    assert life.ticket(wire=Codec.NONE).ticket.wire is Codec.F32
+    assert life.ticket(wire=Codec.NONE)[1].ticket.wire is Codec.F32
 
 
 def test_a_codec_that_was_not_offered_ends_the_session(life: WireLife) -> None:
@@ -125,30 +127,30 @@ def test_the_seed_is_float32() -> None:
     life.published = None
     life.say(Started())
     life.join(seed=True)
-    assert life.call(BeginPushRequest)[1].wire is Codec.F32
+    assert life.job(BeginPushRequest)[1].wire is Codec.F32
 
 
 def test_a_donation_is_float32(owing: WireLife) -> None:
     owing.donate()
-    assert owing.call(BeginPushRequest)[1].wire is Codec.F32
+    assert owing.job(BeginPushRequest)[1].wire is Codec.F32
 
 
 def test_a_base_that_is_gone_is_answered_with_a_new_attempt_in_float32(life: WireLife) -> None:
     life.push_begun()
-    life.say(PushFailed(life.ticket().transfer_id, "the base is gone", base_gone=True))
+    life.say(Failed(life.ticket()[0], "the base is gone", base_gone=True))
     life.pass_s(1.0)
     assert life.asked(BeginPushRequest).wire is Codec.F32
-    start = life.ticket(attempt=2, wire=Codec.F32)
-    assert (start.push, start.ticket.wire) == (life.push_id, Codec.F32)
+    _, sending = life.ticket(attempt=2, wire=Codec.F32)
+    assert (sending.push, sending.ticket.wire) == (life.push_id, Codec.F32)
 
 
 def test_a_transfer_that_failed_is_written_as_before(life: WireLife) -> None:
     """The slaves' chunks are of that codec: another one would send everything again."""
     life.push_begun()
-    life.say(PushFailed(life.ticket().transfer_id, "the slave is silent"))
+    life.say(Failed(life.ticket()[0], "the slave is silent"))
     life.pass_s(1.0)
     assert life.asked(BeginPushRequest).wire is Codec.INT8
-    life.say(PushFailed(life.ticket(attempt=2, wire=Codec.F32).transfer_id, "the slave is silent"))
+    life.say(Failed(life.ticket(attempt=2, wire=Codec.F32)[0], "the slave is silent"))
     life.pass_s(1.0)
     assert life.asked(BeginPushRequest).wire is Codec.F32
 
@@ -168,8 +170,9 @@ def test_applied_keeps_what_rounding_lost_before_anything_is_overwritten(life: W
     life.awaiting()
     life.decide(VerdictKind.APPLIED)
     life.pulled()
-    order = [e for e in life.every if isinstance(e, CopyParameters | StartPush | KeepResidual | StartPull | Install)]
-    assert [type(effect) for effect in order[-4:]] == [StartPush, KeepResidual, StartPull, Install]
+    steps = [e.command if isinstance(e, Run) else e for e in life.every]
+    order = [e for e in steps if isinstance(e, CopyParameters | SendPush | KeepResidual | PullGrant | Install)]
+    assert [type(effect) for effect in order[-4:]] == [SendPush, KeepResidual, PullGrant, Install]
     assert order[-3] == KeepResidual(Codec.INT8)
     assert life.session.shared.residual
 
@@ -328,7 +331,7 @@ def test_a_pull_that_came_too_late_changes_nothing(owing: WireLife) -> None:
     owing.awaiting()
     owing.decide(VerdictKind.APPLIED)
     before = list(owing.residual_effects())
-    owing.say(Pulled(999, 0.1))
+    owing.say(Done(999, None, 0.1))
     assert owing.residual_effects() == before
 
 
@@ -336,5 +339,5 @@ def test_every_difference_push_that_is_applied_advances_the_residual_once(life: 
     for _ in range(3):
         life.applied()
     assert life.residual_effects() == [KeepResidual(Codec.INT8)] * 3
-    assert not [e for e in life.every if isinstance(e, CallMaster) and isinstance(e.request, AwaitVerdictRequest)][3:]
+    assert not [e for e in life.every if isinstance(e, Run) and isinstance(e.command, AwaitVerdictRequest)][3:]
     assert all(e.mode is InstallMode.REPLACE for e in life.every if isinstance(e, Install))

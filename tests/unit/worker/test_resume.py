@@ -22,10 +22,9 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import InstallMode, PersistPush, PushRecord
-from dips.worker.state.events import PushNotRecorded, PushRecorded, Started
+from dips.worker.state.effects import Delayed, Done, InstallMode, PushRecord, Run, Started
 from dips.worker.state.saved import SavedSession
-from dips.worker.state.terms import SessionConfig, SessionPhase
+from dips.worker.state.shared import SessionConfig, SessionPhase
 
 
 def next_life(
@@ -332,33 +331,33 @@ def durable() -> LeasedClusterBench:
     return life
 
 
-def begun(life: LeasedClusterBench) -> PushRecord:
+def begun(life: LeasedClusterBench) -> tuple[int, PushRecord]:
     life.train(4)
     assert life.phase is SessionPhase.BEGINNING_PUSH
     assert not life.asks(BeginPushRequest), "the number is not used before it is on disk"
-    return life.take(PersistPush).record
+    return life.job(PushRecord)
 
 
 def test_a_push_begins_once_its_record_is_durable(durable: LeasedClusterBench) -> None:
     life = durable
-    record = begun(life)
+    job, record = begun(life)
     assert (record.base, record.fence, record.work.ranges) == (Version(1, 5), 0, (life.span(0, 400),))
-    life.say(PushRecorded(record.id))
+    life.say(Done(job))
     assert life.asked(BeginPushRequest).seq == record.id.seq
-    life.say(PushRecorded(record.id))
-    assert sum(1 for e in life.effects if isinstance(getattr(e, "request", None), BeginPushRequest)) == 1
+    life.say(Done(job))
+    assert sum(1 for e in life.effects if isinstance(e, Run) and isinstance(e.command, BeginPushRequest)) == 1
 
 
 def test_a_disk_that_fails_is_said_and_training_goes_on(durable: LeasedClusterBench) -> None:
     life = durable
-    record = begun(life)
+    job, _ = begun(life)
     assert life.waits
-    life.say(PushNotRecorded(record.id, "No space left on device"))
+    life.say(Delayed(job, "No space left on device"))
     assert not life.waits
     assert "No space left on device" in life.session.waiting_for()
     life.train(2)
     assert not life.asks(BeginPushRequest)
-    life.say(PushRecorded(record.id))
+    life.say(Done(job))
     assert life.asked(BeginPushRequest).tokens == 400
 
 
@@ -375,15 +374,15 @@ def test_a_record_that_comes_too_late_begins_nothing(
     durable: LeasedClusterBench, meanwhile: Callable[[LeasedClusterBench], None]
 ) -> None:
     life = durable
-    record = begun(life)
+    job, _ = begun(life)
     meanwhile(life)
-    life.say(PushRecorded(record.id))
+    life.say(Done(job))
     assert not life.asks(BeginPushRequest)
 
 
 def test_a_donation_is_written_down_too(durable: LeasedClusterBench) -> None:
     push = durable.donate()
-    record = durable.take(PersistPush).record
+    record = durable.job(PushRecord)[1]
     assert (record.id, record.donates, record.base) == (push, Version(1, 5), None)
 
 
@@ -392,9 +391,9 @@ def test_a_seed_is_written_down_too() -> None:
     life.published = None
     life.say(Started())
     life.join(seed=True)
-    record = life.take(PersistPush).record
+    job, record = life.job(PushRecord)
     assert (record.base, record.donates) == (None, None)
-    life.say(PushRecorded(record.id))
+    life.say(Done(job))
     assert life.asked(BeginPushRequest).base is None
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.messages import DataRange, Verdict, VerdictKind
 from dips.worker.state.effects import InstallMode, PushRecord
-from dips.worker.state.saved import SavedPull, SavedSession, SavedStateError, push_from_json, push_to_json
+from dips.worker.state.pulling import PullPlan
+from dips.worker.state.saved import SavedSession, SavedStateError, push_from_json, push_to_json
 from dips.worker.state.work import Work
 
 counts = st.integers(0, 2**40)
@@ -39,7 +40,7 @@ verdicts = st.builds(
     Verdict, push_ids, st.sampled_from(VerdictKind), st.none() | versions, st.text(), st.booleans(),
     st.none() | st.builds(RoundId, counts, counts),
 )  # fmt: skip
-pulls = st.builds(SavedPull, st.sampled_from(InstallMode), st.none() | versions, st.booleans(), st.booleans())
+pulls = st.builds(PullPlan, st.sampled_from(InstallMode), st.none() | versions, st.booleans(), st.booleans())
 sessions = st.builds(
     SavedSession,
     run_id=st.text(),
@@ -82,7 +83,7 @@ def example() -> dict[str, Any]:
         "run", "a", b"layout", b"data", Incarnation(1, 2), 3, Version(1, 4), 2,
         held=(DataRange(1, 0, 5, 10, 20),),
         push=PushRecord(push_id, Version(1, 3), 1, work),
-        pull=SavedPull(InstallMode.REPLACE, Version(1, 5)),
+        pull=PullPlan(InstallMode.REPLACE, Version(1, 5)),
         last_verdict=Verdict(push_id, VerdictKind.APPLIED, Version(1, 4), "good", round=RoundId(1, 7)),
     )  # fmt: skip
     return json.loads(json.dumps(saved.to_json()))  # type: ignore[no-any-return]
@@ -114,7 +115,7 @@ def test_a_value_of_another_kind_is_never_taken(path: tuple[Any, ...], wrong: An
 def test_a_missing_field_is_named(name: str) -> None:
     row = example()
     del row[name]
-    with pytest.raises(SavedStateError, match=f"'{name}' is missing"):
+    with pytest.raises(SavedStateError, match=f"'{name}' of the session is missing"):
         SavedSession.from_json(row)
 
 
@@ -131,7 +132,7 @@ def test_a_session_of_an_earlier_release_has_no_residual() -> None:
         ({"seq": 2}, "newer than number 2"),
         ({"held": [[1, 0, 5, 9, 20]]}, "token 9 of chunk 5 is in two ranges"),
         ({"held": [[1, 0, 5, 20, 20]]}, "ends before it begins"),
-        ({"base": None}, "a version"),
+        ({"base": None}, "base is None, not a row of timeline, v"),
         ({"layout_hash": "xyz"}, "hex"),
     ],
 )

@@ -22,8 +22,8 @@ from dips.core.messages import (
     StaleKind,
     VerdictKind,
 )
-from dips.worker.state.events import PushFailed, Started, StopWanted
-from dips.worker.state.terms import SESSION_TABLE, SessionPhase
+from dips.worker.state.effects import Failed, Started, StopWanted
+from dips.worker.state.shared import SESSION_TABLE, SessionPhase
 
 Arrow = tuple[SessionPhase, str, SessionPhase]
 _MOVE = re.compile(r"(\w+) -> (\w+) upon ([a-z ]+)")
@@ -152,7 +152,7 @@ def pushes_answered() -> list[ClusterBench]:
         life.run_ends()
         made.append(life)
     life = beginning()
-    life.say(PushFailed(life.ticket().transfer_id, "lost"))
+    life.say(Failed(life.ticket()[0], "lost"))
     made.append(life)
     life = finishing()
     life.answer(FinishPushRequest, FinishPushReply(Busy(0.2, "not all")))

@@ -14,8 +14,7 @@ from dips.core.assumptions import violations
 from dips.core.messages import Settings, VerdictKind
 from dips.core.protocol import FINISH_HOLD_S
 from dips.master.config import MasterConfig
-from dips.worker.state.effects import Install
-from dips.worker.state.events import PushFailed
+from dips.worker.state.effects import Failed, Install
 from dips.worker.state.waiting import HEADROOM, PASSED_OVER, REMEMBERED, ExchangeStage, WaitPolicy, times_of
 
 MEASURED = replace(SETTINGS, verdict_wait_measured=True)
@@ -161,7 +160,7 @@ def test_a_push_that_fails_ends_the_wait_and_is_not_taken_for_the_usual_time() -
     life.begin()
     exchange(life, 1.0)
     life.train(4)
-    life.say(PushFailed(life.ticket().transfer_id, "the slave is away"))
+    life.say(Failed(life.ticket()[0], "the slave is away"))
     assert not life.waits
     life.pass_s(60.0)
     life.sent(life.ticket())

@@ -24,9 +24,8 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
-from dips.worker.state.effects import CopyParameters, InstallMode
-from dips.worker.state.events import Started
-from dips.worker.state.terms import SessionPhase
+from dips.worker.state.effects import CopyParameters, InstallMode, Started
+from dips.worker.state.shared import SessionPhase
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def test_applied_rebases_later_steps_and_forgets_the_ranges(life: LeasedClusterB
     assert (work.pending.ranges, work.pending.steps) == ((life.span(400, 600),), 2)
     assert not life.asks(ReturnDataRequest)
     life.train(2)  # H = 4 counts from the push: two later steps and these two
-    request = life.call(BeginPushRequest)[1]
+    request = life.job(BeginPushRequest)[1]
     assert (request.seq, request.tokens, request.steps) == (2, 4 * TOKENS, 4)
     assert request.ranges == (life.span(400, 800),)
     assert (request.base, request.fence) == (verdict.version, 1)
@@ -80,7 +79,7 @@ def test_aborted_keeps_everything_and_the_next_push_carries_both(life: LeasedClu
     life.train(4)
     life.decide(VerdictKind.ABORTED)
     assert not life.asks(BeginPullRequest)
-    request = life.call(BeginPushRequest)[1]  # at once: the work has waited long enough
+    request = life.job(BeginPushRequest)[1]  # at once: the work has waited long enough
     assert (request.seq, request.tokens, request.steps) == (2, 8 * TOKENS, 8)
     assert request.ranges == (life.span(0, 800),)
     assert request.mean_loss == pytest.approx(2.0)
@@ -110,7 +109,7 @@ def test_stale_versions_rebases_from_base_and_keeps_all_ranges(life: LeasedClust
     assert life.phase is SessionPhase.PULLING
     life.published = Version(1, 30)
     assert life.pulled().mode is InstallMode.REBASE_FROM_BASE
-    request = life.call(BeginPushRequest)[1]  # at once: the work has waited long enough
+    request = life.job(BeginPushRequest)[1]  # at once: the work has waited long enough
     assert (request.seq, request.base, request.ranges) == (2, Version(1, 30), (life.span(0, 400),))
 
 
@@ -167,7 +166,7 @@ def test_fenced_with_verdict_aborted_or_none_keeps_everything(life: LeasedCluste
     fenced(life)
     life.train(1)
     life.join(life.verdict(VerdictKind.ABORTED) if known else None)
-    request = life.call(BeginPushRequest)[1]
+    request = life.job(BeginPushRequest)[1]
     assert (request.seq, request.steps, request.ranges) == (2, 5, (life.span(0, 500),))
     assert request.caller.incarnation == Incarnation(1, 2)
 
@@ -238,7 +237,7 @@ def test_fenced_while_idle_keeps_training(life: LeasedClusterBench) -> None:
     life.join()
     assert phase_of(life) is SessionPhase.TRAINING
     life.train(1)
-    assert life.call(BeginPushRequest)[1].caller.epoch == 2
+    assert life.job(BeginPushRequest)[1].caller.epoch == 2
 
 
 @pytest.mark.parametrize(("tokens", "fence_moved", "kept"), [(10_000, 0, True), (10_000, 1, False), (0, 0, False)])
@@ -277,7 +276,7 @@ def test_busy_repeats_the_very_same_push(life: LeasedClusterBench) -> None:
     life.train(1)
     assert not life.asks(BeginPushRequest)
     life.pass_s(2.0)
-    again = life.call(BeginPushRequest)[1]
+    again = life.job(BeginPushRequest)[1]
     assert again == first
     assert sum(isinstance(effect, CopyParameters) for effect in life.every) == 1
 
@@ -308,7 +307,7 @@ def test_undecided_answer_for_another_push_keeps_the_work(life: LeasedClusterBen
     life.answer(BeginPushRequest, BeginPushReply(other))
     assert life.asked(AwaitVerdictRequest).push == other
     life.answer(AwaitVerdictRequest, AwaitVerdictReply(life.verdict(VerdictKind.ABORTED, other)))
-    assert life.call(BeginPushRequest)[1].ranges == (life.span(0, 400),)
+    assert life.job(BeginPushRequest)[1].ranges == (life.span(0, 400),)
 
 
 def test_ranges_that_are_not_ours_are_dropped_and_not_returned(life: LeasedClusterBench) -> None:
@@ -322,7 +321,7 @@ def test_ranges_that_are_not_ours_are_dropped_and_not_returned(life: LeasedClust
 def test_a_used_number_is_replaced_by_the_next(life: LeasedClusterBench) -> None:
     life.push_begun()
     life.refuse(BeginPushRequest, RefusalCode.SEQ)
-    request = life.call(BeginPushRequest)[1]
+    request = life.job(BeginPushRequest)[1]
     assert (request.seq, request.ranges) == (2, (life.span(0, 400),))
 
 
@@ -333,7 +332,7 @@ def test_a_lost_attempt_is_begun_again(life: LeasedClusterBench, code: RefusalCo
     life.refuse(FinishPushRequest, code)
     assert life.phase is SessionPhase.BEGINNING_PUSH
     life.pass_s(1.0)
-    assert life.call(BeginPushRequest)[1] == first
+    assert life.job(BeginPushRequest)[1] == first
 
 
 def test_tickets_that_do_not_fit_the_layout_end_the_session(life: LeasedClusterBench) -> None:

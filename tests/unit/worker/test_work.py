@@ -24,14 +24,14 @@ from dips.core.messages import (
     JoinRequest,
     LeaseDataReply,
     LeaseDataRequest,
+    PullGrant,
     ReturnDataReply,
     ReturnDataRequest,
     Stale,
     StaleKind,
     VerdictKind,
 )
-from dips.worker.state.effects import StartPull, StartPush
-from dips.worker.state.events import LeaseWanted, Pulled, PullFailed, PushFailed, Started, Stepped
+from dips.worker.state.effects import Done, Failed, LeaseWanted, Run, SendPush, Started, Stepped
 from dips.worker.state.work import Work, WorkBook, joined
 
 
@@ -144,8 +144,8 @@ class RandomLife(ClusterBench):
                 self.pass_s(0.5 + what // 12)
             case 10 if self.session.shared.base is not None and not self.asks(JoinRequest):
                 self.beat(local_steps=1 + what // 12 % 6)
-            case 11 if self.has(StartPull):
-                self.say(PullFailed(self.take(StartPull).transfer_id, "lost"))
+            case 11 if self.asks(PullGrant):
+                self.say(Failed(self.job(PullGrant)[0], "lost"))
             case _:
                 pass
         self.collect_returns()
@@ -161,8 +161,8 @@ class RandomLife(ClusterBench):
             self.join()
         elif self.asks(BeginPushRequest):
             self.answer(BeginPushRequest, BeginPushReply(TICKET))
-        elif self.has(StartPush):
-            self.sent(self.take(StartPush))
+        elif self.asks(SendPush):
+            self.sent(self.job(SendPush))
         elif self.asks(FinishPushRequest):
             self.admitted()
         elif self.asks(AwaitVerdictRequest):
@@ -172,8 +172,8 @@ class RandomLife(ClusterBench):
                 self.settled += ranges
         elif self.asks(BeginPullRequest):
             self.grant()
-        elif self.has(StartPull):
-            self.say(Pulled(self.take(StartPull).transfer_id, 0.1))
+        elif self.asks(PullGrant):
+            self.say(Done(self.job(PullGrant)[0], None, 0.1))
             if self.asks(FinishPullRequest):
                 self.answer(FinishPullRequest, FinishPullReply(self.local_steps))
 
@@ -186,8 +186,10 @@ class RandomLife(ClusterBench):
             self.published = Version(self.epoch, 0)
         self.returned += self.on_the_way()  # Join frees what it does not name
         self.beat(epoch=self.epoch)
-        self.effects = [e for e in self.effects if not isinstance(e, StartPush | StartPull)]
-        self.effects = [e for e in self.effects if not self.is_stale_call(e)]
+        self.effects = [
+            e for e in self.effects if not (isinstance(e, Run) and isinstance(e.command, SendPush | PullGrant))
+        ]
+        self.effects = [e for e in self.effects if not self.is_given_up(e)]
         if not self.asks(JoinRequest):
             return
         push, ranges = self.session.pushing.open, self.said_push
@@ -200,17 +202,21 @@ class RandomLife(ClusterBench):
             self.join(self.verdict(kind))
             self.settled += ranges
 
-    def is_stale_call(self, effect: object) -> bool:
-        call_id = getattr(effect, "call_id", None)
-        return call_id is not None and self.session.shared.lane_of(call_id) is None
+    def is_given_up(self, effect: object) -> bool:
+        """Whether this is a job whose end the session no longer waits for."""
+        push = self.session.pushing.open
+        awaited = (push.job if push else None, self.session.pulling.job)
+        if not isinstance(effect, Run) or effect.job in awaited:
+            return False
+        return self.session.shared.lane_of(effect.job) is None
 
     def stale(self, kind: StaleKind) -> None:
         if self.asks(BeginPushRequest) and self.session.pushing.open is not None:
             self.answer(BeginPushRequest, BeginPushReply(Stale(kind, "stale")))
 
     def fail_something(self, what: int) -> None:
-        if self.has(StartPush) and what % 2:
-            self.say(PushFailed(self.take(StartPush).transfer_id, "lost"))
+        if self.asks(SendPush) and what % 2:
+            self.say(Failed(self.job(SendPush)[0], "lost"))
             return
         for kind in (BeginPushRequest, FinishPushRequest, AwaitVerdictRequest, BeginPullRequest, JoinRequest):
             if self.asks(kind):
@@ -224,7 +230,7 @@ class RandomLife(ClusterBench):
         while self.asks(ReturnDataRequest):
             request = self.answer(ReturnDataRequest, ReturnDataReply())
             self.returned += request.ranges
-        self.effects = [e for e in self.effects if not self.is_stale_call(e)]
+        self.effects = [e for e in self.effects if not self.is_given_up(e)]
 
     def check(self) -> None:
         work = self.session.shared.work
@@ -249,6 +255,6 @@ def test_no_order_of_events_loses_a_range(script: list[int]) -> None:
     life.say(Started())
     life.join()
     life.grant()
-    life.say(Pulled(life.take(StartPull).transfer_id, 0.1))
+    life.say(Done(life.job(PullGrant)[0], None, 0.1))
     for what in script:
         life.act(what)

@@ -11,7 +11,7 @@ import pytest
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
-from dips.core.messages import DataMode, DataPlan, PlacementSpec, Ticket
+from dips.core.messages import Caller, DataMode, DataPlan, LeaveReply, LeaveRequest, PlacementSpec, Ticket
 from dips.core.net.security import INSECURE
 from dips.core.observe.counting import Durations
 from dips.core.wire import Codec
@@ -31,9 +31,8 @@ from dips.worker.metrics import (
 from dips.worker.pace import StepTimer
 from dips.worker.sockets import LinkCounts, SlaveLinkCounts, TransferDirection
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import Record, StartPush
-from dips.worker.state.events import CallDone, CallFailed, CallRefused, PushFailed, PushSent, Stepped
-from dips.worker.state.terms import SessionConfig
+from dips.worker.state.effects import Done, Failed, Record, Run, SendPush, Stepped
+from dips.worker.state.shared import SessionConfig
 from dips.worker.transfer import SlaveProgress
 
 LAYOUT = Layout((Parameter("w", (4, 4), "float32", "w"),))
@@ -67,17 +66,27 @@ def scraped(
     return found
 
 
+PUSH = PushId(ClusterId("a"), Incarnation(1, 1), 1)
+TICKET = Ticket(2, PlacementSpec((), (), b""), (), Codec.F32)
+
+
 def test_steps_calls_and_transfers_are_counted(counts: Counts) -> None:
+    call, push = LeaveRequest(Caller("test", 1, "a"), "done"), SendPush(PUSH, TICKET)
+    for job in range(3):
+        counts.gave(Run(job, call, ""))
+    for job in range(3, 5):
+        counts.gave(Run(job, push, ""))
     for event in (
         Stepped(10, (), 2.0),
         Stepped(20, (), 1.0),
-        CallFailed(2, "nobody answered"),
-        CallRefused(3, Refused(RefusalCode.BUSY, "not now")),
-        PushSent(1, (), 0.5),
-        PushFailed(2, "no progress"),
+        Failed(0, "no one answered"),
+        Done(1, Refused(RefusalCode.BUSY, "not now")),
+        Done(2, LeaveReply()),
+        Done(3, (), 0.5),
+        Failed(4, "no progress"),
+        Failed(4, "once more"),
     ):
         counts.took(event)
-    counts.took(CallDone(1, None))  # type: ignore[arg-type]  # what is answered is not looked at
     found = scraped(counts.view(session(), StepTimer()), counts)
     assert (found["steps_total",], found["tokens_total",]) == (2, 30)
     assert [found["calls_total", result] for result in ("done", "refused", "failed")] == [1, 1, 1]
@@ -90,8 +99,7 @@ def test_steps_calls_and_transfers_are_counted(counts: Counts) -> None:
 
 
 def test_verdicts_stale_pushes_joins_and_retries_are_counted_from_effects(counts: Counts) -> None:
-    ticket = Ticket(2, PlacementSpec((), (), b""), (), Codec.F32)
-    counts.gave(StartPush(1, PushId(ClusterId("a"), Incarnation(1, 1), 1), ticket, 1, ""))
+    counts.gave(Run(1, SendPush(PUSH, TICKET), ""))
     counts.gave(Record("verdict", "", MappingProxyType({"verdict": "EXCLUDED"})))
     counts.gave(Record("stale", "", MappingProxyType({"stale_kind": "FENCE"})))
     counts.gave(Record("joined", "", MappingProxyType({})))
@@ -120,7 +128,8 @@ def test_waits_count_while_they_last_and_once(counts: Counts) -> None:
 def test_a_view_does_not_change_once_it_is_given_out(counts: Counts) -> None:
     view = counts.view(session(), StepTimer())
     counts.took(Stepped(10, (), 2.0))
-    counts.took(CallFailed(2, "nobody answered"))
+    counts.gave(Run(2, SendPush(PUSH, TICKET), ""))
+    counts.took(Failed(2, "no one answered"))
     counts.waits(EXCHANGE, 10.0)
     counts.goes_on(16.0)
     assert (view.steps, dict(view.events), view.waited_s[EXCHANGE]) == (0, {}, 0.0)

@@ -13,18 +13,17 @@ from typing import Any
 
 from dips.core.errors import ConfigError, DipsError, RefusalCode, Refused, RemoteProtocolError
 from dips.core.ids import Incarnation
-from dips.core.messages import DataMode, DataRange, HeartbeatReply, HeartbeatRequest
+from dips.core.messages import DataMode, DataRange, HeartbeatReply, HeartbeatRequest, PullGrant
 from dips.core.wire import Codec
 from dips.sim.arithmetic import ClusterModel
 from dips.sim.content import CLEAN, KIND_NAMES, SimulatedModel
 from dips.sim.hosts.transfer import Carrier, PullCarrier, PushCarrier
 from dips.sim.world import Call, Host, World
-from dips.worker.state import effects, events
+from dips.worker.state import effects
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import PushRecord
-from dips.worker.state.events import PushNotRecorded, PushRecorded
+from dips.worker.state.effects import PushRecord, SendPush
 from dips.worker.state.saved import SavedSession, push_from_json, push_to_json
-from dips.worker.state.terms import Remedy, remedy_for
+from dips.worker.state.shared import Remedy, remedy_for
 from dips.worker.transfer import Transfer, TransferSettings
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -98,9 +97,9 @@ class Checkpoints:
         text = json.dumps(saved.to_json())
         cluster.kernel.after(self._write_s(), cluster, self._written, text, replace(model), saved)
 
-    def record_push(self, record: PushRecord) -> None:
+    def record_push(self, job: int, record: PushRecord) -> None:
         cluster = self._cluster
-        cluster.kernel.after(self._write_s(), cluster, self._push_written, record)
+        cluster.kernel.after(self._write_s(), cluster, self._push_written, job, record)
 
     def _write_s(self) -> float:
         return self._cluster.kernel.jitter(self._cluster.world.plan.flush_s)
@@ -111,16 +110,16 @@ class Checkpoints:
         disk.session_json, disk.model = text, model
         cluster.world.tape("worker", cluster, "checkpoint", "-", {"seq": saved.seq, "base": str(saved.base)})
 
-    def _push_written(self, record: PushRecord) -> None:
+    def _push_written(self, job: int, record: PushRecord) -> None:
         cluster, disk = self._cluster, self._cluster.checkpoint_disk
         if disk.errors:
             disk.errors -= 1
             cluster.world.fired("cluster_disk_error")
-            cluster.deliver(PushNotRecorded(record.id, "no space left on device"))
-            cluster.kernel.after(RETRY_S, cluster, self._push_written, record)
+            cluster.deliver(effects.Delayed(job, "no space left on device"))
+            cluster.kernel.after(RETRY_S, cluster, self._push_written, job, record)
             return
         disk.push_json = json.dumps(push_to_json(record))
-        cluster.deliver(PushRecorded(record.id))
+        cluster.deliver(effects.Done(job))
 
 
 # ---- cluster ---------------------------------------------------------------------------------------------------------
@@ -144,7 +143,7 @@ class ClusterHost(Host):
         self.trained_s = 0.0
         """Virtual seconds that it spent on its steps."""
 
-        self._queue: deque[events.Event] = deque()
+        self._queue: deque[effects.Event] = deque()
         self._stepping = False
         self._stepping_since_s = 0.0
         self._waking_s = -1.0
@@ -177,7 +176,7 @@ class ClusterHost(Host):
         self._said_lost = False
         self.kernel.after(self.kernel.jitter(self._heartbeat_s()), self, self._beat)
         self._checkpoints.resume(self.session, self.model)
-        self._handle(events.Started())
+        self._handle(effects.Started())
         self._settle()
 
     def kill(self) -> None:
@@ -200,7 +199,7 @@ class ClusterHost(Host):
 
     # ---- the training loop ----
 
-    def deliver(self, event: events.Event) -> None:
+    def deliver(self, event: effects.Event) -> None:
         """Take an event from another thread; it is handled between steps."""
         if self.session is None:
             return
@@ -216,7 +215,7 @@ class ClusterHost(Host):
         if session is None:
             return
         if session.next_deadline_s() <= now_s:
-            self._handle(events.Tick())
+            self._handle(effects.Tick())
         if self.session is None:
             return
         self._checkpoints.take_if_due(session, self.model)
@@ -233,7 +232,7 @@ class ClusterHost(Host):
             return True
         if sum(item.tokens for item in session.held) >= plan.least_held_tokens:
             return True
-        self._handle(events.LeaseWanted(plan.lease_tokens(session.shared.terms.local_steps)))
+        self._handle(effects.LeaseWanted(plan.lease_tokens(session.shared.terms.local_steps)))
         return False
 
     def _step(self) -> None:
@@ -252,7 +251,7 @@ class ClusterHost(Host):
     def _woken(self, at_s: float) -> None:
         if at_s == self._waking_s and not self._stepping and self.session is not None:
             self._waking_s = -1.0
-            self._handle(events.Tick())
+            self._handle(effects.Tick())
             self._settle()
 
     def _stepped(self, took_s: float) -> None:
@@ -263,7 +262,7 @@ class ClusterHost(Host):
         tokens = sum(item.tokens for item in ranges) if ranges else self.world.plan.own_tokens(self.name, self.steps)
         loss = self.model.step(self.name, ranges, self._progress_tokens(self.session))
         self.steps, self.trained_s = self.steps + 1, self.trained_s + took_s
-        self._handle(events.Stepped(tokens, ranges, loss))
+        self._handle(effects.Stepped(tokens, ranges, loss))
         self._settle()
 
     @property
@@ -287,11 +286,11 @@ class ClusterHost(Host):
         return len(self._carriers)
 
     def stop_soon(self, reason: str) -> None:
-        self.deliver(events.StopWanted(reason))
+        self.deliver(effects.StopWanted(reason))
 
     # ---- events and effects ----
 
-    def _handle(self, event: events.Event) -> None:
+    def _handle(self, event: effects.Event) -> None:
         if self.session is None:
             return
         try:
@@ -313,8 +312,11 @@ class ClusterHost(Host):
 
     def _carry_out(self, effect: effects.Effect) -> None:
         match effect:
-            case effects.CallMaster(call_id, request, deadline_s):
-                Call(self.world, self, request, deadline_s, lambda result: self._answered(call_id, result))
+            case effects.Run():
+                self._begin(effect.job, effect)
+            case effects.Cancel(job):
+                if job in self._carriers:
+                    self._carriers.pop(job).over = True
             case effects.CopyParameters():
                 self._snapshot()
             case effects.CopyBase():
@@ -325,15 +327,6 @@ class ClusterHost(Host):
                 self.model.keep_residual(wire)
             case effects.ClearResidual():
                 self.model.clear_residual()
-            case effects.PersistPush(record):
-                self._checkpoints.record_push(record)
-            case effects.StartPush():
-                self._start_push(effect)
-            case effects.StartPull():
-                self._start_pull(effect)
-            case effects.CancelTransfer(transfer_id):
-                if transfer_id in self._carriers:
-                    self._carriers.pop(transfer_id).over = True
             case effects.Record(kind, cause, fields):
                 self.world.tape("worker", self, kind, cause, fields)
             case effects.Log(_, key, sentence):
@@ -344,14 +337,19 @@ class ClusterHost(Host):
             case _:
                 raise LookupError(f"no one carries out {type(effect).__name__}")
 
-    def _answered(self, call_id: int, result: Any) -> None:
-        match result:
-            case Refused():
-                self.deliver(events.CallRefused(call_id, result))
-            case str():
-                self.deliver(events.CallFailed(call_id, result))
-            case reply:
-                self.deliver(events.CallDone(call_id, reply))
+    def _begin(self, job: int, run: effects.Run) -> None:
+        match run.command:
+            case PushRecord() as record:
+                self._checkpoints.record_push(job, record)
+            case SendPush() as push:
+                self._start_push(job, push)
+            case PullGrant() as grant:
+                self._start_pull(job, grant)
+            case request:
+                Call(self.world, self, request, run.deadline_s, lambda result: self._answered(job, result))
+
+    def _answered(self, job: int, result: Any) -> None:
+        self.deliver(effects.Failed(job, result) if isinstance(result, str) else effects.Done(job, result))
 
     def _finish(self, effect: effects.Finished) -> None:
         self.kernel.note(self.name, f"finished: {effect.reason}")
@@ -372,44 +370,43 @@ class ClusterHost(Host):
         if self.model.snapshot(self.name, kind):
             self.world.fired(KIND_NAMES[kind])
 
-    def _start_push(self, effect: effects.StartPush) -> None:
-        wire = self._sent_as[str(effect.push)] = effect.ticket.wire
+    def _start_push(self, job: int, push: SendPush) -> None:
+        wire = self._sent_as[str(push.push)] = push.ticket.wire
         session, vector = self.session, self.model.sent(wire)
         assert session is not None, "it decided this just now"
-        settings = session.shared.terms.settings
-        self.world.pushing(effect.push, wire, vector)
-        self._carriers[effect.transfer_id] = carrier = PushCarrier(
-            self.world, self, self.world.plan.layout, self._limits(settings.chunk_bytes, settings.window_chunks),
-            effect.push, effect.ticket, vector, session.shared.terms.run_id, effect.epoch,
-            lambda result: self._pushed(effect.transfer_id, result),
+        terms = session.shared.terms
+        self.world.pushing(push.push, wire, vector)
+        self._carriers[job] = carrier = PushCarrier(
+            self.world, self, self.world.plan.layout,
+            self._limits(terms.settings.chunk_bytes, terms.settings.window_chunks), push.push, push.ticket, vector,
+            terms.run_id, terms.epoch, lambda result: self._pushed(job, result),
         )  # fmt: skip
         carrier.pump()
 
-    def _pushed(self, transfer_id: int, result: Any) -> None:
-        self._carriers.pop(transfer_id, None)
+    def _pushed(self, job: int, result: Any) -> None:
+        self._carriers.pop(job, None)
         if isinstance(result, Transfer):
             if result.base_gone:
                 self.world.fired("base_gone")
-            self.deliver(events.PushFailed(transfer_id, result.failure, result.base_gone))
+            self.deliver(effects.Failed(job, result.failure, base_gone=result.base_gone))
         else:
-            self.deliver(events.PushSent(transfer_id, result, 0.1))
+            self.deliver(effects.Done(job, result, 0.1))
 
-    def _start_pull(self, effect: effects.StartPull) -> None:
-        grant = effect.grant
-        self._carriers[effect.transfer_id] = carrier = PullCarrier(
+    def _start_pull(self, job: int, grant: PullGrant) -> None:
+        self._carriers[job] = carrier = PullCarrier(
             self.world, self, self.world.plan.layout, self._limits(grant.chunk_bytes, PULL_WINDOW_CHUNKS), grant,
-            lambda result: self._pulled(effect, result),
+            lambda result: self._pulled(job, grant, result),
         )  # fmt: skip
         carrier.pump()
 
-    def _pulled(self, effect: effects.StartPull, result: Any) -> None:
-        self._carriers.pop(effect.transfer_id, None)
+    def _pulled(self, job: int, grant: PullGrant, result: Any) -> None:
+        self._carriers.pop(job, None)
         if isinstance(result, Transfer):
-            self.deliver(events.PullFailed(effect.transfer_id, result.failure, result.corrupt))
+            self.deliver(effects.Failed(job, result.failure, corrupt=result.corrupt))
             return
-        self.world.pulled(self.name, effect.grant.version, result)
+        self.world.pulled(self.name, grant.version, result)
         self.model.fetched(result)
-        self.deliver(events.Pulled(effect.transfer_id, 0.1))
+        self.deliver(effects.Done(job, None, 0.1))
 
     def _limits(self, chunk_bytes: int, window_chunks: int) -> TransferSettings:
         plan = self.world.plan
@@ -442,8 +439,8 @@ class ClusterHost(Host):
         if isinstance(result, HeartbeatReply):
             if self._told != (incarnation, result):
                 self._told = (incarnation, result)
-                self.deliver(events.Beat(incarnation, result))
+                self.deliver(effects.Beat(incarnation, result))
         elif isinstance(result, Refused):
             if remedy_for(result, joining=False, pushing=False) is Remedy.JOIN_AGAIN:
                 self._fenced = incarnation
-            self.deliver(events.BeatRefused(incarnation, result))
+            self.deliver(effects.Beat(incarnation, result))

@@ -18,9 +18,9 @@ from dips.sim.search.bounds import LAYOUT, T0_S, Bounds
 from dips.sim.search.copying import Out
 from dips.sim.search.master_part import keep_no_story
 from dips.sim.search.slave_part import PieceNames, blocks_of, digest_of
-from dips.worker.state import effects, events
+from dips.worker.state import effects
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.terms import SessionConfig, SessionPhase
+from dips.worker.state.shared import SessionConfig, SessionPhase
 from dips.worker.state.work import Work
 
 _EXCHANGES = (
@@ -86,22 +86,22 @@ class ClusterPart:
     # ---- actions ----
 
     def start(self) -> list[Out]:
-        return self._handle(events.Started())
+        return self._handle(effects.Started())
 
     def allow(self, pushes: int) -> list[Out]:
         """Allow so many more pushes."""
         self.pushes_left += pushes
         return self._go_on([])
 
-    def answered(self, call_id: int, reply: Any) -> list[Out]:
-        return self._handle(events.CallDone(call_id, reply))
+    def answered(self, job: int, reply: Any) -> list[Out]:
+        return self._handle(effects.Done(job, reply))
 
-    def refused(self, call_id: int, refusal: Refusal) -> list[Out]:
+    def refused(self, job: int, refusal: Refusal) -> list[Out]:
         refused = Refused(refusal.code, refusal.sentence, refusal.retry_after_s)
-        return self._handle(events.CallRefused(call_id, refused))
+        return self._handle(effects.Done(job, refused))
 
-    def unanswered(self, call_id: int) -> list[Out]:
-        return self._handle(events.CallFailed(call_id, "nobody answered"))
+    def unanswered(self, job: int) -> list[Out]:
+        return self._handle(effects.Failed(job, "nobody answered"))
 
     def landed(self, slave: str, chunks: tuple[int, ...], n_chunks: int) -> list[Out]:
         """These chunks are on this slave; n_chunks: of the whole push, on all slaves."""
@@ -115,12 +115,12 @@ class ClusterPart:
         names = sorted({name for name, _ in landed})
         digests = tuple((name, digest_of(blocks_of(placement, name), chunk_bytes, self.sent)) for name in names)
         self.transfer = None
-        return self._handle(events.PushSent(transfer.id, digests, 1.0))
+        return self._handle(effects.Done(transfer.id, digests, 1.0))
 
     def transfer_failed(self) -> list[Out]:
         transfer, self.transfer = self.transfer, None
         assert transfer is not None
-        return self._handle(events.PushFailed(transfer.id, "a slave does not take it"))
+        return self._handle(effects.Failed(transfer.id, "a slave does not take it"))
 
     def read(self, held: tuple[RoundId, PieceNames], n_slaves: int) -> list[Out]:
         """One slave's share of the version arrived."""
@@ -136,16 +136,16 @@ class ClusterPart:
         assert self.pull is not None
         transfer_id, self.pull = self.pull.id, None
         if content is None:
-            return self._handle(events.PullFailed(transfer_id, "the version is not kept any more"))
+            return self._handle(effects.Failed(transfer_id, "the version is not kept any more"))
         self.buffer = content
-        return self._handle(events.Pulled(transfer_id, 1.0))
+        return self._handle(effects.Done(transfer_id, None, 1.0))
 
     def wake(self) -> list[Out]:
         """The next delayed call is due."""
         core = self.session.shared
         due = min((core.exchange, core.data, core.side), key=lambda lane: lane.due_s)
         due.due_s = T0_S
-        return self._handle(events.Tick())
+        return self._handle(effects.Tick())
 
     def step_on(self) -> list[Out]:
         """Make one more step, so that pending work is pushed."""
@@ -156,16 +156,16 @@ class ClusterPart:
         held = session.shared.work.held
         if held:
             return self._make_step(held[:1])
-        return self._carry_out(session.handle(events.LeaseWanted(1), T0_S)) if session.shared.data.idle else []
+        return self._carry_out(session.handle(effects.LeaseWanted(1), T0_S)) if session.shared.data.idle else []
 
     def lose_patience(self) -> list[Out]:
         """verdict_wait_s is over: it trains on."""
         self.session.shared.patience.until_s = T0_S
-        return self._go_on(self._carry_out(self.session.handle(events.Tick(), T0_S)))
+        return self._go_on(self._carry_out(self.session.handle(effects.Tick(), T0_S)))
 
     def beat(self, reply: Any) -> list[Out]:
         incarnation = self.session.shared.terms.incarnation
-        return [] if incarnation is None else self._handle(events.Beat(incarnation, reply))
+        return [] if incarnation is None else self._handle(effects.Beat(incarnation, reply))
 
     def kill(self) -> list[Out]:
         """kill -9, and another process under the same name that knows nothing."""
@@ -197,7 +197,7 @@ class ClusterPart:
     def waiting_calls(self) -> frozenset[int]:
         core = self.session.shared
         lanes = (core.exchange, core.data, core.side)
-        return frozenset(lane.call_id for lane in lanes if lane.call_id is not None)
+        return frozenset(lane.job for lane in lanes if lane.job is not None)
 
     @property
     def may_step_on(self) -> bool:
@@ -220,7 +220,7 @@ class ClusterPart:
 
     # ---- effects ----
 
-    def _handle(self, event: events.Event) -> list[Out]:
+    def _handle(self, event: effects.Event) -> list[Out]:
         return self._go_on(self._carry_out(self.session.handle(event, T0_S)))
 
     def _go_on(self, outs: list[Out]) -> list[Out]:
@@ -235,7 +235,7 @@ class ClusterPart:
                 session.take_leased()
                 if not work.held:
                     if session.shared.data.idle:
-                        outs += self._carry_out(session.handle(events.LeaseWanted(1), T0_S))
+                        outs += self._carry_out(session.handle(effects.LeaseWanted(1), T0_S))
                     break
                 ranges = work.held[:1]
             self.pushes_left -= 1
@@ -253,26 +253,26 @@ class ClusterPart:
     def _make_step(self, ranges: tuple[DataRange, ...]) -> list[Out]:
         self.n_work += 1
         self.live = (*self.live, f"{self.name}{self.n_work}{self.bad}")
-        return self._carry_out(self.session.handle(events.Stepped(1, ranges, 1.0), T0_S))
+        return self._carry_out(self.session.handle(effects.Stepped(1, ranges, 1.0), T0_S))
 
     def _carry_out(self, wanted: list[effects.Effect]) -> list[Out]:
         outs: list[Out] = []
         for effect in wanted:
             match effect:
-                case effects.CallMaster(call_id, request, _):
-                    outs.append(("call", call_id, request))
+                case effects.Run(job, effects.SendPush(push, ticket)):
+                    self.transfer = OpenTransfer(job, push, ticket, self.session.shared.terms.epoch)
+                    outs.append(("fact", "_sent", str(push), {"push": str(push), "payload": self.sent}))
+                case effects.Run(job, PullGrant() as grant):
+                    self.pull = Pull(job, grant)
+                case effects.Run(job, request):
+                    outs.append(("call", job, request))
                 case effects.CopyParameters():
                     self.sent, core = self._pushed(), self.session.shared
                     if core.base is not None:
                         self.backup = (core.base, core.base_fence, self.live, self.base)
                 case effects.CopyBase():
                     self.sent = self.base
-                case effects.StartPush(transfer_id, push, ticket):
-                    self.transfer = OpenTransfer(transfer_id, push, ticket, self.session.shared.terms.epoch)
-                    outs.append(("fact", "_sent", str(push), {"push": str(push), "payload": self.sent}))
-                case effects.StartPull(transfer_id, grant, _):
-                    self.pull = Pull(transfer_id, grant)
-                case effects.CancelTransfer():
+                case effects.Cancel():
                     self.transfer = self.pull = None
                 case effects.Install(mode):
                     outs += self._install(mode)
@@ -304,9 +304,9 @@ def canonical(part: ClusterPart) -> None:
     in_use = set(part.waiting_calls)
     in_use |= {part.transfer.id} if part.transfer else set()
     in_use |= {part.pull.id} if part.pull else set()
-    if part.session.pulling.plan is not None and part.session.pulling.plan.transfer_id is not None:
-        in_use.add(part.session.pulling.plan.transfer_id)
-    core._last_id = max(in_use, default=0)
+    if part.session.pulling.job is not None:
+        in_use.add(part.session.pulling.job)
+    core._last_job = max(in_use, default=0)
     for lane in (core.exchange, core.data, core.side):
         lane.failures = 0
         if T0_S < lane.due_s < math.inf:

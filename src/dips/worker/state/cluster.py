@@ -25,7 +25,6 @@ from dips.core.messages import (
     BeginPullReply,
     BeginPushReply,
     Caller,
-    ClusterReply,
     DataMode,
     DataRange,
     FinishPullReply,
@@ -42,21 +41,16 @@ from dips.core.messages import (
 )
 from dips.core.protocol import CAPABILITIES, MAX_LEASED_CHUNKS, PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.core.release import VERSION
-from dips.worker.state.effects import Effect, Finished, PushRecord
-from dips.worker.state.events import (
+from dips.worker.state.effects import (
     Beat,
-    BeatRefused,
-    CallDone,
-    CallFailed,
-    CallRefused,
+    Delayed,
+    Done,
+    Effect,
     Event,
+    Failed,
+    Finished,
     LeaseWanted,
-    Pulled,
-    PullFailed,
-    PushFailed,
-    PushNotRecorded,
-    PushRecorded,
-    PushSent,
+    PushRecord,
     Started,
     Stepped,
     StopWanted,
@@ -64,10 +58,8 @@ from dips.worker.state.events import (
 )
 from dips.worker.state.pulling import Pulling
 from dips.worker.state.pushing import Pushing
-from dips.worker.state.rejoining import Rejoining
 from dips.worker.state.saved import SavedSession, restore, save
-from dips.worker.state.shared import SharedState
-from dips.worker.state.terms import Remedy, SessionConfig, SessionPhase, remedy_for
+from dips.worker.state.shared import Remedy, SessionConfig, SessionPhase, SharedState, remedy_for
 from dips.worker.state.waiting import RepeatedCall
 from dips.worker.state.work import Work, is_within
 
@@ -100,7 +92,6 @@ class ClusterMachine:
         self.shared = SharedState(config)
         self.pulling = Pulling(self.shared)
         self.pushing = Pushing(self.shared, self.pulling)
-        self._rejoining = Rejoining(self.shared, self.pushing, self.pulling)
         self._ending = _Ending()
         self._give_up_joining_s = math.inf
         self._gone_by_s = math.inf
@@ -224,18 +215,10 @@ class ClusterMachine:
                 self.shared.ask(self._join_request)
             case Stepped():
                 self._stepped(event)
-            case CallDone() | CallFailed() | CallRefused():
-                self._call_ended(event)
-            case PushRecorded():
-                self.pushing.recorded(event)
-            case PushNotRecorded():
-                self.pushing.not_recorded(event)
-            case PushSent() | PushFailed() | Pulled() | PullFailed():
-                self._transfer_ended(event)
+            case Done() | Failed() | Delayed():
+                self._job_ended(event)
             case Beat():
                 self._beat(event)
-            case BeatRefused():
-                self._beat_refused(event)
             case LeaseWanted():
                 # No more is leased at once; the training loop asks again when this is used up.
                 self._lease_tokens = min(event.tokens, MAX_LEASED_CHUNKS * self.config.data_plan.chunk_tokens)
@@ -264,8 +247,9 @@ class ClusterMachine:
             self._finish_and_leave()
         elif shared.terms.stop and self.phase not in _GONE:
             self._run_stops()
-        ending = shared.terms.stop or self._ending.wanted
-        if self.phase is SessionPhase.TRAINING and not ending and self._push_is_due():
+        stays = not (shared.terms.stop or self._ending.wanted)
+        due = shared.steps_towards_push >= shared.terms.local_steps and shared.work.pending.tokens > 0
+        if self.phase is SessionPhase.TRAINING and stays and due and self._may_push:
             self.pushing.begin("push due")
         if self._lease_tokens and shared.data.idle and self.phase not in _ABSENT:
             self._ask_for_data(shared.now_s)
@@ -284,34 +268,48 @@ class ClusterMachine:
         free = free and (push is None or push.donates is None)
         return free and shared.base == shared.donate and not shared.terms.stop and shared.now_s >= shared.donate_after_s
 
-    def _push_is_due(self) -> bool:
-        shared = self.shared
-        due = shared.steps_towards_push >= shared.terms.local_steps and shared.work.pending.tokens > 0
-        return due and self._may_push
+    # ---- jobs ----
 
-    # ---- calls ----
+    def _job_ended(self, event: Done | Failed | Delayed) -> None:
+        """Give a job's end to whatever waits for it. What was given up or replaced waits for nothing."""
+        lane, push = self.shared.lane_of(event.job), self.pushing.open
+        if lane is not None:
+            self._call_ended(lane, event)
+        elif push is not None and push.job == event.job:
+            match event:
+                case Done(_, tuple() as digest_of_slave):
+                    self.pushing.sent(digest_of_slave, event.seconds)
+                case Done():
+                    self.pushing.recorded()
+                case Failed():
+                    self.pushing.failed(event)
+                case Delayed():
+                    self.pushing.delayed(event)
+        elif self.pulling.job == event.job:
+            match event:
+                case Done():
+                    self._pulled(event)
+                case Failed():
+                    self.pulling.failed(event)
 
-    def _call_ended(self, event: CallDone | CallFailed | CallRefused) -> None:
-        lane = self.shared.lane_of(event.call_id)
-        if lane is None:
-            return
+    def _call_ended(self, lane: RepeatedCall, event: Done | Failed | Delayed) -> None:
         match event:
-            case CallDone():
+            case Done(_, Refused() as refused):
+                self._refused(lane, refused)
+            case Done(_, reply):
                 lane.answered()
                 self.shared.log("master", "")
                 if lane is not self.shared.side:
                     self.shared.note = ""
-                self._reply(event.reply)
-            case CallFailed():
+                self._reply(reply)
+            case _:
                 self._unanswered(lane, event.sentence)
-            case CallRefused():
-                self._refused(lane, event.refused)
 
-    def _reply(self, reply: ClusterReply) -> None:
+    def _reply(self, reply: object) -> None:
         match reply:
             case JoinReply():
                 self.shared.terms.joined(reply)
-                self._rejoining.joined(reply)
+                self.pushing.joined(reply)
                 if self._resumed:
                     self._resumed, self.shared.terms.previous = False, None
                     self._fresh = list(self.shared.work.held)
@@ -422,60 +420,39 @@ class ClusterMachine:
             self.pulling.version_gone()
         lane.put_off(shared.now_s, refused.retry_after_s or 1.0)
 
-    # ---- transfers ----
-
-    def _transfer_ended(self, event: PushSent | PushFailed | Pulled | PullFailed) -> None:
-        match event:
-            case PushSent() if self.pushing.owns(event.transfer_id):
-                self.pushing.sent(event)
-            case PushFailed() if self.pushing.owns(event.transfer_id):
-                self.pushing.failed(event)
-            case Pulled() if self.pulling.owns(event.transfer_id):
-                self._pulled(event)
-            case PullFailed() if self.pulling.owns(event.transfer_id):
-                self.pulling.failed(event)
-            case _:
-                pass  # of a transfer that was given up
-
-    def _pulled(self, event: Pulled) -> None:
+    def _pulled(self, event: Done) -> None:
         self.pulling.install(event)
         shared, terms = self.shared, self.shared.terms
         shared.move("installed", SessionPhase.TRAINING)
         shared.patience.over(shared.now_s)
         shared.patience.train_on(shared.now_s)
-        if self._leases_are_doubtful():
+        assert shared.base is not None, "a version is installed"
+        before, terms.leases_timeline = terms.leases_timeline, shared.base.timeline
+        if shared.work.held and before not in (None, shared.base.timeline):
+            # A rollback freed all leases: ranges that this cluster holds from before are not its own.
             self._rejoin(f"the run goes on from version {shared.base}: all data leases must be settled again")
             return
         if terms.stop and (terms.published is None or terms.published == self.shared.base):
             self._leave("the master ends this cluster's part" if terms.takes_pushes else "the run has ended")
 
-    def _leases_are_doubtful(self) -> bool:
-        """Whether a rollback freed all leases: ranges that this cluster holds from before are not its own."""
-        shared, terms = self.shared, self.shared.terms
-        assert shared.base is not None, "asked once a version is installed"
-        before, terms.leases_timeline = terms.leases_timeline, shared.base.timeline
-        return bool(shared.work.held) and before not in (None, shared.base.timeline)
-
     # ---- heartbeats ----
 
     def _beat(self, event: Beat) -> None:
-        if event.incarnation != self.shared.terms.incarnation or self.phase in _ABSENT:
+        terms, answer = self.shared.terms, event.answer
+        if event.incarnation != terms.incarnation or self.phase in _ABSENT:
             return
-        if event.reply.epoch != self.shared.terms.epoch:
-            self._rejoin(f"the master is in epoch {event.reply.epoch}: it was restarted")
-            return
-        self.shared.terms.beat(event.reply)
-        self.shared.donate = event.reply.donate
-
-    def _beat_refused(self, event: BeatRefused) -> None:
-        if event.incarnation != self.shared.terms.incarnation or self.phase in _ABSENT:
-            return
-        if remedy_for(event.refused, joining=False, pushing=False) is Remedy.JOIN_AGAIN:
-            self._rejoin(event.refused.sentence)
-        elif event.refused.code is RefusalCode.IDENTITY:
-            self._fail(event.refused)  # revoked: steps from now on do not count
+        if not isinstance(answer, Refused):
+            if answer.epoch != terms.epoch:
+                self._rejoin(f"the master is in epoch {answer.epoch}: it was restarted")
+                return
+            terms.beat(answer)
+            self.shared.donate = answer.donate
+        elif remedy_for(answer, joining=False, pushing=False) is Remedy.JOIN_AGAIN:
+            self._rejoin(answer.sentence)
+        elif answer.code is RefusalCode.IDENTITY:
+            self._fail(answer)  # revoked: steps from now on do not count
         else:
-            self.shared.log("heartbeat", f"a heartbeat is refused: {event.refused.sentence}", logging.WARNING)
+            self.shared.log("heartbeat", f"a heartbeat is refused: {answer.sentence}", logging.WARNING)
 
     # ---- joining again, stopping, leaving ----
 

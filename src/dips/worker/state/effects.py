@@ -1,31 +1,33 @@
-"""The effects of a cluster's session, carried out by the driver. Install, CopyParameters and CopyBase are done at once,
-on the training thread; the completion of a call, a transfer or a write is an event.
+"""The events that a cluster's session takes, and the effects that it returns, which the shell carries out in order.
+
+Whatever takes time is a job: a Run effect begins it, an event with the same number ends it (Done or Failed). All other
+effects are done at once, on the training thread.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
-from dips.core.errors import DipsError
-from dips.core.ids import PushId, Version
+from dips.core.errors import DipsError, Refused
+from dips.core.ids import Incarnation, PushId, Version
 from dips.core.machine import Log as Log
 from dips.core.machine import Record as Record
-from dips.core.messages import ClusterRequest, PullGrant, Ticket
+from dips.core.messages import ClusterReply, ClusterRequest, DataRange, HeartbeatReply, PullGrant, Ticket
 from dips.core.wire import Codec
 from dips.worker.state.work import Work
 
-# ---- push record -----------------------------------------------------------------------------------------------------
-#
-# The record of a push that must be on disk before its number is used: its identity, its work and its base version.
-#
-# A cluster that dies after BeginPush learns from this record, when it resumes, that the push may have been counted.
-# A value only; worker/checkpoint_files.py writes it, worker/state/saved.py gives it its JSON form.
+# ---- jobs ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PushRecord:
-    """The identity of one push. base None: it seeds the run, or gives back the version that it `donates`."""
+    """The identity of one push, which a checkpoint directory keeps before the push's number is used.
+
+    A cluster that dies after BeginPush learns from it, when it resumes, that the push may have been counted. base None:
+    it seeds the run, or gives back the version that it `donates`.
+    """
 
     id: PushId
     base: Version | None
@@ -34,24 +36,78 @@ class PushRecord:
     donates: Version | None = None
 
 
-# ---- effects ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class SendPush:
+    """Send the push buffer to the slaves of the ticket, without the chunks that they hold already."""
+
+    push: PushId
+    ticket: Ticket
 
 
-class InstallMode(Enum):
-    """Ways to install a pulled version as the live parameters (docs/protocol.md, what a verdict means)."""
-
-    REPLACE = "theta = pulled, to the bit"
-    REBASE_FROM_PUSH = "theta = pulled + (theta_now - theta_at_push)"
-    REBASE_FROM_BASE = "theta = pulled + (theta_now - theta_base)"
+Command = ClusterRequest | PushRecord | SendPush | PullGrant
 
 
 @dataclass(frozen=True)
-class CallMaster:
-    """Call the master; answer with CallDone, CallFailed or CallRefused of this id."""
+class Run:
+    """Begin a job. deadline_s: of a call.
 
-    call_id: int
-    request: ClusterRequest
-    deadline_s: float
+    A request is sent to the master. A PushRecord is made durable, however long that takes (asked for only where
+    SessionConfig.durable_pushes says so). The version of a PullGrant is fetched into the pull buffer.
+    """
+
+    job: int
+    command: Command
+    cause: str
+    deadline_s: float = math.inf
+
+
+DigestOfSlave = tuple[tuple[str, bytes], ...]
+
+
+@dataclass(frozen=True)
+class Done:
+    """The job has ended. seconds: how long a transfer took.
+
+    result: the master's answer, which may be a refusal; for a push that all slaves hold, the digests of the bytes sent
+    to each of them; None for a record that is durable, and for a version that is in the pull buffer and has the grant's
+    digests.
+    """
+
+    job: int
+    result: ClusterReply | Refused | DigestOfSlave | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The job has failed. Whether the master acted on a call without an answer is unknown.
+
+    base_gone: a slave cannot decode a push's differences, since it does not have their base version. corrupt: the bytes
+    of a pull repeatedly did not have the digest that the master gave.
+    """
+
+    job: int
+    sentence: str
+    base_gone: bool = False
+    corrupt: bool = False
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """The job has not succeeded yet; the shell tries again by itself."""
+
+    job: int
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """End a transfer; how it ends no longer matters."""
+
+    job: int
+
+
+# ---- further effects -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -64,39 +120,12 @@ class CopyBase:
     """Copy theta_base to the push buffer, to the bit: the slaves have lost that version."""
 
 
-@dataclass(frozen=True)
-class PersistPush:
-    """Make this record durable before the push's number is used; answer with PushRecorded or PushNotRecorded.
+class InstallMode(Enum):
+    """Ways to install a pulled version as the live parameters (docs/protocol.md, what a verdict means)."""
 
-    Only where SessionConfig.durable_pushes says so. Never given up: it is tried until it succeeds.
-    """
-
-    record: PushRecord
-
-
-@dataclass(frozen=True)
-class StartPush:
-    """Send the push buffer to the slaves, without the chunks that they hold already."""
-
-    transfer_id: int
-    push: PushId
-    ticket: Ticket
-    epoch: int
-    cause: str
-
-
-@dataclass(frozen=True)
-class StartPull:
-    transfer_id: int
-    grant: PullGrant
-    cause: str
-
-
-@dataclass(frozen=True)
-class CancelTransfer:
-    """Cancel a transfer; its completion, if it still comes, is ignored."""
-
-    transfer_id: int
+    REPLACE = "theta = pulled, to the bit"
+    REBASE_FROM_PUSH = "theta = pulled + (theta_now - theta_at_push)"
+    REBASE_FROM_BASE = "theta = pulled + (theta_now - theta_base)"
 
 
 @dataclass(frozen=True)
@@ -130,18 +159,59 @@ class Finished:
     error: DipsError | None = None
 
 
-Effect = (
-    CallMaster
-    | CopyParameters
-    | CopyBase
-    | PersistPush
-    | StartPush
-    | StartPull
-    | CancelTransfer
-    | Install
-    | KeepResidual
-    | ClearResidual
-    | Record
-    | Log
-    | Finished
-)
+Effect = Run | Cancel | CopyParameters | CopyBase | Install | KeepResidual | ClearResidual | Record | Log | Finished
+
+# ---- further events --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Started:
+    """The shell starts the session."""
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """One inner step was made on `tokens` tokens, of which `ranges` are leased. loss in nats per token.
+
+    may_push: whether a push may begin before the next step.
+    """
+
+    tokens: int
+    ranges: tuple[DataRange, ...] = ()
+    loss: float = math.nan
+    may_push: bool = True
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The newest answer to this incarnation's heartbeats."""
+
+    incarnation: Incarnation
+    answer: HeartbeatReply | Refused
+
+
+@dataclass(frozen=True)
+class LeaseWanted:
+    """The training loop needs at least so many tokens more."""
+
+    tokens: int
+
+
+@dataclass(frozen=True)
+class StopWanted:
+    """This cluster must leave, whatever the run does, once the open push is decided.
+
+    push_pending: steps that are not in it are pushed too; False: the parameters may be in the middle of a step. A
+    second request with push_pending=False waits for nothing.
+    """
+
+    reason: str
+    push_pending: bool = True
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Started | Stepped | Done | Failed | Delayed | Beat | LeaseWanted | StopWanted | Tick

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dips.core.errors import RemoteProtocolError
 from dips.core.ids import Version
 from dips.core.messages import BeginPullRequest, Busy, FinishPullRequest, PlacementSpec, PullGrant
-from dips.worker.state.effects import CancelTransfer, Install, InstallMode, StartPull
-from dips.worker.state.events import Pulled, PullFailed
+from dips.worker.state.effects import Cancel, Done, Failed, Install, InstallMode
 from dips.worker.state.shared import SharedState
 from dips.worker.state.waiting import ExchangeStage
 
@@ -17,7 +16,7 @@ MAX_CORRUPT = 3
 """Pulls in a row whose bytes contradict the master's digest, before this cluster gives up."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class PullPlan:
     """The purpose of a pull. drops: the live parameters will be dropped, so training waits for the pull."""
 
@@ -25,32 +24,29 @@ class PullPlan:
     at_least: Version | None
     reset_inner: bool = False
     drops: bool = False
-    began_s: float = 0.0
-    grant: PullGrant | None = None
-    transfer_id: int | None = None
 
 
 class Pulling:
-    """The open pull, if there is one."""
+    """The open pull, if there is one: its plan, then the master's grant, then the job that fetches the version."""
 
     def __init__(self, shared: SharedState) -> None:
         self._shared = shared
-        self._corrupt = 0
         self.plan: PullPlan | None = None
+        self.job: int | None = None
+        self._grant: PullGrant | None = None
+        self._began_s = 0.0
+        self._corrupt = 0
 
     def begin(self, plan: PullPlan) -> None:
         """Ask for a version; the caller has moved the phase to PULLING."""
-        plan.began_s = self._shared.now_s
-        self.plan = plan
-        self._shared.hold(ExchangeStage.PULL)
-        self._ask()
+        self.plan, self._began_s = plan, self._shared.now_s
+        self.ask_again()
 
-    def resume(self) -> None:
-        """After a new Join: ask again for the same plan."""
-        if self.plan is not None:
-            self.plan.grant = self.plan.transfer_id = None
-            self._shared.hold(ExchangeStage.PULL)
-            self._ask()
+    def ask_again(self) -> None:
+        """Ask for the plan's version; after a new Join, earlier grants are void."""
+        self._grant = self.job = None
+        self._shared.hold(ExchangeStage.PULL)
+        self._shared.ask(self._request)
 
     def answered(self, answer: PullGrant | Busy) -> None:
         """Take the answer to BeginPull. Raises RemoteProtocolError when the grant's placement is not of this layout."""
@@ -63,23 +59,18 @@ class Pulling:
         check_placement(answer.placement, len(shared.config.layout.blocks))
         assert self.plan is not None, "a grant answers the question of a plan"
         shared.terms.granted(answer)
-        self.plan.grant, self.plan.transfer_id = answer, shared.next_id()
         shared.note = f"pulling version {answer.version}"
         shared.hold(ExchangeStage.FETCH)
-        shared.emit(StartPull(self.plan.transfer_id, answer, shared.cause))
+        self._grant, self.job = answer, shared.run(answer)
 
     def version_gone(self) -> None:
         """After a rollback no version is as new as the verdict's: pull the newest one instead."""
         if self.plan is not None:
-            self.plan.at_least = None
+            self.plan = replace(self.plan, at_least=None)
 
-    def owns(self, transfer_id: int) -> bool:
-        return self.plan is not None and self.plan.transfer_id == transfer_id
-
-    def failed(self, event: PullFailed) -> None:
+    def failed(self, event: Failed) -> None:
         """Ask again after a failure. Raises RemoteProtocolError when the bytes were wrong too often in a row."""
-        shared, plan = self._shared, self.plan
-        assert plan is not None, "only the open pull fails"
+        shared = self._shared
         shared.train_on()
         shared.record("pull_failed", reason=event.sentence)
         shared.log("pull", f"the pull failed: {event.sentence}; trying again", logging.WARNING)
@@ -90,47 +81,58 @@ class Pulling:
                 "are damaged; restart the slaves, then this cluster"
             )
         self._release_pin()
-        plan.grant = plan.transfer_id = None
+        self._grant = self.job = None
         shared.ask(self._request, 0.5)
 
-    def install(self, event: Pulled) -> None:
+    def install(self, event: Done) -> None:
         """Install the pulled version as the base; the caller moves the phase."""
-        shared, plan = self._shared, self.plan
+        shared, plan, grant = self._shared, self.plan, self._grant
         assert plan is not None, "only the open pull ends"
-        assert plan.grant is not None, "a transfer begins with a grant"
-        grant, self._corrupt = plan.grant, 0
+        assert grant is not None, "a transfer begins with a grant"
+        self._corrupt = 0
+        mode = plan.mode
         rolled_back = shared.base is not None and shared.base.timeline != grant.version.timeline
         if rolled_back or plan.drops or shared.terms.stop:
             # No local steps are kept across a rollback, whatever the pull was for, nor after the run's end: a cluster
             # that leaves has the last version. Nor is a step kept that began before the loop was made to wait.
             shared.aside_ranges(shared.work.drop())
-            plan.mode = InstallMode.REPLACE
+            mode = InstallMode.REPLACE
         if rolled_back:
             shared.clear_residual()
-        mode = self._exact(plan.mode)
+        mode = self._exact(mode)
         shared.emit(Install(mode, plan.reset_inner))
         shared.base, shared.base_fence = grant.version, grant.fence
-        shared.pull_s = shared.now_s - plan.began_s
-        self._count_from_here(mode)
+        shared.pull_s = shared.now_s - self._began_s
+        # Steps towards the next push. A dynamic H_j counts from the pull; a fixed H from the last push.
+        if mode is InstallMode.REPLACE:
+            shared.steps_towards_push = shared.steps_since_snapshot = 0
+        elif mode is InstallMode.REBASE_FROM_PUSH and shared.terms.settings.dynamic_local_steps:
+            shared.steps_towards_push = 0
         shared.record(
             "installed", version=str(grant.version), mode=mode.name, transfer_s=event.seconds, pull_s=shared.pull_s,
             reset_inner=plan.reset_inner, tokens=grant.tokens, local_steps=shared.terms.local_steps,
             digest_of_slave=dict(grant.digest_of_slave),
         )  # fmt: skip
+        shared.note = ""
         self._release_pin()
-        shared.note, self.plan = "", None
+        self.forget()
 
     def cancel(self) -> None:
-        """Stop the transfer; the caller forgets the plan or resumes it."""
-        if self.plan is not None and self.plan.transfer_id is not None:
-            self._shared.emit(CancelTransfer(self.plan.transfer_id))
-            self.plan.transfer_id = None
+        """Stop the transfer; the caller forgets the plan or asks again."""
+        if self.job is not None:
+            self._shared.emit(Cancel(self.job))
+            self.job = None
 
     def give_up(self) -> None:
         """Forget the open pull, if there is one, and release its pin."""
         self.cancel()
         self._release_pin()
-        self.plan = None
+        self.forget()
+
+    def forget(self) -> None:
+        """No pull is open any longer; its pin, if it has one, ends with the incarnation."""
+        self.plan = self.job = self._grant = None
+        self._began_s = 0.0
 
     def _exact(self, mode: InstallMode) -> InstallMode:
         """REPLACE for a rebase over no steps, whose result is the pulled version to the bit; else the mode itself."""
@@ -138,22 +140,10 @@ class Pulling:
         ahead = shared.steps_since_snapshot if mode is InstallMode.REBASE_FROM_PUSH else shared.work.pending.steps
         return mode if ahead else InstallMode.REPLACE
 
-    def _count_from_here(self, mode: InstallMode) -> None:
-        """Count steps towards the next push. A dynamic H_j counts from the pull; a fixed H from the last push."""
-        shared = self._shared
-        if mode is InstallMode.REPLACE:
-            shared.steps_towards_push = shared.steps_since_snapshot = 0
-        elif mode is InstallMode.REBASE_FROM_PUSH and shared.terms.settings.dynamic_local_steps:
-            shared.steps_towards_push = 0
-
     def _release_pin(self) -> None:
-        plan = self.plan
-        if plan is not None and plan.grant is not None:
-            pin_id, cause = plan.grant.pin_id, self._shared.cause
+        if self._grant is not None:
+            pin_id, cause = self._grant.pin_id, self._shared.cause
             self._shared.aside(lambda: FinishPullRequest(self._shared.terms.caller(cause), pin_id))
-
-    def _ask(self) -> None:
-        self._shared.ask(self._request)
 
     def _request(self) -> BeginPullRequest:
         assert self.plan is not None, "asked only for an open plan"

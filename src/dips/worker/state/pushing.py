@@ -1,5 +1,5 @@
-"""Handles the cluster's open push from BeginPush to its verdict, and acts on each kind of verdict
-(docs/protocol.md, the verdict table).
+"""Handles the cluster's open push from BeginPush to its verdict, and acts on each row of the verdict table
+(docs/protocol.md): on each kind of verdict, and on the answer to a new Join.
 
 At most one push is undecided. Its bytes, ranges, tokens, base and fence never change while it is: a call whose
 outcome is unknown is repeated as it was.
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from dips.core.errors import Refused, RemoteProtocolError
+from dips.core.errors import ConfigError, Refused, RemoteProtocolError
 from dips.core.ids import PushId, Version
 from dips.core.messages import (
     Admitted,
@@ -20,7 +20,9 @@ from dips.core.messages import (
     BeginPushRequest,
     Busy,
     Caller,
+    DataMode,
     FinishPushRequest,
+    JoinReply,
     Stale,
     StaleKind,
     Ticket,
@@ -29,18 +31,18 @@ from dips.core.messages import (
 )
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.state.effects import (
-    CancelTransfer,
+    Cancel,
     CopyBase,
     CopyParameters,
+    Delayed,
+    DigestOfSlave,
+    Failed,
     InstallMode,
-    PersistPush,
     PushRecord,
-    StartPush,
+    SendPush,
 )
-from dips.worker.state.events import PushFailed, PushNotRecorded, PushRecorded, PushSent
 from dips.worker.state.pulling import Pulling, PullPlan, check_placement
-from dips.worker.state.shared import SharedState
-from dips.worker.state.terms import Remedy, SessionPhase
+from dips.worker.state.shared import Remedy, SessionPhase, SharedState
 from dips.worker.state.waiting import ExchangeStage
 from dips.worker.state.work import Work
 
@@ -55,8 +57,9 @@ AWAIT_S = 10.0
 class OpenPush:
     """The undecided push. base None: it seeds the run, or gives back the version that it `donates`.
 
-    recorded: its number may be used. in_place_of_pull: a pull was given up for it, which must be made after all.
-    wanted_wire: the codec that is asked for; wire: the codec of its last ticket, None where that is not known.
+    job: of its record, until that is durable and its number may be used (recorded); later of its transfer.
+    in_place_of_pull: a pull was given up for it, which must be made after all. wanted_wire: the codec that is asked
+    for; wire: the codec of its last ticket, None where that is not known.
     """
 
     id: PushId
@@ -65,7 +68,7 @@ class OpenPush:
     work: Work
     began_s: float
     ticket: Ticket | None = None
-    transfer_id: int | None = None
+    job: int | None = None
     finish_after_s: float = 0.0
     failures: int = 0
     donates: Version | None = None
@@ -116,7 +119,7 @@ class Pushing:
                     mean_loss=work.mean_loss)  # fmt: skip
         shared.patience.round_begins(shared.now_s)
         shared.hold(ExchangeStage.BEGIN)
-        self._use_number(push)
+        self._ask_to_begin(push)
 
     def donate(self, version: Version) -> None:
         """Push back to the slaves the version that they lost: a copy of theta_base, without work of this cluster.
@@ -137,29 +140,22 @@ class Pushing:
         shared.move("donate", SessionPhase.BEGINNING_PUSH)
         shared.record("donated", version=str(version), push=str(push.id))
         shared.log("donate", f"the run has lost version {version}: this cluster gives it back")
-        self._use_number(push)
+        self._ask_to_begin(push)
 
-    def donation_is_over(self) -> None:
-        """After a new Join: donations end with their incarnation, and the push that was set aside is open again."""
-        if self.open is not None and self.open.donates is not None:
-            self.open = self._aside[1] if self._aside is not None else None
-        self._aside = None
-
-    def recorded(self, event: PushRecorded) -> None:
-        """The push's number is on disk."""
-        push, beginning = self.open, self._shared.phase.now is SessionPhase.BEGINNING_PUSH
-        if push is not None and push.id == event.push and beginning and not push.recorded:
-            push.recorded = True
+    def recorded(self) -> None:
+        """The push's number is on disk: it may be used."""
+        push = self._must_be_open()
+        push.job, push.recorded = None, True
+        if self._shared.phase.now is SessionPhase.BEGINNING_PUSH:
             self._shared.log("push record", "")
             self._shared.ask(self._begin_request)
 
-    def not_recorded(self, event: PushNotRecorded) -> None:
+    def delayed(self, event: Delayed) -> None:
         """The push's number is not on disk yet: the push waits, training goes on."""
-        push, shared = self.open, self._shared
-        if push is not None and push.id == event.push:
-            shared.train_on()
-            shared.note = f"push {push.id} cannot be recorded: {event.sentence}"
-            shared.log("push record", f"{shared.note}; trying again", logging.WARNING)
+        push, shared = self._must_be_open(), self._shared
+        shared.train_on()
+        shared.note = f"push {push.id} cannot be recorded: {event.sentence}"
+        shared.log("push record", f"{shared.note}; trying again", logging.WARNING)
 
     def begun(self, answer: Ticket | Stale | Busy | PushId | Verdict) -> None:
         """Take the answer to BeginPush."""
@@ -177,7 +173,7 @@ class Pushing:
             case Verdict():
                 self.act(answer)
 
-    def sent(self, event: PushSent) -> None:
+    def sent(self, digest_of_slave: DigestOfSlave, transfer_s: float) -> None:
         """All slaves hold the push: send FinishPush with its digests."""
         shared, push = self._shared, self._must_be_open()
         shared.push_s = shared.now_s - push.began_s
@@ -185,22 +181,22 @@ class Pushing:
         assert ticket is not None, "a transfer begins with a ticket"
         shared.record(
             "push_sent", push=str(push.id), attempt=ticket.attempt, base=str(push.base), fence=push.fence,
-            tokens=push.work.tokens, ranges=push.work.ranges, digest_of_slave=dict(event.digest_of_slave),
-            donates=str(push.donates), transfer_s=event.seconds, push_s=shared.push_s, wire=ticket.wire.name,
+            tokens=push.work.tokens, ranges=push.work.ranges, digest_of_slave=dict(digest_of_slave),
+            donates=str(push.donates), transfer_s=transfer_s, push_s=shared.push_s, wire=ticket.wire.name,
         )  # fmt: skip
-        push.transfer_id = None
+        push.job = None
         shared.move("sent", SessionPhase.FINISHING_PUSH)
         shared.hold(ExchangeStage.FINISH)
         shared.note = f"all of push {push.id} is sent"
         shared.ask(
-            lambda: FinishPushRequest(self._caller(), push.id.seq, ticket.attempt, event.digest_of_slave),
+            lambda: FinishPushRequest(self._caller(), push.id.seq, ticket.attempt, digest_of_slave),
             push.finish_after_s,
         )
 
-    def failed(self, event: PushFailed) -> None:
+    def failed(self, event: Failed) -> None:
         """Begin a new attempt: slaves keep the chunks that they have verified."""
         shared, push = self._shared, self._must_be_open()
-        push.transfer_id = None
+        push.job = None
         shared.train_on()
         if event.base_gone:
             push.wanted_wire = Codec.F32
@@ -219,7 +215,7 @@ class Pushing:
                 if push.donates is None:
                     shared.hold(ExchangeStage.VERDICT)
                 shared.record("admitted", push=str(push.id), round=str(answer.round))
-                self.await_push(push.id)
+                self._await(push.id)
             case Busy():
                 shared.move("incomplete", SessionPhase.TRANSFERRING, answer.sentence)
                 push.finish_after_s = answer.retry_after_s
@@ -233,9 +229,6 @@ class Pushing:
             self._shared.ask(self._await_request, max(answer.retry_after_s, 0.05))
         else:
             self.act(answer)
-
-    def owns(self, transfer_id: int) -> bool:
-        return self.open is not None and self.open.transfer_id == transfer_id
 
     # ---- verdicts ----
 
@@ -315,13 +308,123 @@ class Pushing:
         self._close(self._shared.work.thaw)
 
     def cancel(self) -> None:
-        if self.open is not None and self.open.transfer_id is not None:
-            self._shared.emit(CancelTransfer(self.open.transfer_id))
-            self.open.transfer_id = None
+        """Stop the transfer; a record is still written."""
+        if self.open is not None and self.open.job is not None and self.open.recorded:
+            self._shared.emit(Cancel(self.open.job))
+            self.open.job = None
 
     # ---- after a new Join ----
 
-    def await_push(self, push_id: PushId) -> None:
+    def joined(self, reply: JoinReply) -> None:
+        """Act on the answer to a new Join: reconcile the open push, the open pull and the base with it."""
+        shared, last_push = self._shared, reply.last_push
+        shared.steps = 0
+        shared.note = ""
+        shared.donate = None
+        # Donations end with their incarnation, and the push that one had set aside is open again.
+        if self.open is not None and self.open.donates is not None:
+            self.open = self._aside[1] if self._aside is not None else None
+        self._aside = None
+        self._keep(reply)
+        if isinstance(last_push, Verdict):
+            last = f"{last_push.push} {last_push.kind.name}"
+        else:
+            last = "none" if last_push is None else f"{last_push} undecided"
+        shared.record(
+            "joined", incarnation=str(reply.incarnation), epoch=reply.epoch, seed=reply.seed, fence=reply.fence,
+            last_push=last, published=str(reply.published), run_id=reply.run_id,
+            kept_tokens=sum(item.tokens for item in reply.kept_ranges),
+        )  # fmt: skip
+        shared.log("join", f"joined run {reply.run_id} as incarnation {reply.incarnation}")
+        match last_push:
+            case PushId() as push_id:
+                # Its verdict is awaited, then acted on as its row of the table says.
+                if self.open is not None and self.open.id != push_id:
+                    self.abandon()
+                shared.move("joined", SessionPhase.AWAITING)
+                self._await(push_id)
+            case Verdict() as verdict:
+                self._decided(reply, verdict)
+            case None:
+                self._unknown(reply)
+        newest = reply.published or shared.base
+        shared.terms.leases_timeline = newest.timeline if newest else None
+
+    def _decided(self, reply: JoinReply, verdict: Verdict) -> None:
+        shared, last = self._shared, self.last_verdict
+        ours = self.open is not None and verdict.push == self.open.id
+        acted_on = last is not None and last.push == verdict.push and last.kind is verdict.kind
+        if verdict.kind is VerdictKind.ROLLED_BACK and shared.base is not None and not acted_on:
+            self.tell(verdict)
+            self.abandon()
+            self._keep(reply)
+            self.drop("joined", at_least=verdict.version)
+        elif ours and verdict.kind is not VerdictKind.ABORTED:
+            self.act(verdict, "joined")
+        elif ours:
+            self.tell(verdict)
+            self._unknown(reply)
+        elif acted_on:
+            self.abandon()
+            if self._pulling.plan is not None and not shared.work.lost:
+                # Its pull is still open, and relies on the fence that the verdict raised.
+                shared.move("joined", SessionPhase.PULLING)
+                self._pulling.ask_again()
+            else:
+                self._settle(reply)
+        else:
+            self._unknown(reply)
+
+    def _unknown(self, reply: JoinReply) -> None:
+        """ABORTED, or the master knows no push of this cluster: keep all work, if the base is still valid."""
+        self.abandon()
+        plan = self._pulling.plan
+        if plan is not None and plan.mode is InstallMode.REBASE_FROM_PUSH:
+            # The master no longer knows the verdict that asked for this pull: its fence decides.
+            self._pulling.forget()
+        self._settle(reply)
+
+    def _settle(self, reply: JoinReply) -> None:
+        shared, pulling = self._shared, self._pulling
+        self._keep(reply)  # once more: the open push may have become pending work
+        if reply.seed:
+            if shared.terms.previous is not None and shared.base is not None:
+                raise ConfigError(
+                    f"this cluster's checkpoint was made on version {shared.base}, but the master of run "
+                    f"{reply.run_id} knows no version: if the run's state is lost, recover it (`dips master "
+                    "--rebuild`); if this is a new run of the same name, remove the checkpoint or give another "
+                    "--checkpoint-dir"
+                )
+            shared.base = None
+            pulling.forget()
+            shared.aside_ranges(shared.work.drop())
+            shared.clear_residual()
+            self.begin("joined", seed=True)
+        elif not self._base_stands(reply) or shared.work.lost:
+            reset = pulling.plan is not None and pulling.plan.reset_inner
+            self.drop("joined", reset_inner=reset)
+        elif pulling.plan is not None:
+            shared.move("joined", SessionPhase.PULLING)
+            pulling.ask_again()
+        else:
+            shared.move("joined", SessionPhase.TRAINING)
+
+    def _keep(self, reply: JoinReply) -> None:
+        if self._shared.config.data_plan.mode is DataMode.LEASED:
+            self._shared.work.keep(reply.kept_ranges)
+
+    def _base_stands(self, reply: JoinReply) -> bool:
+        """Whether the work since the base still counts. Every rollback raises the fence, so the fence alone decides
+        when a master that has just started knows the run's tokens and has not published its version again yet.
+        """
+        base, published = self._shared.base, reply.published
+        if base is None or self._shared.base_fence != reply.fence:
+            return False
+        return reply.tokens > 0 if published is None else base.timeline == published.timeline
+
+    # ---- parts ----
+
+    def _await(self, push_id: PushId) -> None:
         """Wait for the verdict of a push; the caller has moved the phase to AWAITING."""
         self.awaited = push_id
         self._shared.note = f"waiting for the verdict of push {push_id}"
@@ -341,8 +444,6 @@ class Pushing:
                 shared.aside_ranges(shared.work.decided_elsewhere(newest.work.ranges))
             self.drop(input_name, at_least=verdict.version)
 
-    # ---- parts ----
-
     def _next_id(self) -> PushId:
         shared = self._shared
         assert shared.terms.incarnation is not None, "pushes only once joined"
@@ -351,14 +452,14 @@ class Pushing:
         shared.cause = str(push_id)
         return push_id
 
-    def _use_number(self, push: OpenPush) -> None:
+    def _ask_to_begin(self, push: OpenPush) -> None:
         """Send BeginPush; where a checkpoint is kept, only once the push's record is on disk."""
         shared = self._shared
         if shared.config.durable_pushes:
             push.recorded = False
             shared.exchange.cancel()
             shared.note = f"recording push {push.id} on disk"
-            shared.emit(PersistPush(push.record))
+            push.job = shared.run(push.record)
         else:
             shared.ask(self._begin_request)
 
@@ -393,7 +494,7 @@ class Pushing:
         if aside is not None:
             self.open = aside[1]
             shared.move("not donated", SessionPhase.AWAITING, why)
-            self.await_push(aside[0])
+            self._await(aside[0])
         elif push.in_place_of_pull:
             self.drop("not donated")  # theta_at_push, which that pull needed, is overwritten
         else:
@@ -416,10 +517,9 @@ class Pushing:
     def _send(self) -> None:
         shared, push = self._shared, self._must_be_open()
         assert push.ticket is not None, "sent only with a ticket"
-        push.transfer_id = shared.next_id()
         shared.note = f"sending push {push.id}"
         shared.hold(ExchangeStage.SEND)
-        shared.emit(StartPush(push.transfer_id, push.id, push.ticket, shared.terms.epoch, shared.cause))
+        push.job = shared.run(SendPush(push.id, push.ticket))
 
     def _try_again(self) -> None:
         push = self._must_be_open()
@@ -449,7 +549,7 @@ class Pushing:
             shared.steps_towards_push = shared.terms.local_steps
         shared.move("undecided", SessionPhase.AWAITING)
         shared.hold(ExchangeStage.VERDICT)
-        self.await_push(push_id)
+        self._await(push_id)
 
     def _aborted(self, input_name: str) -> None:
         shared, push = self._shared, self._must_be_open()

@@ -1,6 +1,6 @@
-"""The state that the parts of a session share: terms, work, phase, calls to the master, and the list of effects.
+"""What the parts of a session share: its phases, what a refusal asks for, the master's terms, and SharedState.
 
-Only parts of this package write to it, and only within one ClusterMachine.handle() call.
+Only parts of this package write to the state, and only within one ClusterMachine.handle() call.
 """
 
 from __future__ import annotations
@@ -8,16 +8,262 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 
-from dips.core.ids import Version
-from dips.core.machine import MachineHistory, Phase
-from dips.core.messages import AwaitVerdictRequest, ClusterRequest, DataRange, LeaveRequest, ReturnDataRequest
+from dips.core.errors import ConfigError, RefusalCode, Refused, RemoteProtocolError
+from dips.core.ids import ClusterId, Incarnation, Version
+from dips.core.layout import Layout
+from dips.core.machine import MachineHistory, Phase, TransitionTable
+from dips.core.messages import (
+    AwaitVerdictRequest,
+    Caller,
+    ClusterRequest,
+    DataPlan,
+    DataRange,
+    HeartbeatReply,
+    JoinReply,
+    LeaveRequest,
+    PullGrant,
+    ReturnDataRequest,
+    Settings,
+)
+from dips.core.model_description import Untrained
+from dips.core.protocol import agree
 from dips.core.wire import DIFFERENCES, Codec
-from dips.worker.state.effects import CallMaster, ClearResidual, Effect, KeepResidual, Log, Record
-from dips.worker.state.terms import SESSION_TABLE, SessionConfig, SessionPhase, Terms
-from dips.worker.state.waiting import ExchangeStage, RepeatedCall, WaitPolicy
+from dips.worker.state.effects import ClearResidual, Command, Effect, KeepResidual, Log, Record, Run
+from dips.worker.state.waiting import RULES, ExchangeStage, GivenTimes, RepeatedCall, WaitPolicy, times_of
 from dips.worker.state.work import WorkBook
+
+# ---- phases ----------------------------------------------------------------------------------------------------------
+#
+# The phases of a cluster's session and the transitions between them; docs/protocol.md is generated from this.
+
+
+class SessionPhase(Enum):
+    """The phases. JOINING again, after a fence, goes on in the background: the training loop runs in every phase but
+    LEFT, unless ClusterMachine.must_wait is true.
+    """
+
+    JOINING = "JOINING"
+    TRAINING = "TRAINING"
+    BEGINNING_PUSH = "BEGINNING_PUSH"
+    TRANSFERRING = "TRANSFERRING"
+    FINISHING_PUSH = "FINISHING_PUSH"
+    AWAITING = "AWAITING"
+    PULLING = "PULLING"
+    LEAVING = "LEAVING"
+    LEFT = "LEFT"
+
+
+_P = SessionPhase
+_PRESENT = (_P.TRAINING, _P.BEGINNING_PUSH, _P.TRANSFERRING, _P.FINISHING_PUSH, _P.AWAITING, _P.PULLING)
+_DONATING = (_P.BEGINNING_PUSH, _P.FINISHING_PUSH, _P.AWAITING)
+# APPLIED, EXCLUDED and ROLLED_BACK ask for a pull; ABORTED for none; an ABORTED seed is pushed again.
+_DECIDED = [_P.PULLING, _P.TRAINING, _P.BEGINNING_PUSH]
+
+SESSION_TABLE: TransitionTable[SessionPhase] = TransitionTable(
+    "session",
+    _P.JOINING,
+    {
+        (_P.JOINING, "joined"): [_P.BEGINNING_PUSH, _P.AWAITING, _P.PULLING, _P.TRAINING],
+        (_P.TRAINING, "push due"): [_P.BEGINNING_PUSH],
+        (_P.TRAINING, "donate"): [_P.BEGINNING_PUSH],
+        (_P.AWAITING, "donate"): [_P.BEGINNING_PUSH],
+        (_P.PULLING, "donate"): [_P.BEGINNING_PUSH],
+        # Back to the phase before: a donation that is not taken changes nothing.
+        **{(phase, "not donated"): [_P.TRAINING, _P.AWAITING, _P.PULLING] for phase in _DONATING},
+        (_P.TRAINING, "run stops"): [_P.PULLING],
+        (_P.BEGINNING_PUSH, "ticket"): [_P.TRANSFERRING],
+        (_P.BEGINNING_PUSH, "stale"): [_P.PULLING],
+        (_P.BEGINNING_PUSH, "undecided"): [_P.AWAITING],
+        (_P.BEGINNING_PUSH, "verdict"): _DECIDED,
+        (_P.BEGINNING_PUSH, "push refused"): [_P.PULLING, _P.TRAINING],
+        (_P.BEGINNING_PUSH, "run stops"): [_P.PULLING],
+        (_P.TRANSFERRING, "sent"): [_P.FINISHING_PUSH],
+        (_P.TRANSFERRING, "transfer failed"): [_P.BEGINNING_PUSH],
+        (_P.TRANSFERRING, "run stops"): [_P.PULLING],
+        (_P.FINISHING_PUSH, "admitted"): [_P.AWAITING],
+        (_P.FINISHING_PUSH, "incomplete"): [_P.TRANSFERRING],
+        (_P.FINISHING_PUSH, "verdict"): _DECIDED,
+        (_P.FINISHING_PUSH, "push again"): [_P.BEGINNING_PUSH],
+        (_P.FINISHING_PUSH, "push refused"): [_P.PULLING, _P.TRAINING],
+        (_P.AWAITING, "verdict"): _DECIDED,
+        (_P.PULLING, "installed"): [_P.TRAINING],
+        (_P.LEAVING, "left"): [_P.LEFT],
+        (_P.JOINING, "leave"): [_P.LEAVING, _P.LEFT],
+        **{(phase, "fenced"): [_P.JOINING] for phase in _PRESENT},
+        **{(phase, "leave"): [_P.LEAVING] for phase in _PRESENT},
+    },
+)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+#
+# Maps each refusal by the master to the cluster's remedy: one table instead of a test at every call.
+
+
+class Remedy(Enum):
+    JOIN_AGAIN = "join again as a new incarnation"
+    WAIT = "the same call again, later"
+    PULL = "another cluster seeded the run: pull its version"
+    DROP = "the push cannot be counted: pull, and drop its steps"
+    NEW_ATTEMPT = "begin the same push again"
+    NEW_PUSH = "the same work under a new number"
+    GIVE_UP = "a person must act"
+
+
+_OF_CODE: Mapping[RefusalCode, Remedy] = {
+    RefusalCode.FENCED: Remedy.JOIN_AGAIN,
+    RefusalCode.STALE_EPOCH: Remedy.JOIN_AGAIN,
+    RefusalCode.UNKNOWN_NAME: Remedy.JOIN_AGAIN,
+    RefusalCode.BUSY: Remedy.WAIT,
+    # A heartbeat reports when the last version is published; until then the cluster waits.
+    RefusalCode.STOPPING: Remedy.WAIT,
+    RefusalCode.VERSION_GONE: Remedy.WAIT,
+    RefusalCode.SEED_EXISTS: Remedy.PULL,
+    RefusalCode.RANGES: Remedy.DROP,
+    RefusalCode.DIGEST: Remedy.NEW_ATTEMPT,
+    RefusalCode.UNKNOWN_PUSH: Remedy.NEW_ATTEMPT,
+    RefusalCode.SEQ: Remedy.NEW_PUSH,
+}
+
+_OF_A_PUSH = frozenset({Remedy.PULL, Remedy.DROP, Remedy.NEW_ATTEMPT, Remedy.NEW_PUSH})
+
+
+def remedy_for(refused: Refused, *, joining: bool, pushing: bool) -> Remedy:
+    """The remedy in this phase. Remedies for a push do not apply outside of one.
+
+    FENCED as the answer to Join without a time to retry means that a newer process took over this cluster's name.
+    """
+    if refused.retry_after_s > 0:
+        return Remedy.WAIT
+    remedy = _OF_CODE.get(refused.code, Remedy.GIVE_UP)
+    if joining and (remedy is Remedy.JOIN_AGAIN or refused.code is RefusalCode.STOPPING):
+        return Remedy.GIVE_UP
+    if remedy in _OF_A_PUSH and not pushing:
+        return Remedy.GIVE_UP
+    return remedy
+
+
+# ---- terms -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SessionConfig(GivenTimes):
+    """The session's part of ClientConfig, the model and the data; `expect_*` None: any value is accepted.
+
+    Times that are None follow from the master's settings (waiting.py).
+    """
+
+    cluster_id: ClusterId
+    layout: Layout
+    data_plan: DataPlan
+    run_id: str = ""
+    declared_tokens_per_s: float = 0.0
+    connect_wait_s: float = 120.0
+    durable_pushes: bool = False
+    """A push's number is used only once its record is on disk (PushRecord)."""
+    expect_sync_every: int | None = None
+    expect_outer_lr: float | None = None
+    expect_outer_momentum: float | None = None
+    wire: Codec = Codec.F32
+    """The codec that this cluster asks for in its pushes; each ticket says whether it may use it."""
+    curve_key: bytes = b""
+    """This process's public key of the data flow; empty without keys."""
+    untrained: Untrained = field(default_factory=Untrained)
+    """The model's tensors that the run does not train, as they were at the start."""
+    process_id: bytes = b""
+    """Drawn for this process: it lets the master distinguish a repeated Join from a second process of this name."""
+    host: str = ""
+    """The host of this process, for people."""
+
+
+class Terms:
+    """The master's terms, as far as they are known."""
+
+    def __init__(self, config: SessionConfig) -> None:
+        self._config = config
+        self.run_id = config.run_id
+        self.epoch = 0
+        self.incarnation: Incarnation | None = None
+        self.previous: Incarnation | None = None
+        """The incarnation that a resumed process continues, until its first Join is answered."""
+        self.leases_timeline: int | None = None
+        """The timeline on which the master last listed this cluster's ranges."""
+        self.settings = Settings()
+        self.times = times_of(config, self.settings)
+        self.local_steps = self.settings.sync_every_steps
+        self.tokens = 0
+        self.published: Version | None = None
+        self.stop = False
+        self.no_more_pushes = False
+        """The master refused a push because the run ends."""
+
+    def caller(self, cause: str) -> Caller:
+        return Caller(self.run_id, self.epoch, self._config.cluster_id, self.incarnation, cause)
+
+    def joined(self, reply: JoinReply) -> None:
+        """Take the terms of a Join's answer. Raises ConfigError where this cluster expects another setting, Refused for
+        the protocol's version, RemoteProtocolError for a setting that does not exist.
+        """
+        self.run_id, self.epoch, self.incarnation = reply.run_id, reply.epoch, reply.incarnation
+        agree(reply.hello.protocol_min, reply.hello.protocol_max, reply.hello.capabilities, "the master")
+        if reply.settings.overlap not in RULES:
+            raise RemoteProtocolError(
+                f"the master's overlap is {reply.settings.overlap!r}, and this release knows {', '.join(RULES)}: "
+                "install the same release of dips on the master and on all clusters"
+            )
+        self._check_expectations(reply.settings)
+        self.times = times_of(self._config, reply.settings)
+        self.settings, self.tokens, self.published = reply.settings, reply.tokens, reply.published
+        self.take_steps(reply.local_steps)
+
+    def beat(self, reply: HeartbeatReply) -> None:
+        self._progressed(reply.tokens, reply.published)
+        self.take_steps(reply.local_steps)
+        self.stop = self.stop or reply.stop
+
+    def granted(self, grant: PullGrant) -> None:
+        self._progressed(grant.tokens, grant.version)
+        self.take_steps(grant.local_steps)
+
+    @property
+    def takes_pushes(self) -> bool:
+        """Whether the master accepts a push after `stop`: from a drained cluster yes, at the run's end no."""
+        ended = 0 < self.settings.tk_max_tokens <= self.tokens
+        return not (self.no_more_pushes or ended)
+
+    def take_steps(self, local_steps: int) -> None:
+        self.local_steps = local_steps or self.settings.sync_every_steps
+
+    def _progressed(self, tokens: int, published: Version | None) -> None:
+        """Take tokens and version. A beat and a grant may overtake each other: only a new timeline lowers them."""
+        if published is None:
+            return
+        if self.published is not None and self.published.timeline != published.timeline:
+            self.tokens, self.published = tokens, published
+        else:
+            self.tokens, self.published = max(self.tokens, tokens), max(self.published or published, published)
+
+    def _check_expectations(self, settings: Settings) -> None:
+        config = self._config
+        pairs: tuple[tuple[str, float | None, float], ...] = (
+            ("sync_every", config.expect_sync_every, settings.sync_every_steps),
+            ("outer_lr", config.expect_outer_lr, settings.outer_lr),
+            ("outer_momentum", config.expect_outer_momentum, settings.outer_momentum),
+        )
+        for name, wanted, given in pairs:
+            if wanted is not None and wanted != given:
+                raise ConfigError(
+                    f"this cluster is given {name} = {wanted:g}, the run's is {given:g}: all clusters share the "
+                    f"master's setting, so leave {name} out here, or start the master with {wanted:g}"
+                )
+
+
+# ---- shared state ----------------------------------------------------------------------------------------------------
+
 
 SIDE_LIMIT = 64
 """Most small calls waiting for the master; the oldest is dropped first (pins expire, a Join frees ranges)."""
@@ -56,7 +302,7 @@ class SharedState:
         self.residual = False
         """Whether the rounding residual of earlier pushes is kept, for the next push to carry."""
         self._side_queue: deque[Callable[[], ClusterRequest]] = deque(maxlen=SIDE_LIMIT)
-        self._last_id = 0
+        self._last_job = 0
         self._out: list[Effect] = []
 
     # ---- effects ----
@@ -94,9 +340,11 @@ class SharedState:
     def move(self, input_name: str, to: SessionPhase, why: str = "") -> None:
         self.phase.move(input_name, to, self.now_s, self.cause, why)
 
-    def next_id(self) -> int:
-        self._last_id += 1
-        return self._last_id
+    def run(self, command: Command, deadline_s: float = math.inf) -> int:
+        """Begin a job. Returns its number, which its end will have."""
+        self._last_job += 1
+        self.emit(Run(self._last_job, command, self.cause, deadline_s))
+        return self._last_job
 
     # ---- calls ----
 
@@ -126,24 +374,21 @@ class SharedState:
         if self.side.idle and self._side_queue:
             self.side.ask(self._side_queue.popleft(), self.now_s)
         for lane in (self.exchange, self.data, self.side):
-            call_id = self._last_id + 1
-            request = lane.take(call_id, self.now_s)
+            request = lane.take(self._last_job + 1, self.now_s)
             if request is not None:
-                self._last_id = call_id
-                self.emit(CallMaster(call_id, request, self._deadline_s(request)))
+                if isinstance(request, LeaveRequest):
+                    deadline_s = self.leave_deadline_s
+                else:
+                    held_s = request.wait_s if isinstance(request, AwaitVerdictRequest) else 0.0
+                    deadline_s = self.terms.times.call_deadline_s + held_s
+                self.run(request, deadline_s)
 
-    def lane_of(self, call_id: int) -> RepeatedCall | None:
+    def lane_of(self, job: int) -> RepeatedCall | None:
         """The lane that waits for this call; None: its answer came too late to matter."""
-        return next((lane for lane in (self.exchange, self.data, self.side) if lane.call_id == call_id), None)
+        return next((lane for lane in (self.exchange, self.data, self.side) if lane.job == job), None)
 
     def wake_s(self) -> float:
         return min(lane.due_s for lane in (self.exchange, self.data, self.side))
-
-    def _deadline_s(self, request: ClusterRequest) -> float:
-        if isinstance(request, LeaveRequest):
-            return self.leave_deadline_s
-        held_s = request.wait_s if isinstance(request, AwaitVerdictRequest) else 0.0
-        return self.terms.times.call_deadline_s + held_s
 
     # ---- waiting ----
 

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from dips.core.messages import ClusterRequest, Settings
 from dips.core.protocol import FINISH_HOLD_S
@@ -30,23 +29,15 @@ ANSWER_S = 1.0
 """Allowance for the travel of a held call and of its answer."""
 
 
-class GivenTimes(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class GivenTimes:
     """Times that were set, in seconds; None: not set."""
 
-    @property
-    def call_deadline_s(self) -> float | None: ...
-
-    @property
-    def retry_max_s(self) -> float | None: ...
-
-    @property
-    def leave_wait_s(self) -> float | None: ...
-
-    @property
-    def data_silence_s(self) -> float | None: ...
-
-    @property
-    def data_stall_s(self) -> float | None: ...
+    call_deadline_s: float | None = None
+    retry_max_s: float | None = None
+    leave_wait_s: float | None = None
+    data_silence_s: float | None = None
+    data_stall_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +98,7 @@ class RepeatedCall:
         """times: returns the current ones; they change with a Join."""
         self._times = times
         self._build: Callable[[], ClusterRequest] | None = None
-        self.call_id: int | None = None
+        self.job: int | None = None
         self.due_s = math.inf
         self.failures = 0
 
@@ -117,27 +108,27 @@ class RepeatedCall:
 
     def ask(self, build: Callable[[], ClusterRequest], at_s: float) -> None:
         """Send this request from at_s on, in place of an earlier one, whose answer will be ignored."""
-        self._build, self.call_id, self.due_s, self.failures = build, None, at_s, 0
+        self._build, self.job, self.due_s, self.failures = build, None, at_s, 0
 
-    def take(self, call_id: int, now_s: float) -> ClusterRequest | None:
-        """The request, if it is time to send it; from now on `call_id` is in flight."""
+    def take(self, job: int, now_s: float) -> ClusterRequest | None:
+        """The request, if it is time to send it; from now on `job` is in flight."""
         if self._build is None or now_s < self.due_s:
             return None
-        self.call_id, self.due_s = call_id, math.inf
+        self.job, self.due_s = job, math.inf
         return self._build()
 
     def answered(self) -> None:
-        self._build, self.call_id, self.due_s, self.failures = None, None, math.inf, 0
+        self._build, self.job, self.due_s, self.failures = None, None, math.inf, 0
 
     def failed(self, now_s: float) -> None:
         """No answer came: try again after a pause that doubles."""
         pause_s = min(self._times().retry_max_s, FIRST_PAUSE_S * 2 ** min(self.failures, 20))
-        self.call_id, self.due_s, self.failures = None, now_s + pause_s, self.failures + 1
+        self.job, self.due_s, self.failures = None, now_s + pause_s, self.failures + 1
 
     def put_off(self, now_s: float, retry_after_s: float) -> None:
         """The master asks to try again later."""
         pause_s = min(self._times().put_off_max_s, max(retry_after_s, FIRST_PAUSE_S / 4))
-        self.call_id, self.due_s, self.failures = None, now_s + pause_s, 0
+        self.job, self.due_s, self.failures = None, now_s + pause_s, 0
 
     cancel = answered
 
