@@ -395,7 +395,7 @@ def test_when_an_install_fails_the_cluster_still_says_good_bye(
         raise OSError("the accelerator is lost")
 
     def train_until_it_fails(client: ClusterShell) -> None:
-        monkeypatch.setattr(client, "_install", fails)
+        monkeypatch.setattr(model, "install", fails)
         train(client, model, 1000)
 
     model = FlatModel(1)
