@@ -71,6 +71,7 @@ from dips.slave.shell import SlaveShell
 from dips.slave.snapshot_files import file_bytes
 from dips.slave.state import events
 from dips.slave.state.slave import SlaveMachine
+from dips.slave.state.staging import Slot
 
 F32 = NDArray[np.float32]
 PLAIN_PIECE_BYTES = 4 << 20
@@ -236,11 +237,11 @@ class Slave:
         self._store.close()
 
     async def round(self) -> tuple[float, float]:
-        """One round of one push; its rows are what stands in staging. Returns seconds of PREPARE and of COMMIT."""
+        """One round of one push; its bytes are what is in staging. Returns seconds of PREPARE and of COMMIT."""
         self.v += 1
         push = PushId(ClusterId(PUSH), Incarnation(1, 1), self.v + 1)
         self._tell(OpenStaging(push, 1, 0, None, fence=0, tokens=1))
-        self._engine.handle(events.PushStaged(push, 1, self.v + 1, b"digest"))
+        self._engine.handle(events.PushStaged(Slot(push, 1, 0, opening=self.v + 1), b"digest"))
         await self._expect(Staged)
         before = Version(1, self.v - 1) if self.v else None
         round_id, version = RoundId(1, self.v + 1), Version(1, self.v)

@@ -29,6 +29,7 @@ from dips.slave.data_server import DataServer
 from dips.slave.memory import ShardMemory, ThetaBuffer
 from dips.slave.process import SWITCH_INTERVAL_S
 from dips.slave.state.events import PushStaged
+from dips.slave.state.staging import Slot
 from dips.worker.data import Common, carry_pull, carry_push
 from dips.worker.transfer import TransferSettings
 from flows import baselines
@@ -145,7 +146,7 @@ class SlaveEnd:
     def open(self, number: int, way: str) -> None:
         """Open the staging of this push; the one before leaves the slot."""
         self._staged.clear()
-        self._servers[way].open(push_id(number), 1, 0, number)
+        self._servers[way].open(Slot(push_id(number), 1, 0, number))
 
     def wait_staged(self) -> bytes:
         self._staged.wait()

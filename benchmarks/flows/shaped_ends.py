@@ -27,7 +27,7 @@ from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ThetaBuffer
 from dips.slave.state.events import PushStaged
-from dips.slave.state.staging import ShardMap
+from dips.slave.state.staging import ShardMap, Slot
 from dips.worker.data import Common, carry_pull, carry_push
 from dips.worker.transfer import TransferSettings
 from flows.ends import RUN, V0, parameters
@@ -87,7 +87,7 @@ class SlaveSite:
 
     def open(self, cluster: str, number: int, slot: int) -> None:
         """Expect this push; the cluster's one before leaves its slot."""
-        self._server.open(push_id(cluster, number), 1, slot, number)
+        self._server.open(Slot(push_id(cluster, number), 1, slot, number))
 
     def close(self) -> None:
         self._server.stop()

@@ -29,8 +29,9 @@ from dips.core.wire import Codec
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import RECEIVE_BATCH, DataServer
 from dips.slave.memory import ShardMemory, ThetaBuffer
+from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.events import PushStaged
-from dips.slave.state.shard import MAX_WINDOW_CHUNKS
+from dips.slave.state.staging import Slot
 
 WAIT_S = 60.0
 CHUNK_BYTES = 1 << 20
@@ -90,7 +91,7 @@ class Served:
 
     def open(self, push: PushId, slot: int, opening: int) -> None:
         """Returns when the data thread knows of it."""
-        self.server.open(push, 1, slot, opening)
+        self.server.open(Slot(push, 1, slot, opening))
         self.told(self.server._post)
 
     def peer(self) -> zmq.Socket[bytes]:
@@ -149,7 +150,7 @@ def test_every_message_gets_one_answer_and_every_push_is_staged_once(served: Ser
         assert sorted(answer.request for answer in answers) == list(range(2 * len(CHUNKS)))
         assert all(answer.credit >= 1 for answer in answers)
     digest = digest_of_array(VALUES, LAYOUT.blocks, CHUNK_BYTES)
-    assert sorted(staged.push.cluster for staged in served.staged) == ["a", "b"]
+    assert sorted(staged.slot.push.cluster for staged in served.staged) == ["a", "b"]
     assert {staged.digest for staged in served.staged} == {digest}
     assert served.memory is not None
     for row in served.memory.staging:
@@ -204,7 +205,7 @@ def test_words_wait_for_landings_that_are_under_way(served: Served) -> None:
         served.open(first, 0, 2 * again + 1)
         for index in range(len(CHUNKS)):
             peer.send_multipart(put_frames(index, first))
-        served.server.open(second, 1, 0, 2 * again + 2)
+        served.server.open(Slot(second, 1, 0, 2 * again + 2))
         for _ in CHUNKS:
             assert DataHeader.decode(peer.recv_multipart()[0]).op in (DataOp.ACK, DataOp.REFUSED)
         served.told(lambda done: served.server.set_readable(served._readable(), done, V0))
@@ -314,7 +315,7 @@ def test_words_after_the_end_go_nowhere(served: Served) -> None:
     """The control side may still speak while it ends; the pipe's number may belong to another file by then."""
     served.server.stop()
     with tempfile.TemporaryFile() as first, tempfile.TemporaryFile() as second:
-        served.server.open(push_id("a"), 1, 0, 1)
+        served.server.open(Slot(push_id("a"), 1, 0, 1))
         assert [os.fstat(file.fileno()).st_size for file in (first, second)] == [0, 0]
 
 

@@ -41,7 +41,7 @@ from dips.slave.data_server import DataServer
 from dips.slave.landing import LandingJob
 from dips.slave.memory import ThetaBuffer, bytes_of
 from dips.slave.state.events import PushStaged
-from dips.slave.state.staging import ShardMap
+from dips.slave.state.staging import ShardMap, Slot
 from dips.worker.data import Common, carry_push
 
 VERSION = Version(1, 0)
@@ -152,7 +152,7 @@ class _BulkSlave:
         self.server.start()
         self.server.set_epoch(EPOCH)
         self.server.set_memory(ShardMap(self._blocks, bulk.chunk_bytes), self._rows, lambda: None)
-        self.server.open(PUSH, 1, 0, 1)
+        self.server.open(Slot(PUSH, 1, 0, 1))
 
     def _count_messages(self) -> None:
         slave, real = self, DataPort.begin
@@ -221,7 +221,7 @@ def _guarded(room_bytes: str, n_files: str) -> int:
     server.start()
     server.set_epoch(1)
     server.set_memory(ShardMap(layout.blocks, GUARDED_CHUNK_BYTES), rows, ready.set)
-    server.open(slave_wire.push_id("a"), 1, 0, 1)
+    server.open(Slot(slave_wire.push_id("a"), 1, 0, 1))
     assert ready.wait(WAIT_S)
     guard = ConnectionGuard(server, rows.nbytes, int(room_bytes))
     guard.start()

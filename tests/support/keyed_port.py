@@ -31,6 +31,7 @@ from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ShardMemory
 from dips.slave.state.events import PushStaged
+from dips.slave.state.staging import Slot
 from dips.worker.data import Common, carry_pull, carry_push
 from dips.worker.transfer import PullTransfer, PushTransfer, TransferSettings
 
@@ -95,7 +96,7 @@ class KeyedPort:
         self.settle()
 
     def open(self, cluster: str) -> None:
-        self.server.open(push_id(cluster), 1, self._slots, 1)
+        self.server.open(Slot(push_id(cluster), 1, self._slots, 1))
         self._slots += 1
         self.settle()
 
@@ -109,7 +110,7 @@ class KeyedPort:
         return int(self.server.endpoint.rpartition(":")[2])
 
     def _note(self, event: PushStaged) -> None:
-        self.staged[event.push] = event.digest
+        self.staged[event.slot.push] = event.digest
 
     def __enter__(self) -> KeyedPort:
         self.start()

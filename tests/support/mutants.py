@@ -76,9 +76,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "PREPARED without a durable shadow",
-        "slave.state.shard:ShardState.prepare",
-        "effects.RunPrepare(job, body, rows, durable)",
-        "effects.RunPrepare(job, body, rows, False)",
+        "slave.state.shard:ShardState.begin",
+        "Run(body, cause, now_s, slots, durable=durable)",
+        "Run(body, cause, now_s, slots, durable=False)",
         ("I5",),
         _bounds(),
     ),

@@ -15,6 +15,7 @@ from dips.core.messages import (
     Configure,
     Hello,
     Measure,
+    Measured,
     Prepare,
     Refusal,
     Settings,
@@ -26,7 +27,7 @@ from dips.core.messages import (
 )
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.slave.state import effects, events
-from dips.slave.state.effects import Effect
+from dips.slave.state.effects import Effect, JobCommand
 from dips.slave.state.shard import ShardPhase
 from dips.slave.state.slave import SlaveMachine
 
@@ -83,7 +84,7 @@ class SlaveBench:
         assert (shard.job is not None) == shard.busy
         assert len(only(out, effects.SaveVersion)) <= 1
         assert (shard.shadow is not None) == (shard.phase.now in (ShardPhase.PREPARED, ShardPhase.COMMITTING))
-        assert sum(type(effect).__name__.startswith("Run") for effect in out) <= 1
+        assert len(only(out, effects.Run)) <= 1
         return out
 
     def command(self, body: CommandBody, **changes: Any) -> list[Effect]:
@@ -109,25 +110,28 @@ class SlaveBench:
         return self.state.shard.job.number
 
     def loaded(self, info: SnapshotInfo | None = None) -> list[Effect]:
-        return self.give(events.LoadDone(self.job(), info, self.disk))
+        return self.give(events.Done(self.job(), info, self.disk))
 
     def measured(self) -> list[Effect]:
-        return self.give(events.MeasureDone(self.job(), (BlockGram(0, (1.0,), (0,)),)))
+        job = self.state.shard.job
+        assert job is not None
+        assert isinstance(job.command, Measure)
+        return self.give(events.Done(job.number, Measured(job.command.round, (BlockGram(0, (1.0,), (0,)),))))
 
     def prepared(self, info: SnapshotInfo) -> list[Effect]:
         self.disk = (info, *self.disk)
-        return self.give(events.PrepareDone(self.job(), info, self.disk))
+        return self.give(events.Done(self.job(), info, self.disk))
 
     def flipped(self, info: SnapshotInfo) -> list[Effect]:
         """Committed in memory, and nothing on disk."""
-        return self.give(events.CommitDone(self.job(), info, self.disk))
+        return self.give(events.Done(self.job(), info, self.disk))
 
     def committed(self, info: SnapshotInfo) -> list[Effect]:
         self.disk = (info, *(other for other in self.disk if other.version != info.version))
-        return self.give(events.CommitDone(self.job(), info, self.disk))
+        return self.give(events.Done(self.job(), info, self.disk))
 
     def failed(self, refusal: Refusal) -> list[Effect]:
-        return self.give(events.JobFailed(self.job(), refusal))
+        return self.give(events.Failed(self.job(), refusal))
 
     def ready(self, info: SnapshotInfo | None = None) -> None:
         """Attached, configured and at this version."""
@@ -140,7 +144,7 @@ class SlaveBench:
     def stage(self, push: PushId, slot: int, attempt: int = 1) -> list[Effect]:
         """Open a slot and complete the push."""
         (opened,) = only(self.command(open_staging(push, slot, attempt)), effects.OpenSlot)
-        return self.give(events.PushStaged(push, attempt, opened.opening, b"digest"))
+        return self.give(events.PushStaged(opened.slot, b"digest"))
 
     def prepare(self, round_id: RoundId = R2, to: Version = V1, from_version: Version | None = V0) -> list[Effect]:
         return self.command(prepare(round_id, to, from_version))
@@ -160,6 +164,11 @@ def commit(round_id: RoundId = R2, version: Version = V1) -> Commit:
 
 def only(out: list[Effect], kind: type[E]) -> list[E]:
     return [effect for effect in out if isinstance(effect, kind)]
+
+
+def runs(out: list[Effect], kind: type[JobCommand]) -> list[effects.Run]:
+    """The jobs that begin with a command of this kind."""
+    return [run for run in only(out, effects.Run) if isinstance(run.command, kind)]
 
 
 def said(out: list[Effect]) -> list[SlaveBody]:

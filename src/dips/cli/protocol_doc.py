@@ -20,8 +20,7 @@ from dips.core.machine import TransitionTable
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.master.state.records import PUSH_TABLE, RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE, SLAVE_TABLE
 from dips.protos import clusters_pb2, operator_pb2, slaves_pb2
-from dips.slave.state.jobs import SAVE_TABLE
-from dips.slave.state.shard import SHARD_TABLE
+from dips.slave.state.shard import SAVE_TABLE, SHARD_TABLE
 from dips.slave.state.slave import LINK_TABLE
 from dips.worker.state.shared import SESSION_TABLE
 

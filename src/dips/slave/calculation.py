@@ -31,24 +31,24 @@ PARTS_PER_THREAD = 4
 def measure(
     memory: ShardMemory,
     theta: F32,
-    rows: Sequence[int],
+    slots: Sequence[int],
     known: KnownReceipts | None = None,
     threads: Threads = ONE_THREAD,
 ) -> tuple[BlockGram, ...]:
-    """The Gram matrix of the rows' pseudo-gradients at theta, block by block (docs/algorithm.md, MEASURE).
+    """The Gram matrix of the slots' pseudo-gradients at theta, block by block (docs/algorithm.md, MEASURE).
 
     known: sums of complete pushes that were taken with this theta on receipt; only the others are computed. Averaged
     blocks belong to no norm: their sums are zero, and only their non-finite elements count.
     """
-    sums, nonfinite = _piece_sums(memory, theta, rows, known, threads)
+    sums, nonfinite = _piece_sums(memory, theta, slots, known, threads)
     places = [memory.map.places[block.block_id] for block in memory.blocks]
     first_pieces = np.array([*(place.first_piece for place in places), memory.map.n_pieces], np.int64)
     uppers = kernels.block_totals(sums, first_pieces).T.tolist()
     first = first_pieces.tolist()
     if known is not None:
-        nonfinite = np.array([known.bad(row) for row in rows], np.int64)
+        nonfinite = np.array([known.bad(slot) for slot in slots], np.int64)
         first = [*(place.first_chunk for place in places), memory.map.n_chunks]
-    ends = np.concatenate([np.zeros((len(rows), 1), np.int64), np.cumsum(nonfinite, axis=1)], axis=1)[:, first]
+    ends = np.concatenate([np.zeros((len(slots), 1), np.int64), np.cumsum(nonfinite, axis=1)], axis=1)[:, first]
     bads = np.diff(ends, axis=1).T.tolist()
     return tuple(
         BlockGram(block.block_id, (0.0,) * len(upper) if block.averaged else tuple(upper), tuple(bad))
@@ -57,32 +57,32 @@ def measure(
 
 
 def _piece_sums(
-    memory: ShardMemory, theta: F32, rows: Sequence[int], known: KnownReceipts | None, threads: Threads
+    memory: ShardMemory, theta: F32, slots: Sequence[int], known: KnownReceipts | None, threads: Threads
 ) -> tuple[F64, I64]:
     """((k (k + 1) / 2, p) sums of each pair, upper triangle by rows; (k, p) non-finite elements)."""
-    edges, k = _edges(memory), len(rows)
-    pairs = [(rows[i], rows[j]) for i in range(k) for j in range(i, k)]
+    edges, k = _edges(memory), len(slots)
+    pairs = [(slots[i], slots[j]) for i in range(k) for j in range(i, k)]
     sums = np.zeros((len(pairs), len(edges) - 1), np.float64)
     nonfinite = np.zeros((k, len(edges) - 1), np.int64)
     missing = np.ones(sums.shape, np.bool_)
     if known is not None:
-        for pair, (row, other) in enumerate(pairs):
-            found = known.squared(row) if row == other else known.products(row, other)
+        for pair, (slot, other) in enumerate(pairs):
+            found = known.squared(slot) if slot == other else known.products(slot, other)
             if found is not None:
                 sums[pair], missing[pair] = found[0], ~found[1]
     # A pass for all pairs reads k + 1 vectors, one for a single pair reads three.
     n_missing = missing.sum(axis=0)
     by_pass = 3 * n_missing > k + 1
-    slots = np.asarray(rows, np.int64)
+    all_slots = np.asarray(slots, np.int64)
 
     def all_pairs(pieces: I64) -> None:
-        kernels.measure_pieces(theta, memory.staging, slots, edges, pieces, sums, nonfinite)
+        kernels.measure_pieces(theta, memory.staging, all_slots, edges, pieces, sums, nonfinite)
 
     _share(threads, all_pairs, np.flatnonzero(by_pass))
-    for pair, (row, other) in enumerate(pairs):
+    for pair, (slot, other) in enumerate(pairs):
 
-        def one_pair(pieces: I64, pair: int = pair, row: int = row, other: int = other) -> None:
-            x, y = memory.staging[row], memory.staging[other]
+        def one_pair(pieces: I64, pair: int = pair, slot: int = slot, other: int = other) -> None:
+            x, y = memory.staging[slot], memory.staging[other]
             kernels.multiply_pieces(theta, x, y, edges, pieces, sums[pair])
 
         _share(threads, one_pair, np.flatnonzero(missing[pair] & ~by_pass))
@@ -101,11 +101,11 @@ def _edges(memory: ShardMemory) -> I64:
 
 
 def directions(
-    memory: ShardMemory, version: Version, theta: F32, rows: Sequence[int], bases: Sequence[Version | None]
+    memory: ShardMemory, version: Version, theta: F32, slots: Sequence[int], bases: Sequence[Version | None]
 ) -> tuple[float, ...]:
-    """The movements of the rows' clusters from their bases, at theta of `version` (slave/memory.py, products)."""
+    """The movements of the slots' clusters from their bases, at theta of `version` (slave/memory.py, products)."""
     memory.samples.keep(version, theta)
-    return memory.samples.products(theta, memory.staging, rows, bases)
+    return memory.samples.products(theta, memory.staging, slots, bases)
 
 
 def prepare(
@@ -113,7 +113,7 @@ def prepare(
     theta: F32 | None,
     out: F32,
     body: Prepare,
-    rows: Sequence[int],
+    slots: Sequence[int],
     threads: Threads = ONE_THREAD,
 ) -> list[int]:
     """Compute the next theta into `out` and its momentum into memory.next_momentum (docs/algorithm.md, PREPARE).
@@ -123,20 +123,20 @@ def prepare(
     theta: the current version's, None for the seed. Returns the checksums of the new theta's chunks. Raises
     Refused(NONFINITE) when an element of either is NaN or infinite.
     """
-    slots, weights = np.asarray(rows, np.int64), np.asarray(body.weights, np.float32)
+    all_slots, weights = np.asarray(slots, np.int64), np.asarray(body.weights, np.float32)
     chunks = _chunk_edges(memory)
 
     def step(part: tuple[int, int]) -> tuple[int, list[int]]:
         start, stop = chunks[part[0]], chunks[part[1]]
         if theta is None:
-            bad = kernels.seed_step(memory.staging, rows[0], out, memory.next_momentum, start, stop)
+            bad = kernels.seed_step(memory.staging, slots[0], out, memory.next_momentum, start, stop)
         else:
             middle = min(max(start, memory.n_trained), stop)
             bad = kernels.outer_step(
                 theta,
                 memory.momentum,
                 memory.staging,
-                slots,
+                all_slots,
                 weights,
                 body.scale,
                 body.outer_lr,
@@ -149,7 +149,7 @@ def prepare(
                 middle,
             )
             bad += kernels.average_step(
-                theta, memory.staging, slots, weights, body.averaged_share, out, memory.next_momentum, middle, stop
+                theta, memory.staging, all_slots, weights, body.averaged_share, out, memory.next_momentum, middle, stop
             )
         return bad, [checksum(out[chunks[i] : chunks[i + 1]]) for i in range(*part)]
 

@@ -26,10 +26,10 @@ from dips.core.wire import Codec, encoded_bytes
 from dips.slave.landing import NEVER, Companion, KnownReceipts, LandingJob, Receipts
 from dips.slave.memory import F32, ThetaBuffer, bytes_of
 from dips.slave.state.admission import Admission
+from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.credits import Credits
 from dips.slave.state.events import PushStaged
-from dips.slave.state.shard import MAX_WINDOW_CHUNKS
-from dips.slave.state.staging import Landing, ShardMap, Staging, StagingTable, find_version
+from dips.slave.state.staging import Landing, ShardMap, Slot, Staging, StagingTable, find_version
 
 NOT_READY_RETRY_S = 0.5
 
@@ -77,7 +77,7 @@ class DataPort:
         self._now_s = now_s
         self._epoch = 0
         self._map: ShardMap | None = None
-        self._rows: F32 | None = None
+        self._staging: F32 | None = None
         self._table: StagingTable | None = None
         self._receipts: Receipts | None = None
         self._readable: Mapping[Version, ThetaBuffer] = {}
@@ -107,10 +107,10 @@ class DataPort:
         """Serve another shard, or none; forget every open staging and readable version."""
         self.close_all()
         self.set_readable({}, None)
-        self._map, self._rows = shard, staging
+        self._map, self._staging = shard, staging
         self._table = self._receipts = None
         if shard is not None and staging is not None:
-            self._table = StagingTable(shard, len(staging))
+            self._table = StagingTable(shard)
             self._staged_of.keep(len(staging))
             self._receipts = Receipts(shard, len(staging))
 
@@ -122,26 +122,18 @@ class DataPort:
             self._receipts.new_theta()
         self._current = current
 
-    def open(
-        self,
-        push: PushId,
-        attempt: int,
-        slot: int,
-        opening: int = 0,
-        wire: Codec = Codec.F32,
-        base: Version | None = None,
-    ) -> None:
-        """Open or adopt a staging; reports it at once as complete when nothing is missing."""
+    def open(self, slot: Slot) -> None:
+        """Open or adopt a slot; reports it at once as complete when nothing is missing."""
         if self._table is None or self._receipts is None or self._map is None:
             return
-        staging = self._table.open(push, attempt, slot, opening, wire, base)
+        staging = self._table.open(slot)
         if not staging.n_landed:
-            self._receipts.clear(slot)
+            self._receipts.clear(slot.number)
         if staging.complete:
-            self._say_staged(staging)
+            self._staged(PushStaged(slot, staging.digest()))
         else:
             left_elems = (self._map.n_bytes - staging.landed_bytes) // FLOAT32_BYTES
-            self._push_credits.note_open(push, encoded_bytes(wire, left_elems), self._now_s())
+            self._push_credits.note_open(slot.push, encoded_bytes(slot.wire, left_elems), self._now_s())
 
     def close(self, push: PushId) -> None:
         if self._table is not None:
@@ -191,19 +183,20 @@ class DataPort:
         assert self._table is not None
         assert self._receipts is not None
         staging, landing, receipts = job.staging, job.landing, self._receipts
-        self._under_way.discard((staging.slot, landing.index))
+        slot, push = staging.slot.number, staging.slot.push
+        self._under_way.discard((slot, landing.index))
         if refused is not None:
-            receipts.note(staging.slot, landing, 0, NEVER)
+            receipts.note(slot, landing, 0, NEVER)
             return self._refuse(job.header.request, refused)
-        receipts.note(staging.slot, landing, job.bad, job.theta_number)
+        receipts.note(slot, landing, job.bad, job.theta_number)
         for companion in job.companions:
-            receipts.note_products(staging.slot, companion.row, landing, job.theta_number)
+            receipts.note_products(slot, companion.slot, landing, job.theta_number)
         self._staging_bytes += landing.length_bytes
-        self._staged_of.add(staging.push.cluster, landing.length_bytes)
-        self._push_credits.note_landed(staging.push, len(job.payload), self._now_s())
+        self._staged_of.add(push.cluster, landing.length_bytes)
+        self._push_credits.note_landed(push, len(job.payload), self._now_s())
         if self._table.land(staging, landing, job.header.checksum):
-            self._push_credits.note_closed(staging.push, self._now_s())
-            self._say_staged(staging)
+            self._push_credits.note_closed(push, self._now_s())
+            self._staged(PushStaged(staging.slot, staging.digest()))
         return Answer(self._reply(job.header, DataOp.ACK, staging))
 
     def beat(self) -> SlaveBeat:
@@ -256,44 +249,40 @@ class DataPort:
         staging, landing, has_landed = table.admit(header, len(payload))
         if has_landed:
             return Answer(self._reply(header, DataOp.ACK, staging))
-        if (staging.slot, landing.index) in self._under_way:
+        slot, elems = staging.slot, landing.elems
+        if (slot.number, landing.index) in self._under_way:
             return None
-        job = self._job(header, payload, staging, landing)
-        self._under_way.add((staging.slot, landing.index))
-        return job
-
-    def _job(self, header: DataHeader, payload: memoryview, staging: Staging, landing: Landing) -> LandingJob:
-        assert self._rows is not None
-        elems = landing.elems
-        job = LandingJob(header, staging, landing, payload, self._checksum, self._rows[staging.slot, elems])
-        if staging.wire is not Codec.F32:
-            job.base = self._base(staging).theta[elems]
+        assert self._staging is not None
+        job = LandingJob(header, staging, landing, payload, self._checksum, self._staging[slot.number, elems])
+        if slot.wire is not Codec.F32:
+            job.base = self._base(slot).theta[elems]
         if self._current is not None:
             self._to_measure(job, elems)
+        self._under_way.add((slot.number, landing.index))
         return job
 
     def _to_measure(self, job: LandingJob, elems: slice) -> None:
         """Have the chunk's sums taken with the current theta, and products with the other pushes that have it."""
-        assert self._rows is not None
+        assert self._staging is not None
         assert self._receipts is not None
         assert self._current is not None
         if not self._receipts.shard.whole_pieces:
             return
-        row, landing = job.staging.slot, job.landing
+        slot, landing = job.staging.slot.number, job.landing
         job.theta = self._readable[self._current].theta[elems]
         job.theta_number = self._receipts.theta_number
-        job.squared = self._receipts.squared_of(row, landing)
+        job.squared = self._receipts.squared_of(slot, landing)
         job.companions = [
-            Companion(other, self._rows[other, elems], products)
-            for other, products in self._receipts.companions(row, landing)
+            Companion(other, self._staging[other, elems], products)
+            for other, products in self._receipts.companions(slot, landing)
         ]
 
-    def _base(self, staging: Staging) -> ThetaBuffer:
-        base = self._readable.get(staging.base) if staging.base is not None else None
+    def _base(self, slot: Slot) -> ThetaBuffer:
+        base = self._readable.get(slot.base) if slot.base is not None else None
         if base is None:
             raise Refused(
                 RefusalCode.BASE_GONE,
-                f"push {staging.push} holds differences to version {staging.base}, which is no longer kept here: "
+                f"push {slot.push} holds differences to version {slot.base}, which is no longer kept here: "
                 "take a new ticket and send parameters",
             )
         return base
@@ -347,18 +336,15 @@ class DataPort:
             self._epoch,
             op,
             header.request,
-            push=staging.push,
-            attempt=staging.attempt,
+            push=staging.slot.push,
+            attempt=staging.slot.attempt,
             block=header.block,
             offset_bytes=header.offset_bytes,
             missing=missing,
             complete=staging.complete,
             cause_id=header.cause_id,
-            credit=self._push_credits.credit(staging.push, self._now_s()),
+            credit=self._push_credits.credit(staging.slot.push, self._now_s()),
         )
-
-    def _say_staged(self, staging: Staging) -> None:
-        self._staged(PushStaged(staging.push, staging.attempt, staging.opening, staging.digest()))
 
 
 def landed(job: LandingJob) -> Refused | None:

@@ -36,14 +36,13 @@ from dips.core.net.curve import ZAP_ENDPOINT, CurvePair, as_server
 from dips.core.net.data_header import MAX_HEADER_BYTES
 from dips.core.net.zmq_frames import NOW, NOW_MORE, Failure, Handshakes, Outgoing
 from dips.core.observe.failpoints import FailpointKind, failpoint
-from dips.core.wire import Codec
 from dips.slave.data_port import Answer, DataPort, Figures, landed
 from dips.slave.landing import KnownReceipts, LandingJob
 from dips.slave.memory import F32, ThetaBuffer
 from dips.slave.state.admission import Admission
+from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.events import PushStaged
-from dips.slave.state.shard import MAX_WINDOW_CHUNKS
-from dips.slave.state.staging import ShardMap
+from dips.slave.state.staging import ShardMap, Slot
 
 # ---- zap -------------------------------------------------------------------------------------------------------------
 #
@@ -412,16 +411,8 @@ class DataServer:
         assert admission is not None, "the state machine refuses a list where no keys are used"
         self._post(lambda: admission.set_keys(keys))
 
-    def open(
-        self,
-        push: PushId,
-        attempt: int,
-        slot: int,
-        opening: int,
-        wire: Codec = Codec.F32,
-        base: Version | None = None,
-    ) -> None:
-        self._post(lambda: self._port.open(push, attempt, slot, opening, wire, base))
+    def open(self, slot: Slot) -> None:
+        self._post(lambda: self._port.open(slot))
 
     def close(self, push: PushId) -> None:
         self._post(lambda: self._port.close(push))
@@ -430,7 +421,7 @@ class DataServer:
         self._post(self._port.close_all)
 
     def known(self, version: Version) -> KnownReceipts | None:
-        """As DataPort.known; from any thread, since rows of complete pushes and the current version do not change."""
+        """As DataPort.known; from any thread, since slots of complete pushes and the current version do not change."""
         return self._port.known(version)
 
     def _post(self, call: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Lands one chunk from a frame in its staging row: checks, decodes and measures it while its bytes are in the cache.
+"""Lands one chunk from a frame in its slot: checks, decodes and measures it while its bytes are in the cache.
 
 Touches bytes, never a table: the data thread (slave/data_port.py) admits the chunk before and notes the result
 afterwards. So landings of different chunks may run on several threads at once; everything that takes time here releases
@@ -30,9 +30,9 @@ from dips.slave.state.staging import Landing, ShardMap, Staging
 #
 # Sums are kept piece by piece (core/math/outer_numpy.py), each with the number of the theta that it was taken with: a
 # version that flips in between makes them invalid, and they count as unknown. Written by the data thread
-# only; the rows of complete pushes do not change, so any thread may read those.
+# only; the slots of complete pushes do not change, so any thread may read those.
 #
-# Shapes: rows of staging memory r, the shard's pieces p and chunks c.
+# Shapes: slots of staging memory s, the shard's pieces p and chunks c.
 
 
 F64 = NDArray[np.float64]
@@ -56,15 +56,15 @@ pushes land at the same moment; MEASURE computes those, so that any number of pu
 
 
 class Receipts:
-    """Sums of every staging row. theta_number: counts the versions that chunks were measured with; from 1 on."""
+    """Sums of every slot. theta_number: counts the versions that chunks were measured with; from 1 on."""
 
-    def __init__(self, shard: ShardMap, n_rows: int) -> None:
+    def __init__(self, shard: ShardMap, n_slots: int) -> None:
         self.shard = shard
         self.theta_number = NEVER
-        self._squared = np.zeros((n_rows, shard.n_pieces), np.float64)
-        self._measured = np.full((n_rows, shard.n_chunks), NEVER, np.int64)
-        self._bad = np.zeros((n_rows, shard.n_chunks), np.int64)
-        self.n_places = min(n_rows * (n_rows - 1) // 2, KEPT_PRODUCTS)
+        self._squared = np.zeros((n_slots, shard.n_pieces), np.float64)
+        self._measured = np.full((n_slots, shard.n_chunks), NEVER, np.int64)
+        self._bad = np.zeros((n_slots, shard.n_chunks), np.int64)
+        self.n_places = min(n_slots * (n_slots - 1) // 2, KEPT_PRODUCTS)
         self._products = np.zeros((self.n_places, shard.n_pieces), np.float64)
         self._pair_of = np.zeros((self.n_places, shard.n_chunks), np.int64)
         self._taken_with = np.full((self.n_places, shard.n_chunks), NEVER, np.int64)
@@ -80,37 +80,37 @@ class Receipts:
         """Another version became the current one."""
         self.theta_number += 1
 
-    def clear(self, row: int) -> None:
-        """Forget a row, for another push."""
-        self._measured[row] = NEVER
-        n_rows = len(self._measured)
-        self._taken_with[(self._pair_of // n_rows == row) | (self._pair_of % n_rows == row)] = NEVER
+    def clear(self, slot: int) -> None:
+        """Forget a slot, for another push."""
+        self._measured[slot] = NEVER
+        n_slots = len(self._measured)
+        self._taken_with[(self._pair_of // n_slots == slot) | (self._pair_of % n_slots == slot)] = NEVER
 
-    def squared_of(self, row: int, landing: Landing) -> F64:
+    def squared_of(self, slot: int, landing: Landing) -> F64:
         """The place of a chunk's sums."""
-        return self._squared[row, landing.pieces]
+        return self._squared[slot, landing.pieces]
 
-    def note(self, row: int, landing: Landing, bad: int, theta_number: int) -> None:
+    def note(self, slot: int, landing: Landing, bad: int, theta_number: int) -> None:
         """A chunk landed with `bad` non-finite elements; theta_number NEVER: its sums were not taken."""
-        self._bad[row, landing.index] = bad
-        self._measured[row, landing.index] = theta_number
+        self._bad[slot, landing.index] = bad
+        self._measured[slot, landing.index] = theta_number
         if theta_number == NEVER:
-            self._give_back(row, landing.index)
+            self._give_back(slot, landing.index)
 
-    def companions(self, row: int, landing: Landing) -> list[tuple[int, F64]]:
-        """Other rows that have the chunk, measured with this theta, with the place of the products; none if many."""
+    def companions(self, slot: int, landing: Landing) -> list[tuple[int, F64]]:
+        """Other slots that have the chunk, measured with this theta, with the place of the products; none if many."""
         numbers = self._measured[:, landing.index].tolist()
-        others = [other for other, number in enumerate(numbers) if number == self.theta_number and other != row]
+        others = [other for other, number in enumerate(numbers) if number == self.theta_number and other != slot]
         if len(others) > MOST_COMPANIONS:
             return []
-        self._give_back(row, landing.index)
+        self._give_back(slot, landing.index)
         pieces = landing.pieces
-        places = [(other, self._claim(self._code(row, other), landing.index)) for other in others]
+        places = [(other, self._claim(self._code(slot, other), landing.index)) for other in others]
         return [(other, self._products[place, pieces]) for other, place in places if place is not None]
 
-    def note_products(self, row: int, other: int, landing: Landing, theta_number: int) -> None:
+    def note_products(self, slot: int, other: int, landing: Landing, theta_number: int) -> None:
         """The products that companions() asked for are taken."""
-        code, chunk = self._code(row, other), landing.index
+        code, chunk = self._code(slot, other), landing.index
         for place in range(self.n_places):
             if self._pair_of[place, chunk] == code and self._taken_with[place, chunk] == _PENDING:
                 self._taken_with[place, chunk] = theta_number
@@ -127,15 +127,15 @@ class Receipts:
                 return place
         return None
 
-    def _give_back(self, row: int, chunk: int) -> None:
+    def _give_back(self, slot: int, chunk: int) -> None:
         """Release the places of a landing that took no products."""
         numbers = self._taken_with[:, chunk].tolist()
         for place, number in enumerate(numbers):
-            if number == _PENDING and row in divmod(int(self._pair_of[place, chunk]), len(self._measured)):
+            if number == _PENDING and slot in divmod(int(self._pair_of[place, chunk]), len(self._measured)):
                 self._taken_with[place, chunk] = NEVER
 
-    def _code(self, row: int, other: int) -> int:
-        return min(row, other) * len(self._measured) + max(row, other)
+    def _code(self, slot: int, other: int) -> int:
+        return min(slot, other) * len(self._measured) + max(slot, other)
 
 
 @dataclass(frozen=True)
@@ -145,15 +145,15 @@ class KnownReceipts:
     receipts: Receipts
     theta_number: int
 
-    def squared(self, row: int) -> tuple[F64, Bools]:
+    def squared(self, slot: int) -> tuple[F64, Bools]:
         """Piece sums of (theta - x)^2, and which of them are known; both (n_pieces,)."""
         receipts = self.receipts
-        return receipts._squared[row], self._of_pieces(receipts._measured[row])
+        return receipts._squared[slot], self._of_pieces(receipts._measured[slot])
 
-    def products(self, row: int, other: int) -> tuple[F64, Bools] | None:
+    def products(self, slot: int, other: int) -> tuple[F64, Bools] | None:
         """Piece sums of (theta - x)(theta - y), and which of them are known; None: none was taken."""
         receipts, sums, known = self.receipts, None, None
-        code = receipts._code(row, other)
+        code = receipts._code(slot, other)
         for place in range(receipts.n_places):
             here = receipts._pair_of[place] == code
             if not here.any():
@@ -163,9 +163,9 @@ class KnownReceipts:
             known = valid if known is None else known | valid
         return None if sums is None or known is None else (sums, known)
 
-    def bad(self, row: int) -> I64:
+    def bad(self, slot: int) -> I64:
         """Non-finite elements of each chunk (n_chunks,), in (block, offset) order; known of every complete push."""
-        counts: I64 = self.receipts._bad[row]
+        counts: I64 = self.receipts._bad[slot]
         return counts
 
     def _of_pieces(self, measured: I64) -> Bools:
@@ -193,9 +193,9 @@ F32 = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Companion:
-    """Another push that has the same chunk: its row of staging memory, its values, and the place of the products."""
+    """Another push that has the same chunk: its slot of staging memory, its values, and the place of the products."""
 
-    row: int
+    slot: int
     values: F32
     products: F64
 
@@ -204,7 +204,7 @@ class Companion:
 class LandingJob:
     """A chunk that was admitted. Shapes: m elements of the chunk, p pieces of it.
 
-    row: (m,), where it lands. theta: (m,) of the current version, and squared (p,) for the sums against it; both None
+    into: (m,), where it lands. theta: (m,) of the current version, and squared (p,) for the sums against it; both None
     when there is no version or chunks are not whole pieces. base: (m,) of the version that differences are relative to.
     """
 
@@ -213,7 +213,7 @@ class LandingJob:
     landing: Landing
     payload: memoryview
     checksum: Callable[[Bytes], int]
-    row: F32
+    into: F32
     base: F32 | None = None
     theta: F32 | None = None
     squared: F64 | None = None
@@ -234,24 +234,24 @@ class LandingJob:
                 f"block {header.block}, offset {header.offset_bytes} of push {header.push}: the payload's checksum "
                 f"is {found:016x}, its header says {header.checksum:016x}; send it again",
             )
-        self.bad = self._parameters() if self.staging.wire is Codec.F32 else self._differences()
+        self.bad = self._parameters() if self.staging.slot.wire is Codec.F32 else self._differences()
         if not self.companions:
             return
         assert self.theta is not None, "products are taken with a theta"
-        # A landed row bypassed the caches; the frame's bytes are still in them.
-        values = np.frombuffer(self.payload, np.float32) if self.staging.wire is Codec.F32 else self.row
+        # What landed bypassed the caches; the frame's bytes are still in them.
+        values = np.frombuffer(self.payload, np.float32) if self.staging.slot.wire is Codec.F32 else self.into
         for companion in self.companions:
             kernels.products(self.theta, values, companion.values, companion.products)
 
     def _parameters(self) -> int:
         values = np.frombuffer(self.payload, np.float32)
         if self.theta is None or self.squared is None:
-            return kernels.land(self.row, values)
-        return kernels.land_measured(self.row, values, self.theta, self.squared)
+            return kernels.land(self.into, values)
+        return kernels.land_measured(self.into, values, self.theta, self.squared)
 
     def _differences(self) -> int:
         assert self.base is not None, "differences are admitted only while their base is in memory"
-        wire_numba.decode(self.staging.wire, self.base, np.frombuffer(self.payload, np.uint8), self.row)
+        wire_numba.decode(self.staging.slot.wire, self.base, np.frombuffer(self.payload, np.uint8), self.into)
         if self.theta is None or self.squared is None:
-            return kernels.land(self.row, self.row)
-        return kernels.measure_landed(self.row, self.theta, self.squared)
+            return kernels.land(self.into, self.into)
+        return kernels.measure_landed(self.into, self.theta, self.squared)

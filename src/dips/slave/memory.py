@@ -1,4 +1,4 @@
-"""The slave's memory: a ring of theta buffers, two momentum buffers and the staging rows, allocated once.
+"""The slave's memory: a ring of theta buffers, two momentum buffers and staging memory, allocated once.
 
 Shapes: n = elements of this slave's blocks, one block after the other in block-id order; theta and momentum
 (n,) float32, staging (slots, n) float32.
@@ -69,21 +69,21 @@ class Samples:
             del self._of[next(iter(self._of))]
 
     def products(
-        self, theta: F32, staging: F32, rows: Sequence[int], bases: Sequence[Version | None]
+        self, theta: F32, staging: F32, slots: Sequence[int], bases: Sequence[Version | None]
     ) -> tuple[float, ...]:
         """The upper triangle by rows of the 2k x 2k Gram matrix of p_1 .. p_k, s_1 .. s_k, estimated for the shard.
 
         p_j = theta_base - theta_j is the movement of cluster j, s_j = theta_base - theta that of the model meanwhile.
         Where a base is not known both are NaN, and so are their products.
         """
-        k = len(rows)
+        k = len(slots)
         now = theta[: self._n_elems : self._stride]
         vectors = np.full((2 * k, len(now)), np.nan, np.float32)
         with np.errstate(all="ignore"):
-            for j, (row, version) in enumerate(zip(rows, bases, strict=True)):
+            for j, (slot, version) in enumerate(zip(slots, bases, strict=True)):
                 base = self._of.get(version) if version is not None else None
                 if base is not None:
-                    vectors[j] = base - staging[row, : self._n_elems : self._stride]
+                    vectors[j] = base - staging[slot, : self._n_elems : self._stride]
                     vectors[k + j] = base - now
         gram, _ = kernels.gram(np.zeros_like(now), vectors, np.arange(2 * k, dtype=np.int64), 0, len(now))
         scale = self._n_elems / max(1, len(now))

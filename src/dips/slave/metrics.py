@@ -13,6 +13,7 @@ from dips.core.clock import Clock
 from dips.core.errors import Refused
 from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES
+from dips.core.messages import Commit, Configure, ListShard, Measure, MoveBlocks, Prepare
 from dips.core.net.data_header import REFUSED_DATA
 from dips.core.net.keys import certificate_left_s
 from dips.core.net.security import INSECURE, Security
@@ -21,6 +22,7 @@ from dips.core.observe.metrics import CERTIFICATE, Families, Spec, flag
 from dips.core.release import VERSION
 from dips.slave.data_port import Figures
 from dips.slave.memory import ShardMemory
+from dips.slave.state.effects import JobCommand, Run
 from dips.slave.state.shard import ShardPhase
 from dips.slave.state.slave import SlaveMachine
 
@@ -31,7 +33,20 @@ from dips.slave.state.slave import SlaveMachine
 # The data port counts chunks itself.
 
 
-JOBS = ("load", "measure", "prepare", "commit", "list", "move")
+_KINDS: Mapping[type[JobCommand], str] = {
+    Configure: "load",
+    Measure: "measure",
+    Prepare: "prepare",
+    Commit: "commit",
+    ListShard: "list",
+    MoveBlocks: "move",
+}
+JOBS = tuple(_KINDS.values())
+
+
+def kind_of(run: Run) -> str:
+    """The kind of a job in metrics. A Configure that commits the shadow in memory loads nothing."""
+    return "commit" if run.shadow is not None else _KINDS[type(run.command)]
 
 
 @dataclass(frozen=True)

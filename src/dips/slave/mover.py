@@ -27,7 +27,7 @@ from dips.core.net.data_header import MAX_HEADER_BYTES, DataHeader, DataOp
 from dips.core.wire import Codec
 from dips.slave.memory import F32, ShardMemory, bytes_of
 from dips.slave.ring import Ring
-from dips.slave.state import shard as checks
+from dips.slave.state.checks import own_blocks
 from dips.slave.state.fetching import WINDOW_CHUNKS, ChunkRequest, Fetch, cancelled
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class Mover:
     def run(self) -> SnapshotInfo:
         """Move blocks. Raises Refused: DIGEST, DISK, BUSY (a source does not answer, or cancelled), VERSION_GONE."""
         move = self._move
-        blocks = checks.own_blocks(self._slave_id, move)
+        blocks = own_blocks(self._slave_id, move)
         info = SnapshotInfo(
             move.to_version, move.round, move.layout_hash, move.placement.placement_hash, move.theta_digest, False
         )

@@ -35,27 +35,23 @@ class PushEvidence:
         self._disk = LocalDisk(self._directory)
         self._owner = {"format": FORMAT, "run_id": run_id, "slave_id": slave_id}
 
-    def write(self, body: Prepare, shadow: SnapshotInfo, rows: list[F32], chunk_bytes: int) -> None:
-        """Write a round's files. rows: staging rows of body.accepted in that order, each (n,) float32. Durable when
-        this returns.
+    def write(self, body: Prepare, shadow: SnapshotInfo, pushes: list[F32], chunk_bytes: int) -> None:
+        """Write a round's files. pushes: those of body.accepted in that order, each (n,) float32. Durable when this
+        returns.
 
         Raises OSError; files that no record names may then be left.
         """
         round_id = str(body.round)
-        names = [f"{round_id}-{index}.safetensors" for index in range(len(rows))]
-        pushes = [self._push(body, index) for index in range(len(rows))]
-        for name, said, row in zip(names, pushes, rows, strict=True):
+        accepted = []
+        for index, (staged, weight, push) in enumerate(zip(body.accepted, body.weights, pushes, strict=True)):
+            name = f"{round_id}-{index}.safetensors"
+            said = {"push": str(staged.push), "attempt": staged.attempt, "weight": weight}
             metadata = self._owner | {"round": round_id, **{key: str(value) for key, value in said.items()}}
-            said["xxh3_128"] = _write_push(self._directory / name, row, metadata)
+            accepted.append(said | {"xxh3_128": _write_push(self._directory / name, push, metadata), "file": name})
         self._disk.sync_names()
-        accepted = [said | {"file": name} for name, said in zip(names, pushes, strict=True)]
         record = self._owner | _scalars(body, shadow, chunk_bytes) | {"accepted": accepted}
         text = json.dumps(record | {"xxh3_128": checksum(record)}, indent=1)
         replace_durably(self._disk, f"round-{round_id}.json", text.encode())
-
-    def _push(self, body: Prepare, index: int) -> dict[str, Any]:
-        staged = body.accepted[index]
-        return {"push": str(staged.push), "attempt": staged.attempt, "weight": body.weights[index]}
 
 
 def checksum(record: Mapping[str, Any]) -> str:
@@ -64,21 +60,21 @@ def checksum(record: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _write_push(path: Path, row: F32, metadata: Mapping[str, str]) -> str:
+def _write_push(path: Path, push: F32, metadata: Mapping[str, str]) -> str:
     """Write and flush a safetensors file of one tensor, by hand, because the library makes two copies of the tensor.
 
     Returns xxh3-128 of all its bytes.
     """
-    place = {"dtype": "F32", "shape": [row.size], "data_offsets": [0, row.nbytes]}
+    place = {"dtype": "F32", "shape": [push.size], "data_offsets": [0, push.nbytes]}
     text = json.dumps({"__metadata__": metadata, "push": place}, separators=(",", ":")).encode()
     text = text.ljust(-len(text) % 8 + len(text))
     head = len(text).to_bytes(8, "little") + text
     sum_of_bytes = xxhash.xxh3_128(head)
-    sum_of_bytes.update(bytes_of(row))
+    sum_of_bytes.update(bytes_of(push))
     failpoint("slave.pushes.before_write")
     with path.open("wb", buffering=0) as file:
         _write_all(file.fileno(), 0, memoryview(head))
-        _write_all(file.fileno(), 8 + len(text), bytes_of(row))
+        _write_all(file.fileno(), 8 + len(text), bytes_of(push))
         failpoint("slave.pushes.before_fsync")
         os.fsync(file.fileno())
         failpoint("slave.pushes.after_fsync")

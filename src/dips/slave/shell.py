@@ -18,24 +18,42 @@ from typing import Any, TypeVar
 from dips.core.chunks import shard_digest
 from dips.core.clock import Clock
 from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
+from dips.core.ids import Incarnation, RoundId
 from dips.core.math import outer_numba, wire_numba
 from dips.core.math.compiling import watched
-from dips.core.messages import CommitRecord, Configure, SlaveMessage, SnapshotInfo
+from dips.core.messages import (
+    Allow,
+    CloseStaging,
+    Commit,
+    CommitRecord,
+    Configure,
+    ListShard,
+    Measure,
+    Measured,
+    MoveBlocks,
+    Prepare,
+    Retain,
+    SendCommitRecord,
+    ShardList,
+    SlaveMessage,
+    SnapshotInfo,
+    StopSlave,
+)
 from dips.core.net.curve import CurvePair
-from dips.core.net.grpc_calls import to_refusal
 from dips.core.observe.starting import Starting
 from dips.core.observe.telemetry import ChangeLogger, Tape
 from dips.core.threads import Threads
 from dips.slave import calculation
 from dips.slave.data_server import DataServer
 from dips.slave.memory import F32, ShardMemory, memory_bytes_per_s
-from dips.slave.metrics import Counts, MetricsMoment, snapshot
+from dips.slave.metrics import Counts, MetricsMoment, kind_of, snapshot
 from dips.slave.mover import Mover
 from dips.slave.push_evidence import PushEvidence
 from dips.slave.ring import SnapshotStore, disk_refusal
 from dips.slave.state import effects, events
-from dips.slave.state import shard as checks
+from dips.slave.state.checks import own_blocks
 from dips.slave.state.fetching import cancelled
+from dips.slave.state.shard import to_refusal
 from dips.slave.state.slave import SlaveMachine
 
 T = TypeVar("T")
@@ -150,20 +168,20 @@ class SlaveShell:
                 self._tape.write(kind, cause, **fields)
             case effects.Log(level, key, sentence, because):
                 self._changes.report(key, sentence, level, because)
-            case effects.OpenSlot(push, attempt, slot, opening, wire, base):
-                self._data.open(push, attempt, slot, opening, wire, base)
-            case effects.CloseSlot(push):
+            case effects.OpenSlot(slot):
+                self._data.open(slot)
+            case CloseStaging(push):
                 self._data.close(push)
             case effects.CloseAllSlots():
                 self._data.close_all()
             case effects.Serve(epoch):
                 self._data.set_epoch(epoch)
-            case effects.SetAllowed(keys):
+            case Allow(keys):
                 self._data.set_allowed(keys)
             case effects.CloseLink(sentence):
                 if self.close_link is not None:
                     self.close_link(sentence)
-            case effects.EndProcess(reason):
+            case StopSlave(reason):
                 if not self.ended.done():
                     self.ended.set_result(reason)
             case effects.GiveUp(refusal):
@@ -177,7 +195,7 @@ class SlaveShell:
                 self._spawn(self._save_promise(epoch))
             case effects.DropShadow(shadow):
                 self._drop_shadow(shadow)
-            case effects.SetPins(versions):
+            case Retain(versions):
                 if self._memory is not None:
                     self._memory.pin(versions)
                     self._settle()
@@ -185,26 +203,16 @@ class SlaveShell:
                 self._spawn(self._save(effect, *self._held_for_saving(effect.info)))
             case effects.SaveLater(delay_s):
                 self._spawn(self._later(delay_s, events.SaveAgain()))
-            case effects.ReadRecord():
-                self._spawn(self._read_record(effect))
-            case effects.RunLoad():
-                self._spawn(self._job(effect.job, "load", self._load(effect), effect.delay_s))
-            case effects.RunMeasure():
-                self._spawn(self._job(effect.job, "measure", self._measure(effect)))
-            case effects.RunList():
-                self._spawn(self._job(effect.job, "list", self._list(effect)))
-            case effects.RunMove():
-                self._spawn(self._job(effect.job, "move", self._move(effect)))
-            case effects.CancelMove(job):
-                self._unwanted_move = job
+            case effects.ReadRecord(asked_by, command):
+                self._spawn(self._read_record(asked_by, command))
+            case effects.Run():
+                self._spawn(self._job(effect))
+            case effects.CancelMove(number):
+                self._unwanted_move = number
                 if self._mover is not None:
                     self._mover.cancel()
             case effects.DropMoved(shadow):
                 self._spawn(self._on(self._disk, self._ring.drop_shadow, shadow))
-            case effects.RunPrepare():
-                self._spawn(self._job(effect.job, "prepare", self._prepare(effect)))
-            case effects.RunCommit():
-                self._spawn(self._job(effect.job, "commit", self._commit(effect), effect.delay_s))
             case _:
                 raise LocalProtocolError(f"no one carries out {type(effect).__name__}")
 
@@ -218,16 +226,35 @@ class SlaveShell:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
 
-    async def _job(self, job: int, kind: str, work: Coroutine[Any, Any, events.JobEvent], delay_s: float = 0.0) -> None:
+    async def _job(self, run: effects.Run) -> None:
+        event: events.Done | events.Failed
         try:
-            await asyncio.sleep(delay_s)
-            with self._counts.job(kind):
-                event = await work
+            await asyncio.sleep(run.delay_s)
+            with self._counts.job(kind_of(run)):
+                event = await self._do(run)
         except Refused as refused:
-            event = events.JobFailed(job, to_refusal(refused), self._ring.infos())
-        finally:
-            work.close()  # a delay that was cancelled leaves work that never began
+            event = events.Failed(run.number, to_refusal(refused), self._ring.infos())
         self.handle(event)
+
+    async def _do(self, run: effects.Run) -> events.Done:
+        """Do a command. Raises Refused; then nothing that counts has changed."""
+        result: SnapshotInfo | Measured | ShardList | None
+        match run.command:
+            case (Configure() | Commit()) as command if run.shadow is not None:
+                result = await self._commit(run, command, run.shadow)
+            case Configure() as command:
+                result = await self._load(run, command)
+            case Prepare() as command:
+                result = await self._prepare(run, command)
+            case MoveBlocks() as command:
+                result = await self._move(run, command)
+            case Measure() as command:
+                return events.Done(run.number, await self._measure(run, command))
+            case ListShard(round_id):
+                return events.Done(run.number, await self._list(round_id))
+            case command:
+                raise LocalProtocolError(f"no one carries out {type(command).__name__}")
+        return events.Done(run.number, result, self._ring.infos())
 
     async def _on(self, executor: Executor, function: Callable[..., T], *args: Any) -> T:
         return await self._loop.run_in_executor(executor, function, *args)
@@ -277,28 +304,29 @@ class SlaveShell:
         self._made().drop_shadow()
         self._spawn(self._on(self._disk, self._ring.drop_shadow, shadow))
 
-    async def _load(self, effect: effects.RunLoad) -> events.LoadDone:
+    async def _load(self, run: effects.Run, body: Configure) -> SnapshotInfo | None:
+        """Make memory and fill it. Returns the version that it holds then."""
         await self._settled()
         await self._saved_to_file()
         await self._serve_memory(None)
         self._memory = self._settling = self._saving_theta = None
-        blocks = checks.own_blocks(self._slave_id, effect.configure)
+        blocks = own_blocks(self._slave_id, body)
         await self._on(self._disk, self._ring.close_round)
         await self._on(self._disk, self._ring.make, sum(block.n_elems for block in blocks))
-        slots, room = effect.configure.staging_slots, self._memory_bytes
+        slots, room = body.staging_slots, self._memory_bytes
         starting = Starting("memory", log, self._tape, self._clock)
-        memory = await self._on(self._outer, ShardMemory, blocks, effect.chunk_bytes, slots, room, starting.touched)
+        memory = await self._on(self._outer, ShardMemory, blocks, run.chunk_bytes, slots, room, starting.touched)
         starting.end()
-        current = None if effect.source is None else await self._fill(memory, effect, effect.source)
+        current = None if run.source is None else await self._fill(memory, body, run.source)
         await self._serve_memory(memory)
         self._memory = memory
         self._settle()
         await self._settled()
-        return events.LoadDone(effect.job, current, self._ring.infos())
+        return current
 
-    async def _fill(self, memory: ShardMemory, effect: effects.RunLoad, source: SnapshotInfo) -> SnapshotInfo:
+    async def _fill(self, memory: ShardMemory, body: Configure, source: SnapshotInfo) -> SnapshotInfo:
         """Read a snapshot into fresh memory and check it against the digest of its COMMIT."""
-        theta, body = memory.take().theta, effect.configure
+        theta = memory.take().theta
         await self._on(self._disk, self._ring.load, source, theta, memory.next_momentum)
         sums = await self._on(self._outer, calculation.chunk_checksums, theta, memory.blocks, memory.map.chunk_bytes)
         if shard_digest(sums) != body.load_digest:
@@ -307,7 +335,13 @@ class SlaveShell:
                 f"the snapshot of version {source.version} has digest {shard_digest(sums).hex()}, its COMMIT names "
                 f"{body.load_digest.hex()}",
             )
-        source = await self._name(source, body)
+        # The snapshot durably gets the name and the COMMIT that the master has for it.
+        assert body.load is not None
+        assert body.load_round is not None
+        named = replace(source, version=body.load, round=body.load_round)
+        commit = (body.commit_hash, body.commit_record)
+        source, problems = await self._on(self._disk, self._ring.adopt, source, named, body.origin, *commit)
+        self._warn(problems)
         memory.name_shadow(source, sums)
         memory.flip(source)
         self._tape.write(
@@ -315,104 +349,93 @@ class SlaveShell:
         )
         return source
 
-    async def _name(self, source: SnapshotInfo, body: Configure) -> SnapshotInfo:
-        """Give the snapshot durably the name and the COMMIT that the master has for it."""
-        assert body.load is not None
-        assert body.load_round is not None
-        named = replace(source, version=body.load, round=body.load_round)
-        commit = (body.commit_hash, body.commit_record)
-        here, problems = await self._on(self._disk, self._ring.adopt, source, named, body.origin, *commit)
-        self._warn(problems)
-        return here
-
     def _warn(self, problems: list[str]) -> None:
         for problem in problems:
             log.warning("%s", problem)
 
-    async def _measure(self, effect: effects.RunMeasure) -> events.MeasureDone:
+    async def _measure(self, run: effects.Run, body: Measure) -> Measured:
         memory = self._made()
         assert memory.current is not None
         assert memory.current.info is not None
         version, theta = memory.current.info.version, memory.current.theta
+        slots, bases = [slot.number for slot in run.slots], [slot.base for slot in run.slots]
         known = self._data.known(version)
-        blocks = await self._on(self._outer, calculation.measure, memory, theta, effect.slots, known, self._threads)
-        way = await self._on(self._outer, calculation.directions, memory, version, theta, effect.slots, effect.bases)
-        return events.MeasureDone(effect.job, blocks, way)
+        blocks = await self._on(self._outer, calculation.measure, memory, theta, slots, known, self._threads)
+        way = await self._on(self._outer, calculation.directions, memory, version, theta, slots, bases)
+        return Measured(body.round, blocks, way)
 
-    async def _prepare(self, effect: effects.RunPrepare) -> events.PrepareDone:
+    async def _prepare(self, run: effects.Run, body: Prepare) -> SnapshotInfo:
+        """Compute the shadow. Returns its name."""
         await self._settled()
-        memory, body = self._made(), effect.prepare
+        memory, slots = self._made(), [slot.number for slot in run.slots]
         await self._momentum_free(memory)
         made = self.state.shard.made
         assert made is not None
         shadow = await self._on(self._outer, memory.take)
         theta = memory.current.theta if memory.current is not None else None
         try:
-            with self._counts.update(memory.n_elems, len(effect.slots)):
+            with self._counts.update(memory.n_elems, len(slots)):
                 sums = await self._on(
-                    self._outer, calculation.prepare, memory, theta, shadow.theta, body, effect.slots, self._threads
+                    self._outer, calculation.prepare, memory, theta, shadow.theta, body, slots, self._threads
                 )
             info = SnapshotInfo(
                 body.to_version, body.round, made.layout_hash, made.placement_hash, shard_digest(sums), committed=False
             )
             memory.name_shadow(info, sums)
             if self._pushes is not None:
-                await self._record_pushes(self._pushes, effect, info)
-            if effect.durable:
+                pushes = [memory.staging[slot] for slot in slots]
+                try:
+                    await self._on(self._disk, self._pushes.write, body, info, pushes, memory.map.chunk_bytes)
+                except OSError as error:
+                    raise disk_refusal(f"the record of the pushes of round {info.round}", error) from error
+            if run.durable:
                 with self._counts.snapshot():
                     await self._on(self._disk, self._ring.write_shadow, info, shadow.theta, memory.next_momentum)
         except BaseException:
             memory.drop_shadow()
             raise
-        return events.PrepareDone(effect.job, info, self._ring.infos())
+        return info
 
-    async def _record_pushes(self, pushes: PushEvidence, effect: effects.RunPrepare, info: SnapshotInfo) -> None:
+    async def _commit(self, run: effects.Run, body: Configure | Commit, shadow: SnapshotInfo) -> SnapshotInfo:
+        """Make the shadow in memory the current version. Returns its name."""
         memory = self._made()
-        rows = [memory.staging[slot] for slot in effect.slots]
-        try:
-            await self._on(self._disk, pushes.write, effect.prepare, info, rows, memory.map.chunk_bytes)
-        except OSError as error:
-            raise disk_refusal(f"the record of the pushes of round {info.round}", error) from error
-
-    async def _commit(self, effect: effects.RunCommit) -> events.CommitDone:
-        memory = self._made()
-        info = replace(effect.shadow, committed=True, commit_hash=effect.commit_hash)
-        if effect.durable:
+        info = replace(shadow, committed=True, commit_hash=body.commit_hash)
+        if run.durable:
             assert memory.shadow is not None
             arrays = (memory.shadow.theta, memory.next_momentum)
             with self._counts.snapshot():
-                await self._on(self._disk, self._ring.write_committed, info, *arrays, effect.commit_record)
+                await self._on(self._disk, self._ring.write_committed, info, *arrays, body.commit_record)
         memory.flip(info)
         self._settle()
         await self._settled()
-        if effect.durable:
+        if run.durable:
             self._warn(await self._on(self._disk, self._ring.tidy, info))
-        return events.CommitDone(effect.job, info, self._ring.infos())
+        return info
 
     # ---- a RESHARD ----
 
-    async def _list(self, effect: effects.RunList) -> events.ListDone:
+    async def _list(self, round_id: RoundId) -> ShardList:
         memory = self._made()
         assert memory.current is not None
         blocks, chunk_bytes = memory.blocks, memory.map.chunk_bytes
         sums = await self._on(self._outer, calculation.chunk_checksums, memory.momentum, blocks, chunk_bytes)
-        return events.ListDone(effect.job, tuple(memory.current.checksums), tuple(sums))
+        return ShardList(round_id, tuple(memory.current.checksums), tuple(sums))
 
-    async def _move(self, effect: effects.RunMove) -> events.MoveDone:
+    async def _move(self, run: effects.Run, body: MoveBlocks) -> SnapshotInfo:
+        """Assemble a shard of another placement in a file. Returns its name."""
         await self._saved_to_file()
-        if effect.job == self._unwanted_move:
-            raise cancelled(effect.move)
+        if run.number == self._unwanted_move:
+            raise cancelled(body)
         link = self.state.link
         mover = self._mover = Mover(
-            self._slave_id, link.run_id, link.promised_epoch, effect.move, effect.chunk_bytes, self._memory, self._ring,
+            self._slave_id, link.run_id, link.promised_epoch, body, run.chunk_bytes, self._memory, self._ring,
             self._disk, self._clock, self._curve,
         )  # fmt: skip
         try:
-            shadow = await self._on(self._moving, mover.run)
+            return await self._on(self._moving, mover.run)
         finally:
             mover.cancel()  # also where this task is
             self._mover = None
-        return events.MoveDone(effect.job, shadow, self._ring.infos())
 
     # ---- durability "async" ----
 
@@ -462,8 +485,8 @@ class SlaveShell:
 
     # ---- reading COMMIT records ----
 
-    async def _read_record(self, effect: effects.ReadRecord) -> None:
-        version, round_id = effect.version, effect.round
+    async def _read_record(self, asked_by: Incarnation | None, command: SendCommitRecord) -> None:
+        version, round_id = command.version, command.round
         try:
             record, commit_hash = await self._on(self._disk, self._ring.record, version, round_id)
             if hashlib.sha256(record).digest() != commit_hash:
@@ -472,7 +495,7 @@ class SlaveShell:
             answer = CommitRecord(version, round_id, record)
         except Refused as refused:
             answer = CommitRecord(version, round_id, refusal=to_refusal(refused))
-        self.handle(events.RecordRead(effect.asked_by, answer))
+        self.handle(events.RecordRead(asked_by, answer))
 
     # ---- beats ----
 

@@ -19,7 +19,7 @@ from dips.sim.scale import rates
 from dips.slave.connections import ROOM_BYTES
 from dips.slave.ring import SPARE_FILES
 from dips.slave.snapshot_files import file_bytes
-from dips.slave.state.shard import MAX_WINDOW_CHUNKS
+from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 
 PAPER = {"params": "100e9", "clusters": 9, "slaves": 16, "link": "10gbps"}
 

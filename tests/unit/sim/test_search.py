@@ -22,7 +22,7 @@ from dips.sim.search.searches import SEARCHES, Named, Size, by_name, run_all
 from dips.sim.search.slave_part import TORN, SlavePart, put_chunk
 from dips.sim.search.state import NOBODY, OLD, Draft, SearchState, SearchViolation
 from dips.sim.search.system import System
-from dips.slave.state.staging import StagingTable
+from dips.slave.state.staging import Slot, StagingTable
 
 FROZEN_COUNTS = ROOT / "tests" / "frozen" / "searches.txt"
 COUNTS = read_counts(FROZEN_COUNTS)
@@ -173,18 +173,19 @@ def test_a_push_of_which_a_chunk_lacks_is_not_staged_and_a_mixed_one_is_torn() -
     push = PushId(ClusterId("a"), Incarnation(1, 1), 1)
     slave = SlavePart("s0", chunk_bytes=BLOCK_BYTES // 2)
     slave.blocks = (0,)
-    slave.table = StagingTable(slave.shard, 1)
-    slave.table.open(push, 1, 0)
-    slave.rows[0] = (None, None)
+    slave.table = StagingTable(slave.shard)
+    slot = Slot(push, 1, 0)
+    slave.table.open(slot)
+    slave.staging[0] = (None, None)
     headers = [put_chunk((0,), BLOCK_BYTES // 2, index, push, 1, 1, ("a1",)) for index in range(2)]
     slave.put(headers[:1], ("a1",))
-    assert slave._payload(0) == (TORN,)
+    assert slave._payload(slot) == (TORN,)
     with pytest.raises(LocalProtocolError, match="1 of 2 chunks"):
         slave._say_staged(slave.table.find(push, 1))
     slave.put(headers, ("a1",))
-    assert slave._payload(0) == ("a1",)
-    slave.rows[0] = (("a1",), ("b1",))
-    assert slave._payload(0) == (TORN,)
+    assert slave._payload(slot) == ("a1",)
+    slave.staging[0] = (("a1",), ("b1",))
+    assert slave._payload(slot) == (TORN,)
 
 
 # ---- other slaves ----

@@ -88,7 +88,7 @@ def test_a_list_that_makes_no_sense_is_refused(keys: tuple[AllowedKey, ...], why
     bench = SlaveBench(curve_key=b"k" * 32)
     bench.attach()
     out = bench.command(Allow(keys))
-    assert not only(out, effects.SetAllowed)
+    assert not only(out, Allow)
     assert why in only(out, effects.Log)[0].sentence
 
 
@@ -104,19 +104,19 @@ def test_a_list_waits_for_no_job() -> None:
     bench.attach()
     bench.command(configure())
     assert bench.state.shard.busy
-    assert only(bench.command(Allow(LIST)), effects.SetAllowed) == [effects.SetAllowed(LIST)]
+    assert only(bench.command(Allow(LIST)), Allow) == [Allow(LIST)]
 
 
 def test_a_list_of_an_older_epoch_or_another_life_changes_nothing() -> None:
     bench = SlaveBench(curve_key=b"k" * 32)
     bench.attach(epoch=3)
     for changes in ({"epoch": 2}, {"incarnation": Incarnation(3, 9)}, {"run_id": "other"}):
-        assert not only(bench.command(Allow(LIST), **changes), effects.SetAllowed)
+        assert not only(bench.command(Allow(LIST), **changes), Allow)
 
 
 def test_without_keys_a_list_is_refused_and_said() -> None:
     bench = SlaveBench()
     bench.attach()
     out = bench.command(Allow(LIST))
-    assert not only(out, effects.SetAllowed)
+    assert not only(out, Allow)
     assert "uses no keys" in only(out, effects.Log)[0].sentence

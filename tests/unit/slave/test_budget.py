@@ -16,7 +16,7 @@ from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.placement import KEPT_PRODUCTS, table_bytes_needed
 from dips.slave.landing import MOST_COMPANIONS, NEVER, Receipts
-from dips.slave.state.staging import Landing, ShardMap, StagingTable
+from dips.slave.state.staging import Landing, ShardMap, Slot, StagingTable
 
 CHUNK_BYTES = 2 * PIECE_ELEMS * 4
 LAYOUT = Layout(
@@ -118,13 +118,13 @@ def test_a_landing_that_failed_gives_its_places_back() -> None:
 def test_checksums_of_landed_chunks_take_what_the_formula_says() -> None:
     layout = Layout((Parameter("w", (1 << 20,), "float32", "w"),))
     shard, slots = ShardMap(layout.blocks, 1024), 4
-    table = StagingTable(shard, slots)
+    table = StagingTable(shard)
     rng = np.random.default_rng(1)
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
         for row in range(slots):
-            staging = table.open(push_id(row), 1, row)
+            staging = table.open(Slot(push_id(row), 1, row))
             for index in range(shard.n_chunks):
                 table.land(
                     staging, Landing(index, index * 1024, 1024), int(rng.integers(1 << 63, 1 << 64, dtype=np.uint64))

@@ -22,7 +22,7 @@ from dips.slave.data_port import Answer, DataPort, landed
 from dips.slave.landing import LandingJob
 from dips.slave.memory import ThetaBuffer
 from dips.slave.state.events import PushStaged
-from dips.slave.state.staging import ShardMap
+from dips.slave.state.staging import ShardMap, Slot
 
 CHUNK_BYTES = 1024
 BLOCKS = LAYOUT.blocks
@@ -42,7 +42,7 @@ class Port:
         self.staging = np.zeros((2, LAYOUT.n_elems), np.float32)
         self.port.set_epoch(3)
         self.port.set_memory(ShardMap(BLOCKS, CHUNK_BYTES), self.staging)
-        self.port.open(A, 1, 1, opening=5)
+        self.port.open(Slot(A, 1, 1, opening=5))
         info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", b"", committed=True)
         self.buffer = ThetaBuffer(VALUES.copy(), info, chunk_checksums(VALUES, BLOCKS, CHUNK_BYTES))
         self.port.set_readable({V0: self.buffer}, V0)
@@ -104,15 +104,15 @@ def test_a_whole_push_lands_in_its_row_and_is_said_once(port: Port) -> None:
     np.testing.assert_array_equal(port.staging[1], VALUES)
     assert not port.staging[0].any()
     digest = digest_of_array(VALUES, BLOCKS, CHUNK_BYTES)
-    assert port.staged == [PushStaged(A, 1, 5, digest)]
+    assert port.staged == [PushStaged(Slot(A, 1, 1, 5), digest)]
     assert port.port.beat().staging_bytes == len(DATA)
 
 
 def test_a_new_attempt_of_a_complete_push_is_said_again(port: Port) -> None:
     for chunk in CHUNKS:
         port.send(put(chunk), payload(chunk))
-    port.port.open(A, 2, 1, opening=5)
-    assert [(staged.attempt, staged.opening) for staged in port.staged] == [(1, 5), (2, 5)]
+    port.port.open(Slot(A, 2, 1, opening=5))
+    assert [(staged.slot.attempt, staged.slot.opening) for staged in port.staged] == [(1, 5), (2, 5)]
 
 
 def test_query_missing_names_what_is_left(port: Port) -> None:
@@ -221,7 +221,7 @@ def test_a_version_that_left_is_gone(port: Port) -> None:
 
 def test_a_slave_without_memory_asks_for_patience(port: Port) -> None:
     port.port.set_memory(None, None)
-    port.port.open(A, 1, 0)
+    port.port.open(Slot(A, 1, 0))
     port.port.close(A)
     port.port.close_all()
     for header, parts in ((put(CHUNKS[0]), [payload(CHUNKS[0])]), (get(CHUNKS[0]), [])):
@@ -284,14 +284,14 @@ def differences(codec: Codec, chunk: Chunk) -> bytes:
 
 @pytest.mark.parametrize("codec", sorted(DIFFERENCES))
 def test_differences_land_as_base_plus_what_was_sent(port: Port, codec: Codec) -> None:
-    port.port.open(A, 2, 1, opening=6, wire=codec, base=V0)
+    port.port.open(Slot(A, 2, 1, opening=6, wire=codec, base=V0))
     checksums = []
     for chunk in CHUNKS:
         body = differences(codec, chunk)
         checksums.append(checksum(body))
         header = replace(put(chunk), attempt=2, codec=codec, checksum=checksums[-1])
         assert port.send(header, body).header.op is DataOp.ACK
-    assert port.staged == [PushStaged(A, 2, 6, shard_digest(checksums))]
+    assert port.staged == [PushStaged(Slot(A, 2, 1, 6, codec, V0), shard_digest(checksums))]
     assert port.port.beat().staging_bytes == len(DATA)
     tolerance = {Codec.BF16: 2**-9, Codec.INT8: 1 / 254, Codec.INT4: 1 / 14}[codec]
     largest = float(np.abs(VALUES).max())
@@ -303,7 +303,7 @@ def test_differences_to_a_version_that_left_are_refused_with_the_remedy(port: Po
     body = differences(Codec.INT8, CHUNKS[0])
     header = replace(put(CHUNKS[0]), codec=Codec.INT8, checksum=checksum(body))
     for base in (Version(1, 9), None):
-        port.port.open(A, 1, 1, opening=7, wire=Codec.INT8, base=base)
+        port.port.open(Slot(A, 1, 1, opening=7, wire=Codec.INT8, base=base))
         refusal = port.refused(header, body)
         assert refusal.code is RefusalCode.BASE_GONE
         assert "new ticket" in refusal.sentence
@@ -313,7 +313,7 @@ def test_another_codec_than_the_tickets_is_refused(port: Port) -> None:
     body = differences(Codec.INT8, CHUNKS[0])
     header = replace(put(CHUNKS[0]), codec=Codec.INT8, checksum=checksum(body))
     assert port.refused(header, body).code is RefusalCode.CHUNK
-    port.port.open(A, 1, 1, opening=8, wire=Codec.INT8, base=V0)
+    port.port.open(Slot(A, 1, 1, opening=8, wire=Codec.INT8, base=V0))
     assert port.refused(put(CHUNKS[0]), payload(CHUNKS[0])).code is RefusalCode.CHUNK
     assert port.refused(header, body[:-1]).code is RefusalCode.CHUNK
 

@@ -19,7 +19,7 @@ from dips.slave.calculation import chunk_checksums, measure
 from dips.slave.data_port import DataPort
 from dips.slave.landing import MOST_COMPANIONS, KnownReceipts
 from dips.slave.memory import ShardMemory, ThetaBuffer
-from dips.slave.state.staging import ShardMap
+from dips.slave.state.staging import ShardMap, Slot
 
 CHUNK_BYTES = 2 * PIECE_ELEMS * 4
 LAYOUT = Layout(
@@ -52,7 +52,7 @@ class Port:
         self.port.set_memory(ShardMap(BLOCKS, chunk_bytes), self.staging)
         self.serve(V0)
         for row in range(len(VALUES)):
-            self.port.open(push_id(row), 1, row, opening=1)
+            self.port.open(Slot(push_id(row), 1, row, opening=1))
 
     def serve(self, current: Version | None) -> None:
         def buffer(version: Version) -> ThetaBuffer:
@@ -140,7 +140,7 @@ def test_another_push_in_a_row_begins_with_nothing_known() -> None:
     port = Port()
     port.put(0)
     port.put(1)
-    port.port.open(push_id(7), 1, 0, opening=2)
+    port.port.open(Slot(push_id(7), 1, 0, opening=2))
     known = port.known()
     assert not known.squared(0)[1].any()
     assert known.squared(1)[1].all()
@@ -218,7 +218,7 @@ def test_measure_gives_the_same_bits_whether_sums_were_taken_on_receipt_or_not(f
     port.port.set_memory(memory.map, memory.staging)
     port.serve(V1 if flips else V0)
     for row in range(3):
-        port.port.open(push_id(row), 1, row, opening=1)
+        port.port.open(Slot(push_id(row), 1, row, opening=1))
     port.put(0)
     port.put(1, only=[0, 3])
     port.serve(V0)

@@ -28,6 +28,7 @@ from support.slave_bench import (
     measure,
     only,
     prepare,
+    runs,
     said,
     snapshot,
 )
@@ -40,10 +41,12 @@ from dips.core.messages import (
     AbortRound,
     CloseStaging,
     CommandBody,
+    Commit,
     Configure,
     ConfigureRefused,
     Hello,
     ListShard,
+    Measure,
     MoveBlocks,
     PlacementSpec,
     Prepare,
@@ -52,6 +55,7 @@ from dips.core.messages import (
     Retain,
     RoundRefused,
     Settings,
+    ShardList,
     SlaveHello,
     Staged,
     StopSlave,
@@ -130,7 +134,7 @@ def test_a_promise_saved_after_the_stream_ended_counts_but_is_not_said() -> None
 )
 def test_nothing_from_elsewhere_changes_state(bench: SlaveBench, changes: dict[str, Any], why: str) -> None:
     out = bench.command(measure(), **changes)
-    assert not only(out, effects.RunMeasure)
+    assert not runs(out, Measure)
     assert bench.phase is ShardPhase.READY
     (record,) = only(out, effects.Record)
     assert why in str(record.fields["reason"])
@@ -139,7 +143,7 @@ def test_nothing_from_elsewhere_changes_state(bench: SlaveBench, changes: dict[s
 def test_a_command_before_welcome_is_not_obeyed() -> None:
     bench = SlaveBench()
     bench.link()
-    assert not only(bench.command(configure()), effects.RunLoad)
+    assert not runs(bench.command(configure()), Configure)
 
 
 def test_a_master_of_another_protocol_ends_the_slave() -> None:
@@ -182,7 +186,7 @@ def test_a_fenced_slave_asks_for_a_new_incarnation(bench: SlaveBench) -> None:
 
 def test_stop_is_obeyed_at_once_also_during_a_job(bench: SlaveBench) -> None:
     bench.command(measure())
-    assert bench.command(StopSlave("the run ended")) == [effects.EndProcess("the run ended")]
+    assert bench.command(StopSlave("the run ended")) == [StopSlave("the run ended")]
 
 
 # ---- configure ----
@@ -191,7 +195,7 @@ def test_stop_is_obeyed_at_once_also_during_a_job(bench: SlaveBench) -> None:
 def test_configure_without_a_version_makes_empty_memory() -> None:
     bench = SlaveBench()
     bench.attach()
-    (load,) = only(bench.command(configure()), effects.RunLoad)
+    (load,) = runs(bench.command(configure()), Configure)
     assert load.source is None
     assert said(bench.loaded()) == [Ready(None)]
 
@@ -199,21 +203,21 @@ def test_configure_without_a_version_makes_empty_memory() -> None:
 def test_configure_again_is_ready_at_once_and_keeps_stagings(bench: SlaveBench) -> None:
     out = bench.command(configure(BASE))
     assert said(out) == [Ready(V0, BASE.digest)]
-    assert not only(out, effects.RunLoad)
-    assert only(bench.command(measure()), effects.RunMeasure)
+    assert not runs(out, Configure)
+    assert runs(bench.command(measure()), Measure)
 
 
 def test_configure_loads_the_committed_snapshot() -> None:
     bench = SlaveBench((NEXT, BASE))
     bench.attach()
-    (load,) = only(bench.command(configure(BASE)), effects.RunLoad)
+    (load,) = runs(bench.command(configure(BASE)), Configure)
     assert load.source == BASE
 
 
 def test_configure_promotes_a_shadow_on_disk_whose_commit_was_never_seen() -> None:
     bench = SlaveBench((SHADOW, BASE))
     bench.attach()
-    (load,) = only(bench.command(configure(SHADOW)), effects.RunLoad)
+    (load,) = runs(bench.command(configure(SHADOW)), Configure)
     assert load.source == SHADOW
     assert said(bench.loaded(NEXT)) == [Ready(V1, NEXT.digest)]
 
@@ -221,20 +225,20 @@ def test_configure_promotes_a_shadow_on_disk_whose_commit_was_never_seen() -> No
 def test_configure_promotes_a_shadow_in_memory(prepared_bench: SlaveBench) -> None:
     prepared_bench.give(events.Unlinked("reset"))
     prepared_bench.attach(2)
-    (run,) = only(prepared_bench.command(configure(SHADOW)), effects.RunCommit)
+    (run,) = runs(prepared_bench.command(configure(SHADOW)), Configure)
     assert run.shadow == SHADOW
     assert said(prepared_bench.committed(NEXT)) == [Ready(V1, NEXT.digest)]
 
 
 def test_configure_with_the_current_version_keeps_the_shadow(prepared_bench: SlaveBench) -> None:
     assert said(prepared_bench.command(configure(BASE))) == [Ready(V0, BASE.digest)]
-    assert only(prepared_bench.command(commit()), effects.RunCommit)
+    assert runs(prepared_bench.command(commit()), Commit)
 
 
 def test_configure_to_an_older_version_loads_it_again(bench: SlaveBench) -> None:
     older = snapshot(V0, RoundId(1, 7), digest=b"other bytes")
     bench.state.shard.snapshots = (BASE, older)
-    (load,) = only(bench.command(configure(older)), effects.RunLoad)
+    (load,) = runs(bench.command(configure(older)), Configure)
     assert load.source == older
 
 
@@ -298,7 +302,7 @@ def test_a_load_that_fails_leaves_an_empty_slave_that_can_be_configured_again() 
     bench.command(configure(BASE))
     assert said(bench.failed(FULL)) == [ConfigureRefused(FULL)]
     assert bench.phase is ShardPhase.EMPTY
-    assert only(bench.command(configure(BASE)), effects.RunLoad)
+    assert runs(bench.command(configure(BASE)), Configure)
 
 
 def test_rounds_before_configure_are_refused() -> None:
@@ -315,17 +319,17 @@ def test_rounds_before_configure_are_refused() -> None:
 def test_staged_is_said_once_and_with_the_newest_attempt(bench: SlaveBench) -> None:
     (opened,) = only(bench.command(open_staging(B, 1)), effects.OpenSlot)
     (adopted,) = only(bench.command(open_staging(B, 1, attempt=2)), effects.OpenSlot)
-    assert adopted.opening == opened.opening
-    assert said(bench.give(events.PushStaged(B, 1, opened.opening, b"d"))) == []
-    assert said(bench.give(events.PushStaged(B, 2, adopted.opening, b"d"))) == [Staged(B, 2, b"d")]
+    assert adopted.slot.opening == opened.slot.opening
+    assert said(bench.give(events.PushStaged(opened.slot, b"d"))) == []
+    assert said(bench.give(events.PushStaged(adopted.slot, b"d"))) == [Staged(B, 2, b"d")]
 
 
 def test_news_of_an_earlier_opening_is_dropped(bench: SlaveBench) -> None:
     (first,) = only(bench.command(open_staging(B, 1)), effects.OpenSlot)
     bench.command(CloseStaging(B))
     (second,) = only(bench.command(open_staging(B, 1)), effects.OpenSlot)
-    assert second.opening != first.opening
-    assert said(bench.give(events.PushStaged(B, 1, first.opening, b"d"))) == []
+    assert second.slot.opening != first.slot.opening
+    assert said(bench.give(events.PushStaged(first.slot, b"d"))) == []
     (refused,) = said(bench.command(measure(R2, V0, B)))
     assert isinstance(refused, RoundRefused)
     assert "not complete" in refused.refusal.sentence
@@ -335,19 +339,20 @@ def test_a_push_that_is_written_in_another_way_begins_with_nothing(bench: SlaveB
     """What landed as differences is no part of a float32 push."""
     differences = replace(open_staging(B, 1, base=V0), wire=Codec.INT8)
     (first,) = only(bench.command(differences), effects.OpenSlot)
-    assert (first.wire, first.base) == (Codec.INT8, V0)
+    assert (first.slot.wire, first.slot.base) == (Codec.INT8, V0)
     (adopted,) = only(bench.command(replace(differences, attempt=2)), effects.OpenSlot)
-    assert (adopted.opening, adopted.wire) == (first.opening, Codec.INT8)
+    assert adopted.slot == replace(first.slot, attempt=2)
     (plain,) = only(bench.command(replace(differences, attempt=3, wire=Codec.F32)), effects.OpenSlot)
-    assert plain.opening != first.opening
-    assert said(bench.give(events.PushStaged(B, 3, first.opening, b"d"))) == [], "it was complete as differences"
-    assert said(bench.give(events.PushStaged(B, 3, plain.opening, b"d"))) == [Staged(B, 3, b"d")]
+    assert plain.slot.opening != first.slot.opening
+    late = replace(first.slot, attempt=3)
+    assert said(bench.give(events.PushStaged(late, b"d"))) == [], "it was complete as differences"
+    assert said(bench.give(events.PushStaged(plain.slot, b"d"))) == [Staged(B, 3, b"d")]
     assert not only(bench.command(differences), effects.OpenSlot), "an older attempt, however it is written"
 
 
 def test_a_master_of_an_earlier_release_means_float32(bench: SlaveBench) -> None:
     (opened,) = only(bench.command(replace(open_staging(B, 1), wire=Codec.NONE)), effects.OpenSlot)
-    assert opened.wire is Codec.F32
+    assert opened.slot.wire is Codec.F32
 
 
 def test_an_older_attempt_and_a_wrong_slot_open_nothing(bench: SlaveBench) -> None:
@@ -362,22 +367,22 @@ def test_a_new_push_takes_the_slot_of_the_old_one(bench: SlaveBench) -> None:
     (refused,) = said(bench.command(measure()))
     assert isinstance(refused, RoundRefused)
     assert "it is not here" in refused.refusal.sentence
-    assert only(bench.command(measure(R2, V0, B)), effects.RunMeasure)
+    assert runs(bench.command(measure(R2, V0, B)), Measure)
 
 
-def test_rows_that_a_job_reads_are_not_reopened_until_it_ends(bench: SlaveBench) -> None:
+def test_slots_that_a_job_reads_are_not_reopened_until_it_ends(bench: SlaveBench) -> None:
     bench.command(measure())
-    assert not only(bench.command(CloseStaging(A)), effects.CloseSlot)
+    assert not only(bench.command(CloseStaging(A)), CloseStaging)
     assert not only(bench.command(open_staging(B, 0)), effects.OpenSlot)
     out = bench.measured()
-    assert only(out, effects.CloseSlot) == [effects.CloseSlot(A)]
-    assert [opened.push for opened in only(out, effects.OpenSlot)] == [B]
+    assert only(out, CloseStaging) == [CloseStaging(A)]
+    assert [opened.slot.push for opened in only(out, effects.OpenSlot)] == [B]
 
 
-def test_other_rows_are_opened_while_a_job_runs(bench: SlaveBench) -> None:
+def test_other_slots_are_opened_while_a_job_runs(bench: SlaveBench) -> None:
     bench.command(measure())
     assert only(bench.command(open_staging(B, 1)), effects.OpenSlot)
-    assert only(bench.command(CloseStaging(B)), effects.CloseSlot)
+    assert only(bench.command(CloseStaging(B)), CloseStaging)
 
 
 # ---- the tables ----
@@ -445,7 +450,7 @@ def walk_moves(bench: SlaveBench) -> None:
     bench.command(ListShard(RoundId(1, 5), V1))
     bench.failed(FULL)
     bench.command(ListShard(RoundId(1, 5), V1))
-    bench.give(events.ListDone(bench.job(), (1,), (2,)))
+    bench.give(events.Done(bench.job(), ShardList(RoundId(1, 5), (1,), (2,))))
     for n, memory in ((6, True), (8, False)):
         if not memory:
             bench.command(configure(snapshot(V0, R1)))
@@ -458,7 +463,7 @@ def walk_moves(bench: SlaveBench) -> None:
         bench.failed(FULL)
         bench.command(replace(to, round=RoundId(1, n + 1)))
         shadow = snapshot(V2, RoundId(1, n + 1), committed=False)
-        bench.give(events.MoveDone(bench.job(), shadow, (shadow, *bench.disk)))
+        bench.give(events.Done(bench.job(), shadow, (shadow, *bench.disk)))
 
 
 def spec_of(*slaves: str) -> PlacementSpec:
@@ -523,7 +528,7 @@ def _finish(bench: SlaveBench) -> None:
         return
     match bench.phase:
         case ShardPhase.LOADING:
-            body = job.body
+            body = job.command
             assert isinstance(body, Configure)
             assert body.load is not None
             assert body.load_round is not None
@@ -531,8 +536,8 @@ def _finish(bench: SlaveBench) -> None:
         case ShardPhase.MEASURING:
             bench.measured()
         case ShardPhase.PREPARING:
-            assert isinstance(job.body, Prepare)
-            bench.prepared(snapshot(V1, job.body.round, committed=False))
+            assert isinstance(job.command, Prepare)
+            bench.prepared(snapshot(V1, job.command.round, committed=False))
         case ShardPhase.COMMITTING:
             shadow = bench.state.shard.shadow
             assert shadow is not None

@@ -23,6 +23,7 @@ from support.slave_bench import (
     measure,
     only,
     prepare,
+    runs,
     said,
     snapshot,
 )
@@ -35,6 +36,7 @@ from dips.core.messages import (
     Configure,
     ConfigureRefused,
     Flipped,
+    Prepare,
     Ready,
     Refusal,
     RoundRefused,
@@ -58,8 +60,8 @@ def recovering(*snapshots: object) -> SlaveBench:
 
 def test_the_origin_is_loaded_when_the_version_itself_is_not_there() -> None:
     bench = recovering(NEXT, BASE)
-    (load,) = only(bench.command(go_back()), effects.RunLoad)
-    assert (load.source, load.configure.load) == (BASE, BACK.version)
+    (load,) = runs(bench.command(go_back()), Configure)
+    assert (load.source, load.command) == (BASE, go_back())
     bench.disk = (BACK,)
     out = bench.loaded(BACK)
     assert said(out) == [Ready(BACK.version, BACK.digest)]
@@ -75,7 +77,7 @@ def test_the_origin_is_loaded_when_the_version_itself_is_not_there() -> None:
 
 def test_after_a_crash_in_the_middle_the_renamed_one_is_loaded() -> None:
     bench = recovering(BACK, BASE)
-    (load,) = only(bench.command(go_back()), effects.RunLoad)
+    (load,) = runs(bench.command(go_back()), Configure)
     assert load.source == BACK
 
 
@@ -85,7 +87,7 @@ def test_once_it_is_there_the_same_command_is_ready_at_once() -> None:
     bench.loaded(BACK)
     out = bench.command(go_back())
     assert said(out) == [Ready(BACK.version, BACK.digest)]
-    assert not only(out, effects.RunLoad)
+    assert not runs(out, Configure)
 
 
 def test_an_origin_with_other_bytes_or_another_round_is_refused() -> None:
@@ -96,7 +98,7 @@ def test_an_origin_with_other_bytes_or_another_round_is_refused() -> None:
 
 
 def test_going_back_ends_an_open_round_and_the_version_in_memory(prepared_bench: SlaveBench) -> None:
-    (load,) = only(prepared_bench.command(go_back()), effects.RunLoad)
+    (load,) = runs(prepared_bench.command(go_back()), Configure)
     assert load.source == BASE
     assert prepared_bench.state.shard.shadow is None
     prepared_bench.loaded(BACK)
@@ -106,13 +108,13 @@ def test_going_back_ends_an_open_round_and_the_version_in_memory(prepared_bench:
 
 def test_a_slave_with_snapshots_begins_empty_when_the_master_knows_of_them() -> None:
     bench = recovering(NEXT, BASE)
-    (load,) = only(bench.command(configure(empty=True)), effects.RunLoad)
+    (load,) = runs(bench.command(configure(empty=True)), Configure)
     assert load.source is None
     assert said(bench.loaded()) == [Ready(None)]
     bench.stage(A, 0)
     donated = Version(4, 1)
-    (run,) = only(bench.command(prepare(RoundId(4, 1), donated, None)), effects.RunPrepare)
-    assert run.prepare.from_version is None
+    (run,) = runs(bench.command(prepare(RoundId(4, 1), donated, None)), Prepare)
+    assert run.command == prepare(RoundId(4, 1), donated, None)
     shadow = snapshot(donated, RoundId(4, 1), committed=False)
     bench.prepared(shadow)
     bench.command(commit(RoundId(4, 1), donated))
@@ -120,7 +122,7 @@ def test_a_slave_with_snapshots_begins_empty_when_the_master_knows_of_them() -> 
 
 
 def test_a_version_in_memory_is_given_up_for_empty(bench: SlaveBench) -> None:
-    (load,) = only(bench.command(configure(empty=True)), effects.RunLoad)
+    (load,) = runs(bench.command(configure(empty=True)), Configure)
     assert load.source is None
     assert said(bench.loaded()) == [Ready(None)]
     assert said(bench.command(configure(empty=True))) == [Ready(None)]
@@ -142,8 +144,8 @@ def test_a_round_that_comes_again_with_another_content_is_computed_again(prepare
     other = prepare(scale=0.25)
     out = prepared_bench.command(other)
     assert only(out, effects.DropShadow) == [effects.DropShadow(SHADOW)]
-    (run,) = only(out, effects.RunPrepare)
-    assert run.prepare == other
+    (run,) = runs(out, Prepare)
+    assert run.command == other
 
 
 # ---- records ----
@@ -151,12 +153,12 @@ def test_a_round_that_comes_again_with_another_content_is_computed_again(prepare
 
 def test_a_record_is_read_for_the_incarnation_that_asked_also_before_configure_and_during_a_job() -> None:
     bench = recovering(BASE)
-    asked = effects.ReadRecord(bench.incarnation, V0, BASE.round)
-    assert bench.command(SendCommitRecord(V0, BASE.round)) == [asked]
+    asked = SendCommitRecord(V0, BASE.round)
+    assert bench.command(asked) == [effects.ReadRecord(bench.incarnation, asked)]
     answer = CommitRecord(V0, BASE.round, b"{}")
     assert said(bench.give(events.RecordRead(bench.incarnation, answer))) == [answer]
     bench.command(configure(BASE))
-    assert bench.command(SendCommitRecord(V0, BASE.round)) == [asked]
+    assert bench.command(asked) == [effects.ReadRecord(bench.incarnation, asked)]
 
 
 def test_a_record_for_an_earlier_incarnation_is_not_sent() -> None:
@@ -173,7 +175,7 @@ def test_a_record_for_an_earlier_incarnation_is_not_sent() -> None:
 def test_a_snapshot_that_broke_since_hello_is_told_and_the_next_hello_lacks_it() -> None:
     bench = recovering(NEXT, BASE)
     bench.command(configure(NEXT))
-    out = bench.give(events.JobFailed(bench.job(), FULL, (BASE,)))
+    out = bench.give(events.Failed(bench.job(), FULL, (BASE,)))
     assert said(out) == [ConfigureRefused(FULL)]
     (closed,) = only(out, effects.CloseLink)
     assert "version 1:1 broke" in closed.sentence
@@ -186,7 +188,7 @@ def test_a_snapshot_that_broke_since_hello_is_told_and_the_next_hello_lacks_it()
 def test_a_load_that_failed_for_another_reason_keeps_the_stream() -> None:
     bench = recovering(BASE)
     bench.command(configure(BASE))
-    assert not only(bench.give(events.JobFailed(bench.job(), FULL, (BASE,))), effects.CloseLink)
+    assert not only(bench.give(events.Failed(bench.job(), FULL, (BASE,))), effects.CloseLink)
 
 
 def test_work_of_an_earlier_incarnation_stays_mute_when_it_is_tried_again() -> None:
@@ -196,7 +198,7 @@ def test_work_of_an_earlier_incarnation_stays_mute_when_it_is_tried_again() -> N
     bench.welcome(2, 1)
     for _ in range(2):
         out = bench.failed(FULL_NOW)
-        assert only(out, effects.RunLoad), "it is tried again"
+        assert runs(out, Configure), "it is tried again"
         assert not said(out)
     assert not said(bench.loaded(BASE))
     assert said(bench.command(configure(BASE))) == [Ready(V0, BASE.digest)]

@@ -19,6 +19,7 @@ from support.slave_bench import (
     configure,
     measure,
     only,
+    runs,
     said,
 )
 from support.slave_wire import LAYOUT, configure_for, placement_over
@@ -26,6 +27,7 @@ from support.slave_wire import LAYOUT, configure_for, placement_over
 from dips.core.errors import RefusalCode
 from dips.core.messages import (
     AbortRound,
+    Configure,
     Hello,
     ListShard,
     MoveBlocks,
@@ -61,7 +63,7 @@ def move(**changes: object) -> MoveBlocks:
 
 def moved(bench: SlaveBench) -> list[effects.Effect]:
     bench.disk = (MOVED, *bench.disk)
-    return bench.give(events.MoveDone(bench.job(), MOVED, bench.disk))
+    return bench.give(events.Done(bench.job(), MOVED, bench.disk))
 
 
 def phase_of(bench: SlaveBench) -> ShardPhase:
@@ -77,9 +79,9 @@ def ready() -> SlaveBench:
 
 
 def test_the_checksums_of_the_current_version_are_listed(ready: SlaveBench) -> None:
-    (work,) = only(ready.command(ListShard(R2, V0)), effects.RunList)
+    (work,) = runs(ready.command(ListShard(R2, V0)), ListShard)
     assert phase_of(ready) is ShardPhase.LISTING
-    out = ready.give(events.ListDone(work.job, (1, 2), (3, 4)))
+    out = ready.give(events.Done(work.number, ShardList(R2, (1, 2), (3, 4))))
     assert said(out) == [ShardList(R2, (1, 2), (3, 4))]
     assert phase_of(ready) is ShardPhase.READY
 
@@ -91,12 +93,12 @@ def test_another_version_than_the_current_one_is_not_listed(ready: SlaveBench) -
 
 
 def test_the_new_shard_is_prepared_and_then_loaded_under_the_new_placement(ready: SlaveBench) -> None:
-    (work,) = only(ready.command(move()), effects.RunMove)
-    assert work.move == move()
+    (work,) = runs(ready.command(move()), MoveBlocks)
+    assert work.command == move()
     assert said(moved(ready)) == [Prepared(R2, b"theta")]
     assert ready.state.shard.current == BASE, "the old shard serves until the record is written"
     out = ready.command(configure_for(WIDER, load=V1, load_round=R2, load_digest=b"theta", commit_hash=b"hash"))
-    (load,) = only(out, effects.RunLoad)
+    (load,) = runs(out, Configure)
     assert load.source == MOVED
     assert said(ready.loaded(replace(MOVED, committed=True))) == [Ready(V1, b"theta")]
 
@@ -110,12 +112,12 @@ def test_the_same_command_again_is_answered_again(ready: SlaveBench) -> None:
 def test_a_slave_without_blocks_begins_with_a_move() -> None:
     bench = SlaveBench()
     bench.attach()
-    (work,) = only(bench.command(move(sources=spec(ELSEWHERE))), effects.RunMove)
-    assert work.move.sources == spec(ELSEWHERE)
+    (work,) = runs(bench.command(move(sources=spec(ELSEWHERE))), MoveBlocks)
+    assert work.command == move(sources=spec(ELSEWHERE))
     moved(bench)
     assert bench.phase is ShardPhase.EMPTY
     out = bench.command(configure_for(WIDER, load=V1, load_round=R2, load_digest=b"theta", commit_hash=b"hash"))
-    assert only(out, effects.RunLoad)[0].source == MOVED
+    assert runs(out, Configure)[0].source == MOVED
 
 
 def test_a_slave_without_blocks_whose_move_fails_has_none_still() -> None:
@@ -147,7 +149,7 @@ def test_a_move_that_cannot_be_is_refused_before_anything_is_done(
     (refused,) = said(out)
     assert isinstance(refused, RoundRefused)
     assert (refused.command, refused.refusal.code) == ("moveblocks", code)
-    assert not only(out, effects.RunMove)
+    assert not runs(out, MoveBlocks)
     assert ready.phase is ShardPhase.READY
 
 
@@ -181,10 +183,10 @@ def test_a_later_round_and_another_configure_free_the_file(ready: SlaveBench) ->
     moved(ready)
     assert only(ready.command(measure(R3)), effects.DropMoved)
     ready.command(move(round=R3))
-    ready.give(events.JobFailed(ready.job(), FULL))
+    ready.give(events.Failed(ready.job(), FULL))
     ready.command(move(round=R3))
     bench_info = replace(MOVED, round=R3)
-    ready.give(events.MoveDone(ready.job(), bench_info, ready.disk))
+    ready.give(events.Done(ready.job(), bench_info, ready.disk))
     out = ready.command(configure(BASE))
     assert only(out, effects.DropMoved) == [effects.DropMoved(bench_info)]
     assert said(out) == [Ready(V0, BASE.digest)]
@@ -197,7 +199,7 @@ def test_after_a_restart_the_file_is_offered_and_loaded(ready: SlaveBench) -> No
     assert MOVED in hello.snapshots
     bench.welcome(epoch=2)
     out = bench.command(configure_for(WIDER, load=V1, load_round=R2, load_digest=b"theta", commit_hash=b"hash"))
-    assert only(out, effects.RunLoad)[0].source == MOVED
+    assert runs(out, Configure)[0].source == MOVED
 
 
 def test_with_durability_async_nothing_is_saved_while_a_moved_shard_stands() -> None:

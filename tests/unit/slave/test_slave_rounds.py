@@ -25,6 +25,7 @@ from support.slave_bench import (
     measure,
     only,
     prepare,
+    runs,
     said,
     snapshot,
 )
@@ -35,9 +36,13 @@ from dips.core.ids import Version
 from dips.core.messages import (
     AbortRound,
     BlockGram,
+    Commit,
+    Configure,
     ConfigureRefused,
     Flipped,
+    Measure,
     Measured,
+    Prepare,
     Prepared,
     Ready,
     Retain,
@@ -52,23 +57,23 @@ from dips.slave.state.slave import MAX_WAITING
 
 def test_a_measure_knows_the_bases_of_its_pushes_and_says_their_directions(bench: SlaveBench) -> None:
     (opened,) = only(bench.command(open_staging(B, 1, base=V0)), effects.OpenSlot)
-    bench.give(events.PushStaged(B, 1, opened.opening, b"digest"))
-    (run,) = only(bench.command(measure(R2, V0, A, B)), effects.RunMeasure)
-    assert (run.slots, run.bases) == ((0, 1), (None, V0))
-    done = events.MeasureDone(bench.job(), (BlockGram(0, (1.0, 0.5, 1.0), (0, 0)),), (1.0, 2.0, 3.0))
-    assert said(bench.give(done)) == [Measured(R2, done.blocks, (1.0, 2.0, 3.0))]
+    bench.give(events.PushStaged(opened.slot, b"digest"))
+    (run,) = runs(bench.command(measure(R2, V0, A, B)), Measure)
+    assert [(slot.number, slot.base) for slot in run.slots] == [(0, None), (1, V0)]
+    measured = Measured(R2, (BlockGram(0, (1.0, 0.5, 1.0), (0, 0)),), (1.0, 2.0, 3.0))
+    assert said(bench.give(events.Done(bench.job(), measured))) == [measured]
 
 
 def test_a_whole_round(bench: SlaveBench) -> None:
-    (run,) = only(bench.command(measure()), effects.RunMeasure)
-    assert run.slots == (0,)
+    (run,) = runs(bench.command(measure()), Measure)
+    assert [slot.number for slot in run.slots] == [0]
     (measured,) = said(bench.measured())
     assert isinstance(measured, Measured)
-    (prepare_run,) = only(bench.prepare(), effects.RunPrepare)
-    assert prepare_run.slots == (0,)
+    (prepare_run,) = runs(bench.prepare(), Prepare)
+    assert [slot.number for slot in prepare_run.slots] == [0]
     assert said(bench.prepared(SHADOW)) == [Prepared(R2, SHADOW.digest)]
-    (commit_run,) = only(bench.command(commit()), effects.RunCommit)
-    assert (commit_run.shadow, commit_run.commit_hash, commit_run.commit_record) == (SHADOW, b"hash", b"{}")
+    (commit_run,) = runs(bench.command(commit()), Commit)
+    assert (commit_run.shadow, commit_run.command) == (SHADOW, commit())
     out = bench.committed(NEXT)
     assert said(out) == [Flipped(R2, V1)]
     assert bench.state.shard.current == NEXT
@@ -85,12 +90,12 @@ def test_every_command_of_a_round_is_answered_again_and_not_done_again(bench: Sl
     first = said(bench.prepared(SHADOW))
     out = bench.prepare()
     assert said(out) == first
-    assert not only(out, effects.RunPrepare)
+    assert not runs(out, Prepare)
     bench.command(commit())
     first = said(bench.committed(NEXT))
     out = bench.command(commit())
     assert said(out) == first
-    assert not only(out, effects.RunCommit)
+    assert not runs(out, Commit)
 
 
 def test_commands_wait_for_the_job_and_keep_their_order(bench: SlaveBench) -> None:
@@ -99,7 +104,7 @@ def test_commands_wait_for_the_job_and_keep_their_order(bench: SlaveBench) -> No
     assert bench.command(AbortRound(R2, "late")) == []
     out = bench.measured()
     assert isinstance(said(out)[0], Measured)
-    assert only(out, effects.RunPrepare)
+    assert runs(out, Prepare)
     out = bench.prepared(SHADOW)
     assert said(out) == [Prepared(R2, SHADOW.digest)]
     assert only(out, effects.DropShadow) == [effects.DropShadow(SHADOW)]
@@ -124,7 +129,7 @@ def test_abort_of_another_round_keeps_the_shadow(prepared_bench: SlaveBench) -> 
 def test_a_later_round_drops_a_shadow_whose_abort_was_lost(prepared_bench: SlaveBench, body: Any) -> None:
     out = prepared_bench.command(body)
     assert only(out, effects.DropShadow) == [effects.DropShadow(SHADOW)]
-    measuring, preparing = only(out, effects.RunMeasure), only(out, effects.RunPrepare)
+    measuring, preparing = runs(out, Measure), runs(out, Prepare)
     assert measuring or preparing
 
 
@@ -174,8 +179,8 @@ def test_the_seed_takes_exactly_one_push() -> None:
     bench.stage(A, 0)
     (refused,) = said(bench.command(prepare(R1, V0, None, accepted=prepare().accepted * 2, weights=(0.5, 0.5))))
     assert isinstance(refused, RoundRefused)
-    (run,) = only(bench.command(prepare(R1, V0, None)), effects.RunPrepare)
-    assert run.prepare.from_version is None
+    (run,) = runs(bench.command(prepare(R1, V0, None)), Prepare)
+    assert run.command == prepare(R1, V0, None)
     bench.prepared(snapshot(V0, R1, committed=False))
     bench.command(commit(R1, V0))
     assert said(bench.committed(BASE)) == [Flipped(R1, V0)]
@@ -185,16 +190,16 @@ def test_a_full_disk_at_prepare_refuses_the_round_and_the_slave_goes_on(bench: S
     bench.prepare()
     assert said(bench.failed(FULL)) == [RoundRefused(R2, "prepare", FULL)]
     assert bench.phase is ShardPhase.READY
-    assert only(bench.prepare(), effects.RunPrepare)
+    assert runs(bench.prepare(), Prepare)
 
 
 def test_a_commit_goes_only_forward_until_the_disk_takes_it(prepared_bench: SlaveBench) -> None:
-    (first,) = only(prepared_bench.command(commit()), effects.RunCommit)
+    (first,) = runs(prepared_bench.command(commit()), Commit)
     for _ in range(3):
         out = prepared_bench.failed(FULL_NOW)
         assert said(out) == [RoundRefused(R2, "commit", FULL_NOW)]
-        (again,) = only(out, effects.RunCommit)
-        assert (again.shadow, again.commit_record, again.delay_s) == (SHADOW, first.commit_record, 1.5)
+        (again,) = runs(out, Commit)
+        assert (again.shadow, again.command, again.delay_s) == (SHADOW, first.command, 1.5)
         assert prepared_bench.phase is ShardPhase.COMMITTING
     assert said(prepared_bench.committed(NEXT)) == [Flipped(R2, V1)]
 
@@ -205,7 +210,7 @@ def test_a_promotion_goes_only_forward_too() -> None:
     bench.command(configure(SHADOW))
     out = bench.failed(FULL_NOW)
     assert said(out) == [ConfigureRefused(FULL_NOW)]
-    (again,) = only(out, effects.RunLoad)
+    (again,) = runs(out, Configure)
     assert (again.source, again.delay_s) == (SHADOW, 1.5)
     assert said(bench.loaded(NEXT)) == [Ready(V1, NEXT.digest)]
 
@@ -213,14 +218,14 @@ def test_a_promotion_goes_only_forward_too() -> None:
 def test_a_round_is_never_tried_again_by_itself(bench: SlaveBench) -> None:
     bench.prepare()
     out = bench.failed(FULL_NOW)
-    assert not only(out, effects.RunPrepare)
+    assert not runs(out, Prepare)
     assert bench.phase is ShardPhase.READY
 
 
 def test_a_failed_commit_keeps_the_shadow_and_can_be_sent_again(prepared_bench: SlaveBench) -> None:
     prepared_bench.command(commit())
     assert said(prepared_bench.failed(FULL)) == [RoundRefused(R2, "commit", FULL)]
-    assert only(prepared_bench.command(commit()), effects.RunCommit)
+    assert runs(prepared_bench.command(commit()), Commit)
 
 
 def test_a_failed_measure_leaves_the_slave_ready(bench: SlaveBench) -> None:
@@ -253,14 +258,14 @@ def test_a_commit_that_ends_without_a_stream_still_flips(prepared_bench: SlaveBe
 
 
 def test_retain_sets_the_pins(bench: SlaveBench) -> None:
-    assert bench.command(Retain((V0, V1))) == [effects.SetPins((V0, V1))]
+    assert bench.command(Retain((V0, V1))) == [Retain((V0, V1))]
 
 
 def test_the_end_of_a_job_that_is_over_changes_nothing(bench: SlaveBench) -> None:
     bench.command(measure())
     job = bench.job()
     bench.measured()
-    out = bench.give(events.JobFailed(job, FULL))
+    out = bench.give(events.Failed(job, FULL))
     assert said(out) == []
     assert bench.phase is ShardPhase.READY
 

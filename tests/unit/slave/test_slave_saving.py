@@ -5,13 +5,26 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.slave_bench import BASE, FULL, FULL_NOW, A, SlaveBench, commit, configure, only, prepare, said, snapshot
+from support.slave_bench import (
+    BASE,
+    FULL,
+    FULL_NOW,
+    A,
+    SlaveBench,
+    commit,
+    configure,
+    only,
+    prepare,
+    runs,
+    said,
+    snapshot,
+)
 
 from dips.core.ids import RoundId, Version
-from dips.core.messages import Flipped, Prepared, Ready, Settings, SlaveHello, SnapshotInfo
+from dips.core.messages import Commit, Configure, Flipped, Prepare, Prepared, Ready, Settings, SlaveHello, SnapshotInfo
 from dips.slave.state import effects, events
 from dips.slave.state.effects import Effect
-from dips.slave.state.jobs import SAVE_TABLE, SavePhase
+from dips.slave.state.shard import SAVE_TABLE, SavePhase
 
 ASYNC = Settings(durability="async")
 
@@ -33,7 +46,7 @@ def one_round(bench: SlaveBench, v: int) -> list[Effect]:
     """Version v is prepared and committed, in memory only."""
     round_id = RoundId(1, v + 1)
     bench.command(prepare(round_id, Version(1, v), Version(1, v - 1)))
-    bench.give(events.PrepareDone(bench.job(), version(v, committed=False), bench.disk))
+    bench.give(events.Done(bench.job(), version(v, committed=False), bench.disk))
     bench.command(commit(round_id, Version(1, v)))
     return bench.flipped(version(v))
 
@@ -49,12 +62,12 @@ def durable(bench: SlaveBench) -> int | None:
 
 
 def test_a_round_answers_without_the_disk_and_the_save_begins_with_the_commit(late: SlaveBench) -> None:
-    (run,) = only(late.command(prepare()), effects.RunPrepare)
+    (run,) = runs(late.command(prepare()), Prepare)
     assert not run.durable
-    out = late.give(events.PrepareDone(late.job(), version(1, committed=False), late.disk))
+    out = late.give(events.Done(late.job(), version(1, committed=False), late.disk))
     assert said(out) == [Prepared(RoundId(1, 2), version(1).digest)]
     assert only(out, effects.Record)[0].fields["durable"] is False
-    (run_commit,) = only(late.command(commit()), effects.RunCommit)
+    (run_commit,) = runs(late.command(commit()), Commit)
     assert not run_commit.durable
     out = late.flipped(version(1))
     assert said(out) == [Flipped(RoundId(1, 2), Version(1, 1))]
@@ -88,7 +101,7 @@ def test_versions_that_were_overtaken_are_skipped(late: SlaveBench) -> None:
 def test_no_save_begins_while_memory_flips(late: SlaveBench) -> None:
     one_round(late, 1)
     late.command(prepare(RoundId(1, 3), Version(1, 2), Version(1, 1)))
-    late.give(events.PrepareDone(late.job(), version(2, committed=False), late.disk))
+    late.give(events.Done(late.job(), version(2, committed=False), late.disk))
     late.command(commit(RoundId(1, 3), Version(1, 2)))
     assert not only(saved(late, 1, 1), effects.SaveVersion)
     (save,) = only(late.flipped(version(2)), effects.SaveVersion)
@@ -110,7 +123,7 @@ def test_a_disk_that_fails_is_tried_again_with_what_is_newest_then(late: SlaveBe
 def test_hello_offers_what_only_memory_holds_beside_what_is_on_disk(late: SlaveBench) -> None:
     one_round(late, 1)
     late.command(prepare(RoundId(1, 3), Version(1, 2), Version(1, 1)))
-    late.give(events.PrepareDone(late.job(), version(2, committed=False), late.disk))
+    late.give(events.Done(late.job(), version(2, committed=False), late.disk))
     late.give(events.Unlinked("reset"))
     (hello,) = said(late.link())
     assert isinstance(hello, SlaveHello)
@@ -121,8 +134,8 @@ def test_hello_offers_what_only_memory_holds_beside_what_is_on_disk(late: SlaveB
 
 def test_memory_is_made_anew_only_after_its_version_is_on_disk(late: SlaveBench) -> None:
     one_round(late, 1)
-    assert not only(late.command(configure(version(1), slots=2)), effects.RunLoad)
-    (load,) = only(saved(late, 1, 1), effects.RunLoad)
+    assert not runs(late.command(configure(version(1), slots=2)), Configure)
+    (load,) = runs(saved(late, 1, 1), Configure)
     assert load.source == version(1)
     late.loaded(version(1))
     assert durable(late) == 1
@@ -151,10 +164,10 @@ def test_with_sync_what_is_committed_is_durable_and_nothing_is_saved_later() -> 
     bench = SlaveBench()
     bench.ready(BASE)
     bench.stage(A, 0)
-    (run,) = only(bench.prepare(), effects.RunPrepare)
+    (run,) = runs(bench.prepare(), Prepare)
     assert run.durable
     bench.prepared(version(1, committed=False))
-    (run_commit,) = only(bench.command(commit()), effects.RunCommit)
+    (run_commit,) = runs(bench.command(commit()), Commit)
     assert run_commit.durable
     out = bench.committed(version(1))
     assert not only(out, effects.SaveVersion)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from dips.core.chunks import Chunk, chunks_of, shard_digest
 from dips.core.errors import RefusalCode, Refused
-from dips.core.messages import SlaveAddress, SnapshotInfo
+from dips.core.messages import MoveBlocks, SlaveAddress, SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec
 from dips.sim.arithmetic import Value
@@ -19,8 +19,7 @@ from dips.sim.hosts.shard_memory import SimulatedShardMemory
 from dips.sim.world import SlaveProcess
 from dips.slave.memory import bytes_of
 from dips.slave.ring import Ring
-from dips.slave.state import shard
-from dips.slave.state.effects import RunMove
+from dips.slave.state.checks import own_blocks
 from dips.slave.state.fetching import ChunkRequest, Fetch, Reconnect, cancelled
 
 ChunkPlace = tuple[Chunk, bool]
@@ -28,7 +27,7 @@ ChunkPlace = tuple[Chunk, bool]
 
 
 class SimulatedMove:
-    """One RunMove. `ended` is called once: with the shadow's info when the file is durable, or why there is none.
+    """One MoveBlocks. `ended` is called once: with the shadow's info when the file is durable, or why there is none.
 
     epoch: the slave's present promise. later_on_disk: runs an action on the slave's disk, in its turn.
     """
@@ -39,13 +38,13 @@ class SimulatedMove:
         ring: Ring,
         epoch: Callable[[], int],
         later_on_disk: Callable[[Callable[[], None]], None],
-        effect: RunMove,
+        move: MoveBlocks,
+        chunk_bytes: int,
         ended: Callable[[SnapshotInfo | Refused], None],
     ) -> None:
-        self.job = effect.job
         self.host, self._world, self._ring = host, host.world, ring
         self._epoch, self._later_on_disk = epoch, later_on_disk
-        self._move, self._chunk_bytes = effect.move, effect.chunk_bytes
+        self._move, self._chunk_bytes = move, chunk_bytes
         self._ended = ended
         self._over = False
         self._values: dict[ChunkPlace, Value] = {}
@@ -56,7 +55,7 @@ class SimulatedMove:
         move = self._move
         mine: list[Chunk] = []
         theirs: dict[int, list[Chunk]] = {}
-        for block in shard.own_blocks(self.host.name, move):
+        for block in own_blocks(self.host.name, move):
             source = move.sources.slave_of_block[block.block_id]
             chunks = chunks_of([block], self._chunk_bytes)
             own = move.sources.slaves[source].slave_id == self.host.name
@@ -133,7 +132,7 @@ class SimulatedMove:
 
     def _seal(self) -> SnapshotInfo:
         move, ring, arithmetic = self._move, self._ring, self._world.plan.arithmetic
-        blocks = shard.own_blocks(self.host.name, move)
+        blocks = own_blocks(self.host.name, move)
         parts = arithmetic.shard(blocks, self._chunk_bytes, 0)
         chunks = chunks_of(blocks, self._chunk_bytes)
         tensors = []

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES, Block
-from dips.core.messages import BlockGram, Prepare, Refusal, SnapshotInfo
+from dips.core.messages import Measure, Measured, Prepare, Refusal, SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import DIFFERENCES, encoded_bytes
 from dips.sim.arithmetic import Arithmetic, Part, Value
-from dips.slave.state.effects import OpenSlot
 from dips.slave.state.events import PushStaged
-from dips.slave.state.staging import Landing, ShardMap, Staging, StagingTable, find_version
+from dips.slave.state.staging import Landing, ShardMap, Slot, StagingTable, find_version
 
 
 @dataclass(frozen=True)
@@ -47,36 +46,36 @@ class SimulatedShardMemory:
 
     def __post_init__(self) -> None:
         self.map = ShardMap(self.blocks, self.chunk_bytes)
-        self.table = StagingTable(self.map, self.n_slots)
+        self.table = StagingTable(self.map)
         self.parts = self.arithmetic.shard(self.blocks, self.chunk_bytes, self.n_slots)
 
     # ---- pushes ----
 
-    def decoded(self, staging: Staging, landing: Landing, value: Value) -> Value:
+    def decoded(self, slot: Slot, landing: Landing, value: Value) -> Value:
         """A chunk's parameters. Raises Refused(BASE_GONE) when the base of a difference is not here."""
-        if staging.wire not in DIFFERENCES:
+        if slot.wire not in DIFFERENCES:
             return value
-        base = self.readable.get(staging.base) if staging.base is not None else None
+        base = self.readable.get(slot.base) if slot.base is not None else None
         if base is None:
-            raise Refused(RefusalCode.BASE_GONE, f"push {staging.push} is based on {staging.base}, which is not here")
-        return self.arithmetic.decoded(staging.wire, self.parts.chunk(base.theta, landing.index), value)
+            raise Refused(RefusalCode.BASE_GONE, f"push {slot.push} is based on {slot.base}, which is not here")
+        return self.arithmetic.decoded(slot.wire, self.parts.chunk(base.theta, landing.index), value)
 
     # ---- rounds ----
 
-    def measure(
-        self, slots: Sequence[int], bases: Sequence[Version | None]
-    ) -> tuple[tuple[BlockGram, ...], tuple[float, ...]]:
+    def measure(self, body: Measure, slots: Sequence[Slot]) -> Measured:
         """The slave's answer to Measure: Gram matrices and directions."""
         assert self.current is not None, "only a round that follows a version is measured"
         version, theta = self.current.info.version, self.current.theta
-        return self.parts.measure(theta, slots), self.parts.directions(version, theta, slots, bases)
+        numbers, bases = [slot.number for slot in slots], [slot.base for slot in slots]
+        blocks = self.parts.measure(theta, numbers)
+        return Measured(body.round, blocks, self.parts.directions(version, theta, numbers, bases))
 
-    def prepare(self, body: Prepare, slots: Sequence[int]) -> tuple[Part, Part]:
+    def prepare(self, body: Prepare, slots: Sequence[Slot]) -> tuple[Part, Part]:
         """theta and momentum after the outer step. Raises Refused(BUSY) while no buffer is free, and NONFINITE."""
         if len(self._held()) >= self.n_buffers:
             raise Refused(RefusalCode.BUSY, "all buffers hold versions that are read or pinned", 0.5)
         before = (self.current.theta, self.current.momentum) if self.current is not None else None
-        return self.parts.prepare(before, slots, body)
+        return self.parts.prepare(before, [slot.number for slot in slots], body)
 
     def flip(self, shard: Shard) -> None:
         """`shard` becomes the current version."""
@@ -102,16 +101,14 @@ class SimDataPort:
         self.complete: list[PushStaged] = []
         """Results of open() and put() for the caller."""
 
-    def open(self, effect: OpenSlot) -> None:
+    def open(self, slot: Slot) -> None:
         if self.memory is None:
             return
-        staging = self.memory.table.open(
-            effect.push, effect.attempt, effect.slot, effect.opening, effect.wire, effect.base
-        )
+        staging = self.memory.table.open(slot)
         if not staging.n_landed:
-            self.memory.parts.clear(effect.slot)
+            self.memory.parts.clear(slot.number)
         if staging.complete:
-            self.complete.append(PushStaged(staging.push, staging.attempt, staging.opening, staging.digest()))
+            self.complete.append(PushStaged(slot, staging.digest()))
 
     def answer(self, run_id: str, header: DataHeader, value: Value) -> tuple[DataHeader, Value]:
         """The answer's header, and a chunk's content where the op has one."""
@@ -143,9 +140,10 @@ class SimDataPort:
         if not landed:
             if memory.arithmetic.checksum(value) != header.checksum:
                 raise Refused(RefusalCode.CHUNK, "the payload's checksum is not what its header says; send it again")
-            memory.parts.land(staging.slot, landing.index, memory.decoded(staging, landing, value))
+            slot = staging.slot
+            memory.parts.land(slot.number, landing.index, memory.decoded(slot, landing, value))
             if memory.table.land(staging, landing, header.checksum):
-                self.complete.append(PushStaged(staging.push, staging.attempt, staging.opening, staging.digest()))
+                self.complete.append(PushStaged(slot, staging.digest()))
         return _reply(header, DataOp.ACK, staging.complete), None
 
     def _get(self, header: DataHeader, memory: SimulatedShardMemory) -> tuple[DataHeader, Value]:

@@ -13,7 +13,27 @@ from dataclasses import replace
 from typing import Any
 
 from dips.core.errors import DipsError, RefusalCode, Refused
-from dips.core.messages import CommitRecord, Refusal, SlaveBeat, SlaveCommand, SlaveMessage, SnapshotInfo
+from dips.core.ids import Incarnation, RoundId
+from dips.core.messages import (
+    Allow,
+    CloseStaging,
+    Commit,
+    CommitRecord,
+    Configure,
+    ListShard,
+    Measure,
+    MoveBlocks,
+    Prepare,
+    Refusal,
+    Retain,
+    SendCommitRecord,
+    ShardList,
+    SlaveBeat,
+    SlaveCommand,
+    SlaveMessage,
+    SnapshotInfo,
+    StopSlave,
+)
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.sim.arithmetic import Value
 from dips.sim.disks import PowerLossError, SlaveDisk
@@ -25,9 +45,10 @@ from dips.sim.world import Away, SlaveProcess, World
 from dips.slave.disk import TEMPORARY, Promise
 from dips.slave.ring import Ring
 from dips.slave.state import effects, events
-from dips.slave.state import shard as checks
 from dips.slave.state.admission import Admission
+from dips.slave.state.checks import own_blocks
 from dips.slave.state.fetching import cancelled
+from dips.slave.state.shard import to_refusal
 from dips.slave.state.slave import SlaveMachine
 
 DIAL_S = 0.3
@@ -242,10 +263,10 @@ class SlaveHost(SlaveProcess):
                 self.world.tape("slave", self, kind, cause, fields)
             case effects.Log(_, key, sentence):
                 self.world.log(self.name, key, sentence)
-            case effects.OpenSlot():
-                self.port.open(effect)
+            case effects.OpenSlot(slot):
+                self.port.open(slot)
                 self._say_staged()
-            case effects.CloseSlot(push):
+            case CloseStaging(push):
                 if self.port.memory is not None:
                     self.port.memory.table.close(push)
             case effects.CloseAllSlots():
@@ -255,7 +276,7 @@ class SlaveHost(SlaveProcess):
                 self.port.epoch = epoch
             case effects.CloseLink(sentence):
                 self.kernel.after(0.0, self, self.drop_stream, sentence)
-            case effects.EndProcess(reason):
+            case StopSlave(reason):
                 self.kernel.note(self.name, f"stops: {reason}")
                 self._die()
                 self.world.slave_stopped(self)
@@ -270,27 +291,20 @@ class SlaveHost(SlaveProcess):
                 self._later_on_disk(self._on_disk, self._save_promise, epoch)
             case effects.DropShadow(shadow):
                 self._drop_shadow(shadow)
-            case effects.SetAllowed(keys):
+            case Allow(keys):
                 self.admission.set_keys(keys)
-            case effects.SetPins(versions):
+            case Retain(versions):
                 if self.port.memory is not None:
                     self.port.memory.pin(versions)
-            case effects.RunLoad():
-                self._begin(effect.job, effect.delay_s, self._load, effect)
-            case effects.RunMeasure():
-                self._begin(effect.job, 0.0, self._measure, effect)
-            case effects.RunList():
-                self._begin(effect.job, 0.0, self._list, effect)
-            case effects.RunMove():
-                self._begin(effect.job, 0.0, self._move, effect)
-            case effects.CancelMove(job):
-                self._cancel_move(job)
+            case effects.Run():
+                delay_s = effect.delay_s + self.kernel.jitter(self.world.plan.work_s)
+                self.kernel.after(delay_s, self, self._job, effect, self._do)
+            case effects.CancelMove(number):
+                self._unwanted = number
+                if self.move is not None:
+                    self.move.cancel()
             case effects.DropMoved(shadow):
                 self._later_on_disk(self._on_disk, self.ring.drop_shadow, shadow)
-            case effects.RunPrepare():
-                self._begin(effect.job, 0.0, self._prepare, effect)
-            case effects.RunCommit():
-                self._begin(effect.job, effect.delay_s, self._commit, effect)
             case effects.SaveVersion():
                 shard = self._made().current
                 assert shard is not None, "a save is of what memory holds"
@@ -298,22 +312,44 @@ class SlaveHost(SlaveProcess):
                 self._later_on_disk(self._on_disk, self._save_version, effect, shard)
             case effects.SaveLater(delay_s):
                 self.kernel.after(delay_s, self, self.handle, events.SaveAgain())
-            case effects.ReadRecord():
-                self._later_on_disk(self._on_disk, self._read_record, effect)
+            case effects.ReadRecord(asked_by, command):
+                self._later_on_disk(self._on_disk, self._read_record, asked_by, command)
             case _:
                 raise LookupError(f"no one carries out {type(effect).__name__}")
 
     # ---- jobs ----
 
-    def _begin(self, job: int, delay_s: float, work: Callable[[Any], None], effect: Any) -> None:
-        self.kernel.after(delay_s + self.kernel.jitter(self.world.plan.work_s), self, self._job, job, work, effect)
-
-    def _job(self, job: int, work: Callable[[Any], None], effect: Any) -> None:
+    def _job(self, run: effects.Run, work: Callable[[effects.Run], None]) -> None:
         try:
-            self._on_disk(work, effect)
+            self._on_disk(work, run)
         except Refused as refused:
-            refusal = Refusal(refused.code, refused.sentence, refused.retry_after_s)
-            self.handle(events.JobFailed(job, refusal, self.ring.infos()))
+            self.handle(events.Failed(run.number, to_refusal(refused), self.ring.infos()))
+
+    def _do(self, run: effects.Run) -> None:
+        """Do a command, as dips.slave.shell does. Raises Refused."""
+        match run.command:
+            case (Configure() | Commit()) as command if run.shadow is not None:
+                self._done(run, self._commit(run, command, run.shadow))
+            case Configure() as command:
+                self._done(run, self._load(run, command))
+            case Measure() as command:
+                self.handle(events.Done(run.number, self._made().measure(command, run.slots)))
+            case Prepare() as command:
+                self._prepare(run, command)
+            case ListShard(round_id):
+                self.handle(events.Done(run.number, self._list(round_id)))
+            case MoveBlocks() as command:
+                if self._unwanted == run.number:
+                    raise cancelled(command)
+                self.move = SimulatedMove(
+                    self, self.ring, lambda: self.state.link.promised_epoch if self.state else 0,
+                    lambda action: self._later_on_disk(self._on_disk, action), command, run.chunk_bytes,
+                    lambda result: self._moved(run, result),
+                )  # fmt: skip
+                self.move.begin(self.port.memory)
+
+    def _done(self, run: effects.Run, result: SnapshotInfo | None) -> None:
+        self.handle(events.Done(run.number, result, self.ring.infos()))
 
     def _on_disk(self, work: Callable[[Any], None], *args: Any) -> None:
         """Run an action on the disk: power may fail within any step of it. An unexpected error ends the process."""
@@ -340,24 +376,20 @@ class SlaveHost(SlaveProcess):
         self.promise.save(epoch)
         self.handle(events.PromiseSaved(epoch))
 
-    def _load(self, effect: effects.RunLoad) -> None:
+    def _load(self, run: effects.Run, body: Configure) -> SnapshotInfo | None:
         self.port.memory = None
-        body = effect.configure
-        blocks = checks.own_blocks(self.name, body)
+        blocks = own_blocks(self.name, body)
         arithmetic = self.world.plan.arithmetic
-        memory = SimulatedShardMemory(
-            blocks, effect.chunk_bytes, body.staging_slots, 3 + body.pinned_versions, arithmetic
-        )
+        memory = SimulatedShardMemory(blocks, run.chunk_bytes, body.staging_slots, 3 + body.pinned_versions, arithmetic)
         self.ring.close_round()
         self.ring.make(memory.parts.empty_array().size)
-        if effect.source is not None:
-            memory.flip(self._fill(memory, effect, effect.source))
+        if run.source is not None:
+            memory.flip(self._fill(memory, body, run.source))
         self.port.memory = memory
-        current = memory.current.info if memory.current else None
-        self.handle(events.LoadDone(effect.job, current, self.ring.infos()))
+        return memory.current.info if memory.current else None
 
-    def _fill(self, memory: SimulatedShardMemory, effect: effects.RunLoad, source: SnapshotInfo) -> Shard:
-        body, parts = effect.configure, memory.parts
+    def _fill(self, memory: SimulatedShardMemory, body: Configure, source: SnapshotInfo) -> Shard:
+        parts = memory.parts
         theta, momentum = parts.empty_array(), parts.empty_array()
         self.ring.load(source, theta, momentum)
         loaded = parts.from_array(theta)
@@ -376,56 +408,47 @@ class SlaveHost(SlaveProcess):
         for problem in problems:
             self.kernel.aside(self.name, problem)
 
-    def _measure(self, effect: effects.RunMeasure) -> None:
-        blocks, way = self._made().measure(effect.slots, effect.bases)
-        self.handle(events.MeasureDone(effect.job, blocks, way))
-
-    def _prepare(self, effect: effects.RunPrepare) -> None:
+    def _prepare(self, run: effects.Run, body: Prepare) -> None:
         """After the computation, write the file to the disk."""
-        memory, body = self._made(), effect.prepare
+        memory = self._made()
         if self.overflow:
             self.overflow = False
             self.world.fired("overflow_in_prepare")
             raise Refused(RefusalCode.NONFINITE, f"round {body.round} would give 2 elements that are NaN or infinite")
-        theta, momentum = memory.prepare(body, effect.slots)
+        theta, momentum = memory.prepare(body, run.slots)
         made = self.state.shard.made if self.state is not None else None
         assert made is not None, "prepares only once configured"
         info = SnapshotInfo(
             body.to_version, body.round, made.layout_hash, made.placement_hash, memory.parts.digest(theta), False
         )
         memory.shadow = Shard(info, theta, momentum)
-        if effect.durable:
-            self._later_on_disk(self._job, effect.job, self._shadow_written, effect)
+        if run.durable:
+            self._later_on_disk(self._job, run, self._write_shadow)
         else:
-            self._shadow_written(effect)
+            self._done(run, info)
 
-    def _shadow_written(self, effect: effects.RunPrepare) -> None:
+    def _write_shadow(self, run: effects.Run) -> None:
         memory = self._made()
-        shadow = memory.shadow
+        shadow, parts = memory.shadow, memory.parts
         assert shadow is not None, "one job at a time"
-        if effect.durable:
-            try:
-                self._write_shadow(shadow)
-            except Refused:
-                memory.shadow = None
-                raise
-        self.handle(events.PrepareDone(effect.job, shadow.info, self.ring.infos()))
+        try:
+            self.ring.write_shadow(shadow.info, parts.to_array(shadow.theta), parts.to_array(shadow.momentum))
+        except Refused:
+            memory.shadow = None
+            raise
+        self._done(run, shadow.info)
 
-    def _write_shadow(self, shard: Shard) -> None:
-        parts = self._made().parts
-        self.ring.write_shadow(shard.info, parts.to_array(shard.theta), parts.to_array(shard.momentum))
-
-    def _commit(self, effect: effects.RunCommit) -> None:
+    def _commit(self, run: effects.Run, body: Configure | Commit, shadow: SnapshotInfo) -> SnapshotInfo:
         memory = self._made()
-        shadow = memory.shadow
-        assert shadow is not None, "the state commits only a shadow that exists"
-        info = replace(effect.shadow, committed=True, commit_hash=effect.commit_hash)
-        if effect.durable:
-            self._write_committed(replace(shadow, info=info), effect.commit_record)
-        memory.flip(replace(shadow, info=info))
-        if effect.durable:
+        held = memory.shadow
+        assert held is not None, "the state commits only a shadow that exists"
+        info = replace(shadow, committed=True, commit_hash=body.commit_hash)
+        if run.durable:
+            self._write_committed(replace(held, info=info), body.commit_record)
+        memory.flip(replace(held, info=info))
+        if run.durable:
             self._warn(self.ring.tidy(info))
-        self.handle(events.CommitDone(effect.job, info, self.ring.infos()))
+        return info
 
     def _write_committed(self, shard: Shard, record: bytes) -> None:
         """Write the manifest, and before it the file unless it is there already."""
@@ -438,14 +461,13 @@ class SlaveHost(SlaveProcess):
         try:
             self._write_committed(replace(shard, info=effect.info), effect.commit_record)
         except Refused as refused:
-            refusal = Refusal(refused.code, refused.sentence, refused.retry_after_s)
-            self.handle(events.SaveFailed(effect.number, refusal))
+            self.handle(events.SaveFailed(effect.number, to_refusal(refused)))
             return
         self.handle(events.Saved(effect.number, effect.info, self.ring.infos()))
 
     # ---- a RESHARD ----
 
-    def _list(self, effect: effects.RunList) -> None:
+    def _list(self, round_id: RoundId) -> ShardList:
         memory = self._made()
         assert memory.current is not None, "the state lists only what is here"
         current, parts, checksum = memory.current, memory.parts, self.world.plan.arithmetic.checksum
@@ -453,41 +475,25 @@ class SlaveHost(SlaveProcess):
             tuple(checksum(parts.chunk(part, index)) for index in range(memory.map.n_chunks))
             for part in (current.theta, current.momentum)
         )
-        self.handle(events.ListDone(effect.job, theta, momentum))
+        return ShardList(round_id, theta, momentum)
 
-    def _move(self, effect: effects.RunMove) -> None:
-        if self._unwanted == effect.job:
-            raise cancelled(effect.move)
-        self.move = SimulatedMove(
-            self, self.ring, lambda: self.state.link.promised_epoch if self.state else 0,
-            lambda action: self._later_on_disk(self._on_disk, action), effect,
-            lambda result: self._moved(effect.job, result),
-        )  # fmt: skip
-        self.move.begin(self.port.memory)
-
-    def _moved(self, job: int, result: SnapshotInfo | Refused) -> None:
+    def _moved(self, run: effects.Run, result: SnapshotInfo | Refused) -> None:
         self.move = None
         if isinstance(result, Refused):
-            refusal = Refusal(result.code, result.sentence, result.retry_after_s)
-            self.handle(events.JobFailed(job, refusal, self.ring.infos()))
+            self.handle(events.Failed(run.number, to_refusal(result), self.ring.infos()))
         else:
-            self.handle(events.MoveDone(job, result, self.ring.infos()))
+            self._done(run, result)
 
-    def _cancel_move(self, job: int) -> None:
-        self._unwanted = job
-        if self.move is not None and self.move.job == job:
-            self.move.cancel()
-
-    def _read_record(self, effect: effects.ReadRecord) -> None:
+    def _read_record(self, asked_by: Incarnation | None, command: SendCommitRecord) -> None:
+        version, round_id = command.version, command.round
         try:
-            record, commit_hash = self.ring.record(effect.version, effect.round)
+            record, commit_hash = self.ring.record(version, round_id)
             if hashlib.sha256(record).digest() != commit_hash:
-                raise Refused(RefusalCode.DIGEST, f"the record of {effect.version} has another hash than was committed")
-            answer = CommitRecord(effect.version, effect.round, record)
+                raise Refused(RefusalCode.DIGEST, f"the record of {version} has another hash than was committed")
+            answer = CommitRecord(version, round_id, record)
         except Refused as refused:
-            refusal = Refusal(refused.code, refused.sentence, refused.retry_after_s)
-            answer = CommitRecord(effect.version, effect.round, b"", refusal)
-        self.handle(events.RecordRead(effect.asked_by, answer))
+            answer = CommitRecord(version, round_id, b"", to_refusal(refused))
+        self.handle(events.RecordRead(asked_by, answer))
 
     def _drop_shadow(self, shadow: SnapshotInfo) -> None:
         self._made().shadow = None

@@ -16,15 +16,23 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.messages import (
     BlockGram,
+    CloseStaging,
+    Commit,
     CommitRecord,
     Configure,
+    ListShard,
+    Measure,
+    Measured,
     MoveBlocks,
     PlacementSpec,
     Prepare,
     Refusal,
+    Retain,
+    ShardList,
     SlaveCommand,
     SlaveMessage,
     SnapshotInfo,
+    StopSlave,
 )
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec, encoded_bytes
@@ -34,7 +42,7 @@ from dips.sim.search.master_part import keep_no_story
 from dips.slave.state import effects, events
 from dips.slave.state.fetching import cancelled
 from dips.slave.state.slave import SlaveMachine
-from dips.slave.state.staging import ShardMap, Staging, StagingTable
+from dips.slave.state.staging import ShardMap, Slot, Staging, StagingTable
 
 PieceNames = tuple[str, ...]
 """Which pieces of work a model is made of, in the order in which they were merged."""
@@ -53,7 +61,7 @@ class SnapshotOnDisk:
     record: bytes = b""
 
 
-StagingRow = tuple[PieceNames | None, ...]
+SlotContent = tuple[PieceNames | None, ...]
 """One slot of staging memory: the push content of each chunk, None when no chunk has arrived since it was opened."""
 
 TORN = "torn"
@@ -122,7 +130,7 @@ class SlavePart:
         self.memory: dict[Version, tuple[RoundId, PieceNames]] = {}
         self.shadow: SnapshotOnDisk | None = None
         self.table: StagingTable | None = None
-        self.rows: dict[int, StagingRow] = {}
+        self.staging: dict[int, SlotContent] = {}
         self.served = 0
         self.pins: tuple[Version, ...] = ()
         self.blocks: tuple[int, ...] = ()
@@ -167,17 +175,17 @@ class SlavePart:
         staging, landing, landed = table.admit(header, encoded_bytes(header.codec, header.length_bytes // 4))
         if landed:
             return []
-        row = list(self.rows[staging.slot])
-        row[landing.index] = payload
-        self.rows[staging.slot] = tuple(row)
+        chunks = list(self.staging[staging.slot.number])
+        chunks[landing.index] = payload
+        self.staging[staging.slot.number] = tuple(chunks)
         return self._say_staged(staging) if table.land(staging, landing, header.checksum) else []
 
     def _say_staged(self, staging: Staging) -> list[Out]:
-        return self._handle(events.PushStaged(staging.push, staging.attempt, staging.opening, staging.digest()))
+        return self._handle(events.PushStaged(staging.slot, staging.digest()))
 
-    def _payload(self, slot: int) -> PieceNames:
-        """The content of a row of staging memory."""
-        contents = set(self.rows[slot])
+    def _payload(self, slot: Slot) -> PieceNames:
+        """The content of a slot of staging memory."""
+        contents = set(self.staging[slot.number])
         content = contents.pop() if len(contents) == 1 else None
         return content if content is not None else (TORN,)
 
@@ -206,10 +214,10 @@ class SlavePart:
             move.to_version, move.round, move.layout_hash, move.placement.placement_hash, move.theta_digest, False
         )
         self.disk[info.version, info.round] = SnapshotOnDisk(info, blocks, content)
-        return self._handle(events.MoveDone(job, info, self._infos()))
+        return self._handle(events.Done(job, info, self._infos()))
 
     def _move_failed(self, job: int, code: RefusalCode, why: str) -> list[Out]:
-        return self._handle(events.JobFailed(job, Refusal(code, why, 1.0)))
+        return self._handle(events.Failed(job, Refusal(code, why, 1.0)))
 
     def kill(self) -> list[Out]:
         """kill -9, and another process over the same directory."""
@@ -271,25 +279,25 @@ class SlavePart:
             case effects.SavePromise(epoch):
                 self.promised = max(self.promised, epoch)
                 return self._handle(events.PromiseSaved(epoch))
-            case effects.OpenSlot():
-                return self._open(effect)
-            case effects.CloseSlot(push):
+            case effects.OpenSlot(slot):
+                return self._open(slot)
+            case CloseStaging(push):
                 if self.table is not None:
                     self.table.close(push)
-                self._forget_closed_rows()
+                self._forget_closed_slots()
             case effects.CloseAllSlots():
                 if self.table is not None:
                     self.table.close_all()
-                self._forget_closed_rows()
+                self._forget_closed_slots()
             case effects.Serve(epoch):
                 self.served = epoch
-            case effects.SetPins(versions):
+            case Retain(versions):
                 self.pins = versions
             case effects.DropShadow(shadow) | effects.DropMoved(shadow):
                 if isinstance(effect, effects.DropShadow):
                     self.shadow = None
                 self.disk = {key: file for key, file in self.disk.items() if file.info != shadow}
-            case effects.EndProcess() | effects.GiveUp():
+            case StopSlave() | effects.GiveUp():
                 self.stopped = True
                 return [("hang up", self.link)]
             case effects.Log():
@@ -300,62 +308,70 @@ class SlavePart:
 
     def _work(self, effect: effects.Effect) -> list[Out]:
         match effect:
-            case effects.RunLoad(job, configure, _, source):
-                return self._load(job, configure, source)
-            case effects.RunList(job):
-                current = self.memory[max(self.memory)][1]
-                sums = [sums_of(self.blocks, self.chunk_bytes, current, momentum) for momentum in (False, True)]
-                return self._handle(events.ListDone(job, sums[0], sums[1]))
-            case effects.RunMove(job, move):
-                self.move = (job, move)
-                return []
+            case effects.Run():
+                return self._do(effect)
             case effects.CancelMove(job):
                 if self.move is None or self.move[0] != job:
                     return []
                 refused, self.move = cancelled(self.move[1]), None
-                return self._handle(events.JobFailed(job, Refusal(refused.code, refused.sentence, 1.0)))
-            case effects.RunMeasure(job, _, slots):
-                return self._handle(events.MeasureDone(job, self._measure(slots)))
-            case effects.RunPrepare(job, prepare, slots, durable):
-                return self._prepare(job, prepare, slots, durable)
-            case effects.RunCommit(job, shadow, commit_hash, record, durable):
-                info = self._commit(shadow, commit_hash, record, durable)
-                return self._handle(events.CommitDone(job, info, self._infos()))
-            case effects.ReadRecord(asked_by, version, round_id):
-                return self._read_record(asked_by, version, round_id)
+                return self._handle(events.Failed(job, Refusal(refused.code, refused.sentence, 1.0)))
+            case effects.ReadRecord(asked_by, command):
+                return self._read_record(asked_by, command.version, command.round)
             case _:
                 raise TypeError(f"the search does not execute {type(effect).__name__}")
 
-    def _open(self, effect: effects.OpenSlot) -> list[Out]:
+    def _do(self, run: effects.Run) -> list[Out]:
+        """Do a command at once, apart from a move, which waits for other slaves."""
+        match run.command:
+            case (Configure() | Commit()) as command if run.shadow is not None:
+                info = self._commit(run.shadow, command.commit_hash, command.commit_record, run.durable)
+                return self._handle(events.Done(run.number, info, self._infos()))
+            case Configure() as command:
+                return self._load(run.number, command, run.source)
+            case Measure(round_id):
+                measured = Measured(round_id, self._measure(run.slots))
+                return self._handle(events.Done(run.number, measured))
+            case Prepare() as command:
+                info = self._prepare(command, run.slots, run.durable)
+                return self._handle(events.Done(run.number, info, self._infos()))
+            case ListShard(round_id):
+                current = self.memory[max(self.memory)][1]
+                sums = [sums_of(self.blocks, self.chunk_bytes, current, momentum) for momentum in (False, True)]
+                return self._handle(events.Done(run.number, ShardList(round_id, sums[0], sums[1])))
+            case MoveBlocks() as command:
+                self.move = (run.number, command)
+        return []
+
+    def _open(self, slot: Slot) -> list[Out]:
         if self.table is None:
             return []
-        staging = self.table.open(effect.push, effect.attempt, effect.slot, effect.opening, effect.wire, effect.base)
+        staging = self.table.open(slot)
         if not staging.n_landed:
-            self.rows[staging.slot] = (None,) * self.shard.n_chunks
-        self._forget_closed_rows()
+            self.staging[slot.number] = (None,) * self.shard.n_chunks
+        self._forget_closed_slots()
         return self._say_staged(staging) if staging.complete else []
 
-    def _forget_closed_rows(self) -> None:
-        """Clear unused rows, whose content makes no difference."""
-        used = {staging.slot for staging in self.table._open.values()} if self.table is not None else set()
-        self.rows = {slot: row for slot, row in self.rows.items() if slot in used}
+    def _forget_closed_slots(self) -> None:
+        """Clear unused slots, whose content makes no difference."""
+        used = {slot.number for slot in self.table.slots()} if self.table is not None else set()
+        self.staging = {number: content for number, content in self.staging.items() if number in used}
 
     def _infos(self) -> tuple[SnapshotInfo, ...]:
         return tuple(file.info for _, file in sorted(self.disk.items(), key=lambda item: item[0], reverse=True))
 
     def _load(self, job: int, configure: Configure, source: SnapshotInfo | None) -> list[Out]:
-        self.memory, self.shadow, self.rows = {}, None, {}
+        self.memory, self.shadow, self.staging = {}, None, {}
         self.blocks = blocks_of(configure.placement, self.name)
-        self.table = StagingTable(self.shard, configure.staging_slots)
+        self.table = StagingTable(self.shard)
         current = None
         if source is not None:
             file = self.disk[source.version, source.round]
             if self.digest(file) != configure.load_digest:
                 wrong = Refusal(RefusalCode.DIGEST, "the snapshot is not what was committed")
-                return self._handle(events.JobFailed(job, wrong))
+                return self._handle(events.Failed(job, wrong))
             source = self._named(source, configure)
             current = self._commit(source, configure.commit_hash, configure.commit_record)
-        return self._handle(events.LoadDone(job, current, self._infos()))
+        return self._handle(events.Done(job, current, self._infos()))
 
     def _named(self, source: SnapshotInfo, configure: Configure) -> SnapshotInfo:
         """Rename the origin after a rollback, and drop the versions after it."""
@@ -377,14 +393,14 @@ class SlavePart:
             answer = CommitRecord(version, round_id, file.record)
         return self._handle(events.RecordRead(asked_by, answer))
 
-    def _measure(self, slots: tuple[int, ...]) -> tuple[BlockGram, ...]:
+    def _measure(self, slots: tuple[Slot, ...]) -> tuple[BlockGram, ...]:
         payloads = [self._payload(slot) for slot in slots]
         pairs = [(i, j) for i in range(len(slots)) for j in range(i, len(slots))]
         gram = tuple(NORM * NORM * (1.0 if i == j else 0.9) for i, j in pairs)
         bad = tuple(4 if is_bad(payload) else 0 for payload in payloads)
         return tuple(BlockGram(block, gram, bad) for block in self.blocks)
 
-    def _prepare(self, job: int, prepare: Prepare, slots: tuple[int, ...], durable: bool) -> list[Out]:
+    def _prepare(self, prepare: Prepare, slots: tuple[Slot, ...], durable: bool) -> SnapshotInfo:
         base: PieceNames = ()
         if prepare.from_version is not None:
             base = self.memory[prepare.from_version][1]
@@ -397,7 +413,7 @@ class SlavePart:
         self.disk = {key: file for key, file in self.disk.items() if file.info.committed}
         if durable:
             self.disk[info.version, info.round] = self.shadow
-        return self._handle(events.PrepareDone(job, info, self._infos()))
+        return info
 
     def _commit(self, shadow: SnapshotInfo, commit_hash: bytes, record: bytes, durable: bool = True) -> SnapshotInfo:
         """The manifest becomes durable, and memory flips."""

@@ -1,18 +1,32 @@
-"""The effects of the slave's state machine. The slave's shell carries them out in order.
-
-A Run effect is a job: at most one is under way, and its completion is an event with the same number.
-delay_s: how long to wait before it begins.
-"""
+"""The effects of the slave's state machine. The slave's shell carries them out in order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dips.core.ids import Incarnation, PushId, RoundId, Version
+from dips.core.ids import Incarnation
 from dips.core.machine import Log as Log
 from dips.core.machine import Record as Record
-from dips.core.messages import AllowedKey, Configure, MoveBlocks, Prepare, Refusal, SlaveBody, SnapshotInfo
-from dips.core.wire import Codec
+from dips.core.messages import (
+    Allow,
+    CloseStaging,
+    Commit,
+    Configure,
+    ListShard,
+    Measure,
+    MoveBlocks,
+    Prepare,
+    Refusal,
+    Retain,
+    SendCommitRecord,
+    SlaveBody,
+    SnapshotInfo,
+    StopSlave,
+)
+from dips.slave.state.staging import Slot
+
+JobCommand = Configure | Measure | Prepare | Commit | ListShard | MoveBlocks
+"""The commands that take time: one at a time works on memory."""
 
 
 @dataclass(frozen=True)
@@ -44,77 +58,37 @@ class Serve:
 
 
 @dataclass(frozen=True)
-class RunLoad:
-    """Make memory for the blocks and fill it from `source` (None: leave it empty); a shadow becomes a committed one.
+class Run:
+    """Do this command. At most one is under way, and its end is Done or Failed with the same number.
 
-    A source of another name than configure.load is its origin: it gets that name, and what came after it leaves.
+    The machine keeps it until then as its job. A disk that fails after a commit point gets the same one again, with
+    another number and a delay.
     """
 
-    job: int
-    configure: Configure
-    chunk_bytes: int
-    source: SnapshotInfo | None
+    command: JobCommand
+    cause: str
+    began_s: float
+    slots: tuple[Slot, ...] = ()  # Measure, Prepare: where the pushes are, in the command's order
+    chunk_bytes: int = 0  # Configure, MoveBlocks: of the run's settings
+    # Configure: memory is made, and filled from this snapshot (None: left empty); a shadow becomes a committed one. One
+    # of another name than configure.load is its origin: it gets that name, and what came after it leaves.
+    source: SnapshotInfo | None = None
+    shadow: SnapshotInfo | None = None  # Commit, or a Configure that names it: it is in memory and becomes current
+    durable: bool = True  # the shadow's file, or its manifest, must be on disk before the job is done
     delay_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class RunMeasure:
-    """Gram matrices of the pushes in `slots` (cluster-id order) at the current version; bases: theirs."""
-
-    job: int
-    round: RoundId
-    slots: tuple[int, ...]
-    bases: tuple[Version | None, ...]
-
-
-@dataclass(frozen=True)
-class RunPrepare:
-    """Compute the shadow of the next version from the pushes in `slots`; write it to disk if `durable`."""
-
-    job: int
-    prepare: Prepare
-    slots: tuple[int, ...]
-    durable: bool = True
-
-
-@dataclass(frozen=True)
-class RunCommit:
-    """Write the manifest of the shadow in memory if `durable` (its file too, if it is not there); flip."""
-
-    job: int
-    shadow: SnapshotInfo
-    commit_hash: bytes
-    commit_record: bytes
-    durable: bool = True
-    delay_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class RunList:
-    """Checksums of all chunks of the current version, theta's and the momentum's, then ListDone."""
-
-    job: int
-
-
-@dataclass(frozen=True)
-class RunMove:
-    """Assemble a shard of another placement durably in a file, then MoveDone (slave/mover.py)."""
-
-    job: int
-    move: MoveBlocks
-    chunk_bytes: int
+    number: int = 0  # given when it begins
 
 
 @dataclass(frozen=True)
 class CancelMove:
-    """The result of this RunMove is no longer needed: end it soon, as failed."""
+    """The result of this move is no longer needed: end it soon, as Failed."""
 
-    job: int
+    number: int
 
 
 @dataclass(frozen=True)
 class DropMoved:
-    """Free the file that a RunMove wrote."""
+    """Free the file that a move wrote."""
 
     shadow: SnapshotInfo
 
@@ -140,8 +114,7 @@ class ReadRecord:
     """Read the COMMIT record of a snapshot from its manifest, then RecordRead for the incarnation that asked."""
 
     asked_by: Incarnation | None
-    version: Version
-    round: RoundId
+    command: SendCommitRecord
 
 
 @dataclass(frozen=True)
@@ -153,50 +126,14 @@ class DropShadow:
 
 @dataclass(frozen=True)
 class OpenSlot:
-    """Accept chunks of this push. The same `opening` keeps the chunks that have landed, another one begins with none.
+    """Accept chunks of the push in this slot. Another attempt in the same opening keeps the chunks that have landed."""
 
-    A difference codec in `wire` is decoded against the parameters of `base`.
-    """
-
-    push: PushId
-    attempt: int
-    slot: int
-    opening: int
-    wire: Codec = Codec.F32
-    base: Version | None = None
-
-
-@dataclass(frozen=True)
-class CloseSlot:
-    """Accept no more chunks of this push, and forget those that landed."""
-
-    push: PushId
+    slot: Slot
 
 
 @dataclass(frozen=True)
 class CloseAllSlots:
     """Forget every push of the incarnation that ended."""
-
-
-@dataclass(frozen=True)
-class SetPins:
-    """Keep these versions readable, in addition to the current one and the one before."""
-
-    versions: tuple[Version, ...]
-
-
-@dataclass(frozen=True)
-class SetAllowed:
-    """The data port admits these keys and no others, and no longer serves connections of other keys."""
-
-    keys: tuple[AllowedKey, ...]
-
-
-@dataclass(frozen=True)
-class EndProcess:
-    """The master asks this slave to end, exit code 0."""
-
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -211,12 +148,7 @@ Effect = (
     | CloseLink
     | SavePromise
     | Serve
-    | RunLoad
-    | RunMeasure
-    | RunPrepare
-    | RunCommit
-    | RunList
-    | RunMove
+    | Run
     | CancelMove
     | DropMoved
     | SaveVersion
@@ -224,12 +156,15 @@ Effect = (
     | ReadRecord
     | DropShadow
     | OpenSlot
-    | CloseSlot
     | CloseAllSlots
-    | SetPins
-    | SetAllowed
     | Record
     | Log
-    | EndProcess
     | GiveUp
+    | CloseStaging
+    | Retain
+    | Allow
+    | StopSlave
 )
+"""A command that needs no more than itself is its own effect: CloseStaging forgets the chunks of a push, Retain keeps
+versions readable in addition to the current one and the one before, Allow admits these keys to the data port and no
+others, StopSlave ends the process with exit code 0."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dips.core.ids import Incarnation, PushId
-from dips.core.messages import BlockGram, CommitRecord, Refusal, SlaveCommand, SnapshotInfo
+from dips.core.ids import Incarnation
+from dips.core.messages import CommitRecord, Measured, Refusal, ShardList, SlaveCommand, SnapshotInfo
+from dips.slave.state.staging import Slot
 
 
 @dataclass(frozen=True)
@@ -41,73 +42,30 @@ class PromiseSaved:
 
 @dataclass(frozen=True)
 class PushStaged:
-    """Every chunk of this push that belongs to this slave has landed and is verified. opening: as in OpenSlot."""
+    """Every chunk of the push in this slot that belongs to this slave has landed and is verified."""
 
-    push: PushId
-    attempt: int
-    opening: int
+    slot: Slot
     digest: bytes
 
 
 @dataclass(frozen=True)
-class LoadDone:
-    """Memory is made and holds `current` (None: no version exists)."""
+class Done:
+    """The job with this number is done. snapshots: on disk now, None if unchanged.
 
-    job: int
-    current: SnapshotInfo | None
-    snapshots: tuple[SnapshotInfo, ...]
+    result: what is in memory now (Configure, Commit; None: no version exists), the shadow that was made (Prepare,
+    MoveBlocks), or the answer to the master itself (Measure, ListShard).
+    """
 
-
-@dataclass(frozen=True)
-class MeasureDone:
-    """The Gram matrices of this slave's blocks, in block-id order; directions: as in Measured."""
-
-    job: int
-    blocks: tuple[BlockGram, ...]
-    directions: tuple[float, ...] = ()
+    number: int
+    result: SnapshotInfo | Measured | ShardList | None
+    snapshots: tuple[SnapshotInfo, ...] | None = None
 
 
 @dataclass(frozen=True)
-class PrepareDone:
-    """The shadow is in memory and, if the job was durable, on disk."""
+class Failed:
+    """The job failed and changed nothing that counts; the slave goes on. snapshots: as in Done."""
 
-    job: int
-    shadow: SnapshotInfo
-    snapshots: tuple[SnapshotInfo, ...]
-
-
-@dataclass(frozen=True)
-class CommitDone:
-    """The manifest is on disk if the job was durable, memory has flipped, and the data port serves the new version."""
-
-    job: int
-    current: SnapshotInfo
-    snapshots: tuple[SnapshotInfo, ...]
-
-
-@dataclass(frozen=True)
-class ListDone:
-    """xxh3-64 of each chunk of the current version, in (block, offset) order."""
-
-    job: int
-    theta: tuple[int, ...]
-    momentum: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class MoveDone:
-    """The shard of the new placement is on disk, as a shadow."""
-
-    job: int
-    shadow: SnapshotInfo
-    snapshots: tuple[SnapshotInfo, ...]
-
-
-@dataclass(frozen=True)
-class JobFailed:
-    """The job failed and changed nothing that counts; the slave goes on. snapshots: on disk now, None if unchanged."""
-
-    job: int
+    number: int
     refusal: Refusal
     snapshots: tuple[SnapshotInfo, ...] | None = None
 
@@ -142,7 +100,6 @@ class RecordRead:
     answer: CommitRecord
 
 
-JobEvent = LoadDone | MeasureDone | PrepareDone | CommitDone | ListDone | MoveDone | JobFailed
 SaveEvent = Saved | SaveFailed | SaveAgain
 
-Event = Linked | Unlinked | Fenced | Commanded | PromiseSaved | PushStaged | JobEvent | SaveEvent | RecordRead
+Event = Linked | Unlinked | Fenced | Commanded | PromiseSaved | PushStaged | Done | Failed | SaveEvent | RecordRead

@@ -45,7 +45,7 @@ from dips.slave.state import effects, events
 from dips.slave.state.admission import what_is_wrong
 from dips.slave.state.effects import Effect
 from dips.slave.state.shard import ShardState
-from dips.slave.state.staging import Slots
+from dips.slave.state.staging import Slot, Slots
 
 # ---- link ------------------------------------------------------------------------------------------------------------
 #
@@ -218,15 +218,15 @@ class SlaveMachine:
                 return self._commanded(command, now_s)
             case events.PromiseSaved(epoch):
                 return self._promise_saved(epoch, now_s)
-            case events.PushStaged():
-                return self._staged(event)
+            case events.PushStaged(slot, digest):
+                return self._staged(slot, digest)
             case events.RecordRead(asked_by, answer):
                 is_current = self.link.attached and asked_by == self.link.incarnation
                 return [effects.SendUp(answer)] if is_current else []
             case events.Saved() | events.SaveFailed() | events.SaveAgain():
                 return self.shard.save_event(event, now_s)
-            case _:
-                return self._completed(event, now_s)
+            case events.Done() | events.Failed():
+                return self._ended(event, now_s)
 
     # ---- the link ----
 
@@ -254,7 +254,7 @@ class SlaveMachine:
         if isinstance(command.body, Welcome):
             return self._welcomed(command, command.body, now_s)
         if isinstance(command.body, StopSlave):
-            return [effects.EndProcess(command.body.reason)]
+            return [command.body]
         if isinstance(command.body, Allow):
             return self._allowed(command.body, command.cause_id)
         if len(self._waiting) >= MAX_WAITING:
@@ -271,7 +271,7 @@ class SlaveMachine:
                 effects.Record("refused_command", cause, {"command": "Allow", "reason": why_not}),
             ]
         owners = [f"{allowed.role.name.lower()} {allowed.owner}" for allowed in allow.keys]
-        return [effects.SetAllowed(allow.keys), effects.Record("allowed", cause, {"owners": owners})]
+        return [allow, effects.Record("allowed", cause, {"owners": owners})]
 
     def _welcomed(self, command: SlaveCommand, welcome: Welcome, now_s: float) -> list[Effect]:
         hello = welcome.hello
@@ -307,14 +307,13 @@ class SlaveMachine:
             return True
         if not self.shard.busy:
             return not self._must_wait(command)
-        rows = self.shard.job.slots if self.shard.job else ()
-        loading = isinstance(self.shard.job.body, Configure) if self.shard.job else False
+        job = self.shard.job
+        if job is None or isinstance(job.command, Configure):
+            return False
+        read = [slot.number for slot in job.slots]
         if isinstance(command.body, OpenStaging):
-            held = self.slots.slot_of(command.body.push)
-            return not loading and command.body.slot not in rows and held not in rows
-        if isinstance(command.body, CloseStaging):
-            return not loading and self.slots.slot_of(command.body.push) not in rows
-        return False
+            return command.body.slot not in read and self.slots.number_of(command.body.push) not in read
+        return isinstance(command.body, CloseStaging) and self.slots.number_of(command.body.push) not in read
 
     def _must_wait(self, command: SlaveCommand) -> bool:
         return isinstance(command.body, Configure) and self.shard.must_save_first(command.body, self._settings())
@@ -328,27 +327,19 @@ class SlaveMachine:
         match command.body:
             case Configure() as body:
                 return self.shard.configure(body, self._settings(), cause, now_s)
-            case SendCommitRecord(version, round_id):
-                return [effects.ReadRecord(command.incarnation, version, round_id)]
-            case OpenStaging() as body:
-                return self._open(body, cause)
-            case CloseStaging(push):
-                self.slots.close(push)
-                return [effects.CloseSlot(push)]
-            case Measure() as body:
-                return self.shard.measure(body, cause, now_s)
-            case ListShard() as body:
-                return self.shard.list_shard(body, cause, now_s)
-            case MoveBlocks() as body:
-                return self.shard.move(body, self._settings(), cause, now_s)
-            case Prepare() as body:
-                return self.shard.prepare(body, self._settings(), cause, now_s)
+            case Measure() | Prepare() | Commit() | ListShard() | MoveBlocks() as body:
+                return self.shard.begin(body, self._settings(), cause, now_s)
             case AbortRound() as body:
                 return self.shard.abort(body, cause, now_s)
-            case Commit() as body:
-                return self.shard.commit(body, self._settings(), cause, now_s)
-            case Retain(versions):
-                return [effects.SetPins(versions)]
+            case OpenStaging() as body:
+                return self._open(body, cause)
+            case CloseStaging(push) as body:
+                self.slots.close(push)
+                return [body]
+            case SendCommitRecord() as body:
+                return [effects.ReadRecord(command.incarnation, body)]
+            case Retain() as body:
+                return [body]
             case other:
                 raise LocalProtocolError(f"{type(other).__name__} does not wait for its turn")
 
@@ -360,25 +351,25 @@ class SlaveMachine:
                 effects.Log(logging.ERROR, "open", sentence, cause),
                 effects.Record("refused_command", cause, {"reason": sentence}),
             ]
-        opening = self.slots.open(body)
-        if opening is None:
+        slot = self.slots.open(body)
+        if slot is None:
             sentence = f"push {body.push}: attempt {body.attempt} is older than the open one"
             return [effects.Log(logging.WARNING, "open", sentence, cause)]
-        return [effects.OpenSlot(body.push, body.attempt, body.slot, opening, self.slots.wire_of(body.push), body.base)]
+        return [effects.OpenSlot(slot)]
 
     # ---- events of the shell ----
 
-    def _staged(self, event: events.PushStaged) -> list[Effect]:
-        staged = self.slots.staged(event.push, event.attempt, event.opening, event.digest)
+    def _staged(self, slot: Slot, digest: bytes) -> list[Effect]:
+        staged = self.slots.staged(slot, digest)
         if staged is None:
             return []
-        fields = {"push": str(event.push), "attempt": event.attempt, "digest": event.digest.hex()}
+        fields = {"push": str(slot.push), "attempt": slot.attempt, "digest": digest.hex()}
         out: list[Effect] = [effects.Record("staged", "", dict(fields))]
         return [*out, effects.SendUp(staged)] if self.link.attached else out
 
-    def _completed(self, event: events.JobEvent, now_s: float) -> list[Effect]:
-        muted = event.job == self._mute_job
-        out = self.shard.completed(event, now_s)
+    def _ended(self, event: events.Done | events.Failed, now_s: float) -> list[Effect]:
+        muted = event.number == self._mute_job
+        out = self.shard.ended(event, now_s)
         if muted and self.shard.job is not None:
             self._mute_job = self.shard.job.number  # the same work once more, under another number
         if self.link.attached and not muted:

@@ -7,47 +7,49 @@ of this slave's, let a second sender change a landed chunk, or call a push compl
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from dips.core.chunks import shard_digest
 from dips.core.errors import LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import PushId, Version
 from dips.core.layout import FLOAT32_BYTES, Block
 from dips.core.math.outer_numpy import PIECE_ELEMS, n_pieces
-from dips.core.messages import OpenStaging, Staged, StagingProgress
+from dips.core.messages import OpenStaging, Staged, StagedPush, StagingProgress
 from dips.core.net.data_header import MAX_MISSING, DataHeader, MissingChunk
 from dips.core.wire import Codec, encoded_bytes
 
 # ---- slots -----------------------------------------------------------------------------------------------------------
 #
-# Keeps which push is in which row of staging memory, for the state machine.
+# Which push is in which slot of staging memory, for the state machine.
 #
-# The data port's StagingTable knows every chunk; this one knows only what rounds need: a push's row, and whether
-# it is complete. Completeness arrives as an event, which is ignored when the push left its row meanwhile.
+# Slots is the only table that decides it. Every other place (jobs, the data port's StagingTable, receipts) holds the
+# Slot that came from here, or its number. The data port runs on another thread and may be behind: its reports name
+# their opening, and count only while it is the present one.
 
 
-@dataclass
+@dataclass(frozen=True)
 class Slot:
-    """One open slot. opening: counts new openings, so that late events of an earlier one are recognised. digest: None
-    while incomplete.
+    """A push in a slot of staging memory. base: the version that the push was made from; None for a seed.
 
-    base: the version that the push was made from; None for a seed.
+    opening: numbers the times that a slot was opened anew, so that late reports of an earlier one are recognised. A
+    difference codec in `wire` is decoded against the parameters of `base`.
     """
 
-    slot: int
+    push: PushId
     attempt: int
-    opening: int
-    base: Version | None
-    digest: bytes | None = None
+    number: int
+    opening: int = 0
     wire: Codec = Codec.F32
+    base: Version | None = None
 
 
 class Slots:
-    """The open stagings of this incarnation."""
+    """The open slots of this incarnation."""
 
     def __init__(self) -> None:
         self._of_push: dict[PushId, Slot] = {}
+        self._digests: dict[PushId, bytes] = {}  # of the complete ones
         self._openings = 0
 
     def __len__(self) -> int:
@@ -55,60 +57,58 @@ class Slots:
 
     def clear(self) -> None:
         self._of_push.clear()
+        self._digests.clear()
 
-    def open(self, body: OpenStaging) -> int | None:
-        """Note the slot; the same push in the same slot, written in the same way, is adopted.
+    def open(self, body: OpenStaging) -> Slot | None:
+        """Open a slot; the same push in the same slot, written in the same way, is adopted with what has landed.
 
-        Returns its opening, None for an older attempt.
+        None for an older attempt.
         """
         wire = Codec.F32 if body.wire is Codec.NONE else body.wire  # a master of an earlier release says nothing
         known = self._of_push.get(body.push)
-        if known is not None and body.attempt < known.attempt and known.slot == body.slot:
+        if known is not None and body.attempt < known.attempt and known.number == body.slot:
             return None
-        if known is not None and (known.slot, known.wire, known.base) == (body.slot, wire, body.base):
-            known.attempt = body.attempt
-            return known.opening
-        for push in [p for p, s in self._of_push.items() if s.slot == body.slot or p == body.push]:
-            del self._of_push[push]
-        self._openings += 1
-        self._of_push[body.push] = Slot(body.slot, body.attempt, self._openings, body.base, wire=wire)
-        return self._openings
+        if known is not None and (known.number, known.wire, known.base) == (body.slot, wire, body.base):
+            slot = replace(known, attempt=body.attempt)
+        else:
+            for push in [p for p, s in self._of_push.items() if s.number == body.slot or p == body.push]:
+                self.close(push)
+            self._openings += 1
+            slot = Slot(body.push, body.attempt, body.slot, self._openings, wire, body.base)
+        self._of_push[body.push] = slot
+        return slot
 
     def close(self, push: PushId) -> None:
         self._of_push.pop(push, None)
+        self._digests.pop(push, None)
 
-    def slot_of(self, push: PushId) -> int | None:
+    def number_of(self, push: PushId) -> int | None:
         known = self._of_push.get(push)
-        return None if known is None else known.slot
+        return None if known is None else known.number
 
-    def wire_of(self, push: PushId) -> Codec:
-        """The codec of an open push."""
-        return self._of_push[push].wire
-
-    def base_of(self, push: PushId) -> Version | None:
-        known = self._of_push.get(push)
-        return None if known is None else known.base
-
-    def staged(self, push: PushId, attempt: int, opening: int, digest: bytes) -> Staged | None:
+    def staged(self, slot: Slot, digest: bytes) -> Staged | None:
         """Note a complete push. None when that opening is over, or a newer attempt will report it."""
-        known = self._of_push.get(push)
-        if known is None or known.opening != opening:
+        known = self._of_push.get(slot.push)
+        if known is None or known.opening != slot.opening:
             return None
-        known.digest = digest
-        return Staged(push, known.attempt, digest) if attempt == known.attempt else None
+        self._digests[slot.push] = digest
+        return Staged(slot.push, slot.attempt, digest) if slot.attempt == known.attempt else None
 
     def all_staged(self) -> list[Staged]:
         """Every complete push, in push order, to report again after the stream was lost."""
-        return [Staged(p, s.attempt, s.digest) for p, s in sorted(self._of_push.items()) if s.digest is not None]
+        return [Staged(p, self._of_push[p].attempt, digest) for p, digest in sorted(self._digests.items())]
 
-    def complete_row(self, push: PushId, attempt: int) -> int:
-        """The row of a complete push. Raises Refused(UNKNOWN_PUSH)."""
-        known = self._of_push.get(push)
-        if known is None or known.digest is None or known.attempt != attempt:
-            have = "it is not here" if known is None else f"here is attempt {known.attempt}"
-            state = "" if known is None or known.digest is not None else ", not complete"
-            raise Refused(RefusalCode.UNKNOWN_PUSH, f"push {push}, attempt {attempt}: {have}{state}")
-        return known.slot
+    def complete(self, pushes: Iterable[StagedPush]) -> tuple[Slot, ...]:
+        """The slots of complete pushes, in the order given. Raises Refused(UNKNOWN_PUSH)."""
+        out = []
+        for named in pushes:
+            known = self._of_push.get(named.push)
+            if known is None or named.push not in self._digests or known.attempt != named.attempt:
+                have = "it is not here" if known is None else f"here is attempt {known.attempt}"
+                state = "" if known is None or named.push in self._digests else ", not complete"
+                raise Refused(RefusalCode.UNKNOWN_PUSH, f"push {named.push}, attempt {named.attempt}: {have}{state}")
+            out.append(known)
+        return tuple(out)
 
 
 # ---- staging ---------------------------------------------------------------------------------------------------------
@@ -206,20 +206,12 @@ class ShardMap:
 
 @dataclass
 class Staging:
-    """One push in one slot. checksums: xxh3-64 of each landed chunk as it was sent, None where none has landed.
+    """What has landed in one slot. checksums: xxh3-64 of each landed chunk as it was sent, None where none has."""
 
-    wire: the codec of its chunks; base: the version that differences are relative to.
-    """
-
-    push: PushId
-    attempt: int
-    slot: int
-    opening: int
+    slot: Slot
     checksums: list[int | None]
     n_landed: int = 0
     landed_bytes: int = 0
-    wire: Codec = Codec.F32
-    base: Version | None = None
 
     @property
     def complete(self) -> bool:
@@ -229,46 +221,26 @@ class Staging:
         """Digest of the whole shard of this push, as the sender computes it. Only for a complete one."""
         landed = [value for value in self.checksums if value is not None]
         if len(landed) != len(self.checksums):
-            raise LocalProtocolError(f"push {self.push} has {len(landed)} of {len(self.checksums)} chunks: no digest")
+            raise LocalProtocolError(f"push {self.slot.push} has {len(landed)} of {len(self.checksums)} chunks")
         return shard_digest(landed)
 
 
 class StagingTable:
-    """The open stagings of one shard. n_slots: rows of staging memory."""
+    """What has landed in each open slot of one shard. It belongs to the data port, which opens and closes as told."""
 
-    def __init__(self, shard: ShardMap, n_slots: int) -> None:
+    def __init__(self, shard: ShardMap) -> None:
         self.shard = shard
-        self.n_slots = n_slots
         self._open: dict[PushId, Staging] = {}
 
-    def open(
-        self,
-        push: PushId,
-        attempt: int,
-        slot: int,
-        opening: int = 0,
-        wire: Codec = Codec.F32,
-        base: Version | None = None,
-    ) -> Staging:
-        """Open or adopt a staging. The same push keeps its landed chunks; another push in the slot is removed.
-
-        A push with another codec, or another base, begins with no chunks.
-
-        Raises Refused(MALFORMED) for a slot that does not exist and Refused(FENCED) for an attempt older than
-        the open one.
-        """
-        if not 0 <= slot < self.n_slots:
-            raise Refused(RefusalCode.MALFORMED, f"slot {slot} of push {push}: this slave has {self.n_slots} slots")
-        known = self._open.get(push)
-        same = known is not None and (known.wire, known.base) == (wire, base)
-        if known is not None and same and (known.slot, known.opening) == (slot, opening):
-            if attempt < known.attempt:
-                raise Refused(RefusalCode.FENCED, f"push {push}: attempt {attempt} is older than {known.attempt}")
-            known.attempt = attempt
+    def open(self, slot: Slot) -> Staging:
+        """Open a slot, or note another attempt in it; a new opening begins with no chunks."""
+        known = self._open.get(slot.push)
+        if known is not None and replace(known.slot, attempt=slot.attempt) == slot:
+            known.slot = slot
             return known
-        self._remove(push, slot)
-        staging = Staging(push, attempt, slot, opening, [None] * self.shard.n_chunks, wire=wire, base=base)
-        self._open[push] = staging
+        for push in [p for p, s in self._open.items() if s.slot.number == slot.number or p == slot.push]:
+            del self._open[push]
+        staging = self._open[slot.push] = Staging(slot, [None] * self.shard.n_chunks)
         return staging
 
     def close(self, push: PushId) -> None:
@@ -278,6 +250,10 @@ class StagingTable:
     def close_all(self) -> None:
         self._open.clear()
 
+    def slots(self) -> tuple[Slot, ...]:
+        """The open slots."""
+        return tuple(staging.slot for staging in self._open.values())
+
     def admit(self, header: DataHeader, payload_bytes: int) -> tuple[Staging, Landing, bool]:
         """Decide on a PUT_CHUNK: the staging, the chunk's place, and whether it has landed already.
 
@@ -285,10 +261,11 @@ class StagingTable:
         landed before with other bytes. Changes nothing.
         """
         staging = self.find(header.push, header.attempt)
-        if header.codec is not staging.wire:
-            raise _chunk(header, f"the codec is {header.codec.name}, the ticket of this push says {staging.wire.name}")
+        wire = staging.slot.wire
+        if header.codec is not wire:
+            raise _chunk(header, f"the codec is {header.codec.name}, the ticket of this push says {wire.name}")
         landing = self.shard.find(header)
-        expected = encoded_bytes(staging.wire, landing.length_bytes // FLOAT32_BYTES)
+        expected = encoded_bytes(wire, landing.length_bytes // FLOAT32_BYTES)
         if payload_bytes != expected:
             sentence = f"the payload has {payload_bytes} bytes, {header.length_bytes} of parameters take {expected}"
             raise _chunk(header, sentence)
@@ -313,16 +290,16 @@ class StagingTable:
     def find(self, push: PushId | None, attempt: int) -> Staging:
         """The open staging. Raises Refused(UNKNOWN_PUSH); retry_after_s > 0 where it may still be on its way."""
         staging = self._open.get(push) if push is not None else None
-        if staging is None or attempt > staging.attempt:
+        if staging is None or attempt > staging.slot.attempt:
             raise Refused(
                 RefusalCode.UNKNOWN_PUSH,
                 f"no staging is open for push {push}, attempt {attempt}: ask the master for a ticket, or wait for it",
                 OPENING_RETRY_S,
             )
-        if attempt < staging.attempt:
+        if attempt < staging.slot.attempt:
             raise Refused(
                 RefusalCode.UNKNOWN_PUSH,
-                f"push {push}: attempt {attempt} was replaced by {staging.attempt}, send with the new ticket",
+                f"push {push}: attempt {attempt} was replaced by {staging.slot.attempt}, send with the new ticket",
             )
         return staging
 
@@ -342,24 +319,7 @@ class StagingTable:
 
     def progress(self) -> tuple[StagingProgress, ...]:
         """The progress of every open push, for the heartbeat; in push order."""
-        return tuple(StagingProgress(s.push, s.attempt, s.landed_bytes) for _, s in sorted(self._open.items()))
-
-    def check_invariants(self) -> None:
-        """No slot holds two pushes and counts agree with the bitmaps (I9 of docs/architecture.md).
-
-        Raises LocalProtocolError.
-        """
-        slots = [staging.slot for staging in self._open.values()]
-        if len(set(slots)) != len(slots):
-            raise LocalProtocolError(f"two pushes share a staging slot: {sorted(slots)}")
-        for staging in self._open.values():
-            landed = sum(value is not None for value in staging.checksums)
-            if landed != staging.n_landed:
-                raise LocalProtocolError(f"push {staging.push} counts {staging.n_landed} chunks, {landed} landed")
-
-    def _remove(self, push: PushId, slot: int) -> None:
-        for other in [s.push for s in self._open.values() if s.slot == slot or s.push == push]:
-            del self._open[other]
+        return tuple(StagingProgress(push, s.slot.attempt, s.landed_bytes) for push, s in sorted(self._open.items()))
 
 
 def find_version(shard: ShardMap, header: DataHeader, readable: Collection[Version]) -> Landing:
