@@ -11,7 +11,7 @@ import difflib
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dips.core.errors import ConfigError
@@ -379,7 +379,7 @@ class Judgement:
     """
 
     accepted: tuple[str, ...]
-    rejected: Mapping[str, Reason]
+    rejected: Mapping[str, Reason] = field(hash=False)  # a judgement is a key in a search
     weights: tuple[float, ...]
     kappa: float
     rho: float
