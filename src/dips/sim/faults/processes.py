@@ -44,18 +44,6 @@ def the_master(world: FaultWorld) -> MasterHost | None:
 # ---- killed ----
 
 
-def crash_master(world: FaultWorld) -> bool:
-    return _crash(world, the_master(world))
-
-
-def crash_slave(world: FaultWorld) -> bool:
-    return _crash(world, a_slave(world))
-
-
-def crash_cluster(world: FaultWorld) -> bool:
-    return _crash(world, a_cluster(world))
-
-
 def crash_all_slaves(world: FaultWorld) -> bool:
     return all([_crash(world, slave) for slave in world.slaves.values() if slave.alive])
 
@@ -91,30 +79,6 @@ def _crash(world: FaultWorld, host: MasterHost | SlaveHost | ClusterHost | None,
 
 
 # ---- stopped for a while ----
-
-
-def pause_master_short(world: FaultWorld) -> bool:
-    return _pause(world, the_master(world), 0.3 * _heartbeat_s(world))
-
-
-def pause_master_long(world: FaultWorld) -> bool:
-    return _pause(world, the_master(world), 1.5 * _evicted_after_s(world))
-
-
-def pause_slave_short(world: FaultWorld) -> bool:
-    return _pause(world, a_slave(world), 0.8 * _heartbeat_s(world))
-
-
-def pause_slave_long(world: FaultWorld) -> bool:
-    return _pause(world, a_slave(world), 1.5 * _evicted_after_s(world))
-
-
-def pause_cluster_short(world: FaultWorld) -> bool:
-    return _pause(world, a_cluster(world), 0.8 * _heartbeat_s(world))
-
-
-def pause_cluster_long(world: FaultWorld) -> bool:
-    return _pause(world, a_cluster(world), 1.5 * _evicted_after_s(world))
 
 
 def _heartbeat_s(world: FaultWorld) -> float:
@@ -197,14 +161,6 @@ def crash_master_in_step(world: FaultWorld) -> bool:
 
     world.watchers.append(watch)
     return True
-
-
-def crash_slave_in_step(world: FaultWorld) -> bool:
-    return _dies_in_step(world, a_slave(world), 8)
-
-
-def crash_cluster_in_step(world: FaultWorld) -> bool:
-    return _dies_in_step(world, a_cluster(world), 12)
 
 
 def _dies_in_step(world: FaultWorld, host: SimulatedProcess | None, most: int) -> bool:
@@ -303,28 +259,28 @@ def overflow_in_prepare(world: FaultWorld) -> bool:
     return True
 
 
-IN_STEP = {
+IN_STEP: Mapping[str, Callable[[FaultWorld], bool]] = {
     "crash_master_in_step": crash_master_in_step,
-    "crash_slave_in_step": crash_slave_in_step,
-    "crash_cluster_in_step": crash_cluster_in_step,
+    "crash_slave_in_step": lambda world: _dies_in_step(world, a_slave(world), 8),
+    "crash_cluster_in_step": lambda world: _dies_in_step(world, a_cluster(world), 12),
 }
 
 ARMED: frozenset[str] = frozenset({*KIND_NAMES.values(), *IN_STEP, "overflow_in_prepare", "stutter"})
 
 FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
-    "crash_master": crash_master,
-    "crash_slave": crash_slave,
-    "crash_cluster": crash_cluster,
+    "crash_master": lambda world: _crash(world, the_master(world)),
+    "crash_slave": lambda world: _crash(world, a_slave(world)),
+    "crash_cluster": lambda world: _crash(world, a_cluster(world)),
     "crash_all_slaves": crash_all_slaves,
     "crash_all_clusters": crash_all_clusters,
     "power_failure": power_failure,
     "crash_loop_of_slave": crash_loop_of_slave,
-    "pause_master_short": pause_master_short,
-    "pause_master_long": pause_master_long,
-    "pause_slave_short": pause_slave_short,
-    "pause_slave_long": pause_slave_long,
-    "pause_cluster_short": pause_cluster_short,
-    "pause_cluster_long": pause_cluster_long,
+    "pause_master_short": lambda world: _pause(world, the_master(world), 0.3 * _heartbeat_s(world)),
+    "pause_master_long": lambda world: _pause(world, the_master(world), 1.5 * _evicted_after_s(world)),
+    "pause_slave_short": lambda world: _pause(world, a_slave(world), 0.8 * _heartbeat_s(world)),
+    "pause_slave_long": lambda world: _pause(world, a_slave(world), 1.5 * _evicted_after_s(world)),
+    "pause_cluster_short": lambda world: _pause(world, a_cluster(world), 0.8 * _heartbeat_s(world)),
+    "pause_cluster_long": lambda world: _pause(world, a_cluster(world), 1.5 * _evicted_after_s(world)),
     "suspend_all": suspend_all,
     "stutter": stutter,
     "cluster_leaves": cluster_leaves,
