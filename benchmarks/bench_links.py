@@ -30,10 +30,10 @@ from dataclasses import asdict, dataclass
 
 from flows.peer import Peer
 from flows.shaped_ends import ClusterSite, SlaveSite, TcpSite, placement_of
+from flows.simulated import TransferMethod
 from shaped import Cable, NotPossible, ShapedNet, made_in
 
 from dips.master.state.schedule import TransferRequest, TransferScheduler, Way
-from dips.sim.transfers import TransferMethod
 
 MIB = 1 << 20
 FRAME_BYTES, FRAME_PAYLOAD_BYTES = 1514, 1448

@@ -22,7 +22,6 @@ from dips.core.layout import Layout, Parameter
 from dips.core.math import outer_numba
 from dips.core.messages import PlacementSpec, PullGrant, SlaveAddress, SnapshotInfo, Ticket
 from dips.core.placement import Placement
-from dips.sim.transfers import CAP_CHUNKS, FLOWS, TransferMethod
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ThetaBuffer
@@ -31,6 +30,7 @@ from dips.slave.state.staging import ShardMap, Slot
 from dips.worker.data import Common, carry_pull, carry_push
 from dips.worker.transfer import TransferSettings
 from flows.ends import RUN, V0, parameters
+from flows.simulated import CAP_CHUNKS, FLOWS, TransferMethod
 
 F32 = NDArray[np.float32]
 CHUNK_BYTES = 1 << 20

@@ -6,10 +6,11 @@ from dataclasses import replace
 from statistics import mean
 
 import pytest
+from bench_schedule import races, slowdowns
+from flows.simulated import MIB, Race, TransferMethod, run
 
 from dips.master.state.schedule import Way
 from dips.sim.network import ProcessRates
-from dips.sim.transfers import MIB, Race, TransferMethod, races, run, slowdowns
 
 GBIT = 1e9
 LINK = ProcessRates(GBIT, GBIT)

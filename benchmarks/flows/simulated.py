@@ -2,10 +2,8 @@
 
 The real machines: dips.worker.transfer and dips.worker.flow on one side, dips.slave.state.credits on the other, orders
 by dips.master.state.schedule. Links are first come, first served, with a rate for each process and direction and one
-delay for all ways (dips.sim.network). Nothing is lost and no process dies: the whole simulation (dips.sim.world) covers
-that.
-
-    python -m dips.sim.transfers        prints the table of docs/scheduling.md
+delay for all ways (dips.sim.network). Nothing is lost and no process dies: the simulation of whole runs
+(dips.sim.seed_run) covers that.
 """
 
 from __future__ import annotations
@@ -222,59 +220,3 @@ def _layout(race: Race) -> Layout:
     n_elems = race.model_bytes // len(race.slaves) // FLOAT32_BYTES
     layers = tuple(Parameter(f"w{i}", (n_elems,), "float32", f"layer{i}") for i in range(len(race.slaves)))
     return Layout(layers, block_elems=n_elems)
-
-
-# ---- the table ----
-
-_GBIT = ProcessRates(1e9, 1e9)
-_FAST = dict.fromkeys(("a", "b", "c"), _GBIT)
-_FOUR = {**_FAST, "slow": ProcessRates(1e8, 1e8)}
-_SLAVES = {f"s{i:02d}": _GBIT for i in range(16)}
-
-
-def _first(n: int) -> dict[str, ProcessRates]:
-    return dict(list(_SLAVES.items())[:n])
-
-
-def races(way: Way, delay_s: float) -> dict[str, Race]:
-    """The races of the table; 1 Gbit/s unless noted."""
-    eight = {f"c{i}": _GBIT for i in range(8)}
-    late = {"slow": 0.0, "a": 1.0, "b": 1.4, "c": 1.9}
-    cast: dict[str, tuple[dict[str, ProcessRates], dict[str, ProcessRates], dict[str, float]]] = {
-        "4 clusters, one at 0.1, 4 slaves": (_FOUR, _first(4), {}),
-        "the same, begun one after the other": (_FOUR, _first(4), late),
-        "the same at once, one slave at 0.3": (_FOUR, {**_first(4), "s00": ProcessRates(3e8, 3e8)}, {}),
-        "4 clusters, one at 0.1, 1 slave": (_FOUR, _first(1), {}),
-        "8 clusters, 2 slaves": (eight, _first(2), {}),
-        "8 clusters, 4 slaves": (eight, _first(4), {}),
-        "8 clusters, 16 slaves": (eight, _first(16), {}),
-    }
-    return {
-        name: Race(clusters, slaves, delay_s, way=way, begins_s=begins)
-        for name, (clusters, slaves, begins) in cast.items()
-    }
-
-
-def slowdowns(race: Race, method: TransferMethod) -> dict[str, float]:
-    """Each cluster's time / its time alone, with the schedule."""
-    return {
-        name: took_s / run(race.alone(name), TransferMethod.SCHEDULED)[name]
-        for name, took_s in run(race, method).items()
-    }
-
-
-def main() -> None:
-    """Print time / time alone: mean and worst of the clusters with fast links."""
-    print(f"{'':45}" + "".join(f"{method.value:>15}" for method in TransferMethod))
-    for way in Way:
-        for delay_s in (0.0002, 0.025):
-            for name, race in races(way, delay_s).items():
-                cells = []
-                for method in TransferMethod:
-                    fast = [x for cluster, x in slowdowns(race, method).items() if cluster != "slow"]
-                    cells.append(f"{sum(fast) / len(fast):8.2f}  {max(fast):.2f}")
-                print(f"{way.value} {1e3 * delay_s:4g} ms  {name:35}" + "".join(f"{cell:>15}" for cell in cells))
-
-
-if __name__ == "__main__":
-    main()
