@@ -21,10 +21,10 @@ from dips.core.messages import SnapshotInfo
 from dips.core.observe.telemetry import Tape
 from dips.judge.invariants import Checker, Violation
 from dips.master.journal import Journal
-from dips.master.state.decisions import judgement_to_json
 from dips.master.state.penalty import judge, round_tokens
 from dips.master.state.penalty_types import DetectorState, JudgeInputs, Participant, PenaltyConfig
 from dips.master.state.records import outer_step_of
+from dips.master.state.rounds import judgement_to_json
 from dips.slave.disk import LocalDisk
 from dips.slave.ring import Ring
 from dips.slave.snapshot_files import parse_round

@@ -92,7 +92,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "no incarnation check",
-        "master.state.callers:check_member",
+        "master.state.shared:SharedState.member_of",
         "caller.incarnation != member.incarnation",
         "False",
         ("I8",),
@@ -156,7 +156,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "excluded tokens are counted",
-        "master.state.decisions:Decisions.commit",
+        "master.state.rounds:Rounds._decide_commit",
         "sum(push.request.tokens for push in accepted)",
         "sum(push.request.tokens for push in state.participants)",
         ("I11",),
@@ -164,7 +164,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "applied data stays leased",
-        "master.state.decisions:Decisions._settle",
+        "master.state.rounds:Rounds._settle",
         "ledger.leases.settle(push.request.ranges, to)",
         "pass",
         ("I12",),

@@ -52,7 +52,7 @@ def test_the_bugs_that_must_be_found_are_among_them() -> None:
 
 
 def test_a_mutant_whose_text_is_gone_fails_loudly() -> None:
-    gone = Mutant("gone", "master.state.callers:check_member", "no such line", "", ("I1",), Bounds())
+    gone = Mutant("gone", "master.state.shared:SharedState.member_of", "no such line", "", ("I1",), Bounds())
     with pytest.raises(AssertionError, match="is not once in"), planted(gone):
         pass
 

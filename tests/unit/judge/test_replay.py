@@ -20,11 +20,11 @@ from dips.core.placement import Placement
 from dips.judge.records import RunRecords
 from dips.judge.replay import replay_run
 from dips.judge.verify import check_records
-from dips.master.state.decisions import judgement_to_json
 from dips.master.state.ledger import Ledger
 from dips.master.state.penalty import judge
 from dips.master.state.penalty_types import DetectorState, JudgeInputs, Participant, PenaltyConfig
 from dips.master.state.records import OuterStep, outer_step_of, seed_step
+from dips.master.state.rounds import judgement_to_json
 from dips.slave.push_evidence import PushEvidence, checksum
 
 F32 = NDArray[np.float32]

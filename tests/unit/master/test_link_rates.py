@@ -8,7 +8,7 @@ from support.master_bench import LAYOUT, Bench
 from dips.core.ids import SlaveId
 from dips.core.placement import Placement
 from dips.core.wire import Codec
-from dips.master.state.shared import LinkRates
+from dips.master.state.schedule import LinkRates
 
 PLACEMENT = Placement((SlaveId("s0"), SlaveId("s1")), (0, 1, 0, 0))
 ELEMS = 16

@@ -9,7 +9,7 @@ from support.master_bench import Bench
 
 from dips.core.messages import Alarm
 from dips.master.page.snapshot import cluster_sign
-from dips.master.state.data import ALIKE_ROUNDS
+from dips.master.state.alarms import ALIKE_ROUNDS
 
 A = [1.0, 0.5, 0.0]
 NEARLY = [1.0, 0.49, 0.01]

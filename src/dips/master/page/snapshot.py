@@ -14,7 +14,7 @@ from dips.core.messages import ClusterStatus, RoundSummary, SlaveStatus, StatusR
 from dips.core.units import format_seconds
 from dips.master.page.history import cut
 from dips.master.state.reasons import WaitingCode
-from dips.master.state.shared import LinkRate
+from dips.master.state.schedule import LinkRate
 from dips.master.state.status import AlarmKind, OpenPushView, RunView
 
 # ---- sentence --------------------------------------------------------------------------------------------------------

@@ -30,8 +30,6 @@ from dips.core.messages import (
     ReturnDataRequest,
     StatusRequest,
 )
-from dips.master.state.callers import check_run
-from dips.master.state.data import Data
 from dips.master.state.effects import Effect
 from dips.master.state.events import (
     BeatsEnded,
@@ -61,7 +59,6 @@ from dips.master.state.shared import RunConfig, SharedState
 from dips.master.state.slave_links import SlaveLinks
 from dips.master.state.slaves import SlaveRegistry
 from dips.master.state.status import RunView, look, status
-from dips.master.state.verdicts import Verdicts
 
 
 class MasterMachine:
@@ -70,16 +67,14 @@ class MasterMachine:
     def __init__(self, config: RunConfig, epoch: int, snapshot_json: str | None, wall_offset_s: float) -> None:
         ledger = ledger_from_journal(snapshot_json) if snapshot_json else Ledger(config.run_id)
         self.shared = SharedState(config, epoch, ledger, wall_offset_s)
-        self._verdicts = Verdicts(self.shared)
-        self._pushes = Pushes(self.shared, self._verdicts)
-        self._rounds = Rounds(self.shared, self._verdicts)
+        self._pushes = Pushes(self.shared)
+        self._rounds = Rounds(self.shared, self._pushes)
         links = SlaveLinks(self.shared, self._rounds)
-        self._recovery = Recovery(self.shared, self._verdicts, self._rounds, links)
-        self._reshard = Reshard(self.shared, self._verdicts, links)
+        self._recovery = Recovery(self.shared, self._pushes, self._rounds, links)
+        self._reshard = Reshard(self.shared, self._pushes, links)
         self._slaves = SlaveRegistry(self.shared, self._pushes, self._rounds, links, self._recovery, self._reshard)
-        self._members = Membership(self.shared, self._verdicts, self._slaves)
+        self._members = Membership(self.shared, self._pushes, self._slaves)
         self._pulls = Pulls(self.shared)
-        self._data = Data(self.shared)
         self._last_tick_s: float | None = None
         self._since_s = 0.0
         self._calls: dict[type[Any], Callable[[int, Any], None]] = {
@@ -88,11 +83,11 @@ class MasterMachine:
             LeaveRequest: self._members.leave,
             BeginPushRequest: self._pushes.begin,
             FinishPushRequest: self._pushes.finish,
-            AwaitVerdictRequest: self._verdicts.await_verdict,
+            AwaitVerdictRequest: self._pushes.await_verdict,
             BeginPullRequest: self._pulls.begin,
             FinishPullRequest: self._pulls.finish,
-            LeaseDataRequest: self._data.lease,
-            ReturnDataRequest: self._data.give_back,
+            LeaseDataRequest: self._members.lease_data,
+            ReturnDataRequest: self._members.return_data,
         }
 
     def start(self, now_s: float) -> list[Effect]:
@@ -202,39 +197,39 @@ class MasterMachine:
         shared = self.shared
         match action:
             case StatusRequest(run_id):
-                check_run(shared, run_id, "the request")
+                shared.check_run(run_id, "the request")
                 shared.reply(token, status(shared))
             case Pause(request):
-                check_run(shared, request.run_id, "the request")
+                shared.check_run(request.run_id, "the request")
                 shared.ledger.paused = request.reason or "no reason given"
                 shared.journal("PAUSE", {"reason": shared.ledger.paused})
                 self._done(token, "pause", "no new round begins until `dips resume`; clusters train on")
             case Resume(request):
-                check_run(shared, request.run_id, "the request")
+                shared.check_run(request.run_id, "the request")
                 shared.ledger.paused = ""
                 shared.journal("RESUME", {})
                 self._done(token, "resume", "rounds go on")
             case Stop(request):
-                check_run(shared, request.run_id, "the request")
+                shared.check_run(request.run_id, "the request")
                 self._stop(token, request.reason or "stopped by the operator")
             case EvictRequest(run_id, cluster, reason):
-                check_run(shared, run_id, "the request")
+                shared.check_run(run_id, "the request")
                 self._live(cluster)
                 shared.ledger.draining.pop(cluster, None)  # after an eviction it may join again
                 self._members.evict(cluster, reason or "by the operator")
                 self._done(token, "evict", f"cluster {cluster} is evicted; it may join again")
             case DrainRequest(run_id, cluster, reason):
-                check_run(shared, run_id, "the request")
+                shared.check_run(run_id, "the request")
                 self._live(cluster)
                 shared.ledger.draining[cluster] = reason or "by the operator"
                 shared.journal("DRAIN", {"cluster": cluster, "reason": shared.ledger.draining[cluster]})
                 self._done(token, "drain", f"cluster {cluster} pushes its last steps and leaves")
 
             case ExtendRequest() as request:
-                check_run(shared, request.run_id, "the request")
+                shared.check_run(request.run_id, "the request")
                 self._extend(token, request)
             case ReshardRequest() as request:
-                check_run(shared, request.run_id, "the request")
+                shared.check_run(request.run_id, "the request")
                 self._done(token, "reshard_asked", self._reshard.ask(request))
 
     def _extend(self, token: int, request: ExtendRequest) -> None:

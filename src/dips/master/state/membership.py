@@ -1,4 +1,7 @@
-"""Handles the membership of clusters: join, beat, leave, eviction. Eviction changes liveness and fencing only."""
+"""Handles the membership of clusters: join, beat, leave, eviction, and the data that a member leases.
+
+Eviction changes liveness and fencing only.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,25 @@ from dips.core.messages import (
     JoinReply,
     JoinRequest,
     KeyRole,
+    LeaseDataReply,
+    LeaseDataRequest,
     LeaveReply,
     LeaveRequest,
+    ReturnDataReply,
+    ReturnDataRequest,
     Verdict,
 )
 from dips.core.model_description import Untrained, difference
-from dips.core.protocol import PROTOCOL_MIN, agree
+from dips.core.protocol import MAX_LEASED_CHUNKS, PROTOCOL_MIN, agree
 from dips.master.state import pacing
-from dips.master.state.callers import check_member, check_run
-from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE, LeaseTable
+from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE, LeaseTable, TokenState, overlapping
 from dips.master.state.ledger import ClusterEntry, pair
-from dips.master.state.pushes import OWN_DATA_START_S
+from dips.master.state.pushes import OWN_DATA_START_S, Pushes
 from dips.master.state.reasons import Reason, VerdictCode
 from dips.master.state.records import Member, Push
 from dips.master.state.shared import SharedState
 from dips.master.state.slave_links import DIALS_AGAIN_BEATS, NameClaims
 from dips.master.state.slaves import MAX_DRAWN_BYTES, SlaveRegistry
-from dips.master.state.verdicts import Verdicts
 
 MAX_DECLARED_TOKENS_PER_S = 1e12
 MAX_TOTAL_TOKENS = 1 << 60
@@ -51,9 +56,9 @@ def most_cluster_ids(shared: SharedState) -> int:
 class Membership:
     """The clusters that take part in the run."""
 
-    def __init__(self, shared: SharedState, verdicts: Verdicts, slaves: SlaveRegistry) -> None:
+    def __init__(self, shared: SharedState, pushes: Pushes, slaves: SlaveRegistry) -> None:
         self._shared = shared
-        self._verdicts = verdicts
+        self._pushes = pushes
         self._slaves = slaves
         self._away_since_s: dict[str, float] = {}
         self._claims = NameClaims()
@@ -127,7 +132,7 @@ class Membership:
             check_name(name, "cluster id")
         except ConfigError as error:
             raise Refused(RefusalCode.MALFORMED, str(error)) from error
-        check_run(shared, request.caller.run_id, f"cluster {name!r}")
+        shared.check_run(request.caller.run_id, f"cluster {name!r}")
         if shared.ledger.stopping:
             raise Refused(RefusalCode.STOPPING, f"the run has reached its end: {shared.ledger.stopping}")
         if name not in shared.ledger.clusters and len(shared.ledger.clusters) >= most_cluster_ids(shared):
@@ -275,7 +280,7 @@ class Membership:
             shared.link_rates.gone(name)
             shared.pins = {pin_id: pin for pin_id, pin in shared.pins.items() if pin.owner != name}
             if member.push is not None and not member.push.sealed:
-                self._verdicts.abort(member.push, reason)
+                self._pushes.abort(member.push, reason)
         return next((push for push in shared.round.participants if push.cluster == name), None)
 
     def _reattach(self, name: str, held: tuple[DataRange, ...], undecided: Push | None) -> tuple[DataRange, ...]:
@@ -288,11 +293,62 @@ class Membership:
         leases.free_all_but(name, [*kept, *(undecided.request.ranges if undecided else ())])
         return kept
 
+    # ---- leased data ----
+
+    def lease_data(self, token: int, request: LeaseDataRequest) -> None:
+        shared = self._shared
+        member = shared.member_of(request.caller)
+        leases, plan = self._leases(member.cluster), shared.ledger.data_plan
+        assert plan is not None, "a lease table has a plan"
+        most = MAX_LEASED_CHUNKS * plan.chunk_tokens
+        if not 0 < request.want_tokens <= most:
+            raise Refused(
+                RefusalCode.TOKENS,
+                f"{request.want_tokens} tokens are asked for: ask for 1 to {most} at a time",
+            )
+        number, ranges = member.last_lease
+        if request.request and request.request == number:
+            shared.reply(token, LeaseDataReply(ranges))  # the first answer was lost on the way
+            return
+        if 0 < request.request < number:
+            raise Refused(RefusalCode.SEQ, f"request {request.request} is older than request {number}: ask again")
+        ranges = leases.lease(member.cluster, request.want_tokens)
+        member.last_lease = (request.request, ranges)
+        shared.journal("LEASE", {"cluster": member.cluster, "leases": [r.lease_id for r in ranges]})
+        shared.record(
+            "lease",
+            request.caller.cause_id,
+            cluster=member.cluster,
+            tokens=sum(item.tokens for item in ranges),
+        )
+        shared.reply(token, LeaseDataReply(ranges))
+
+    def return_data(self, token: int, request: ReturnDataRequest) -> None:
+        shared = self._shared
+        member = shared.member_of(request.caller)
+        leases = self._leases(member.cluster)
+        leases.check(member.cluster, request.ranges)
+        in_push = member.push.request.ranges if member.push else ()
+        if taken := overlapping(request.ranges, in_push):
+            raise Refused(RefusalCode.RANGES, f"{len(taken)} of the ranges are in an undecided push: await its verdict")
+        leases.settle(request.ranges, TokenState.FREE)
+        shared.journal("RETURN", {"cluster": member.cluster, "tokens": sum(item.tokens for item in request.ranges)})
+        shared.reply(token, ReturnDataReply())
+
+    def _leases(self, cluster: str) -> LeaseTable:
+        leases = self._shared.ledger.leases
+        if leases is None:
+            raise Refused(
+                RefusalCode.DATA_PLAN,
+                f"this run's clusters bring their own data: cluster {cluster!r} needs no lease",
+            )
+        return leases
+
     # ---- beats, leaving, eviction ----
 
     def beat(self, token: int, request: HeartbeatRequest) -> None:
         shared = self._shared
-        member = check_member(shared, request.caller)
+        member = shared.member_of(request.caller)
         member.beat_s, member.beat = shared.now_s, pacing.plausible(request)
         member.silent_since_s = None
         if not member.local_steps:
@@ -323,7 +379,7 @@ class Membership:
     def leave(self, token: int, request: LeaveRequest) -> None:
         """Handles Leave: waits for the verdict of a sealed push, aborts any other."""
         shared = self._shared
-        member = check_member(shared, request.caller)
+        member = shared.member_of(request.caller)
         if member.leave_token is not None:
             shared.refuse(member.leave_token, Refused(RefusalCode.BUSY, "Leave was called again", 1.0))
         member.leave_token = token

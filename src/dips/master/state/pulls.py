@@ -14,7 +14,6 @@ from dips.core.messages import (
 )
 from dips.core.wire import DIFFERENCES
 from dips.master.state import pacing
-from dips.master.state.callers import check_member, check_run
 from dips.master.state.records import Kept, Member, Pin
 from dips.master.state.schedule import Way
 from dips.master.state.shared import SharedState
@@ -40,9 +39,9 @@ class Pulls:
     def begin(self, token: int, request: BeginPullRequest) -> None:
         """Raises Refused: VERSION_GONE for a version that is no longer kept; FENCED for a cluster that must seed."""
         shared = self._shared
-        member = None if request.reader else check_member(shared, request.caller)
+        member = None if request.reader else shared.member_of(request.caller)
         if request.reader:
-            check_run(shared, request.caller.run_id, f"reader {request.caller.name[:64]!r}")
+            shared.check_run(request.caller.run_id, f"reader {request.caller.name[:64]!r}")
             _check_reader(request.caller.name)
             shared.allowed.check(KeyRole.READER, request.caller.name, request.curve_key)
         busy = self._busy(request, member)
@@ -65,7 +64,7 @@ class Pulls:
 
     def finish(self, token: int, request: FinishPullRequest) -> None:
         shared = self._shared
-        member = None if request.reader else check_member(shared, request.caller)
+        member = None if request.reader else shared.member_of(request.caller)
         pin = shared.pins.get(request.pin_id)
         if pin is not None and pin.owner == _owner(request, member):
             del shared.pins[request.pin_id]

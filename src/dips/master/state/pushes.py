@@ -1,24 +1,23 @@
-"""Handles push tickets: TICKETED -> STAGED -> ADMITTED, one undecided push for each cluster.
+"""Handles pushes: TICKETED -> STAGED -> ADMITTED -> SEALED -> DECIDED, one undecided push for each cluster.
 
-From ADMITTED on the round moves it (rounds.py); verdicts.py ends it. A push stays in every slave's staging until it
-is decided.
+From ADMITTED to its verdict the round moves it (rounds.py). A push stays in every slave's staging until it is decided.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from dips.core.errors import RefusalCode, Refused
-from dips.core.ids import PushId, RoundId, SlaveId, Version
+from dips.core.ids import Incarnation, PushId, RoundId, SlaveId, Version
 from dips.core.machine import Phase
 from dips.core.messages import (
     Admitted,
+    AwaitVerdictReply,
+    AwaitVerdictRequest,
     BeginPushReply,
     BeginPushRequest,
     Busy,
+    CloseStaging,
     DataMode,
     FinishPushReply,
     FinishPushRequest,
@@ -34,13 +33,12 @@ from dips.core.messages import (
 from dips.core.protocol import FINISH_HOLD_S, codec_capability
 from dips.core.wire import DIFFERENCES, Codec
 from dips.master.state import pacing
-from dips.master.state.callers import check_member
+from dips.master.state.alarms import check_token_count
 from dips.master.state.reasons import Reason, VerdictCode
 from dips.master.state.records import PUSH_TABLE, Member, Push, PushPhase, RoundPhase, Slave
 from dips.master.state.schedule import Way
 from dips.master.state.shared import SharedState
-from dips.master.state.verdicts import Verdicts
-from dips.master.state.waits import moving_words, recovery_words, slaves_away
+from dips.master.state.waits import moving_words, recovery_words, slaves_away, waiting_for
 
 # ---- bases -----------------------------------------------------------------------------------------------------------
 #
@@ -73,145 +71,6 @@ def trained_on(shared: SharedState) -> set[Version]:
 
 def _readable(shared: SharedState, versions: set[Version | None]) -> set[Version]:
     return {version for version in versions if version is not None and version in shared.kept}
-
-
-# ---- token counts ----------------------------------------------------------------------------------------------------
-#
-# Checks whether a cluster's token counts are plausible (docs/algorithm.md, token counts).
-#
-# Clusters with their own data count the tokens themselves, and a count decides the weight of a push and the run's end.
-# The tokens per step of a push are compared with those of this cluster's accepted pushes and with those of the other
-# live clusters. Batches differ, so there are two limits: far beyond both, the push is refused before it counts; above
-# the nearer limit, a person is warned and the push counts. Too few tokens only waste that cluster's own work, so they
-# are never refused. Leased data needs no such check: there the ranges give the number of tokens.
-
-
-DOUBTFUL_RATIO = 10.0
-"""The limit of the warning. One device compared with a node of eight is below it; tokens compared with samples of a
-short text are above."""
-
-LEAST_STEPS = 8
-OWN_PUSHES = 8
-"""Steps before a cluster's counts are compared with another's, and accepted pushes before they are compared with its
-own: one step, and with H = 1 one push, may have been a short batch."""
-
-REMEDY = (
-    "let tokens_per_step, or count(), say what one optimizer.step() of this cluster was trained on, in the same unit "
-    "(tokens, not samples) on every cluster; a checkpoint that was taken in the meantime holds the wrong count"
-)
-
-
-@dataclass(frozen=True)
-class _Usual:
-    """The usual tokens per step of some clusters. whose: a phrase that names them."""
-
-    per_step: float
-    whose: str
-
-
-def usual_per_step(shared: SharedState, cluster: str) -> float:
-    """The tokens per step that the cluster counts in its pushes, with the open one, or in its beats, whichever is more.
-    0.0: unknown."""
-    entry, member = shared.ledger.clusters.get(cluster), shared.members.get(cluster)
-    tokens, steps = (entry.tokens_applied, entry.steps_applied) if entry is not None else (0, 0)
-    if member is not None and member.push is not None:
-        tokens, steps = tokens + member.push.request.tokens, steps + member.push.request.steps
-    pushed = tokens / steps if steps >= LEAST_STEPS else 0.0
-    beat = member.beat if member is not None else None
-    known = beat is not None and beat.steps >= LEAST_STEPS and beat.steps_per_s > 0
-    return max(pushed, beat.tokens_per_s / beat.steps_per_s if beat is not None and known else 0.0)
-
-
-def check_token_count(shared: SharedState, cluster: str, request: BeginPushRequest) -> None:
-    """Refuses an impossible count; reports a doubtful one, and ends the report once a count is not doubtful.
-
-    Raises Refused(TOKENS). Only for a push of training where clusters bring their own data.
-    """
-    usual, round_steps = _usual(shared, cluster), _round_steps(shared, cluster)
-    per_step = request.tokens / (request.steps or round_steps)
-    if why := _why_not(shared, request, per_step, usual, round_steps):
-        _doubt(shared, cluster, f"a push of cluster {cluster} is refused: {why}")
-        raise Refused(RefusalCode.TOKENS, why)
-    _doubt(shared, cluster, _why_doubtful(shared, cluster, request, per_step, usual))
-
-
-def _round_steps(shared: SharedState, cluster: str) -> int:
-    """The steps that the cluster is to take between two pushes."""
-    member = shared.members.get(cluster)
-    asked = member.local_steps if member is not None else 0
-    return asked or shared.config.settings.sync_every_steps
-
-
-def _why_not(
-    shared: SharedState, request: BeginPushRequest, per_step: float, usual: list[_Usual], round_steps: int
-) -> str:
-    limit, tk_max = shared.config.token_ratio_max, shared.settings().tk_max_tokens
-    for other in usual:
-        if per_step > limit * other.per_step:
-            return (
-                f"{request.tokens} tokens in {request.steps} steps, {_short(per_step)} a step, are "
-                f"{_short(per_step / other.per_step)} times what {other.whose}: {REMEDY}; or start the master with a "
-                f"larger token_ratio_max (it is {limit:g}) if this is meant"
-            )
-    counted = min(request.tokens, per_step * round_steps)  # after an outage a push has more steps than a round
-    if not usual and 0 < tk_max < counted:
-        return (
-            f"{_short(counted)} tokens in one round are more than the whole run is to train on (tk_max is {tk_max}), "
-            f"and nothing is known yet to compare them with: {REMEDY}; or raise tk_max, or lower sync_every"
-        )
-    return ""
-
-
-def _usual(shared: SharedState, cluster: str) -> list[_Usual]:
-    """The known counts to compare with; none for the first push of the only cluster."""
-    known: list[_Usual] = []
-    entry = shared.ledger.entry(cluster)
-    if entry.pushes_applied >= OWN_PUSHES and entry.steps_applied >= LEAST_STEPS:
-        own = entry.tokens_applied / entry.steps_applied
-        known.append(_Usual(own, f"its accepted pushes counted, {_short(own)}"))
-    names = [other.cluster for other in shared.live() if other.cluster != cluster]
-    others = {name: per_step for name in names if (per_step := usual_per_step(shared, name)) > 0}
-    if others:
-        median = statistics.median(others.values())
-        who = "the other clusters count" if len(others) > 1 else f"cluster {next(iter(others))} counts"
-        known.append(_Usual(median, f"{who}, {_short(median)}"))
-    return known
-
-
-def _why_doubtful(
-    shared: SharedState, cluster: str, request: BeginPushRequest, per_step: float, usual: list[_Usual]
-) -> str:
-    entry = shared.ledger.entry(cluster)
-    tokens, steps = entry.tokens_applied + request.tokens, entry.steps_applied + request.steps
-    lately = tokens / steps if steps >= LEAST_STEPS else math.inf
-    for other in usual:
-        ratio = per_step / other.per_step
-        if ratio > DOUBTFUL_RATIO:
-            return (
-                f"cluster {cluster} counts {_short(per_step)} tokens a step, {_short(ratio)} times what {other.whose}; "
-                f"its weight is as much larger: {REMEDY}; nothing to do if its batches are so much larger"
-            )
-        if max(lately / other.per_step, ratio) < 1.0 / DOUBTFUL_RATIO:
-            return (
-                f"cluster {cluster} counts {_short(per_step)} tokens a step, 1/{_short(1 / ratio)} of what "
-                f"{other.whose}; its work hardly counts: {REMEDY}; nothing to do if its batches are so much smaller"
-            )
-    return ""
-
-
-def _short(number: float) -> str:
-    """Whole from 100 on, else three digits; never with an exponent."""
-    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def _doubt(shared: SharedState, cluster: str, sentence: str) -> None:
-    """Reports a doubt once, when it begins; the sentence is then updated with the newest numbers."""
-    if not sentence:
-        shared.token_doubts.pop(cluster, None)
-        return
-    if cluster not in shared.token_doubts:
-        shared.alarm(sentence)
-    shared.token_doubts[cluster] = sentence, shared.now_s
 
 
 # ---- push checks -----------------------------------------------------------------------------------------------------
@@ -378,23 +237,32 @@ def recheck(shared: SharedState, push: Push) -> Reason | None:
 # ---- pushes ----------------------------------------------------------------------------------------------------------
 
 
+_INPUTS = {
+    VerdictKind.APPLIED: "applied",
+    VerdictKind.EXCLUDED: "excluded",
+    VerdictKind.ABORTED: "aborted",
+    VerdictKind.ROLLED_BACK: "rolled back",
+}
+
 AWAY_RETRY_S = 0.25
 """After this time a cluster asks again whose push waits for a slave that is away: so long it may wait after the
 slave's return."""
 
 
 class Pushes:
-    """Issues tickets, follows the staging, and admits pushes to the window."""
+    """Issues tickets, follows the staging, admits pushes to the window, and gives their verdicts.
 
-    def __init__(self, shared: SharedState, verdicts: Verdicts) -> None:
+    A push has at most one verdict (I6). ABORTED is presumed for a push that the master does not know.
+    """
+
+    def __init__(self, shared: SharedState) -> None:
         self._shared = shared
-        self._verdicts = verdicts
 
     # ---- BeginPush ----
 
     def begin(self, token: int, request: BeginPushRequest) -> None:
         shared = self._shared
-        member = check_member(shared, request.caller)
+        member = shared.member_of(request.caller)
         push_id = PushId(member.cluster, member.incarnation, request.seq)  # type: ignore[arg-type]
         answer = self._known(member, push_id, request.wire) or stale(shared, request)
         if answer is not None:
@@ -429,7 +297,7 @@ class Pushes:
             return self._busy(current.is_donation) or self._new_attempt(current, wanted_wire)
         if current is not None:
             return current.id
-        return self._verdicts.decided(push_id)
+        return self.decided(push_id)
 
     def _busy(self, donation: bool = False) -> Busy | None:
         words = "" if donation else recovery_words(self._shared)
@@ -502,7 +370,7 @@ class Pushes:
     # ---- staging and FinishPush ----
 
     def staged(self, slave: Slave, body: Staged) -> None:
-        push = self._verdicts.find(body.push)
+        push = self.find(body.push)
         if push is None or push.attempt != body.attempt or push.phase.now is not PushPhase.TICKETED:
             return  # from an attempt that is over: it must not change the state
         push.digest_of_slave[slave.id] = body.digest
@@ -525,7 +393,7 @@ class Pushes:
         """Extends a ticket as long as bytes arrive; the schedule uses their rate."""
         landed_bytes = 0
         for item in beat.progress:
-            push = self._verdicts.find(item.push)
+            push = self.find(item.push)
             if push is None or item.attempt != push.attempt:
                 continue
             if item.landed_bytes > push.landed_bytes.get(slave.id, 0):
@@ -536,11 +404,11 @@ class Pushes:
 
     def finish(self, token: int, request: FinishPushRequest) -> None:
         shared = self._shared
-        member = check_member(shared, request.caller)
+        member = shared.member_of(request.caller)
         push_id = PushId(member.cluster, member.incarnation, request.seq)  # type: ignore[arg-type]
         push = member.push
         if push is None or push.id != push_id:
-            shared.reply(token, FinishPushReply(self._verdicts.verdict_of(push_id)))
+            shared.reply(token, FinishPushReply(self.verdict_of(push_id)))
         elif push.phase.now in (PushPhase.ADMITTED, PushPhase.SEALED):
             shared.reply(token, FinishPushReply(self._admitted(push)))
         elif push.attempt != request.attempt:
@@ -561,17 +429,17 @@ class Pushes:
         token, push.finish_token = push.finish_token, None
         assert token is not None, "admitted only by FinishPush"
         if push.is_donation and (sentence := self._wrong_copy(push)):
-            verdict = self._verdicts.abort(push, Reason(VerdictCode.OTHER, sentence))
+            verdict = self.abort(push, Reason(VerdictCode.OTHER, sentence))
             shared.reply(token, FinishPushReply(verdict))
             return
         wrong = sorted(s for s, digest in push.digest_of_slave.items() if push.claimed.get(s) != digest)
         if wrong:
             sentence = f"what slave {wrong[0]} holds of push {push.id} is not what was sent (digests differ)"
-            self._verdicts.abort(push, Reason(VerdictCode.DIGEST, sentence))
+            self.abort(push, Reason(VerdictCode.DIGEST, sentence))
             shared.refuse(token, Refused(RefusalCode.DIGEST, f"{sentence}: the push is aborted, push again"))
             return
         if (reason := recheck(shared, push)) is not None:
-            verdict = self._verdicts.abort(push, reason)
+            verdict = self.abort(push, reason)
             shared.reply(token, FinishPushReply(verdict))
             return
         push.phase.move("finish push", PushPhase.ADMITTED, shared.now_s, push.request.caller.cause_id)
@@ -614,6 +482,125 @@ class Pushes:
             entry.tokens_per_s = _smooth(entry.tokens_per_s, push.request.tokens / interval_s)
         member.last_admitted_s = shared.now_s
 
+    # ---- verdicts ----
+
+    def await_verdict(self, token: int, request: AwaitVerdictRequest) -> None:
+        shared = self._shared
+        shared.member_of(request.caller)
+        if request.push.cluster != request.caller.name:
+            raise Refused(RefusalCode.UNKNOWN_PUSH, f"push {request.push} is not of cluster {request.caller.name!r}")
+        push = self.find(request.push)
+        if push is None:
+            shared.reply(token, AwaitVerdictReply(self.verdict_of(request.push)))
+            return
+        wait_s = request.wait_s if request.wait_s > 0 else 0.0  # also for NaN, which no comparison could end
+        until_s = shared.now_s + min(wait_s, shared.config.round_timeout_s)
+        shared.waiters.setdefault(push.id, []).append((token, until_s))
+
+    def decide(self, push: Push, verdict: Verdict) -> Verdict:
+        """Decides the push and sends the verdict to waiting callers and to the slaves, whose staging is then free."""
+        shared = self._shared
+        kind, reason = verdict.kind, verdict.reason
+        name = _INPUTS[kind]
+        push.phase.move(name, PushPhase.DECIDED, shared.now_s, push.request.caller.cause_id, reason)
+        self._remember(push, verdict)
+        member = shared.members.get(push.cluster)
+        if member is not None and member.push is push:
+            member.push = None
+        if kind is VerdictKind.ABORTED:
+            self._count_nothing(push, member)
+        elif not push.is_seed:
+            shared.counted_since_s[push.cluster] = push.began_s
+        shared.record(
+            "verdict",
+            push.request.caller.cause_id,
+            push=str(push.id),
+            verdict=kind.name,
+            version=str(verdict.version),
+            round=str(verdict.round),
+            code=push.code,
+            reason=reason,
+        )
+        shared.command_all(CloseStaging(push.id), push.request.caller.cause_id)
+        self._tell(push, verdict)
+        return verdict
+
+    def _remember(self, push: Push, verdict: Verdict) -> None:
+        """Stores the verdict. That of a donation does not replace the verdict of the cluster's last push."""
+        shared = self._shared
+        entry = shared.ledger.entry(push.cluster)
+        if not push.is_donation:
+            entry.last_verdict = verdict
+            return
+        entry.last_donation = verdict
+        if verdict.kind is VerdictKind.ABORTED:
+            shared.recovery.tried.add((push.cluster, push.id.incarnation))
+
+    def abort(self, push: Push, reason: Reason) -> Verdict:
+        """Decides ABORTED, which is presumed for whatever is not committed, so no journal entry is needed."""
+        push.code = reason.code
+        return self.decide(push, Verdict(push.id, VerdictKind.ABORTED, None, reason.sentence))
+
+    def _count_nothing(self, push: Push, member: Member | None) -> None:
+        """Leaves the ranges of an aborted push with its cluster, unless a new incarnation does not hold them."""
+        shared = self._shared
+        shared.aborted_of[push.cluster] = shared.aborted_of.get(push.cluster, 0) + 1
+        if shared.ledger.leases is not None and member is not None and member.incarnation != push.id.incarnation:
+            shared.ledger.leases.free(push.cluster, push.request.ranges, member.held_at_join)
+
+    def _tell(self, push: Push, verdict: Verdict) -> None:
+        shared = self._shared
+        for token, _ in shared.waiters.pop(push.id, ()):
+            shared.reply(token, AwaitVerdictReply(verdict))
+        if push.finish_token is not None:
+            shared.reply(push.finish_token, FinishPushReply(verdict))
+            push.finish_token = None
+        member = shared.members.get(push.cluster)
+        if member is not None and member.leave_token is not None:
+            shared.leave_ready.append(member.cluster)
+
+    def decided(self, push_id: PushId) -> Verdict | None:
+        """The verdict of this push, if it is the cluster's last push or last donation."""
+        entry = self._shared.ledger.entry(push_id.cluster)
+        known = [v for v in (entry.last_verdict, entry.last_donation) if v is not None and v.push == push_id]
+        return known[0] if known else None
+
+    def verdict_of(self, push_id: PushId) -> Verdict:
+        """The verdict of a push that is not open: the last one's, or ABORTED, which is presumed for an unknown push.
+
+        Raises Refused(UNKNOWN_PUSH) for a push before the last one: its verdict was sent and is not kept. A push that
+        is called ABORTED here can no longer begin.
+        """
+        if (known := self.decided(push_id)) is not None:
+            return known
+        last = self._shared.ledger.entry(push_id.cluster).last_verdict
+        if last is not None and _order(push_id) < _order(last.push):
+            raise Refused(
+                RefusalCode.UNKNOWN_PUSH,
+                f"push {push_id} comes before push {last.push}, the last one decided: its verdict was sent before",
+            )
+        member = self._shared.members.get(push_id.cluster)
+        if member is not None and member.incarnation == push_id.incarnation:
+            member.last_seq = max(member.last_seq, push_id.seq)
+        return Verdict(
+            push_id, VerdictKind.ABORTED, None, "the master knows no such push: it was given up", False, None
+        )
+
+    def _expire_waiters(self, push_id: PushId, waiting: list[tuple[int, float]]) -> None:
+        shared = self._shared
+        keep = [item for item in waiting if item[1] > shared.now_s]
+        for token, until_s in waiting:
+            if until_s <= shared.now_s:
+                shared.reply(token, AwaitVerdictReply(Busy(0.0, waiting_for(shared).sentence or "the round goes on")))
+        if keep:
+            shared.waiters[push_id] = keep
+        else:
+            shared.waiters.pop(push_id, None)
+
+    def find(self, push_id: PushId) -> Push | None:
+        sealed = next((push for push in self._shared.round.participants if push.id == push_id), None)
+        return sealed or next((push for push in self._shared.pushes() if push.id == push_id), None)
+
     # ---- time ----
 
     def tick(self) -> None:
@@ -624,26 +611,31 @@ class Pushes:
             stale_ticket = shared.now_s - push.renewed_s > shared.config.ticket_ttl_s
             if stale_ticket and push.phase.now in (PushPhase.TICKETED, PushPhase.STAGED):
                 sentence = f"nothing arrived for {shared.config.ticket_ttl_s:g} s, the ticket ran out"
-                self._verdicts.abort(push, Reason(VerdictCode.TICKET, sentence))
-        self._verdicts.tick()
+                self.abort(push, Reason(VerdictCode.TICKET, sentence))
+        for push_id, waiting in list(shared.waiters.items()):
+            self._expire_waiters(push_id, waiting)
 
     def rearm(self, gap_s: float) -> None:
         """Extends all deadlines of tickets and held calls by gap_s, a pause of the master itself."""
         for push in self._shared.pushes():
             push.renewed_s += gap_s
             push.finish_until_s += gap_s
-        self._verdicts.rearm(gap_s)
+        waiters = self._shared.waiters
+        for push_id, waiting in waiters.items():
+            waiters[push_id] = [(token, until_s + gap_s) for token, until_s in waiting]
 
     def deadlines(self) -> Sequence[float]:
         holds = [push.finish_until_s for push in self._shared.pushes() if push.finish_token is not None]
-        return [*self._verdicts.deadlines(), *holds]
+        waits = [until_s for waiting in self._shared.waiters.values() for _, until_s in waiting]
+        return [*waits, *holds]
 
     def gone(self, token: int) -> None:
         """Forgets a call whose caller hung up."""
         for push in self._shared.pushes():
             if push.finish_token == token:
                 push.finish_token = None
-        self._verdicts.gone(token)
+        for push_id, waiting in list(self._shared.waiters.items()):
+            self._shared.waiters[push_id] = [item for item in waiting if item[0] != token]
 
     def _not_staged(self, push: Push) -> None:
         missing = sorted(s for s in self._slave_ids() if s not in push.digest_of_slave)
@@ -669,3 +661,8 @@ class Pushes:
 def _smooth(old: float, new: float) -> float:
     """Exponential average with weight 0.3 for the new value; the first value is taken as it is."""
     return new if old <= 0 else 0.7 * old + 0.3 * new
+
+
+def _order(push_id: PushId) -> tuple[Incarnation, int]:
+    """The pushes of one cluster, in the order of time."""
+    return push_id.incarnation, push_id.seq

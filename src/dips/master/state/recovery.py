@@ -13,16 +13,106 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from dips.core.ids import RoundId, SlaveId, Version
-from dips.core.messages import CommitRecord, ConfigureRefused, LeaveReply, SendCommitRecord, VerdictKind
+from dips.core.messages import CommitRecord, ConfigureRefused, LeaveReply, SendCommitRecord, SnapshotInfo, VerdictKind
 from dips.master.state.ledger import UNREADABLE, CommitInfo, Ledger, commit_from_record, ledger_of, pair, same_as
+from dips.master.state.pushes import Pushes
 from dips.master.state.reasons import Reason, VerdictCode
 from dips.master.state.records import Donor, HeldVersion, Member, RecoveryPhase, RoundPhase, Slave, SlavePhase
 from dips.master.state.rollback import adopted, next_version, rollback_commit, rolled_back
 from dips.master.state.rounds import Rounds
 from dips.master.state.shared import SharedState
 from dips.master.state.slave_links import SlaveLinks
-from dips.master.state.snapshots import committed, holds, holds_committed, newest_timeline, snapshot_of, why_not
-from dips.master.state.verdicts import Verdicts
+
+# ---- snapshots -------------------------------------------------------------------------------------------------------
+#
+# Compares what slaves' disks hold, according to their hellos, with what the run has committed. Decides nothing.
+
+
+Broken = set[tuple[SlaveId, Version, RoundId]]
+
+
+def committed(shared: SharedState, slave: Slave) -> list[SnapshotInfo]:
+    """The slave's committed snapshots of versions that are still part of the run's history."""
+    return [s for s in slave.snapshots if s.committed and not shared.ledger.is_given_up(s.version)]
+
+
+def newest_committed(shared: SharedState, slave: Slave) -> Version | None:
+    return max((s.version for s in committed(shared, slave)), default=None)
+
+
+def holds(slave: Slave, ledger: Ledger, broken: Broken) -> bool:
+    """Whether the slave can load the ledger's commit, by its name or by that of the rollback's origin."""
+    commit = ledger.commit
+    digest = dict(commit.digest_of_slave).get(slave.id) if commit else None
+    if commit is None or digest is None:
+        return False
+    for info in slave.snapshots:
+        if (slave.id, info.version, info.round) in broken or info.digest != digest or not _fits(info, ledger):
+            continue
+        if (info.version, info.round) == (commit.version, commit.round):
+            if not info.committed or info.commit_hash == commit.commit_hash:
+                return True
+        elif (info.version, info.round) == ledger.origin and info.committed:
+            return True
+    return False
+
+
+def holds_committed(slave: Slave, ledger: Ledger, broken: Broken) -> bool:
+    """Whether the slave can go back to the ledger's commit: it is on its disk with this name."""
+    commit = ledger.commit
+    digest = dict(commit.digest_of_slave).get(slave.id) if commit else None
+    return commit is not None and any(
+        info.committed
+        and info.digest == digest
+        and _fits(info, ledger)
+        and snapshot_of(info) == (commit.version, commit.round, commit.commit_hash)
+        and (slave.id, info.version, info.round) not in broken
+        for info in slave.snapshots
+    )
+
+
+def _fits(info: SnapshotInfo, ledger: Ledger) -> bool:
+    """Whether its blocks are those that the slave is to hold."""
+    layout, placement = ledger.layout, ledger.placement
+    return (
+        layout is not None
+        and placement is not None
+        and (info.layout_hash, info.placement_hash) == (layout.layout_hash, placement.placement_hash)
+    )
+
+
+def snapshot_of(info: SnapshotInfo) -> HeldVersion:
+    return (info.version, info.round, info.commit_hash)
+
+
+def why_not(shared: SharedState, slave: Slave) -> str:
+    """A sentence when the slave's disk does not hold what this run has committed; empty when it does."""
+    commit, newest = shared.ledger.commit, newest_committed(shared, slave)
+    if commit is None:
+        return _unknown_run(newest) if newest is not None else ""
+    if newest is not None and newest > commit.version:
+        return (
+            f"its directory holds version {newest}, newer than the master's {commit.version}: the master's directory "
+            "is an old copy"
+        )
+    if holds(slave, shared.ledger, shared.recovery.broken):
+        return ""
+    here = [s for s in slave.snapshots if s.version == commit.version and s.committed]
+    if any(s.commit_hash != commit.commit_hash for s in here):
+        return (
+            f"its directory holds version {commit.version} of another history than the master's: one of the two was "
+            "restored from a copy"
+        )
+    held = ", ".join(sorted(str(s.version) for s in slave.snapshots)) or "none"
+    return f"its directory lacks version {commit.version} (it holds: {held})"
+
+
+def _unknown_run(newest: Version) -> str:
+    return (
+        f"its directory holds version {newest}, but this master knows none: start it with `dips master --rebuild` to "
+        "take the run's state from the slaves, or give the slave an empty directory to begin again"
+    )
+
 
 # ---- donors ----------------------------------------------------------------------------------------------------------
 #
@@ -110,15 +200,13 @@ class Donors:
 
 _P = RecoveryPhase
 
-"""The exceptions raised when bytes from a slave's disk are not a record."""
-
 
 class Recovery:
     """Drives shared.recovery; settle() is called after every event and makes all steps that are possible."""
 
-    def __init__(self, shared: SharedState, verdicts: Verdicts, rounds: Rounds, links: SlaveLinks) -> None:
+    def __init__(self, shared: SharedState, pushes: Pushes, rounds: Rounds, links: SlaveLinks) -> None:
         self._shared = shared
-        self._verdicts = verdicts
+        self._pushes = pushes
         self._rounds = rounds
         self._links = links
         self._donors = Donors(shared)
@@ -460,7 +548,7 @@ class Recovery:
         reason = f"the run goes back to version {origin.version}: {shared.recovery.reason}"
         self._abort_pushes(reason)
         current = shared.ledger
-        version = next_version(current, origin.version, shared.epoch, newest_timeline(shared))
+        version = next_version(current, origin.version, shared.epoch, shared.newest_timeline())
         restored = rolled_back(current, origin, version, shared.epoch, frozenset(shared.members))
         round_id = RoundId(shared.epoch, restored.ledger.round_n)
         decided = rollback_commit(
@@ -512,19 +600,19 @@ class Recovery:
     def _abort_pushes(self, reason: str) -> None:
         for push in list(self._shared.pushes()):
             if not push.sealed:
-                self._verdicts.abort(push, Reason(VerdictCode.RECOVERY, reason))
+                self._pushes.abort(push, Reason(VerdictCode.RECOVERY, reason))
 
     def _give_up_round(self) -> None:
         """Sends the verdicts of a COMMIT that waited for the slaves, as the ledger now has them."""
         for push in self._rounds.end_committed(self._shared.recovery.reason):
-            known = self._verdicts.decided(push.id)
+            known = self._pushes.decided(push.id)
             if known is None:
                 sentence = "its round is not in the history that the slaves hold"
-                self._verdicts.abort(push, Reason(VerdictCode.OTHER, sentence))
+                self._pushes.abort(push, Reason(VerdictCode.OTHER, sentence))
             else:
                 if known.kind is VerdictKind.ROLLED_BACK:
                     push.code = VerdictCode.ROLLBACK  # instead of the code of the COMMIT that is undone
-                self._verdicts.decide(push, known)
+                self._pushes.decide(push, known)
 
     def _send_clusters_away(self, reason: str) -> None:
         """Makes all clusters join again, because what they know comes from another ledger."""

@@ -25,11 +25,11 @@ from dips.core.messages import (
 )
 from dips.core.placement import Placement, redeal
 from dips.master.state.ledger import CommitInfo, Ledger, PendingReshard, canonical, pair, same_as
+from dips.master.state.pushes import Pushes
 from dips.master.state.reasons import Reason, VerdictCode
 from dips.master.state.records import ReshardPhase, RoundPhase, Slave
 from dips.master.state.shared import SharedState
 from dips.master.state.slave_links import SlaveLinks
-from dips.master.state.verdicts import Verdicts
 from dips.master.state.waits import reshard_waits_for
 
 _P = ReshardPhase
@@ -44,9 +44,9 @@ MAX_NAMES = 1024
 class Reshard:
     """Drives shared.reshard; settle() is called after every event and makes all steps that are possible."""
 
-    def __init__(self, shared: SharedState, verdicts: Verdicts, links: SlaveLinks) -> None:
+    def __init__(self, shared: SharedState, pushes: Pushes, links: SlaveLinks) -> None:
         self._shared = shared
-        self._verdicts = verdicts
+        self._pushes = pushes
         self._links = links
 
     # ---- the operator's request ----
@@ -337,7 +337,7 @@ class Reshard:
     def _abort_pushes(self, reason: str) -> None:
         for push in list(self._shared.pushes()):
             if push.phase.allows("aborted"):
-                self._verdicts.abort(push, Reason(VerdictCode.RESHARD, reason))
+                self._pushes.abort(push, Reason(VerdictCode.RESHARD, reason))
 
     def _dismiss(self, names: Iterable[SlaveId], reason: str) -> None:
         """Tells these slaves, which hold nothing of the run, that they may end."""

@@ -8,6 +8,8 @@ The phases of pushes say which take part: ADMITTED waits for the next window, SE
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Sequence
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import RoundId, Version
@@ -21,15 +23,20 @@ from dips.core.messages import (
     Prepared,
     Retain,
     RoundRefused,
+    RoundSummary,
     StagedPush,
+    Verdict,
+    VerdictKind,
 )
-from dips.master.state import data, pacing, status
+from dips.master.state import pacing, status
 from dips.master.state import pushes as bases
-from dips.master.state.decisions import Decisions
+from dips.master.state.alarms import compare_pushes
+from dips.master.state.leases import TokenState
+from dips.master.state.ledger import CommitInfo, canonical, pair, push_to_json
 from dips.master.state.penalty import judge, round_tokens
 from dips.master.state.penalty_detect import GramError, add_blocks, add_directions
 from dips.master.state.penalty_types import JudgeInputs, Judgement, Participant
-from dips.master.state.pushes import recheck
+from dips.master.state.pushes import Pushes, recheck
 from dips.master.state.reasons import Reason, VerdictCode
 from dips.master.state.records import (
     Donor,
@@ -42,10 +49,8 @@ from dips.master.state.records import (
     outer_step_of,
     seed_step,
 )
-from dips.master.state.rollback import next_version
+from dips.master.state.rollback import next_version, rollback_commit, rolled_back
 from dips.master.state.shared import SharedState
-from dips.master.state.snapshots import newest_timeline
-from dips.master.state.verdicts import Verdicts
 from dips.master.state.waits import lagging
 
 MAX_TIMEOUT_FACTOR = 8.0
@@ -58,10 +63,9 @@ NAMED_REJECTIONS = 4
 class Rounds:
     """The round's state machine; settle() is called after every event and makes all steps that are possible."""
 
-    def __init__(self, shared: SharedState, verdicts: Verdicts) -> None:
+    def __init__(self, shared: SharedState, pushes: Pushes) -> None:
         self._shared = shared
-        self._verdicts = verdicts
-        self._decisions = Decisions(shared, verdicts)
+        self._pushes = pushes
 
     def settle(self) -> None:
         """Opens, closes or empties the window, according to the admitted pushes and the time."""
@@ -83,7 +87,7 @@ class Rounds:
 
     def _abort_pushes(self, why: str) -> None:
         for push in list(self._shared.pushes()):
-            self._verdicts.abort(push, Reason(VerdictCode.RUN_END, f"the run ends: {why}"))
+            self._pushes.abort(push, Reason(VerdictCode.RUN_END, f"the run ends: {why}"))
 
     def tick(self) -> None:
         state = self._shared.round
@@ -151,7 +155,7 @@ class Rounds:
         self._move("window closed", RoundPhase.SEALED)
         for push in self._admitted():
             if (reason := recheck(shared, push)) is not None:
-                self._verdicts.abort(push, reason)
+                self._pushes.abort(push, reason)
                 continue
             push.phase.move("window sealed", PushPhase.SEALED, shared.now_s, state.cause)
             state.participants.append(push)
@@ -221,7 +225,7 @@ class Rounds:
         )
         self._record_judgement(judgement)
         if directions is not None:
-            data.look(shared, [p.cluster for p in participants], judgement.accepted, directions)
+            compare_pushes(shared, [p.cluster for p in participants], judgement.accepted, directions)
         if not judgement.accepted:
             named = list(judgement.rejected.items())[:NAMED_REJECTIONS]
             why = ", ".join(f"{cluster}: {reason.sentence}" for cluster, reason in named)
@@ -259,7 +263,7 @@ class Rounds:
         to_version = version.next() if version is not None else Version(shared.epoch, 0)
         if (donor := self._donor()) is not None:
             version, to_version = None, _renamed(shared, donor)
-        accepted = _staged(self._decisions.accepted())
+        accepted = _staged(self._accepted())
         state.step = step
         self._arm()
         shared.command_all(
@@ -290,7 +294,7 @@ class Rounds:
     def _commit(self) -> None:
         shared, state = self._shared, self._shared.round
         donor = self._donor()
-        commit = self._decisions.commit() if donor is None else self._decisions.donation(donor)
+        commit = self._decide_commit() if donor is None else self._decide_donation(donor)
         self._move("all prepared", RoundPhase.COMMIT, f"version {commit.version}")
         state.deadline_s = None
         state.timeout_factor, state.last_abort = 1.0, ""
@@ -345,8 +349,174 @@ class Rounds:
         for slave in shared.ready_slaves():
             slave.version = commit.version
         shared.record("publish", state.cause, version=str(commit.version), tokens=shared.ledger.tokens)
-        self._decisions.tell()
+        self._summarise("commit", "")
+        self._tell_all()
         self._end("verdicts told")
+
+    # ---- what the record says ----
+
+    def _accepted(self) -> list[Push]:
+        """The participants that are merged, in cluster-id order; a seed is merged without a judgement."""
+        state = self._shared.round
+        if state.judgement is None:
+            return list(state.participants)
+        return [push for push in state.participants if push.cluster in state.judgement.accepted]
+
+    def _decide_commit(self) -> CommitInfo:
+        """Writes everything that the new version changes as one journal record: the commit point."""
+        shared, state, ledger = self._shared, self._shared.round, self._shared.ledger
+        accepted = self._accepted()
+        assert state.id is not None, "a round that commits has an id"
+        before, s_max = ledger.version, shared.s_max()
+        version = before.next() if before else Version(shared.epoch, 0)
+        self._settle(accepted, TokenState.APPLIED)
+        self._settle(self._excluded(), TokenState.EXCLUDED)
+        if state.judgement is not None:
+            ledger.detector = shared.recorded_detector = state.judgement.next_state_if_committed
+            self._alarms(state.judgement.alarms)
+        ledger.tokens += sum(push.request.tokens for push in accepted)
+        ledger.rounds_committed += 1
+        ledger.rounds_merged += len(accepted) >= 2
+        self._maybe_stop()
+        self._remember(version)
+        ledger.remember_applied(version, [push.id for push in accepted])
+        ledger.origin = None
+        digests = tuple(sorted(state.digest_of_slave.items()))
+        record = self._record("COMMIT", accepted) | {
+            "version": pair(version),
+            "from_version": pair(before),
+            "tokens": ledger.tokens,
+            "s_max": s_max,
+            "digests": {slave: digest.hex() for slave, digest in digests},
+            "ledger": json.loads(ledger.to_json(with_commit=False)),
+        }
+        commit = CommitInfo(state.id, version, digests, canonical(record).encode())
+        shared.set_commit(commit)
+        shared.record("commit", state.cause, round=str(state.id), version=str(version), s_max=s_max)
+        shared.journal("COMMIT", {**record, "ledger": "in the snapshot"})
+        names = ", ".join(push.cluster for push in accepted)
+        shared.log("version", f"version {version}: {names} merged, {ledger.tokens} tokens", cause=state.cause)
+        return commit
+
+    def _decide_donation(self, donor: Donor) -> CommitInfo:
+        """Writes a ROLLBACK to a version whose parameters a cluster donated: its record is the commit point."""
+        shared, state, current = self._shared, self._shared.round, self._shared.ledger
+        assert state.id is not None, "a round that commits has an id"
+        (push,) = state.participants
+        origin = donor.commit
+        version = next_version(current, origin.version, shared.epoch, shared.newest_timeline())
+        restored = rolled_back(current, origin, version, shared.epoch, frozenset(shared.members))
+        restored.ledger.origin = None  # no snapshot of it is left, and its momentum is not the origin's
+        verdict = Verdict(push.id, VerdictKind.APPLIED, version, "the donated copy is a version again", False, state.id)
+        restored.ledger.entry(push.cluster).last_donation = verdict
+        push.code = VerdictCode.MERGED
+        about = self._record("ROLLBACK", [push]) | {"donor": push.cluster, "s_max": shared.s_max()}
+        digests = tuple(sorted(state.digest_of_slave.items()))
+        decided = rollback_commit(restored, current, origin, version, state.id, digests, about)
+        shared.replace_ledger(restored.ledger, decided.commit)
+        shared.journal("ROLLBACK", decided.record)
+        lost_tokens, n_pushes = restored.lost_tokens, len(restored.rolled_back)
+        shared.tell_rollback(current.version, origin.version, push.cluster, lost_tokens, n_pushes)
+        return decided.commit
+
+    def _decide_void(self, reason: str) -> None:
+        shared, state, ledger = self._shared, self._shared.round, self._shared.ledger
+        assert state.judgement is not None, "only a judged round is void; a seed that is not finite is refused earlier"
+        self._settle(state.participants, TokenState.EXCLUDED)
+        ledger.detector = shared.recorded_detector = state.judgement.next_state_if_void
+        self._alarms(state.judgement.alarms_if_void)
+        ledger.rounds_void += 1
+        self._remember(ledger.version, reason)
+        shared.journal("VOID", self._record("VOID", []) | {"reason": reason})
+        self._summarise("void", reason)
+        status.round_was_fruitless(shared)
+        self._tell_all()
+
+    def _remember(self, version: Version | None, why_void: str = "") -> None:
+        """Puts every participant's verdict into the ledger before the record that decides it is written."""
+        shared, state = self._shared, self._shared.round
+        accepted = {push.cluster for push in self._accepted()} if not why_void else set()
+        rejected = state.judgement.rejected if state.judgement else {}
+        for push in state.participants:
+            kind, reason, reset, push.code = VerdictKind.APPLIED, "merged", False, VerdictCode.MERGED
+            if push.cluster not in accepted:
+                rejection = rejected.get(push.cluster)
+                push.code = rejection.code if rejection else VerdictCode.VOID
+                kind, reason = VerdictKind.EXCLUDED, rejection.sentence if rejection else why_void
+                # Not rejected, but the update was not finite: the cluster's inner optimizer state may be wrong too.
+                reset = rejection is None or rejection.code is VerdictCode.NOT_FINITE
+                reset = reset or push.cluster in shared.ledger.detector.quarantined
+            shared.ledger.entry(push.cluster).last_verdict = Verdict(push.id, kind, version, reason, reset, state.id)
+
+    def _tell_all(self) -> None:
+        for push in list(self._shared.round.participants):
+            entry = self._shared.ledger.entry(push.cluster)
+            verdict = entry.last_donation if push.is_donation else entry.last_verdict
+            assert verdict is not None, "remembered before the record was written"
+            self._pushes.decide(push, verdict)
+
+    def _summarise(self, outcome: str, reason: str) -> None:
+        shared, state = self._shared, self._shared.round
+        judgement, accepted = state.judgement, self._accepted() if outcome == "commit" else []
+        names = {push.cluster for push in accepted}
+        nan = float("nan")
+        assert state.id is not None, "a round that ends has an id"
+        shared.recent.append(
+            RoundSummary(
+                state.id,
+                outcome,
+                reason,
+                shared.ledger.version if outcome == "commit" else None,
+                tuple(sorted(names)),
+                tuple(push.cluster for push in state.participants if push.cluster not in names),
+                judgement.kappa if judgement else nan,
+                judgement.rho if judgement else nan,
+                judgement.merged_norm if judgement else nan,
+                shared.ledger.tokens,
+                shared.now_s + shared.wall_offset_s,
+            )
+        )
+
+    def _settle(self, pushes: Sequence[Push], to: TokenState) -> None:
+        """Updates ranges, fences and counters of decided pushes."""
+        ledger = self._shared.ledger
+        for push in pushes:
+            entry = ledger.entry(push.cluster)
+            entry.fence += 1
+            if ledger.leases is not None:
+                ledger.leases.settle(push.request.ranges, to)
+            if to is TokenState.EXCLUDED:
+                entry.pushes_excluded += 1
+            elif not push.is_seed:
+                entry.pushes_applied += 1
+                entry.tokens_applied += push.request.tokens
+                entry.steps_applied += push.request.steps
+
+    def _excluded(self) -> list[Push]:
+        accepted = {push.cluster for push in self._accepted()}
+        return [push for push in self._shared.round.participants if push.cluster not in accepted]
+
+    def _maybe_stop(self) -> None:
+        ledger, tk_max = self._shared.ledger, self._shared.settings().tk_max_tokens
+        if tk_max and ledger.tokens >= tk_max and not ledger.stopping:
+            ledger.stopping = f"{ledger.tokens} tokens are applied, tk_max is {tk_max}"
+
+    def _alarms(self, sentences: Sequence[str]) -> None:
+        for sentence in sentences:
+            self._shared.alarm(sentence)
+
+    def _record(self, kind: str, accepted: Sequence[Push]) -> dict[str, object]:
+        state = self._shared.round
+        judgement = state.judgement
+        names = {push.cluster for push in accepted}
+        return {
+            "kind": kind,
+            "round": pair(state.id),
+            "epoch": self._shared.epoch,
+            "participants": [_participant(push, push.cluster in names) for push in state.participants],
+            "judgement": judgement_to_json(judgement, state.step, state.judged_from),
+            "wall_s": self._shared.now_s + self._shared.wall_offset_s,
+        }
 
     # ---- void and abort ----
 
@@ -360,7 +530,7 @@ class Rounds:
         if state.phase.now is RoundPhase.PREPARE:
             assert state.id is not None, "a round that prepares has an id"
             shared.command_all(AbortRound(state.id, reason), state.cause)
-        self._decisions.void(reason)
+        self._decide_void(reason)
         self._end("void")
 
     def abort(self, reason: Reason) -> None:
@@ -370,7 +540,7 @@ class Rounds:
         shared.command_all(AbortRound(state.id, why), state.cause)
         for push in state.participants:
             push.phase.move("round aborted", PushPhase.ADMITTED, shared.now_s, state.cause, why)
-        self._decisions.summary("abort", why)
+        self._summarise("abort", why)
         status.round_was_fruitless(shared)
         shared.rounds_aborted += 1
         state.last_abort = why
@@ -382,7 +552,7 @@ class Rounds:
         given_up = [push for push in state.participants if self._no_one_waits_for(push)]
         self._end("abort")
         for push in given_up:
-            self._verdicts.abort(push, reason)
+            self._pushes.abort(push, reason)
 
     def _give_up(self, reason: Reason) -> None:
         """Aborts the round and its pushes: they would fail the next round for the same reason. No training is lost."""
@@ -390,7 +560,7 @@ class Rounds:
         self.abort(reason)
         for push in pushes:
             if push.phase.allows("aborted"):
-                self._verdicts.abort(push, reason)
+                self._pushes.abort(push, reason)
 
     def _no_one_waits_for(self, push: Push) -> bool:
         """Whether the push's cluster is gone, or only waits for this push before it leaves."""
@@ -422,7 +592,7 @@ class Rounds:
         for push in list(self._shared.pushes()):
             push.forget(slave.id)
             if push.phase.now in (PushPhase.STAGED, PushPhase.ADMITTED):
-                self._verdicts.abort(push, reason)
+                self._pushes.abort(push, reason)
 
     def slave_back(self) -> None:
         """Ends the wait after a failed round, because its cause may be repaired."""
@@ -436,7 +606,7 @@ class Rounds:
         if state.phase.now is not RoundPhase.COMMIT:
             return []
         pushes = list(state.participants)
-        self._decisions.summary("given up", reason)
+        self._summarise("given up", reason)
         self._end("recovery")
         return pushes
 
@@ -476,8 +646,43 @@ def _local_steps(shared: SharedState, push: Push) -> int:
 
 def _renamed(shared: SharedState, donor: Donor) -> Version:
     """The new name of the donated version."""
-    return next_version(shared.ledger, donor.commit.version, shared.epoch, newest_timeline(shared))
+    return next_version(shared.ledger, donor.commit.version, shared.epoch, shared.newest_timeline())
 
 
 def _staged(pushes: list[Push]) -> tuple[StagedPush, ...]:
     return tuple(StagedPush(push.id, push.attempt) for push in pushes)
+
+
+def _participant(push: Push, accepted: bool) -> dict[str, object]:
+    request = push.request
+    return {
+        "push": push_to_json(push.id),
+        "attempt": push.attempt,
+        "verdict": "APPLIED" if accepted else "EXCLUDED",
+        "base": pair(request.base),
+        "fence": request.fence,
+        "tokens": request.tokens,
+        "steps": request.steps,
+        "ranges": [[r.lease_id, r.pass_index, r.chunk, r.begin_tokens, r.end_tokens] for r in request.ranges],
+    }
+
+
+def judgement_to_json(
+    judgement: Judgement | None, step: OuterStep | None, inputs: JudgeInputs | None
+) -> dict[str, object] | None:
+    """A judgement as JSON; floats are repr text, because JSON has no NaN. The step is null in a VOID before PREPARE."""
+    if judgement is None or inputs is None:
+        return None
+    return {
+        "accepted": list(judgement.accepted),
+        "rejected": [[cluster, reason.sentence] for cluster, reason in judgement.rejected.items()],
+        "weights": [repr(w) for w in judgement.weights],
+        "kappa": repr(judgement.kappa),
+        "rho": repr(judgement.rho),
+        "merged_norm": repr(judgement.merged_norm),
+        "clip_norm": repr(judgement.clip_norm),
+        "threshold": repr(judgement.threshold),
+        "norms": [[m.cluster, repr(m.norm), repr(m.score), repr(m.cosine)] for m in judgement.measures],
+        "outer_step": step.to_json() if step is not None else None,
+        "inputs": inputs.to_json(),
+    }

@@ -34,7 +34,6 @@ from dips.core.messages import (
 )
 from dips.core.placement import check_measured, place
 from dips.core.protocol import PROTOCOL_MIN, agree
-from dips.master.state.callers import check_run
 from dips.master.state.effects import BeginAgain
 from dips.master.state.ledger import MAX_WHOLE
 from dips.master.state.pushes import Pushes
@@ -215,7 +214,7 @@ class SlaveRegistry:
             check_name(name, "slave id")
         except ConfigError as error:
             raise Refused(RefusalCode.MALFORMED, str(error)) from error
-        check_run(shared, message.caller.run_id, f"slave {name!r}")
+        shared.check_run(message.caller.run_id, f"slave {name!r}")
         _check_numbers(name, body)
         agree(body.hello.protocol_min, body.hello.protocol_max, body.hello.capabilities, f"slave {name!r}")
         if not body.data_endpoint.startswith("tcp://"):

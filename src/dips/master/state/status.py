@@ -8,10 +8,11 @@ from itertools import takewhile
 
 from dips.core.messages import Alarm, ClusterStatus, RoundSummary, SlaveStatus, StatusReply
 from dips.core.wire import encoded_bytes
-from dips.master.state import pushes as token_counts
+from dips.master.state.alarms import usual_per_step
 from dips.master.state.leases import TokenState
 from dips.master.state.records import Push, RoundPhase, Slave
-from dips.master.state.shared import LinkRate, SharedState
+from dips.master.state.schedule import LinkRate
+from dips.master.state.shared import SharedState
 from dips.master.state.waits import recovery_words, reshard_words, waiting_for
 
 # ---- alarms ----------------------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ def _cluster(shared: SharedState, name: str) -> ClusterStatus:
         statistics.usual_cosine,
         statistics.cosine_rounds,
         statistics.cosine_alarmed,
-        tokens_per_step=token_counts.usual_per_step(shared, name),
+        tokens_per_step=usual_per_step(shared, name),
         draining=bool(draining),
     )
 

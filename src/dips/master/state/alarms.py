@@ -1,0 +1,210 @@
+"""What a person should look at: token counts that are hardly possible, clusters with the same data.
+
+A doubt is reported once when it begins (SharedState.alarm); the status lists it until it is over.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.messages import BeginPushRequest
+from dips.master.state.penalty_detect import cosine
+from dips.master.state.shared import SharedState
+
+# ---- token counts ----------------------------------------------------------------------------------------------------
+#
+# Checks whether a cluster's token counts are plausible (docs/algorithm.md, token counts).
+#
+# Clusters with their own data count the tokens themselves, and a count decides the weight of a push and the run's end.
+# The tokens per step of a push are compared with those of this cluster's accepted pushes and with those of the other
+# live clusters. Batches differ, so there are two limits: far beyond both, the push is refused before it counts; above
+# the nearer limit, a person is warned and the push counts. Too few tokens only waste that cluster's own work, so they
+# are never refused. Leased data needs no such check: there the ranges give the number of tokens.
+
+
+DOUBTFUL_RATIO = 10.0
+"""The limit of the warning. One device compared with a node of eight is below it; tokens compared with samples of a
+short text are above."""
+
+LEAST_STEPS = 8
+OWN_PUSHES = 8
+"""Steps before a cluster's counts are compared with another's, and accepted pushes before they are compared with its
+own: one step, and with H = 1 one push, may have been a short batch."""
+
+REMEDY = (
+    "let tokens_per_step, or count(), say what one optimizer.step() of this cluster was trained on, in the same unit "
+    "(tokens, not samples) on every cluster; a checkpoint that was taken in the meantime holds the wrong count"
+)
+
+
+@dataclass(frozen=True)
+class _Usual:
+    """The usual tokens per step of some clusters. whose: a phrase that names them."""
+
+    per_step: float
+    whose: str
+
+
+def usual_per_step(shared: SharedState, cluster: str) -> float:
+    """The tokens per step that the cluster counts in its pushes, with the open one, or in its beats, whichever is more.
+    0.0: unknown."""
+    entry, member = shared.ledger.clusters.get(cluster), shared.members.get(cluster)
+    tokens, steps = (entry.tokens_applied, entry.steps_applied) if entry is not None else (0, 0)
+    if member is not None and member.push is not None:
+        tokens, steps = tokens + member.push.request.tokens, steps + member.push.request.steps
+    pushed = tokens / steps if steps >= LEAST_STEPS else 0.0
+    beat = member.beat if member is not None else None
+    known = beat is not None and beat.steps >= LEAST_STEPS and beat.steps_per_s > 0
+    return max(pushed, beat.tokens_per_s / beat.steps_per_s if beat is not None and known else 0.0)
+
+
+def check_token_count(shared: SharedState, cluster: str, request: BeginPushRequest) -> None:
+    """Refuses an impossible count; reports a doubtful one, and ends the report once a count is not doubtful.
+
+    Raises Refused(TOKENS). Only for a push of training where clusters bring their own data.
+    """
+    usual, round_steps = _usual(shared, cluster), _round_steps(shared, cluster)
+    per_step = request.tokens / (request.steps or round_steps)
+    if why := _why_not(shared, request, per_step, usual, round_steps):
+        _doubt(shared, cluster, f"a push of cluster {cluster} is refused: {why}")
+        raise Refused(RefusalCode.TOKENS, why)
+    _doubt(shared, cluster, _why_doubtful(shared, cluster, request, per_step, usual))
+
+
+def _round_steps(shared: SharedState, cluster: str) -> int:
+    """The steps that the cluster is to take between two pushes."""
+    member = shared.members.get(cluster)
+    asked = member.local_steps if member is not None else 0
+    return asked or shared.config.settings.sync_every_steps
+
+
+def _why_not(
+    shared: SharedState, request: BeginPushRequest, per_step: float, usual: list[_Usual], round_steps: int
+) -> str:
+    limit, tk_max = shared.config.token_ratio_max, shared.settings().tk_max_tokens
+    for other in usual:
+        if per_step > limit * other.per_step:
+            return (
+                f"{request.tokens} tokens in {request.steps} steps, {_short(per_step)} a step, are "
+                f"{_short(per_step / other.per_step)} times what {other.whose}: {REMEDY}; or start the master with a "
+                f"larger token_ratio_max (it is {limit:g}) if this is meant"
+            )
+    counted = min(request.tokens, per_step * round_steps)  # after an outage a push has more steps than a round
+    if not usual and 0 < tk_max < counted:
+        return (
+            f"{_short(counted)} tokens in one round are more than the whole run is to train on (tk_max is {tk_max}), "
+            f"and nothing is known yet to compare them with: {REMEDY}; or raise tk_max, or lower sync_every"
+        )
+    return ""
+
+
+def _usual(shared: SharedState, cluster: str) -> list[_Usual]:
+    """The known counts to compare with; none for the first push of the only cluster."""
+    known: list[_Usual] = []
+    entry = shared.ledger.entry(cluster)
+    if entry.pushes_applied >= OWN_PUSHES and entry.steps_applied >= LEAST_STEPS:
+        own = entry.tokens_applied / entry.steps_applied
+        known.append(_Usual(own, f"its accepted pushes counted, {_short(own)}"))
+    names = [other.cluster for other in shared.live() if other.cluster != cluster]
+    others = {name: per_step for name in names if (per_step := usual_per_step(shared, name)) > 0}
+    if others:
+        median = statistics.median(others.values())
+        who = "the other clusters count" if len(others) > 1 else f"cluster {next(iter(others))} counts"
+        known.append(_Usual(median, f"{who}, {_short(median)}"))
+    return known
+
+
+def _why_doubtful(
+    shared: SharedState, cluster: str, request: BeginPushRequest, per_step: float, usual: list[_Usual]
+) -> str:
+    entry = shared.ledger.entry(cluster)
+    tokens, steps = entry.tokens_applied + request.tokens, entry.steps_applied + request.steps
+    lately = tokens / steps if steps >= LEAST_STEPS else math.inf
+    for other in usual:
+        ratio = per_step / other.per_step
+        if ratio > DOUBTFUL_RATIO:
+            return (
+                f"cluster {cluster} counts {_short(per_step)} tokens a step, {_short(ratio)} times what {other.whose}; "
+                f"its weight is as much larger: {REMEDY}; nothing to do if its batches are so much larger"
+            )
+        if max(lately / other.per_step, ratio) < 1.0 / DOUBTFUL_RATIO:
+            return (
+                f"cluster {cluster} counts {_short(per_step)} tokens a step, 1/{_short(1 / ratio)} of what "
+                f"{other.whose}; its work hardly counts: {REMEDY}; nothing to do if its batches are so much smaller"
+            )
+    return ""
+
+
+def _short(number: float) -> str:
+    """Whole from 100 on, else three digits; never with an exponent."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _doubt(shared: SharedState, cluster: str, sentence: str) -> None:
+    """Reports a doubt once, when it begins; the sentence is then updated with the newest numbers."""
+    if not sentence:
+        shared.token_doubts.pop(cluster, None)
+        return
+    if cluster not in shared.token_doubts:
+        shared.alarm(sentence)
+    shared.token_doubts[cluster] = sentence, shared.now_s
+
+
+# ---- same data -------------------------------------------------------------------------------------------------------
+#
+# Detects two clusters with the same pushes, which train on the same data in the same order (docs/algorithm.md,
+# Direction).
+#
+# Compares the updates p_j = theta_base - theta_j of pushes that a round accepts together, in pairs. It changes nothing
+# that is merged. It detects only pushes from one base with about as many steps, as in rounds of all clusters.
+#
+# Legend: directions: the Gram matrix of p_1 .. p_k, s_1 .. s_k (penalty_detect.py), NaN where it is not known.
+
+
+ALIKE_COSINE = 0.99
+ALIKE_NORMS = 0.95
+"""The smaller norm as a part of the larger one. Norms of clusters with different data are often equal, but their
+cosines are far lower: 0.27 to 0.84 in the byte model (docs/algorithm.md, Direction)."""
+
+ALIKE_ROUNDS = 3
+"""Rounds in a row with both pushes alike before the alarm begins, and rounds without before it ends."""
+
+
+def compare_pushes(
+    shared: SharedState, participants: Sequence[str], accepted: Sequence[str], directions: Sequence[Sequence[float]]
+) -> None:
+    """Compares a judged round's accepted pushes, and reports when an alarm begins."""
+    here = [(j, name) for j, name in enumerate(participants) if name in accepted]
+    for at, (j, name) in enumerate(here):
+        for k, other in here[at + 1 :]:
+            _compare(shared, (name, other), directions[j][j], directions[k][k], directions[j][k])
+    gone = [pair for pair in shared.alike if not shared.members.keys() >= set(pair)]
+    for pair in gone:
+        shared.alike.pop(pair)
+        shared.same_data.pop(pair, None)
+
+
+def _compare(shared: SharedState, pair: tuple[str, str], squared: float, other_squared: float, product: float) -> None:
+    if not (math.isfinite(product) and squared > 0.0 and other_squared > 0.0):
+        return
+    norm, other_norm = math.sqrt(squared), math.sqrt(other_squared)
+    likeness = cosine(product, norm, other_norm)
+    alike = likeness >= ALIKE_COSINE and min(norm, other_norm) >= ALIKE_NORMS * max(norm, other_norm)
+    n_rounds = min(ALIKE_ROUNDS, max(0, shared.alike.get(pair, 0) + (1 if alike else -1)))
+    shared.alike[pair] = n_rounds
+    if n_rounds == 0:
+        del shared.alike[pair]
+        shared.same_data.pop(pair, None)
+    elif alike and n_rounds == ALIKE_ROUNDS:
+        sentence = (
+            f"clusters {pair[0]} and {pair[1]} push the same: the cosine of their updates is {likeness:.2f}, the norms "
+            f"are {norm:.3g} and {other_norm:.3g}, in {ALIKE_ROUNDS} rounds in a row. They train on the same data in "
+            "the same order, so one of them adds nothing: give each its own part of the data, or at least another seed"
+        )
+        if pair not in shared.same_data:
+            shared.alarm(sentence)
+        shared.same_data[pair] = sentence
