@@ -27,7 +27,8 @@ from dips.core.messages import DataRange, SnapshotInfo, TensorDigest, Verdict, V
 from dips.core.model_description import Lacking, ModelDescription, Untrained, description_from_json
 from dips.core.observe.telemetry import Tape, read_tape
 from dips.master.archive import FILE_NAME, FOLDER, RECORDS, JournalRecord, set_base, write_segment
-from dips.master.journal import Journal, JournalEntry, read_records
+from dips.master.journal import Journal, read_records
+from dips.master.state.effects import WriteJournal
 from dips.master.state.ledger import UNREADABLE, commit_from_record, ledger_from_journal, ledger_of
 from dips.slave import snapshot_files as manifests
 from dips.slave.ring import SnapshotStore
@@ -199,7 +200,7 @@ def _journal(ledger: str) -> bytes:
     folder = fresh("seed-journal")
     journal = Journal.open(folder, "test")
     epoch = journal.begin_epoch()
-    journal.append_all(epoch, [JournalEntry(n, "JOIN", '{"kind":"JOIN"}', ledger) for n in range(1, 30)])
+    journal.append_all(epoch, [WriteJournal(n, "JOIN", '{"kind":"JOIN"}', ledger) for n in range(1, 30)])
     journal.close()
     with closing(sqlite3.connect(folder / FILE_NAME)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")

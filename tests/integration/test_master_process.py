@@ -30,7 +30,6 @@ from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, MasterAddress, read_address
 from dips.master.journal import Journal, read_records
 from dips.master.process import serve
-from dips.master.shell import MasterExit
 from dips.master.state.effects import BeginAgain, Halt, WriteJournal
 from dips.master.state.shared import RunConfig
 from dips.protos import clusters_pb2_grpc
@@ -324,7 +323,7 @@ async def test_each_epoch_has_its_own_state_machine_with_the_same_settings(tmp_p
         return machine
 
     outcome = await serve(config_in(tmp_path, rebuild=True), make, started=lambda here, _: served.append(here))
-    assert outcome == MasterExit(0, "enough")
+    assert outcome == Halt(0, "enough")
     assert made == [(True, 1, None), (True, 9, '"of epoch 1"')], "what was decided before is there"
     assert [here.epoch for here in served] == [1, 9]
     assert len({here.address for here in served}) == 1
@@ -341,7 +340,7 @@ async def test_a_signal_between_two_epochs_is_not_lost(tmp_path: Path) -> None:
         if here.epoch == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert await serve(config_in(tmp_path), make, started=started) == MasterExit(TERMINATED, "stopped by SIGTERM")
+    assert await serve(config_in(tmp_path), make, started=started) == Halt(TERMINATED, "stopped by SIGTERM")
     assert read_address(tmp_path) is None
 
 

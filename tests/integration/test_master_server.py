@@ -57,8 +57,8 @@ from dips.core.observe.telemetry import Tape, read_tape
 from dips.master.access import Access
 from dips.master.rpc.server import MasterServer
 from dips.master.rpc.services import CALLS
-from dips.master.shell import MasterExit, MasterShell
-from dips.master.state.effects import BeginAgain, CloseLink, Effect, Refuse, Reply, ToSlave
+from dips.master.shell import MasterShell
+from dips.master.state.effects import BeginAgain, CloseLink, Effect, Halt, Refuse, Reply, ToSlave
 from dips.master.state.events import (
     BeatsEnded,
     CallGone,
@@ -119,7 +119,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     await made.server.start(made.executor)
     yield made
     await made.channel.close()
-    made.executor.stop(MasterExit(0, "the test is over"))
+    made.executor.stop(Halt(0, "the test is over"))
     await made.server.stop()
     await made.executor.close()
     made.tape.close()
@@ -397,7 +397,7 @@ async def test_slaves_learn_that_the_master_ends(served: Served) -> None:
     stream = served.attach()
     await stream.write(encode(slave_hello()))
     await served.machine.until(SlaveSaid)
-    served.executor.stop(MasterExit(0, "stopped"))
+    served.executor.stop(Halt(0, "stopped"))
     error = await failed(stream.read())
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.BUSY
@@ -453,7 +453,7 @@ async def test_watch_ends_at_once_when_the_master_ends(served: Served) -> None:
     served.reacts(operating)
     stream = served.operator.Watch(to_message(WatchRequest("demo", 3600)), timeout=30)
     await stream.read()
-    served.executor.stop(MasterExit(0, "stopped"))
+    served.executor.stop(Halt(0, "stopped"))
     error = await failed(stream.read())
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.BUSY
@@ -577,7 +577,7 @@ async def test_another_executor_is_served_on_the_same_port(served: Served) -> No
     error = await failed(served.clusters.Leave(to_message(leave()), timeout=30))
     assert isinstance(error, Refused)
     assert error.retry_after_s > 0
-    assert (await served.executor.outcome).begin_again == 9
+    assert await served.executor.outcome == BeginAgain(9, "a later epoch")
     machine = ScriptedMachine(answering)
     later = MasterShell(machine, MemoryJournal().append_all, served.tape, SystemClock(), tick_s=60.0)
     later.start()
@@ -588,5 +588,5 @@ async def test_another_executor_is_served_on_the_same_port(served: Served) -> No
     await stream.write(encode(slave_hello()))
     assert (await machine.until(SlaveSaid)).message == slave_hello()
     stream.cancel()
-    later.stop(MasterExit(0, "the test is over"))
+    later.stop(Halt(0, "the test is over"))
     await later.close()

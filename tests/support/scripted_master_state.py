@@ -26,7 +26,6 @@ from dips.core.messages import (
     SlaveMessage,
     StopSlave,
 )
-from dips.master.journal import JournalEntry
 from dips.master.state.effects import BeginAgain, Effect, Reply, WriteJournal
 from dips.master.state.events import ClusterCall, Event, JournalWritten
 from dips.master.state.shared import RunConfig
@@ -107,10 +106,10 @@ class MemoryJournal:
     """Takes entries like Journal.append_all; `fail_with` makes it fail."""
 
     def __init__(self) -> None:
-        self.batches: list[list[JournalEntry]] = []
+        self.batches: list[list[WriteJournal]] = []
         self.fail_with: Exception | None = None
 
-    def append_all(self, entries: Sequence[JournalEntry]) -> None:
+    def append_all(self, entries: Sequence[WriteJournal]) -> None:
         if self.fail_with is not None:
             raise self.fail_with
         self.batches.append(list(entries))

@@ -34,6 +34,7 @@ from dips.core.net.keys import (
     stamp_of_file,
 )
 from dips.core.net.security import Identity, Role, Security
+from dips.master.state.events import Revoked
 
 LOOK_S = 0.25
 """The period of checking the list of revoked certificates; a revocation takes effect within this and a call."""
@@ -60,15 +61,6 @@ class OpenCall:
 
     certificate: Certificate
     ended: asyncio.Future[Refused] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-
-@dataclass(frozen=True)
-class Holder:
-    """A process whose certificate was revoked while it was in use."""
-
-    role: Role
-    name: str
-    why: str
 
 
 class Access:
@@ -134,8 +126,8 @@ class Access:
             self._open.discard(call)
             _caller.reset(token)
 
-    def look(self) -> list[Holder]:
-        """Reads changed lists and ends calls that are no longer valid; returns the holders revoked since then."""
+    def look(self) -> list[Revoked]:
+        """Reads changed lists, ends calls that are no longer valid, and returns which used certificates were revoked."""
         if self._identity is None:
             return []
         self._read_authorities(self._identity.directory)
@@ -147,7 +139,8 @@ class Access:
                 if not call.ended.done():
                     call.ended.set_result(refused)
         names = {serial: key for key, serial in self._last_serial.items()}
-        return [Holder(*names[serial], self._revoked[serial]) for serial in fresh if serial in names]
+        held = [(*names[serial], self._revoked[serial]) for serial in fresh if serial in names]
+        return [Revoked(role.value, name, why) for role, name, why in held]
 
     # ---- checks ----
 

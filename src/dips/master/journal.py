@@ -56,21 +56,12 @@ from dips.master.archive import (
     write_segment,
 )
 from dips.master.directory import DirectoryLock, sync_directory
+from dips.master.state.effects import WriteJournal
 
 _PRUNED_AT_ONCE = 4
 """More than the one segment that each step adds, so that the archive shrinks to a limit that was lowered."""
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class JournalEntry:
-    """One decision to make durable, with the state that follows from it."""
-
-    entry_id: int
-    kind: str
-    record_json: str
-    snapshot_json: str
 
 
 @dataclass(frozen=True)
@@ -125,7 +116,7 @@ class Journal:
         with self._transaction() as cursor:
             epoch = max(_epoch(cursor) + 1, at_least)
             set_meta(cursor, "epoch", str(epoch))
-            _insert(cursor, epoch, [JournalEntry(0, EPOCH, json.dumps({"kind": EPOCH, "epoch": epoch}), "")])
+            _insert(cursor, epoch, [WriteJournal(0, EPOCH, json.dumps({"kind": EPOCH, "epoch": epoch}), "")])
         return epoch
 
     def latest_snapshot(self) -> str | None:
@@ -140,9 +131,9 @@ class Journal:
 
     def append(self, epoch: int, entry_id: int, kind: str, record_json: str, snapshot_json: str) -> None:
         """Makes one entry durable. Raises FatalError as append_all does."""
-        self.append_all(epoch, [JournalEntry(entry_id, kind, record_json, snapshot_json)])
+        self.append_all(epoch, [WriteJournal(entry_id, kind, record_json, snapshot_json)])
 
-    def append_all(self, epoch: int, entries: Sequence[JournalEntry]) -> None:
+    def append_all(self, epoch: int, entries: Sequence[WriteJournal]) -> None:
         """Makes entries durable, all or none, with one flush of the disk; only the last snapshot is kept.
 
         Raises FatalError when a newer epoch was begun or the disk fails, LocalProtocolError when an entry's
@@ -283,7 +274,7 @@ class Journal:
                 "this one stops and has written nothing"
             )
 
-    def _assert_order(self, cursor: sqlite3.Cursor, epoch: int, entries: Sequence[JournalEntry]) -> None:
+    def _assert_order(self, cursor: sqlite3.Cursor, epoch: int, entries: Sequence[WriteJournal]) -> None:
         row = cursor.execute("SELECT MAX(entry_id) FROM records WHERE epoch = ?", (epoch,)).fetchone()
         numbers = [int(row[0] or 0), *(entry.entry_id for entry in entries)]
         if any(later <= earlier for earlier, later in itertools.pairwise(numbers)):
@@ -427,7 +418,7 @@ def _epoch(cursor: sqlite3.Cursor) -> int:
     return whole(get_meta(cursor, "epoch") or 0)
 
 
-def _insert(cursor: sqlite3.Cursor, epoch: int, entries: Sequence[JournalEntry]) -> str:
+def _insert(cursor: sqlite3.Cursor, epoch: int, entries: Sequence[WriteJournal]) -> str:
     """Add records after the newest one; returns the last one's digest."""
     number, digest = newest(cursor)
     for entry in entries:
@@ -471,7 +462,7 @@ class JournalWriter:
 
     def __init__(
         self,
-        append: Callable[[Sequence[JournalEntry]], None],
+        append: Callable[[Sequence[WriteJournal]], None],
         written: Callable[[int], None],
         failed: Callable[[Exception], None],
         tidy: Callable[[], bool] = lambda: False,
@@ -481,12 +472,12 @@ class JournalWriter:
         self._failed = failed
         self._tidy = tidy
         self._closing = False
-        self._waiting: list[JournalEntry] = []
+        self._waiting: list[WriteJournal] = []
         self._flush: asyncio.Task[None] | None = None
         self._broken = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME)
 
-    def put(self, entry: JournalEntry) -> None:
+    def put(self, entry: WriteJournal) -> None:
         """Queues one entry; returns at once."""
         self._waiting.append(entry)
         if self._flush is None and not self._broken:

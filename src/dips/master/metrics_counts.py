@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dips.core.observe.counting import Durations, Observed, Recent
-from dips.master.journal import JournalEntry
-from dips.master.state.effects import Record
+from dips.master.state.effects import Record, WriteJournal
 from dips.master.state.pulls import READER
 
 # ---- metrics reasons -------------------------------------------------------------------------------------------------
@@ -171,10 +170,10 @@ class Counts:
         """Counts a refused call; method and code come from the protocol, not from the caller."""
         self._refused[method, code] += 1
 
-    def timed(self, append: Callable[[Sequence[JournalEntry]], None]) -> Callable[[Sequence[JournalEntry]], None]:
+    def timed(self, append: Callable[[Sequence[WriteJournal]], None]) -> Callable[[Sequence[WriteJournal]], None]:
         """Wraps `append` to measure its time, on the journal's thread."""
 
-        def append_and_count(entries: Sequence[JournalEntry]) -> None:
+        def append_and_count(entries: Sequence[WriteJournal]) -> None:
             began_s = time.monotonic()
             append(entries)
             self._journal_s.observe(time.monotonic() - began_s)

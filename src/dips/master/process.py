@@ -28,12 +28,12 @@ from dips.core.observe.telemetry import Tape, configure_logging
 from dips.master.access import LOOK_S, Access
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, MasterAddress, remove_address, write_address
-from dips.master.journal import Journal, JournalEntry, Retention
+from dips.master.journal import Journal, Retention
 from dips.master.metrics import Metrics
 from dips.master.page.event_buffer import BufferedTape, EventBuffer
 from dips.master.rpc.server import MasterServer
-from dips.master.shell import MasterExit, MasterShell, StateMachine
-from dips.master.state.events import Revoked
+from dips.master.shell import MasterShell, StateMachine
+from dips.master.state.effects import BeginAgain, Halt, WriteJournal
 from dips.master.state.master import MasterMachine
 from dips.master.state.shared import RunConfig
 
@@ -56,7 +56,7 @@ async def serve(
     make_machine: MakeMachine,
     clock: Clock | None = None,
     started: Started | None = None,
-) -> MasterExit:
+) -> Halt:
     """Runs one master in the running event loop; `started` is called once it answers.
 
     Ends upon Halt, an error of the state machine, SIGTERM or SIGINT (signals in the main thread only); BeginAgain
@@ -92,15 +92,15 @@ class _Master:
     page: Page | None = None
     metrics: Metrics = field(default_factory=Metrics)
 
-    async def serve(self, make_machine: MakeMachine, started: Started | None) -> MasterExit:
+    async def serve(self, make_machine: MakeMachine, started: Started | None) -> Halt:
         peers = self.config.max_clusters + self.config.slaves
         server = MasterServer(self.config.max_message_bytes, peers, self.security, self.access)
         try:
             address = self._bind(server)
             with _signals() as signals, self.metrics.served(self.config, self.security, self.clock):
-                outcome = MasterExit(0, "the first epoch begins", begin_again=0)
-                while outcome.begin_again is not None:
-                    shell, here = self._begin(make_machine, address, outcome.begin_again)
+                outcome: Halt | BeginAgain = BeginAgain(0, "the first epoch begins")
+                while isinstance(outcome, BeginAgain):
+                    shell, here = self._begin(make_machine, address, outcome.at_least)
                     signals.stop_also(shell)
                     outcome = await self._serve(server, shell, here, started)
                     await asyncio.sleep(0)  # lets signals and hang-ups be handled, however short an epoch was
@@ -117,7 +117,7 @@ class _Master:
         here = MasterAddress(dialable(address), self.config.run_id, os.getpid(), epoch)
         return self._shell(make_machine, epoch), here
 
-    def _append(self, epoch: int, entries: Sequence[JournalEntry]) -> None:
+    def _append(self, epoch: int, entries: Sequence[WriteJournal]) -> None:
         self.journal.append_all(epoch, entries)
         self._note_journal()
 
@@ -156,7 +156,7 @@ class _Master:
 
     async def _serve(
         self, server: MasterServer, shell: MasterShell, here: MasterAddress, started: Started | None
-    ) -> MasterExit:
+    ) -> Halt | BeginAgain:
         try:
             shell.start()
             await server.start(shell)
@@ -165,21 +165,21 @@ class _Master:
                 started(here, shell)
             with self._shown(shell):
                 outcome = await self._until_ended(shell)
-            if outcome.begin_again is None:
+            if isinstance(outcome, Halt):
                 remove_address(self.config.directory)
             return outcome
         finally:
-            shell.stop(MasterExit(1, "the master could not be started"))
-            if shell.outcome.result().begin_again is None:
+            shell.stop(Halt(1, "the master could not be started"))
+            if isinstance(shell.outcome.result(), Halt):
                 await server.stop()
             await shell.close()
 
-    async def _until_ended(self, shell: MasterShell) -> MasterExit:
+    async def _until_ended(self, shell: MasterShell) -> Halt | BeginAgain:
         """Waits for the end, and reports revoked certificates to the state until then."""
         while not shell.outcome.done():
             await asyncio.wait([shell.outcome], timeout=LOOK_S if self.access.checks else None)
-            for holder in self.access.look():
-                shell.dispatch(Revoked(holder.role.value, holder.name, holder.why))
+            for revoked in self.access.look():
+                shell.dispatch(revoked)
         return shell.outcome.result()
 
     @contextlib.contextmanager
@@ -261,7 +261,7 @@ class _Signals:
             return
         over = self._shell.machine.run_is_over()
         code = INTERRUPTED if self._signal is signal.SIGINT else TERMINATED
-        self._shell.stop(MasterExit(0 if over else code, f"stopped by {self._signal.name}"))
+        self._shell.stop(Halt(0 if over else code, f"stopped by {self._signal.name}"))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from dips.core.machine import MachineHistory
 from dips.core.messages import ClusterReply, OperatorReply, SlaveCommand, SlaveMessage, StatusReply
 from dips.core.net.grpc_calls import to_refused
 from dips.core.observe.telemetry import ChangeLogger, Tape
-from dips.master.journal import JournalEntry, JournalWriter
+from dips.master.journal import JournalWriter
 from dips.master.metrics_counts import Counts
 from dips.master.state.effects import (
     BeginAgain,
@@ -208,25 +208,13 @@ class StateMachine(Protocol):
     def run_is_over(self) -> bool: ...
 
 
-@dataclass(frozen=True)
-class MasterExit:
-    """The reason for the master's end, and the exit code of its process.
-
-    begin_again: if set, the process does not end; it begins an epoch of at least this number.
-    """
-
-    exit_code: int
-    sentence: str
-    begin_again: int | None = None
-
-
 class MasterShell:
     """Owns the state machine and everything that its effects use. Make it inside a running event loop."""
 
     def __init__(
         self,
         machine: StateMachine,
-        append: Callable[[Sequence[JournalEntry]], None],
+        append: Callable[[Sequence[WriteJournal]], None],
         tape: Tape,
         clock: Clock,
         tick_s: float,
@@ -254,8 +242,8 @@ class MasterShell:
         self._last_tick_s = clock.monotonic_s()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
-        self.outcome: asyncio.Future[MasterExit] = self._loop.create_future()
-        """Done when the master must end; the server waits for it."""
+        self.outcome: asyncio.Future[Halt | BeginAgain] = self._loop.create_future()
+        """Done when the master must end, or begin a later epoch; the server waits for it."""
 
     @property
     def machine(self) -> StateMachine:
@@ -280,7 +268,7 @@ class MasterShell:
         if not self._handling:
             self._drain()
 
-    def stop(self, outcome: MasterExit) -> None:
+    def stop(self, outcome: Halt | BeginAgain) -> None:
         """Ends the master; the first outcome is kept. Waiting calls and links are refused and asked to try again."""
         if self.outcome.done():
             return
@@ -380,11 +368,11 @@ class MasterShell:
     def _fail(self, error: Exception) -> None:
         """Ends the master because of an error: a sentence for errors of operator or disk, the last events for a bug."""
         if isinstance(error, ConfigError | FatalError):
-            outcome = MasterExit(error.exit_code, str(error))
+            outcome = Halt(error.exit_code, str(error))
             _logger.critical("%s", error)
         else:
             last_events = "\n  ".join(str(line) for line in self._events_seen.lines()[-30:])
-            outcome = MasterExit(BUG_EXIT_CODE, f"a bug in the master: {type(error).__name__}: {error}")
+            outcome = Halt(BUG_EXIT_CODE, f"a bug in the master: {type(error).__name__}: {error}")
             _logger.critical("%s; the last events were:\n  %s", outcome.sentence, last_events, exc_info=error)
         self.stop(outcome)
 
@@ -424,10 +412,11 @@ class MasterShell:
         for effect in effects:
             match effect:  # after the replies and commands of the same batch
                 case Halt():
-                    self._halt(effect)
-                case BeginAgain(at_least, sentence):
-                    _logger.warning("%s", sentence)
-                    self.stop(MasterExit(0, sentence, begin_again=at_least))
+                    _logger.log(logging.CRITICAL if effect.exit_code else logging.INFO, "%s", effect.sentence)
+                    self.stop(effect)
+                case BeginAgain():
+                    _logger.warning("%s", effect.sentence)
+                    self.stop(effect)
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -440,8 +429,8 @@ class MasterShell:
             case CloseLink(link, refusal):
                 if link in self._links:
                     self._links[link].close(to_refused(refusal))
-            case WriteJournal(entry_id, kind, record_json, snapshot_json):
-                self._journal.put(JournalEntry(entry_id, kind, record_json, snapshot_json))
+            case WriteJournal():
+                self._journal.put(effect)
             case Record():
                 self._write_tape(effect)
             case Log(level, key, sentence, cause):
@@ -488,10 +477,6 @@ class MasterShell:
                 return
             sentence += more
         self._changes.report(key, sentence, level, cause)
-
-    def _halt(self, halt: Halt) -> None:
-        _logger.log(logging.INFO if halt.exit_code == 0 else logging.CRITICAL, "%s", halt.sentence)
-        self.stop(MasterExit(halt.exit_code, halt.sentence))
 
 
 def _ending() -> Refused:

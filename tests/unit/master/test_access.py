@@ -12,9 +12,10 @@ import pytest
 
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.net.keys import load_identity
-from dips.core.net.security import INSECURE, Role
+from dips.core.net.security import INSECURE
 from dips.local.authority import Authority, ensure_keys
-from dips.master.access import Access, Holder, check_is_own
+from dips.master.access import Access, check_is_own
+from dips.master.state.events import Revoked
 from dips.protos import clusters_pb2, operator_pb2, slaves_pb2
 
 CLUSTERS = {"cluster"}
@@ -142,7 +143,7 @@ async def test_a_revocation_ends_open_calls_and_names_its_holder_once(keys: Path
     with access.serving(of_a) as call_of_a, access.serving(of_b) as call_of_b:
         assert access.look() == []
         Authority(keys).revoke("b", "stolen")
-        assert access.look() == [Holder(Role.CLUSTER, "b", "stolen")]
+        assert access.look() == [Revoked("cluster", "b", "stolen")]
         assert not call_of_a.ended.done()
         assert "cluster b (serial" in call_of_b.ended.result().sentence
         assert "was revoked (stolen)" in call_of_b.ended.result().sentence
@@ -151,7 +152,7 @@ async def test_a_revocation_ends_open_calls_and_names_its_holder_once(keys: Path
     Authority(keys).renew("b", new_key=True)
     assert access.admit(JOIN, pem(keys, "b")).name == "b"
     Authority(keys).revoke("a", "")
-    assert access.look() == [Holder(Role.CLUSTER, "a", "")]
+    assert access.look() == [Revoked("cluster", "a", "")]
 
 
 async def test_taking_back_a_certificate_that_is_no_longer_used_evicts_nobody(keys: Path) -> None:

@@ -16,7 +16,8 @@ from dips.core.errors import ConfigError, FatalError, RetryLater
 from dips.core.observe.failpoints import armed
 from dips.master import archive
 from dips.master.archive import FILE_NAME, FOLDER, JournalRecord, Pruned, segments, write_segment
-from dips.master.journal import Journal, JournalEntry, Retention, pruned_to, read_content, read_records
+from dips.master.journal import Journal, Retention, pruned_to, read_content, read_records
+from dips.master.state.effects import WriteJournal
 
 KEPT = Retention(records=16, archive_bytes=1 << 30)
 PLACES = [
@@ -344,7 +345,7 @@ def test_a_segment_ends_at_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("dips.master.journal.SEGMENT_BYTES", 1100)
     with opened(tmp_path, Retention(records=800)) as journal:
         epoch = journal.begin_epoch()
-        entries = [JournalEntry(n, "COMMIT", json.dumps("x" * (900 if n % 2 else 90)), "{}") for n in range(1, 1001)]
+        entries = [WriteJournal(n, "COMMIT", json.dumps("x" * (900 if n % 2 else 90)), "{}") for n in range(1, 1001)]
         journal.append_all(epoch, entries)
         journal.tidy()
     [segment] = segments(tmp_path)

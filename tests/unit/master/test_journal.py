@@ -20,7 +20,8 @@ from dips.master.directory import (
     remove_address,
     write_address,
 )
-from dips.master.journal import Journal, JournalEntry, read_records
+from dips.master.journal import Journal, read_records
+from dips.master.state.effects import WriteJournal
 
 
 @pytest.fixture
@@ -78,10 +79,10 @@ def test_entries_of_a_later_epoch_may_count_from_one_again(journal: Journal, tmp
 
 def test_several_entries_are_written_together_or_not_at_all(journal: Journal) -> None:
     epoch = journal.begin_epoch()
-    journal.append_all(epoch, [JournalEntry(1, "JOIN", "{}", '"one"'), JournalEntry(2, "EVICT", "{}", '"two"')])
+    journal.append_all(epoch, [WriteJournal(1, "JOIN", "{}", '"one"'), WriteJournal(2, "EVICT", "{}", '"two"')])
     assert journal.latest_snapshot() == '"two"'
     with pytest.raises(LocalProtocolError, match="rising numbers"):
-        journal.append_all(epoch, [JournalEntry(3, "JOIN", "{}", '"three"'), JournalEntry(3, "EVICT", "{}", '"four"')])
+        journal.append_all(epoch, [WriteJournal(3, "JOIN", "{}", '"three"'), WriteJournal(3, "EVICT", "{}", '"four"')])
     assert journal.latest_snapshot() == '"two"'
     assert [record.entry_id for record in journal.records()] == [0, 1, 2]
 
@@ -138,7 +139,7 @@ def test_a_file_that_is_no_journal_is_named_with_a_remedy(tmp_path: Path, conten
 
 def test_a_damaged_page_is_found_at_the_start(journal: Journal, tmp_path: Path) -> None:
     epoch = journal.begin_epoch()
-    journal.append_all(epoch, [JournalEntry(n, "COMMIT", json.dumps({"n": "x" * 500}), "{}") for n in range(1, 200)])
+    journal.append_all(epoch, [WriteJournal(n, "COMMIT", json.dumps({"n": "x" * 500}), "{}") for n in range(1, 200)])
     journal.close()
     path = tmp_path / FILE_NAME
     whole = path.read_bytes()
@@ -235,7 +236,7 @@ def filled(directory: Path) -> None:
     journal = Journal.open(directory, "demo")
     epoch = journal.begin_epoch()
     entries = [
-        JournalEntry(n, "COMMIT", json.dumps({"v": n, "kappa": "0.5"}), json.dumps({"tokens": n})) for n in range(1, 7)
+        WriteJournal(n, "COMMIT", json.dumps({"v": n, "kappa": "0.5"}), json.dumps({"tokens": n})) for n in range(1, 7)
     ]
     journal.append_all(epoch, entries)
     journal.close()

@@ -57,7 +57,7 @@ def test_before_the_model_is_placed_there_are_no_links(layout: object, placement
 
 
 def test_there_are_never_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dips.master.state.shared.MAX_LINKS", 3)
+    monkeypatch.setattr("dips.master.state.schedule.MAX_LINKS", 3)
     assert len(LinkRates().links(["a", "b"], LAYOUT, PLACEMENT, 0.0)) == 3
 
 

@@ -17,8 +17,8 @@ from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refuse
 from dips.core.messages import LeaveReply, StatusRequest
 from dips.core.observe import telemetry
 from dips.core.observe.telemetry import Tape, read_tape
-from dips.master.journal import THREAD_NAME, JournalEntry, JournalWriter
-from dips.master.shell import LINK_COMMANDS, MasterExit, MasterShell, SlaveLink
+from dips.master.journal import THREAD_NAME, JournalWriter
+from dips.master.shell import LINK_COMMANDS, MasterShell, SlaveLink
 from dips.master.state import effects
 from dips.master.state.effects import CloseLink, Effect, Halt, Log, Record, Refuse, Reply, ToSlave, WriteJournal
 from dips.master.state.events import (
@@ -62,7 +62,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     made = Bench(tmp_path / "tape.jsonl")
     made.executor.start()
     yield made
-    made.executor.stop(MasterExit(0, "the test is over"))
+    made.executor.stop(Halt(0, "the test is over"))
     await made.executor.close()
     made.tape.close()
 
@@ -152,8 +152,8 @@ async def test_first_effects_are_carried_out_at_the_start(tmp_path: Path) -> Non
     bench.machine.first = [Record("epoch-began", "c0", {"epoch": 3}), WriteJournal(1, "X", "{}", '"s"')]
     bench.executor.start()
     await bench.machine.until(JournalWritten)
-    assert bench.journal.batches == [[JournalEntry(1, "X", "{}", '"s"')]]
-    bench.executor.stop(MasterExit(0, ""))
+    assert bench.journal.batches == [[WriteJournal(1, "X", "{}", '"s"')]]
+    bench.executor.stop(Halt(0, ""))
     await bench.executor.close()
     bench.tape.close()
     assert [(line["kind"], line["cause"], line["epoch"]) for line in read_tape(bench.tape_path)] == [
@@ -254,7 +254,7 @@ async def test_a_journal_that_fails_ends_the_master_with_its_sentence(
     bench.reacts(lambda event: [WriteJournal(1, "K", "{}", "{}")] if isinstance(event, Tick) else [])
     bench.executor.dispatch(Tick())
     outcome = await bench.executor.outcome
-    assert outcome == MasterExit(FatalError.exit_code, "a newer master runs")
+    assert outcome == Halt(FatalError.exit_code, "a newer master runs")
     assert bench.machine.of(JournalWritten) == [], "nothing was confirmed"
     assert "Traceback" not in caplog.text
 
@@ -264,7 +264,7 @@ async def test_entries_that_come_during_a_flush_share_the_next_one() -> None:
     batches: list[list[int]] = []
     threads: set[str] = set()
 
-    def append(entries: Sequence[JournalEntry]) -> None:
+    def append(entries: Sequence[WriteJournal]) -> None:
         threads.add(threading.current_thread().name)
         batches.append([entry.entry_id for entry in entries])
         flushing.set()
@@ -272,10 +272,10 @@ async def test_entries_that_come_during_a_flush_share_the_next_one() -> None:
 
     written: list[int] = []
     writer = JournalWriter(append, written.append, lambda error: pytest.fail(str(error)))
-    writer.put(JournalEntry(1, "K", "{}", "{}"))
+    writer.put(WriteJournal(1, "K", "{}", "{}"))
     await asyncio.to_thread(flushing.wait)
     for number in (2, 3, 4):
-        writer.put(JournalEntry(number, "K", "{}", "{}"))
+        writer.put(WriteJournal(number, "K", "{}", "{}"))
     assert written == [], "the first flush has not ended"
     go_on.set()
     await writer.close()
@@ -288,7 +288,7 @@ async def test_tidying_up_begins_when_nothing_waits_and_gives_way_to_an_entry() 
     done: list[str] = []
     tidying, go_on = threading.Event(), threading.Event()
 
-    def append(entries: Sequence[JournalEntry]) -> None:
+    def append(entries: Sequence[WriteJournal]) -> None:
         done.extend(f"wrote {entry.entry_id}" for entry in entries)
 
     def tidy() -> bool:
@@ -298,9 +298,9 @@ async def test_tidying_up_begins_when_nothing_waits_and_gives_way_to_an_entry() 
         return True  # there is always more
 
     writer = JournalWriter(append, lambda number: None, lambda error: pytest.fail(str(error)), tidy)
-    writer.put(JournalEntry(1, "K", "{}", "{}"))
+    writer.put(WriteJournal(1, "K", "{}", "{}"))
     await asyncio.to_thread(tidying.wait)
-    writer.put(JournalEntry(2, "K", "{}", "{}"))
+    writer.put(WriteJournal(2, "K", "{}", "{}"))
     go_on.set()
     await writer.close()
     assert done == ["wrote 1", "tidied", "wrote 2"], "and no more once the end has come"
@@ -314,7 +314,7 @@ async def test_an_error_while_tidying_up_ends_the_master_like_one_of_an_append()
 
     written: list[int] = []
     writer = JournalWriter(lambda entries: None, written.append, lost.set_result, tidy)
-    writer.put(JournalEntry(1, "K", "{}", "{}"))
+    writer.put(WriteJournal(1, "K", "{}", "{}"))
     assert str(await lost) == "the disk is gone"
     await writer.close()
     assert written == [1]
@@ -324,14 +324,14 @@ async def test_nothing_is_written_after_a_lost_entry() -> None:
     attempts: list[list[int]] = []
     lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
-    def append(entries: Sequence[JournalEntry]) -> None:
+    def append(entries: Sequence[WriteJournal]) -> None:
         attempts.append([entry.entry_id for entry in entries])
         raise FatalError("the disk is full")
 
     writer = JournalWriter(append, lambda entry_id: pytest.fail("confirmed"), lost.set_result)
-    writer.put(JournalEntry(1, "K", "{}", "{}"))
+    writer.put(WriteJournal(1, "K", "{}", "{}"))
     assert str(await lost) == "the disk is full"
-    writer.put(JournalEntry(2, "K", "{}", "{}"))
+    writer.put(WriteJournal(2, "K", "{}", "{}"))
     await writer.close()
     assert attempts == [[1]]
 
@@ -371,7 +371,7 @@ async def test_the_timer_rings_at_the_deadline_or_the_tick(
     executor = MasterShell(machine, MemoryJournal().append_all, Tape(None, "master", "demo"), clock, tick_s)
     executor.start()
     await asyncio.wait_for(machine.until(Tick), 10)
-    executor.stop(MasterExit(0, ""))
+    executor.stop(Halt(0, ""))
     await executor.close()
 
 
@@ -423,6 +423,7 @@ async def test_a_tape_that_cannot_be_written_ends_the_master(bench: Bench, monke
     bench.reacts(lambda event: [Record("x", "-", {})])
     bench.executor.dispatch(Tick())
     outcome = await bench.executor.outcome
+    assert isinstance(outcome, Halt)
     assert outcome.exit_code == FatalError.exit_code
     assert "No space left on device" in outcome.sentence
 
@@ -435,7 +436,7 @@ async def test_halt_ends_the_master_after_the_effects_that_came_with_it(bench: B
     task, token = await held(bench)
     bench.reacts(lambda event: [Halt(0, "the run is over"), Reply(token, DONE), ToSlave(link.number, command("stop"))])
     bench.executor.dispatch(Tick())
-    assert await bench.executor.outcome == MasterExit(0, "the run is over")
+    assert await bench.executor.outcome == Halt(0, "the run is over")
     assert await task == DONE
     assert await link.next_command() == command("stop")
     assert await link.next_command() is None
@@ -448,7 +449,7 @@ async def test_beginning_again_is_an_end_that_asks_for_a_later_epoch(bench: Benc
     await bench.machine.until(ClusterCall, 2)
     bench.reacts(lambda event: [effects.BeginAgain(7, "a slave promised epoch 6"), Reply(token, DONE)])
     bench.executor.dispatch(Tick())
-    assert await bench.executor.outcome == MasterExit(0, "a slave promised epoch 6", begin_again=7)
+    assert await bench.executor.outcome == effects.BeginAgain(7, "a slave promised epoch 6")
     assert await waiting is DONE, "the effects that came with it were carried out"
     with pytest.raises(Refused, match="connect again") as caught:
         await held
@@ -458,7 +459,7 @@ async def test_beginning_again_is_an_end_that_asks_for_a_later_epoch(bench: Benc
 async def test_calls_and_links_that_wait_at_the_end_are_told_to_come_again(bench: Bench) -> None:
     task, _ = await held(bench)
     link = bench.executor.open_link()
-    bench.executor.stop(MasterExit(0, "stopped by SIGTERM"))
+    bench.executor.stop(Halt(0, "stopped by SIGTERM"))
     with pytest.raises(Refused) as caught:
         await task
     assert caught.value.code is RefusalCode.BUSY
@@ -469,21 +470,21 @@ async def test_calls_and_links_that_wait_at_the_end_are_told_to_come_again(bench
 
 
 async def test_nothing_is_handled_after_the_end(bench: Bench) -> None:
-    bench.executor.stop(MasterExit(0, "first"))
-    bench.executor.stop(MasterExit(70, "second"))
+    bench.executor.stop(Halt(0, "first"))
+    bench.executor.stop(Halt(70, "second"))
     bench.executor.dispatch(Tick())
     with pytest.raises(Refused):
         await bench.executor.call(lambda token: OperatorCall(token, StatusRequest()))
     assert bench.executor.open_link().closing
     assert bench.machine.seen == []
-    assert await bench.executor.outcome == MasterExit(0, "first")
+    assert await bench.executor.outcome == Halt(0, "first")
 
 
 async def test_what_was_decided_before_the_end_is_still_written(bench: Bench) -> None:
     bench.reacts(lambda event: [WriteJournal(1, "COMMIT", "{}", '"s"'), Halt(0, "done")])
     bench.executor.dispatch(Tick())
     await bench.executor.close()
-    assert bench.journal.batches == [[JournalEntry(1, "COMMIT", "{}", '"s"')]]
+    assert bench.journal.batches == [[WriteJournal(1, "COMMIT", "{}", '"s"')]]
 
 
 @pytest.mark.parametrize("error", [LocalProtocolError("no transition"), KeyError("x"), AssertionError()])
@@ -499,6 +500,7 @@ async def test_a_bug_in_the_state_ends_the_process_with_70_and_its_story(
     bench.executor.dispatch(JournalWritten(41))
     task = bench.leaving()
     outcome = await bench.executor.outcome
+    assert isinstance(outcome, Halt)
     assert outcome.exit_code == LocalProtocolError.exit_code == 70
     assert type(error).__name__ in outcome.sentence
     with pytest.raises(Refused):
@@ -517,6 +519,7 @@ async def test_a_bug_at_the_start_ends_the_process_too(tmp_path: Path) -> None:
     executor = MasterShell(Broken(), MemoryJournal().append_all, Tape(None, "master", "demo"), ManualClock(), TICK_S)
     executor.start()
     outcome = await executor.outcome
+    assert isinstance(outcome, Halt)
     assert outcome.exit_code == 70
     assert "the snapshot contradicts itself" in outcome.sentence
     await executor.close()

@@ -35,7 +35,10 @@ class CloseLink:
 
 @dataclass(frozen=True)
 class WriteJournal:
-    """Write this entry after all earlier ones; JournalWritten(entry_id) follows when it is durable."""
+    """Write this entry after all earlier ones: what happened, and the whole state after it.
+
+    JournalWritten(entry_id) follows when it is durable.
+    """
 
     entry_id: int
     kind: str
