@@ -127,7 +127,7 @@ class Access:
             _caller.reset(token)
 
     def look(self) -> list[Revoked]:
-        """Reads changed lists, ends calls that are no longer valid, and returns which used certificates were revoked."""
+        """Reads changed lists, ends calls that are no longer valid, and returns the revoked certificates of callers."""
         if self._identity is None:
             return []
         self._read_authorities(self._identity.directory)

@@ -18,7 +18,7 @@ from dips.master.state.ledger import UNREADABLE, CommitInfo, Ledger, commit_from
 from dips.master.state.pushes import Pushes
 from dips.master.state.reasons import Reason, VerdictCode
 from dips.master.state.records import Donor, HeldVersion, Member, RecoveryPhase, RoundPhase, Slave, SlavePhase
-from dips.master.state.rollback import adopted, next_version, rollback_commit, rolled_back
+from dips.master.state.rollback import adopted, roll_back
 from dips.master.state.rounds import Rounds
 from dips.master.state.shared import SharedState
 from dips.master.state.slave_links import SlaveLinks
@@ -547,33 +547,14 @@ class Recovery:
         shared = self._shared
         reason = f"the run goes back to version {origin.version}: {shared.recovery.reason}"
         self._abort_pushes(reason)
-        current = shared.ledger
-        version = next_version(current, origin.version, shared.epoch, shared.newest_timeline())
-        restored = rolled_back(current, origin, version, shared.epoch, frozenset(shared.members))
-        round_id = RoundId(shared.epoch, restored.ledger.round_n)
-        decided = rollback_commit(
-            restored,
-            current,
-            origin,
-            version,
-            round_id,
-            origin.digest_of_slave,
-            {
-                "epoch": shared.epoch,
-                "participants": [],
-                "donor": None,
-                "s_max": shared.s_max(),
-                "wall_s": shared.now_s + shared.wall_offset_s,
-            },
-        )
-        shared.replace_ledger(restored.ledger, decided.commit)
-        shared.journal("ROLLBACK", decided.record)
+        before, behind = shared.ledger.version, shared.ledger.behind
+        lost_tokens, n_pushes = roll_back(shared, origin, {"participants": []})
         self._give_up_round()
-        if current.behind:
+        if behind:
             shared.tell_new_timeline(origin.version)
         else:
-            shared.tell_rollback(current.version, origin.version, None, restored.lost_tokens, len(restored.rolled_back))
-        self._move("rolled back", _P.NONE, f"to {origin.version}, now {version}")
+            shared.tell_rollback(before, origin.version, None, lost_tokens, n_pushes)
+        self._move("rolled back", _P.NONE, f"to {origin.version}, now {shared.ledger.version}")
         self._end()
         self._configure(slaves)
 

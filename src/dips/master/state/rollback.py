@@ -1,15 +1,14 @@
-"""Computes the ledger after a ROLLBACK to an older version, or after taking over a newer one.
+"""Makes the ledger after a ROLLBACK to an older version, or after taking over a newer one.
 
-Pure functions of ledgers and records. Numbers that must never decrease keep their highest value: fences, incarnations,
-round numbers, lease numbers. The caller journals the result before it sends anything of it (docs/protocol.md,
-recovery).
+Numbers that must never decrease keep their highest value: fences, incarnations, round numbers, lease numbers. The
+result is in the journal before anything of it is sent (docs/protocol.md, recovery).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from dips.core.ids import PushId, RoundId, Version
 from dips.core.messages import Verdict, VerdictKind
@@ -23,21 +22,15 @@ from dips.master.state.ledger import (
     pair,
     push_to_json,
 )
+from dips.master.state.reasons import VerdictCode
+from dips.master.state.records import Push
+from dips.master.state.shared import SharedState
 
 GIVEN_UP_KEPT = 64
 """Rollbacks that the ledger remembers; snapshots of versions given up before these are overwritten by then."""
 
 LEASE_NUMBERS_OF_AN_EPOCH = 1 << 32
 """More leases than one epoch can grant: from (epoch x this) on, no lease number was ever given out."""
-
-
-@dataclass(frozen=True)
-class Restored:
-    """The new ledger; after a ROLLBACK still without its commit."""
-
-    ledger: Ledger
-    rolled_back: tuple[PushId, ...] = ()
-    lost_tokens: int = 0
 
 
 def next_version(current: Ledger, origin: Version, epoch: int, on_disks: int) -> Version:
@@ -49,27 +42,59 @@ def next_version(current: Ledger, origin: Version, epoch: int, on_disks: int) ->
     return Version(max(epoch, newest + 1), origin.v)
 
 
-def rolled_back(
-    current: Ledger, origin: CommitInfo, version: Version, epoch: int, members: Collection[str]
-) -> Restored:
-    """The state at `origin` as `version`, the start of a new timeline.
+def roll_back(
+    shared: SharedState, origin: CommitInfo, about: Mapping[str, object], donation: Push | None = None
+) -> tuple[int, int]:
+    """Replaces the ledger by the state at `origin`, on a new timeline: the journal's record is the commit point.
 
     All leases are free, every fence is one higher than it ever was, and pushes that newer versions merged are
-    ROLLED_BACK. Clusters that joined since keep identity and fence. members: the clusters that are here.
+    ROLLED_BACK. Clusters that joined since keep identity and fence. The record carries the ledger as a COMMIT's does.
+    donation: the push that brought the parameters, in the open round; without it the slaves have them. about: further
+    fields of the record. Returns how many tokens and how many pushes are undone.
     """
-    ledger = _merged(current, origin, epoch, members)
+    current, epoch = shared.ledger, shared.epoch
+    version = next_version(current, origin.version, epoch, shared.newest_timeline())
+    ledger = _merged(current, origin, epoch, frozenset(shared.members))
     if ledger.leases is not None:
         ledger.leases.free_all()
     for entry in ledger.clusters.values():
         entry.fence += 1
         entry.last_verdict = _taken_back(entry.last_verdict, origin.version, version)
-    taken = _taken_pushes(current, origin.version)
     ledger.given_up = [*ledger.given_up, (origin.version, version)][-GIVEN_UP_KEPT:]
     ledger.origin = (origin.version, origin.round)
     ledger.reshard = _pending(current, ledger)
     ledger.round_n += 1
     ledger.commit = None
-    return Restored(ledger, taken, max(0, current.tokens - ledger.tokens))
+    round_id, digests = RoundId(epoch, ledger.round_n), origin.digest_of_slave
+    if donation is not None:
+        assert shared.round.id is not None, "a donation is committed by a round"
+        round_id, digests = shared.round.id, tuple(sorted(shared.round.digest_of_slave.items()))
+        ledger.origin = None  # no snapshot of it is left, and its momentum is not the origin's
+        reason = "the donated copy is a version again"
+        verdict = Verdict(donation.id, VerdictKind.APPLIED, version, reason, False, round_id)
+        ledger.entry(donation.cluster).last_donation, donation.code = verdict, VerdictCode.MERGED
+    undone, lost_tokens = _taken_pushes(current, origin.version), max(0, current.tokens - ledger.tokens)
+    record = {
+        **about,
+        "kind": "ROLLBACK",
+        "epoch": epoch,
+        "round": pair(round_id),
+        "version": pair(version),
+        "from_version": pair(current.version),
+        "origin": pair(origin.version),
+        "origin_round": pair(origin.round),
+        "digests": {slave: digest.hex() for slave, digest in digests},
+        "tokens": ledger.tokens,
+        "lost_tokens": lost_tokens,
+        "rolled_back": [push_to_json(push) for push in undone],
+        "donor": donation.cluster if donation is not None else None,
+        "s_max": shared.s_max(),
+        "wall_s": shared.now_s + shared.wall_offset_s,
+    }
+    full = record | {"ledger": json.loads(ledger.to_json(with_commit=False))}
+    shared.replace_ledger(ledger, CommitInfo(round_id, version, digests, canonical(full).encode()))
+    shared.journal("ROLLBACK", record | {"ledger": "in the snapshot"})
+    return lost_tokens, len(undone)
 
 
 def _pending(current: Ledger, restored: Ledger) -> PendingReshard | None:
@@ -128,7 +153,10 @@ def _entry(now: ClusterEntry | None, then: ClusterEntry | None, member: bool) ->
     if now is None or then is None:
         only = now or then
         assert only is not None, "each name is of one of both"
-        return replace(only, member=member) if now is None else replace(_without_counts(only), member=member)
+        if now is None:
+            return replace(only, member=member)
+        # The restored version does not know this cluster: what it counted since is undone.
+        return replace(only, member=member, pushes_applied=0, pushes_excluded=0, tokens_applied=0, steps_applied=0)
     return replace(
         then,
         fence=max(now.fence, then.fence),
@@ -141,11 +169,6 @@ def _entry(now: ClusterEntry | None, then: ClusterEntry | None, member: bool) ->
         last_verdict=_later(now.last_verdict, then.last_verdict),
         last_donation=_later(now.last_donation, then.last_donation),
     )
-
-
-def _without_counts(entry: ClusterEntry) -> ClusterEntry:
-    """The entry of a cluster that the restored version does not know."""
-    return replace(entry, pushes_applied=0, pushes_excluded=0, tokens_applied=0, steps_applied=0)
 
 
 def _later(one: Verdict | None, other: Verdict | None) -> Verdict | None:
@@ -171,41 +194,3 @@ def _taken_pushes(current: Ledger, origin: Version) -> tuple[PushId, ...]:
         if entry.last_verdict is not None and _taken_back(entry.last_verdict, origin, origin) != entry.last_verdict
     ]
     return tuple(sorted({*lost, *last}))
-
-
-@dataclass(frozen=True)
-class Rollback:
-    """A decided ROLLBACK: `commit` is the ledger's new one, `record` is written to the journal."""
-
-    commit: CommitInfo
-    record: dict[str, object]
-
-
-def rollback_commit(
-    restored: Restored,
-    current: Ledger,
-    origin: CommitInfo,
-    version: Version,
-    round_id: RoundId,
-    digests: tuple[tuple[str, bytes], ...],
-    about: dict[str, object],
-) -> Rollback:
-    """Makes the commit of a ROLLBACK, whose record carries the ledger as a COMMIT's does. about: fields of the caller
-    (epoch, s_max, wall_s, participants, donor)."""
-    ledger = restored.ledger
-    record = {
-        "kind": "ROLLBACK",
-        "round": pair(round_id),
-        "version": pair(version),
-        "from_version": pair(current.version),
-        "origin": pair(origin.version),
-        "origin_round": pair(origin.round),
-        "digests": {slave: digest.hex() for slave, digest in digests},
-        "tokens": ledger.tokens,
-        "lost_tokens": restored.lost_tokens,
-        "rolled_back": [push_to_json(push) for push in restored.rolled_back],
-        **about,
-    }
-    full = record | {"ledger": json.loads(ledger.to_json(with_commit=False))}
-    commit = CommitInfo(round_id, version, digests, canonical(full).encode())
-    return Rollback(commit, record | {"ledger": "in the snapshot"})

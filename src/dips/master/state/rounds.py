@@ -49,7 +49,7 @@ from dips.master.state.records import (
     outer_step_of,
     seed_step,
 )
-from dips.master.state.rollback import next_version, rollback_commit, rolled_back
+from dips.master.state.rollback import next_version, roll_back
 from dips.master.state.shared import SharedState
 from dips.master.state.waits import lagging
 
@@ -399,25 +399,14 @@ class Rounds:
         return commit
 
     def _decide_donation(self, donor: Donor) -> CommitInfo:
-        """Writes a ROLLBACK to a version whose parameters a cluster donated: its record is the commit point."""
-        shared, state, current = self._shared, self._shared.round, self._shared.ledger
-        assert state.id is not None, "a round that commits has an id"
-        (push,) = state.participants
-        origin = donor.commit
-        version = next_version(current, origin.version, shared.epoch, shared.newest_timeline())
-        restored = rolled_back(current, origin, version, shared.epoch, frozenset(shared.members))
-        restored.ledger.origin = None  # no snapshot of it is left, and its momentum is not the origin's
-        verdict = Verdict(push.id, VerdictKind.APPLIED, version, "the donated copy is a version again", False, state.id)
-        restored.ledger.entry(push.cluster).last_donation = verdict
-        push.code = VerdictCode.MERGED
-        about = self._record("ROLLBACK", [push]) | {"donor": push.cluster, "s_max": shared.s_max()}
-        digests = tuple(sorted(state.digest_of_slave.items()))
-        decided = rollback_commit(restored, current, origin, version, state.id, digests, about)
-        shared.replace_ledger(restored.ledger, decided.commit)
-        shared.journal("ROLLBACK", decided.record)
-        lost_tokens, n_pushes = restored.lost_tokens, len(restored.rolled_back)
-        shared.tell_rollback(current.version, origin.version, push.cluster, lost_tokens, n_pushes)
-        return decided.commit
+        """Writes a ROLLBACK to a version whose parameters a cluster donated."""
+        shared, lost = self._shared, self._shared.ledger.version
+        (push,) = shared.round.participants
+        about = self._record("ROLLBACK", [push])
+        lost_tokens, n_pushes = roll_back(shared, donor.commit, about, push)
+        shared.tell_rollback(lost, donor.commit.version, push.cluster, lost_tokens, n_pushes)
+        assert shared.ledger.commit is not None, "a ROLLBACK has a commit"
+        return shared.ledger.commit
 
     def _decide_void(self, reason: str) -> None:
         shared, state, ledger = self._shared, self._shared.round, self._shared.ledger
