@@ -10,8 +10,7 @@ from rich.console import Console
 from support.compare_records import record
 from support.pool_work import fail_for_seed_two, made_up, stumble_for_seed_two
 
-from dips.compare.jobs import ComparisonJob, Results
-from dips.compare.selection import gather
+from dips.compare.jobs import ComparisonJob, Results, gather
 from dips.compare.setup import load_setup
 from dips.core.clock import ManualClock
 from dips.core.errors import DipsError

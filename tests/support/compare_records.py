@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from dips.compare.record import CurvePoint, PushFact, RoundFact, RunRecord
 from dips.compare.setup import ComparisonSetup
-from dips.compare.throughput import Throughput, ThroughputComparison
+from dips.compare.speed import Throughput, ThroughputComparison
 
 TOKENS = 12_000
 

@@ -10,37 +10,36 @@ from pathlib import Path
 from support.compare_records import record
 
 from dips.compare.jobs import ComparisonJob
-from dips.compare.pool import TellProgress
-from dips.compare.record import RunRecord
+from dips.compare.record import Progress, RunRecord
 from dips.core.errors import DipsError
 
 
-def double(number: int, tell: TellProgress) -> int:
+def double(number: int, tell: Progress) -> int:
     tell(number, 0.5)
     return 2 * number
 
 
-def threads(_: int, tell: TellProgress) -> tuple[str | None, bool]:
+def threads(_: int, tell: Progress) -> tuple[str | None, bool]:
     """The thread setting, and whether ctrl-C is kept from this process."""
     return os.environ.get("OMP_NUM_THREADS"), signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def fail_at_two(number: int, tell: TellProgress) -> int:
+def fail_at_two(number: int, tell: Progress) -> int:
     if number == 2:
         raise DipsError("two is too much: give one")
     return number
 
 
-def stumble(number: int, tell: TellProgress) -> int:
+def stumble(number: int, tell: Progress) -> int:
     return number // 0
 
 
-def die(number: int, tell: TellProgress) -> int:
+def die(number: int, tell: Progress) -> int:
     os.kill(os.getpid(), signal.SIGKILL)
     return number
 
 
-def hang(file: Path, tell: TellProgress) -> int:
+def hang(file: Path, tell: Progress) -> int:
     """Notes its process and never ends by itself."""
     file.write_text(str(os.getpid()))
     tell(1, 1.0)
@@ -48,16 +47,16 @@ def hang(file: Path, tell: TellProgress) -> int:
     return 0
 
 
-def made_up(job: ComparisonJob, tell: TellProgress) -> RunRecord:
+def made_up(job: ComparisonJob, tell: Progress) -> RunRecord:
     tell(6_000, 50.0)
     return record(job.method, job.seed)
 
 
-def fail_for_seed_two(job: ComparisonJob, tell: TellProgress) -> RunRecord:
+def fail_for_seed_two(job: ComparisonJob, tell: Progress) -> RunRecord:
     fail_at_two(job.seed, tell)
     return made_up(job, tell)
 
 
-def stumble_for_seed_two(job: ComparisonJob, tell: TellProgress) -> RunRecord:
+def stumble_for_seed_two(job: ComparisonJob, tell: Progress) -> RunRecord:
     stumble(job.seed, tell)
     return made_up(job, tell)

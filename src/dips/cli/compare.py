@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich import box
@@ -18,26 +19,25 @@ from rich.console import Console
 from rich.table import Table
 
 from dips.compare.figures import FIGURES, Figure, figure_json, run_figure, tell_figure, write_figure
-from dips.compare.jobs import ComparisonJob, Results, jobs_of, write_json
-from dips.compare.methods import KINDS, METHODS
+from dips.compare.jobs import ComparisonJob, Results, gather, jobs_of, write_json
+from dips.compare.methods import KINDS, METHODS, find_method
 from dips.compare.pictures import draw_cosines, draw_curves, draw_norms
 from dips.compare.record import RunRecord
 from dips.compare.report import NOTHING, Comparison, by_method, course_table, loss_table, readings, to_json
-from dips.compare.selection import (
-    ALL_FIGURES,
-    DEFAULT_METHODS,
-    DEFAULT_SETUP,
-    check_figure,
-    check_inject,
-    check_place,
-    gather,
-    methods_of,
-    seeds_of,
-    setup_of,
-)
 from dips.compare.setup import ComparisonSetup, load_setup, shipped
 from dips.compare.speed import SPEED_FIGURES, SpeedFigure, run_speed, speed_json, tell_speed, write_speed
 from dips.core.clock import SystemClock
+from dips.core.errors import ConfigError
+from dips.core.units import parse_count
+
+DEFAULT_METHODS = "dp,diloco,diloco-clip,async,paper,dips,dynamic"
+DEFAULT_SETUP = "small"
+ALL = "all"
+ALL_FIGURES = tuple(sorted((*FIGURES, *SPEED_FIGURES), key=lambda name: int(name.rstrip("b"))))
+
+_NEEDED = ("matplotlib", "torch", "numba")
+
+T = TypeVar("T")
 
 _WIDE = 120
 
@@ -183,6 +183,92 @@ def _compared(
         records=records,
         clean=by_method(kept, setup.ideal_tokens_per_s),
     )
+
+
+# ---- options ----
+#
+# Texts of the command line to values, with a sentence for every mistake.
+
+
+def setup_of(
+    name: str, gaps: str | None, inner_steps: int | None, tokens: str | None, lr: float | None = None
+) -> ComparisonSetup:
+    """The set-up with the command line's changes. Raises ConfigError."""
+    return load_setup(name).with_overrides(
+        gaps=None if gaps is None else _numbers("--gaps", gaps, _gap, "0,16,33,50"),
+        inner_steps=inner_steps,
+        tokens=None if tokens is None else _tokens(tokens),
+        lr=lr,
+    )
+
+
+def methods_of(text: str) -> tuple[str, ...]:
+    """Names of methods, each once. Raises ConfigError with the nearest name for one that is not known."""
+    if text.strip() == ALL:
+        return tuple(METHODS)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"--methods {text!r} names no method: write names with commas, such as {DEFAULT_METHODS}")
+    return tuple(dict.fromkeys(find_method(name).name for name in names))
+
+
+def seeds_of(text: str) -> tuple[int, ...]:
+    """Seeds, each once. Raises ConfigError."""
+    return tuple(dict.fromkeys(_numbers("--seeds", text, _seed, "1,2,3")))
+
+
+def check_inject(kind: str | None) -> None:
+    """Check the kind of injection. Raises ConfigError for an unknown one."""
+    if kind is not None and kind not in KINDS:
+        raise ConfigError(f"--inject {kind!r} is not known: choose one of {', '.join(KINDS)}")
+
+
+def check_figure(figure: str, given: Mapping[str, object]) -> None:
+    """Check the figure. Raises ConfigError for an unknown one, and for an option in `given` that a figure sets
+    itself."""
+    if figure not in ALL_FIGURES:
+        raise ConfigError(f"--figure {figure!r} is not known: choose one of {', '.join(ALL_FIGURES)}")
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(f"figure {figure} does not use {option}: leave {option} out, or leave --figure out")
+
+
+def check_place(run_dir: Path) -> None:
+    """Check the run's folder and packages before the training. Raises ConfigError, or ModuleNotFoundError, which the
+    command reports."""
+    for package in _NEEDED:
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--run-dir {run_dir} cannot be made: {error.strerror}: choose another folder") from error
+
+
+def _numbers(option: str, text: str, parse: Callable[[str], T], example: str) -> tuple[T, ...]:
+    try:
+        return tuple(parse(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: write numbers with commas, such as {example}") from error
+
+
+def _gap(percent: str) -> float:
+    """0.16 from "16" or "16 %"."""
+    return float(percent.strip().removesuffix("%")) / 100
+
+
+def _seed(text: str) -> int:
+    seed = int(text)
+    if seed < 0:
+        raise ValueError("negative")
+    return seed
+
+
+def _tokens(text: str) -> int:
+    try:
+        return parse_count(text)
+    except ConfigError as error:
+        raise ConfigError(f"--tokens: {error}") from error
 
 
 # ---- output ----

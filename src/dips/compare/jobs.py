@@ -1,4 +1,4 @@
-"""Defines the runs of a comparison, keeps their results in files, and executes one run.
+"""Defines the runs of a comparison, executes those that are not done yet, and keeps their results in files.
 
 A finished run is not repeated: its file names, by a digest, everything that its numbers depend on (set-up, method,
 seed, injection, text, program). It must never use a result with another digest.
@@ -10,23 +10,28 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 import dips
-from dips.compare.methods import Injection, find_method
-from dips.compare.pool import TellProgress
-from dips.compare.record import RunRecord
+from dips.compare.methods import find_method
+from dips.compare.pool import CompareProgress, JobWork, PoolJobFailed, run_jobs
+from dips.compare.record import Progress, RunRecord
 from dips.compare.setup import ComparisonSetup
-from dips.core.errors import ConfigError
+from dips.core.clock import Clock
+from dips.core.errors import ConfigError, DipsError
 from dips.core.release import software_versions
 from dips.trainer.config import TrainConfig, corpus_of
 
 SCHEMA = "dips-compare-run/1"
-_PROGRAM = ("core", "master", "slave", "worker", "trainer", "sim", "compare", "protos")
-"""Packages whose source the numbers depend on."""
+_COMPUTES = "dips.compare.engine"
+"""The module that computes a run: numbers depend on it and on all that it imports, such as simulator and judge."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class ComparisonJob:
         method = find_method(self.method)
         flags = (*method.flags(), *method.flags_of_clusters())
         parts = [self.setup.digest(), method.kind, *flags, self.seed, self.inject, self.text]
-        return _short_hash("\0".join(map(str, [*parts, program_digest()])).encode())
+        return hashlib.blake2b("\0".join(map(str, [*parts, program_digest()])).encode(), digest_size=16).hexdigest()
 
 
 def jobs_of(
@@ -109,35 +114,16 @@ class Results:
         write_json(self.path(job), kept)
 
 
-def do_job(job: ComparisonJob, tell: TellProgress) -> RunRecord:
+def do_job(job: ComparisonJob, tell: Progress) -> RunRecord:
     """Execute a run in this process, to its end. Raises DipsError with a sentence when it fails."""
-    method = find_method(job.method)
-    from dips.trainer.learner import ByteLearner, evaluator, read_text
+    from dips.compare.engine import run_method
 
-    config = _train_config(job.setup, job.data, job.seed)
-    text = read_text(config)
-    tokens = job.setup.run.tokens
-    evaluate = evaluator(config, text)
-    if method.kind == "data parallel":
-        from dips.compare.data_parallel import run_data_parallel
-
-        return run_data_parallel(job.setup, job.seed, ByteLearner(config, text, tokens), evaluate, tell)
-    from dips.compare.engine import run_on_servers
-
-    return run_on_servers(
-        job.setup,
-        method,
-        job.seed,
-        lambda name, index: ByteLearner(config, text, tokens),
-        evaluate,
-        injection=Injection(job.inject) if job.inject else None,
-        progress=tell,
-    )
+    return run_method(job.setup, job.method, job.seed, job.data, job.inject, tell)
 
 
 def text_digest(setup: ComparisonSetup, data: Sequence[Path]) -> str:
     """A digest of the text, which is read for it. Raises ConfigError for text that cannot be used."""
-    corpus = corpus_of(_train_config(setup, data, seed=0))
+    corpus = corpus_of(TrainConfig(data=tuple(data), heldout_max_bytes=setup.run.heldout_bytes))
     found = hashlib.blake2b(corpus.heldout, digest_size=16)
     for document in corpus.training:
         found.update(f"\0{document.key}\0".encode())
@@ -152,17 +138,20 @@ def program_digest() -> str:
     Other releases of torch or numpy round differently: their versions are included.
     """
     found = hashlib.blake2b(json.dumps(software_versions(), sort_keys=True).encode(), digest_size=16)
-    for path in _sources():
-        found.update(path.name.encode())
+    for name, path in sorted(computing_modules().items()):
+        found.update(name.encode())
         found.update(path.read_bytes())
     return found.hexdigest()
 
 
-def _sources() -> Iterator[Path]:
+def computing_modules() -> dict[str, Path]:
+    """Our modules that compute a run, by name: those that _COMPUTES imports, at any place, and what these import. Not
+    tables, pictures and figures, which only show results."""
     assert dips.__file__ is not None
-    root = Path(dips.__file__).parent
-    for package in _PROGRAM:
-        yield from sorted((root / package).rglob("*.py"))
+    finder = ModuleFinder(path=[str(Path(dips.__file__).parent.parent)])
+    finder.import_hook(_COMPUTES)
+    files = {name: getattr(module, "__file__", None) for name, module in finder.modules.items()}
+    return {name: Path(file) for name, file in files.items() if file is not None}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -177,25 +166,65 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}: {remedy}") from error
 
 
-def _train_config(setup: ComparisonSetup, data: Sequence[Path], seed: int) -> TrainConfig:
-    """The trainer's settings: the seed gives the order of the text and the first parameters."""
-    inner = setup.inner
-    return TrainConfig(
-        data=tuple(data),
-        data_seed=seed,
-        seed=seed,
-        model_size=setup.model.size,
-        heldout_max_bytes=setup.run.heldout_bytes,
-        batch_size=inner.batch_size,
-        sequence_tokens=inner.sequence_tokens,
-        lr=inner.lr,
-        warmup_tokens=inner.warmup_tokens,
-        min_lr_fraction=inner.min_lr_fraction,
-        weight_decay=inner.weight_decay,
-        grad_clip=inner.grad_clip,
-        device="cpu",
-    )
+# ---- gather ----------------------------------------------------------------------------------------------------------
+#
+# Collects the results of jobs: kept ones are read, the others are run.
 
 
-def _short_hash(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+def gather(
+    jobs: Sequence[ComparisonJob],
+    run_dir: Path,
+    processes: int,
+    console: Console,
+    clock: Clock,
+    *,
+    again: bool = False,
+    work: JobWork[ComparisonJob, RunRecord] = do_job,
+) -> list[RunRecord]:
+    """The record of each job, in the order of the jobs. again: runs all jobs, also those with a kept result.
+
+    Every finished run is kept at once, so that an interrupted comparison can go on later. Raises DipsError, with one
+    sentence, when a run fails.
+    """
+    results = Results(run_dir)
+    found = {} if again else {at: record for at, job in enumerate(jobs) if (record := results.load(job)) is not None}
+    rest = [at for at in range(len(jobs)) if at not in found]
+    if rest:
+        kept = f"{len(found)} of {len(jobs)} runs are kept in {results.folder} from before; " if found else ""
+        _say(console, f"{kept}{len(rest)} to do, {min(processes, len(rest))} at a time")
+    todo = [jobs[at] for at in rest]
+    try:
+        titles, tokens = [job.title for job in todo], [job.setup.run.tokens for job in todo]
+        with (
+            CompareProgress(console, clock, titles, tokens) as progress,
+            closing(run_jobs(todo, work, processes, progress)) as running,
+        ):
+            for index, record in running:
+                found[rest[index]] = record
+                results.keep(todo[index], record)
+    except PoolJobFailed as failed:
+        raise DipsError(_sentence(todo[failed.index], failed, run_dir, len(found), len(jobs))) from failed
+    except KeyboardInterrupt:
+        _say(console, f"interrupted: {_kept(len(found), len(jobs), results.folder)}")
+        raise
+    return [found[at] for at in range(len(jobs))]
+
+
+def _sentence(job: ComparisonJob, failed: PoolJobFailed, run_dir: Path, n_found: int, n_jobs: int) -> str:
+    trace = ""
+    if failed.trace:
+        path = run_dir / "logs" / f"{job.name}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(failed.trace)
+        trace = f"; place in the program: {path}"
+    return f"{job.title}: {failed}{trace}; {_kept(n_found, n_jobs, run_dir / 'runs')}"
+
+
+def _kept(n_found: int, n_jobs: int, folder: Path) -> str:
+    if not n_found:
+        return "the run had not ended" if n_jobs == 1 else f"none of {n_jobs} runs had ended"
+    return f"{n_found} of {n_jobs} runs are kept in {folder}, and the same command goes on from there"
+
+
+def _say(console: Console, sentence: str) -> None:
+    console.print(sentence, highlight=False, markup=False, soft_wrap=True)

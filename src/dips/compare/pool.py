@@ -1,7 +1,8 @@
 """Runs jobs on several processes, and reports their progress.
 
 It must never leave a process behind: whatever ends the caller, ctrl-C and SIGTERM included, ends them all. It does
-not depend on what a job does.
+not depend on what a job does. (concurrent.futures has no progress of a job that runs, does not say whose process died
+and how, and waits for running jobs when it is shut down.)
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as ProgressBars
 
+from dips.compare.record import Progress
 from dips.core.clock import Clock
 from dips.core.errors import DipsError
 from dips.core.units import format_seconds
@@ -33,10 +36,7 @@ TELL_EVERY_S = 0.2
 _END_S = 5.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
-TellProgress = Callable[[int, float], None]
-"""Called by a job with its tokens and its virtual seconds so far."""
-
-JobWork = Callable[[J, TellProgress], R]
+JobWork = Callable[[J, Progress], R]
 """The function that does a job; it must be at a module's top level, because it is pickled."""
 
 
@@ -218,10 +218,10 @@ class CompareProgress:
         self._running: dict[int, TaskID | None] = {}  # None: no bars
         self._ended = 0
         self._begin_s = self._said_s = clock.monotonic_s()
-        self._bars: Progress | None = None
+        self._bars: ProgressBars | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-            self._bars = Progress(*columns, console=console, transient=True)
+            self._bars = ProgressBars(*columns, console=console, transient=True)
             self._all = self._bars.add_task("all runs", total=sum(tokens))
 
     def __enter__(self) -> Self:

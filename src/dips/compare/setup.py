@@ -21,6 +21,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from dips.compare.methods import Method
 from dips.core.config import Knobs, load_table, read_tables
 from dips.core.errors import ConfigError
+from dips.core.layout import FLOAT32_BYTES
 from dips.core.units import (
     BitsPerSecond,
     Bytes,
@@ -32,6 +33,7 @@ from dips.core.units import (
     format_seconds,
 )
 from dips.master.config import MasterConfig
+from dips.sim.network import all_reduce_s
 from dips.sim.run_plan import RUN_ID
 from dips.trainer.sizes import SIZES
 
@@ -218,6 +220,14 @@ class ComparisonSetup(Knobs):
         """ideal_tokens_per_s / the rate of a method in which all wait for the slowest cluster: sum of speeds / (K x
         slowest)."""
         return sum(1 / step_s for step_s in self.step_s) * max(self.step_s) / self.n_clusters
+
+    def wire_bytes(self, n_elems: int | None = None) -> int:
+        """Bytes of one transfer of the whole model, in float32: of wire_parameters, else of the model's n_elems."""
+        return FLOAT32_BYTES * (self.model.wire_parameters or n_elems or SIZES[self.model.size].n_elems)
+
+    def all_reduce_s(self, n_elems: int | None = None) -> float:
+        """Seconds of one ring all-reduce of the model over the clusters' links."""
+        return all_reduce_s(self.wire_bytes(n_elems), self.up_bits_per_s, self.down_bits_per_s, self.links.latency)
 
     def with_overrides(
         self,

@@ -38,7 +38,7 @@ Corrupt = Callable[[str, F32, F32], bool]
 
 
 class Trainer(ParameterStore, Protocol):
-    """The interface of what a cluster trains (dips.compare.learner.Learner)."""
+    """The interface of what a cluster trains (dips.compare.record.Learner)."""
 
     def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float: ...
 

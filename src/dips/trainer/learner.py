@@ -1,4 +1,4 @@
-"""Trains one cluster of a comparison: the byte model, its AdamW and the text, driven from outside (compare/learner.py).
+"""Trains one cluster of a comparison: the byte model, its AdamW and the text, driven from outside (compare/record.py).
 
 Knows no session, no clock and no simulator: the caller gives the tokens of each step and the progress of the run. Many
 are in one process, so they share the text and one thread.

@@ -13,7 +13,6 @@ from support.compare_records import record, speed_comparison
 
 from dips.cli import compare as command_compare
 from dips.cli import main
-from dips.compare import selection
 from dips.compare.jobs import ComparisonJob, Results
 from dips.compare.methods import METHODS
 from dips.compare.record import RunRecord
@@ -65,7 +64,7 @@ def test_the_default_methods_run_with_the_shipped_set_up(
 ) -> None:
     code, out, _ = told(capsys, "--run-dir", tmp_path)
     assert code == 0
-    assert ",".join(job.method for job in asked) == selection.DEFAULT_METHODS
+    assert ",".join(job.method for job in asked) == command_compare.DEFAULT_METHODS
     assert {(job.seed, job.setup.name, job.inject) for job in asked} == {(1, "small", "")}
     for words in ("one step", "links up", "AdamW", "seeds", "held-out loss after", "rounds and pushes", "One seed"):
         assert words in out

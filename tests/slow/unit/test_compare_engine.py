@@ -13,10 +13,9 @@ import pytest
 from support.number_learners import DATA, LAYOUT, BowlLearner, bowl_loss
 
 from dips.compare.data_parallel import run_data_parallel
-from dips.compare.engine import HOPELESS_VOIDS, run_on_servers, timing_only
+from dips.compare.engine import HOPELESS_VOIDS, Course, SimulationError, plan_of, run_on_servers, timing_only
 from dips.compare.methods import METHODS, Injection
-from dips.compare.plans import plan_of, wire_bytes
-from dips.compare.record import Course, CurvePoint, PushFact, RunRecord, SimulationError, at_tokens
+from dips.compare.record import CurvePoint, PushFact, RunRecord, at_tokens
 from dips.compare.setup import ComparisonSetup, load_setup
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
@@ -212,7 +211,7 @@ def test_links_that_take_all_the_time_are_no_standstill() -> None:
     setup = setup_of(tokens=160 * STEP_TOKENS, inner_steps=1, up=(1e5,), down=(1e5,))
     record = timing_only(setup, METHODS["diloco"], 1)
     assert record.ended == "finished"
-    assert record.virtual_s > 40 * 2 * 8 * wire_bytes(setup) / 1e5
+    assert record.virtual_s > 40 * 2 * 8 * setup.wire_bytes() / 1e5
 
 
 def test_synchronous_methods_wait_for_everybody() -> None:

@@ -9,7 +9,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 
 import pytest
 
-from dips.compare.record import Course
+from dips.compare.engine import Course
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, Settings

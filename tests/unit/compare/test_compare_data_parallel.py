@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from dips.compare.data_parallel import exchange_s, run_data_parallel
-from dips.compare.learner import F32
+from dips.compare.data_parallel import run_data_parallel
 from dips.compare.record import RunRecord
 from dips.compare.setup import ComparisonSetup, load_setup
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, DataRange
+from dips.sim.arithmetic import F32
 
 CHUNK, BATCH, SEQUENCE = 32, 2, 8
 STEP_TOKENS = 4 * BATCH * SEQUENCE
@@ -95,7 +95,7 @@ def test_a_step_takes_its_slowest_cluster_and_the_exchange() -> None:
     record = ran(setup, Counter())
     # 4000 bytes: a quarter in each of six steps, over a link of 1000 bytes a second.
     exchange = 6 * (1.0 + setup.links.latency)
-    assert exchange_s(setup, N_ELEMS) == pytest.approx(exchange)
+    assert setup.all_reduce_s(N_ELEMS) == pytest.approx(exchange)
     assert record.virtual_s == pytest.approx(24 * (1.5 + exchange))
     assert record.waited_s["a"] == pytest.approx(24 * (0.5 + exchange))
     assert record.waited_s["d"] == pytest.approx(24 * exchange)
@@ -105,14 +105,14 @@ def test_a_pretended_model_is_what_travels() -> None:
     setup = small(up=(8e6,), down=(8e6,))
     pretended = setup.model_copy(update={"model": setup.model.model_copy(update={"wire_parameters": 10 * N_ELEMS})})
     latency_s = 6 * setup.links.latency
-    assert exchange_s(pretended, N_ELEMS) - latency_s == pytest.approx(10 * (exchange_s(setup, N_ELEMS) - latency_s))
+    assert pretended.all_reduce_s(N_ELEMS) - latency_s == pytest.approx(10 * (setup.all_reduce_s(N_ELEMS) - latency_s))
 
 
 def test_jitter_makes_the_slowest_slower_and_hangs_on_the_seed_alone() -> None:
     setup = small(gaps=(0.0, 0.0, 0.0, 0.0), jitter=0.2)
     one, again, other = (ran(setup, Counter(), seed).virtual_s for seed in (1, 1, 2))
     assert one == again != other
-    assert 24 < one - 24 * exchange_s(setup, N_ELEMS) < 24 * 1.2
+    assert 24 < one - 24 * setup.all_reduce_s(N_ELEMS) < 24 * 1.2
 
 
 def test_the_curve_has_as_many_points_as_the_set_up_says() -> None:
@@ -129,7 +129,7 @@ def test_loss_and_time_are_those_at_exactly_the_tokens() -> None:
     assert record.tokens == int(10.25 * STEP_TOKENS)
     assert [point.tokens for point in record.curve[-2:]] == [10 * STEP_TOKENS, 11 * STEP_TOKENS]
     assert record.loss == pytest.approx(10.0 - 1.025)
-    assert record.virtual_s == pytest.approx(10.25 * (1.5 + exchange_s(setup, N_ELEMS)))
+    assert record.virtual_s == pytest.approx(10.25 * (1.5 + setup.all_reduce_s(N_ELEMS)))
 
 
 def test_a_loss_that_is_not_finite_ends_it_as_diverged() -> None:
@@ -149,6 +149,6 @@ def test_progress_is_told_of_every_step() -> None:
     told: list[tuple[int, float]] = []
     setup = small(3)
     run_data_parallel(setup, 1, Counter(), lambda flat: 1.0, lambda tokens, now_s: told.append((tokens, now_s)))
-    step_s = 1.5 + exchange_s(setup, N_ELEMS)
+    step_s = 1.5 + setup.all_reduce_s(N_ELEMS)
     assert [tokens for tokens, _ in told] == [STEP_TOKENS, 2 * STEP_TOKENS, 3 * STEP_TOKENS]
     assert [now_s for _, now_s in told] == pytest.approx([step_s, 2 * step_s, 3 * step_s])

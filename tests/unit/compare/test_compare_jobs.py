@@ -103,10 +103,28 @@ def test_text_is_told_apart_by_what_it_says(text: Path) -> None:
     assert text_digest(SETUP, [text]) != first
 
 
-def test_the_programs_source_is_read() -> None:
-    sources = [path.name for path in compare_jobs._sources()]
-    assert {"penalty.py", "calculation.py", "process.py", "shell.py"} <= set(sources)
+def test_what_computes_a_run_is_in_its_digest_and_what_only_shows_it_is_not() -> None:
+    modules = compare_jobs.computing_modules()
+    computing = {
+        "dips.compare.engine", "dips.compare.data_parallel", "dips.compare.setup", "dips.trainer.learner",
+        "dips.sim.seed_run", "dips.master.state.penalty", "dips.slave.calculation", "dips.worker.wire",
+    }  # fmt: skip
+    assert computing <= set(modules)
+    assert any(name.startswith("dips.judge.") for name in modules), "the judge can end a run"
+    assert not {f"dips.compare.{name}" for name in ("report", "pictures", "figures", "speed", "pool")} & set(modules)
+    assert not any(name.startswith(("dips.cli", "dips.planner")) for name in modules)
     assert len(program_digest()) == 32
+
+
+def test_another_source_of_a_module_that_computes_is_another_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = program_digest.__wrapped__()
+    changed = tmp_path / "engine.py"
+    changed.write_text("# another engine\n")
+    modules = {**compare_jobs.computing_modules(), "dips.compare.engine": changed}
+    monkeypatch.setattr(compare_jobs, "computing_modules", lambda: modules)
+    assert program_digest.__wrapped__() != before
 
 
 def test_results_of_another_torch_are_not_those_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:

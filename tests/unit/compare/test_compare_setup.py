@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from dips.compare.engine import link_plan, plan_of, timing_data, timing_layout
 from dips.compare.methods import METHODS, find_method
-from dips.compare.plans import link_plan, plan_of, timing_data, timing_layout, wire_bytes
 from dips.compare.setup import load_setup, shipped
 from dips.core.errors import ConfigError
 from dips.core.wire import Codec
@@ -229,8 +229,8 @@ def test_links_of_a_plan_carry_the_large_model_that_a_small_one_stands_for() -> 
     setup = load_setup("emulated")
     layout = timing_layout(setup)
     links = link_plan(setup, 4 * layout.n_elems)
-    assert wire_bytes(setup) == 4 * 1_240_000_000
-    assert links.wire_factor * 4 * layout.n_elems == pytest.approx(wire_bytes(setup))
+    assert setup.wire_bytes() == 4 * 1_240_000_000
+    assert links.wire_factor * 4 * layout.n_elems == pytest.approx(setup.wire_bytes())
     assert links.rates["a"].up_bits_per_s == 10e9
     assert links.rates["s0"].down_bits_per_s == 25e9
 

@@ -11,9 +11,9 @@ import pytest
 from dips.compare.methods import find_method
 from dips.compare.record import PushFact, RoundFact, RunRecord
 from dips.compare.setup import load_setup
-from dips.compare.throughput import (
+from dips.compare.speed import (
     Throughput,
-    compare,
+    compare_speeds,
     data_parallel,
     first_clusters,
     measure,
@@ -87,7 +87,7 @@ def test_too_few_rounds_and_methods_without_servers_are_refused() -> None:
 
 
 def test_the_baseline_of_every_gain_is_the_faster_synchronous_diloco() -> None:
-    found = compare(load_setup("emulated"), [find_method("dynamic")], rounds=6)
+    found = compare_speeds(load_setup("emulated"), [find_method("dynamic")], rounds=6)
     both = [found.of("diloco"), found.of("ring-diloco")]
     assert found.synchronous == found.of("ring-diloco") == max(both, key=lambda item: item.tokens_per_s)
     assert found.gain("dynamic") == found.of("dynamic").tokens_per_s / found.synchronous.tokens_per_s
