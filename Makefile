@@ -115,9 +115,7 @@ bench: $(DEV_STAMP)  ## run the benchmarks, or one: BENCH=sync runs benchmarks/b
 	if [ "$${#failed[@]}" != 0 ]; then echo "make bench: not done: $${failed[*]}" >&2; exit 1; fi
 
 docs: $(DEV_STAMP)  ## update the generated parts of docs/
-	$(BIN)/python -m dips.cli.protocol_doc --write docs/protocol.md
-	$(BIN)/python -m dips.cli.assumptions_doc --write docs/assumptions.md
-	$(BIN)/python -m dips.cli.metrics_doc --write docs/metrics.md
+	$(BIN)/python -m dips.cli.docs --write docs
 
 clean:  ## remove the environment and everything that tools left behind; runs/ stays
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

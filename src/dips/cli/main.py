@@ -200,7 +200,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "story",
-        "story",
+        "verify",
         "story",
         "What all processes recorded of one round, version, push, cluster or slave.",
         _ASK,

@@ -1,4 +1,4 @@
-"""`dips verify`: checks whether the records of a run prove the promises about its state."""
+"""`dips verify` and `dips story`: what the records of a run prove about its state, and what they say of one thing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dips.judge.story import render, tell_story
 from dips.judge.verify import NOT_APPLICABLE, OK, VerifyReport, verify_run
 
 RunDirArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run, finished or live.")]
+
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="A round (r1.7), version (1:6), push (a/1.1#3), cluster or slave.")
+]
 
 WIDTH = 120
 """Of the table in a file or pipe."""
@@ -89,3 +94,22 @@ def _table(report: VerifyReport) -> Table:
         result = f"{row.result}: {row.why}" if row.why else row.result
         table.add_row(row.invariant, row.promise, str(row.records), Text(result, style=_STYLES.get(row.result, "red")))
     return table
+
+
+def story(
+    name: NameArgument,
+    run_dir: RunDirArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
+) -> int:
+    """Show the event history of a round, version, push, cluster or slave, from the journal and all tapes of a run.
+
+    A round's history follows its pushes from their tickets to their verdicts. Times are seconds since the first line.
+    """
+    history = tell_story(run_dir, name)
+    if as_json:
+        print(json.dumps(history.to_json(), indent=2))
+        return 0
+    print(f"{history.what} {history.name}")
+    for line in render(history):
+        print(line)
+    return 0

@@ -7,7 +7,7 @@ import re
 import pytest
 from support.repository import ROOT
 
-from dips.cli.metrics_doc import ROLES, page
+from dips.cli.docs import ROLES, metrics
 from dips.core.observe.metrics import Spec
 
 PAGE = ROOT / "docs" / "metrics.md"
@@ -22,7 +22,7 @@ ALL = [(prefix + spec.name, spec) for _, prefix, specs in ROLES for spec in spec
 
 
 def test_the_page_is_current_and_so_pins_the_lists() -> None:
-    assert PAGE.read_text() == page(), "run `make docs`"
+    assert PAGE.read_text() == metrics(), "run `make docs`"
 
 
 def test_the_page_has_a_row_for_every_metric_and_no_other() -> None:

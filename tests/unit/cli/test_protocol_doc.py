@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.cli.protocol_doc import PARTS, TABLES, diagram, refusals, render
+from dips.cli.docs import PARTS, TABLES, diagram, protocol, refusals
 from dips.core.errors import ConfigError, RefusalCode
 from dips.core.protocol import PROTOCOL_VERSION
 
@@ -15,7 +15,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "protocol.md"
 
 def test_document_is_current() -> None:
     text = DOCUMENT.read_text()
-    assert render(text) == text, "run `make docs`"
+    assert protocol(text) == text, "run `make docs`"
 
 
 def test_document_names_the_version_that_the_code_speaks() -> None:
@@ -40,13 +40,13 @@ def test_diagram_shows_every_arrow(name: str) -> None:
 
 def test_stale_part_is_replaced() -> None:
     text = DOCUMENT.read_text().replace("Protocol version", "Protocol vversion")
-    assert "vversion" not in render(text)
+    assert "vversion" not in protocol(text)
 
 
 @pytest.mark.parametrize("change", [("<!-- generated: round -->", ""), ("generated: push", "generated: pull")])
 def test_missing_or_unknown_part_is_an_error(change: tuple[str, str]) -> None:
     with pytest.raises(ConfigError):
-        render(DOCUMENT.read_text().replace(*change))
+        protocol(DOCUMENT.read_text().replace(*change))
 
 
 def test_every_part_is_in_the_document() -> None:

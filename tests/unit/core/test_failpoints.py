@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.cli.protocol_doc import TABLES as DRAWN
+from dips.cli.docs import TABLES as DRAWN
 from dips.core import machine
 from dips.core.errors import ConfigError
 from dips.core.machine import MachineHistory, Phase

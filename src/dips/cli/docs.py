@@ -1,0 +1,341 @@
+"""Writes the generated pages of docs/ (`make docs`): assumptions.md, metrics.md, and the marked parts of protocol.md.
+
+Tests check that the pages are current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.descriptor import ServiceDescriptor
+
+from dips.core.assumptions import ROLES as ASSUMED
+from dips.core.assumptions import Assumption
+from dips.core.errors import ConfigError
+from dips.core.machine import TransitionTable
+from dips.core.observe.counting import SECONDS
+from dips.core.observe.metrics import Spec
+from dips.core.observe.metrics_server import CONNECTION_S, MOST_CONNECTIONS, SNAPSHOT_S
+from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION
+from dips.master import metrics as master
+from dips.master.metrics import PHASES as ROUND_PHASES
+from dips.master.metrics_counts import REASONS
+from dips.master.state.reasons import WaitingCode
+from dips.master.state.records import PUSH_TABLE, RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE, SLAVE_TABLE
+from dips.master.state.status import AlarmKind
+from dips.protos import clusters_pb2, operator_pb2, slaves_pb2
+from dips.slave import metrics as slave
+from dips.slave.metrics import JOBS
+from dips.slave.metrics import PHASES as SHARD_PHASES
+from dips.slave.state.shard import SAVE_TABLE, SHARD_TABLE
+from dips.slave.state.slave import LINK_TABLE
+from dips.worker import metrics as worker
+from dips.worker.metrics import PHASES as SESSION_PHASES
+from dips.worker.state.shared import SESSION_TABLE
+
+# ---- protocol.md -----------------------------------------------------------------------------------------------------
+#
+# Versions, refusals, calls, and each transition table as a diagram. A part is between `<!-- generated: NAME -->` and
+# `<!-- end -->`; what stands between the parts is written by hand.
+
+
+TABLES: dict[str, TransitionTable[Any]] = {
+    "round": ROUND_TABLE,
+    "push": PUSH_TABLE,
+    "slave": SLAVE_TABLE,
+    "recovery": RECOVERY_TABLE,
+    "reshard": RESHARD_TABLE,
+    "slave-link": LINK_TABLE,
+    "slave-shard": SHARD_TABLE,
+    "slave-save": SAVE_TABLE,
+    "session": SESSION_TABLE,
+}
+
+_PART = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def diagram(table: TransitionTable[Any]) -> str:
+    """The table as a Mermaid state diagram; arrows between the same two phases share one line."""
+    labels: dict[tuple[str, str], list[str]] = {}
+    for start, name, end in table.arrows():
+        labels.setdefault((start.value, end.value), []).append(name.replace("_", " "))
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {table.initial.value}"]
+    lines += [f"    {start} --> {end}: {', '.join(names)}" for (start, end), names in sorted(labels.items())]
+    return "\n".join([*lines, "```"])
+
+
+def versions() -> str:
+    capabilities = ", ".join(f"`{name}`" for name in sorted(CAPABILITIES))
+    return f"Protocol version {PROTOCOL_VERSION}, understood from {PROTOCOL_MIN} on. Capabilities: {capabilities}."
+
+
+def refusals() -> str:
+    """The refusal codes with the sentences that protos/common.proto gives them."""
+    text = (Path(__file__).resolve().parent.parent / "protos" / "common.proto").read_text()
+    rows = re.findall(r"^  REFUSAL_(\w+) = (\d+);\s+// \"(.*)\"$", text, re.MULTILINE)
+    body = [f"| {number} | `{name}` | {sentence} |" for name, number, sentence in rows]
+    return "\n".join(["| code | name | what it says |", "|---|---|---|", *body])
+
+
+def calls() -> str:
+    services: list[ServiceDescriptor] = [
+        module.DESCRIPTOR.services_by_name[name]
+        for module, name in ((clusters_pb2, "Clusters"), (slaves_pb2, "Slaves"), (operator_pb2, "Operator"))
+    ]
+    rows = [
+        f"| {service.name} | `{method.name}` | {_arrow(method)} |" for service in services for method in service.methods
+    ]
+    return "\n".join(["| service | call | request and answer |", "|---|---|---|", *rows])
+
+
+def _arrow(method: Any) -> str:
+    up = ("stream of " if method.client_streaming else "") + method.input_type.name
+    down = ("stream of " if method.server_streaming else "") + method.output_type.name
+    return f"{up} → {down}"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "versions": versions,
+    "refusals": refusals,
+    "calls": calls,
+    **{name: functools.partial(diagram, table) for name, table in TABLES.items()},
+}
+
+
+def protocol(text: str) -> str:
+    """The document with every generated part made again. Raises ConfigError for an unknown or a missing part."""
+    found = [match.group(2) for match in _PART.finditer(text)]
+    if sorted(found) != sorted(PARTS):
+        odd = sorted(set(found) ^ set(PARTS)) or sorted({name for name in found if found.count(name) > 1})
+        raise ConfigError(f"the document's generated parts are not those that exist; look at: {', '.join(odd)}")
+    return _PART.sub(lambda match: f"{match.group(1)}{PARTS[match.group(2)]()}\n{match.group(3)}", text)
+
+
+# ---- assumptions.md --------------------------------------------------------------------------------------------------
+
+
+WIDTH = 118
+
+_ASSUMPTIONS = """\
+# What settings assume of each other
+
+Written by `make docs` from `core/assumptions.py`. Each line is an inequality between settings of one process. It is
+checked when the settings are read, before anything starts; settings that break one are refused with the name, the
+values, what would go wrong and what to change, and exit code 2. A line that names `grace_s` does not apply while it
+is `auto`.
+
+Only two times are chosen: `heartbeat_s` (2 s), by which dead peers are distinguished from live ones, and
+`round_timeout_s` (30 s), the time for slaves to answer a step of a round. All others are `auto` and follow from these
+two, or from what is measured ([decision 0020](decisions/0020-recovery-times.md)):
+
+| setting | `auto` | with the defaults |
+|---|---|---|
+| master `verdict_wait_s` | as long as a cluster's exchanges lately took, at most `round_timeout_s` | 30 s at most |
+| master `ticket_ttl_s` | `2 * round_timeout_s`, at least `evict_after_beats * heartbeat_s` | 1 min |
+| master `linger_s` | 3 x `evict_after_beats` x `heartbeat_s` | 30 s |
+| master `grace_s` | a tenth of the fastest cluster's round | 1 s at least |
+| cluster `call_deadline_s` | `evict_after_beats * heartbeat_s`, at least 6 s | 10 s |
+| cluster `retry_max_s` | `heartbeat_s / 2` | 1 s |
+| cluster `data_stall_s` | `round_timeout_s`, at least `evict_after_beats * heartbeat_s` | 30 s |
+| cluster `leave_wait_s` | the same, twice the last push and pull, and until the push's window closes | 30 s at least |
+| cluster `data_silence_s` | `heartbeat_s` | 2 s |
+
+Where one of them is set, those that must not be shorter or longer follow it."""
+
+_TITLES = {"master": "Master", "slave": "Slave", "worker": "Cluster"}
+
+
+def assumptions() -> str:
+    """The text of docs/assumptions.md."""
+    parts = [_ASSUMPTIONS]
+    for role, rows in ASSUMED.items():
+        parts += [f"## {_TITLES[role]}", "\n".join(map(_item, rows))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _item(row: Assumption) -> str:
+    text = f"`{row.text}` ({row.name}): {row.why}. Otherwise {row.harm}; {row.remedy}. Checked in `{row.checked}`."
+    return textwrap.fill(
+        text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+# ---- metrics.md ------------------------------------------------------------------------------------------------------
+
+
+ROLES: tuple[tuple[str, str, Sequence[Spec]], ...] = (
+    ("Master", master.PREFIX, master.METRICS),
+    ("Slave", slave.PREFIX, slave.METRICS),
+    ("Cluster", worker.PREFIX, worker.METRICS),
+    ("Evaluator", worker.PREFIX, worker.HELDOUT),
+)
+
+_METRICS = f"""\
+# Metrics
+
+Written by `make docs` from the lists `METRICS` in `master/metrics.py`, `slave/metrics.py` and `worker/metrics.py`; a
+process can export nothing that is not on its list.
+
+## How to get them
+
+Every role takes `--metrics-listen HOST:PORT` (in a settings file `metrics_listen`, in the environment
+`DIPS_MASTER_METRICS_LISTEN`, `DIPS_SLAVE_...`, `DIPS_WORKER_...`), and serves its metrics there under `/metrics`.
+Without it nothing is served. With port 0 the system chooses a free one. A training loop of your own (`dips.DiLoCo`)
+reads the same environment variable. All processes of a run on one machine:
+
+<!-- not run: it trains for three minutes, and `make demo` runs the same -->
+```sh
+dips demo --metrics
+```
+
+`dips up FILE.toml --metrics` does the same, and so does `metrics = true` in the table `[run]` of the file.
+
+Each process writes its address into a file in the form that Prometheus' `file_sd_configs` read, with the labels
+`role` (master, slave, cluster or evaluator), `name` and `run`: `metrics.json` in the directory of a master or slave,
+or where `--metrics-file` says. A run of `dips up` or `dips demo` has them together:
+
+```yaml
+scrape_configs:
+  - job_name: dips
+    file_sd_configs:
+      - files: [runs/demo/metrics/*.json]
+```
+
+A file is removed at a clean end and stays after a kill, so that Prometheus sees the target down.
+
+On loopback metrics are plain HTTP. Beyond it they are served in TLS with the process's own keys, and only to those
+who show a certificate of the run's authorities that is not revoked ([security.md](security.md)); with `--insecure`
+nothing but loopback can be given. Prometheus needs an identity of its own, `dips keys add KEYS --operator prometheus`,
+and one job for each role, because the name in a certificate is the role's: `dips-master`, `dips-slave`,
+`dips-cluster`, `dips-operator` (the evaluator).
+
+```yaml
+scrape_configs:
+  - job_name: dips-slaves
+    scheme: https
+    tls_config:
+      ca_file: keys/prometheus/ca.crt
+      cert_file: keys/prometheus/tls.crt
+      key_file: keys/prometheus/tls.key
+      server_name: dips-slave
+    static_configs:
+      - targets: [slave-0:9400, slave-1:9400]
+        labels: {{role: slave, run: big}}
+```
+
+Certificates of slaves and clusters that were made by an earlier release are for clients only: `dips keys renew` makes
+them good for this.
+
+## What a scrape costs
+
+Values are read when they are scraped. A master and a slave make a snapshot on the event loop that owns their state,
+of what it holds already; a loop that does not answer within {SNAPSHOT_S:g} s gives 503, and Prometheus
+sees the target down, which it is. A cluster's training thread leaves its numbers behind at each step, one small object,
+because a scrape must not wait for a step, and the thread that moves chunks leaves its own four times a second while
+something moves. Counting costs an entry in a dictionary for each event of the control flow and each chunk. A server
+has at most {MOST_CONNECTIONS} connections at a time, each for at most {CONNECTION_S:g} s.
+
+## How to read the tables
+
+- Every name of a list is in every scrape, with its type and meaning. A series is missing where the value is not
+  known; the last column says when it is there.
+- Counters (`_total`) never fall while a process runs, also when a ROLLBACK takes tokens back; the master's that
+  are in its ledger continue after its restart.
+- Histograms are in seconds with the buckets {", ".join(f"{end:g}" for end in SECONDS)}.
+- Every process also has prometheus_client's `process_*`: memory, processor time, files, start time.
+- Labels are bounded. `cluster` and `slave` are names of the run: of clusters the live ones and, up to `max_clusters`
+  in all, those that were here last; what else is counted of a cluster leaves with it. All others are fixed words:
+
+| label | values |
+|---|---|
+| `reason` of `dips_master_waiting` | {", ".join(WaitingCode)} |
+| `kind` of `dips_master_alarm` | {", ".join(AlarmKind)} |
+| `phase` of `dips_master_round_*` | {", ".join(ROUND_PHASES)} |
+| `phase` of `dips_slave_shard_phase` | {", ".join(SHARD_PHASES)} |
+| `phase` of `dips_worker_phase` | {", ".join(SESSION_PHASES)} |
+| `kind` of `dips_slave_job_*` | {", ".join(JOBS)} |
+| `verdict` | {", ".join(REASONS)} |
+| `reason` with applied | {", ".join(REASONS["applied"])} |
+| `reason` with excluded | {", ".join(REASONS["excluded"])} |
+| `reason` with aborted | {", ".join(REASONS["aborted"])} |
+| `reason` with rolled_back | {", ".join(REASONS["rolled_back"])} |
+| `code` | the refusal codes of `protos/common.proto`, as BUSY or FENCED |
+| `method` | the methods of the master's services ([protocol.md](protocol.md)) |
+
+`norm`: far above the recent ones (the hard gate) · `score`: an outlier in the cluster's own history · `zero`: nothing
+was trained · `void`: nothing of the round could be merged · `ticket`: nothing arrived for `ticket_ttl_s` · `gone`:
+its cluster left or was evicted · `stale`: its base is too old or was replaced · `ranges`: its data is no longer
+lent to it · `digest`: what arrived is not what was sent · `refused`: a slave could not do its part."""
+
+
+def metrics() -> str:
+    """The text of docs/metrics.md."""
+    parts = [_METRICS]
+    for title, prefix, specs in ROLES:
+        head = [
+            "| name | type | labels | unit | meaning | normal range | there when |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        parts.append(f"## {title}")
+        parts.append("\n".join([*head, *_rows(prefix, specs)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _rows(prefix: str, specs: Iterable[Spec]) -> Iterable[str]:
+    for spec in specs:
+        labels = ", ".join(spec.labels) or "-"
+        cells = (
+            f"`{prefix}{spec.name}`",
+            spec.kind,
+            labels,
+            spec.unit or "-",
+            spec.meaning,
+            spec.normal,
+            spec.when or "always",
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+# ---- command ---------------------------------------------------------------------------------------------------------
+
+
+PAGES: Mapping[str, Callable[[str], str]] = {
+    "protocol.md": protocol,
+    "assumptions.md": lambda _: assumptions(),
+    "metrics.md": lambda _: metrics(),
+}
+"""The page as it is ("" where there is none) -> as it should be."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the pages of a folder, or compare them; returns the exit code. 1: one is stale."""
+    parser = argparse.ArgumentParser(prog="dips.cli.docs", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--write", action="store_true", help="write the pages; else exit 1 when one is stale")
+    given = parser.parse_args(arguments)
+    stale = False
+    for name, page in PAGES.items():
+        file: Path = given.folder / name
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        try:
+            fresh = page(text)
+        except ConfigError as error:
+            print(f"{file}: {error}", file=sys.stderr)
+            return error.exit_code
+        if given.write:
+            file.write_text(fresh, encoding="utf-8")
+        elif fresh != text:
+            print(f"{file} is not current: run `make docs`", file=sys.stderr)
+            stale = True
+    return int(stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
