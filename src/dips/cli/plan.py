@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from typer.core import TyperGroup
 
-from dips.cli.plan_more import replan, run, tradeoff
-from dips.cli.plan_text import heading, map_table, rows_table, tell
+from dips.cli.plan_text import checks_text, grid_text, plan_text, replan_text, sweep_text, table_of, tradeoff_text
 from dips.core.errors import ConfigError
 from dips.core.units import format_seconds
-from dips.planner.api import MOST_SECONDS, is_plan, planned, played, pose, read_text, swept
-from dips.planner.api import compare as compare_setups
+from dips.local.plan_run import outcome_json, run_plan, source_of, tell, write_files
+from dips.planner import api
 from dips.planner.costs import NS
-from dips.planner.ir import Kind
-from dips.planner.plan import make_plan, plan_json, ready_folder, write_plan, writing
+from dips.planner.plan import PLAN_FILES, plan_json, ready_folder, write_plan, writing
+from dips.planner.replan import Limits, read_measured, read_running, verdict_json
+from dips.planner.replan import replan as decide_to_replan
 from dips.planner.simulate import Timeline
-from dips.planner.sweep import Panel, SweepRow, cases, check_compared, draw_maps, panels
-from dips.planner.validation import PaperCheck, all_checks
+from dips.planner.sweep import cases, check_compared, draw_maps, panels
+from dips.planner.tradeoff import tradeoff as split_all_ways
+from dips.planner.tradeoff import tradeoff_json
+from dips.planner.validation import all_checks
 
 
 class PlanGroup(TyperGroup):
@@ -40,21 +42,145 @@ class PlanGroup(TyperGroup):
 
 
 app = typer.Typer(no_args_is_help=False, cls=PlanGroup)
-app.command(name="run")(run)
-app.command(name="tradeoff")(tradeoff)
-app.command(name="replan")(replan)
 
 N = TypeVar("N", int, float)
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
-WIDEST = 400
-"""Cells of time that `show` draws in a line."""
+SetupFile = Annotated[
+    str, typer.Argument(metavar="FILE", help="TOML file with sites, links, model; or a shipped one's name.")
+]
+
+MOST_MS = 60_000.0
+MOST_REPEATS = 1000
+BACKENDS = ("gloo", "nccl")
+
+
+@app.command()
+def run(
+    plan: Annotated[
+        str, typer.Argument(metavar="PLAN", help="A plan.json, a plan.csv, or a schedule's name, such as zb_v.")
+    ],
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes; as many as the plan has devices, which is the default.")
+    ] = None,
+    operation_ms: Annotated[
+        float,
+        typer.Option("--operation-ms", help="A forward pass of a microbatch on a device; the rest in proportion."),
+    ] = 80.0,
+    repeats: Annotated[int, typer.Option(metavar="N", help="Timed iterations; the median counts.")] = 5,
+    tolerance: Annotated[float, typer.Option(metavar="PERCENT", help="Exit code 1 where the error is larger.")] = 5.0,
+    check_gradients: Annotated[
+        bool, typer.Option("--check-gradients", help="Only compare the gradients with those of one process.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where run.json, trace.json and the ranks' logs go.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="gloo (processors), or nccl (a GPU for each rank).")] = "gloo",
+    stages: Annotated[int | None, typer.Option(metavar="N", help="For a name: devices; 4.")] = None,
+    microbatches: Annotated[int | None, typer.Option(metavar="N", help="For a name: of an iteration; 8.")] = None,
+    sites: Annotated[
+        int | None, typer.Option(metavar="N", help="For a name or plan.csv: equal sites; 2, of an odd plan.csv 1.")
+    ] = None,
+    latency: Annotated[
+        float | None, typer.Option(metavar="R", help="For a name or plan.csv: between sites, in T_F; 0.5.")
+    ] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(metavar="R", help="For a name or plan.csv: a message on its link, in T_F; 0.25.")
+    ] = None,
+    memory: Annotated[float | None, typer.Option(metavar="R", help="For a name: of 1F1B's memory; 1.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Run a planned schedule here, a process for each device, and compare the time it takes with the plan.
+
+    torch's pipeline runtime runs a small model in the planned order. Operations are stretched to the times that the
+    plan gives them, and messages between sites arrive when the plan's links would bring them, so that a few
+    processors represent many devices. The gradients of an iteration must equal those of one process.
+
+    Exit code 1: the iteration took longer or shorter by more than the tolerance, or gradients differ.
+    """
+    _check_numbers(operation_ms, repeats, tolerance, backend)
+    options = {"stages": stages, "microbatches": microbatches, "sites": sites, "latency": latency,
+               "bandwidth": bandwidth, "memory": memory}  # fmt: skip
+    source = source_of(plan, options)
+    n = source.schedule.n_devices
+    if ranks is not None and ranks != n:
+        raise ConfigError(f"--ranks {ranks}, but {plan} has {n} devices: give --ranks {n}, or make a plan for {ranks}")
+    repeats = 0 if check_gradients else repeats
+    outcome = run_plan(source, operation_ms, repeats, backend, out, tolerance / 100, Console(stderr=True).status)
+    files = write_files(outcome, out) if out is not None else []
+    if as_json:
+        print(json.dumps(outcome_json(outcome)))
+    else:
+        _print(tell(outcome), files)
+    return int(not outcome.good)
+
+
+@app.command()
+def tradeoff(
+    file: SetupFile,
+    solver_s: Annotated[
+        float | None, typer.Option("--seconds", help="Time for a solver to find the best order, for each way.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Every way to split the file's devices into stages and replicas, the fastest first: is the long link better used
+    by pipelines that cross it (activations), or by whole pipelines at each site (gradients)?
+
+    Stages x replicas and the microbatches of all replicas together stay what the file says. For each way: the best
+    schedule, how long an iteration takes, the memory of the device that has least left, the bytes over each link
+    between sites; and why other ways cannot be.
+    """
+    found = split_all_ways(api.pose(file, solver_s))
+    if as_json:
+        print(json.dumps(tradeoff_json(found)))
+    else:
+        _print(tradeoff_text(found), width=140)
+    return 0
+
+
+@app.command()
+def replan(
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="The plan.json that is carried out, of dips plan FILE --out FOLDER.")
+    ],
+    profile: Annotated[
+        Path, typer.Option("--profile", metavar="FILE", help="What was measured: TOML, or JSON if it ends in .json.")
+    ],
+    least_gain: Annotated[
+        float, typer.Option("--least-gain", metavar="PERCENT", help="The least gain of an iteration for which to swap.")
+    ] = 2.0,
+    within: Annotated[
+        int, typer.Option("--within", metavar="N", help="Iterations after which a swap must have paid off.")
+    ] = 1000,
+    pause_s: Annotated[
+        float, typer.Option("--pause", metavar="SECONDS", help="Time that any swap takes, apart from moving layers.")
+    ] = 0.0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where the new plan's files go, if a swap is advised.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Play the present schedule with measured times and links, plan again with them, and say whether to swap: what an
+    iteration would gain, what the swap costs, and after how many iterations it has paid off.
+
+    Exit code 0: keep the plan. 1: swap it. 2: a mistake in a file or an option. A swap costs the time to move layers
+    that change their device over the links between sites, and nothing where only the order changes.
+    """
+    limits = _limits(least_gain, within, pause_s)
+    running = read_running(api.read_text(plan, "plan.json", "make one with dips plan FILE --out FOLDER"), str(plan))
+    if out is not None:
+        ready_folder(out)
+    verdict = decide_to_replan(running, read_measured(profile), limits)
+    files = write_plan(verdict.plan, out) if out is not None and verdict.advised else []
+    if as_json:
+        print(json.dumps(verdict_json(running, verdict)))
+    else:
+        _print(replan_text(running, verdict), files)
+    return int(verdict.advised)
 
 
 @app.command()
 def make(
-    file: Annotated[
-        str, typer.Argument(metavar="FILE", help="TOML file with sites, links, model; or a shipped one's name.")
-    ],
+    file: SetupFile,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where the plan's files go; none: only print.")
     ] = None,
@@ -70,18 +196,11 @@ def make(
     `dips plan FILE` is short for `dips plan make FILE`. With --out, writes plan.json, plan.csv (for torch's pipeline
     runtime), trace.json (for Perfetto), timeline.svg and timeline.png.
     """
-    problem = pose(file, solver_s)
-    if out is not None:
-        ready_folder(out)
-    plan = make_plan(problem, sensitivity)
-    files = write_plan(plan, out) if out is not None else []
+    plan = api.make(file, out=out, seconds=solver_s, sensitivity=sensitivity)
     if as_json:
         print(json.dumps(plan_json(plan)))
-        return 0
-    console = _console()
-    for piece in tell(plan):
-        console.print(piece, highlight=False, markup=False)
-    _tell_files(files)
+    else:
+        _print(plan_text(plan), _written(out, PLAN_FILES))
     return 0
 
 
@@ -93,17 +212,14 @@ def compare(
     """The plans of several files side by side: each schedule's iteration, in seconds."""
     if len(files) < 2:
         raise ConfigError("dips plan compare takes at least two files: name another one")
-    rows = compare_setups(files)
+    rows = api.compare(files)
     if as_json:
         print(json.dumps({"files": files, "iteration_s": rows}))
         return 0
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("schedule")
-    for file in files:
-        table.add_column(Path(file).stem, justify="right")
+    table = table_of(("schedule",), [Path(file).stem for file in files])
     for name, times in rows.items():
         table.add_row(name, *("-" if one is None else f"{one:.4g}" for one in times))
-    _console().print(table)
+    _print([table])
     return 0
 
 
@@ -121,13 +237,13 @@ def validate_papers(
     Exit code 1 if a number is outside of its tolerance; numbers without one are for information. What a paper leaves
     out, and what was taken in its place, is printed above its numbers.
     """
-    if not 0 < seconds <= MOST_SECONDS:
-        raise ConfigError(f"--seconds {seconds:g} is no time: give more than 0, up to {MOST_SECONDS:g}")
+    if not 0 < seconds <= api.MOST_SECONDS:
+        raise ConfigError(f"--seconds {seconds:g} is no time: give more than 0, up to {api.MOST_SECONDS:g}")
     checks = list(all_checks(paper, seconds if optimal else 0.0))
     if as_json:
         print(json.dumps([check.to_json() for check in checks]))
     else:
-        _print_checks(checks)
+        _print(checks_text(checks))
     return int(any(check.missed for check in checks))
 
 
@@ -169,18 +285,17 @@ def sweep(
         ready_folder(out)
     stderr = Console(stderr=True)
     shown = track(grid, "planning", console=stderr, disable=not stderr.is_terminal)
-    rows = list(swept(shown, optimal, seconds))
+    rows = list(api.swept(shown, optimal, seconds))
     maps = panels(rows, over)
-    files = _write_sweep(rows, maps, out) if out is not None else []
+    rows_json = json.dumps([{key: value for key, value in asdict(row).items() if value is not None} for row in rows])
+    if out is not None:
+        with writing(out):
+            (out / "rows.json").write_text(rows_json + "\n")
+            draw_maps(maps, [out / "map.svg", out / "map.png"])
     if as_json:
-        print(_rows_json(rows))
-        return 0
-    if not only_map:
-        _console().print(rows_table(rows))
-    for panel in maps:
-        _console().print(heading(panel), highlight=False, markup=False)
-        _console().print(map_table(panel))
-    _tell_files(files)
+        print(rows_json)
+    else:
+        _print(sweep_text(rows, maps, only_map), _written(out, ("rows.json", "map.svg", "map.png")))
     return 0
 
 
@@ -198,52 +313,20 @@ def show(
     A plan.json is drawn with the times that were planned, a schedule alone with equal times. Every operation must
     be there once, on one device, in a possible order; else the cell is named.
     """
-    text = read_text(file)
-    whole = is_plan(text)
-    timeline = planned(text, str(file)) if whole else played(text, str(file), latency)
+    text = api.read_text(file)
+    whole = api.is_plan(text)
+    timeline = api.planned(text, str(file)) if whole else api.played(text, str(file), latency)
     if as_json:
         print(json.dumps(_timeline_json(timeline)))
         return 0
     makespan_ns = timeline.makespan_ns
-    print("\n".join(_grid(timeline, -(-makespan_ns // 100) if whole else NS // 2)))
+    print("\n".join(grid_text(timeline, -(-makespan_ns // 100) if whole else NS // 2)))
     length = format_seconds(makespan_ns / NS) if whole else f"{makespan_ns / NS:g} T_F"
     print(f"makespan {length}, bubble {timeline.bubble_fraction:.1%}")
     return 0
 
 
-# ---- plans ----
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 120)
-
-
-def _tell_files(files: Iterable[Path]) -> None:
-    for written in files:
-        _console().print(f"wrote {written}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _print_checks(checks: Iterable[PaperCheck]) -> None:
-    console = _console()
-    about = ""
-    table: Table | None = None
-    for check in checks:
-        if check.about != about:
-            if table is not None:
-                console.print(table)
-            about = check.about
-            console.print(about, highlight=False, markup=False)
-            table = Table(box=box.SIMPLE_HEAD)
-            table.add_column("number")
-            for name in ("published", "ours", "error", "tolerance", ""):
-                table.add_column(name, justify="right")
-        assert table is not None
-        table.add_row(*check.cells())
-    if table is not None:
-        console.print(table)
-
-
-# ---- sweep ----
+# ---- options ----
 
 
 def _numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
@@ -255,19 +338,41 @@ def _numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
         raise ConfigError(f"--{name} {shown!r} is no list of {what}: write them with commas, as in 4,8") from None
 
 
-def _rows_json(rows: Iterable[SweepRow]) -> str:
-    return json.dumps([{key: value for key, value in asdict(row).items() if value is not None} for row in rows])
+def _limits(least_gain: float, within: int, pause_s: float) -> Limits:
+    if not 0 <= least_gain < 100:
+        raise ConfigError(f"--least-gain {least_gain:g} is no part of an iteration: give 0 up to 100 (percent)")
+    if within < 1:
+        raise ConfigError(f"--within {within} is no number of iterations: give at least 1")
+    if not (math.isfinite(pause_s) and pause_s >= 0):
+        raise ConfigError(f"--pause {pause_s:g} is no time: give seconds, at least 0")
+    return Limits(least_gain / 100, within, pause_s)
 
 
-def _write_sweep(rows: Iterable[SweepRow], maps: Sequence[Panel], folder: Path) -> list[Path]:
-    rows_file, drawings = folder / "rows.json", [folder / "map.svg", folder / "map.png"]
-    with writing(folder):
-        rows_file.write_text(_rows_json(rows) + "\n")
-        draw_maps(maps, drawings)
-    return [rows_file, *drawings]
+def _check_numbers(operation_ms: float, repeats: int, tolerance: float, backend: str) -> None:
+    if not 0 < operation_ms <= MOST_MS:
+        raise ConfigError(f"--operation-ms {operation_ms:g} cannot be timed: give more than 0, up to {MOST_MS:g}")
+    if not 1 <= repeats <= MOST_REPEATS:
+        raise ConfigError(f"--repeats {repeats}: give 1 to {MOST_REPEATS}; --check-gradients times nothing")
+    if not 0 < tolerance < 100:
+        raise ConfigError(f"--tolerance {tolerance:g} is no percentage: give more than 0, below 100")
+    if backend not in BACKENDS:
+        raise ConfigError(f"--backend {backend} is unknown: choose {' or '.join(BACKENDS)}")
 
 
-# ---- show ----
+# ---- output ----
+
+
+def _print(pieces: Iterable[str | Table], files: Iterable[Path] = (), width: int = 120) -> None:
+    """Print lines and tables, then the names of written files. width: where standard output is no terminal."""
+    console = Console(width=None if sys.stdout.isatty() else width)
+    for piece in pieces:
+        console.print(piece, highlight=False, markup=False)
+    for file in files:
+        console.print(f"wrote {file}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _written(folder: Path | None, names: Iterable[str]) -> list[Path]:
+    return [] if folder is None else [folder / name for name in names]
 
 
 def _timeline_json(timeline: Timeline) -> dict[str, object]:
@@ -280,16 +385,3 @@ def _timeline_json(timeline: Timeline) -> dict[str, object]:
             for row in rows
         ],
     }
-
-
-def _grid(timeline: Timeline, column_ns: int = NS // 2) -> Iterable[str]:
-    """One line for each device, a column for each column_ns (or more, where that is too wide)."""
-    cell_ns = max(column_ns, -(-timeline.makespan_ns // WIDEST))
-    width = len(str(timeline.schedule.n_microbatches - 1)) + 1
-    for device, order in enumerate(timeline.schedule.orders):
-        cells = [" " * width] * (-(-timeline.makespan_ns // cell_ns))
-        for op, start, end in zip(order, timeline.starts[device], timeline.ends[device], strict=True):
-            name = f"{op.kind.value if op.kind is not Kind.D else 'D'}{op.microbatch}".ljust(width)
-            first, last = start // cell_ns, max(start // cell_ns + 1, end // cell_ns)
-            cells[first:last] = [name, *(["-" * width] * (last - first - 1))]
-        yield f"{device:>3} |{''.join(cells)}|"

@@ -1,38 +1,64 @@
-"""Formats a plan for a terminal."""
+"""Formats what `dips plan` found for a terminal: yields lines and tables, in their order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 from rich import box
 from rich.table import Table
 
 from dips.core.units import format_bytes, format_seconds
 from dips.planner.candidates import Candidate
+from dips.planner.costs import NS
 from dips.planner.plan import Plan, layers_of
 from dips.planner.problem import assumptions
+from dips.planner.replan import ReplanVerdict, Running
+from dips.planner.simulate import Timeline
 from dips.planner.sweep import Panel, SweepRow
+from dips.planner.tradeoff import Tradeoff
+from dips.planner.validation import PaperCheck
+
+WIDEST = 400
+"""Cells of time that a timeline has in a line."""
 
 SHARING = {"fair": "bandwidth shared evenly", "coordinated": "one message at a time", "alone": ""}
 
 
-def tell(plan: Plan) -> Iterator[str | Table]:
-    """Yield the pieces of the output: lines and tables."""
+def table_of(left: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """An empty table with columns that are aligned on the left, and others on the right."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _named(name: str, sharing: str) -> str:
+    return f"{name}, {SHARING[sharing]}" if SHARING[sharing] else name
+
+
+def plan_text(plan: Plan) -> Iterator[str | Table]:
+    """A plan: what was chosen, its stages and links, what else was tried, and what would help."""
     setup, chosen = plan.problem.setup, plan.chosen
     training = setup.training
     yield (
         f"{setup.model.name}, {setup.model.parameters() / 1e9:.4g}B parameters: {training.pipeline} stages, "
         f"{training.data} replicas, {training.microbatches} microbatches each"
     )
-    how = SHARING[chosen.sharing]
-    yield f"chosen: {chosen.name}{', ' + how if how else ''}"
-    yield f"iteration: {format_seconds(chosen.iteration_s)}, bubble {chosen.bubble_fraction:.1%}" + _sync(chosen)
+    yield f"chosen: {_named(chosen.name, chosen.sharing)}"
+    exposed = f", of it {format_seconds(chosen.sync_ns / NS)} for weights and gradients that nothing hides"
+    yield (
+        f"iteration: {format_seconds(chosen.iteration_s)}, bubble {chosen.bubble_fraction:.1%}"
+        f"{exposed if chosen.sync_ns else ''}"
+    )
     if chosen.lower_bound_ns is not None:
-        yield f"no schedule of this kind takes less than {format_seconds(chosen.lower_bound_ns / 1e9)}"
-    yield _stages(plan, chosen)
+        yield f"no schedule of this kind takes less than {format_seconds(chosen.lower_bound_ns / NS)}"
+    yield _stages_table(plan, chosen)
     for (a, b), size in sorted(chosen.link_bytes.items()):
         yield f"{setup.sites[a].name} to {setup.sites[b].name}: {format_bytes(round(size))} an iteration"
-    yield _candidates(plan.candidates)
+    yield _candidates_table(plan.candidates)
     for no in plan.refused:
         yield f"not possible: {no.name}: {no.why}"
     if plan.effects:
@@ -42,18 +68,8 @@ def tell(plan: Plan) -> Iterator[str | Table]:
     yield "assumed: " + "; ".join(assumptions(plan.problem))
 
 
-def _sync(chosen: Candidate) -> str:
-    if not chosen.sync_ns:
-        return ""
-    return f", of it {format_seconds(chosen.sync_ns / 1e9)} for weights and gradients that nothing hides"
-
-
-def _stages(plan: Plan, chosen: Candidate) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("stage", "site"):
-        table.add_column(name)
-    for name in ("layers", "weights and optimizer", "activations", "of"):
-        table.add_column(name, justify="right")
+def _stages_table(plan: Plan, chosen: Candidate) -> Table:
+    table = table_of(("stage", "site"), ("layers", "weights and optimizer", "activations", "of"))
     sites = plan.problem.setup.sites
     for device, site in enumerate(chosen.site_of):
         table.add_row(
@@ -68,13 +84,8 @@ def _stages(plan: Plan, chosen: Candidate) -> Table:
     return table
 
 
-def _candidates(candidates: Sequence[Candidate]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("schedule")
-    table.add_column("replicas on a link")
-    table.add_column("stages")
-    for name in ("iteration", "slower by", "bubble"):
-        table.add_column(name, justify="right")
+def _candidates_table(candidates: Sequence[Candidate]) -> Table:
+    table = table_of(("schedule", "replicas on a link", "stages"), ("iteration", "slower by", "bubble"))
     best = candidates[0].iteration_s
     for one in candidates:
         even = max(one.division) - min(one.division) <= 1
@@ -89,12 +100,26 @@ def _candidates(candidates: Sequence[Candidate]) -> Table:
     return table
 
 
-# ---- sweep text ------------------------------------------------------------------------------------------------------
-#
-# Formats a sweep for a terminal: a line for each schedule, and maps of the best.
+def checks_text(checks: Iterable[PaperCheck]) -> Iterator[str | Table]:
+    """Published numbers next to ours: a table for each setting, below what is said about it."""
+    for about, group in groupby(checks, key=lambda check: check.about):
+        table = table_of(("number",), ("published", "ours", "error", "tolerance", ""))
+        for check in group:
+            table.add_row(*check.cells())
+        yield about
+        yield table
 
 
-def rows_table(rows: Iterable[SweepRow]) -> Table:
+def sweep_text(rows: Iterable[SweepRow], maps: Iterable[Panel], only_map: bool) -> Iterator[str | Table]:
+    """A line for each schedule, and maps of the best."""
+    if not only_map:
+        yield _rows_table(rows)
+    for panel in maps:
+        yield _heading(panel)
+        yield _map_table(panel)
+
+
+def _rows_table(rows: Iterable[SweepRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("n_pp", "n_mb", "sites", "latency", "bandwidth", "memory"):
         table.add_column(name, justify="right")
@@ -108,17 +133,81 @@ def rows_table(rows: Iterable[SweepRow]) -> Table:
     return table
 
 
-def heading(panel: Panel) -> str:
+def _heading(panel: Panel) -> str:
     note = "" if panel.over_fits else f" ({panel.over} itself does not fit)"
     return f"{panel.title}: the best, and how many times faster than {panel.over}{note}"
 
 
-def map_table(panel: Panel) -> Table:
+def _map_table(panel: Panel) -> Table:
     """A map as a table: a column for each bandwidth, a line for each latency, the longest first, as in the picture."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("latency \\ bandwidth", justify="right")
-    for bandwidth in panel.bandwidths:
-        table.add_column(f"{bandwidth:g}", justify="right")
+    table = table_of((), ["latency \\ bandwidth", *(f"{bandwidth:g}" for bandwidth in panel.bandwidths)])
     for latency, cells in zip(reversed(panel.latencies), reversed(panel.cells), strict=True):
         table.add_row(f"{latency:g}", *(f"{cell.schedule} {cell.times_faster:.2f}x" for cell in cells))
+    return table
+
+
+def grid_text(timeline: Timeline, column_ns: int) -> Iterable[str]:
+    """One line for each device, a column for each column_ns (or more, where that is too wide)."""
+    cell_ns = max(column_ns, -(-timeline.makespan_ns // WIDEST))
+    width = len(str(timeline.schedule.n_microbatches - 1)) + 1
+    for device, order in enumerate(timeline.schedule.orders):
+        cells = [" " * width] * (-(-timeline.makespan_ns // cell_ns))
+        for op, start, end in zip(order, timeline.starts[device], timeline.ends[device], strict=True):
+            name = f"{op.kind.name}{op.microbatch}".ljust(width)
+            first, last = start // cell_ns, max(start // cell_ns + 1, end // cell_ns)
+            cells[first:last] = [name, *(["-" * width] * (last - first - 1))]
+        yield f"{device:>3} |{''.join(cells)}|"
+
+
+def replan_text(running: Running, verdict: ReplanVerdict) -> Iterator[str]:
+    """A verdict: the present plan, the best one now, what a swap gains and costs."""
+    new, swap = verdict.new, verdict.swap
+    yield (
+        f"present: {_named(running.name, running.sharing)}: {format_seconds(verdict.now_s)} an iteration as measured, "
+        f"{format_seconds(verdict.planned_s)} as planned"
+    )
+    layers = ",".join(map(str, new.division))
+    yield f"best now: {_named(new.name, new.sharing)}, layers {layers}: {format_seconds(new.iteration_s)} an iteration"
+    yield f"gain: {format_seconds(verdict.gain_s)} an iteration, {verdict.gain_s / verdict.now_s:.2%}"
+    moved = "only the order changes" if not swap.layers else f"{swap.layers} layers change their device"
+    yield f"swap: {moved}, {format_seconds(swap.seconds)}"
+    for (sender, receiver), size in sorted(swap.link_bytes.items()):
+        yield f"  {sender} to {receiver}: {format_bytes(round(size))}"
+    yield f"{'swap' if verdict.advised else 'keep'}: {verdict.why}"
+
+
+def tradeoff_text(found: Tradeoff) -> Iterator[str | Table]:
+    """Every way to split the devices, the fastest first, and why others are not possible."""
+    setup = found.problem.setup
+    training = setup.training
+    yield (
+        f"{setup.model.name}, {setup.model.parameters() / 1e9:.4g}B parameters: stages x replicas = "
+        f"{training.pipeline * training.data}, {training.microbatches * training.data} microbatches in all"
+    )
+    yield _choices_table(found)
+    for no in found.impossible:
+        split = no.split
+        carries = "" if split.n_sites == 1 else f", long links carry {split.long_links_carry}"
+        yield f"not possible: {split.pipeline} x {split.data}{carries}: {no.why}"
+    yield "assumed: " + "; ".join(assumptions(found.problem))
+
+
+def _choices_table(found: Tradeoff) -> Table:
+    table = table_of(
+        ("stages x replicas", "long links carry", "schedule", "replicas on a link"),
+        ("iteration", "slower by", "memory", "busiest link"),
+    )
+    best_s = found.choices[0].best.iteration_s
+    for choice in found.choices:
+        best = choice.best
+        table.add_row(
+            f"{choice.split.pipeline} x {choice.split.data}",
+            choice.split.long_links_carry,
+            best.name,
+            SHARING[best.sharing],
+            format_seconds(best.iteration_s),
+            f"{best.iteration_s / best_s - 1:.1%}",
+            f"{choice.memory_used:.0%}",
+            format_bytes(round(max(best.link_bytes.values(), default=0.0))),
+        )
     return table

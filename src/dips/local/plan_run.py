@@ -6,9 +6,12 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from dips.core.clock import Clock
+from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, FatalError
 from dips.core.units import format_bytes, format_seconds
 from dips.local.supervisor import POLL_S, ChildSpec, ProcessSupervisor, how_it_ended, last_word, log_tail
@@ -24,7 +27,7 @@ from dips.planner.api import is_plan, read_text
 from dips.planner.costs import NS, Costs, StageCost, Wire, equal_sites, read_costs
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Op, Schedule
-from dips.planner.plan import read_plan, writing
+from dips.planner.plan import read_plan, ready_folder, writing
 from dips.planner.run.links import (
     BOARD_FILE,
     GRADIENT_TOLERANCE,
@@ -39,7 +42,7 @@ from dips.planner.run.links import (
     write_job,
 )
 from dips.planner.schedules import SCHEDULES
-from dips.planner.simulate import SimulatedMessage, Timeline
+from dips.planner.simulate import SimulatedMessage, Timeline, simulate
 from dips.planner.sweep import cases
 from dips.planner.trace import trace_events
 from dips.planner.validate import validate
@@ -374,6 +377,59 @@ class PlanRunOutcome:
     @property
     def good(self) -> bool:
         return self.gradients.equal and abs(self.error) <= self.tolerance
+
+
+def run_plan(
+    source: PlanSource,
+    operation_ms: float,
+    repeats: int,
+    backend: str,
+    out: Path | None,
+    tolerance: float,
+    status: Callable[[str], AbstractContextManager[object]],
+) -> PlanRunOutcome:
+    """Run a plan's iterations, with forward passes of so many milliseconds on a device, and compare them with the plan.
+
+    repeats: 0: only gradients are compared. out: where the ranks' files go. status: shows what goes on. Raises as
+    run_ranks() does.
+    """
+    costs = scaled(source.costs, source.schedule.n_devices, operation_ms)
+    predicted = simulate(source.schedule, costs)
+    predicted_s = predicted.makespan_ns / NS
+    job = job_of(replace(source, costs=costs), repeats, backend, predicted_s)
+    what = f"{repeats} iterations of about {predicted_s:.1f} s" if repeats else "one iteration"
+    with _folder(out) as folder, status(f"{source.schedule.n_devices} ranks run {what}"):
+        reports = run_ranks(folder, job, START_S + 3 * predicted_s * (repeats + 1), SystemClock())
+    return PlanRunOutcome(
+        source=source,
+        backend=backend,
+        forward_ms=operation_ms,
+        predicted=predicted,
+        measured=timelines(source, reports),
+        gradients=gradients_of(reports),
+        tolerance=tolerance,
+        message_bytes=reports[0].message_bytes,
+    )
+
+
+@contextmanager
+def _folder(out: Path | None) -> Iterator[Path]:
+    """Where the ranks' files go: a new folder under --out, or a temporary one, which stays only where a rank failed."""
+    if out is None:
+        folder = Path(tempfile.mkdtemp(prefix="dips-plan-run-"))
+        try:
+            yield folder
+        except (KeyboardInterrupt, SystemExit):
+            shutil.rmtree(folder)
+            raise
+        shutil.rmtree(folder)
+        return
+    ready_folder(out)
+    folder = out / "ranks"
+    with writing(out):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    yield folder
 
 
 def timelines(source: PlanSource, reports: Sequence[RankReport]) -> tuple[Timeline, ...]:

@@ -237,6 +237,9 @@ def _candidates(problem: Problem, name: str) -> Iterator[Candidate]:
 
 FORMAT = 1
 
+PLAN_FILES = ("plan.json", "plan.csv", "trace.json", "timeline.svg", "timeline.png")
+"""What write_plan() writes into a folder."""
+
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The content of plan.json; times in seconds."""
@@ -339,19 +342,19 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
     chosen = plan.chosen
     sites = plan.problem.setup.sites
     names = [f"{sites[site].name} {device}" for device, site in enumerate(chosen.site_of)]
-    drawings = [folder / "timeline.svg", folder / "timeline.png"]
-    texts = {
-        folder / "plan.json": json.dumps(plan_json(plan)),
-        folder / "plan.csv": chosen.schedules[0].with_parts_as_stages().to_csv(),
-        folder / "trace.json": json.dumps(trace_events(chosen.timeline, names)),
-    }
+    texts = (
+        json.dumps(plan_json(plan)) + "\n",
+        chosen.schedules[0].with_parts_as_stages().to_csv(),
+        json.dumps(trace_events(chosen.timeline, names)) + "\n",
+    )
+    files = [folder / name for name in PLAN_FILES]
     title = f"{plan.problem.setup.model.name}: {chosen.name}, {chosen.iteration_s:.4g} s an iteration"
     ready_folder(folder)
     with writing(folder):
-        for file, text in texts.items():
-            file.write_text(text + ("" if text.endswith("\n") else "\n"))
-        draw(chosen.timeline, drawings, title, names)
-    return [*texts, *drawings]
+        for file, text in zip(files, texts, strict=False):
+            file.write_text(text)
+        draw(chosen.timeline, files[len(texts) :], title, names)
+    return files
 
 
 @contextmanager

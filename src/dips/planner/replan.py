@@ -139,6 +139,39 @@ def decide(now_s: float, new_s: float, swap_s: float, limits: Limits) -> tuple[i
     return break_even, True, f"it gains {gain_s / now_s:.2%} of each iteration and pays off after {break_even}"
 
 
+def verdict_json(running: Running, verdict: ReplanVerdict) -> dict[str, Any]:
+    """The verdict as a JSON object; times in seconds."""
+    new, swap = verdict.new, verdict.swap
+    return {
+        "advised": verdict.advised,
+        "why": verdict.why,
+        "present": {
+            "schedule": running.name,
+            "sharing": running.sharing,
+            "layers": list(running.division),
+            "planned_s": verdict.planned_s,
+            "iteration_s": verdict.now_s,
+        },
+        "new": {
+            "schedule": new.name,
+            "sharing": new.sharing,
+            "layers": list(new.division),
+            "iteration_s": new.iteration_s,
+        },
+        "gain_s": verdict.gain_s,
+        "swap": {
+            "layers": swap.layers,
+            "links": [
+                {"sender": sender, "receiver": receiver, "bytes": size}
+                for (sender, receiver), size in sorted(swap.link_bytes.items())
+            ],
+            "inside_bytes": swap.inside_bytes,
+            "seconds": swap.seconds,
+        },
+        "break_even_iterations": verdict.break_even,
+    }
+
+
 # ---- what a swap costs -----------------------------------------------------------------------------------------------
 
 

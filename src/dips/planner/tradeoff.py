@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from dips.planner.candidates import Candidate
 from dips.planner.cluster import check_parallelism
+from dips.planner.costs import NS
 from dips.planner.errors import PlanError
 from dips.planner.plan import Plan, make_plan, pipelines_of
-from dips.planner.problem import Problem, regrouped
+from dips.planner.problem import Problem, assumptions, regrouped
 
 
 @dataclass(frozen=True)
@@ -151,3 +154,47 @@ def _room(before: Problem, after: Problem, microbatches: float) -> float:
             f"a stage has room for {max(room, 0):.2f} microbatches next to its weights and optimizer state: too few"
         )
     return room
+
+
+# ---- JSON ----
+
+
+def tradeoff_json(found: Tradeoff) -> dict[str, Any]:
+    """All ways as a JSON object, the fastest first; times in seconds."""
+    setup, best_s = found.problem.setup, found.choices[0].best.iteration_s
+    return {
+        "setup": Path(setup.file).name,
+        "model": setup.model.name,
+        "choices": [_choice_json(found, choice, best_s) for choice in found.choices],
+        "impossible": [{**_split_json(no.split), "why": no.why} for no in found.impossible],
+        "assumptions": assumptions(found.problem),
+    }
+
+
+def _choice_json(found: Tradeoff, choice: Choice, best_s: float) -> dict[str, Any]:
+    sites, best = found.problem.setup.sites, choice.best
+    return {
+        **_split_json(choice.split),
+        "schedule": best.name,
+        "sharing": best.sharing,
+        "layers": list(best.division),
+        "iteration_s": best.iteration_s,
+        "slower_by": best.iteration_s / best_s - 1,
+        "sync_s": best.sync_ns / NS,
+        "bubble_fraction": best.bubble_fraction,
+        "memory_used": choice.memory_used,
+        "links": [
+            {"sender": sites[a].name, "receiver": sites[b].name, "bytes": size}
+            for (a, b), size in sorted(best.link_bytes.items())
+        ],
+    }
+
+
+def _split_json(split: Split) -> dict[str, Any]:
+    return {
+        "pipeline": split.pipeline,
+        "data": split.data,
+        "microbatches": split.microbatches,
+        "groups": split.groups,
+        "long_links_carry": split.long_links_carry,
+    }

@@ -41,7 +41,7 @@ def test_ways_as_a_table_and_as_json(capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "sentence"),
     [
         (["nowhere.toml"], "nowhere.toml is not a file that can be read"),
-        (["crosspipe-figure-8", "--seconds", "-1"], "--seconds -1 is no time for a solver: give 0 to 3600"),
+        (["crosspipe-figure-8", "--seconds", "-1"], "-1 seconds are not a valid time for a solver: give 0 to 3600"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_computed(
 ) -> None:
     (tmp_path / "taken").write_text("")
     for name in ("make_plan", "swept"):
-        monkeypatch.setattr(f"dips.cli.plan.{name}", lambda *_: pytest.fail("it computed"))
+        monkeypatch.setattr(f"dips.planner.api.{name}", lambda *_: pytest.fail("it computed"))
     told = refused(capsys, *arguments, "--out", str(tmp_path / "taken" / "plan"))
     assert "taken/plan: no file can be written there: Not a directory: choose another --out" in told
 
