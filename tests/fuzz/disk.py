@@ -34,10 +34,11 @@ from dips.slave import snapshot_files as manifests
 from dips.slave.ring import SnapshotStore
 from dips.slave.snapshot_files import Manifest, SnapshotError, build_header
 from dips.trainer.export import read_state, serialized
-from dips.worker.checkpoint_files import CheckpointError, CheckpointStore, RawTensor, StateTreeError, flatten, unflatten
+from dips.worker.checkpoint_files import CheckpointError, CheckpointStore, RawTensor
 from dips.worker.state.effects import PushRecord
 from dips.worker.state.saved import SavedSession, SavedStateError, push_from_json
 from dips.worker.state.work import Work
+from dips.worker.torch_state import StateTreeError, flatten, unflatten
 from fuzz.mutate import NESTED, as_json, mutated, nearly
 from fuzz.target import Broken, Target
 
@@ -350,13 +351,13 @@ def state_tree() -> Target:
     state = {"state": {0: {"step": 3, "exp_avg": 1.5}}, "groups": [(1, 2.5, None)], "name": "adam"}
 
     def seed() -> bytes:
-        return as_json(flatten(state, lambda value: None)[0])
+        return as_json(flatten(state)[0])
 
     def feed(data: bytes) -> str:
         raw = parsed(data)
         if raw is NO_JSON:
             return NO_JSON
-        unflatten(raw, lambda kind, name: name)
+        unflatten(raw, {})
         return "taken"
 
     return Target("state tree", json_inputs(seed), feed, (StateTreeError, RecursionError))

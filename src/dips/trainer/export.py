@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import Version, parse_version
-from dips.core.layout import FLOAT32_BYTES, Layout, layout_from_json
+from dips.core.layout import Layout, layout_from_json
 from dips.core.model_description import Lacking, ModelDescription
 from dips.core.observe.failpoints import failpoint
-from dips.worker.checkpoint_files import ITEM_BYTES, MAX_HEADER_BYTES, RawTensor
+from dips.worker.checkpoint_files import ITEM_BYTES, MAX_HEADER_BYTES, RawTensor, safetensors_header
 
 # ---- fill ------------------------------------------------------------------------------------------------------------
 #
@@ -222,24 +222,15 @@ def named_tensors(layout: Layout, flat: NDArray[np.float32]) -> dict[str, NDArra
 
 def serialized(tensors: Mapping[str, NDArray[np.float32] | RawTensor], metadata: Mapping[str, str]) -> bytes:
     """The bytes of a safetensors file. Written by hand, because the library's numpy has no bfloat16."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    parts: list[memoryview] = []
-    stop = 0
+    raw = {
+        name: tensor
+        if isinstance(tensor, RawTensor)
+        else RawTensor("F32", tensor.shape, np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
+        for name, tensor in tensors.items()
+    }
     # The widest elements first, as in the library: so each tensor begins at a multiple of its elements' size.
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item_bytes(item[1])):
-        data = tensor.data if isinstance(tensor, RawTensor) else np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-        dtype = tensor.dtype if isinstance(tensor, RawTensor) else "F32"
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [stop, stop + data.nbytes]}
-        parts.append(data.data)
-        stop += data.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(-len(text) % 8 + len(text))
-    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
-
-
-def item_bytes(tensor: NDArray[np.float32] | RawTensor) -> int:
-    """Bytes of one element."""
-    return ITEM_BYTES[tensor.dtype] if isinstance(tensor, RawTensor) else FLOAT32_BYTES
+    raw = dict(sorted(raw.items(), key=lambda item: -ITEM_BYTES[item[1].dtype]))
+    return b"".join([safetensors_header(raw, metadata), *(tensor.data.data for tensor in raw.values())])
 
 
 def _flat(path: Path, layout: Layout) -> NDArray[np.float32]:
@@ -281,17 +272,13 @@ def write_whole(path: Path, content: bytes) -> None:
         os.chmod(temporary, 0o644)
         failpoint("worker.export.before_rename")
         os.replace(temporary, path)
-        _fsync_folder(path.parent)
+        handle = os.open(path.parent, os.O_RDONLY)
+        try:
+            failpoint("worker.export.before_directory_fsync")
+            os.fsync(handle)
+        finally:
+            os.close(handle)
     except OSError as error:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)
         raise ConfigError(f"the export {path} cannot be written: {error.strerror or error}") from error
-
-
-def _fsync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        failpoint("worker.export.before_directory_fsync")
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: nested state as plain JSON and tensors, the files, and the newest few of them."""
+"""A directory of checkpoints: the files of one, written whole, and the newest few of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,128 +21,6 @@ from dips.core.errors import ConfigError, DipsError
 from dips.core.observe.failpoints import failpoint
 from dips.worker.state.effects import PushRecord
 from dips.worker.state.saved import SavedStateError, push_from_json, push_to_json
-
-# ---- state tree ------------------------------------------------------------------------------------------------------
-#
-# Converts nested state (an optimizer's state_dict, say) to JSON and a flat table of tensors, and back. No pickle.
-#
-# Marks distinguish what JSON cannot: a tuple from a list, keys that are numbers, NaN, bytes. Only containers, numbers,
-# texts, bytes and tensors are accepted: what cannot be read back exactly must not be written. Knows no framework: the
-# caller says what a tensor is.
-
-
-JsonTree = Any
-
-MAX_DEPTH = 100
-
-
-class StateTreeError(ConfigError):
-    """A state has a value that a checkpoint cannot hold; the sentence says where."""
-
-
-def flatten(state: object, mark_of: Callable[[object], str | None]) -> tuple[JsonTree, dict[str, Any]]:
-    """A JSON skeleton and the tensors by name. mark_of: a word for the kind of a tensor; None for other values.
-
-    Raises StateTreeError naming the place of a value that cannot be kept.
-    """
-    writer = _Writer(mark_of)
-    return writer.skeleton(state, (), 0), writer.tensors
-
-
-def unflatten(skeleton: JsonTree, tensor: Callable[[str, str], Any]) -> Any:
-    """The inverse of flatten; tensor(kind, name) returns the tensors. Raises StateTreeError for an invalid skeleton."""
-    try:
-        return _Reader(tensor).value(skeleton)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise StateTreeError(f"a state's skeleton cannot be read ({error}): it is not one of this release") from error
-
-
-class _Writer:
-    def __init__(self, mark_of: Callable[[object], str | None]) -> None:
-        self._mark_of = mark_of
-        self.tensors: dict[str, Any] = {}
-
-    def skeleton(self, value: object, path: tuple[str, ...], depth: int) -> JsonTree:
-        if depth > MAX_DEPTH:
-            raise StateTreeError(f"the state at {_place(path)} is nested deeper than {MAX_DEPTH}: it may hold itself")
-        mark = self._mark_of(value)
-        if mark is not None:
-            return {"x": [mark, self._named(value, path)]}
-        if isinstance(value, Mapping):
-            return {"d": [self._pair(key, item, path, depth) for key, item in value.items()]}
-        if isinstance(value, (list, tuple)):
-            items = [self.skeleton(item, (*path, str(i)), depth + 1) for i, item in enumerate(value)]
-            return {"l" if isinstance(value, list) else "t": items}
-        return _leaf(value, path)
-
-    def _pair(self, key: object, item: object, path: tuple[str, ...], depth: int) -> list[JsonTree]:
-        return [_leaf(key, path), self.skeleton(item, (*path, str(key)), depth + 1)]
-
-    def _named(self, tensor: object, path: tuple[str, ...]) -> str:
-        """Name a tensor by its path. Paths may coincide ('a.b' as one key, or as two): then a number is appended."""
-        plain = name = ".".join(path) or "state"
-        n = 1
-        while name in self.tensors:
-            n += 1
-            name = f"{plain}#{n}"
-        self.tensors[name] = tensor
-        return name
-
-
-def _leaf(value: object, path: tuple[str, ...]) -> JsonTree:
-    if value is None or isinstance(value, bool):
-        return value
-    # Subclasses (an IntEnum, say) would come back as something else.
-    if type(value) in (int, str):
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"f": str(float(value))}
-    if isinstance(value, (bytes, bytearray)):
-        return {"b": bytes(value).hex()}
-    raise StateTreeError(
-        f"the state at {_place(path)} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
-        "cannot hold: let state_dict() return tensors, numbers, texts and containers of these"
-    )
-
-
-class _Reader:
-    def __init__(self, tensor: Callable[[str, str], Any]) -> None:
-        self._tensor = tensor
-
-    def value(self, skeleton: JsonTree) -> Any:
-        if not isinstance(skeleton, dict):
-            if isinstance(skeleton, list):
-                raise StateTreeError("a state's skeleton holds a bare list: it is not one of this release")
-            return skeleton
-        if len(skeleton) != 1:
-            raise StateTreeError("a state's skeleton has a mark too many: it is not one of this release")
-        ((mark, inner),) = skeleton.items()
-        return self._marked(mark, inner)
-
-    def _marked(self, mark: str, inner: JsonTree) -> Any:
-        match mark:
-            case "x":
-                kind, name = inner
-                return self._tensor(kind, name)
-            case "d":
-                return {self.value(key): self.value(item) for key, item in inner}
-            case "l":
-                return self._items(inner)
-            case "t":
-                return tuple(self._items(inner))
-            case "f":
-                return float(inner)
-            case "b":
-                return bytes.fromhex(inner)
-        raise StateTreeError(f"a state's skeleton has {mark}: {inner!r}, which is not a mark of this release")
-
-    def _items(self, inner: Sequence[JsonTree]) -> list[Any]:
-        return [self.value(item) for item in inner]
-
-
-def _place(path: tuple[str, ...]) -> str:
-    return repr(".".join(path)) if path else "its top"
-
 
 # ---- checkpoint file -------------------------------------------------------------------------------------------------
 #
@@ -198,7 +76,8 @@ class CheckpointStamp:
 
 def write_tensors(path: Path, tensors: Mapping[str, RawTensor]) -> CheckpointStamp:
     """Write all tensors to one file. Raises OSError and then leaves an old file unchanged."""
-    return write_durably(path, [_header(tensors), *(tensor.data.data for tensor in tensors.values())])
+    header = safetensors_header(tensors, {"format": "dips-checkpoint-1"})
+    return write_durably(path, [memoryview(header), *(tensor.data.data for tensor in tensors.values())])
 
 
 def read_tensors(path: Path, stamp: CheckpointStamp) -> dict[str, RawTensor]:
@@ -213,8 +92,9 @@ def read_tensors(path: Path, stamp: CheckpointStamp) -> dict[str, RawTensor]:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
 
 
-def _header(tensors: Mapping[str, RawTensor]) -> memoryview:
-    header: dict[str, Any] = {"__metadata__": {"format": "dips-checkpoint-1"}}
+def safetensors_header(tensors: Mapping[str, RawTensor], metadata: Mapping[str, str]) -> bytes:
+    """The beginning of a safetensors file of these tensors, in this order."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
     for name, tensor in tensors.items():
         stop = start + tensor.data.nbytes
@@ -222,7 +102,7 @@ def _header(tensors: Mapping[str, RawTensor]) -> memoryview:
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return memoryview(len(text).to_bytes(8, "little") + text)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _read(path: Path, file: Any, stamp: CheckpointStamp) -> dict[str, RawTensor]:
@@ -288,18 +168,13 @@ def read_record(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict) or not isinstance(raw.get("body"), dict):
         raise CheckpointError(f"{path.name} is not a record of a checkpoint")
     body: dict[str, Any] = raw["body"]
-    if not _is_plain(body) or xxhash.xxh3_128_hexdigest(_canonical(body)) != raw.get("xxh3_128"):
+    try:
+        digest = xxhash.xxh3_128_hexdigest(_canonical(body))
+    except (ValueError, RecursionError):
+        digest = None  # Python's reader accepts infinities and surrogates, which are never written
+    if digest is None or digest != raw.get("xxh3_128"):
         raise CheckpointError(f"{path.name}: its content is not what was written")
     return body
-
-
-def _is_plain(body: Mapping[str, Any]) -> bool:
-    """Whether this body can have been written here: Python's JSON reader also accepts infinities and surrogates."""
-    try:
-        _canonical(body)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:
@@ -400,7 +275,12 @@ class CheckpointStore:
                 f"another process keeps its checkpoints in {directory}: end it first, or give each cluster a "
                 "--checkpoint-dir of its own"
             ) from error
-        self._clean()
+        # A crash leaves temporary files, and tensors without a manifest.
+        whole = set(self.numbers())
+        orphans = [self._path(n, "safetensors") for n in self._named("safetensors") if n not in whole]
+        for path in [*directory.glob(".tmp-*"), *orphans]:
+            with contextlib.suppress(OSError):
+                path.unlink()
         self._next = max([0, *self.numbers(), *self._named("safetensors")]) + 1
 
     def close(self) -> None:
@@ -425,27 +305,20 @@ class CheckpointStore:
         """Make a checkpoint durable, and remove those beyond the kept ones. Raises OSError; older ones then stay."""
         number = self._next
         self._next += 1
+        data = self._path(number, "safetensors")
         try:
-            stamp = self._write(number, content, tensors)
+            stamp = write_tensors(data, tensors)
+            described = {"file": data.name, "n_bytes": stamp.n_bytes, "xxh3_128": stamp.xxh3_128}
+            body = {"format": FORMAT, "number": number, "content": content, "tensors": described}
+            failpoint("worker.checkpoint.before_manifest")
+            write_record(self._path(number, "json"), body)
         except OSError:
             self._remove(number)  # tensors alone would only take space, on a full disk
             raise
         failpoint("worker.checkpoint.before_prune")
-        self._prune()
+        for old in self.numbers()[: -self._kept]:
+            self._remove(old)
         return Checkpoint(number, content, tensors, stamp.n_bytes)
-
-    def _write(self, number: int, content: Mapping[str, Any], tensors: Mapping[str, RawTensor]) -> CheckpointStamp:
-        data = self._path(number, "safetensors")
-        stamp = write_tensors(data, tensors)
-        body = {
-            "format": FORMAT,
-            "number": number,
-            "content": content,
-            "tensors": {"file": data.name, "n_bytes": stamp.n_bytes, "xxh3_128": stamp.xxh3_128},
-        }
-        failpoint("worker.checkpoint.before_manifest")
-        write_record(self._path(number, "json"), body)
-        return stamp
 
     def record_push(self, record: PushRecord) -> None:
         """Make the newest push's record durable, replacing the one before. Raises OSError."""
@@ -463,9 +336,17 @@ class CheckpointStore:
         sentences: list[str] = []
         for number in reversed(self.numbers()):
             try:
-                body = self._manifest(number)
-                if label is None or body["content"].get("label") == label:
-                    return self._load(number, body), sentences
+                body = read_record(self._path(number, "json"))
+                content, stored = body.get("content"), body.get("tensors")
+                if body.get("format") != FORMAT or not isinstance(content, dict):
+                    raise CheckpointError(f"it is of the form {body.get('format')!r}, this release reads {FORMAT!r}")
+                if label is not None and content.get("label") != label:
+                    continue
+                if not isinstance(stored, dict) or not isinstance(stored.get("n_bytes"), int):
+                    raise CheckpointError("its manifest does not describe its tensors")
+                stamp = CheckpointStamp(stored["n_bytes"], str(stored.get("xxh3_128")))
+                tensors = read_tensors(self._path(number, "safetensors"), stamp)
+                return Checkpoint(number, content, tensors, stamp.n_bytes), sentences
             except (CheckpointError, MemoryError) as error:
                 sentences.append(f"checkpoint {number} in {self.directory} cannot be used: {error}")
         return None, sentences
@@ -480,20 +361,6 @@ class CheckpointStore:
         except (CheckpointError, SavedStateError) as error:
             return None, f"the record of the last push in {self.directory} cannot be used: {error}"
 
-    def _manifest(self, number: int) -> Mapping[str, Any]:
-        body = read_record(self._path(number, "json"))
-        if body.get("format") != FORMAT or not isinstance(body.get("content"), dict):
-            raise CheckpointError(f"it is of the form {body.get('format')!r}, this release reads {FORMAT!r}")
-        return body
-
-    def _load(self, number: int, body: Mapping[str, Any]) -> Checkpoint:
-        stored = body.get("tensors")
-        if not isinstance(stored, dict) or not isinstance(stored.get("n_bytes"), int):
-            raise CheckpointError("its manifest does not describe its tensors")
-        stamp = CheckpointStamp(stored["n_bytes"], str(stored.get("xxh3_128")))
-        tensors = read_tensors(self._path(number, "safetensors"), stamp)
-        return Checkpoint(number, body["content"], tensors, stamp.n_bytes)
-
     # ---- removing files ----
 
     def _path(self, number: int, kind: str) -> Path:
@@ -503,20 +370,8 @@ class CheckpointStore:
         matches = (_NAME.match(path.name) for path in self.directory.iterdir())
         return sorted(int(match[1]) for match in matches if match and match[2] == kind)
 
-    def _prune(self) -> None:
-        for number in self.numbers()[: -self._kept]:
-            self._remove(number)
-
     def _remove(self, number: int) -> None:
         """Remove a checkpoint, its manifest first, so that none is left without its tensors. Errors are ignored."""
         with contextlib.suppress(OSError):
             for kind in ("json", "safetensors"):
                 self._path(number, kind).unlink(missing_ok=True)
-
-    def _clean(self) -> None:
-        """Remove what a crash left: temporary files, and tensors without a manifest."""
-        whole = set(self.numbers())
-        orphans = [self._path(n, "safetensors") for n in self._named("safetensors") if n not in whole]
-        for path in [*self.directory.glob(".tmp-*"), *orphans]:
-            with contextlib.suppress(OSError):
-                path.unlink()

@@ -7,6 +7,7 @@ the bytes later. Never pickles, never touches the parameters themselves.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from dips.core.errors import ConfigError
-from dips.worker.checkpoint_files import ByteArray, JsonTree, RawTensor, StateTreeError, flatten, unflatten
+from dips.worker.checkpoint_files import RawTensor
 from dips.worker.torch_model import wait_for
 
 _TORCH_NAMES: Mapping[torch.dtype, str] = {
@@ -24,8 +25,110 @@ _TORCH_NAMES: Mapping[torch.dtype, str] = {
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
 }  # fmt: skip
 _TORCH_DTYPES = {name: dtype for dtype, name in _TORCH_NAMES.items()}
-_TORCH, _NUMPY = "torch", "numpy"
-"""Kinds of tensors, so that each is restored as the same kind."""
+
+# ---- nested state ----------------------------------------------------------------------------------------------------
+#
+# Converts nested state (an optimizer's state_dict, say) to JSON and a flat table of tensors, and back. No pickle.
+#
+# Marks distinguish what JSON cannot: a tuple from a list, keys that are numbers, NaN, bytes, a tensor of torch from one
+# of numpy. Only containers, numbers, texts, bytes and tensors are accepted: what cannot be read back exactly must not
+# be written. (torch's pytree takes other mappings as leaves, and its text form cannot hold keys that are numbers.)
+
+
+MAX_DEPTH = 100
+
+
+class StateTreeError(ConfigError):
+    """A state has a value that a checkpoint cannot hold; the sentence says where."""
+
+
+def flatten(state: object) -> tuple[Any, dict[str, Any]]:
+    """A JSON skeleton and the tensors by name. Raises StateTreeError with the place of a value that cannot be kept."""
+    tensors: dict[str, Any] = {}
+
+    def skeleton(value: object, path: tuple[str, ...]) -> Any:
+        if len(path) > MAX_DEPTH:
+            raise StateTreeError(f"the state at {_place(path)} is nested deeper than {MAX_DEPTH}: it may hold itself")
+        if isinstance(value, torch.Tensor | np.ndarray):
+            plain = name = ".".join(path) or "state"
+            n = 1
+            while name in tensors:  # paths may coincide: "a.b" as one key, or as two
+                n += 1
+                name = f"{plain}#{n}"
+            tensors[name] = value
+            return {"x": ["torch" if isinstance(value, torch.Tensor) else "numpy", name]}
+        if isinstance(value, Mapping):
+            return {"d": [[_leaf(key, path), skeleton(item, (*path, str(key)))] for key, item in value.items()]}
+        if isinstance(value, list | tuple):
+            items = [skeleton(item, (*path, str(i))) for i, item in enumerate(value)]
+            return {"l" if isinstance(value, list) else "t": items}
+        return _leaf(value, path)
+
+    return skeleton(state, ()), tensors
+
+
+def _leaf(value: object, path: tuple[str, ...]) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    # Subclasses (an IntEnum, say) would come back as something else.
+    if type(value) in (int, str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"f": str(float(value))}
+    if isinstance(value, bytes | bytearray):
+        return {"b": bytes(value).hex()}
+    raise StateTreeError(
+        f"the state at {_place(path)} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
+        "cannot hold: let state_dict() return tensors, numbers, texts and containers of these"
+    )
+
+
+def _place(path: tuple[str, ...]) -> str:
+    return repr(".".join(path)) if path else "its top"
+
+
+def unflatten(skeleton: Any, tensors: Mapping[str, RawTensor]) -> Any:
+    """The inverse of flatten. Raises StateTreeError for an invalid skeleton, and for a tensor that is not there."""
+    try:
+        return _value(skeleton, tensors)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StateTreeError(f"a state's skeleton cannot be read ({error}): it is not one of this release") from error
+
+
+def _value(skeleton: Any, tensors: Mapping[str, RawTensor]) -> Any:
+    if not isinstance(skeleton, dict | list):
+        return skeleton
+    if isinstance(skeleton, list) or len(skeleton) != 1:
+        raise StateTreeError("a state's skeleton has a bare list, or a mark too many: it is not one of this release")
+    ((mark, inner),) = skeleton.items()
+    match mark:
+        case "x":
+            kind, name = inner
+            tensor = _tensor(name, tensors)
+            return tensor.numpy() if kind == "numpy" else tensor
+        case "d":
+            return {_value(key, tensors): _value(item, tensors) for key, item in inner}
+        case "l":
+            return [_value(item, tensors) for item in inner]
+        case "t":
+            return tuple([_value(item, tensors) for item in inner])
+        case "f":
+            return float(inner)
+        case "b":
+            return bytes.fromhex(inner)
+    raise StateTreeError(f"a state's skeleton has {mark}: {inner!r}, which is not a mark of this release")
+
+
+def _tensor(name: str, tensors: Mapping[str, RawTensor]) -> torch.Tensor:
+    raw = tensors.get(name)
+    if raw is None or raw.dtype not in _TORCH_DTYPES:
+        raise StateTreeError(f"the checkpoint names a tensor {name!r} that it does not hold")
+    dtype = _TORCH_DTYPES[raw.dtype]
+    flat = torch.from_numpy(raw.data).view(dtype) if raw.data.size else torch.empty(0, dtype=dtype)
+    return flat.reshape(raw.shape)
+
+
+# ---- the state of a process ------------------------------------------------------------------------------------------
 
 
 class HasState(Protocol):
@@ -54,20 +157,26 @@ class TorchState:
         }
         self._copies: dict[str, _Copy] = {}
 
-    def capture(self) -> tuple[JsonTree, dict[str, RawTensor]]:
+    def capture(self) -> tuple[Any, dict[str, RawTensor]]:
         """Copy the state of all parts. The result is valid until the next capture().
 
         Raises StateTreeError when a part's state has a value that a checkpoint cannot hold.
         """
         state = {name: part.state_dict() for name, part in self._parts.items()}
-        skeleton, tensors = flatten(state, _kind_of)
-        raw = {name: self._copied(name, tensor) for name, tensor in tensors.items()}
+        skeleton, tensors = flatten(state)
+        raw: dict[str, RawTensor] = {}
+        for name, tensor in tensors.items():
+            source = torch.from_numpy(np.array(tensor)) if isinstance(tensor, np.ndarray) else tensor.detach()
+            copy = self._copies.get(name)
+            if copy is None or not copy.fits(source):
+                copy = self._copies[name] = _Copy(name, source)
+            raw[name] = copy.take(source)
         wait_for({item.device for item in tensors.values() if isinstance(item, torch.Tensor) and item.is_cuda})
         return skeleton, raw
 
-    def restore(self, skeleton: JsonTree, tensors: Mapping[str, RawTensor]) -> None:
+    def restore(self, skeleton: Any, tensors: Mapping[str, RawTensor]) -> None:
         """Give every part its state back. Raises ConfigError when a part is missing or does not accept it."""
-        state = unflatten(skeleton, lambda kind, name: _uncopied(kind, name, tensors))
+        state = unflatten(skeleton, tensors)
         if not isinstance(state, dict) or state.keys() != self._parts.keys():
             there = sorted(state) if isinstance(state, dict) else "nothing"
             raise ConfigError(
@@ -83,19 +192,6 @@ class TorchState:
                     "model, optimizer and loop, or without --resume"
                 ) from error
 
-    def _copied(self, name: str, tensor: Any) -> RawTensor:
-        source = torch.from_numpy(np.array(tensor)) if isinstance(tensor, np.ndarray) else tensor.detach()
-        copy = self._copies.get(name)
-        if copy is None or not copy.fits(source):
-            copy = self._copies[name] = _Copy(name, source)
-        return copy.take(source)
-
-
-def _kind_of(value: object) -> str | None:
-    if isinstance(value, torch.Tensor):
-        return _TORCH
-    return _NUMPY if isinstance(value, np.ndarray) else None
-
 
 class _Copy:
     """Host memory for one tensor; pinned when it comes from a GPU, so that the copy goes at the link's speed."""
@@ -105,7 +201,9 @@ class _Copy:
             raise StateTreeError(f"the state at {name!r} is a tensor of {source.dtype}, which a checkpoint cannot hold")
         self.is_pinned = source.is_cuda
         self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=self.is_pinned)
-        self._raw = RawTensor(_TORCH_NAMES[source.dtype], tuple(source.shape), _bytes_of(self._host))
+        self._raw = RawTensor(
+            _TORCH_NAMES[source.dtype], tuple(source.shape), self._host.reshape(-1).view(torch.uint8).numpy()
+        )
 
     def fits(self, source: torch.Tensor) -> bool:
         same = self._host.shape == source.shape and self._host.dtype == source.dtype
@@ -114,20 +212,6 @@ class _Copy:
     def take(self, source: torch.Tensor) -> RawTensor:
         self._host.copy_(source, non_blocking=self.is_pinned)
         return self._raw
-
-
-def _bytes_of(host: torch.Tensor) -> ByteArray:
-    return host.reshape(-1).view(torch.uint8).numpy()
-
-
-def _uncopied(kind: str, name: str, tensors: Mapping[str, RawTensor]) -> Any:
-    raw = tensors.get(name)
-    if raw is None or raw.dtype not in _TORCH_DTYPES:
-        raise StateTreeError(f"the checkpoint names a tensor {name!r} that it does not hold")
-    dtype = _TORCH_DTYPES[raw.dtype]
-    flat = torch.from_numpy(raw.data).view(dtype) if raw.data.size else torch.empty(0, dtype=dtype)
-    tensor = flat.reshape(raw.shape)
-    return tensor.numpy() if kind == _NUMPY else tensor
 
 
 class _Buffers:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dips.core.errors import ConfigError
-from dips.worker.checkpoint_files import StateTreeError, read_tensors, write_tensors
-from dips.worker.torch_state import TorchState
+from dips.worker.checkpoint_files import read_tensors, write_tensors
+from dips.worker.torch_state import StateTreeError, TorchState
 
 
 class Part:
