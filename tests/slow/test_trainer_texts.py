@@ -12,7 +12,7 @@ from support.trainer_run import TRAIN, Processes
 
 from dips.core.errors import Refused
 from dips.core.net.security import INSECURE
-from dips.trainer.progress import RunWatch
+from dips.trainer.evaluate import RunWatch
 
 
 @pytest.fixture

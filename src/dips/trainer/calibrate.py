@@ -48,7 +48,14 @@ def measure_tokens_per_s(train: TrainConfig, seconds: float) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; settings of the trainer are options of the same names as those of `dips train`."""
-    given = vars(_parser().parse_args(arguments))
+    parser = argparse.ArgumentParser(prog="dips.trainer.calibrate", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=5.0, help="how long to measure")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    for name, field in TrainConfig.model_fields.items():
+        several = isinstance(field.default, tuple)
+        text = (field.description or "").replace("%", "%%")
+        parser.add_argument(f"--{name.replace('_', '-')}", action="append" if several else "store", help=text)
+    given = vars(parser.parse_args(arguments))
     seconds, as_json = given.pop("seconds"), given.pop("json")
     try:
         # The caller has read the environment already; settings that it leaves out are defaults.
@@ -59,17 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     print(json.dumps({"tokens_per_s": speed}) if as_json else f"{speed:.0f} tokens/s")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dips.trainer.calibrate", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=5.0, help="how long to measure")
-    parser.add_argument("--json", action="store_true", help="print a JSON object")
-    for name, field in TrainConfig.model_fields.items():
-        several = isinstance(field.default, tuple)
-        text = (field.description or "").replace("%", "%%")
-        parser.add_argument(f"--{name.replace('_', '-')}", action="append" if several else "store", help=text)
-    return parser
 
 
 if __name__ == "__main__":

@@ -108,8 +108,7 @@ def read_corpus(paths: Sequence[Path], limits: CorpusLimits) -> Corpus:
     Hidden files, binary files (a NUL, or not UTF-8) and files beyond max_bytes are left out; the hash of their names
     decides which files are within that limit. Raises ConfigError naming the path and the remedy.
     """
-    sources = _sources_of(paths) if paths else _library_sources()
-    documents = list(_readable(sources, limits.max_bytes))
+    documents = list(_readable(_sources_of(paths), limits.max_bytes))
     if not documents:
         places = ", ".join(str(path) for path in paths) or str(standard_library())
         raise ConfigError(f"no text was found in {places}: give files or folders that hold UTF-8 text")
@@ -125,15 +124,14 @@ def name_hash(*parts: object) -> bytes:
     return hashlib.sha256("\0".join(str(part) for part in parts).encode("utf-8", "surrogateescape")).digest()
 
 
-def _library_sources() -> list[_Source]:
-    root = standard_library()
-    if not root.is_dir():
-        raise ConfigError(f"the Python standard library has no source files at {root}: give text with --data")
-    found = _walk(root, skipped=_SKIPPED_FOLDERS)
-    return [_source(0, root, path) for path in found if path.suffix == ".py"]
-
-
 def _sources_of(paths: Sequence[Path]) -> list[_Source]:
+    """The files at these paths; no paths: the Python standard library's."""
+    if not paths:
+        root = standard_library()
+        if not root.is_dir():
+            raise ConfigError(f"the Python standard library has no source files at {root}: give text with --data")
+        found = _walk(root, skipped=_SKIPPED_FOLDERS)
+        return [_source(0, root, path) for path in found if path.suffix == ".py"]
     sources: list[_Source] = []
     for position, path in enumerate(paths):
         if path.is_dir():
@@ -167,18 +165,14 @@ def _readable(sources: Sequence[_Source], max_bytes: int) -> Iterator[Document]:
     for source in sorted(sources, key=lambda source: name_hash("order", source.key)):
         if rest_bytes <= 0:
             return
-        text = _read(source.path, rest_bytes)
+        try:
+            with source.path.open("rb") as file:
+                text = file.read(rest_bytes)
+        except OSError as error:
+            raise ConfigError(f"data file {source.path} cannot be read: {error.strerror}") from error
         if text and _is_text(text):
             rest_bytes -= len(text)
             yield Document(source.key, text)
-
-
-def _read(path: Path, limit_bytes: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(limit_bytes)
-    except OSError as error:
-        raise ConfigError(f"data file {path} cannot be read: {error.strerror}") from error
 
 
 def _is_text(text: bytes) -> bool:

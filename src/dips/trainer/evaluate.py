@@ -10,10 +10,11 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Protocol
+from types import TracebackType
+from typing import Any
 
+import grpc
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,17 +23,22 @@ from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 from dips.core.ids import Version
 from dips.core.layout import Layout
-from dips.core.messages import StatusReply
+from dips.core.messages import StatusReply, StatusRequest
+from dips.core.net.codec_protobuf import from_message, to_message
+from dips.core.net.grpc_calls import refused_from
 from dips.core.net.keys import security_of
 from dips.core.net.security import Security
+from dips.core.observe.failpoints import failpoint
 from dips.core.observe.metrics_server import serve_metrics, served
 from dips.core.observe.telemetry import ChangeLogger, Tape, configure_logging, new_cause
+from dips.protos import operator_pb2_grpc
 from dips.trainer.config import TrainConfig, corpus_of
 from dips.trainer.export import Exported, Fetched, read_export
 from dips.trainer.model import ByteModel
-from dips.trainer.progress import RunWatch, StopSignals
+from dips.trainer.progress import StopSignals
 from dips.trainer.sizes import ModelConfig
 from dips.worker.config import ClientConfig, given
+from dips.worker.control import channel_to
 from dips.worker.metrics import Evaluated, heldout_families
 from dips.worker.reader import CALL_DEADLINE_S, FetchedModel, fetch_version
 
@@ -107,11 +113,36 @@ _logger = logging.getLogger("dips.trainer")
 POLL_S = 0.5
 
 
-class HasLoss(Protocol):
-    """The result of an evaluation; only the loss, in nats per byte, is used here."""
+class RunWatch:
+    """A channel to the master of one run ("": any run that it serves)."""
 
-    @property
-    def loss(self) -> float: ...
+    def __init__(self, master: str, run_id: str, deadline_s: float, security: Security) -> None:
+        """Raises ConfigError for an address that cannot be used."""
+        self._channel = channel_to(master, security)
+        self._stub: Any = operator_pb2_grpc.OperatorStub(self._channel)
+        self._run_id = run_id
+        self._deadline_s = deadline_s
+
+    def status(self) -> StatusReply:
+        """The run's status. Raises Refused, or RetryLater when no answer comes in time."""
+        try:
+            failpoint("worker.status.before_call")
+            answer = self._stub.Status(to_message(StatusRequest(self._run_id)), timeout=self._deadline_s)
+            if failpoint("worker.status.after_call"):
+                raise RetryLater("a failpoint loses the answer to Status")
+        except grpc.RpcError as error:
+            raise refused_from(error) from error
+        except OSError as error:
+            raise RetryLater(f"the request for the status failed: {error}") from error
+        return from_message(answer, StatusReply)
+
+    def __enter__(self) -> RunWatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._channel.close()
 
 
 def next_version(published: Version | None, last: Version | None) -> Version | None:
@@ -130,12 +161,14 @@ class Follower:
         self,
         status: Callable[[], StatusReply],
         fetch: Callable[[Version | None], Fetched],
-        evaluate: Callable[[Fetched], HasLoss],
+        evaluate: Callable[[Fetched], float],
         tape: Tape,
         patience_s: float,
         clock: Clock | None = None,
     ) -> None:
-        """fetch(version), None for the newest. patience_s: how long the master may be away."""
+        """fetch(version), None for the newest. evaluate: returns the loss, in nats per byte. patience_s: how long the
+        master may be away.
+        """
         self._status = status
         self._fetch = fetch
         self._evaluate = evaluate
@@ -161,38 +194,33 @@ class Follower:
                     return
                 pause_s = 0.0 if wanted is not None and self._evaluate_one(wanted) else POLL_S
             except RetryLater as error:
-                self._away(error)
+                away_s = self._clock.monotonic_s() - self._answered_s
+                if away_s >= self._patience_s:
+                    sentence = f"the run could not be read for {away_s:.0f} s: {error}"
+                    raise RetryLater(sentence, error.retry_after_s) from error
+                self._changes.report("master", f"waiting for the run: {error}", logging.WARNING)
                 pause_s = max(POLL_S, min(error.retry_after_s, self._patience_s / 4))
 
     def _evaluate_one(self, wanted: Version) -> bool:
         """Evaluate one version. Returns whether there was a new one."""
-        fetched = self._fetched(wanted)
+        try:
+            fetched = self._fetch(wanted)
+        except Refused as refused:
+            if refused.code is not RefusalCode.VERSION_GONE:
+                raise
+            fetched = self._fetch(None)
         self._answered()
         if fetched.version == self._last:
             return False
-        loss = self._evaluate(fetched).loss
+        loss = self._evaluate(fetched)
         self._last = fetched.version
         self._tape.write("heldout", new_cause(), version=str(fetched.version), tokens=fetched.tokens, loss=loss)
         _logger.info("version %s: held-out loss %.4f after %d tokens", fetched.version, loss, fetched.tokens)
         return True
 
-    def _fetched(self, wanted: Version) -> Fetched:
-        try:
-            return self._fetch(wanted)
-        except Refused as refused:
-            if refused.code is not RefusalCode.VERSION_GONE:
-                raise
-            return self._fetch(None)
-
     def _answered(self) -> None:
         self._answered_s = self._clock.monotonic_s()
         self._changes.report("master", "")
-
-    def _away(self, error: RetryLater) -> None:
-        away_s = self._clock.monotonic_s() - self._answered_s
-        if away_s >= self._patience_s:
-            raise RetryLater(f"the run could not be read for {away_s:.0f} s: {error}", error.retry_after_s) from error
-        self._changes.report("master", f"waiting for the run: {error}", logging.WARNING)
 
 
 # ---- evaluate --------------------------------------------------------------------------------------------------------
@@ -266,42 +294,34 @@ def follow(train: TrainConfig, client: ClientConfig) -> int:
     name = client.cluster_id or READER_NAME
     configure_logging("worker", name, client.log_level, client.log_format)
     security = security_of(client, "the evaluator")
-    evaluator, clock = _Shown(Evaluator(train)), SystemClock()
+    evaluator, clock = Evaluator(train), SystemClock()
+    last: list[Evaluated] = []  # the last result, for scrapes, which are made on other threads
+
+    def evaluate(fetched: Fetched) -> float:
+        found = evaluator(fetched)
+        count = last[0].count + 1 if last else 1
+        last[:] = [Evaluated(found.version, found.tokens, found.loss, clock.monotonic_s(), count)]
+        return found.loss
+
+    def fetch(version: Version | None) -> FetchedModel:
+        return fetch_version(
+            client.master, client.run_id or None, name, security, version=version, deadline_s=FETCH_DEADLINE_S
+        )
+
     metrics = serve_metrics(
         client,
         security,
-        lambda: heldout_families(evaluator.last, security, clock.monotonic_s()),
+        lambda: heldout_families(last[0] if last else None, security, clock.monotonic_s()),
         role="evaluator",
         name=name,
         run=client.run_id,
     )
+    deadline_s = given(client.call_deadline_s) or CALL_DEADLINE_S
     with (
         served(metrics),
         StopSignals() as signals,
         Tape(client.tape, "worker", name, may_lose=True) as tape,
-        RunWatch(client.master, client.run_id, given(client.call_deadline_s) or CALL_DEADLINE_S, security) as watch,
+        RunWatch(client.master, client.run_id, deadline_s, security) as watch,
     ):
-        fetch = _fetcher(client.master, client.run_id or None, name, security)
-        Follower(watch.status, fetch, evaluator, tape, client.connect_wait_s).run(signals.wait)
+        Follower(watch.status, fetch, evaluate, tape, client.connect_wait_s).run(signals.wait)
         return signals.exit_code
-
-
-class _Shown:
-    """An evaluator whose last result can be read by scrapes, on their threads."""
-
-    def __init__(self, evaluator: Evaluator) -> None:
-        self._evaluator = evaluator
-        self.last: Evaluated | None = None
-
-    def __call__(self, fetched: Fetched) -> Evaluation:
-        found = self._evaluator(fetched)
-        count = self.last.count + 1 if self.last is not None else 1
-        self.last = Evaluated(found.version, found.tokens, found.loss, SystemClock().monotonic_s(), count)
-        return found
-
-
-def _fetcher(
-    master: str, run_id: str | None, name: str, security: Security
-) -> Callable[[Version | None], FetchedModel]:
-    fetch = partial(fetch_version, master, run_id, name, security, deadline_s=FETCH_DEADLINE_S)
-    return lambda version: fetch(version=version)

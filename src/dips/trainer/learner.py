@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dips.core.layout import Layout
 from dips.core.messages import DataPlan, DataRange
 from dips.trainer.config import TrainConfig, corpus_of
 from dips.trainer.data import ChunkedText, make_batch
 from dips.trainer.evaluate import heldout_loss, model_from_flat, windows_of
 from dips.trainer.model import ByteModel
 from dips.trainer.sizes import SIZES
-from dips.trainer.train import LearningRateSchedule, inner_step, make_optimizer
+from dips.trainer.train import inner_step, make_optimizer, schedule_of
 from dips.worker.torch_model import TorchParameters
 
 F32 = NDArray[np.float32]
@@ -40,18 +39,7 @@ def read_text(config: TrainConfig) -> SharedText:
     return SharedText(ChunkedText(corpus.training, config.data_seed, config.chunk_tokens), corpus.heldout)
 
 
-def learners(
-    config: TrainConfig, total_tokens: int
-) -> tuple[Callable[[str, int], ByteLearner], Callable[[F32], float]]:
-    """A factory of learners for (cluster, index), and the held-out loss, over one text.
-
-    Raises ConfigError for text that cannot be used.
-    """
-    text = read_text(config)
-    return lambda cluster, index: ByteLearner(config, text, total_tokens), evaluator(config, text)
-
-
-class ByteLearner:
+class ByteLearner(TorchParameters):
     """One cluster's model, inner optimizer and text, on the processor; sets torch's thread count for the process.
 
     Flat vectors are float32 of layout().n_elems elements. Two of one configuration begin with equal parameters.
@@ -62,26 +50,14 @@ class ByteLearner:
         torch.set_num_threads(config.threads)
         self._config = config
         self._text = text.training
-        self._model = ByteModel(SIZES[config.model_size], config.seed)
-        self._optimizer = make_optimizer(self._model, config)
-        self._parameters = TorchParameters(self._model, self._optimizer)
-        self._schedule = LearningRateSchedule(config.lr, config.warmup_tokens, config.min_lr_fraction, total_tokens)
-
-    def layout(self) -> Layout:
-        return self._parameters.layout()
+        self._net = ByteModel(SIZES[config.model_size], config.seed)
+        self._adamw = make_optimizer(self._net, config)
+        super().__init__(self._net, self._adamw)
+        self._schedule = schedule_of(config, total_tokens)
 
     def data_plan(self) -> DataPlan:
         """The data plan for the master's leases; equal on all clusters of one text."""
         return self._text.plan
-
-    def snapshot(self, into: F32) -> None:
-        self._parameters.snapshot(into)
-
-    def install(self, flat: F32) -> None:
-        self._parameters.install(flat)
-
-    def reset_inner_optimizer(self) -> None:
-        self._parameters.reset_inner_optimizer()
 
     def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float:
         """One inner step on exactly these tokens, each range a row of the batch; the mean loss in nats per byte.
@@ -90,8 +66,7 @@ class ByteLearner:
         nothing and is returned. Raises RemoteProtocolError for a range that the text does not have.
         """
         batch = make_batch(self._text, ranges)
-        lr = self._schedule.at(progress_tokens)
-        return inner_step(self._model, self._optimizer, batch, lr, self._config.grad_clip)
+        return inner_step(self._net, self._adamw, batch, self._schedule.at(progress_tokens), self._config.grad_clip)
 
 
 def evaluator(config: TrainConfig, text: SharedText) -> Callable[[F32], float]:

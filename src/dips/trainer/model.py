@@ -110,17 +110,14 @@ class ByteModel(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, config.dim)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim)
-        self._initialise(seed)
-
-    @torch.no_grad()
-    def _initialise(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         # Both projections that write to the residual stream are smaller, so that its size does not grow with depth.
-        residual_std = INIT_STD / math.sqrt(2 * self.config.n_layers)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                writes = name.endswith(("attention.wo.weight", "feed_forward.down.weight"))
-                parameter.normal_(0.0, residual_std if writes else INIT_STD, generator=generator)
+        residual_std = INIT_STD / math.sqrt(2 * config.n_layers)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.ndim == 2:
+                    writes = name.endswith(("attention.wo.weight", "feed_forward.down.weight"))
+                    parameter.normal_(0.0, residual_std if writes else INIT_STD, generator=generator)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, T) int64 byte values -> (B, T, V) logits of the byte that follows each."""

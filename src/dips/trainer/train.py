@@ -200,25 +200,18 @@ class _ClusterLoop:
 
     def _train_until_done(self) -> None:
         schedule = schedule_of(self._train, self._shell.settings.tk_max_tokens)
+        mixed = MIXED_CHUNKS_PER_ROW * self._train.batch_size * self._train.chunk_tokens
         while not self._shell.done:
             self._shell.checkpoint_if_due()
-            self._drop_lost_ranges()
-            # Each lease may be preceded by a new Join, so ranges that are no longer leased go before every step.
+            if self._shell.times_forgotten != self._forgotten:
+                # The master leased ranges to other clusters at a new Join, which may precede each lease.
+                self._forgotten = self._shell.times_forgotten
+                self._batches.keep_only(self._shell.held_ranges)
             if self._batches.held_tokens < self._train.step_tokens:
-                self._batches.add(self._shell.lease(self._wanted_tokens()))
+                # Enough for the steps up to the next push, and for a mix of chunks.
+                self._batches.add(self._shell.lease(max(self._shell.local_steps * self._train.step_tokens, mixed)))
             else:
                 self._step(schedule)
-
-    def _drop_lost_ranges(self) -> None:
-        """Drop ranges that the master leased to other clusters, which may happen at a new Join."""
-        if self._shell.times_forgotten != self._forgotten:
-            self._forgotten = self._shell.times_forgotten
-            self._batches.keep_only(self._shell.held_ranges)
-
-    def _wanted_tokens(self) -> int:
-        """Tokens to lease: the steps up to the next push, and enough chunks to mix."""
-        mixed = MIXED_CHUNKS_PER_ROW * self._train.batch_size * self._train.chunk_tokens
-        return max(self._shell.local_steps * self._train.step_tokens, mixed)
 
     def _step(self, schedule: LearningRateSchedule) -> None:
         begin_s = time.monotonic()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -41,18 +41,6 @@ N_THREADS = 3
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message. A Join carries the layout: about 60 bytes for each parameter, so this allows a million of them."""
 
-_METHODS: Mapping[type[Any], tuple[str, type[Any]]] = {
-    messages.JoinRequest: ("Join", messages.JoinReply),
-    messages.BeginPushRequest: ("BeginPush", messages.BeginPushReply),
-    messages.FinishPushRequest: ("FinishPush", messages.FinishPushReply),
-    messages.AwaitVerdictRequest: ("AwaitVerdict", messages.AwaitVerdictReply),
-    messages.BeginPullRequest: ("BeginPull", messages.BeginPullReply),
-    messages.FinishPullRequest: ("FinishPull", messages.FinishPullReply),
-    messages.LeaseDataRequest: ("LeaseData", messages.LeaseDataReply),
-    messages.ReturnDataRequest: ("ReturnData", messages.ReturnDataReply),
-    messages.LeaveRequest: ("Leave", messages.LeaveReply),
-}
-
 
 def channel_to(master: str, security: Security) -> grpc.Channel:
     """A channel to the master; connects when first used. Raises ConfigError for an address that cannot be dialled."""
@@ -69,23 +57,21 @@ class MasterStubs:
 
     def call(self, request: ClusterRequest, deadline_s: float) -> ClusterReply:
         """Call and wait. Raises Refused, or RetryLater when no answer came in time."""
-        method, kind = _METHODS[type(request)]
+        # The request of every method is named after it, and so is the answer.
+        method = type(request).__name__.removesuffix("Request")
         try:
             failpoint(f"worker.rpc.before_{method}")
             answer = getattr(self._stub, method)(to_message(request), timeout=deadline_s)
             if failpoint(f"worker.rpc.after_{method}"):
                 raise RetryLater(f"a failpoint loses the answer to {method}")
         except grpc.RpcError as error:
-            raise self._meaning(error) from error
+            # Wrong keys can be replaced while this process runs, so it waits for that.
+            why = self._explain() if is_unreachable(error) else ""
+            raise (RetryLater(why) if why else refused_from(error)) from error
         except OSError as error:
             raise RetryLater(f"{method} failed: {error.strerror or error}") from error
-        reply: ClusterReply = from_message(answer, kind)
+        reply: ClusterReply = from_message(answer, getattr(messages, f"{method}Reply"))
         return reply
-
-    def _meaning(self, error: grpc.RpcError) -> Refused | RetryLater:
-        """The error for a failed call. Wrong keys can be replaced while this process runs, so it waits for that."""
-        why = self._explain() if is_unreachable(error) else ""
-        return RetryLater(why) if why else refused_from(error)
 
 
 class MasterClient:
@@ -214,7 +200,11 @@ class Heartbeat:
                 self._log.report("master", "")
                 if failpoint("worker.rpc.after_Heartbeat"):
                     continue  # a failpoint loses the answer
-                self._take(from_message(answer, HeartbeatReply))
+                reply = from_message(answer, HeartbeatReply)
+                incarnation = self._unanswered.popleft() if self._unanswered else None
+                if incarnation is not None and self._delivered != (incarnation, reply):
+                    self._delivered = (incarnation, reply)
+                    self._deliver(Beat(incarnation, reply))
         except grpc.RpcError as error:
             self._failed(error)
         except OSError as error:
@@ -239,12 +229,6 @@ class Heartbeat:
             self._stop.wait(settings.heartbeat_s)
         if not ended.is_set():
             hang_up()
-
-    def _take(self, reply: HeartbeatReply) -> None:
-        incarnation = self._unanswered.popleft() if self._unanswered else None
-        if incarnation is not None and self._delivered != (incarnation, reply):
-            self._delivered = (incarnation, reply)
-            self._deliver(Beat(incarnation, reply))
 
     def _failed(self, error: grpc.RpcError) -> None:
         """Requests are answered in order, so a refusal is of the oldest one that is not answered."""

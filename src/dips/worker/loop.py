@@ -258,8 +258,11 @@ class DiLoCo:
         # Inside of a step parameters are incomplete; ranks that do not leave together cannot compare theirs.
         whole = is_orderly(kind) and not self._in_step and (kind is None or self._ranks is None)
         try:
-            if kind is None:
-                self._compare_before_leaving()
+            if kind is None and self._ranks is not None and self._parameters is not None:
+                # Rank 0 may push as it leaves: the ranks' parameters are compared, as before any push.
+                self._ranks.meet(0, False, leaves=True)
+                if not self.run_ended and self.steps > self._steps_compared:
+                    self._ranks.compare(self._parameters)
         except BaseException as raised:
             kind, error, whole = type(raised), raised, False
             raise
@@ -268,13 +271,6 @@ class DiLoCo:
         released = self._shell is not None and self._shell.released
         if kind is None and (self._sigterm.caught or self._ends) and not released:
             raise self._end_of_process()
-
-    def _compare_before_leaving(self) -> None:
-        """Compare the ranks' parameters, as before any push, since rank 0 may push as it leaves."""
-        if self._ranks is not None and self._parameters is not None:
-            self._ranks.meet(0, False, leaves=True)
-            if not self.run_ended and self.steps > self._steps_compared:
-                self._ranks.compare(self._parameters)
 
     def _leave(self, reason: str, push_pending: bool, together: bool) -> None:
         """Leave the run. together: all ranks leave, and keep one model."""

@@ -268,7 +268,11 @@ class TorchParameters:
         tensors: dict[str, torch.Tensor] = {**named, **held}
         self._spans = [(tensors[s.parameter.name], s.start_elem, s.stop_elem) for s in self._layout.spans]
         self._parameters: list[torch.Tensor] = [tensor for tensor, _, _ in self._spans]
-        self._check_optimizer()
+        if self.ids.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(
+                "the optimizer holds none of the model's parameters: make it of model.parameters(), after the model "
+                "was moved to its device"
+            )
         self._groups = _groups(self._spans)
         self._narrow = _narrow(self._spans[: len(named)])  # a statistic is pushed unchanged
         self._devices = {group.device for group in self._groups if group.device.type == "cuda"}
@@ -406,15 +410,6 @@ class TorchParameters:
                     "once the model is complete and on its device"
                 )
             self._parameters[at] = now
-
-    def _check_optimizer(self) -> None:
-        ours = self.ids
-        theirs = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        if not ours & theirs:
-            raise ConfigError(
-                "the optimizer holds none of the model's parameters: make it of model.parameters(), after the model "
-                "was moved to its device"
-            )
 
 
 @dataclass(frozen=True)

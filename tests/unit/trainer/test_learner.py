@@ -15,7 +15,7 @@ from dips.trainer.config import TrainConfig
 from dips.trainer.corpus import all_ranges, take_rows
 from dips.trainer.data import LeasedBatches, make_batch
 from dips.trainer.evaluate import heldout_loss, windows_of
-from dips.trainer.learner import F32, ByteLearner, SharedText, evaluator, learners, read_text
+from dips.trainer.learner import F32, ByteLearner, SharedText, evaluator, read_text
 from dips.trainer.train import InnerTrainer, inner_step, schedule_of
 
 TOTAL = 4096
@@ -61,8 +61,8 @@ def test_it_steps_as_the_trainer_does_to_the_bit(config: TrainConfig, text: Shar
 
 
 def test_learners_of_one_configuration_begin_alike_and_share_the_text(config: TrainConfig) -> None:
-    learner_of, _ = learners(config, TOTAL)
-    one, two = learner_of("a", 0), learner_of("b", 1)
+    text = read_text(config)
+    one, two = ByteLearner(config, text, TOTAL), ByteLearner(config, text, TOTAL)
     assert np.array_equal(vector(one), vector(two))
     assert one.data_plan() == two.data_plan()
     assert one._text is two._text
@@ -144,4 +144,4 @@ def test_a_vector_of_another_length_is_refused(config: TrainConfig, text: Shared
 
 def test_text_that_cannot_be_used_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
-        learners(config.model_copy(update={"data": (tmp_path / "none",)}), TOTAL)
+        read_text(config.model_copy(update={"data": (tmp_path / "none",)}))

@@ -204,8 +204,11 @@ class ClusterMachine:
                 self._decide()
             except (ConfigError, Refused, RemoteProtocolError) as error:
                 self._fail(error)
-            self._send_leave()
-            self.shared.send_due()
+            shared = self.shared
+            if self.phase is SessionPhase.LEAVING and shared.exchange.idle and shared.asides_done():
+                # The last call: the small calls on their way are done.
+                shared.ask(lambda: LeaveRequest(shared.terms.caller(shared.cause), self._ending.reason))
+            shared.send_due()
         return self.shared.take()
 
     def _dispatch(self, event: Event) -> None:
@@ -253,12 +256,6 @@ class ClusterMachine:
             self.pushing.begin("push due")
         if self._lease_tokens and shared.data.idle and self.phase not in _ABSENT:
             self._ask_for_data(shared.now_s)
-
-    def _send_leave(self) -> None:
-        """Send Leave, the last call, once the small calls on their way are done."""
-        shared = self.shared
-        if self.phase is SessionPhase.LEAVING and shared.exchange.idle and shared.asides_done():
-            shared.ask(lambda: LeaveRequest(shared.terms.caller(shared.cause), self._ending.reason))
 
     def _may_donate(self) -> bool:
         """Whether theta_base is the version that the master asks for, and it can be pushed now."""
@@ -384,7 +381,11 @@ class ClusterMachine:
         elif remedy is Remedy.JOIN_AGAIN:
             self._rejoin(refused.sentence)
         elif remedy is Remedy.WAIT:
-            self._put_off(lane, refused)
+            shared.note = refused.sentence
+            shared.train_on()
+            if lane is shared.exchange and self.phase is SessionPhase.PULLING:
+                self.pulling.version_gone()
+            lane.put_off(shared.now_s, refused.retry_after_s or 1.0)
         elif lane is shared.side:
             lane.answered()
             shared.log("side", f"the master refuses: {refused.sentence}", logging.WARNING)
@@ -411,14 +412,6 @@ class ClusterMachine:
         self.shared.log("join", f"the checkpoint is not of this cluster's last incarnation: {refused.sentence}")
         self.shared.terms.previous = None
         self.shared.ask(self._join_request)
-
-    def _put_off(self, lane: RepeatedCall, refused: Refused) -> None:
-        shared = self.shared
-        shared.note = refused.sentence
-        shared.train_on()
-        if lane is shared.exchange and self.phase is SessionPhase.PULLING:
-            self.pulling.version_gone()
-        lane.put_off(shared.now_s, refused.retry_after_s or 1.0)
 
     def _pulled(self, event: Done) -> None:
         self.pulling.install(event)

@@ -139,7 +139,10 @@ def joined(ranges: Iterable[DataRange]) -> tuple[DataRange, ...]:
 
 def is_within(item: DataRange, ranges: Iterable[DataRange]) -> bool:
     """Whether one of the ranges holds all of this one."""
-    return any(_contains(home, item) for home in ranges)
+    return any(
+        _place(home) == _place(item) and home.begin_tokens <= item.begin_tokens < item.end_tokens <= home.end_tokens
+        for home in ranges
+    )
 
 
 def _place(item: DataRange) -> tuple[int, int, int]:
@@ -152,39 +155,28 @@ def _cut(item: DataRange, begin_tokens: int, end_tokens: int) -> DataRange:
 
 def without(held: Sequence[DataRange], taken: Iterable[DataRange]) -> tuple[DataRange, ...]:
     """`held` without `taken`. Raises LocalProtocolError when something is taken that is not there."""
-    rest = list(held)
+    rest = tuple(sorted(held))
     for item in taken:
-        home = next((h for h in rest if _contains(h, item)), None)
-        if home is None:
+        if not is_within(item, rest):
             raise LocalProtocolError(
                 f"a step claims tokens {item.begin_tokens}-{item.end_tokens} of chunk {item.chunk} (pass "
                 f"{item.pass_index}, lease {item.lease_id}), which this cluster does not hold or has counted before"
             )
-        rest.remove(home)
-        pieces = (_cut(home, home.begin_tokens, item.begin_tokens), _cut(home, item.end_tokens, home.end_tokens))
-        rest.extend(piece for piece in pieces if piece.tokens > 0)
-    return tuple(sorted(rest))
+        rest = less(rest, [item])
+    return rest
 
 
 def less(ranges: Iterable[DataRange], taken: Iterable[DataRange]) -> tuple[DataRange, ...]:
     """`ranges` without the tokens of `taken`, which need not all be there."""
     rest = list(ranges)
     for other in taken:
-        rest = [piece for item in rest for piece in _minus(item, other)]
+        pieces: list[DataRange] = []
+        for item in rest:
+            apart = other.end_tokens <= item.begin_tokens or item.end_tokens <= other.begin_tokens
+            if apart or _place(item) != _place(other):
+                pieces.append(item)
+                continue
+            ends = (item.begin_tokens, other.begin_tokens), (other.end_tokens, item.end_tokens)
+            pieces += [_cut(item, begin, end) for begin, end in ends if begin < end]
+        rest = pieces
     return tuple(sorted(rest))
-
-
-def _minus(item: DataRange, other: DataRange) -> list[DataRange]:
-    apart = other.end_tokens <= item.begin_tokens or item.end_tokens <= other.begin_tokens
-    if apart or _place(item) != _place(other):
-        return [item]
-    pieces = (
-        _cut(item, item.begin_tokens, other.begin_tokens),
-        _cut(item, other.end_tokens, item.end_tokens),
-    )
-    return [piece for piece in pieces if piece.tokens > 0]
-
-
-def _contains(home: DataRange, item: DataRange) -> bool:
-    inside = home.begin_tokens <= item.begin_tokens < item.end_tokens <= home.end_tokens
-    return inside and _place(home) == _place(item)
