@@ -198,7 +198,7 @@ def test_an_arrow_is_hit_before_the_phase_changes() -> None:
     try:
         with armed("round.IDLE.push_admitted=note"):
             phase.move("push admitted", RoundPhase.WINDOW, 1.0)
-            phase.move("nobody left", RoundPhase.IDLE, 2.0)
+            phase.move("no push is left", RoundPhase.IDLE, 2.0)
             assert failpoints.fired() == {"round.IDLE.push_admitted": {"note": 1}}
     finally:
         machine.forget(look)

@@ -27,7 +27,7 @@ SELDOM = {
     ("round", "COMMIT", "recovery", "IDLE"),
     ("round", "MEASURE", "abort", "IDLE"),
     ("round", "PREPARE", "void", "IDLE"),
-    ("round", "SEALED", "nobody left", "IDLE"),
+    ("round", "SEALED", "no push is left", "IDLE"),
     ("slave", "ATTACHED", "lost", "ABSENT"),
     ("slave", "PROMISED", "lost", "ABSENT"),
     ("slave", "READY", "configure", "CONFIGURING"),

@@ -103,9 +103,9 @@ ROUND_TABLE: TransitionTable[RoundPhase] = TransitionTable(
     RoundPhase.IDLE,
     {
         (RoundPhase.IDLE, "push admitted"): [RoundPhase.WINDOW],
-        (RoundPhase.WINDOW, "nobody left"): [RoundPhase.IDLE],
+        (RoundPhase.WINDOW, "no push is left"): [RoundPhase.IDLE],
         (RoundPhase.WINDOW, "window closed"): [RoundPhase.SEALED],
-        (RoundPhase.SEALED, "nobody left"): [RoundPhase.IDLE],
+        (RoundPhase.SEALED, "no push is left"): [RoundPhase.IDLE],
         (RoundPhase.SEALED, "checks passed"): [RoundPhase.MEASURE],
         (RoundPhase.SEALED, "it is the seed"): [RoundPhase.PREPARE],
         (RoundPhase.MEASURE, "all measured"): [RoundPhase.JUDGE],
@@ -116,7 +116,7 @@ ROUND_TABLE: TransitionTable[RoundPhase] = TransitionTable(
         (RoundPhase.PREPARE, "void"): [RoundPhase.IDLE],
         (RoundPhase.PREPARE, "abort"): [RoundPhase.IDLE],
         (RoundPhase.COMMIT, "all flipped"): [RoundPhase.PUBLISH],
-        (RoundPhase.PUBLISH, "verdicts told"): [RoundPhase.IDLE],
+        (RoundPhase.PUBLISH, "verdicts sent"): [RoundPhase.IDLE],
         (RoundPhase.SEALED, "it is a donation"): [RoundPhase.PREPARE],
         (RoundPhase.COMMIT, "recovery"): [RoundPhase.IDLE],
     },
@@ -167,7 +167,7 @@ RESHARD_TABLE: TransitionTable[ReshardPhase] = TransitionTable(
         (ReshardPhase.MOVING, "journaled"): [ReshardPhase.NONE],
         (ReshardPhase.LISTING, "given up"): [ReshardPhase.WAITING],
         (ReshardPhase.MOVING, "given up"): [ReshardPhase.WAITING],
-        (ReshardPhase.WAITING, "no wish"): [ReshardPhase.NONE],
+        (ReshardPhase.WAITING, "nothing asked"): [ReshardPhase.NONE],
     },
 )
 

@@ -167,7 +167,7 @@ class Reshard:
         if state.phase.now is _P.NONE and pending is not None:
             self._to("asked", _P.WAITING, _say(pending))
         if state.phase.now is _P.WAITING and pending is None:
-            self._to("no wish", _P.NONE)
+            self._to("nothing asked", _P.NONE)
         if state.moving and (gone := self._gone()):
             self._give_up(f"slave {', '.join(gone)} went away")
         if state.phase.now is _P.WAITING and pending is not None and shared.now_s >= state.not_before_s:

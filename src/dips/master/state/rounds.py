@@ -79,7 +79,7 @@ class Rounds:
             if ending and not self._may_go_on():
                 self._abort_pushes(ending)
             if not self._admitted():
-                self._move("nobody left", RoundPhase.IDLE)
+                self._move("no push is left", RoundPhase.IDLE)
             elif self._may_close():
                 self._seal()
         if state.phase.now is RoundPhase.IDLE and shared.ledger.stopping and not shared.recovery.donating:
@@ -160,7 +160,7 @@ class Rounds:
             push.phase.move("window sealed", PushPhase.SEALED, shared.now_s, state.cause)
             state.participants.append(push)
         if not state.participants:
-            self._move("nobody left", RoundPhase.IDLE)
+            self._move("no push is left", RoundPhase.IDLE)
         elif state.participants[0].is_seed:
             donation = state.participants[0].is_donation
             self._move("it is a donation" if donation else "it is the seed", RoundPhase.PREPARE)
@@ -351,7 +351,7 @@ class Rounds:
         shared.record("publish", state.cause, version=str(commit.version), tokens=shared.ledger.tokens)
         self._summarise("commit", "")
         self._tell_all()
-        self._end("verdicts told")
+        self._end("verdicts sent")
 
     # ---- what the record says ----
 
