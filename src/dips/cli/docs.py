@@ -20,13 +20,12 @@ from dips.core.assumptions import ROLES as ASSUMED
 from dips.core.assumptions import Assumption
 from dips.core.errors import ConfigError
 from dips.core.machine import TransitionTable
-from dips.core.observe.counting import SECONDS
-from dips.core.observe.metrics import Spec
+from dips.core.observe.metrics import SECONDS, Spec
 from dips.core.observe.metrics_server import CONNECTION_S, MOST_CONNECTIONS, SNAPSHOT_S
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.master import metrics as master
 from dips.master.metrics import PHASES as ROUND_PHASES
-from dips.master.metrics_counts import REASONS
+from dips.master.metrics import REASONS
 from dips.master.state.reasons import WaitingCode
 from dips.master.state.records import PUSH_TABLE, RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE, SLAVE_TABLE
 from dips.master.state.status import AlarmKind
@@ -239,7 +238,7 @@ Values are read when they are scraped. A master and a slave make a snapshot on t
 of what it holds already; a loop that does not answer within {SNAPSHOT_S:g} s gives 503, and Prometheus
 sees the target down, which it is. A cluster's training thread leaves its numbers behind at each step, one small object,
 because a scrape must not wait for a step, and the thread that moves chunks leaves its own four times a second while
-something moves. Counting costs an entry in a dictionary for each event of the control flow and each chunk. A server
+something moves. Counting costs an addition for each event of the control flow and each chunk. A server
 has at most {MOST_CONNECTIONS} connections at a time, each for at most {CONNECTION_S:g} s.
 
 ## How to read the tables

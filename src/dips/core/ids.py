@@ -49,6 +49,12 @@ class Version:
     def next(self) -> Version:
         return Version(self.timeline, self.v + 1)
 
+    def behind(self, published: Version | None) -> int | None:
+        """Versions from this one to the published one; None when they are not of one timeline."""
+        if published is None or published.timeline != self.timeline:
+            return None
+        return max(0, published.v - self.v)
+
 
 @dataclass(frozen=True, order=True)
 class RoundId:

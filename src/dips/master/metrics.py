@@ -7,27 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dips.core.clock import Clock
-from dips.core.ids import Version
-from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
+from dips.core.messages import ClusterStatus, StatusReply
 from dips.core.net.keys import certificate_left_s
 from dips.core.net.security import INSECURE, Security
-from dips.core.observe.counting import Rising
-from dips.core.observe.metrics import CERTIFICATE, Families, Spec, flag
+from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Recent, Spec, flag
 from dips.core.observe.metrics_knobs import METRICS_FILE
 from dips.core.observe.metrics_server import LoopSnapshots, NotNow, serve_metrics, served
 from dips.core.release import VERSION
 from dips.master.archive import FILE_NAME, FOLDER
 from dips.master.config import MasterConfig
-from dips.master.metrics_counts import REASONS, Counted, Counts
-from dips.master.state.leases import TokenState
-from dips.master.state.penalty_detect import threshold
+from dips.master.state.effects import Record, WriteJournal
+from dips.master.state.pulls import READER
 from dips.master.state.reasons import WaitingCode
 from dips.master.state.records import RoundPhase, SlavePhase
 from dips.master.state.shared import SharedState
@@ -200,12 +200,200 @@ METRICS: tuple[Spec, ...] = (
 )  # fmt: skip
 
 
+# ---- metrics reasons -------------------------------------------------------------------------------------------------
+#
+# Maps sentences of the state machine to words of a fixed set, so that they can be labels: bounded and constant.
+#
+# People read the sentences; these words only classify them. A sentence that matches no rule is "other", so a new kind
+# of reason is counted there until it has its own word.
+
+
+_EXCLUDED = (
+    (r"\d+ elements are not finite|the norm of its pseudo-gradient is", "not_finite"),
+    (r"norm .* times the median", "norm"),
+    (r"score ", "score"),
+    (r"its tokens are", "tokens"),
+    (r"its parameters equal", "zero"),
+    (r"slave \S+ cannot |no push was accepted", "void"),
+)
+
+_ABORTED = (
+    (r"the run ends: ", "run_end"),
+    (r"nothing arrived for .* the ticket ran out", "ticket"),
+    (r"the [A-Z]+ phase ran out of time", "timeout"),
+    (r"cluster \S+ joined again", "rejoined"),
+    (r"cluster \S+ is gone: ", "gone"),
+    (r"what slave \S+ ", "digest"),
+    (r"slave \S+ cannot ", "refused"),
+    (r"slave \S+ |no heartbeat from slave ", "slave_lost"),
+    (r"base \S+ ", "stale"),
+    (r"range ", "ranges"),
+    (r"\d+ tokens ", "tokens"),
+    (r"the run goes back |the master's state is replaced|the slaves lost |a slave's snapshots ", "recovery"),
+    (r"the model's blocks |the slaves change ", "reshard"),
+)
+
+_RULES = {
+    "APPLIED": ((r"", "merged"),),
+    "EXCLUDED": _EXCLUDED,
+    "ABORTED": _ABORTED,
+    "ROLLED_BACK": ((r"", "rollback"),),
+}
+
+OTHER = "other"
+
+REASONS: dict[str, tuple[str, ...]] = {
+    verdict.lower(): (*dict.fromkeys(word for _, word in rules), OTHER) for verdict, rules in _RULES.items()
+}
+"""All values of the label `reason`, by verdict."""
+
+
+def reason_word(verdict: str, sentence: str) -> str:
+    """The word for a verdict's reason. verdict: in capitals, as on the tape."""
+    return next((word for rule, word in _RULES.get(verdict, ()) if re.match(rule, sentence)), OTHER)
+
+
+# ---- metrics counts --------------------------------------------------------------------------------------------------
+#
+# Counts events since the start of the process, from the lines of its tape and its answers to calls.
+#
+# The state machine does not count for metrics: the shell reports here what it carries out. All on the event loop, but
+# for the time of the journal. What is counted by cluster or slave has a bound.
+
+
+IDLE = "IDLE"
+
+WORDS_FOR_EACH_CLUSTER = 32
+"""More than the number of verdicts with reasons."""
+
+_OF_KIND = {
+    "alarm": "alarms_total",
+    "stood_still": "stalls_total",
+    "resharded": "reshards_total",
+    "rolled_back": "rollbacks_total",
+}
+"""Kinds of tape lines that are counted, and in which metric."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What is counted of clusters and slaves, at one moment; by (cluster, further labels), slave_losses by slave.
+
+    judged: clip factor, participation and merged norm of the last judged round, NaN where nothing was accepted.
+    """
+
+    verdicts: Mapping[tuple[str, ...], int]
+    departures: Mapping[tuple[str, ...], int]
+    attempts: Mapping[tuple[str, ...], int]
+    slave_losses: Mapping[str, int]
+    judged: tuple[float, float, float]
+
+
+class Counts:
+    """Counts of one process; `most_clusters` bounds the labels."""
+
+    def __init__(self, most_clusters: int = 8, most_slaves: int = 64) -> None:
+        self.made = Instruments(PREFIX, METRICS)
+        self._of_kind = {kind: self.made.counter(name) for kind, name in _OF_KIND.items()}
+        self._rolled_back_tokens = self.made.counter("rolled_back_tokens_total")
+        self._pulls = self.made.counter("pulls_total", "cluster", "reader")
+        self._calls = self.made.counter("calls_total")
+        self._refused = self.made.counter("refused_calls_total")
+        self._phases = self.made.histogram("round_phase_seconds")
+        self._rounds = self.made.histogram("round_seconds")
+        self._journal_s = self.made.histogram("journal_append_seconds")
+        self._journal_entries = self.made.counter("journal_entries_total")
+        self._verdicts: Recent[tuple[str, ...]] = Recent(WORDS_FOR_EACH_CLUSTER * most_clusters)
+        self._departures: Recent[tuple[str, ...]] = Recent(2 * most_clusters)
+        self._attempts: Recent[tuple[str, ...]] = Recent(2 * most_clusters)
+        self._losses: Recent[str] = Recent(most_slaves)
+        self._judged = (math.nan, math.nan, math.nan)
+        self._phase: tuple[str, float] = (IDLE, 0.0)
+        self._opened_s: float | None = None
+
+    # ---- called by the shell ----
+
+    def note(self, record: Record, now_s: float) -> None:
+        """Counts a line of the tape, when the journal entries that it depends on are durable."""
+        fields = record.fields
+        if record.kind in self._of_kind:
+            self._of_kind[record.kind].inc()
+        match record.kind:
+            case "round":
+                self._moved(str(fields.get("phase")), now_s)
+            case "verdict":
+                verdict, sentence = str(fields.get("verdict")), str(fields.get("reason"))
+                self._verdicts.add((_cluster_of(record), verdict.lower(), reason_word(verdict, sentence)))
+            case "judged":
+                kappa, rho, merged_norm = (_number(fields.get(name)) for name in ("kappa", "rho", "merged_norm"))
+                self._judged = (kappa, rho, merged_norm)
+            case "ticket":
+                self._attempts.add((_cluster_of(record), "first" if fields.get("attempt") == 1 else "again"))
+            case "evict" | "leave":
+                if "cluster" in fields:  # otherwise it is an operator's request, whose effect is recorded too
+                    self._departures.add((str(fields["cluster"]), record.kind))
+            case "slave_lost":
+                self._losses.add(str(fields.get("slave")))
+            case "pull":
+                self._pulls.labels("reader" if str(fields.get("by")).startswith(READER) else "cluster").inc()
+            case "rolled_back":
+                self._rolled_back_tokens.inc(_number(fields.get("lost_tokens"), 0.0))
+            case "epoch":
+                self._phase, self._opened_s = (IDLE, now_s), None
+
+    def called(self, method: str) -> None:
+        self._calls.labels(method).inc()
+
+    def refused(self, method: str, code: str) -> None:
+        """Counts a refused call; method and code come from the protocol, not from the caller."""
+        self._refused.labels(method, code).inc()
+
+    def timed(self, append: Callable[[Sequence[WriteJournal]], None]) -> Callable[[Sequence[WriteJournal]], None]:
+        """Wraps `append` to measure its time, on the journal's thread."""
+
+        def append_and_count(entries: Sequence[WriteJournal]) -> None:
+            began_s = time.monotonic()
+            append(entries)
+            self._journal_s.observe(time.monotonic() - began_s)
+            self._journal_entries.inc(len(entries))
+
+        return append_and_count
+
+    def counted(self) -> Counted:
+        return Counted(
+            self._verdicts.counted(),
+            self._departures.counted(),
+            self._attempts.counted(),
+            self._losses.counted(),
+            self._judged,
+        )
+
+    def _moved(self, to: str, now_s: float) -> None:
+        before, since_s = self._phase
+        if before != IDLE:
+            self._phases.labels(before.lower()).observe(now_s - since_s)
+        elif self._opened_s is None:
+            self._opened_s = now_s
+        if to == "PUBLISH" and self._opened_s is not None:
+            self._rounds.observe(now_s - self._opened_s)
+        if to == IDLE:
+            self._opened_s = None
+        self._phase = (to, now_s)
+
+
+def _cluster_of(record: Record) -> str:
+    """The cluster of a PushId in its text form; names contain no slash."""
+    return str(record.fields.get("push")).partition("/")[0]
+
+
+def _number(value: object, unknown: float = math.nan) -> float:
+    return float(value) if isinstance(value, int | float) else unknown
+
+
 # ---- metrics collector -----------------------------------------------------------------------------------------------
 #
-# Collects the master's metrics at a scrape: a snapshot on the event loop that owns the state, converted elsewhere.
-#
-# The snapshot is a few hundred values, about a millisecond of the loop. It is converted, and the files' sizes are read,
-# on the scrape's own thread. Must be called by scrapes only, and never change the state.
+# Renders the master's metrics at a scrape: the view and the counts are taken on the event loop that owns the state,
+# everything else, and the sizes of files, on the scrape's own thread. Must be called by scrapes only.
 
 
 PHASES = tuple(phase.value.lower() for phase in RoundPhase)
@@ -216,79 +404,67 @@ VERDICTS_FROM_0 = (("applied", "merged"), *(("excluded", reason) for reason in R
 """Verdicts that are shown before the first one, so that a rate includes it; the first ABORTED of a kind is no alarm."""
 
 
+class Rising:
+    """Makes counters of numbers that may fall (a ROLLBACK takes tokens back): what they rose by, since the first look.
+
+    A key that is not looked at is forgotten. Begins with the number itself, so that a restart continues the count.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def look(self, values: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
+        """The counters of these (metric, label), none of which ever falls."""
+        seen: dict[tuple[str, str], tuple[int, int]] = {}
+        for key, value in values.items():
+            last, counter = self._seen.get(key, (value, value))
+            seen[key] = (value, counter + max(0, value - last))
+        self._seen = seen
+        return {key: counter for key, (_, counter) in seen.items()}
+
+
 @dataclass(frozen=True)
 class MetricsMoment:
-    """A master at one moment. late_s: since the state's last event, from which the view's ages are counted.
-
-    landed: bytes by (cluster, slave) of open pushes. transfer_s: a cluster's last push and pull, 0 where not known.
-    """
+    """A master at one moment. late_s: since the state's last event, from which the view's ages are counted."""
 
     view: RunView
     counted: Counted
     late_s: float
-    threshold: float
-    staleness_limit: int
-    slaves_expected: int
-    recovery_active: bool
-    reshard_active: bool
-    max_clusters: int
-    pinned_versions: int
-    landed: Mapping[tuple[str, str], int]
-    transfer_s: Mapping[str, tuple[float, float]]
-    data_tokens: Mapping[str, int]
-
-
-def snapshot(shared: SharedState, counts: Counts, now_s: float) -> MetricsMoment:
-    """Takes a snapshot; call it on the thread that owns the state, between two events. now_s: by the state's clock."""
-    leases = shared.ledger.leases
-    totals = leases.totals() if leases is not None else {}
-    if leases is not None:
-        totals.setdefault(TokenState.FREE, 0)
-    return MetricsMoment(
-        look(shared),
-        counts.counted(),
-        max(0.0, now_s - shared.now_s),
-        threshold(shared.ledger.detector, shared.config.penalty),
-        shared.s_max(),
-        len(shared.slaves_expected()) if shared.ledger.placement else shared.config.n_slaves,
-        shared.recovery.active,
-        shared.ledger.reshard is not None or shared.reshard.moving,
-        shared.config.max_clusters,
-        len({pin.version for pin in shared.pins.values()}),
-        {(push.cluster, slave): n for push in shared.pushes() for slave, n in push.landed_bytes.items()},
-        {member.cluster: (member.beat.push_s, member.beat.pull_s) for member in shared.live() if member.beat},
-        {state.value: tokens for state, tokens in totals.items()},
-    )
 
 
 class Collector:
     """Makes the families of each scrape. Remembers only the counters made from numbers that may fall."""
 
-    def __init__(self, directory: Path, security: Security = INSECURE) -> None:
+    def __init__(self, directory: Path, made: Instruments, security: Security = INSECURE) -> None:
         self._directory = directory
+        self._made = made
         self._security = security
-        self._rising: Rising[tuple[str, str]] = Rising()
+        self._rising = Rising()
 
     def families(self, now: MetricsMoment) -> Families:
-        """The families of one snapshot, with the files' sizes at the time of this call."""
-        families = Families(PREFIX, METRICS)
-        shown = clusters_shown(now.view.status.clusters, now.max_clusters)
-        _run(families, now, shown)
+        """The families of one moment, with the files' sizes at the time of this call."""
+        families = Families(PREFIX, METRICS, self._made)
+        shown = clusters_shown(now.view.status.clusters, now.view.max_clusters)
+        names = {cluster.cluster_id for cluster in shown}
         families.set(CERTIFICATE.name, certificate_left_s(self._security))
-        _members(families, now, shown)
+        _run(families, now)
+        _alarms(families, now.view.status, names)
+        _slaves(families, now)
         _rounds(families, now)
-        _judgement(families, now, shown)
-        _progress(families, now, shown)
-        self._counters(families, now, shown)
-        _transfers(families, now, {cluster.cluster_id for cluster in shown})
-        _data(families, now, shown)
-        _calls(families, now.counted)
+        for cluster in shown:
+            _cluster(families, now, cluster)
+        for name, labels, counts in (
+            ("departures_total", itertools.product(("evict", "leave")), now.counted.departures),
+            ("verdicts_total", VERDICTS_FROM_0, now.counted.verdicts),
+            ("push_attempts_total", (), now.counted.attempts),
+        ):
+            _by_cluster(families, name, names, labels, counts)
+        self._counters(families, now.view.status, shown)
         _disk(families, self._directory)
         return families
 
-    def _counters(self, families: Families, now: MetricsMoment, shown: Iterable[ClusterStatus]) -> None:
+    def _counters(self, families: Families, status: StatusReply, shown: Iterable[ClusterStatus]) -> None:
         """Adds counters of the ledger's numbers that a ROLLBACK lowers."""
-        status = now.view.status
         values = {
             ("tokens_applied_total", ""): status.tokens,
             ("rounds_total", "commit"): status.rounds_committed,
@@ -318,36 +494,22 @@ def clusters_shown(clusters: Iterable[ClusterStatus], most: int) -> list[Cluster
 # ---- parts ----
 
 
-def _run(families: Families, now: MetricsMoment, shown: Iterable[ClusterStatus]) -> None:
-    status, events = now.view.status, now.counted.events
-    settings = status.settings
+def _run(families: Families, now: MetricsMoment) -> None:
+    view, status = now.view, now.view.status
     families.set("info", 1, status.run_id, VERSION)
     families.set("epoch", status.epoch)
     families.set("paused", flag(status.paused))
     families.set("stopping", flag(status.stopping))
     families.one_of("waiting", status.waiting_code, WaitingCode)
-    families.set("alarms_total", events.get("alarm", 0))
-    names = {cluster.cluster_id for cluster in shown} | {"none"}
-    about = {(alarm.kind, name) for alarm in status.alarms for name in alarm.clusters or ("none",)}
-    standing = sorted((kind, name) for kind, name in about if name in names)
-    for kind, name in standing:
-        families.set("alarm", 1, kind, name)
-    for kind in set(AlarmKind) - {kind for kind, _ in standing}:
-        families.set("alarm", 0, kind, "none")  # an existing series shows that a rule uses the right name
-    families.set("stalls_total", events.get("stood_still", 0))
-    families.set("heartbeat_seconds", settings.heartbeat_s)
-    families.set("evict_after_seconds", now.view.evict_after_s)
-    families.set("recovery_active", flag(now.recovery_active))
-    families.set("reshard_active", flag(now.reshard_active))
-    families.set("reshards_total", events.get("resharded", 0))
-    families.set("rollbacks_total", events.get("rollback", 0))
-    families.set("rolled_back_tokens_total", now.counted.rolled_back_tokens)
+    families.set("heartbeat_seconds", status.settings.heartbeat_s)
+    families.set("evict_after_seconds", view.evict_after_s)
+    families.set("recovery_active", flag(view.recovers))
+    families.set("reshard_active", flag(view.reshards))
+    families.set("tokens", status.tokens)
     families.set("tokens_limit", status.tk_max_tokens)
-    families.set("staleness_limit_versions", now.staleness_limit)
-
-
-def _members(families: Families, now: MetricsMoment, shown: Iterable[ClusterStatus]) -> None:
-    status = now.view.status
+    families.set("staleness_limit_versions", view.staleness_limit)
+    families.set("pinned_versions", view.pinned_versions)
+    families.each("data_tokens", view.data_tokens)
     live = [cluster for cluster in status.clusters if cluster.alive]
     states = {
         "live": len(live),
@@ -356,131 +518,104 @@ def _members(families: Families, now: MetricsMoment, shown: Iterable[ClusterStat
         "away": len(status.clusters) - len(live),
     }
     families.each("clusters", states)
-    families.set("clusters_limit", now.max_clusters)
-    for cluster in shown:
-        name = cluster.cluster_id
-        families.set("cluster_up", flag(cluster.alive), name)
-        families.set("cluster_draining", flag(cluster.draining), name)
-        families.set("cluster_quarantined", flag(cluster.quarantined), name)
-        families.set("cluster_beat_age_seconds", cluster.beat_age_s + now.late_s if cluster.alive else None, name)
-    _slaves(families, now, status.slaves)
-    for cluster in shown:
-        for how in ("evict", "leave"):
-            count = now.counted.departures.get((cluster.cluster_id, how), 0)
-            families.set("departures_total", count, cluster.cluster_id, how)
+    families.set("clusters_limit", view.max_clusters)
+    families.set("tokens_per_second", sum(cluster.tokens_per_s for cluster in live))
+    families.set("open_pushes", len(view.pushes))
+    for push in sorted(view.pushes, key=lambda push: push.cluster):
+        for slave, n_bytes in sorted(push.landed_bytes.items()):
+            families.set("push_landed_bytes", n_bytes, push.cluster, slave)
+    for link in view.links:
+        families.set("link_push_bytes_per_second", link.push_bytes_per_s, link.cluster, link.slave)
+        families.set("link_pull_bytes_per_second", link.pull_bytes_per_s, link.cluster, link.slave)
 
 
-def _slaves(families: Families, now: MetricsMoment, slaves: Iterable[SlaveStatus]) -> None:
+def _alarms(families: Families, status: StatusReply, shown: set[str]) -> None:
+    about = {(alarm.kind, name) for alarm in status.alarms for name in alarm.clusters or ("none",)}
+    standing = sorted((kind, name) for kind, name in about if name in shown or name == "none")
+    for kind, name in standing:
+        families.set("alarm", 1, kind, name)
+    for kind in set(AlarmKind) - {kind for kind, _ in standing}:
+        families.set("alarm", 0, kind, "none")  # an existing series shows that a rule uses the right name
+
+
+def _cluster(families: Families, now: MetricsMoment, cluster: ClusterStatus) -> None:
+    name, alive = cluster.cluster_id, cluster.alive
+    push_s, pull_s = now.view.transfer_s.get(name, (0.0, 0.0))
+    behind = cluster.base.behind(now.view.status.published) if cluster.base is not None else None
+    for metric, value in (
+        ("cluster_up", flag(alive)),
+        ("cluster_draining", flag(cluster.draining)),
+        ("cluster_quarantined", flag(cluster.quarantined)),
+        ("cluster_beat_age_seconds", cluster.beat_age_s + now.late_s if alive else None),
+        ("cluster_norm", cluster.last_norm),
+        ("cluster_score", cluster.last_z),
+        ("cluster_cosine", cluster.last_cosine),
+        ("cluster_usual_cosine", cluster.cosine_usual),
+        ("cluster_direction_alarm", flag(cluster.direction_alarm)),
+        ("cluster_tokens_per_second", cluster.tokens_per_s if alive else 0.0),
+        ("cluster_local_steps", cluster.local_steps if alive else None),
+        ("cluster_loss", cluster.loss if math.isfinite(cluster.loss) else None),
+        ("cluster_staleness_versions", behind),
+        ("cluster_push_seconds", push_s or None),
+        ("cluster_pull_seconds", pull_s or None),
+        ("cluster_leased_tokens", cluster.leased_tokens if now.view.data_tokens else None),
+    ):
+        families.set(metric, value, name)
+
+
+def _by_cluster(
+    families: Families,
+    metric: str,
+    shown: set[str],
+    from_0: Iterable[tuple[str, ...]],
+    counts: Mapping[tuple[str, ...], int],
+) -> None:
+    """Counts by cluster and further labels. from_0: those that each cluster has before the first one."""
+    zeros = dict.fromkeys(((name, *labels) for name, labels in itertools.product(shown, from_0)), 0)
+    for labels, count in sorted({**zeros, **counts}.items()):
+        if labels[0] in shown:
+            families.set(metric, count, *labels)
+
+
+def _slaves(families: Families, now: MetricsMoment) -> None:
     states = dict.fromkeys(("ready", "attached", "away"), 0)
-    for slave in slaves:
+    for slave in now.view.status.slaves:
         name, ready = slave.slave_id, slave.alive and slave.phase == READY
         states["ready" if ready else "attached" if slave.alive else "away"] += 1
         families.set("slave_up", flag(ready), name)
         families.set("slave_beat_age_seconds", slave.beat_age_s + now.late_s if slave.alive else None, name)
         families.set("slave_incarnations_total", slave.incarnations, name)
         families.set("slave_losses_total", now.counted.slave_losses.get(name, 0), name)
-        families.set("slave_version", _v(slave.version), name)
-        families.set("slave_durable_version", _v(slave.durable), name)
+        families.set("slave_version", slave.version.v if slave.version else None, name)
+        families.set("slave_durable_version", slave.durable.v if slave.durable else None, name)
         families.set("slave_staged_bytes_total", slave.staging_bytes, name)
         families.set("slave_served_bytes_total", slave.served_bytes, name)
         families.set("slave_resident_bytes", slave.resident_bytes, name)
         families.set("slave_refused_messages_total", slave.refused_chunks, name)
         families.set("slave_refused_connections_total", slave.refused_connections, name)
     families.each("slaves", states)
-    families.set("slaves_expected", now.slaves_expected)
+    families.set("slaves_expected", now.view.slaves_expected)
 
 
 def _rounds(families: Families, now: MetricsMoment) -> None:
-    view, status, counted = now.view, now.view.status, now.counted
-    families.set("version", _v(status.published))
+    view, status = now.view, now.view.status
+    families.set("version", status.published.v if status.published else None)
     families.set("timeline", status.published.timeline if status.published else None)
-    families.set("durable_version", _v(status.durable))
+    families.set("durable_version", status.durable.v if status.durable else None)
     if view.since_publish_s is not None:
         families.set("published_age_seconds", view.since_publish_s + now.late_s)
     families.set("publish_interval_seconds", view.publish_interval_s or None)
     families.one_of("round_phase", status.phase.lower(), PHASES)
     families.set("round_phase_age_seconds", status.phase_age_s + now.late_s)
     families.set("window_closes_seconds", max(0.0, status.window_closes_in_s - now.late_s))
-    for phase, observed in sorted(counted.phases.items()):
-        families.observed("round_phase_seconds", observed, phase)
-    families.observed("round_seconds", counted.rounds)
-
-
-def _judgement(families: Families, now: MetricsMoment, shown: Iterable[ClusterStatus]) -> None:
-    nothing = dict.fromkeys(((cluster.cluster_id, *words) for cluster in shown for words in VERDICTS_FROM_0), 0)
-    names = {cluster.cluster_id for cluster in shown}
-    for (name, verdict, reason), count in sorted({**nothing, **now.counted.verdicts}.items()):
-        if name in names:
-            families.set("verdicts_total", count, name, verdict, reason)
-    for cluster in shown:
-        name = cluster.cluster_id
-        families.set("cluster_norm", cluster.last_norm, name)
-        families.set("cluster_score", cluster.last_z, name)
-        families.set("cluster_cosine", cluster.last_cosine, name)
-        families.set("cluster_usual_cosine", cluster.cosine_usual, name)
-        families.set("cluster_direction_alarm", flag(cluster.direction_alarm), name)
-    families.set("threshold", now.threshold if math.isfinite(now.threshold) else None)
-    judged = now.counted.judged
-    if judged is not None:
-        families.set("merged_norm", judged.merged_norm)
-        families.set("clip_factor", judged.kappa)
-        families.set("participation", judged.rho)
-    families.set("clip_active_ratio", _clip_active_ratio(now.view.status))
-
-
-def _clip_active_ratio(status: StatusReply) -> float | None:
+    families.set("threshold", view.threshold if math.isfinite(view.threshold) else None)
+    kappa, rho, merged_norm = now.counted.judged
+    families.set("clip_factor", kappa)
+    families.set("participation", rho)
+    families.set("merged_norm", merged_norm)
     kappas = [summary.kappa for summary in status.recent_rounds if summary.outcome == "commit"]
     known = [kappa for kappa in kappas if not math.isnan(kappa)]
-    return sum(kappa < 1.0 for kappa in known) / len(known) if known else None
-
-
-def _progress(families: Families, now: MetricsMoment, shown: Iterable[ClusterStatus]) -> None:
-    status = now.view.status
-    families.set("tokens", status.tokens)
-    families.set("tokens_per_second", sum(cluster.tokens_per_s for cluster in status.clusters if cluster.alive))
-    for cluster in shown:
-        name = cluster.cluster_id
-        families.set("cluster_tokens_per_second", cluster.tokens_per_s if cluster.alive else 0.0, name)
-        families.set("cluster_local_steps", cluster.local_steps if cluster.alive else None, name)
-        families.set("cluster_loss", cluster.loss if math.isfinite(cluster.loss) else None, name)
-        families.set("cluster_staleness_versions", _staleness(status.published, cluster.base), name)
-        push_s, pull_s = now.transfer_s.get(name, (0.0, 0.0))
-        families.set("cluster_push_seconds", push_s or None, name)
-        families.set("cluster_pull_seconds", pull_s or None, name)
-
-
-def _staleness(published: Version | None, base: Version | None) -> int | None:
-    if published is None or base is None or base.timeline != published.timeline:
-        return None
-    return max(0, published.v - base.v)
-
-
-def _transfers(families: Families, now: MetricsMoment, names: set[str]) -> None:
-    families.set("open_pushes", len(now.view.pushes))
-    for (name, attempt), count in sorted(now.counted.attempts.items()):
-        if name in names:
-            families.set("push_attempts_total", count, name, attempt)
-    for (name, slave), n_bytes in sorted(now.landed.items()):
-        families.set("push_landed_bytes", n_bytes, name, slave)
-    for link in now.view.links:
-        families.set("link_push_bytes_per_second", link.push_bytes_per_s, link.cluster, link.slave)
-        families.set("link_pull_bytes_per_second", link.pull_bytes_per_s, link.cluster, link.slave)
-    families.each("pulls_total", {by: now.counted.pulls.get(by, 0) for by in ("cluster", "reader")})
-    families.set("pinned_versions", now.pinned_versions)
-
-
-def _data(families: Families, now: MetricsMoment, shown: Iterable[ClusterStatus]) -> None:
-    families.each("data_tokens", now.data_tokens)
-    if now.data_tokens:
-        families.each("cluster_leased_tokens", {cluster.cluster_id: cluster.leased_tokens for cluster in shown})
-
-
-def _calls(families: Families, counted: Counted) -> None:
-    families.each("calls_total", dict(sorted(counted.calls.items())))
-    for (method, code), count in sorted(counted.refused.items()):
-        families.set("refused_calls_total", count, method, code)
-    families.observed("journal_append_seconds", counted.journal_s)
-    families.set("journal_entries_total", counted.journal_entries)
+    families.set("clip_active_ratio", sum(kappa < 1.0 for kappa in known) / len(known) if known else None)
 
 
 def _disk(families: Families, directory: Path) -> None:
@@ -499,10 +634,6 @@ def _size(file: Path) -> int:
         return file.stat().st_size
     except OSError:
         return 0  # it was moved or removed in the meantime
-
-
-def _v(version: Version | None) -> int | None:
-    return version.v if version is not None else None
 
 
 # ---- metrics serving -------------------------------------------------------------------------------------------------
@@ -528,12 +659,12 @@ class Metrics:
         """Takes a snapshot, on the event loop. Raises NotNow before there is a state."""
         if self._shared is None:
             raise NotNow("the master has not begun its epoch yet")
-        return snapshot(self._shared, self.counts, now_s)
+        return MetricsMoment(look(self._shared), self.counts.counted(), max(0.0, now_s - self._shared.now_s))
 
     @contextlib.contextmanager
     def served(self, config: MasterConfig, security: Security, clock: Clock) -> Iterator[None]:
         """A context in which scrapes are answered, if the settings ask for it. Raises ConfigError as MetricsServer."""
-        collector = Collector(config.directory, security)
+        collector = Collector(config.directory, self.counts.made, security)
         snapshots = LoopSnapshots(asyncio.get_running_loop(), lambda: self.snapshot(clock.monotonic_s()))
         server = serve_metrics(
             config,

@@ -24,7 +24,7 @@ from dips.core.messages import ClusterReply, OperatorReply, SlaveCommand, SlaveM
 from dips.core.net.grpc_calls import to_refused
 from dips.core.observe.telemetry import ChangeLogger, Tape
 from dips.master.journal import JournalWriter
-from dips.master.metrics_counts import Counts
+from dips.master.metrics import Counts
 from dips.master.state.effects import (
     BeginAgain,
     CloseLink,

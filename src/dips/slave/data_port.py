@@ -21,7 +21,7 @@ from dips.core.ids import PushId, Version
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import Refusal, SlaveBeat
 from dips.core.net.data_header import REQUESTS, WITH_PAYLOAD, DataHeader, DataOp
-from dips.core.observe.counting import Recent
+from dips.core.observe.metrics import Recent
 from dips.core.wire import Codec, encoded_bytes
 from dips.slave.landing import NEVER, Companion, KnownReceipts, LandingJob, Receipts
 from dips.slave.memory import F32, ThetaBuffer, bytes_of

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from dips.core.clock import Clock
@@ -17,8 +16,7 @@ from dips.core.messages import Commit, Configure, ListShard, Measure, MoveBlocks
 from dips.core.net.data_header import REFUSED_DATA
 from dips.core.net.keys import certificate_left_s
 from dips.core.net.security import INSECURE, Security
-from dips.core.observe.counting import Durations, Observed
-from dips.core.observe.metrics import CERTIFICATE, Families, Spec, flag
+from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Spec, flag
 from dips.core.release import VERSION
 from dips.slave.data_port import Figures
 from dips.slave.memory import ShardMemory
@@ -26,12 +24,10 @@ from dips.slave.state.effects import JobCommand, Run
 from dips.slave.state.shard import ShardPhase
 from dips.slave.state.slave import SlaveMachine
 
-# ---- metrics counts --------------------------------------------------------------------------------------------------
-#
-# Counts a slave process's jobs, commands and snapshots where the shell carries them out: only on the event loop.
-#
-# The data port counts chunks itself.
+# ---- metrics ---------------------------------------------------------------------------------------------------------
 
+
+PREFIX = "dips_slave_"
 
 _KINDS: Mapping[type[JobCommand], str] = {
     Configure: "load",
@@ -48,85 +44,6 @@ def kind_of(run: Run) -> str:
     """The kind of a job in metrics. A Configure that commits the shadow in memory loads nothing."""
     return "commit" if run.shadow is not None else _KINDS[type(run.command)]
 
-
-@dataclass(frozen=True)
-class Update:
-    """One outer step: its time in seconds, and the bytes that it had to move, each stream counted once."""
-
-    seconds: float
-    n_bytes: int
-
-
-@dataclass(frozen=True)
-class Counted:
-    """All counts at one moment. snapshot_s: when the last snapshot became durable, of the process's clock."""
-
-    events: Mapping[str, int]
-    jobs: Mapping[str, Observed]
-    failures: Mapping[str, int]
-    snapshots: Observed
-    snapshot_s: float | None
-    update: Update | None
-
-
-@dataclass
-class Counts:
-    """Counts of one process."""
-
-    clock: Clock
-    _events: Counter[str] = field(default_factory=Counter)
-    _jobs: dict[str, Durations] = field(default_factory=dict)
-    _failures: Counter[str] = field(default_factory=Counter)
-    _snapshots: Durations = field(default_factory=Durations)
-    _snapshot_s: float | None = None
-    _update: Update | None = None
-
-    def note(self, kind: str) -> None:
-        """Count a line of the tape, or the end of a stream ("unlinked"). Kinds are the state machine's."""
-        self._events[kind] += 1
-
-    @contextlib.contextmanager
-    def job(self, kind: str) -> Iterator[None]:
-        """Count and time a job of JOBS; one that is refused is counted as failed."""
-        began_s = self.clock.monotonic_s()
-        try:
-            yield
-        except Refused:
-            self._failures[kind] += 1
-            raise
-        self._jobs.setdefault(kind, Durations()).observe(self.clock.monotonic_s() - began_s)
-
-    @contextlib.contextmanager
-    def snapshot(self) -> Iterator[None]:
-        """Count and time the writing of a snapshot or its manifest."""
-        began_s = self.clock.monotonic_s()
-        yield
-        self._snapshot_s = self.clock.monotonic_s()
-        self._snapshots.observe(self._snapshot_s - began_s)
-
-    @contextlib.contextmanager
-    def update(self, n_elems: int, pushes: int) -> Iterator[None]:
-        """Time an outer step: it reads theta, momentum and the pushes, and writes theta and momentum."""
-        began_s = self.clock.monotonic_s()
-        yield
-        n_bytes = (4 + pushes) * n_elems * FLOAT32_BYTES
-        self._update = Update(self.clock.monotonic_s() - began_s, n_bytes)
-
-    def counted(self) -> Counted:
-        return Counted(
-            dict(self._events),
-            {kind: durations.observed() for kind, durations in self._jobs.items()},
-            dict(self._failures),
-            self._snapshots.observed(),
-            self._snapshot_s,
-            self._update,
-        )
-
-
-# ---- metrics ---------------------------------------------------------------------------------------------------------
-
-
-PREFIX = "dips_slave_"
 
 _LOADED = "the slave has its memory"
 
@@ -188,6 +105,76 @@ METRICS: tuple[Spec, ...] = (
 )  # fmt: skip
 
 
+# ---- metrics counts --------------------------------------------------------------------------------------------------
+#
+# Counts a slave process's jobs, commands and snapshots where the shell carries them out: only on the event loop.
+#
+# The data port counts chunks itself.
+
+
+_OF_KIND = {
+    "incarnation": "incarnations_total",
+    "unlinked": "link_losses_total",
+    "refused_command": "refused_commands_total",
+    "staged": "staged_pushes_total",
+}
+"""Kinds of tape lines that are counted, and in which metric."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One outer step: its time in seconds, and the bytes that it had to move, each stream counted once."""
+
+    seconds: float
+    n_bytes: int
+
+
+class Counts:
+    """Counts of one process. snapshot_s: when the last snapshot became durable, of the process's clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.made = Instruments(PREFIX, METRICS)
+        self.snapshot_s: float | None = None
+        self.last_update: Update | None = None
+        self._of_kind = {kind: self.made.counter(name) for kind, name in _OF_KIND.items()}
+        self._jobs = self.made.histogram("job_seconds")
+        self._failures = self.made.counter("job_failures_total", *JOBS)
+        self._snapshots = self.made.histogram("snapshot_seconds")
+
+    def note(self, kind: str) -> None:
+        """Count a line of the tape, or the end of a stream ("unlinked"). Kinds are the state machine's."""
+        if kind in self._of_kind:
+            self._of_kind[kind].inc()
+
+    @contextlib.contextmanager
+    def job(self, kind: str) -> Iterator[None]:
+        """Count and time a job of JOBS; one that is refused is counted as failed."""
+        began_s = self.clock.monotonic_s()
+        try:
+            yield
+        except Refused:
+            self._failures.labels(kind).inc()
+            raise
+        self._jobs.labels(kind).observe(self.clock.monotonic_s() - began_s)
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Count and time the writing of a snapshot or its manifest."""
+        began_s = self.clock.monotonic_s()
+        yield
+        self.snapshot_s = self.clock.monotonic_s()
+        self._snapshots.observe(self.snapshot_s - began_s)
+
+    @contextlib.contextmanager
+    def update(self, n_elems: int, pushes: int) -> Iterator[None]:
+        """Time an outer step: it reads theta, momentum and the pushes, and writes theta and momentum."""
+        began_s = self.clock.monotonic_s()
+        yield
+        n_bytes = (4 + pushes) * n_elems * FLOAT32_BYTES
+        self.last_update = Update(self.clock.monotonic_s() - began_s, n_bytes)
+
+
 # ---- metrics collector -----------------------------------------------------------------------------------------------
 #
 # Collects a slave's metrics at a scrape: the event loop's state by a snapshot made there, the data port's latest
@@ -213,7 +200,7 @@ class Held:
 
 @dataclass(frozen=True)
 class MetricsMoment:
-    """The event loop's state at one moment. now_s: of the process's clock."""
+    """The event loop's state at one moment. now_s: of the process's clock; snapshot_s: as in Counts."""
 
     run_id: str
     attached: bool
@@ -222,7 +209,9 @@ class MetricsMoment:
     version: Version | None
     durable: Version | None
     held: Held | None
-    counted: Counted
+    counted: Instruments
+    snapshot_s: float | None
+    update: Update | None
     now_s: float
 
 
@@ -236,14 +225,12 @@ def snapshot(state: SlaveMachine, memory: ShardMemory | None, counts: Counts) ->
         shard.phase.now.value.lower(),
         shard.current.version if shard.current is not None else None,
         shard.saving.durable,
-        _held(memory) if memory is not None else None,
-        counts.counted(),
+        Held(memory.bytes_by_use(), memory.map.n_bytes, len(memory.readable())) if memory is not None else None,
+        counts.made,
+        counts.snapshot_s,
+        counts.last_update,
         counts.clock.monotonic_s(),
     )
-
-
-def _held(memory: ShardMemory) -> Held:
-    return Held(memory.bytes_by_use(), memory.map.n_bytes, len(memory.readable()))
 
 
 @dataclass(frozen=True)
@@ -266,26 +253,27 @@ class Collector:
     security: Security = INSECURE
 
     def families(self, now: MetricsMoment, figures: Figures, sizes: DiskSizes) -> Families:
-        families = Families(PREFIX, METRICS)
+        families = Families(PREFIX, METRICS, now.counted)
         families.set("info", 1, now.run_id, self.slave_id, VERSION)
         families.set(CERTIFICATE.name, certificate_left_s(self.security))
-        families.set("memory_limit_bytes", self.memory_limit_bytes)
-        _link(families, now)
+        families.set("attached", flag(now.attached))
+        families.set("epoch", now.epoch)
         _shard(families, now)
-        _jobs(families, now, self.memory_bytes_per_s)
-        _sizes(families, sizes)
-        _port(families, figures)
+        if now.update is not None:
+            families.set("update_seconds", now.update.seconds)
+            families.set("update_floor_seconds", now.update.n_bytes / self.memory_bytes_per_s)
+        families.set("memory_limit_bytes", self.memory_limit_bytes)
+        families.set("resident_bytes", sizes.resident_bytes)
+        families.set("budget_bytes", sizes.budget_bytes)
+        families.set("disk_free_bytes", sizes.disk_free_bytes)
+        families.set("snapshots", sizes.snapshots)
+        families.set("staging_open", figures.beat.staging_open)
+        families.set("staged_bytes_total", figures.beat.staging_bytes)
+        families.set("served_bytes_total", figures.beat.served_bytes)
+        families.set("refused_connections_total", figures.beat.refused_connections)
+        families.each("cluster_staged_bytes_total", dict(sorted(figures.staged_of.items())))
+        families.each("refused_messages_total", dict(sorted({**_UNREFUSED, **figures.refused}.items())))
         return families
-
-
-def _link(families: Families, now: MetricsMoment) -> None:
-    events = now.counted.events
-    families.set("attached", flag(now.attached))
-    families.set("epoch", now.epoch)
-    families.set("incarnations_total", events.get("incarnation", 0))
-    families.set("link_losses_total", events.get("unlinked", 0))
-    families.set("refused_commands_total", events.get("refused_command", 0))
-    families.set("staged_pushes_total", events.get("staged", 0))
 
 
 def _shard(families: Families, now: MetricsMoment) -> None:
@@ -297,36 +285,8 @@ def _shard(families: Families, now: MetricsMoment) -> None:
     if now.held is not None:
         families.set("shard_bytes", now.held.shard_bytes)
         families.each("memory_bytes", now.held.use)
-
-
-def _jobs(families: Families, now: MetricsMoment, memory_bytes_per_s: float) -> None:
-    counted = now.counted
-    for kind in JOBS:
-        families.set("job_failures_total", counted.failures.get(kind, 0), kind)
-        if kind in counted.jobs:
-            families.observed("job_seconds", counted.jobs[kind], kind)
-    families.observed("snapshot_seconds", counted.snapshots)
-    if counted.snapshot_s is not None:
-        families.set("snapshot_age_seconds", max(0.0, now.now_s - counted.snapshot_s))
-    if counted.update is not None:
-        families.set("update_seconds", counted.update.seconds)
-        families.set("update_floor_seconds", counted.update.n_bytes / memory_bytes_per_s)
-
-
-def _sizes(families: Families, sizes: DiskSizes) -> None:
-    families.set("resident_bytes", sizes.resident_bytes)
-    families.set("budget_bytes", sizes.budget_bytes)
-    families.set("disk_free_bytes", sizes.disk_free_bytes)
-    families.set("snapshots", sizes.snapshots)
-
-
-def _port(families: Families, figures: Figures) -> None:
-    families.set("staging_open", figures.beat.staging_open)
-    families.set("staged_bytes_total", figures.beat.staging_bytes)
-    families.set("served_bytes_total", figures.beat.served_bytes)
-    families.set("refused_connections_total", figures.beat.refused_connections)
-    families.each("cluster_staged_bytes_total", dict(sorted(figures.staged_of.items())))
-    families.each("refused_messages_total", dict(sorted({**_UNREFUSED, **figures.refused}.items())))
+    if now.snapshot_s is not None:
+        families.set("snapshot_age_seconds", max(0.0, now.now_s - now.snapshot_s))
 
 
 def disk_free_bytes(directory: Path) -> int | None:

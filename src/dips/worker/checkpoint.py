@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError
-from dips.core.observe.counting import Durations
 from dips.core.observe.telemetry import Tape
 from dips.core.units import format_bytes
 from dips.worker.checkpoint_files import Checkpoint, CheckpointStore, RawTensor
@@ -83,8 +82,10 @@ class Checkpointing:
         self._writer = ThreadPoolExecutor(1, "dips-checkpoint")
         self._recorder = ThreadPoolExecutor(1, "dips-push-record")
         self._writing: Future[bool] | None = None
-        self.durations, self.written_s = Durations(), math.nan
-        """Counts of written checkpoints; for metrics, from any thread."""
+        self.written_s = math.nan
+        """When the last checkpoint was written; NaN: none was."""
+        self.on_written: Callable[[float], None] | None = None
+        """Called on the writing thread with the seconds that each write took; for metrics."""
         self._due_s = clock.monotonic_s() + config.checkpoint_every_s
         self._closed = threading.Event()
         self._wanted: PushRecord | None = None
@@ -195,7 +196,8 @@ class Checkpointing:
             return False
         self.written_s = self._clock.monotonic_s()
         write_s = self.written_s - began_s
-        self.durations.observe(write_s)
+        if self.on_written is not None:
+            self.on_written(write_s)
         self._tape.write(
             "checkpoint", cause, number=written.number, seq=saved.seq, base=str(saved.base), fence=saved.base_fence,
             bytes=written.n_bytes, pause_s=pause_s, write_s=write_s,

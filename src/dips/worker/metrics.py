@@ -6,7 +6,6 @@ HELDOUT has the metrics of `dips eval --follow`, which does not train.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,8 +16,7 @@ from dips.core.messages import PullGrant, StaleKind, VerdictKind
 from dips.core.net.data_header import REFUSED_DATA
 from dips.core.net.keys import certificate_left_s
 from dips.core.net.security import INSECURE, Security
-from dips.core.observe.counting import Durations, Observed
-from dips.core.observe.metrics import CERTIFICATE, Families, Spec, flag
+from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Spec, flag
 from dips.core.observe.metrics_server import MetricsServer, serve_metrics
 from dips.core.release import VERSION
 from dips.worker.checkpoint import Checkpointing
@@ -28,131 +26,6 @@ from dips.worker.sockets import LinkCounts, SlaveLinkCounts, TransferDirection
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Cancel, Done, Effect, Event, Failed, PushRecord, Record, Run, SendPush, Stepped
 from dips.worker.state.shared import SessionPhase
-
-# ---- metrics counts --------------------------------------------------------------------------------------------------
-#
-# Counts a cluster process's events and effects, on the training thread.
-#
-# The thread makes an immutable view at each step and each wait, as it does for heartbeats: a scrape must never wait
-# for a step, which may take minutes, nor a step for a scrape. Costs a few microseconds a step, and nothing where no
-# metrics are served.
-
-
-@dataclass(frozen=True)
-class View:
-    """The training thread's state at one moment. waiting_since_s: of the process's clock; None while it trains.
-
-    rates: tokens and steps a second; loss: NaN where not known.
-    """
-
-    run_id: str
-    phase: str
-    waiting: str
-    waiting_since_s: float
-    steps: int
-    tokens: int
-    tokens_per_s: float
-    steps_per_s: float
-    loss: float
-    local_steps: int
-    pending_tokens: int
-    base: Version | None
-    published: Version | None
-    events: Mapping[tuple[str, str], int]
-    waited_s: Mapping[str, float]
-
-
-EXCHANGE, DATA = "exchange", "data"
-
-
-class Counts:
-    """Counts of one process. All but `transfers` are for the training thread; others use view()."""
-
-    def __init__(self) -> None:
-        self.transfers = {"push": Durations(), "pull": Durations()}
-        self._events: Counter[tuple[str, str]] = Counter()
-        self._jobs: dict[int, str] = {}
-        """The jobs under way: call, push, pull or record."""
-        self._waited_s = {EXCHANGE: 0.0, DATA: 0.0}
-        self._steps = 0
-        self._tokens = 0
-        self._waiting = ""
-        self._waiting_since_s = math.nan
-
-    def took(self, event: Event) -> None:
-        """Count an event that the session takes."""
-        match event:
-            case Stepped():
-                self._steps += 1
-                self._tokens += event.tokens
-            case Failed(job) if job in self._jobs:
-                self._add(self._jobs.pop(job), "failed")
-            case Done(job, result) if job in self._jobs:
-                what = self._jobs.pop(job)
-                self._add(what, "refused" if isinstance(result, Refused) else "done")
-                if isinstance(result, Refused):
-                    self._add("refused", result.code.name)
-                if what in self.transfers:
-                    self.transfers[what].observe(event.seconds)
-
-    def gave(self, effect: Effect) -> None:
-        """Count an effect of the session."""
-        match effect:
-            case Run(job, SendPush(_, ticket)):
-                self._jobs[job] = "push"
-                self._add("attempt", "first" if ticket.attempt == 1 else "again")
-            case Run(job, command):
-                self._jobs[job] = {PullGrant: "pull", PushRecord: "record"}.get(type(command), "call")
-            case Cancel(job):
-                self._jobs.pop(job, None)
-            case Record(kind="verdict"):
-                self._add("verdict", str(effect.fields.get("verdict")).lower())
-            case Record(kind="stale"):
-                self._add("stale", str(effect.fields.get("stale_kind")).lower())
-            case Record(kind="joined"):
-                self._add("joined", "")
-
-    def waits(self, what: str, now_s: float) -> None:
-        """The training loop waits from now on, for an exchange or for data; may be called again during the wait."""
-        if not self._waiting:
-            self._waiting, self._waiting_since_s = what, now_s
-
-    def goes_on(self, now_s: float) -> None:
-        if self._waiting:
-            self._waited_s[self._waiting] += now_s - self._waiting_since_s
-            self._waiting, self._waiting_since_s = "", math.nan
-
-    def view(self, session: ClusterMachine, pace: StepTimer) -> View:
-        shared = session.shared
-        return View(
-            shared.terms.run_id,
-            session.phase.value.lower(),
-            self._waiting,
-            self._waiting_since_s,
-            self._steps,
-            self._tokens,
-            pace.tokens_per_s,
-            pace.steps_per_s,
-            pace.loss,
-            shared.terms.local_steps,
-            shared.work.tokens,
-            shared.base,
-            shared.terms.published,
-            self._events.copy(),
-            self._waited_s.copy(),
-        )
-
-    def _add(self, kind: str, what: str) -> None:
-        self._events[kind, what] += 1
-
-
-@dataclass(frozen=True)
-class CheckpointCounts:
-    """Counts of checkpoints. written_s: when the last one was written, of the process's clock; NaN: none was."""
-
-    durations: Observed
-    written_s: float
-
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 
@@ -231,6 +104,137 @@ HELDOUT: tuple[Spec, ...] = (
     Spec("heldout_evaluations_total", "counter", "Versions that were evaluated", "rises"),
 )  # fmt: skip
 
+EXCHANGE, DATA = "exchange", "data"
+"""What the training loop waits for."""
+
+PHASES = tuple(phase.value.lower() for phase in SessionPhase)
+VERDICTS = tuple(kind.name.lower() for kind in VerdictKind)
+STALE = tuple(kind.name.lower() for kind in StaleKind)
+DIRECTIONS = tuple(direction.value for direction in TransferDirection)
+
+
+# ---- metrics counts --------------------------------------------------------------------------------------------------
+#
+# Counts a cluster process's events and effects, on the training thread.
+#
+# The thread makes an immutable view at each step and each wait, as it does for heartbeats: a scrape must never wait
+# for a step, which may take minutes, nor a step for a scrape. Costs a few microseconds a step, and nothing where no
+# metrics are served.
+
+
+@dataclass(frozen=True)
+class View:
+    """The training thread's state at one moment. waiting_since_s: of the process's clock; None while it trains.
+
+    rates: tokens and steps a second; loss: NaN where not known.
+    """
+
+    run_id: str
+    phase: str
+    waiting: str
+    waiting_since_s: float
+    tokens_per_s: float
+    steps_per_s: float
+    loss: float
+    local_steps: int
+    pending_tokens: int
+    base: Version | None
+    published: Version | None
+    waited_s: Mapping[str, float]
+
+
+class Counts:
+    """Counts of one process. For the training thread; others use view() and `made`."""
+
+    def __init__(self) -> None:
+        self.made = Instruments(PREFIX, METRICS)
+        self.checkpoints = self.made.histogram("checkpoint_seconds")
+        self._steps = self.made.counter("steps_total")
+        self._tokens = self.made.counter("tokens_total")
+        self._calls = self.made.counter("calls_total", "done", "refused", "failed")
+        self._refused = self.made.counter("refused_calls_total")
+        self._joins = self.made.counter("joins_total")
+        self._verdicts = self.made.counter("verdicts_total", *VERDICTS)
+        self._stale = self.made.counter("stale_pushes_total", *STALE)
+        self._retries = self.made.counter("push_retries_total")
+        self._transfers = self.made.counter("transfers_total")
+        self._transfer_s = self.made.histogram("transfer_seconds", *DIRECTIONS)
+        for direction in DIRECTIONS:
+            for result in ("done", "failed"):
+                self._transfers.labels(direction, result)
+        self._jobs: dict[int, str] = {}
+        """The jobs under way: call, push, pull or record."""
+        self._waited_s = {EXCHANGE: 0.0, DATA: 0.0}
+        self._waiting = ""
+        self._waiting_since_s = math.nan
+
+    def took(self, event: Event) -> None:
+        """Count an event that the session takes."""
+        match event:
+            case Stepped():
+                self._steps.inc()
+                self._tokens.inc(event.tokens)
+            case Failed(job) if job in self._jobs:
+                self._ended(self._jobs.pop(job), "failed")
+            case Done(job, result) if job in self._jobs:
+                what = self._jobs.pop(job)
+                self._ended(what, "refused" if isinstance(result, Refused) else "done")
+                if isinstance(result, Refused):
+                    self._refused.labels(result.code.name).inc()
+                if what in DIRECTIONS:
+                    self._transfer_s.labels(what).observe(event.seconds)
+
+    def _ended(self, what: str, how: str) -> None:
+        if what in DIRECTIONS:
+            self._transfers.labels(what, how).inc()
+        elif what == "call":
+            self._calls.labels(how).inc()
+
+    def gave(self, effect: Effect) -> None:
+        """Count an effect of the session."""
+        match effect:
+            case Run(job, SendPush(_, ticket)):
+                self._jobs[job] = "push"
+                if ticket.attempt > 1:
+                    self._retries.inc()
+            case Run(job, command):
+                self._jobs[job] = {PullGrant: "pull", PushRecord: "record"}.get(type(command), "call")
+            case Cancel(job):
+                self._jobs.pop(job, None)
+            case Record(kind="verdict"):
+                self._verdicts.labels(str(effect.fields.get("verdict")).lower()).inc()
+            case Record(kind="stale"):
+                self._stale.labels(str(effect.fields.get("stale_kind")).lower()).inc()
+            case Record(kind="joined"):
+                self._joins.inc()
+
+    def waits(self, what: str, now_s: float) -> None:
+        """The training loop waits from now on, for an exchange or for data; may be called again during the wait."""
+        if not self._waiting:
+            self._waiting, self._waiting_since_s = what, now_s
+
+    def goes_on(self, now_s: float) -> None:
+        if self._waiting:
+            self._waited_s[self._waiting] += now_s - self._waiting_since_s
+            self._waiting, self._waiting_since_s = "", math.nan
+
+    def view(self, session: ClusterMachine, pace: StepTimer) -> View:
+        shared = session.shared
+        return View(
+            shared.terms.run_id,
+            session.phase.value.lower(),
+            self._waiting,
+            self._waiting_since_s,
+            pace.tokens_per_s,
+            pace.steps_per_s,
+            pace.loss,
+            shared.terms.local_steps,
+            shared.work.tokens,
+            shared.base,
+            shared.terms.published,
+            self._waited_s.copy(),
+        )
+
 
 # ---- metrics collector -----------------------------------------------------------------------------------------------
 #
@@ -238,11 +242,6 @@ HELDOUT: tuple[Spec, ...] = (
 #
 # Must be called only by a scrape, and never wait for a thread of the process.
 
-
-PHASES = tuple(phase.value.lower() for phase in SessionPhase)
-VERDICTS = tuple(kind.name.lower() for kind in VerdictKind)
-STALE = tuple(kind.name.lower() for kind in StaleKind)
-DIRECTIONS = tuple(direction.value for direction in TransferDirection)
 
 _UNREFUSED = {code.name: 0 for code in REFUSED_DATA}
 """Labels that are counted from 0: a counter that first appears with 1 would show no increase."""
@@ -258,54 +257,30 @@ class Collector:
     def families(
         self,
         view: View,
-        counts: Counts,
+        counted: Instruments,
         links: Mapping[str, SlaveLinkCounts],
-        checkpoints: CheckpointCounts | None,
+        checkpoint_s: float,
         answered_s: float | None,
         now_s: float,
     ) -> Families:
-        """counts: only its transfers are read. answered_s: when the master last answered a beat, of the same clock."""
-        families = Families(PREFIX, METRICS)
+        """checkpoint_s: when the last one was written, NaN: none was. answered_s: when the master last answered a beat.
+        All of the same clock."""
+        families = Families(PREFIX, METRICS, counted)
         families.set("info", 1, view.run_id, self.cluster_id, VERSION)
         families.set(CERTIFICATE.name, certificate_left_s(self.security))
         families.set("beat_age_seconds", now_s - answered_s if answered_s is not None else None)
-        _session(families, view, now_s)
+        families.set("checkpoint_age_seconds", now_s - checkpoint_s)
+        families.one_of("phase", view.phase, PHASES)
+        families.set("waiting", flag(view.waiting))
+        for what, seconds in view.waited_s.items():
+            now_waiting_s = now_s - view.waiting_since_s if what == view.waiting else 0.0
+            families.set("waited_seconds_total", seconds + now_waiting_s, what)
         _training(families, view)
-        for direction in DIRECTIONS:
-            for result in ("done", "failed"):
-                families.set("transfers_total", view.events.get((direction, result), 0), direction, result)
-            families.observed("transfer_seconds", counts.transfers[direction].observed(), direction)
         _links(families, links)
-        if checkpoints is not None:
-            families.observed("checkpoint_seconds", checkpoints.durations)
-            families.set("checkpoint_age_seconds", now_s - checkpoints.written_s)
         return families
 
 
-def _session(families: Families, view: View, now_s: float) -> None:
-    families.one_of("phase", view.phase, PHASES)
-    families.set("waiting", flag(view.waiting))
-    for what, seconds in view.waited_s.items():
-        families.set(
-            "waited_seconds_total", seconds + (now_s - view.waiting_since_s if what == view.waiting else 0), what
-        )
-    families.set("joins_total", view.events.get(("joined", ""), 0))
-    families.each(
-        "calls_total", {result: view.events.get(("call", result), 0) for result in ("done", "refused", "failed")}
-    )
-    families.each("refused_calls_total", _of("refused", view))
-    families.each("verdicts_total", {**dict.fromkeys(VERDICTS, 0), **_of("verdict", view)})
-    families.each("stale_pushes_total", {**dict.fromkeys(STALE, 0), **_of("stale", view)})
-    families.set("push_retries_total", view.events.get(("attempt", "again"), 0))
-
-
-def _of(kind: str, view: View) -> dict[str, int]:
-    return {what: count for (of, what), count in sorted(view.events.items()) if of == kind}
-
-
 def _training(families: Families, view: View) -> None:
-    families.set("steps_total", view.steps)
-    families.set("tokens_total", view.tokens)
     families.set("tokens_per_second", view.tokens_per_s)
     families.set("steps_per_second", view.steps_per_s)
     families.set("loss", view.loss if math.isfinite(view.loss) else None)
@@ -314,8 +289,7 @@ def _training(families: Families, view: View) -> None:
     base, published = view.base, view.published
     families.set("base_version", base.v if base else None)
     families.set("base_timeline", base.timeline if base else None)
-    if base is not None and published is not None and base.timeline == published.timeline:
-        families.set("staleness_versions", max(0, published.v - base.v))
+    families.set("staleness_versions", base.behind(published) if base else None)
 
 
 def _links(families: Families, links: Mapping[str, SlaveLinkCounts]) -> None:
@@ -384,12 +358,13 @@ class Metrics:
         """Answer scrapes from now on. answered_s: called on their threads. Raises ConfigError as MetricsServer does."""
         collector = Collector(config.cluster_id, security)
 
+        if checkpoints is not None:
+            checkpoints.on_written = self.counts.checkpoints.observe
+
         def collect() -> Families:
-            taken = None
-            if checkpoints is not None:
-                taken = CheckpointCounts(checkpoints.durations.observed(), checkpoints.written_s)
+            written_s = checkpoints.written_s if checkpoints is not None else math.nan
             now_s = self._clock.monotonic_s()
-            return collector.families(self._view, self.counts, self.links.view, taken, answered_s(), now_s)
+            return collector.families(self._view, self.counts.made, self.links.view, written_s, answered_s(), now_s)
 
         self._server = serve_metrics(
             config, security, collect, role="cluster", name=config.cluster_id, run=config.run_id

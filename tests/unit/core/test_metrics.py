@@ -8,8 +8,7 @@ import pytest
 from prometheus_client.core import Metric
 
 from dips.core.errors import LocalProtocolError
-from dips.core.observe.counting import SECONDS, Durations, Observed, Recent, Rising
-from dips.core.observe.metrics import Families, Spec
+from dips.core.observe.metrics import Families, Instruments, Recent, Spec
 
 SPECS = (
     Spec("level", "gauge", "a level", "any"),
@@ -56,22 +55,29 @@ def test_what_is_not_on_the_list_cannot_be_exported(name: str, labels: tuple[str
         Families("x_", SPECS).set(name, 1.0, *labels)
 
 
-def test_a_histogram_counts_each_duration_in_all_buckets_that_hold_it() -> None:
-    durations = Durations()
+def test_what_is_counted_is_shown_without_the_times_of_creation() -> None:
+    counted = Instruments("x_", SPECS)
+    things, work = counted.counter("things_total", "old"), counted.histogram("work_seconds")
+    things.labels("new").inc(2)
     for seconds in (0.0005, 0.001, 0.02, 5.0, 5000.0):
-        durations.observe(seconds)
-    families = Families("x_", SPECS)
-    families.observed("work_seconds", durations.observed(), "all")
-    samples = {(s.name, s.labels.get("le")): s.value for s in made(families)["x_work_seconds"].samples}
+        work.labels("all").observe(seconds)
+    families = made(Families("x_", SPECS, counted))
+    assert list(families) == ["x_level", "x_things", "x_work_seconds", "x_state"]
+    assert values(families["x_things"]) == {("old",): 0.0, ("new",): 2.0}
+    samples = {(s.name, s.labels.get("le")): s.value for s in families["x_work_seconds"].samples}
     assert samples["x_work_seconds_bucket", "0.001"] == 2
     assert samples["x_work_seconds_bucket", "0.03"] == 3
     assert samples["x_work_seconds_bucket", "1000.0"] == 4
     assert samples["x_work_seconds_bucket", "+Inf"] == samples["x_work_seconds_count", None] == 5
     assert samples["x_work_seconds_sum", None] == pytest.approx(5005.0215)
+    assert not any(name.endswith("_created") for name, _ in samples)
 
 
-def test_durations_have_one_bucket_more_than_ends() -> None:
-    assert Durations().observed() == Observed((0,) * (len(SECONDS) + 1), 0.0)
+def test_what_is_counted_cannot_be_set_as_well() -> None:
+    counted = Instruments("x_", SPECS)
+    counted.counter("things_total")
+    with pytest.raises(LocalProtocolError):
+        Families("x_", SPECS, counted).set("things_total", 1.0, "new")
 
 
 def test_only_the_keys_that_were_counted_last_stay() -> None:
@@ -81,18 +87,3 @@ def test_only_the_keys_that_were_counted_last_stay() -> None:
     assert recent.counted() == {"a": 2, "c": 1}
     recent.keep(1)
     assert recent.counted() == {"c": 1}
-
-
-def test_a_counter_of_a_number_that_falls_never_falls() -> None:
-    rising: Rising[str] = Rising()
-    assert rising.look({"tokens": 100}) == {"tokens": 100}
-    assert rising.look({"tokens": 150}) == {"tokens": 150}
-    assert rising.look({"tokens": 120}) == {"tokens": 150}  # a ROLLBACK
-    assert rising.look({"tokens": 170}) == {"tokens": 200}
-
-
-def test_a_key_that_is_not_looked_at_any_more_is_forgotten() -> None:
-    rising: Rising[str] = Rising()
-    rising.look({"gone": 5, "here": 1})
-    rising.look({"here": 2})
-    assert rising.look({"gone": 3, "here": 2}) == {"gone": 3, "here": 2}

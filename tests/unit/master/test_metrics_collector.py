@@ -12,8 +12,7 @@ from dips.core.errors import RefusalCode
 from dips.core.ids import Incarnation
 from dips.core.messages import ClusterStatus
 from dips.core.observe.metrics_server import NotNow
-from dips.master.metrics import METRICS, PREFIX, Collector, Metrics, clusters_shown, snapshot
-from dips.master.metrics_counts import Counts
+from dips.master.metrics import METRICS, PREFIX, Collector, Counts, Metrics, Rising, clusters_shown
 from dips.master.state.effects import Record
 
 
@@ -22,8 +21,10 @@ class Scraped:
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         self.bench = bench
-        self.counts = Counts(bench.config.max_clusters)
-        self.collector = Collector(folder)
+        self.metrics = Metrics(bench.config.max_clusters)
+        self.metrics.watch(bench.state)
+        self.counts = self.metrics.counts
+        self.collector = Collector(folder, self.counts.made)
         self._told = 0
 
     def scrape(self, late_s: float = 0.0) -> dict[tuple[str, ...], float]:
@@ -31,8 +32,7 @@ class Scraped:
         for record in self.bench.records[self._told :]:
             self.counts.note(record, self.bench.now_s)
         self._told = len(self.bench.records)
-        now = snapshot(self.bench.state.shared, self.counts, self.bench.now_s + late_s)
-        return samples(list(self.collector.families(now)))
+        return samples(list(self.collector.families(self.metrics.snapshot(self.bench.now_s + late_s))))
 
 
 def samples(families: list[Metric]) -> dict[tuple[str, ...], float]:
@@ -94,11 +94,14 @@ def test_phases_take_the_time_that_passed_in_them() -> None:
         counts.note(Record("round", "r1.1", {"phase": phase}), now_s)
     for phase, now_s in (("WINDOW", 20.0), ("PREPARE", 22.0), ("COMMIT", 22.5), ("PUBLISH", 23.0), ("IDLE", 23.0)):
         counts.note(Record("round", "r1.2", {"phase": phase}), now_s)
-    counted = counts.counted()
-    totals = {phase: observed.total for phase, observed in counted.phases.items()}
+    found: dict[str, dict[str, float]] = {}
+    for metric in counts.made.collect().values():
+        for sample in metric.samples:
+            found.setdefault(sample.name, {})[sample.labels.get("phase", "")] = sample.value
     expected = {"window": 3.0, "sealed": 0.0, "measure": 0.5, "prepare": 0.5, "commit": 0.5, "publish": 0.0}
-    assert totals == expected
-    assert (sum(counted.rounds.counts), counted.rounds.total) == (1, 3.0)
+    assert found[f"{PREFIX}round_phase_seconds_sum"] == expected
+    assert found[f"{PREFIX}round_seconds_count"] == {"": 1}
+    assert found[f"{PREFIX}round_seconds_sum"] == {"": 3.0}
 
 
 def test_a_new_epoch_of_the_same_process_begins_with_no_round() -> None:
@@ -106,7 +109,7 @@ def test_a_new_epoch_of_the_same_process_begins_with_no_round() -> None:
     counts.note(Record("round", "r1.1", {"phase": "COMMIT"}), 10.0)
     counts.note(Record("epoch", "-", {"epoch": 2}), 50.0)
     counts.note(Record("round", "r2.2", {"phase": "WINDOW"}), 60.0)
-    assert not counts.counted().phases
+    assert not counts.made.collect()["round_phase_seconds"].samples
 
 
 def test_beats_bring_speed_loss_and_transfer_times(run: Scraped) -> None:
@@ -213,3 +216,18 @@ def test_counts_of_clusters_that_come_and_go_are_bounded(tmp_path: Path) -> None
     counted = counts.counted()
     assert len(counted.verdicts) == 64
     assert len(counted.attempts) == len(counted.departures) == 4
+
+
+def test_a_counter_of_a_number_that_falls_never_falls() -> None:
+    rising = Rising()
+    assert rising.look({("tokens", ""): 100}) == {("tokens", ""): 100}
+    assert rising.look({("tokens", ""): 150}) == {("tokens", ""): 150}
+    assert rising.look({("tokens", ""): 120}) == {("tokens", ""): 150}  # a ROLLBACK
+    assert rising.look({("tokens", ""): 170}) == {("tokens", ""): 200}
+
+
+def test_a_key_that_is_not_looked_at_any_more_is_forgotten() -> None:
+    rising = Rising()
+    rising.look({("gone", ""): 5, ("here", ""): 1})
+    rising.look({("here", ""): 2})
+    assert rising.look({("gone", ""): 3, ("here", ""): 2}) == {("gone", ""): 3, ("here", ""): 2}

@@ -9,7 +9,7 @@ from support.master_bench import Bench
 
 from dips.core.errors import RefusalCode
 from dips.core.messages import Commit, Measure, OperatorRequest, Prepare, Refusal
-from dips.master.metrics_counts import OTHER, REASONS, reason_word
+from dips.master.metrics import OTHER, REASONS, reason_word
 from dips.master.state.events import Pause
 from dips.master.state.penalty import judge
 from dips.master.state.penalty_types import PRESETS, ClusterStatistics, DetectorState, Participant

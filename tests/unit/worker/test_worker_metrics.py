@@ -13,7 +13,6 @@ from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import Caller, DataMode, DataPlan, LeaveReply, LeaveRequest, PlacementSpec, Ticket
 from dips.core.net.security import INSECURE
-from dips.core.observe.counting import Durations
 from dips.core.wire import Codec
 from dips.worker.metrics import (
     DATA,
@@ -21,7 +20,6 @@ from dips.worker.metrics import (
     HELDOUT,
     METRICS,
     PREFIX,
-    CheckpointCounts,
     Collector,
     Counts,
     Evaluated,
@@ -51,11 +49,11 @@ def scraped(
     view: View,
     counts: Counts,
     links: dict[str, SlaveLinkCounts] | None = None,
-    checkpoints: CheckpointCounts | None = None,
+    checkpoint_s: float = math.nan,
     answered_s: float | None = None,
     now_s: float = 100.0,
 ) -> dict[tuple[str, ...], float]:
-    families = Collector("a").families(view, counts, links or {}, checkpoints, answered_s, now_s)
+    families = Collector("a").families(view, counts.made, links or {}, checkpoint_s, answered_s, now_s)
     labels = {PREFIX + spec.name: spec.labels for spec in METRICS}
     found = {}
     for family in families:
@@ -127,12 +125,9 @@ def test_waits_count_while_they_last_and_once(counts: Counts) -> None:
 
 def test_a_view_does_not_change_once_it_is_given_out(counts: Counts) -> None:
     view = counts.view(session(), StepTimer())
-    counts.took(Stepped(10, (), 2.0))
-    counts.gave(Run(2, SendPush(PUSH, TICKET), ""))
-    counts.took(Failed(2, "no one answered"))
     counts.waits(EXCHANGE, 10.0)
     counts.goes_on(16.0)
-    assert (view.steps, dict(view.events), view.waited_s[EXCHANGE]) == (0, {}, 0.0)
+    assert (view.waiting, view.waited_s[EXCHANGE]) == ("", 0.0)
 
 
 def test_staleness_is_known_on_the_published_timeline_alone(counts: Counts) -> None:
@@ -144,12 +139,12 @@ def test_staleness_is_known_on_the_published_timeline_alone(counts: Counts) -> N
 
 
 def test_beats_and_checkpoints_have_ages_once_there_were_any(counts: Counts) -> None:
-    view, durations = counts.view(session(), StepTimer()), Durations()
-    none = scraped(view, counts, checkpoints=CheckpointCounts(durations.observed(), math.nan))
+    view = counts.view(session(), StepTimer())
+    none = scraped(view, counts)
     assert ("beat_age_seconds",) not in none
     assert ("checkpoint_age_seconds",) not in none
-    durations.observe(0.5)
-    found = scraped(view, counts, checkpoints=CheckpointCounts(durations.observed(), 90.0), answered_s=99.5)
+    counts.checkpoints.observe(0.5)
+    found = scraped(view, counts, checkpoint_s=90.0, answered_s=99.5)
     assert (found["beat_age_seconds",], found["checkpoint_age_seconds",]) == (0.5, 10.0)
     assert found["checkpoint_seconds",] == 1
 

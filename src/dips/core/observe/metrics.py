@@ -1,23 +1,30 @@
-"""The parts that all roles' metrics share: the list that a role may export, and the families made from values.
+"""The parts that all roles' metrics share: the list of what a role may export, counters, and the families of a scrape.
 
 A role's `metrics.py` lists what it exports, and nothing else can leave it: docs/metrics.md and a test are made from the
-same list. Values are read at a scrape (core/observe/metrics_server.py), from snapshots that the thread which owns the
-state has made. Must never read a role's state itself, and never take a label whose values are without a bound.
+same list. What happens is counted where it happens, in prometheus_client's own counters and histograms; what is the
+case is read at a scrape (core/observe/metrics_server.py), from snapshots that the thread which owns the state has made.
+Must never read a role's state itself, and never take a label whose values are without a bound.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import Counter, Histogram
+from prometheus_client.core import Metric
 
 from dips.core.errors import LocalProtocolError
-from dips.core.observe.counting import SECONDS, Observed
 
 MetricKind = Literal["gauge", "counter", "histogram"]
+
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+"""Upper ends of a histogram's buckets: from a memory's millisecond to a slow link's quarter of an hour."""
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -47,18 +54,60 @@ CERTIFICATE = Spec(
 """Exported by every role."""
 
 
-class Families:
-    """The families of one scrape, filled by a role's collector. Nothing that is not on the role's list can be set."""
+class Instruments:
+    """prometheus_client's counters and histograms of one role, by the names of its list. Safe on all threads.
+
+    They are in no registry of the library, since one process may hold several roles, as in tests: Families shows them.
+    """
 
     def __init__(self, prefix: str, specs: Sequence[Spec]) -> None:
         self._prefix = prefix
         self._specs = {spec.name: spec for spec in specs}
-        self._samples: dict[str, list[tuple[tuple[str, ...], float | Observed]]] = {}
+        self._made: dict[str, Counter | Histogram] = {}
+
+    def counter(self, name: str, *words: str) -> Counter:
+        """A counter of the list. words: values of its only label that are counted from 0: a series that first appears
+        with 1 would show no increase."""
+        spec = self._specs[name]
+        made = self._made[name] = Counter(self._prefix + name, spec.meaning, spec.labels, registry=None)
+        for word in words:
+            made.labels(word)
+        return made
+
+    def histogram(self, name: str, *words: str) -> Histogram:
+        """A histogram of the list, of seconds. words: as for counter()."""
+        spec = self._specs[name]
+        made = Histogram(self._prefix + name, spec.meaning, spec.labels, registry=None, buckets=SECONDS)
+        self._made[name] = made
+        for word in words:
+            made.labels(word)
+        return made
+
+    def collect(self) -> dict[str, Metric]:
+        """What they count now, by name."""
+        found = {name: next(iter(made.collect())) for name, made in self._made.items()}
+        for metric in found.values():
+            # The library adds when each series was made; our lists do not have that.
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+        return found
+
+
+class Families:
+    """The families of one scrape, filled by a role's collector. Nothing that is not on the role's list can be set."""
+
+    def __init__(self, prefix: str, specs: Sequence[Spec], counted: Instruments | None = None) -> None:
+        self._prefix = prefix
+        self._specs = {spec.name: spec for spec in specs}
+        self._samples: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+        self._counted = counted.collect() if counted is not None else {}
 
     def set(self, name: str, value: float | None, *labels: str) -> None:
         """One value; None or NaN: it is not known now, and there is no sample."""
+        spec = self._specs.get(name)
+        if spec is None or len(labels) != len(spec.labels) or name in self._counted or spec.kind == "histogram":
+            raise LocalProtocolError(f"metric {self._prefix}{name} with {len(labels)} labels is not on its role's list")
         if value is not None and not math.isnan(value):
-            self._put(name, labels, value)
+            self._samples.setdefault(name, []).append((labels, value))
 
     def each(self, name: str, values: Mapping[str, float]) -> None:
         """One value for each value of the only label."""
@@ -70,48 +119,43 @@ class Families:
         for state in states:
             self.set(name, float(state == now), *labels, state)
 
-    def observed(self, name: str, value: Observed, *labels: str) -> None:
-        """A histogram."""
-        self._put(name, labels, value)
-
     def __iter__(self) -> Iterator[Metric]:
         """All families of the list, in its order; those without a sample too, so that a scrape shows what there is."""
         for spec in self._specs.values():
-            yield self._family(spec)
-
-    def _put(self, name: str, labels: tuple[str, ...], value: float | Observed) -> None:
-        spec = self._specs.get(name)
-        if spec is None or len(labels) != len(spec.labels):
-            raise LocalProtocolError(f"metric {self._prefix}{name} with {len(labels)} labels is not on its role's list")
-        self._samples.setdefault(name, []).append((labels, value))
+            yield self._counted.get(spec.name) or self._family(spec)
 
     def _family(self, spec: Spec) -> Metric:
-        full, samples = self._prefix + spec.name, self._samples.get(spec.name, ())
-        if spec.kind == "histogram":
-            histogram = HistogramMetricFamily(full, spec.meaning, labels=spec.labels)
-            for labels, value in samples:
-                assert isinstance(value, Observed), "a histogram is set by observed()"
-                histogram.add_metric(labels, list(_cumulative(value.counts)), value.total)
-            return histogram
-        made = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-        family = made(full, spec.meaning, labels=spec.labels)
-        for labels, value in samples:
-            assert isinstance(value, int | float), "a histogram is set by observed() alone"
-            family.add_metric(labels, value)
+        full = self._prefix + spec.name
+        family = Metric(
+            full.removesuffix("_total"), spec.meaning, spec.kind
+        )  # a counter's samples alone have the ending
+        for labels, value in self._samples.get(spec.name, ()):
+            family.add_sample(full, dict(zip(spec.labels, labels, strict=True)), value)
         return family
 
 
-def full_name(prefix: str, spec: Spec) -> str:
-    """The metric's name in PromQL, without a histogram's endings."""
-    return prefix + spec.name
+class Recent(Generic[K]):
+    """Counts by key, of the `most` keys that were counted last: for labels that others choose. For one thread."""
 
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._counts: OrderedDict[K, int] = OrderedDict()
 
-def _cumulative(counts: Sequence[int]) -> Iterator[tuple[str, float]]:
-    """(upper end, values up to it), as the text format has them."""
-    so_far = 0
-    for end, count in zip((*map(str, SECONDS), "+Inf"), counts, strict=True):
-        so_far += count
-        yield end, float(so_far)
+    def keep(self, most: int) -> None:
+        """Set another bound."""
+        self._most = most
+        while len(self._counts) > most:
+            self._counts.popitem(last=False)
+
+    def add(self, key: K, count: int = 1) -> None:
+        self._counts[key] = self._counts.get(key, 0) + count
+        self._counts.move_to_end(key)
+        if len(self._counts) > self._most:
+            self._counts.popitem(last=False)
+
+    def counted(self) -> dict[K, int]:
+        """A copy."""
+        return dict(self._counts)
 
 
 def flag(value: object) -> float:

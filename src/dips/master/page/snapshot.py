@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dips.core.ids import Version
 from dips.core.messages import ClusterStatus, RoundSummary, SlaveStatus, StatusReply, VerdictKind
 from dips.core.units import format_seconds
 from dips.master.page.history import cut
@@ -165,7 +164,7 @@ def snapshot(
     status = view.status
     pushes = {push.cluster: push for push in view.pushes}
     return {
-        "run": _run(status),
+        "run": _run(view),
         "say": sentence(view, lag_s, departures),
         "round": _round(view, lag_s),
         "version": _text(status.published),
@@ -189,8 +188,8 @@ def snapshot(
     }
 
 
-def _run(status: StatusReply) -> dict[str, Any]:
-    settings = status.settings
+def _run(view: RunView) -> dict[str, Any]:
+    status, settings = view.status, view.status.settings
     return {
         "id": cut(status.run_id),
         "epoch": status.epoch,
@@ -201,7 +200,7 @@ def _run(status: StatusReply) -> dict[str, Any]:
         "durability": cut(settings.durability),
         "sync_every": settings.sync_every_steps,
         "heartbeat_s": settings.heartbeat_s,
-        "s_max": s_max(status),
+        "s_max": view.staleness_limit,
     }
 
 
@@ -229,7 +228,7 @@ def _cluster(
     departures: Mapping[str, tuple[str, str]],
 ) -> dict[str, Any]:
     level, sign, why = cluster_sign(view, cluster, lag_s, departures)
-    behind = _behind(view.status.published, cluster.base)
+    behind = cluster.base.behind(view.status.published) if cluster.base is not None else None
     return {
         "id": cut(cluster.cluster_id),
         "level": level,
@@ -247,7 +246,7 @@ def _cluster(
         "loss": _number(cluster.loss),
         "base": _text(cluster.base),
         "behind": behind,
-        "stale": behind is not None and behind > STALE_SHARE * s_max(view.status),
+        "stale": behind is not None and behind > STALE_SHARE * view.staleness_limit,
         "tokens": cluster.tokens_applied,
         "applied": cluster.pushes_applied,
         "excluded": cluster.pushes_excluded,
@@ -343,18 +342,6 @@ def round_json(entry: RoundSummary) -> dict[str, Any]:
         "tokens": entry.tokens,
         "at": round(entry.wall_time_s, 2) if entry.wall_time_s > 0 else None,
     }
-
-
-def s_max(status: StatusReply) -> int:
-    """Versions that a push's base may be behind."""
-    return status.settings.max_staleness_versions or max(8, 4 * sum(cluster.alive for cluster in status.clusters))
-
-
-def _behind(published: Version | None, base: Version | None) -> int | None:
-    """Versions between the published one and what a cluster trains on; None when they cannot be compared."""
-    if published is None or base is None or published.timeline != base.timeline:
-        return None
-    return max(0, published.v - base.v)
 
 
 def _left_s(status: StatusReply, rate_tokens_per_s: float) -> float | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import takewhile
 
@@ -10,6 +11,7 @@ from dips.core.messages import Alarm, ClusterStatus, RoundSummary, SlaveStatus, 
 from dips.core.wire import encoded_bytes
 from dips.master.state.alarms import usual_per_step
 from dips.master.state.leases import TokenState
+from dips.master.state.penalty_detect import threshold
 from dips.master.state.records import Push, RoundPhase, Slave
 from dips.master.state.schedule import LinkRate
 from dips.master.state.shared import SharedState
@@ -187,27 +189,31 @@ def _slave(shared: SharedState, slave: Slave) -> SlaveStatus:
 
 # ---- run view --------------------------------------------------------------------------------------------------------
 #
-# The part of the status page that is not in StatusReply: open pushes, links, slaves' troubles, the planned window.
+# One value for all who look at a run: `dips status` gets its StatusReply, the page and the metrics render all of it.
 #
-# Read from the state between two events. It must never change the state, nor hold a reference that could.
+# Made between two events, about a millisecond with 64 clusters. It must never change the state, nor hold a reference
+# that could.
 
 
 @dataclass(frozen=True)
 class OpenPushView:
-    """An undecided push. landed: the share of its bytes that slaves report as received, 0 to 1."""
+    """An undecided push. landed: the share of its bytes that slaves have received, 0 to 1; landed_bytes: by slave."""
 
     cluster: str
     phase: str
     landed: float
     age_s: float
+    landed_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RunView:
     """A run at one moment. as_of_s: the monotonic time of the state's last event, from which all ages are counted.
 
-    since_publish_s: since the newest version was published in this epoch; None when none was.
-    Times are None where there is no such moment.
+    since_publish_s: since the newest version was published in this epoch; None when none was. Times are None where
+    there is no such moment. staleness_limit: versions. threshold: score above which a push is excluded. transfer_s: of
+    the clusters that have beaten, seconds of the last push and of the last pull, 0 where there was none. data_tokens:
+    by state, empty where the run leases no data.
     """
 
     status: StatusReply
@@ -216,28 +222,51 @@ class RunView:
     since_publish_s: float | None = None
     publish_interval_s: float = 0.0
     evict_after_s: float = 0.0
+    staleness_limit: int = 0
+    threshold: float = NAN
+    max_clusters: int = 0
+    slaves_expected: int = 0
+    pinned_versions: int = 0
+    recovers: bool = False
+    reshards: bool = False
     links: tuple[LinkRate, ...] = ()
     pushes: tuple[OpenPushView, ...] = ()
+    transfer_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    data_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 def look(shared: SharedState) -> RunView:
     """Makes the view of the run as it is now."""
+    config, ledger = shared.config, shared.ledger
     planned_s, published_s = shared.planned_window_s, shared.published_s
+    totals = {TokenState.FREE: 0, **ledger.leases.totals()} if ledger.leases is not None else {}
     return RunView(
         status(shared),
         shared.now_s,
-        planned_s - shared.now_s if planned_s is not None else None,
-        shared.now_s - published_s if published_s is not None else None,
-        shared.publish_interval_s,
-        shared.config.evict_after_s,
-        shared.link_rates.links(shared.members, shared.ledger.layout, shared.ledger.placement, shared.now_s),
-        tuple(_open(shared, push) for push in shared.pushes()),
+        planned_window_in_s=planned_s - shared.now_s if planned_s is not None else None,
+        since_publish_s=shared.now_s - published_s if published_s is not None else None,
+        publish_interval_s=shared.publish_interval_s,
+        evict_after_s=config.evict_after_s,
+        staleness_limit=shared.s_max(),
+        threshold=threshold(ledger.detector, config.penalty),
+        max_clusters=config.max_clusters,
+        slaves_expected=len(shared.slaves_expected()) if ledger.placement else config.n_slaves,
+        pinned_versions=len({pin.version for pin in shared.pins.values()}),
+        recovers=shared.recovery.active,
+        reshards=ledger.reshard is not None or shared.reshard.moving,
+        links=shared.link_rates.links(shared.members, ledger.layout, ledger.placement, shared.now_s),
+        pushes=tuple(_open(shared, push) for push in shared.pushes()),
+        transfer_s={
+            member.cluster: (member.beat.push_s, member.beat.pull_s) for member in shared.live() if member.beat
+        },
+        data_tokens={state.value: tokens for state, tokens in totals.items()},
     )
 
 
 def _open(shared: SharedState, push: Push) -> OpenPushView:
-    layout = shared.ledger.layout
+    layout, landed_bytes = shared.ledger.layout, dict(push.landed_bytes)
     whole_bytes = encoded_bytes(push.wire, layout.n_elems) if layout is not None else 0
     staged = len(push.digest_of_slave) / max(1, len(shared.slaves_expected()))
-    landed = sum(push.landed_bytes.values()) / whole_bytes if whole_bytes else 0.0
-    return OpenPushView(push.cluster, push.phase.now.value, min(1.0, max(staged, landed)), shared.now_s - push.began_s)
+    landed = sum(landed_bytes.values()) / whole_bytes if whole_bytes else 0.0
+    age_s = shared.now_s - push.began_s
+    return OpenPushView(push.cluster, push.phase.now.value, min(1.0, max(staged, landed)), age_s, landed_bytes)
