@@ -261,6 +261,7 @@ def test_the_real_masters_records_are_told() -> None:
     for record in bench.records:
         timeline.note(0.0, record.kind, record.fields)
     told = [(event.level, event.who) for event in timeline.since(0)]
+    assert [event.presence for event in timeline.since(0) if event.who == "cluster b"] == ["here", "gone"]
     assert ("good", "cluster a") in told
     assert ("good", "slave s0") in told
     assert ("bad", "cluster b") in told

@@ -41,18 +41,29 @@ _TOLD_CODES = frozenset(
 STILL_S = 2.0
 """Shorter pauses of the master are no event: they are normal on a busy machine."""
 
+_PRESENCE = {
+    **dict.fromkeys(("join", "slave_attached", "slave_ready"), "here"),
+    **dict.fromkeys(("evict", "slave_lost"), "gone"),
+    **dict.fromkeys(("leave", "slave_dismissed"), "left"),
+}
+"""What an event of the tape says of its process's presence."""
+
 _OPERATOR = {"pause", "resume", "stop", "evict", "drain", "reshard_asked"}
 
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """One event. seq grows by one with each event and each repetition. wall_s: Unix time of the last repetition."""
+    """One event. seq grows by one with each event and each repetition. wall_s: Unix time of the last repetition.
+
+    presence: whether `who` is here from now on ("here"), was lost ("gone"), or left in order ("left"); "": no change.
+    """
 
     seq: int
     wall_s: float
     level: Level
     who: str
     sentence: str
+    presence: str = ""
     times: int = 1
 
 
@@ -82,7 +93,7 @@ class EventTimeline:
             self._events.remove(same)
             self._events.append(replace(same, seq=self._seq, wall_s=wall_s, times=same.times + 1))
         else:
-            self._events.append(TimelineEvent(self._seq, wall_s, level, who, sentence))
+            self._events.append(TimelineEvent(self._seq, wall_s, level, who, sentence, _PRESENCE.get(kind, "")))
 
     def since(self, seq: int) -> list[TimelineEvent]:
         """Events after this one, oldest first; 0: all that are kept."""
@@ -185,6 +196,7 @@ def _plain(events: list[TimelineEvent]) -> Iterator[dict[str, Any]]:
             "level": event.level,
             "who": event.who,
             "text": event.sentence,
+            "presence": event.presence,
             "times": event.times,
         }
 

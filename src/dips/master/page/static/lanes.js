@@ -93,15 +93,14 @@ function lane(who, name, index, begin, x, width) {
 /** A line while the process was here, broken while it was away. */
 function presence(own, y, begin, x, width) {
   const parts = [];
-  let from = begin, how = "life";
+  let from = begin, how = "here";
   const part = (until) => { if (until > from) parts.push(s("line", { class: how, x1: x(from), x2: x(until), y1: y, y2: y })); };
   for (const event of own) {
-    const leaves = /^(evicted|lost|left|dismissed)/.test(event.text), comes = /^(joined|attached|ready)/.test(event.text);
-    if (!leaves && !comes) continue;
+    if (!event.presence) continue;
     const at = Math.max(begin, event.at);
     part(at);
     from = at;
-    how = comes ? "life" : /^(left|dismissed)/.test(event.text) ? "left" : "gone";
+    how = event.presence;
   }
   part(lastNow);
   return parts;
