@@ -129,7 +129,9 @@ class Transcript(Bench):
                 return f"BEGIN AGAIN at epoch {at_least} or later"
             case out.Record("round", _, told):
                 return f"round {told['round']}: {told['input']} -> {told['phase']}"
-            case out.Record("publish" | "alarm" | "rolled_back" | "adopted" | "recovery" as kind, _, told):
+            case out.Record("alarm", _, told):
+                return f"tape alarm sentence={_value(told['sentence'])}"
+            case out.Record("publish" | "rolled_back" | "adopted" | "recovery" as kind, _, told):
                 return f"tape {kind} {', '.join(f'{k}={_value(v)}' for k, v in told.items())}"
             case _:
                 return ""

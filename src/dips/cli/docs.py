@@ -26,9 +26,8 @@ from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.master import metrics as master
 from dips.master.metrics import PHASES as ROUND_PHASES
 from dips.master.metrics import REASONS
-from dips.master.state.reasons import WaitingCode
+from dips.master.state.reasons import STANDING, WaitingCode
 from dips.master.state.records import PUSH_TABLE, RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE, SLAVE_TABLE
-from dips.master.state.status import AlarmKind
 from dips.protos import clusters_pb2, operator_pb2, slaves_pb2
 from dips.slave import metrics as slave
 from dips.slave.metrics import JOBS
@@ -255,7 +254,7 @@ has at most {MOST_CONNECTIONS} connections at a time, each for at most {CONNECTI
 | label | values |
 |---|---|
 | `reason` of `dips_master_waiting` | {", ".join(WaitingCode)} |
-| `kind` of `dips_master_alarm` | {", ".join(AlarmKind)} |
+| `kind` of `dips_master_alarm` | {", ".join(STANDING)} |
 | `phase` of `dips_master_round_*` | {", ".join(ROUND_PHASES)} |
 | `phase` of `dips_slave_shard_phase` | {", ".join(SHARD_PHASES)} |
 | `phase` of `dips_worker_phase` | {", ".join(SESSION_PHASES)} |

@@ -479,7 +479,7 @@ class RunTally:
         """Whether the last void round refused pushes that are finite."""
 
         self.facts: list[RoundFact] = []
-        self.alarms: list[tuple[float, str]] = []
+        self.alarms: list[tuple[float, str, str]] = []
         self.cluster_tokens: Counter[str] = Counter()
         self.bad: set[str] = set()
         """Injected pushes."""
@@ -492,7 +492,9 @@ class RunTally:
         if kind == "judged":
             self._judged = {fields["round"]: fields}
         elif kind == "alarm":
-            self.alarms.append((process.kernel.now_s - self.began_s, fields["sentence"]))
+            of = f" of {' and '.join(fields['clusters'])}" if fields["clusters"] else ""
+            about = f"{fields['code'].replace('_', ' ')}{of}"
+            self.alarms.append((process.kernel.now_s - self.began_s, about, fields["sentence"]))
 
     def journal(self, record: Mapping[str, Any], now_s: float) -> None:
         """Take a durable record of the journal."""

@@ -93,8 +93,8 @@ class RunRecord:
 
     loss, virtual_s: at exactly `tokens`, by linear interpolation between the last version below and the first at or
     above it; loss None: not finite, or nothing was trained. ended: "finished", "diverged", or "locked out": the penalty
-    refused every push from some time on, finite ones too. alarms: (virtual second, sentence). cluster_tokens: applied.
-    timing-only runs have no losses.
+    refused every push from some time on, finite ones too. alarms: (virtual second, what it is about, sentence).
+    cluster_tokens: applied. timing-only runs have no losses.
     """
 
     method: str
@@ -108,7 +108,7 @@ class RunRecord:
     voids: int
     curve: tuple[CurvePoint, ...] = ()
     judged: tuple[RoundFact, ...] = ()
-    alarms: tuple[tuple[float, str], ...] = ()
+    alarms: tuple[tuple[float, str, str], ...] = ()
     cluster_tokens: dict[str, int] = field(default_factory=dict)
     cluster_steps: dict[str, int] = field(default_factory=dict)
     waited_s: dict[str, float] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class RunRecord:
                 **plain,
                 "curve": tuple(CurvePoint(**point) for point in plain["curve"]),
                 "judged": tuple(RoundFact(**row) for row in rounds),
-                "alarms": tuple((at_s, sentence) for at_s, sentence in plain["alarms"]),
+                "alarms": tuple((at_s, about, sentence) for at_s, about, sentence in plain["alarms"]),
             }
         )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median, stdev
@@ -64,7 +63,7 @@ class RunSummary:
     flagged_bad: int | None
     flagged_good: int | None
     missed: int | None
-    alarms: tuple[tuple[float, str], ...]
+    alarms: tuple[tuple[float, str, str], ...]
 
     def to_json(self) -> dict[str, Any]:
         plain = asdict(self)
@@ -374,8 +373,8 @@ def _alarm_sentence(found: Comparison) -> str:
     text."""
     about: dict[str, dict[str, float]] = {}
     for name, summary in found.summaries.items():
-        for at_s, sentence in (alarm for run in summary.runs.values() for alarm in run.alarms):
-            firsts = about.setdefault(re.split(r"[:(]", sentence)[0].strip(" ."), {})
+        for at_s, what, _ in (alarm for run in summary.runs.values() for alarm in run.alarms):
+            firsts = about.setdefault(what, {})
             firsts[name] = min(at_s, firsts.get(name, at_s))
     parts = [f"{what} ({', '.join(f'{m} at {s:.0f} s' for m, s in firsts.items())})" for what, firsts in about.items()]
     return f"Alarms: {'; '.join(parts)}." if parts else ""

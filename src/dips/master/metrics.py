@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,10 +27,10 @@ from dips.master.archive import FILE_NAME, FOLDER
 from dips.master.config import MasterConfig
 from dips.master.state.effects import Record, WriteJournal
 from dips.master.state.pulls import READER
-from dips.master.state.reasons import WaitingCode
+from dips.master.state.reasons import STANDING, VerdictCode, WaitingCode
 from dips.master.state.records import RoundPhase, SlavePhase
 from dips.master.state.shared import SharedState
-from dips.master.state.status import AlarmKind, RunView, look
+from dips.master.state.status import RunView, look
 
 PREFIX = "dips_master_"
 
@@ -200,59 +199,6 @@ METRICS: tuple[Spec, ...] = (
 )  # fmt: skip
 
 
-# ---- metrics reasons -------------------------------------------------------------------------------------------------
-#
-# Maps sentences of the state machine to words of a fixed set, so that they can be labels: bounded and constant.
-#
-# People read the sentences; these words only classify them. A sentence that matches no rule is "other", so a new kind
-# of reason is counted there until it has its own word.
-
-
-_EXCLUDED = (
-    (r"\d+ elements are not finite|the norm of its pseudo-gradient is", "not_finite"),
-    (r"norm .* times the median", "norm"),
-    (r"score ", "score"),
-    (r"its tokens are", "tokens"),
-    (r"its parameters equal", "zero"),
-    (r"slave \S+ cannot |no push was accepted", "void"),
-)
-
-_ABORTED = (
-    (r"the run ends: ", "run_end"),
-    (r"nothing arrived for .* the ticket ran out", "ticket"),
-    (r"the [A-Z]+ phase ran out of time", "timeout"),
-    (r"cluster \S+ joined again", "rejoined"),
-    (r"cluster \S+ is gone: ", "gone"),
-    (r"what slave \S+ ", "digest"),
-    (r"slave \S+ cannot ", "refused"),
-    (r"slave \S+ |no heartbeat from slave ", "slave_lost"),
-    (r"base \S+ ", "stale"),
-    (r"range ", "ranges"),
-    (r"\d+ tokens ", "tokens"),
-    (r"the run goes back |the master's state is replaced|the slaves lost |a slave's snapshots ", "recovery"),
-    (r"the model's blocks |the slaves change ", "reshard"),
-)
-
-_RULES = {
-    "APPLIED": ((r"", "merged"),),
-    "EXCLUDED": _EXCLUDED,
-    "ABORTED": _ABORTED,
-    "ROLLED_BACK": ((r"", "rollback"),),
-}
-
-OTHER = "other"
-
-REASONS: dict[str, tuple[str, ...]] = {
-    verdict.lower(): (*dict.fromkeys(word for _, word in rules), OTHER) for verdict, rules in _RULES.items()
-}
-"""All values of the label `reason`, by verdict."""
-
-
-def reason_word(verdict: str, sentence: str) -> str:
-    """The word for a verdict's reason. verdict: in capitals, as on the tape."""
-    return next((word for rule, word in _RULES.get(verdict, ()) if re.match(rule, sentence)), OTHER)
-
-
 # ---- metrics counts --------------------------------------------------------------------------------------------------
 #
 # Counts events since the start of the process, from the lines of its tape and its answers to calls.
@@ -322,8 +268,8 @@ class Counts:
             case "round":
                 self._moved(str(fields.get("phase")), now_s)
             case "verdict":
-                verdict, sentence = str(fields.get("verdict")), str(fields.get("reason"))
-                self._verdicts.add((_cluster_of(record), verdict.lower(), reason_word(verdict, sentence)))
+                code = str(fields.get("code", VerdictCode.OTHER))
+                self._verdicts.add((_cluster_of(record), str(fields.get("verdict")).lower(), code))
             case "judged":
                 kappa, rho, merged_norm = (_number(fields.get(name)) for name in ("kappa", "rho", "merged_norm"))
                 self._judged = (kappa, rho, merged_norm)
@@ -399,6 +345,21 @@ def _number(value: object, unknown: float = math.nan) -> float:
 PHASES = tuple(phase.value.lower() for phase in RoundPhase)
 
 READY = SlavePhase.READY.value
+
+REASONS: dict[str, tuple[VerdictCode, ...]] = {
+    "applied": (VerdictCode.MERGED, VerdictCode.OTHER),
+    "excluded": (
+        *(VerdictCode.NOT_FINITE, VerdictCode.NORM, VerdictCode.SCORE, VerdictCode.TOKENS, VerdictCode.ZERO),
+        *(VerdictCode.VOID, VerdictCode.OTHER),
+    ),
+    "aborted": (
+        *(VerdictCode.RUN_END, VerdictCode.TICKET, VerdictCode.TIMEOUT, VerdictCode.REJOINED, VerdictCode.GONE),
+        *(VerdictCode.DIGEST, VerdictCode.REFUSED, VerdictCode.SLAVE_LOST, VerdictCode.STALE, VerdictCode.RANGES),
+        *(VerdictCode.TOKENS, VerdictCode.RECOVERY, VerdictCode.RESHARD, VerdictCode.OTHER),
+    ),
+    "rolled_back": (VerdictCode.ROLLBACK, VerdictCode.OTHER),
+}
+"""All values of the label `reason`, by verdict."""
 
 VERDICTS_FROM_0 = (("applied", "merged"), *(("excluded", reason) for reason in REASONS["excluded"]))
 """Verdicts that are shown before the first one, so that a rate includes it; the first ABORTED of a kind is no alarm."""
@@ -534,7 +495,7 @@ def _alarms(families: Families, status: StatusReply, shown: set[str]) -> None:
     standing = sorted((kind, name) for kind, name in about if name in shown or name == "none")
     for kind, name in standing:
         families.set("alarm", 1, kind, name)
-    for kind in set(AlarmKind) - {kind for kind, _ in standing}:
+    for kind in set(STANDING) - {kind for kind, _ in standing}:
         families.set("alarm", 0, kind, "none")  # an existing series shows that a rule uses the right name
 
 

@@ -108,18 +108,15 @@ def test_the_sentences_say_how_far_to_trust_a_difference() -> None:
 
 
 def test_alarms_are_told_by_what_they_are_about() -> None:
-    astray = "cluster b pushes in another direction than the others: the average cosine of its pushes is -0.2."
-    kept_out = "cluster b is in quarantine after 3 rejections (last: NaN): it pulls"
+    astray = ("direction of b", "cluster b pushes in another direction than the others: its usual cosine is -0.2.")
+    kept_out = ("quarantine of b", "cluster b is in quarantine after 3 rejections (last: NaN): it pulls")
     records = [
-        record("dips", 1, alarms=((30.0, astray), (40.0, kept_out))),
-        record("dips", 2, alarms=((20.0, astray),)),
-        record("paper", 1, alarms=((50.0, kept_out),)),
+        record("dips", 1, alarms=((30.0, *astray), (40.0, *kept_out))),
+        record("dips", 2, alarms=((20.0, *astray),)),
+        record("paper", 1, alarms=((50.0, *kept_out),)),
     ]
     (told,) = [sentence for sentence in readings(comparison(records)) if sentence.startswith("Alarms")]
-    assert told == (
-        "Alarms: cluster b pushes in another direction than the others (dips at 20 s); cluster b is in quarantine "
-        "after 3 rejections (dips at 40 s, paper at 50 s)."
-    )
+    assert told == "Alarms: direction of b (dips at 20 s); quarantine of b (dips at 40 s, paper at 50 s)."
     assert not [sentence for sentence in readings(comparison(THREE)) if "larm" in sentence]
 
 

@@ -87,7 +87,9 @@ def test_differences_are_of_the_seeds_that_both_have() -> None:
 
 
 def test_a_record_survives_its_file() -> None:
-    first = record(alarms=((12.0, "cluster b: far off"),), waited_s={"a": 1.5}, cluster_steps={"a": 8})
+    first = record(
+        alarms=((12.0, "direction of b", "cluster b: far off"),), waited_s={"a": 1.5}, cluster_steps={"a": 8}
+    )
     assert RunRecord.from_json(json.loads(json.dumps(first.to_json()))) == first
 
 

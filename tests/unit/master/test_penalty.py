@@ -281,7 +281,7 @@ def test_a_level_shift_is_learnt_after_eight_rejections() -> None:
     for i in range(8):
         judgement = master.norms(a=3.0, b=1.0, c=1.0, d=1.0)
         assert "a" not in judgement.accepted
-        assert any("statistics start again" in alarm for alarm in judgement.alarms) is (i == 7)
+        assert any("statistics start again" in alarm.sentence for alarm in judgement.alarms) is (i == 7)
     assert master.state.of("a").accepted == 0
     assert "a" in master.norms(a=3.0, b=1.0, c=1.0, d=1.0).accepted
 
@@ -304,7 +304,7 @@ def test_three_voids_in_a_row_clear_what_is_shared() -> None:
         assert master.state.norms
         judgement = master.norms(a=30.0, b=30.0)
         assert judgement.accepted == ()
-        assert any("void rounds in a row" in alarm for alarm in judgement.alarms) is (i == 2)
+        assert any("void rounds in a row" in alarm.sentence for alarm in judgement.alarms) is (i == 2)
     state = master.state
     assert (state.norms, state.scores, state.merged_norms, state.voids_in_a_row) == ((), (), (), 0)
     assert state.of("a").accepted == 12
@@ -343,7 +343,7 @@ def test_three_flags_quarantine_and_the_first_accepted_push_ends_it() -> None:
     for i in range(4):
         judgement = master.norms(a=30.0, b=1.0)
         assert ("a" in judgement.quarantined) is (i >= 2)
-        assert any("in quarantine after 3" in alarm for alarm in judgement.alarms) is (i == 2)
+        assert any("in quarantine after 3" in alarm.sentence for alarm in judgement.alarms) is (i == 2)
     assert master.state.quarantined == {"a"}
     judgement = master.norms(a=1.0, b=1.0)
     assert judgement.accepted == ("a", "b")

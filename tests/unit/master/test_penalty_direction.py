@@ -49,7 +49,7 @@ class Course:
         since = [stale * x for x in self.moved]
         pushes = {name: self._push(since, (bad or {}).get(name, "")) for name in who}
         judgement = self.master.round(pushes)
-        self.alarms += judgement.alarms
+        self.alarms += [alarm.sentence for alarm in judgement.alarms]
         merged = [sum(values) / len(values) for values in zip(*(p.vector for p in pushes.values()), strict=True)]
         self.moved = [0.8 * a + 0.2 * b for a, b in zip(self.moved, merged, strict=True)]
 

@@ -159,7 +159,7 @@ def test_all_flagged_is_void_and_the_third_time_in_a_row_clears_what_is_shared(s
         judgement = both.all(kind)
         assert judgement.accepted == ()
         assert math.isnan(judgement.scale)
-        assert any("3 void rounds in a row" in alarm for alarm in judgement.alarms) is (i == 2)
+        assert any("3 void rounds in a row" in alarm.sentence for alarm in judgement.alarms) is (i == 2)
     assert (both.master.state.norms, both.master.state.scores) == ((), ())
     assert both.all().accepted == tuple(CLUSTERS), "what each cluster remembers of itself stands"
 

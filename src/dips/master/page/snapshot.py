@@ -12,9 +12,9 @@ from typing import Any
 from dips.core.messages import ClusterStatus, RoundSummary, SlaveStatus, StatusReply, VerdictKind
 from dips.core.units import format_seconds
 from dips.master.page.history import cut
-from dips.master.state.reasons import WaitingCode
+from dips.master.state.reasons import AlarmKind, WaitingCode
 from dips.master.state.schedule import LinkRate
-from dips.master.state.status import AlarmKind, OpenPushView, RunView
+from dips.master.state.status import OpenPushView, RunView
 
 # ---- sentence --------------------------------------------------------------------------------------------------------
 #

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dips.core.errors import RefusalCode, Refused
-from dips.core.messages import BeginPushRequest
+from dips.core.messages import Alarm, BeginPushRequest
 from dips.master.state.penalty_detect import cosine
+from dips.master.state.reasons import AlarmKind
 from dips.master.state.shared import SharedState
 
 # ---- token counts ----------------------------------------------------------------------------------------------------
@@ -149,9 +150,10 @@ def _doubt(shared: SharedState, cluster: str, sentence: str) -> None:
     if not sentence:
         shared.token_doubts.pop(cluster, None)
         return
+    alarm = Alarm(AlarmKind.TOKEN_COUNTS, (cluster,), sentence)
     if cluster not in shared.token_doubts:
-        shared.alarm(sentence)
-    shared.token_doubts[cluster] = sentence, shared.now_s
+        shared.alarm(alarm)
+    shared.token_doubts[cluster] = alarm, shared.now_s
 
 
 # ---- same data -------------------------------------------------------------------------------------------------------
@@ -205,6 +207,7 @@ def _compare(shared: SharedState, pair: tuple[str, str], squared: float, other_s
             f"are {norm:.3g} and {other_norm:.3g}, in {ALIKE_ROUNDS} rounds in a row. They train on the same data in "
             "the same order, so one of them adds nothing: give each its own part of the data, or at least another seed"
         )
+        alarm = Alarm(AlarmKind.SAME_DATA, pair, sentence)
         if pair not in shared.same_data:
-            shared.alarm(sentence)
-        shared.same_data[pair] = sentence
+            shared.alarm(alarm)
+        shared.same_data[pair] = alarm

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dips.core.errors import LocalProtocolError
+from dips.core.messages import Alarm
 from dips.master.state import penalty_detect
 from dips.master.state.penalty_detect import Detection, detect, steps_changed
 from dips.master.state.penalty_types import (
@@ -27,7 +28,7 @@ from dips.master.state.penalty_types import (
     ParticipantMeasure,
     PenaltyConfig,
 )
-from dips.master.state.reasons import VerdictCode
+from dips.master.state.reasons import AlarmKind, VerdictCode
 
 # ---- penalty scaling -------------------------------------------------------------------------------------------------
 #
@@ -105,7 +106,7 @@ def momentum_warning(config: PenaltyConfig, rates: Mapping[str, float], interval
 # quarantine. Nothing here may exclude a cluster for ever because its norms changed permanently.
 
 
-UpdatedStatistics = tuple[ClusterStatistics, list[str]]
+UpdatedStatistics = tuple[ClusterStatistics, list[Alarm]]
 """A cluster's statistics after the round, and alarms."""
 
 
@@ -115,7 +116,7 @@ def after_commit(
     findings: Sequence[Detection],
     merged_norm: float,
     cosines: Sequence[float],
-) -> tuple[DetectorState, tuple[str, ...]]:
+) -> tuple[DetectorState, tuple[Alarm, ...]]:
     """The state that the COMMIT record carries, and alarms.
 
     cosines: of each finding (penalty_detect.cosines), NaN where not known.
@@ -141,7 +142,7 @@ def after_commit(
 
 def after_void(
     state: DetectorState, config: PenaltyConfig, findings: Sequence[Detection], cosines: Sequence[float]
-) -> tuple[DetectorState, tuple[str, ...]]:
+) -> tuple[DetectorState, tuple[Alarm, ...]]:
     """The state that the VOID record carries, and alarms. cosines: as in after_commit.
 
     Participants that JUDGE accepted (PREPARE found a non-finite element) are not changed, because it is unknown
@@ -156,19 +157,20 @@ def after_void(
         f"{next_state.voids_in_a_row} void rounds in a row: the norms and scores that all clusters share are "
         "forgotten, so that a change of regime excludes no cluster for ever; look for what changed"
     )
-    return replace(next_state, norms=(), scores=(), merged_norms=(), voids_in_a_row=0), (*alarms, sentence)
+    cleared = replace(next_state, norms=(), scores=(), merged_norms=(), voids_in_a_row=0)
+    return cleared, (*alarms, Alarm(AlarmKind.HISTORIES_CLEARED, (), sentence))
 
 
 def _move_clusters(
     config: PenaltyConfig, findings: Sequence[Detection], cosines: Sequence[float]
-) -> tuple[dict[str, ClusterStatistics], tuple[str, ...]]:
+) -> tuple[dict[str, ClusterStatistics], tuple[Alarm, ...]]:
     changed: dict[str, ClusterStatistics] = {}
-    alarms: list[str] = []
+    alarms: list[Alarm] = []
     for finding, cosine in zip(findings, cosines, strict=True):
-        moved, sentences = (_accepted(config, finding), []) if finding.accepted else _rejected(config, finding)
+        moved, more = (_accepted(config, finding), []) if finding.accepted else _rejected(config, finding)
         norm, score, way = (_finite(value) for value in (finding.scaled_norm, finding.score, cosine))
         changed[finding.cluster] = replace(moved, last_norm=norm, last_score=score, last_cosine=way)
-        alarms += sentences
+        alarms += more
     return changed, tuple(alarms)
 
 
@@ -223,7 +225,7 @@ def _restart_if_due(config: PenaltyConfig, finding: Detection, counted: ClusterS
         f"{in_a_row} finite pushes of cluster {finding.cluster} in a row were rejected by their score: its "
         "statistics start again, so that a lasting change of its norms does not exclude it for ever"
     )
-    return counted.restarted(), [sentence]
+    return counted.restarted(), [Alarm(AlarmKind.STATISTICS_RESTARTED, (finding.cluster,), sentence)]
 
 
 def _quarantine_if_due(config: PenaltyConfig, finding: Detection, counted: ClusterStatistics) -> UpdatedStatistics:
@@ -234,7 +236,7 @@ def _quarantine_if_due(config: PenaltyConfig, finding: Detection, counted: Clust
         f"cluster {finding.cluster} is in quarantine after {flags} rejections in a row (last: {last}): "
         "it pulls and resets its inner optimizer; its first accepted push ends the quarantine"
     )
-    return replace(counted, quarantined=True), [sentence]
+    return replace(counted, quarantined=True), [Alarm(AlarmKind.QUARANTINE, (finding.cluster,), sentence)]
 
 
 # ---- penalty ---------------------------------------------------------------------------------------------------------

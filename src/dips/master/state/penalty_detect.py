@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dips.core.messages import BlockGram
+from dips.core.messages import Alarm, BlockGram
 from dips.core.placement import Placement
 from dips.master.state.penalty_types import ClusterStatistics, DetectorState, Participant, PenaltyConfig
-from dips.master.state.reasons import Reason, VerdictCode
+from dips.master.state.reasons import AlarmKind, Reason, VerdictCode
 
 # ---- gram ------------------------------------------------------------------------------------------------------------
 #
@@ -279,15 +279,15 @@ def remembered(config: PenaltyConfig, known: ClusterStatistics, value: float) ->
 
 def alarms(
     config: PenaltyConfig, state: DetectorState, judged: Sequence[str]
-) -> tuple[Mapping[str, ClusterStatistics], tuple[str, ...]]:
-    """The clusters just judged whose alarm begins or ends, and a sentence for each that begins.
+) -> tuple[Mapping[str, ClusterStatistics], tuple[Alarm, ...]]:
+    """The clusters just judged whose alarm begins or ends, and an alarm for each that begins.
 
     state: with the cosines of this round. It begins below the limit and ends above twice that: a cluster near the limit
     must not raise it every few rounds. The least agreeing cluster is checked first: while its alarm is active, the
     others' limit is the fixed one, because merged bad pushes are a part of the movement that theirs are compared with.
     """
     changed: dict[str, ClusterStatistics] = {}
-    sentences: list[str] = []
+    begun: list[Alarm] = []
     known_enough = [name for name in judged if state.of(name).cosine_rounds >= config.cosine_warm_up_pushes]
     for cluster in sorted(known_enough, key=lambda name: state.of(name).usual_cosine):
         known = state.of(cluster)
@@ -295,10 +295,10 @@ def alarms(
         others = None if accused else _others(config, state, cluster)
         if not known.cosine_alarmed and known.usual_cosine < _limit(config, others):
             changed[cluster] = replace(known, cosine_alarmed=True)
-            sentences.append(_sentence(config, cluster, known, others))
+            begun.append(Alarm(AlarmKind.DIRECTION, (cluster,), _sentence(config, cluster, known, others)))
         elif known.cosine_alarmed and known.usual_cosine > max(0.0, 2.0 * _limit(config, others)):
             changed[cluster] = replace(known, cosine_alarmed=False)
-    return changed, tuple(sentences)
+    return changed, tuple(begun)
 
 
 def _others(config: PenaltyConfig, state: DetectorState, cluster: str) -> float | None:

@@ -47,6 +47,26 @@ class Reason:
     sentence: str
 
 
+class AlarmKind(StrEnum):
+    """What an alarm is about: all values of Alarm.kind, and of `code` of an alarm on the tape."""
+
+    NOTHING_MERGED = "nothing_merged"
+    SAME_DATA = "same_data"
+    TOKEN_COUNTS = "token_counts"
+    # Reported once, when it happens:
+    DIRECTION = "direction"
+    QUARANTINE = "quarantine"
+    STATISTICS_RESTARTED = "statistics_restarted"
+    HISTORIES_CLEARED = "histories_cleared"
+    ROLLBACK = "rollback"
+    NEW_TIMELINE = "new_timeline"
+    ADOPTED = "adopted"
+
+
+STANDING = (AlarmKind.NOTHING_MERGED, AlarmKind.SAME_DATA, AlarmKind.TOKEN_COUNTS)
+"""Alarms that the status lists until they are over: all values of the label `kind` of dips_master_alarm."""
+
+
 class WaitingCode(StrEnum):
     """All values of StatusReply.waiting_code, and of the label of dips_master_waiting."""
 

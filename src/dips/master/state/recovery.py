@@ -13,10 +13,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from dips.core.ids import RoundId, SlaveId, Version
-from dips.core.messages import CommitRecord, ConfigureRefused, LeaveReply, SendCommitRecord, SnapshotInfo, VerdictKind
+from dips.core.messages import (
+    Alarm,
+    CommitRecord,
+    ConfigureRefused,
+    LeaveReply,
+    SendCommitRecord,
+    SnapshotInfo,
+    VerdictKind,
+)
 from dips.master.state.ledger import UNREADABLE, CommitInfo, Ledger, commit_from_record, ledger_of, pair, same_as
 from dips.master.state.pushes import Pushes
-from dips.master.state.reasons import Reason, VerdictCode
+from dips.master.state.reasons import AlarmKind, Reason, VerdictCode
 from dips.master.state.records import Donor, HeldVersion, Member, RecoveryPhase, RoundPhase, Slave, SlavePhase
 from dips.master.state.rollback import adopted, roll_back
 from dips.master.state.rounds import Rounds
@@ -532,10 +540,11 @@ class Recovery:
         shared.record(
             "adopted", "recovery", version=str(commit.version), before=str(before), tokens=shared.ledger.tokens
         )
-        shared.alarm(
+        sentence = (
             f"the master took over version {commit.version} ({shared.ledger.tokens} tokens) from the slaves; its "
             f"journal knew {f'version {before}' if before else 'no version'}: every cluster joins again"
         )
+        shared.alarm(Alarm(AlarmKind.ADOPTED, (), sentence))
         if shared.ledger.behind:
             self._roll_back(slaves, commit)
             return

@@ -373,7 +373,8 @@ class Rounds:
         self._settle(self._excluded(), TokenState.EXCLUDED)
         if state.judgement is not None:
             ledger.detector = shared.recorded_detector = state.judgement.next_state_if_committed
-            self._alarms(state.judgement.alarms)
+            for alarm in state.judgement.alarms:
+                shared.alarm(alarm)
         ledger.tokens += sum(push.request.tokens for push in accepted)
         ledger.rounds_committed += 1
         ledger.rounds_merged += len(accepted) >= 2
@@ -413,7 +414,8 @@ class Rounds:
         assert state.judgement is not None, "only a judged round is void; a seed that is not finite is refused earlier"
         self._settle(state.participants, TokenState.EXCLUDED)
         ledger.detector = shared.recorded_detector = state.judgement.next_state_if_void
-        self._alarms(state.judgement.alarms_if_void)
+        for alarm in state.judgement.alarms_if_void:
+            shared.alarm(alarm)
         ledger.rounds_void += 1
         self._remember(ledger.version, reason)
         shared.journal("VOID", self._record("VOID", []) | {"reason": reason})
@@ -489,10 +491,6 @@ class Rounds:
         ledger, tk_max = self._shared.ledger, self._shared.settings().tk_max_tokens
         if tk_max and ledger.tokens >= tk_max and not ledger.stopping:
             ledger.stopping = f"{ledger.tokens} tokens are applied, tk_max is {tk_max}"
-
-    def _alarms(self, sentences: Sequence[str]) -> None:
-        for sentence in sentences:
-            self._shared.alarm(sentence)
 
     def _record(self, kind: str, accepted: Sequence[Push]) -> dict[str, object]:
         state = self._shared.round

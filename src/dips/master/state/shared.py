@@ -14,6 +14,7 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId, SlaveId, Version
 from dips.core.machine import MachineHistory, Phase
 from dips.core.messages import (
+    Alarm,
     Allow,
     AllowedKey,
     Caller,
@@ -34,6 +35,7 @@ from dips.core.protocol import CURVE_KEY_BYTES
 from dips.master.state.effects import CloseLink, Effect, Halt, Log, Record, Refuse, Reply, ToSlave, WriteJournal
 from dips.master.state.ledger import CommitInfo, Ledger, canonical
 from dips.master.state.penalty_types import DetectorState, PenaltyConfig
+from dips.master.state.reasons import AlarmKind
 from dips.master.state.records import (
     RECOVERY_TABLE,
     RESHARD_TABLE,
@@ -256,10 +258,10 @@ class SharedState:
         self.aborted_of: dict[str, int] = {}
         self.counted_since_s: dict[str, float] = {}
         self.alike: dict[tuple[str, str], int] = {}
-        self.same_data: dict[tuple[str, str], str] = {}
+        self.same_data: dict[tuple[str, str], Alarm] = {}
         """By pair of clusters: the rounds in which they pushed the same, and the sentence while that is an alarm
         (data.py)."""
-        self.token_doubts: dict[str, tuple[str, float]] = {}
+        self.token_doubts: dict[str, tuple[Alarm, float]] = {}
         """Cluster -> why its token counts are in doubt, and since when (pushes.py)."""
         self._were_enough = ledger.tokens > 0
         self.out = Outbox()
@@ -377,19 +379,21 @@ class SharedState:
             "rolled_back", "recovery", version=str(now), origin=str(origin), donor=donor, lost_tokens=lost_tokens
         )
         how = f"its parameters come from cluster {donor}, momentum is zero" if donor else "from the slaves' snapshots"
-        self.alarm(
+        sentence = (
             f"ROLLBACK to version {origin}, now {now} ({how}): the slaves lost version {lost}; {lost_tokens} tokens of "
             f"{n_pushes} pushes are undone and their data is trained again"
         )
+        self.alarm(Alarm(AlarmKind.ROLLBACK, (), sentence))
 
     def tell_new_timeline(self, origin: Version) -> None:
         """Reports a new timeline that undoes no known version."""
         now = self.ledger.version
         self.record("rolled_back", "recovery", version=str(now), origin=str(origin), donor=None, lost_tokens=0)
-        self.alarm(
+        sentence = (
             f"the run goes on from version {origin} on a new timeline, as {now}: with durability async, newer versions "
             "may have been published and lost, and only the journal that is gone would know"
         )
+        self.alarm(Alarm(AlarmKind.NEW_TIMELINE, (), sentence))
 
     def set_commit(self, commit: CommitInfo) -> None:
         """Makes this commit's version the ledger's newest."""
@@ -477,10 +481,11 @@ class SharedState:
     def log(self, key: str, sentence: str, level: int = logging.INFO, cause: str = "") -> None:
         self.out.put(Log(level, key, sentence, cause))
 
-    def alarm(self, sentence: str) -> None:
+    def alarm(self, alarm: Alarm) -> None:
         """Reports something that a person should check."""
-        self.record("alarm", "-", sentence=sentence)
-        self.log(f"alarm {sentence[:40]}", sentence, logging.WARNING)
+        about = list(alarm.clusters)
+        self.record("alarm", "-", code=str(alarm.kind), clusters=about, sentence=alarm.sentence)
+        self.log(f"alarm {alarm.kind} {about}", alarm.sentence, logging.WARNING)
 
     def halt(self, exit_code: int, sentence: str) -> None:
         self.out.put(Halt(exit_code, sentence))

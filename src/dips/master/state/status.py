@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import takewhile
 
 from dips.core.messages import Alarm, ClusterStatus, RoundSummary, SlaveStatus, StatusReply
@@ -12,6 +11,7 @@ from dips.core.wire import encoded_bytes
 from dips.master.state.alarms import usual_per_step
 from dips.master.state.leases import TokenState
 from dips.master.state.penalty_detect import threshold
+from dips.master.state.reasons import AlarmKind
 from dips.master.state.records import Push, RoundPhase, Slave
 from dips.master.state.schedule import LinkRate
 from dips.master.state.shared import SharedState
@@ -23,14 +23,6 @@ from dips.master.state.waits import recovery_words, reshard_words, waiting_for
 #
 # An alarm is reported once when it begins (SharedState.alarm), and is listed here until it is over. The direction of a
 # cluster's pushes has its own field in ClusterStatus.
-
-
-class AlarmKind(StrEnum):
-    """All values of Alarm.kind, and of the label `kind` of dips_master_alarm."""
-
-    NOTHING_MERGED = "nothing_merged"
-    SAME_DATA = "same_data"
-    TOKEN_COUNTS = "token_counts"
 
 
 GONE_S = 3600.0
@@ -45,23 +37,20 @@ three are unusual."""
 def standing(shared: SharedState) -> tuple[Alarm, ...]:
     """All active alarms, in the order of their kinds."""
     fruitless = _fruitless(shared)
-    nothing = (
-        [Alarm(AlarmKind.NOTHING_MERGED, (), _nothing_words(fruitless))] if len(fruitless) >= FRUITLESS_ROUNDS else []
-    )
+    nothing = [_nothing_merged(fruitless)] if len(fruitless) >= FRUITLESS_ROUNDS else []
     counts = [
-        Alarm(AlarmKind.TOKEN_COUNTS, (name,), words)
-        for name, (words, at_s) in sorted(shared.token_doubts.items())
+        alarm
+        for name, (alarm, at_s) in sorted(shared.token_doubts.items())
         if name in shared.members or shared.now_s - at_s < GONE_S
     ]
-    same = [Alarm(AlarmKind.SAME_DATA, pair, words) for pair, words in sorted(shared.same_data.items())]
-    return (*nothing, *same, *counts)
+    return (*nothing, *(alarm for _, alarm in sorted(shared.same_data.items())), *counts)
 
 
 def round_was_fruitless(shared: SharedState) -> None:
     """Records that a round ended without a version; raises an alarm when there were too many in a row."""
     fruitless = _fruitless(shared)
     if len(fruitless) == FRUITLESS_ROUNDS:
-        shared.alarm(_nothing_words(fruitless))
+        shared.alarm(_nothing_merged(fruitless))
 
 
 def _fruitless(shared: SharedState) -> list[RoundSummary]:
@@ -69,14 +58,15 @@ def _fruitless(shared: SharedState) -> list[RoundSummary]:
     return list(takewhile(lambda summary: summary.outcome != "commit", reversed(shared.recent)))
 
 
-def _nothing_words(fruitless: list[RoundSummary]) -> str:
+def _nothing_merged(fruitless: list[RoundSummary]) -> Alarm:
     last, n_void = fruitless[0], sum(summary.outcome == "void" for summary in fruitless)
     kinds = ((n_void, "void"), (len(fruitless) - n_void, "given up"))
     how = ", ".join(f"{n} {word}" for n, word in kinds if n)
-    return (
+    sentence = (
         f"nothing was merged in the last {len(fruitless)} rounds ({how}), so the model does not change while clusters "
         f"train; the last one: {last.reason}"
     )
+    return Alarm(AlarmKind.NOTHING_MERGED, (), sentence)
 
 
 # ---- status ----------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class ScaleTally:
         elif kind == "round" and fields["input"] in ("abort", "void"):
             self.rounds["aborted" if fields["input"] == "abort" else "void"] += 1
         elif kind == "alarm":
-            self.alarms[str(fields["sentence"])[:60]] += 1
+            self.alarms[str(fields["code"])] += 1
 
     def journal(self, kind: str, record_json: str) -> None:
         """Count an entry of the master's journal."""
