@@ -51,7 +51,7 @@ def test_slave_killed_in_the_middle_comes_back_and_the_run_ends_with_every_token
         clusters = [run.cluster("a", 1, step_s=0.005), run.cluster("b", 2, step_s=0.008)]
         run.wait_for_version(3)
         run.kill("s1")
-        wait_until(lambda: "s1" in run.status().waiting_for, "nobody noticed")
+        wait_until(lambda: "s1" in run.status().waiting_slaves, "nobody noticed")
         steps = clusters[0].steps_made
         wait_until(lambda: clusters[0].steps_made > steps, "the clusters stopped training")
         run.start_slave("s1")

@@ -39,7 +39,7 @@ def test_a_run_with_overlap_counts_every_token_once_although_a_slave_dies(tmp_pa
         clusters = [run.cluster("a", 1, step_s=0.005), run.cluster("b", 2, step_s=0.008)]
         run.wait_for_version(4)
         run.kill("s1")
-        wait_until(lambda: "s1" in run.status().waiting_for, "nobody noticed")
+        wait_until(lambda: "s1" in run.status().waiting_slaves, "nobody noticed")
         run.start_slave("s1")
         for cluster in clusters:
             cluster.join()

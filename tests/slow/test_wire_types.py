@@ -77,7 +77,7 @@ def test_a_slave_that_is_killed_comes_back_and_every_token_counts(tmp_path: Path
         clusters = [run.cluster("a", 1, step_s=0.005), run.cluster("b", 2, step_s=0.008)]
         run.wait_for_version(3)
         run.kill("s1")
-        wait_until(lambda: "s1" in run.status().waiting_for, "nobody noticed")
+        wait_until(lambda: "s1" in run.status().waiting_slaves, "nobody noticed")
         run.start_slave("s1")
         for cluster in clusters:
             cluster.join()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,7 +141,9 @@ def _newest_state(records: RunRecords, _: History, found: Evidence) -> None:
     commit_hash = hashlib.sha256(str(commit["record"]).encode()).hexdigest()
     for stored in records.manifests:
         said = stored.body
-        if said.get("version") == say_version(pair(commit["version"])) and said.get("round") == _round(commit["round"]):
+        if said.get("version") == say_version(pair(commit["version"])) and said.get("round") == say_round(
+            pair(commit["round"])
+        ):
             found.judged += 1
             if said.get("commit_hash") != commit_hash:
                 found.differs(
@@ -148,10 +151,6 @@ def _newest_state(records: RunRecords, _: History, found: Evidence) -> None:
                     "in the journal's newest state",
                     f"manifest {stored.slave}",
                 )
-
-
-def _round(raw: Any) -> str:
-    return say_round(pair(raw))
 
 
 def _records_of_manifests(records: RunRecords, _: History, found: Evidence) -> None:
@@ -247,15 +246,11 @@ def _judgement_differs(judgement: Fields, said: Fields) -> str:
     numbers |= {f"norm of {name}": (norm, (said.get("norms") or {}).get(name)) for name, norm in norms.items()}
     for name, (text, on_tape) in numbers.items():
         # JSON has neither NaN nor infinity: a tape has null for them.
-        if _finite(float(text)) != on_tape:
+        if (float(text) if math.isfinite(float(text)) else None) != on_tape:
             return f"{name} = {text}, but the master's tape says {on_tape}"
     if list(judgement["accepted"]) != list(said.get("accepted", ())):
         return f"that {judgement['accepted']} were accepted, but the master's tape says {said.get('accepted')}"
     return ""
-
-
-def _finite(value: float) -> float | None:
-    return value if abs(value) < float("inf") else None
 
 
 def _pushes_against_tapes(records: RunRecords, history: History, found: Evidence) -> None:

@@ -7,6 +7,7 @@ of each process's own clock. It must never write, and never guess: what no proce
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from dips.core.errors import ConfigError
-from dips.judge.facts import Decision, PushKey, decision_of, pair, push_of, say_push, say_round, say_version, short
+from dips.judge.facts import Decision, decision_of, pair, push_of, say_push, say_round, say_version, short
 from dips.judge.invariants.checker import DECISIONS
-from dips.judge.records import RunRecords, TapeLine, read_run
+from dips.judge.records import RunRecords, read_run
 
 _ROUND = re.compile(r"r\d+\.\d+\Z")
 _VERSION = re.compile(r"\d+:\d+\Z")
 _PUSH = re.compile(r".+/\d+\.\d+#\d+\Z")
 _DIGEST = re.compile(r"[0-9a-f]{24,}\Z")
+
+_EMPTY: tuple[object, ...] = (None, "", "None", [], {})
+"""Values of fields that are not shown; tapes have "None" where there is no version or round."""
 
 QUIET = frozenset({"step", "heartbeat", "beat", "journaled"})
 """Kinds of frequent routine events, which are left out: they would hide the others."""
@@ -47,24 +51,11 @@ class Story:
     lines: list[StoryLine] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "what": self.what,
-            "name": self.name,
-            "lines": [
-                {
-                    "at_s": entry.at_s,
-                    "who": entry.who,
-                    "kind": entry.kind,
-                    "cause": entry.cause,
-                    **_without_heads(entry),
-                }
-                for entry in self.lines
-            ],
-        }
-
-
-def _without_heads(entry: StoryLine) -> dict[str, Any]:
-    return {name: value for name, value in entry.fields.items() if name not in ("at_s", "who", "kind", "cause")}
+        lines = []
+        for entry in self.lines:
+            heads = {"at_s": entry.at_s, "who": entry.who, "kind": entry.kind, "cause": entry.cause}
+            lines.append({**heads, **entry.fields, **heads})  # a field of one of these names does not hide them
+        return {"what": self.what, "name": self.name, "lines": lines}
 
 
 def tell_story(run_dir: Path, name: str) -> Story:
@@ -172,13 +163,11 @@ def _of_cluster(entry: StoryLine, name: str) -> bool:
 
 
 def _all(records: RunRecords) -> list[StoryLine]:
-    tapes = [_told(line) for lines in records.lines.values() for line in lines]
-    return sorted([*tapes, *_journal(records)], key=lambda entry: entry.at_s)
-
-
-def _told(line: TapeLine) -> StoryLine:
-    who = line.role if line.role == "master" else f"{line.role} {line.name}"
-    return StoryLine(line.wall_s, who, line.kind, line.cause, line.fields)
+    lines = []
+    for line in itertools.chain.from_iterable(records.lines.values()):
+        who = line.role if line.role == "master" else f"{line.role} {line.name}"
+        lines.append(StoryLine(line.wall_s, who, line.kind, line.cause, line.fields))
+    return sorted([*lines, *_journal(records)], key=lambda entry: entry.at_s)
 
 
 def _journal(records: RunRecords) -> Iterator[StoryLine]:
@@ -203,12 +192,8 @@ def _named(key: str, value: Any) -> Any:
         case "rolled_back":
             return [say_push(push_of(item)) for item in value]
         case "participants":
-            return {say_push(_push(item)): item["verdict"] for item in value}
+            return {say_push(push_of(item["push"])): item["verdict"] for item in value}
     return value
-
-
-def _push(participant: Mapping[str, Any]) -> PushKey:
-    return push_of(participant["push"])
 
 
 # ---- for people ----
@@ -220,16 +205,9 @@ def render(story: Story) -> Iterator[str]:
     width = max((len(entry.who) for entry in story.lines), default=0)
     kinds = max((len(entry.kind) for entry in story.lines), default=0)
     for entry in story.lines:
-        said = " ".join(_word(name, value) for name, value in entry.fields.items() if not _empty(value))
+        known = ((name, value) for name, value in entry.fields.items() if value not in _EMPTY)
+        said = " ".join(f"{name}={_short(value)}" for name, value in known)
         yield f"+{entry.at_s - began_s:9.3f} s  {entry.who:<{width}}  {entry.kind:<{kinds}}  {said}".rstrip()
-
-
-def _empty(value: Any) -> bool:
-    return value is None or value == "" or value == "None" or value == [] or value == {}
-
-
-def _word(name: str, value: Any) -> str:
-    return f"{name}={_short(value)}"
 
 
 def _short(value: Any) -> str:

@@ -5,10 +5,10 @@ It must never delay the run, and never write to standard output, which belongs t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Protocol
+from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -26,20 +26,31 @@ _RATE_OVER_S = 30.0
 _NARROW_LINES = 45
 
 
-class Progress(Protocol):
+class Progress(ABC):
     """Shows a run's progress. Use as a context manager."""
 
-    def __enter__(self) -> Progress: ...
+    def __init__(self, console: Console, clock: Clock) -> None:
+        self._console = console
+        self._clock = clock
+        self._begin_s = clock.monotonic_s()
+        self._rate = TokenRate()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __enter__(self) -> Self:
+        return self
 
+    def __exit__(self, *raised: object) -> None:
+        return None
+
+    @abstractmethod
     def say(self, sentence: str) -> None:
         """Something happened; it stays on the screen."""
 
+    @abstractmethod
     def show(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, faults: Sequence[Fault]) -> None:
         """The present state; it replaces the one before. heldout: None when no process measures it."""
+
+    def _stamped(self, sentence: str) -> str:
+        return f"{self._clock.monotonic_s() - self._begin_s:6.1f} s  {sentence}"
 
 
 class TokenRate:
@@ -86,30 +97,18 @@ def fault_sentence(fault: Fault) -> str:
     return f"{fault.what} at {fault.when.seconds:.0f} s, {back}"
 
 
-class PlainProgress:
+class PlainProgress(Progress):
     """Shows progress as lines, for a log."""
 
     def __init__(self, console: Console, clock: Clock, every_s: float = PLAIN_EVERY_S) -> None:
-        self._console = console
-        self._clock = clock
+        super().__init__(console, clock)
         self._every_s = every_s
-        self._begin_s = clock.monotonic_s()
         self._next_s = self._begin_s
-        self._rate = TokenRate()
         self._alarms: set[tuple[str, tuple[str, ...]]] = set()
         """Kind and clusters of those whose sentences were printed; the numbers in a sentence change all the time."""
 
-    def __enter__(self) -> PlainProgress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
     def say(self, sentence: str) -> None:
-        age_s = self._clock.monotonic_s() - self._begin_s
-        self._console.print(f"{age_s:6.1f} s  {sentence}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(self._stamped(sentence), markup=False, highlight=False, soft_wrap=True)
 
     def show(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, faults: Sequence[Fault]) -> None:
         now_s = self._clock.monotonic_s()
@@ -125,28 +124,22 @@ class PlainProgress:
         self.say(" | ".join(part for part in parts if part))
 
 
-class LiveProgress:
+class LiveProgress(Progress):
     """Shows progress as a table that renews itself, with what happened above it."""
 
     def __init__(self, console: Console, clock: Clock) -> None:
-        self._console = console
-        self._clock = clock
-        self._begin_s = clock.monotonic_s()
+        super().__init__(console, clock)
         self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._rate = TokenRate()
 
-    def __enter__(self) -> LiveProgress:
+    def __enter__(self) -> Self:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._live.stop()
 
     def say(self, sentence: str) -> None:
-        age_s = self._clock.monotonic_s() - self._begin_s
-        self._live.console.print(Text(f"{age_s:6.1f} s  {sentence}", style="dim"))
+        self._live.console.print(Text(self._stamped(sentence), style="dim"))
 
     def show(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, faults: Sequence[Fault]) -> None:
         self._rate.add(self._clock.monotonic_s(), status.tokens)

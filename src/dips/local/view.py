@@ -183,17 +183,11 @@ def status_json(value: Any) -> Any:
 
 def status_view(status: StatusReply, width_is_narrow: bool = False) -> RenderableType:
     """Everything that `dips status` shows."""
-    parts: list[RenderableType] = [headline(status)]
-    if status.recovery:
-        parts.append(Text(recovery_sentence(status), style="bold magenta"))
-    if status.reshard:
-        parts.append(Text(reshard_sentence(status), style="magenta"))
-    if status.waiting_for:
-        parts.append(Text(waiting_sentence(status), style="bold yellow"))
-    if alarm := direction_sentence(status):
+    parts: list[RenderableType] = [headline(status), *(Text(words, style=style) for words, style in _waits(status))]
+    if alarm := _direction_alarm(status):
         parts.append(Text(alarm, style="bold red"))
     parts += [Text(alarm_sentence(alarm), style="bold red") for alarm in status.alarms]
-    if refused := refused_sentence(status):
+    if refused := _refused_calls(status):
         parts.append(Text(refused, style="red"))
     parts.append(cluster_table(status.clusters))
     if hint := no_loss_sentence(status):
@@ -208,33 +202,30 @@ def status_view(status: StatusReply, width_is_narrow: bool = False) -> Renderabl
 
 def headline(status: StatusReply) -> Text:
     """Run, version, tokens and the round's phase in one line."""
+    states = ((status.stopped, "stopped"), (status.stopping, "stopping"), (status.paused, "paused"))
     return Text.assemble(
         (f"run {status.run_id}", "bold"),
         f"  version {status.published or 'none yet'}{_on_disk(status)}",
         f"  tokens {format_count(status.tokens)}{_of_goal(status)}",
         f"  round {status.round or 'none yet'} ",
         (status.phase, "cyan"),
-        f"  {rounds_sentence(status)}",
-        (f"  {_state_words(status)}", "bold"),
+        f"  {_rounds(status)}",
+        (f"  {next((word for on, word in states if on), '')}", "bold"),
     )
 
 
-def waiting_sentence(status: StatusReply) -> str:
-    """Why nothing moves, in the master's words; empty when all is well."""
-    return f"waiting: {status.waiting_for}" if status.waiting_for else ""
+def _waits(status: StatusReply) -> Iterator[tuple[str, str]]:
+    """Why nothing moves, in the master's words, and how it is shown; nothing when all is well."""
+    for words, head, style in (
+        (status.recovery, "recovering", "bold magenta"),
+        (status.reshard, "reshard", "magenta"),
+        (status.waiting_for, "waiting", "bold yellow"),
+    ):
+        if words:
+            yield f"{head}: {words}", style
 
 
-def recovery_sentence(status: StatusReply) -> str:
-    """How committed state is being restored, in the master's words; empty when none has to be."""
-    return f"recovering: {status.recovery}" if status.recovery else ""
-
-
-def reshard_sentence(status: StatusReply) -> str:
-    """What a RESHARD does or waits for; empty when none was asked for."""
-    return f"reshard: {status.reshard}" if status.reshard else ""
-
-
-def direction_sentence(status: StatusReply) -> str:
+def _direction_alarm(status: StatusReply) -> str:
     """Which clusters of the run push where the others do not go; empty when there is no direction alarm."""
     names = ", ".join(cluster.cluster_id for cluster in status.clusters if cluster.alive and cluster.direction_alarm)
     return f"direction alarm: {names} (its pushes are merged all the same: look at its usual cosine)" if names else ""
@@ -245,7 +236,7 @@ def alarm_sentence(alarm: Alarm) -> str:
     return f"alarm: {alarm.sentence}"
 
 
-def refused_sentence(status: StatusReply) -> str:
+def _refused_calls(status: StatusReply) -> str:
     """How many calls the master refused because of whose they were; empty when none."""
     if not status.refused_calls:
         return ""
@@ -262,7 +253,7 @@ def _on_disk(status: StatusReply) -> str:
     return f" (on every disk: {status.durable or 'none yet'})" if _writes_later(status) else ""
 
 
-def rounds_sentence(status: StatusReply) -> str:
+def _rounds(status: StatusReply) -> str:
     lost = [f"{n} {word}" for n, word in ((status.rounds_void, "void"), (status.rounds_aborted, "aborted")) if n]
     return ", ".join([f"rounds {status.rounds_committed} ({status.rounds_merged} merged)", *lost])
 
@@ -274,44 +265,36 @@ def _of_goal(status: StatusReply) -> str:
     return f"/{format_count(status.tk_max_tokens)} ({share:.0%})"
 
 
-def _state_words(status: StatusReply) -> str:
-    for on, word in ((status.stopped, "stopped"), (status.stopping, "stopping"), (status.paused, "paused")):
-        if on:
-            return word
-    return ""
+def _name(name: str, alive: bool) -> Text:
+    return Text(name, style="bold" if alive else "dim")
+
+
+def _phase(phase: str, alive: bool) -> str | Text:
+    return phase if alive else Text(phase or "gone", style="dim")
 
 
 def cluster_table(clusters: Sequence[ClusterStatus]) -> FittingTable:
     columns = ("cluster", "phase", "incarnation", "steps", "steps per s", "tokens", "loss", "pushes", "last verdict")
-    right = {"steps", "steps per s", "tokens", "loss"}
-    table = _table("clusters", columns, right, least={"phase": len("BEGINNING_PUSH")})
+    table = _table("clusters", columns, {"steps", "steps per s", "tokens", "loss"}, {"phase": len("BEGINNING_PUSH")})
     for cluster in clusters:
+        lost = [(cluster.pushes_excluded, "excluded"), (cluster.pushes_aborted, "aborted")]
+        verdict = Text(cluster.last_verdict, style=_VERDICT_STYLES.get(cluster.last_verdict.lower(), ""))
+        if cluster.last_reason:
+            verdict.append(f": {cluster.last_reason}", style="default")
+        if cluster.quarantined:
+            verdict.append(" (quarantined)", style="bold red")
         table.add_row(
-            Text(cluster.cluster_id, style="bold" if cluster.alive else "dim"),
-            cluster.phase if cluster.alive else Text(cluster.phase or "gone", style="dim"),
+            _name(cluster.cluster_id, cluster.alive),
+            _phase(cluster.phase, cluster.alive),
             str(cluster.incarnation or "-"),
             format_count(cluster.steps_total),
             number(cluster.steps_per_s, 2),
             format_count(cluster.tokens_applied),
             number(cluster.loss, 3),
-            _pushes(cluster),
-            _verdict(cluster),
+            ", ".join([f"{cluster.pushes_applied} applied", *(f"{n} {word}" for n, word in lost if n)]),
+            verdict,
         )
     return table
-
-
-def _pushes(cluster: ClusterStatus) -> str:
-    more = [(cluster.pushes_excluded, "excluded"), (cluster.pushes_aborted, "aborted")]
-    return ", ".join([f"{cluster.pushes_applied} applied", *(f"{n} {word}" for n, word in more if n)])
-
-
-def _verdict(cluster: ClusterStatus) -> Text:
-    text = Text(cluster.last_verdict, style=_VERDICT_STYLES.get(cluster.last_verdict.lower(), ""))
-    if cluster.last_reason:
-        text.append(f": {cluster.last_reason}", style="default")
-    if cluster.quarantined:
-        text.append(" (quarantined)", style="bold red")
-    return text
 
 
 def push_table(clusters: Sequence[ClusterStatus]) -> FittingTable:
@@ -320,7 +303,7 @@ def push_table(clusters: Sequence[ClusterStatus]) -> FittingTable:
     table = _table("last judged pushes", columns, right=set(columns[1:6]))
     for cluster in clusters:
         table.add_row(
-            Text(cluster.cluster_id, style="bold" if cluster.alive else "dim"),
+            _name(cluster.cluster_id, cluster.alive),
             number(cluster.last_norm, 3),
             number(cluster.last_z, 2),
             number(cluster.last_cosine, 2),
@@ -333,14 +316,13 @@ def push_table(clusters: Sequence[ClusterStatus]) -> FittingTable:
 
 def slave_table(slaves: Sequence[SlaveStatus], writes_later: bool = False) -> FittingTable:
     """The slaves; with `writes_later` also the newest version on each one's disk."""
-    on_disk = ("on disk",) if writes_later else ()
     counts = ("memory", "staging", "served", "refused", "turned away")
-    columns = ("slave", "phase", "incarnation", "version", *on_disk, *counts)
-    table = _table("slaves", columns, right={"memory", "staging", "served", "refused", "turned away"})
+    columns = ("slave", "phase", "incarnation", "version", *(("on disk",) if writes_later else ()), *counts)
+    table = _table("slaves", columns, right=set(counts))
     for slave in slaves:
         table.add_row(
-            Text(slave.slave_id, style="bold" if slave.alive else "dim"),
-            slave.phase if slave.alive else Text(slave.phase or "gone", style="dim"),
+            _name(slave.slave_id, slave.alive),
+            _phase(slave.phase, slave.alive),
             str(slave.incarnation or "-"),
             str(slave.version or "-"),
             *([str(slave.durable or "-")] if writes_later else []),
@@ -383,26 +365,23 @@ def _table(title: str, columns: Sequence[str], right: set[str], least: Mapping[s
 
 def plain_line(status: StatusReply) -> str:
     """One line for a log: what a person wants to see every few seconds without a terminal. Alarms by kind alone."""
-    clusters = " ".join(_plain_cluster(cluster) for cluster in status.clusters)
+    clusters = " ".join(
+        f"{one.cluster_id}:{one.phase} loss {number(one.loss, 3)}"
+        if one.alive
+        else f"{one.cluster_id}:{one.phase or 'gone'}"
+        for one in status.clusters
+    )
     run = (
         f"version {status.published or '-'}{_on_disk(status)} tokens {format_count(status.tokens)}{_of_goal(status)} "
-        f"{rounds_sentence(status)} phase {status.phase}"
+        f"{_rounds(status)} phase {status.phase}"
     )
     why = (
-        direction_sentence(status),
+        _direction_alarm(status),
         *(f"alarm {alarm.kind}: {' '.join(alarm.clusters) or 'the run'}" for alarm in status.alarms),
-        recovery_sentence(status),
-        reshard_sentence(status),
-        waiting_sentence(status),
-        refused_sentence(status),
+        *(words for words, _ in _waits(status)),
+        _refused_calls(status),
     )
     return " | ".join(part for part in (run, clusters, *why) if part)
-
-
-def _plain_cluster(cluster: ClusterStatus) -> str:
-    if not cluster.alive:
-        return f"{cluster.cluster_id}:{cluster.phase or 'gone'}"
-    return f"{cluster.cluster_id}:{cluster.phase} loss {number(cluster.loss, 3)}"
 
 
 def number(value: float, digits: int) -> str:

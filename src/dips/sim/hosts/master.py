@@ -131,7 +131,7 @@ class MasterHost(MasterProcess):
             self._durable(self._on_its_way)
         self._on_its_way.clear()
         self.exit = (code, sentence)
-        if code == FATAL_EXIT and "full" in sentence:
+        if code == FATAL_EXIT and self.disk.full:
             self.world.fired("master_disk_full")
         for call in list(self._calls.values()):
             call.answered(ENDING)
