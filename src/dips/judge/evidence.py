@@ -139,11 +139,10 @@ def _newest_state(records: RunRecords, _: History, found: Evidence) -> None:
     if newest["kind"] != "ADOPT":
         _same_record(newest, str(commit["record"]), "the journal's newest state", where, found)
     commit_hash = hashlib.sha256(str(commit["record"]).encode()).hexdigest()
+    same = say_version(pair(commit["version"])), say_round(pair(commit["round"]))
     for stored in records.manifests:
         said = stored.body
-        if said.get("version") == say_version(pair(commit["version"])) and said.get("round") == say_round(
-            pair(commit["round"])
-        ):
+        if (said.get("version"), said.get("round")) == same:
             found.judged += 1
             if said.get("commit_hash") != commit_hash:
                 found.differs(
@@ -196,7 +195,7 @@ def _decisions_against_master(records: RunRecords, history: History, found: Evid
     """Compare the journal's judgements and staleness bounds (s_max) with those on the master's tape."""
     judged: dict[Pair | None, list[Fields]] = {}
     committed: dict[Pair | None, list[Fields]] = {}
-    for line in (*records.lines["master"], *_later(records, "master")):
+    for line in _lines(records, "master"):
         kinds = {"judged": judged, "commit": committed}
         if line.kind in kinds:
             kinds[line.kind].setdefault(pair(line.fields.get("round")), []).append(line.fields)
@@ -229,14 +228,14 @@ def _decisions_against_master(records: RunRecords, history: History, found: Evid
 
 def _since_commits_are_recorded(records: RunRecords, record: Fields) -> bool:
     """Whether the record is not older than the tape's first "commit" line: older releases did not write these lines."""
-    first = next(line for line in (*records.lines["master"], *_later(records, "master")) if line.kind == "commit")
+    first = next(line for line in _lines(records, "master") if line.kind == "commit")
     oldest, asked = pair(first.fields.get("round")), pair(record["round"])
     return oldest is not None and asked is not None and asked >= oldest
 
 
-def _later(records: RunRecords, role: str) -> list[TapeLine]:
-    """Lines that a live process wrote while the journal was read."""
-    return [line for line in records.later if line.role == role]
+def _lines(records: RunRecords, role: str) -> list[TapeLine]:
+    """The lines of a role's tapes, with those that live processes wrote while the journal was read."""
+    return [*records.lines[role], *(line for line in records.later if line.role == role)]
 
 
 def _judgement_differs(judgement: Fields, said: Fields) -> str:
@@ -256,9 +255,9 @@ def _judgement_differs(judgement: Fields, said: Fields) -> str:
 def _pushes_against_tapes(records: RunRecords, history: History, found: Evidence) -> None:
     """Compare tokens, steps, base, fence and ranges of each decided push: cluster's tape, master's ticket, record."""
     begun, sent, tickets = (
-        _by_push((*records.lines["worker"], *_later(records, "worker")), "push_begun"),
-        _by_push((*records.lines["worker"], *_later(records, "worker")), "push_sent"),
-        _by_push((*records.lines["master"], *_later(records, "master")), "ticket"),
+        _by_push(_lines(records, "worker"), "push_begun"),
+        _by_push(_lines(records, "worker"), "push_sent"),
+        _by_push(_lines(records, "master"), "ticket"),
     )
     for record in records.journal:
         if record["kind"] not in ("COMMIT", "VOID"):
@@ -339,7 +338,7 @@ def _push_differs(recorded: Fields, said: Fields) -> list[tuple[str, object, obj
 def _directories(records: RunRecords, history: History, found: Evidence) -> None:
     """Check that a slave's directory holds only its own files, and that its promise is the one on its tape."""
     epochs = [int(record["epoch"]) for record in records.journal if record["kind"] == EPOCH]
-    epochs += [int(line.fields["epoch"]) for line in _later(records, "master") if line.kind == "epoch"]
+    epochs += [int(line.fields["epoch"]) for line in records.later if (line.role, line.kind) == ("master", "epoch")]
     for folder in sorted({path.parent for path in records.run_dir.rglob(IDENTITY)}):
         disk = LocalDisk(folder)
         try:
