@@ -15,8 +15,7 @@ from dips.core.clock import ManualClock
 from dips.core.messages import ClusterStatus, OperatorRequest, StatusReply
 from dips.master.page.event_buffer import MAX_EVENTS, MAX_TEXT, BufferedTape, EventBuffer, earlier_events
 from dips.master.page.history import EventTimeline, HeldoutTail, ProgressHistory, RecentTokenRate, sentence_of
-from dips.master.page.hub import Hub
-from dips.master.page.snapshot import sentence, snapshot
+from dips.master.page.snapshot import Hub, sentence, snapshot
 from dips.master.state.events import Pause
 from dips.master.state.status import RunView
 

@@ -40,7 +40,7 @@ from dips.master.page.access import (
 )
 from dips.master.page.event_buffer import MAX_CONNECTIONS, SAMPLE_S, SILENT_S, EventBuffer, earlier_events
 from dips.master.page.history import HeldoutTail
-from dips.master.page.hub import Hub
+from dips.master.page.snapshot import Hub
 from dips.master.page.web import PageApplication, Steering, static_files
 from dips.master.shell import MasterShell
 from dips.master.state.status import RunView

@@ -24,7 +24,7 @@ from dips.core.observe.telemetry import ChangeLogger
 from dips.master.page.access import LINK_PARAMETER, PageAccess, Visitor
 from dips.master.page.event_buffer import MAX_STREAMS, WRITE_S
 from dips.master.page.history import cut
-from dips.master.page.hub import Hub
+from dips.master.page.snapshot import Hub
 from dips.master.shell import MasterShell
 from dips.master.state.events import OperatorAction, OperatorCall, Pause, Resume
 
