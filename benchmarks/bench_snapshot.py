@@ -199,7 +199,7 @@ class Slave:
         self._said: asyncio.Queue[SlaveBody] = asyncio.Queue()
         self._data = DataServer("127.0.0.1", 0, RUN, self._settings.chunk_bytes, lambda event: None, self._crashed)
         room = shard_bytes_needed((block.n_elems for block in layout.blocks), self._settings.chunk_bytes, 1, PINS)
-        limits = (room, self._settings.chunk_bytes, self._store.promised_epoch, self._store.ring.infos())
+        limits = (room, self._settings.chunk_bytes, self._store.promise.epoch, self._store.ring.infos())
         state = SlaveMachine(RUN, SLAVE, self._data.endpoint, *limits)
         self._tape = Tape(None, "slave", SLAVE)
         self._engine = SlaveShell(state, SLAVE, room, self._store, self._data, self._tape, SystemClock())

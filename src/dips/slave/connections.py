@@ -1,23 +1,147 @@
-"""Watches the data port's connections from outside of libzmq, and closes those that slave/state/connections.py names.
+"""Closes data-port connections before their peers fill this process's memory or its file table.
 
-It has its own thread, since the connections to be closed may keep the data thread busy. A connection is closed below
-libzmq, which sees that as if the peer had closed it: no other connection is touched.
+libzmq bounds the size of a frame and the number of whole messages that wait, not the number of frames of one message:
+a message that never ends grows in memory that only libzmq sees. This module can see how much memory the process uses,
+how many bytes each connection sent, and which connections delivered a whole message. Connections that send bytes and
+deliver no message are closed when a budget is reached. A healthy one among them connects again by itself and sends what
+was lost (docs/budgets.md).
+
+The guard has its own thread, since the connections to be closed may keep the data thread busy. A connection is closed
+below libzmq, which sees that as if the peer had closed it: no other connection is touched.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import resource
 import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from dips.slave.data_server import PAGE_BYTES, DataServer, connection_of, reset
-from dips.slave.state.connections import ConnectionLimits, Cut, Pressure
+
+# ---- which to close --------------------------------------------------------------------------------------------------
+
+
+LEAST_BYTES = 256
+"""An idle connection sends fewer bytes than this in many minutes: its greeting and its heartbeats."""
+
+SETTLE_S = 1.0
+"""Another thread frees the memory of closed connections and returns it to the system within this time."""
+
+QUIET_S = 60.0
+"""When closing all connections did not help, the memory is not theirs; it is tried again after this time."""
+
+FILES_SHARE = 0.8
+"""Share of the files that this process may open, connections included; the rest is for the disk."""
+
+
+@dataclass(frozen=True)
+class Pressure:
+    """The process's use of memory and files. memory_bytes: private memory of this process (without mapped files).
+
+    headroom_bytes: how far below the limit connections begin to be watched. n_files: open now, of most_files.
+    """
+
+    memory_bytes: int
+    limit_bytes: int
+    headroom_bytes: int
+    n_files: int
+    most_files: int
+
+    @property
+    def near(self) -> bool:
+        """Whether a budget is so near that connections must be watched."""
+        files_near = self.n_files > FILES_SHARE / 2 * self.most_files
+        return files_near or self.memory_bytes > self.limit_bytes - self.headroom_bytes
+
+    @property
+    def files_over(self) -> bool:
+        return self.n_files > FILES_SHARE * self.most_files
+
+    @property
+    def over(self) -> bool:
+        return self.files_over or self.memory_bytes > self.limit_bytes
+
+    def sentence(self) -> str:
+        if self.files_over:
+            return f"{self.n_files} of the {self.most_files} files that this slave may open are in use"
+        return f"this slave has {self.memory_bytes} bytes of memory, its budget is {self.limit_bytes}"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Connections to close, by their keys; None: all of them. sentence: why, for the log and the master."""
+
+    connections: tuple[int, ...] | None
+    sentence: str
+
+
+class ConnectionLimits:
+    """Watches connections from the moment that a budget is near until it is far again."""
+
+    def __init__(self) -> None:
+        self._watching = False
+        self._at_first: dict[int, int] = {}
+        self._delivered: set[int] = set()
+        self._last_cut_s = -math.inf
+        self._all_cut_s: float | None = None
+        self._all_cut_bytes = 0
+
+    def look(
+        self, pressure: Pressure, received: Mapping[int, int], delivered: Collection[int], now_s: float
+    ) -> Cut | None:
+        """The connections to close now; None: none. Pure: the numbers and the time are arguments.
+
+        received: bytes that each connection sent so far, by its key; delivered: the keys of those that delivered a
+        whole message since the last call. Both may be empty while no budget is near.
+        """
+        if not pressure.near:
+            self._watching = False
+            return None
+        # A connection that opens while others are watched is watched from its first byte.
+        just_begun, known = not self._watching, self._at_first if self._watching else received
+        self._at_first = {key: known.get(key, 0) for key in received}
+        before = self._delivered if self._watching else set()
+        self._delivered = {key for key in received if key in before or key in delivered}
+        self._watching = True
+        if not pressure.over:
+            self._all_cut_s = None
+            return None
+        if self._rests(pressure, now_s):
+            return None
+        least = 0 if pressure.files_over else LEAST_BYTES
+        suspects = tuple(
+            key for key, n in received.items() if key not in self._delivered and n - self._at_first[key] >= least
+        )
+        if suspects:
+            self._last_cut_s = now_s
+            return Cut(suspects, f"{pressure.sentence()}: cut {len(suspects)} connections that delivered nothing")
+        # Which connection fills the memory shows between two calls, and what was closed last may not be free yet.
+        last_s = self._last_cut_s if self._all_cut_s is None else max(self._last_cut_s, self._all_cut_s)
+        if just_begun or now_s - last_s < SETTLE_S:
+            return None
+        self._all_cut_s, self._all_cut_bytes = now_s, pressure.memory_bytes
+        return Cut(None, f"{pressure.sentence()}: cut all {len(received)} connections, since none is suspect")
+
+    def _rests(self, pressure: Pressure, now_s: float) -> bool:
+        """After all connections were closed: memory that is still over budget is not theirs, unless it grows."""
+        if self._all_cut_s is None:
+            return False
+        if pressure.files_over:
+            return now_s - self._all_cut_s < SETTLE_S
+        grew = pressure.memory_bytes > self._all_cut_bytes + pressure.headroom_bytes
+        return not grew and now_s - self._all_cut_s < QUIET_S
+
+
+# ---- the guard -------------------------------------------------------------------------------------------------------
+
 
 LOOK_S = 0.05
 """Interval of the checks. libzmq receives about 2 GB/s, so between two checks less than 100 MB arrive."""
@@ -53,7 +177,6 @@ class ConnectionGuard:
         self._n_files = 0
         self._looks = 0
         self._guard = ConnectionLimits()
-        self._delivering: set[int] = set()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dips-guard", daemon=True)
 
@@ -87,24 +210,19 @@ class ConnectionGuard:
             self._data.note_deliveries(False)
             self._guard.look(pressure, {}, (), time.monotonic())
             return
-        received, by_file = self._connections()
-        self._delivering = {by_file[fd] for fd in self._data.note_deliveries(True) if fd in by_file}
-        cut = self._guard.look(pressure, received, self._delivering, time.monotonic())
+        received: dict[int, int] = {}
+        by_file: dict[int, int] = {}
+        for fd in self._files():
+            with connection_of(fd, self._port) as found:
+                if found is not None:
+                    received[found[0]], by_file[fd] = _received_bytes(found[1]), found[0]
+        delivered = {by_file[fd] for fd in self._data.note_deliveries(True) if fd in by_file}
+        cut = self._guard.look(pressure, received, delivered, time.monotonic())
         if cut is not None:
             self._cut(cut)
 
     def _pressure(self) -> Pressure:
         return Pressure(self.memory_bytes(), self.limit_bytes, self._headroom_bytes, self._n_files, self._most_files)
-
-    def _connections(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Bytes received by each connection's inode, and the inode by its file number."""
-        received, by_file = {}, {}
-        for fd in self._files():
-            with connection_of(fd, self._port) as found:
-                if found is not None:
-                    inode, connection = found
-                    received[inode], by_file[fd] = _received_bytes(connection), inode
-        return received, by_file
 
     def _cut(self, cut: Cut) -> None:
         wanted = None if cut.connections is None else set(cut.connections)

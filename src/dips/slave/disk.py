@@ -444,12 +444,8 @@ def claim(disk: Disk, run_id: str, slave_id: str) -> bytes:
         drawn = b""
     if len(drawn) != DRAWN_BYTES:
         drawn = secrets.token_bytes(DRAWN_BYTES)
-        _write(disk, {**ours, "directory_id": drawn.hex()})
+        try:
+            write_small(disk, IDENTITY, {**ours, "directory_id": drawn.hex()})
+        except OSError as error:
+            raise ConfigError(f"{disk.where(IDENTITY)} cannot be written: {error.strerror}") from error
     return drawn
-
-
-def _write(disk: Disk, body: dict[str, str]) -> None:
-    try:
-        write_small(disk, IDENTITY, body)
-    except OSError as error:
-        raise ConfigError(f"{disk.where(IDENTITY)} cannot be written: {error.strerror}") from error

@@ -31,7 +31,6 @@ from dips.slave.metrics import Collector, DiskSizes, disk_free_bytes
 from dips.slave.push_evidence import DIRECTORY, PushEvidence
 from dips.slave.ring import Ring, SnapshotStore
 from dips.slave.shell import SlaveShell
-from dips.slave.state import events
 from dips.slave.state.slave import SlaveMachine
 
 # ---- metrics serving -------------------------------------------------------------------------------------------------
@@ -143,19 +142,19 @@ async def _serve(
     for problem in await asyncio.to_thread(store.scan):
         log.warning("%s", problem)
         tape.write("snapshot_skipped", "", reason=problem)
-    relay = _Relay()
     curve = pair_for(security)
+    shell: SlaveShell  # made after the data port, whose endpoint it needs; the data thread starts after both
     data = DataServer(
         config.data_host,
         config.data_port,
         config.run_id,
         config.max_chunk_bytes,
-        relay.staged,
-        relay.crashed,
+        lambda event: shell.handle_soon(event),
+        lambda error: shell.fail_soon(error),
         config.data_threads_used,
         curve=curve,
     )
-    shell = guard = metrics = None
+    guard = metrics = None
     try:
         endpoint = _advertised(config, data.endpoint)
         state = SlaveMachine(
@@ -164,7 +163,7 @@ async def _serve(
             endpoint,
             config.memory_bytes,
             config.max_chunk_bytes,
-            store.promised_epoch,
+            store.promise.epoch,
             store.ring.infos(),
             b"" if curve is None else curve.public,
             store.directory_id,
@@ -177,27 +176,28 @@ async def _serve(
             data,
             tape,
             clock,
-            _push_record(config),
+            _push_evidence(config) if config.record_pushes else None,
             config.compute_threads,
             curve,
         )
-        relay.shell = shell
-        await shell.warm_up()
-        data.start()
-        guard = ConnectionGuard(data, config.memory_bytes)
-        guard.start()
-        metrics = await serve_slave_metrics(config, security, shell, data, guard, store.ring)
-        tape.write("started", "", endpoint=endpoint, pid=os.getpid(), snapshots=len(store.ring.infos()))
-        log.info("run %s: data port %s, master %s", config.run_id, endpoint, config.master)
-        return await _until_ended(shell, Control(config.master, security, shell, data), stop, tape)
-    finally:
-        if metrics is not None:
-            metrics.stop()
-        if guard is not None:
-            guard.stop()
-        data.stop()
-        if shell is not None:
+        try:
+            await shell.warm_up()
+            data.start()
+            guard = ConnectionGuard(data, config.memory_bytes)
+            guard.start()
+            metrics = await serve_slave_metrics(config, security, shell, data, guard, store.ring)
+            tape.write("started", "", endpoint=endpoint, pid=os.getpid(), snapshots=len(store.ring.infos()))
+            log.info("run %s: data port %s, master %s", config.run_id, endpoint, config.master)
+            return await _until_ended(shell, Control(config.master, security, shell, data), stop, tape)
+        finally:
+            if metrics is not None:
+                metrics.stop()
+            if guard is not None:
+                guard.stop()
+            data.stop()  # before the shell, which its thread calls
             await shell.close()
+    finally:
+        data.stop()
 
 
 def _advertised(config: SlaveConfig, bound: str) -> str:
@@ -215,9 +215,7 @@ def _advertised(config: SlaveConfig, bound: str) -> str:
     return endpoint
 
 
-def _push_record(config: SlaveConfig) -> PushEvidence | None:
-    if not config.record_pushes:
-        return None
+def _push_evidence(config: SlaveConfig) -> PushEvidence:
     try:
         return PushEvidence(config.directory, config.run_id, config.slave_id)
     except OSError as error:
@@ -242,18 +240,3 @@ async def _until_ended(shell: SlaveShell, control: Control, stop: asyncio.Event,
         for task in (dialling, stopped):
             task.cancel()
         await asyncio.gather(dialling, stopped, return_exceptions=True)
-
-
-class _Relay:
-    """Passes the data thread's events to the shell, which is made after the data port is bound."""
-
-    def __init__(self) -> None:
-        self.shell: SlaveShell | None = None
-
-    def staged(self, event: events.PushStaged) -> None:
-        if self.shell is not None:
-            self.shell.handle_soon(event)
-
-    def crashed(self, error: BaseException) -> None:
-        if self.shell is not None:
-            self.shell.fail_soon(error)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -21,15 +20,15 @@ from dips.core.ids import RoundId, Version
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import SnapshotInfo
 from dips.core.observe.failpoints import failpoint
-from dips.slave import disk as owner
-from dips.slave import snapshot_files as manifests
-from dips.slave.disk import TEMPORARY, Disk, LocalDisk, Promise, replace_durably
+from dips.slave.disk import TEMPORARY, DirectoryLock, Disk, LocalDisk, Promise, claim, replace_durably
 from dips.slave.memory import F32, bytes_of
 from dips.slave.snapshot_files import (
     HEADER_BYTES,
+    Manifest,
     SlotContent,
     SnapshotError,
     build_header,
+    encode,
     file_bytes,
     manifest_name,
     momentum_place,
@@ -128,32 +127,22 @@ class Ring:
             if wanted:
                 self._disk.sync_names()
         except OSError as error:
-            refused = self._no_room(size, sum(lacking.values()), error)
-            self._give_room_back(made)
-            raise refused from error
+            try:
+                free = str(self._disk.free_bytes())
+            except OSError:
+                free = "an unknown number"
+            for slot in made:  # the operator is asked to free space; best effort, as the disk fails already
+                with contextlib.suppress(OSError):
+                    self._disk.remove(ring_name(slot))
+            raise Refused(
+                RefusalCode.DISK,
+                f"{self._disk.where(ring_name(0))} and the other {self.n_files - 1} snapshot files of {size} bytes "
+                f"cannot be made: {error.strerror}; {sum(lacking.values())} bytes are needed and {free} are free: free "
+                "space on the slave's disk, lower its snapshots_kept, or give it another directory",
+                DISK_RETRY_S,
+            ) from error
         for slot in range(self.n_files):
             self._slots.setdefault(slot, None)
-
-    def _no_room(self, size: int, needed: int, error: OSError) -> Refused:
-        try:
-            free = str(self._disk.free_bytes())
-        except OSError:
-            free = "an unknown number"
-        return Refused(
-            RefusalCode.DISK,
-            f"{self._disk.where(ring_name(0))} and the other {self.n_files - 1} snapshot files of {size} bytes cannot "
-            f"be made: {error.strerror}; {needed} bytes are needed and {free} are free: free space on the slave's "
-            "disk, lower its snapshots_kept, or give it another directory",
-            DISK_RETRY_S,
-        )
-
-    def _give_room_back(self, slots: list[int]) -> None:
-        """Remove the files made so far: the operator is asked to free space. Best effort: the disk fails already."""
-        for slot in slots:
-            try:
-                self._disk.remove(ring_name(slot))
-            except OSError:
-                continue
 
     # ---- writing snapshots ----
 
@@ -173,28 +162,33 @@ class Ring:
         if self._open == _key(info):
             self._open = None  # written again: the earlier file is no longer the round's
         slot = self._choose(_key(info))
-        name, n_bytes = ring_name(slot), file_bytes(theta.size)
+        name, sums = ring_name(slot), (xxhash.xxh3_128(), xxhash.xxh3_128())
         try:
-            self._vacate(slot)
-            if self._disk.missing_bytes(name, n_bytes):
-                self._disk.allocate(name, n_bytes)
-                self._disk.sync_names()
-            sums = self._write_tensors(name, theta, momentum, straight)
+            self._clear(slot, theta.size)
+            self._disk.overwrite(name, HEADER_BYTES, bytes_of(theta), sums[0].update, straight)
+            self._disk.overwrite(name, momentum_place(theta.size), bytes_of(momentum), sums[1].update, straight)
             written()
-            raw, head = build_header(info, theta.size, sums, *self._owner)
-            self._disk.overwrite(name, 0, memoryview(raw))
-            self._disk.sync(name)
+            self._seal(slot, info, theta.size, (sums[0].hexdigest(), sums[1].hexdigest()))
         except OSError as error:
             raise disk_refusal(self._disk.where(name), error) from error
+
+    def _clear(self, slot: int, n_elems: int) -> None:
+        """Make a slot's file writable: no manifest names it, and it has its full size. Raises OSError."""
+        self._vacate(slot)
+        if self._disk.missing_bytes(ring_name(slot), file_bytes(n_elems)):
+            self._disk.allocate(ring_name(slot), file_bytes(n_elems))
+            self._disk.sync_names()
+
+    def _seal(self, slot: int, info: SnapshotInfo, n_elems: int, sums: tuple[str, str]) -> None:
+        """Both tensors are written: make the file a durable shadow. Raises OSError.
+
+        The header with the checksums comes last, so that none fits the mixed bytes of two versions.
+        """
+        raw, head = build_header(info, n_elems, sums, *self._owner)
+        self._disk.overwrite(ring_name(slot), 0, memoryview(raw))
+        self._disk.sync(ring_name(slot))
         self._put(slot, SlotContent(head.info, head))
         self._open = _key(info)
-
-    def _write_tensors(self, name: str, theta: F32, momentum: F32, straight: bool) -> tuple[str, str]:
-        """Write both tensors. Returns the checksums; the header with them is written last, so none fits mixed bytes."""
-        sums = (xxhash.xxh3_128(), xxhash.xxh3_128())
-        self._disk.overwrite(name, HEADER_BYTES, bytes_of(theta), sums[0].update, straight)
-        self._disk.overwrite(name, momentum_place(theta.size), bytes_of(momentum), sums[1].update, straight)
-        return sums[0].hexdigest(), sums[1].hexdigest()
 
     # ---- a shadow that comes piece by piece, of another placement ----
 
@@ -203,51 +197,38 @@ class Ring:
         drop_stream(). Raises Refused(DISK), also when a whole ring of such files would not fit on the disk.
         """
         self.drop_stream()
-        self._check_room(file_bytes(n_elems))
-        slot = self._choose(_key(info))
-        name, n_bytes = ring_name(slot), file_bytes(n_elems)
+        # Files grow in place: the bytes that they lack of this size must be free, or rounds would fail later.
+        size, slot = file_bytes(n_elems), 0
         try:
-            self._vacate(slot)
-            if self._disk.missing_bytes(name, n_bytes):
-                self._disk.allocate(name, n_bytes)
-                self._disk.sync_names()
+            lacking = sum(self._disk.missing_bytes(ring_name(slot), size) for slot in range(self.n_files))
+            free = self._disk.free_bytes()
+            if lacking > free:
+                raise Refused(
+                    RefusalCode.DISK,
+                    f"{self.n_files} snapshot files of {size} bytes need {lacking} bytes more, and {free} are free: "
+                    "free space on the slave's disk, or lower its snapshots_kept",
+                    DISK_RETRY_S,
+                )
+            slot = self._choose(_key(info))
+            self._clear(slot, n_elems)
         except OSError as error:
-            raise disk_refusal(self._disk.where(name), error) from error
+            raise disk_refusal(self._disk.where(ring_name(slot)), error) from error
         self._streaming = slot
-        return SnapshotWriter(self._disk, name, n_elems)
+        return SnapshotWriter(self._disk, ring_name(slot), n_elems)
 
     def seal_stream(self, stream: SnapshotWriter, info: SnapshotInfo) -> None:
         """Seal a fully written stream: durable when this returns, and a shadow like any other. Raises Refused(DISK)."""
         slot = self._streaming
         assert slot is not None, "a stream that was begun is sealed once"
-        raw, head = build_header(info, stream.n_elems, stream.sums(), *self._owner)
         try:
-            self._disk.overwrite(stream.name, 0, memoryview(raw))
-            self._disk.sync(stream.name)
+            self._seal(slot, info, stream.n_elems, stream.sums())
         except OSError as error:
             raise disk_refusal(self._disk.where(stream.name), error) from error
         self._streaming = None
-        self._put(slot, SlotContent(head.info, head))
-        self._open = _key(info)
 
     def drop_stream(self) -> None:
         """Give up a stream: its file is free space."""
         self._streaming = None
-
-    def _check_room(self, size: int) -> None:
-        """Files grow in place: the bytes that they lack of `size` must be free, or rounds would fail later."""
-        lacking = sum(self._disk.missing_bytes(ring_name(slot), size) for slot in range(self.n_files))
-        try:
-            free = self._disk.free_bytes()
-        except OSError as error:
-            raise disk_refusal(self._disk.where(ring_name(0)), error) from error
-        if lacking > free:
-            raise Refused(
-                RefusalCode.DISK,
-                f"{self.n_files} snapshot files of {size} bytes need {lacking} bytes more, and {free} are free: free "
-                "space on the slave's disk, or lower its snapshots_kept",
-                DISK_RETRY_S,
-            )
 
     def close_round(self) -> None:
         """No round is open: no shadow needs protection. For a slave that is configured again."""
@@ -260,10 +241,6 @@ class Ring:
             self._put(slot, None)
         if self._open == _key(info):
             self._open = None
-
-    def commit(self, info: SnapshotInfo, commit_hash: bytes, record: bytes) -> SnapshotInfo:
-        """Make a shadow a committed snapshot: its manifest is durable when this returns. Raises Refused(DISK)."""
-        return self._name(_key(info), replace(info, committed=True, commit_hash=commit_hash), record)
 
     def write_committed(
         self,
@@ -282,13 +259,6 @@ class Ring:
             self.write_shadow(info, theta, momentum, written, straight=True)
         self.commit(info, info.commit_hash, record)
 
-    def rename(self, origin: SnapshotInfo, info: SnapshotInfo, commit_hash: bytes, record: bytes) -> SnapshotInfo:
-        """After a rollback: the snapshot of `origin` becomes `info`, by replacing its manifest.
-
-        Raises Refused(DISK).
-        """
-        return self._name(_key(origin), replace(info, committed=True, commit_hash=commit_hash), record)
-
     def adopt(
         self, source: SnapshotInfo, named: SnapshotInfo, origin: Version | None, commit_hash: bytes, record: bytes
     ) -> tuple[SnapshotInfo, list[str]]:
@@ -298,14 +268,19 @@ class Ring:
         the committed snapshot, and a sentence for each file that could not be removed. Raises Refused(DISK).
         """
         here = source
-        if _key(source) != _key(named):
-            here = self.rename(source, named, commit_hash, record)
-        elif not source.committed:
-            here = self.commit(source, commit_hash, record)
+        if _key(source) != _key(named) or not source.committed:
+            here = self.commit(named, commit_hash, record, source)
         problems = self.forget_lost(origin, here.version) if origin is not None else []
         return here, problems + self.tidy(here)
 
-    def _name(self, key: Key, info: SnapshotInfo, record: bytes) -> SnapshotInfo:
+    def commit(
+        self, info: SnapshotInfo, commit_hash: bytes, record: bytes, origin: SnapshotInfo | None = None
+    ) -> SnapshotInfo:
+        """Make a shadow a committed snapshot: its manifest is durable when this returns. Raises Refused(DISK).
+
+        origin: the snapshot's name so far, where it gets another one after a rollback; its manifest is replaced.
+        """
+        key, info = _key(origin or info), replace(info, committed=True, commit_hash=commit_hash)
         slot = self._slot_of(key)
         if slot is None:
             raise Refused(RefusalCode.DISK, f"the snapshot of {key[0]} ({key[1]}) is gone: it cannot be committed")
@@ -315,11 +290,9 @@ class Ring:
             text = record.decode()
         except UnicodeDecodeError as error:
             raise Refused(RefusalCode.MALFORMED, f"the COMMIT record of {info.round} is not text: {error}") from error
-        manifest = manifests.Manifest(
-            info, *self._owner, ring_name(slot), content.head.stamp, said.version, said.round, text
-        )
+        manifest = Manifest(info, *self._owner, ring_name(slot), content.head.stamp, said.version, said.round, text)
         try:
-            replace_durably(self._disk, name, manifests.encode(manifest))
+            replace_durably(self._disk, name, encode(manifest))
         except OSError as error:
             raise disk_refusal(self._disk.where(name), error) from error
         self._put(slot, SlotContent(info, content.head))
@@ -366,7 +339,11 @@ class Ring:
 
         Returns a sentence for each that could not be removed.
         """
-        lost = [slot for slot, info in self._infos_by_slot() if info.timeline < now.timeline and info > origin]
+        lost = [
+            slot
+            for slot, content in self._slots.items()
+            if content is not None and content.info.version.timeline < now.timeline and content.info.version > origin
+        ]
         return self._each(lost, self._vacate)
 
     def tidy(self, current: SnapshotInfo) -> list[str]:
@@ -421,28 +398,25 @@ class Ring:
                 "ends with the round; raise snapshots_kept if it lasts",
                 DISK_RETRY_S,
             )
-        return same if same in free and same is not None else min(free, key=self._rank)
+        if same in free and same is not None:
+            return same
 
-    def _rank(self, slot: int) -> tuple[int, Key | None, int]:
-        content = self._slots.get(slot)
-        if content is None:
-            return (0, _ZERO, slot)
-        return (1 + content.info.committed, _key(content.info), slot)
+        def rank(slot: int) -> tuple[int, Key, int]:
+            content = self._slots.get(slot)
+            return (0, _ZERO, slot) if content is None else (1 + content.info.committed, _key(content.info), slot)
+
+        return min(free, key=rank)
 
     def _protected(self) -> set[int]:
         """Slots of the current version, of the newest other committed ones, and of the open round's shadow."""
-        committed = [slot for slot, content in self._slots.items() if content is not None and content.info.committed]
-        committed.sort(key=partial(self._newest_first), reverse=True)
-        kept = set(committed[: self._snapshots_kept])
+        committed = [
+            (_key(content.info) == self._current, _key(content.info), slot)
+            for slot, content in self._slots.items()
+            if content is not None and content.info.committed
+        ]
+        kept = {slot for _, _, slot in sorted(committed, reverse=True)[: self._snapshots_kept]}
         opened = self._slot_of(self._open) if self._open is not None else None
         return kept | {slot for slot in (opened, self._streaming) if slot is not None}
-
-    def _newest_first(self, slot: int) -> tuple[bool, Key]:
-        key = _key(self._content(slot).info)
-        return (key == self._current, key)
-
-    def _infos_by_slot(self) -> list[tuple[int, Version]]:
-        return [(slot, content.info.version) for slot, content in self._slots.items() if content is not None]
 
     def _put(self, slot: int, content: SlotContent | None) -> None:
         self._slots[slot] = content
@@ -488,11 +462,11 @@ class SnapshotStore:
 
     def __init__(self, directory: Path, run_id: str, slave_id: str, snapshots_kept: int) -> None:
         self.directory = directory
-        self._lock = owner.DirectoryLock(directory)
+        self._lock = DirectoryLock(directory)
         try:
             self._disk = LocalDisk(directory)
-            self.directory_id = owner.claim(self._disk, run_id, slave_id)
-            self._promise = Promise(self._disk)
+            self.directory_id = claim(self._disk, run_id, slave_id)
+            self.promise = Promise(self._disk)
             self.ring = Ring(self._disk, run_id, slave_id, snapshots_kept)
         except BaseException:
             self._lock.close()
@@ -501,14 +475,6 @@ class SnapshotStore:
     def close(self) -> None:
         """Release the lock."""
         self._lock.close()
-
-    @property
-    def promised_epoch(self) -> int:
-        return self._promise.epoch
-
-    def save_promise(self, epoch: int) -> None:
-        """Save an epoch; durable when this returns. One below the promised epoch changes nothing. Raises OSError."""
-        self._promise.save(epoch)
 
     def scan(self) -> list[str]:
         """Verify every snapshot. Returns one sentence for each that cannot be used. Raises ConfigError."""

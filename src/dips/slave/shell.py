@@ -186,15 +186,11 @@ class SlaveShell:
                     self.ended.set_result(reason)
             case effects.GiveUp(refusal):
                 self.fail(Refused(refusal.code, refusal.sentence))
-            case _:
-                self._work(effect)
-
-    def _work(self, effect: effects.Effect) -> None:
-        match effect:
             case effects.SavePromise(epoch):
                 self._spawn(self._save_promise(epoch))
             case effects.DropShadow(shadow):
-                self._drop_shadow(shadow)
+                self._made().drop_shadow()
+                self._spawn(self._on(self._disk, self._ring.drop_shadow, shadow))
             case Retain(versions):
                 if self._memory is not None:
                     self._memory.pin(versions)
@@ -292,17 +288,13 @@ class SlaveShell:
 
     async def _save_promise(self, epoch: int) -> None:
         try:
-            await self._on(self._disk, self._store.save_promise, epoch)
+            await self._on(self._disk, self._store.promise.save, epoch)
         except OSError as error:
             raise FatalError(
                 f"epoch {epoch} cannot be promised, {self._store.directory} fails: {error.strerror}; free or replace "
                 "the slave's disk and start it again"
             ) from error
         self.handle(events.PromiseSaved(epoch))
-
-    def _drop_shadow(self, shadow: SnapshotInfo) -> None:
-        self._made().drop_shadow()
-        self._spawn(self._on(self._disk, self._ring.drop_shadow, shadow))
 
     async def _load(self, run: effects.Run, body: Configure) -> SnapshotInfo | None:
         """Make memory and fill it. Returns the version that it holds then."""
@@ -368,7 +360,11 @@ class SlaveShell:
         """Compute the shadow. Returns its name."""
         await self._settled()
         memory, slots = self._made(), [slot.number for slot in run.slots]
-        await self._momentum_free(memory)
+        if memory.current is not None and memory.current.theta is not self._saving_theta:
+            # The version before it may still be on its way to the disk, and the next shadow's momentum takes its place
+            # (its theta is not overwritten before the round after that). So a disk that is slower than the rounds slows
+            # them down, and memory needs no copy (docs/storage.md).
+            await self._saved_to_file()
         made = self.state.shard.made
         assert made is not None
         shadow = await self._on(self._outer, memory.take)
@@ -474,15 +470,6 @@ class SlaveShell:
         if self._saving is not None:
             await self._saving
 
-    async def _momentum_free(self, memory: ShardMemory) -> None:
-        """Wait while the previous version is being written to disk: the next shadow's momentum takes its place.
-
-        Its theta is not overwritten before the round after that. So a disk that is slower than the rounds slows them
-        down, and memory needs no copy (docs/storage.md).
-        """
-        if memory.current is not None and memory.current.theta is not self._saving_theta:
-            await self._saved_to_file()
-
     # ---- reading COMMIT records ----
 
     async def _read_record(self, asked_by: Incarnation | None, command: SendCommitRecord) -> None:
@@ -501,19 +488,16 @@ class SlaveShell:
 
     def note_refusals(self) -> None:
         """Record refused messages on the tape, at most one line a beat (I16 of docs/architecture.md)."""
-        self._note_refused_connections()
-        total = self._data.beat().refused_chunks
+        beat = self._data.beat()
+        if beat.refused_connections != self._said_away:
+            fresh, self._said_away = beat.refused_connections - self._said_away, beat.refused_connections
+            reason = beat.refused_connection
+            self._tape.write("refused_connection", "", count=fresh, total=self._said_away, last_reason=reason)
+            self._changes.report("refused_connection", f"connections are refused, the last: {reason}", "WARNING")
+        total = beat.refused_chunks
         if total != self._said_refused:
             fresh, self._said_refused = total - self._said_refused, total
             reason = self._data.last_refusal
             self._tape.write("refused_chunk", "", count=fresh, total=total, last_reason=reason)
             if reason:
                 self._changes.report("refused_chunk", f"data messages are refused, the last: {reason}", "WARNING")
-
-    def _note_refused_connections(self) -> None:
-        beat = self._data.beat()
-        fresh, self._said_away = beat.refused_connections - self._said_away, beat.refused_connections
-        if fresh:
-            reason = beat.refused_connection
-            self._tape.write("refused_connection", "", count=fresh, total=self._said_away, last_reason=reason)
-            self._changes.report("refused_connection", f"connections are refused, the last: {reason}", "WARNING")

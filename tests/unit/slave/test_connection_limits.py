@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dips.slave.state.connections import QUIET_S, SETTLE_S, ConnectionLimits, Cut, Pressure
+from dips.slave.connections import QUIET_S, SETTLE_S, ConnectionLimits, Cut, Pressure
 
 LIMIT = 1000
 CALM = Pressure(memory_bytes=400, limit_bytes=LIMIT, headroom_bytes=200, n_files=10, most_files=1000)

@@ -33,7 +33,7 @@ def live(directory: Path, first: int = 0) -> None:
     """A store that is made, promises, keeps evidence, and goes once around its ring, from this version on."""
     with contextlib.closing(SnapshotStore(directory, "run", "s0", 2)) as store:
         store.scan()
-        store.save_promise(store.promised_epoch + 1)
+        store.promise.save(store.promise.epoch + 1)
         store.ring.make(N)
         rows = np.zeros((1, N), np.float32)
         for v in range(first, first + 4):

@@ -574,11 +574,11 @@ def test_a_record_that_is_not_text_is_refused(store: SnapshotStore) -> None:
 
 def test_a_promise_is_durable_and_never_sinks(tmp_path: Path) -> None:
     with closing(open_store(tmp_path)) as store:
-        assert store.promised_epoch == 0
-        store.save_promise(5)
-        store.save_promise(4)
+        assert store.promise.epoch == 0
+        store.promise.save(5)
+        store.promise.save(4)
     with closing(open_store(tmp_path)) as store:
-        assert store.promised_epoch == 5
+        assert store.promise.epoch == 5
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "[" * 4000, '{"promised_epoch": "5"}', '{"promised_epoch": -1}'])

@@ -276,7 +276,7 @@ class ShardState:
                     return [*out, effects.SendUp(self._ready())]
                 if self.shadow is not None and is_load(self.shadow, body):
                     job = Run(body, cause, now_s, shadow=self.shadow, durable=is_durable(settings))
-                    return [*out, self._begin("configure", ShardPhase.COMMITTING, job)]
+                    return [*out, self._begin("configure", ShardPhase.COMMITTING, job, now_s)]
             source = find_load(body, self.snapshots)
         except Refused as refused:
             answer = effects.SendUp(_refusal_of(body, to_refusal(refused)))
@@ -286,7 +286,7 @@ class ShardState:
         self._slots.clear()
         self.saving.dropped()
         job = Run(body, cause, now_s, chunk_bytes=settings.chunk_bytes, source=source)
-        return [*out, self._begin("configure", ShardPhase.LOADING, job)]
+        return [*out, self._begin("configure", ShardPhase.LOADING, job, now_s)]
 
     def begin(
         self, body: Measure | Prepare | Commit | ListShard | MoveBlocks, settings: Settings, cause: str, now_s: float
@@ -305,13 +305,13 @@ class ShardState:
                     if not body.participants:
                         raise Refused(RefusalCode.MALFORMED, f"round {body.round} has no participants to measure")
                     slots = self._slots.complete(body.participants)
-                    begun = self._begin("measure", ShardPhase.MEASURING, Run(body, cause, now_s, slots))
+                    begun = self._begin("measure", ShardPhase.MEASURING, Run(body, cause, now_s, slots), now_s)
                 case Prepare():
                     out = self._enter_round(body.round, now_s)
                     check_prepare(body, self.current, self.snapshots)
                     slots = self._slots.complete(body.accepted)
                     job = Run(body, cause, now_s, slots, durable=durable)
-                    begun = self._begin("prepare", ShardPhase.PREPARING, job)
+                    begun = self._begin("prepare", ShardPhase.PREPARING, job, now_s)
                 case Commit():
                     if self.shadow is None or (self.shadow.round, self.shadow.version) != (body.round, body.version):
                         raise Refused(
@@ -319,18 +319,18 @@ class ShardState:
                             f"no shadow of round {body.round} is in memory: send Configure with that version to load",
                         )
                     job = Run(body, cause, now_s, shadow=self.shadow, durable=durable)
-                    begun = self._begin("commit", ShardPhase.COMMITTING, job)
+                    begun = self._begin("commit", ShardPhase.COMMITTING, job, now_s)
                 case ListShard():  # a RESHARD begins: send the checksums of all chunks of the version
                     out = self._enter_round(body.round, now_s)
                     self._demand_current(body, "moves")
-                    begun = self._begin("list", ShardPhase.LISTING, Run(body, cause, now_s))
+                    begun = self._begin("list", ShardPhase.LISTING, Run(body, cause, now_s), now_s)
                 case MoveBlocks():  # the shadow of another placement; a slave without blocks begins with it
                     out = self._enter_round(body.round, now_s, made=False)
                     check_settings(settings, self._max_chunk_bytes)
                     check_memory(own_blocks(self._slave_id, body), body, settings.chunk_bytes, self._memory_bytes)
                     check_move(self._slave_id, body, self.current)
                     job = Run(body, cause, now_s, chunk_bytes=settings.chunk_bytes)
-                    begun = self._begin("move", ShardPhase.MOVING, job)
+                    begun = self._begin("move", ShardPhase.MOVING, job, now_s)
         except Refused as refused:
             return [*out, effects.SendUp(_refusal_of(body, to_refusal(refused)))]
         return [*out, begun]
@@ -472,9 +472,9 @@ class ShardState:
 
     # ---- helpers ----
 
-    def _begin(self, input_name: str, to: ShardPhase, job: Run, now_s: float | None = None, why: str = "") -> Run:
-        """Give a job its number. now_s: when it is not the time at which the job began."""
-        self.phase.move(input_name, to, job.began_s if now_s is None else now_s, job.cause, why)
+    def _begin(self, input_name: str, to: ShardPhase, job: Run, now_s: float, why: str = "") -> Run:
+        """Give a job its number."""
+        self.phase.move(input_name, to, now_s, job.cause, why)
         self._jobs += 1
         self.job = replace(job, number=self._jobs)
         return self.job

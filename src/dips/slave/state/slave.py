@@ -306,7 +306,8 @@ class SlaveMachine:
         if isinstance(command.body, SendCommitRecord):
             return True
         if not self.shard.busy:
-            return not self._must_wait(command)
+            body = command.body
+            return not (isinstance(body, Configure) and self.shard.must_save_first(body, self._settings()))
         job = self.shard.job
         if job is None or isinstance(job.command, Configure):
             return False
@@ -314,9 +315,6 @@ class SlaveMachine:
         if isinstance(command.body, OpenStaging):
             return command.body.slot not in read and self.slots.number_of(command.body.push) not in read
         return isinstance(command.body, CloseStaging) and self.slots.number_of(command.body.push) not in read
-
-    def _must_wait(self, command: SlaveCommand) -> bool:
-        return isinstance(command.body, Configure) and self.shard.must_save_first(command.body, self._settings())
 
     def _settings(self) -> Settings:
         assert self.link.welcome is not None, "commands are obeyed only after a Welcome"
