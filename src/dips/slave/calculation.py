@@ -60,7 +60,7 @@ def _piece_sums(
     memory: ShardMemory, theta: F32, slots: Sequence[int], known: KnownReceipts | None, threads: Threads
 ) -> tuple[F64, I64]:
     """((k (k + 1) / 2, p) sums of each pair, upper triangle by rows; (k, p) non-finite elements)."""
-    edges, k = _edges(memory), len(slots)
+    edges, k = _edges(memory, PIECE_ELEMS), len(slots)
     pairs = [(slots[i], slots[j]) for i in range(k) for j in range(i, k)]
     sums = np.zeros((len(pairs), len(edges) - 1), np.float64)
     nonfinite = np.zeros((k, len(edges) - 1), np.int64)
@@ -94,9 +94,9 @@ def _share(threads: Threads, work: Callable[[I64], None], pieces: I64) -> None:
     threads.run(lambda part: work(pieces[part[0] : part[1]]), parts)
 
 
-def _edges(memory: ShardMemory) -> I64:
-    """(p + 1,): piece i of the shard is the elements [edges[i], edges[i + 1])."""
-    starts = [np.arange(start, stop, PIECE_ELEMS) for _, start, stop in memory.spans()]
+def _edges(memory: ShardMemory, step: int) -> I64:
+    """Edges of pieces or chunks of `step` elements: number i of the shard is the elements [edges[i], edges[i + 1])."""
+    starts = [np.arange(start, stop, step) for _, start, stop in memory.spans()]
     return np.concatenate([*starts, [memory.n_elems]]).astype(np.int64)
 
 
@@ -124,7 +124,7 @@ def prepare(
     Refused(NONFINITE) when an element of either is NaN or infinite.
     """
     all_slots, weights = np.asarray(slots, np.int64), np.asarray(body.weights, np.float32)
-    chunks = _chunk_edges(memory)
+    chunks = _edges(memory, memory.map.chunk_bytes // FLOAT32_BYTES).tolist()
 
     def step(part: tuple[int, int]) -> tuple[int, list[int]]:
         start, stop = chunks[part[0]], chunks[part[1]]
@@ -158,13 +158,6 @@ def prepare(
     if bad:
         raise Refused(RefusalCode.NONFINITE, f"round {body.round} would give {bad} elements that are NaN or infinite")
     return [value for _, checksums in done for value in checksums]
-
-
-def _chunk_edges(memory: ShardMemory) -> list[int]:
-    """Edges of the chunks: chunk i of the shard is the elements [edges[i], edges[i + 1]), in (block, offset) order."""
-    chunk_elems = memory.map.chunk_bytes // FLOAT32_BYTES
-    edges = [elem for _, start, stop in memory.spans() for elem in range(start, stop, chunk_elems)]
-    return [*edges, memory.n_elems]
 
 
 def chunk_checksums(theta: F32, blocks: Sequence[Block], chunk_bytes: int) -> list[int]:

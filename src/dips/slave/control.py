@@ -174,24 +174,20 @@ class Control:
                 return
 
     async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             welcome = self._shell.state.link.welcome
-            await self._until_next_beat(welcome.settings.heartbeat_s if welcome is not None else FIRST_WAIT_S)
+            due_s = loop.time() + (welcome.settings.heartbeat_s if welcome is not None else FIRST_WAIT_S)
+            # Early when the data port refused a connection, so that the master's log has it within a second.
+            while (left_s := due_s - loop.time()) > 0:
+                await asyncio.sleep(min(NEWS_S, left_s))
+                if self._data.beat().refused_connections != self._reported_refused:
+                    break
             self._shell.note_refusals()
             if self._shell.state.link.attached:
                 beat = replace(with_resident_bytes(self._data.beat()), durable=self._shell.state.shard.saving.durable)
                 self._reported_refused = beat.refused_connections
                 self._send(SlaveMessage(self._shell.state.caller(), beat))
-
-    async def _until_next_beat(self, period_s: float) -> None:
-        """Wait for the next beat, or until the data port refused a connection, so that the master's log has it within a
-        second."""
-        loop = asyncio.get_running_loop()
-        due_s = loop.time() + period_s
-        while (left_s := due_s - loop.time()) > 0:
-            await asyncio.sleep(min(NEWS_S, left_s))
-            if self._data.beat().refused_connections != self._reported_refused:
-                return
 
     def _send(self, message: SlaveMessage) -> None:
         if self._call is not None:

@@ -109,23 +109,18 @@ class _Overwritten:
         """Write all of the data."""
         while data:
             n_direct = 0 if self._refused else _direct_bytes(at, data)
-            done = self._write_direct(at, data[:n_direct]) if n_direct else self._write_plain(at, data)
+            if self._direct is not None and n_direct:
+                try:
+                    done = os.pwrite(self._direct, data[:n_direct], at)
+                except OSError as error:
+                    if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                        raise
+                    # This device wants larger sectors, memory of another alignment, or no such writes.
+                    done, self._refused = 0, True
+            else:
+                done = os.pwrite(self._plain, data, at)
+                begin_writing(self._plain, at, done)
             at, data = at + done, data[done:]
-
-    def _write_direct(self, at: int, data: memoryview) -> int:
-        assert self._direct is not None
-        try:
-            return os.pwrite(self._direct, data, at)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-            self._refused = True  # this device wants larger sectors, memory of another alignment, or no such writes
-            return 0
-
-    def _write_plain(self, at: int, data: memoryview) -> int:
-        done = os.pwrite(self._plain, data, at)
-        begin_writing(self._plain, at, done)
-        return done
 
 
 def _open_direct(path: Path) -> int | None:
@@ -270,7 +265,9 @@ class LocalDisk:
         failpoint(f"slave.{file}.before_create")
         handle = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            _write_all(handle, memoryview(data))
+            left = memoryview(data)
+            while left:
+                left = left[os.write(handle, left) :]
         finally:
             os.close(handle)
 
@@ -321,11 +318,6 @@ def replace_durably(disk: Disk, name: str, data: bytes) -> None:
 def kind_of(name: str) -> str:
     """The kind of a file, as failpoints name it: "ring", "manifest", "promise", "identity" or "round"."""
     return name.removeprefix(TEMPORARY).partition(".")[0].partition("-")[0]
-
-
-def _write_all(handle: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(handle, data) :]
 
 
 # ---- promise ---------------------------------------------------------------------------------------------------------

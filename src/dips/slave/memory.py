@@ -138,7 +138,14 @@ class ShardMemory:
                 f"{self.n_elems} elements do not fit {memory_bytes} bytes: raise this slave's memory_bytes",
             )
         self.max_buffers = RING_BUFFERS + spare // max(1, self.map.n_bytes + BYTES_PER_CHECKSUM * self.map.n_chunks)
-        touched_some = _summed((staging_slots + RING_BUFFERS + 2) * self.map.n_bytes, touched)
+        of_bytes, done_bytes = (staging_slots + RING_BUFFERS + 2) * self.map.n_bytes, 0
+
+        def touched_some(n_bytes: int) -> None:
+            nonlocal done_bytes
+            done_bytes += n_bytes
+            if touched is not None:
+                touched(done_bytes, of_bytes)
+
         self.staging = _touched((staging_slots, self.n_elems), touched_some)
         self._buffers = [ThetaBuffer(_touched((self.n_elems,), touched_some)) for _ in range(RING_BUFFERS)]
         self._momentum = [_touched((self.n_elems,), touched_some) for _ in range(2)]
@@ -182,8 +189,9 @@ class ShardMemory:
         """A buffer to write the shadow into. Raises Refused(BUSY) while every one is read or pinned."""
         if self.shadow is not None:
             raise LocalProtocolError("a second shadow was begun while there is one")
+        held = {id(buffer) for buffer in (*self._readable.values(), *self._leaving)}
         for buffer in self._buffers:
-            if not self._held(buffer):
+            if id(buffer) not in held:
                 self.shadow = buffer
                 return buffer
         if len(self._buffers) >= self.max_buffers:
@@ -233,9 +241,6 @@ class ShardMemory:
             buffer.info = None
         self._leaving = []
 
-    def _held(self, buffer: ThetaBuffer) -> bool:
-        return buffer is self.shadow or any(buffer is other for other in (*self._readable.values(), *self._leaving))
-
     def _sort_out(self) -> None:
         keep: dict[Version, ThetaBuffer] = {}
         for buffer in (self.current, self.previous):
@@ -249,20 +254,6 @@ class ShardMemory:
 def bytes_of(array: F32) -> memoryview:
     """The raw bytes of a contiguous array, without a copy; also of an empty one, which memoryview.cast refuses."""
     return array.reshape(-1).view(np.uint8).data
-
-
-def _summed(of_bytes: int, touched: Callable[[int, int], None] | None) -> Callable[[int], None] | None:
-    """A callback for the pieces of several arrays: it reports their sum so far."""
-    if touched is None:
-        return None
-    done_bytes = 0
-
-    def add(n_bytes: int) -> None:
-        nonlocal done_bytes
-        done_bytes += n_bytes
-        touched(done_bytes, of_bytes)
-
-    return add
 
 
 def _touched(shape: tuple[int, ...], touched: Callable[[int], None] | None = None) -> F32:
@@ -301,11 +292,9 @@ def _best_s(threads: Threads, array: F32) -> float:
     def scale(part: tuple[int, int]) -> None:
         np.multiply(array[part[0] : part[1]], np.float32(1), out=array[part[0] : part[1]])
 
-    parts = split(len(array), 4 * threads.n)
-    return min(_time_of(lambda: threads.run(scale, parts)) for _ in range(TRIES))
-
-
-def _time_of(work: Callable[[], object]) -> float:
-    began_s = time.perf_counter()
-    work()
-    return max(time.perf_counter() - began_s, 1e-9)
+    best_s = math.inf
+    for _ in range(TRIES):
+        began_s = time.perf_counter()
+        threads.run(scale, split(len(array), 4 * threads.n))
+        best_s = min(best_s, max(time.perf_counter() - began_s, 1e-9))
+    return best_s

@@ -337,7 +337,11 @@ def _stock(disk: Disk, slot: int, names: list[str], owner: tuple[str, str], prob
         if name not in names:
             raise SnapshotError(f"{disk.where(named_by)} names a file that is not there")
         with disk.open(name) as file:
-            head = _verify(file, where, owner)
+            head = read_head(file, where)
+            if head is not None and (head.run_id, head.slave_id) != owner:
+                raise SnapshotError(f"{where} belongs to slave {head.slave_id!r} of run {head.run_id!r}")
+            if head is not None:
+                read_tensors(file, where, head)
         if head is None and named_by in names:
             raise SnapshotError(f"{where} is empty, and {disk.where(named_by)} names it")
     except (SnapshotError, OSError) as error:
@@ -353,16 +357,6 @@ def _stock(disk: Disk, slot: int, names: list[str], owner: tuple[str, str], prob
     except (SnapshotError, OSError) as error:
         problems.append(f"not a committed snapshot, its manifest cannot be used: {error}")
         return shadow
-
-
-def _verify(file: BinaryIO, where: str, owner: tuple[str, str]) -> FileHead | None:
-    head = read_head(file, where)
-    if head is None:
-        return None
-    if (head.run_id, head.slave_id) != owner:
-        raise SnapshotError(f"{where} belongs to slave {head.slave_id!r} of run {head.run_id!r}")
-    read_tensors(file, where, head)
-    return head
 
 
 def read_manifest(disk: Disk, slot: int, head: FileHead) -> Manifest:

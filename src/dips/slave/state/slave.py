@@ -45,7 +45,7 @@ from dips.slave.state import effects, events
 from dips.slave.state.admission import what_is_wrong
 from dips.slave.state.effects import Effect
 from dips.slave.state.shard import ShardState
-from dips.slave.state.staging import Slot, Slots
+from dips.slave.state.staging import Slots
 
 # ---- link ------------------------------------------------------------------------------------------------------------
 #
@@ -206,7 +206,16 @@ class SlaveMachine:
         match event:
             case events.Linked():
                 self.link.opened(now_s)
-                return [effects.SendUp(self._hello())]
+                hello = SlaveHello(
+                    Hello(PROTOCOL_MIN, PROTOCOL_VERSION, tuple(sorted(CAPABILITIES)), SOFTWARE),
+                    self._data_endpoint,
+                    self._memory_bytes,
+                    self.link.promised_epoch,
+                    self.shard.offers(),
+                    self._curve_key,
+                    self._directory_id,
+                )
+                return [effects.SendUp(hello)]
             case events.Unlinked(why):
                 self.link.closed(now_s, why)
                 self._waiting.clear()
@@ -217,9 +226,22 @@ class SlaveMachine:
             case events.Commanded(command):
                 return self._commanded(command, now_s)
             case events.PromiseSaved(epoch):
-                return self._promise_saved(epoch, now_s)
+                attached = self.link.promise_saved(epoch, now_s)
+                out: list[Effect] = [
+                    effects.Serve(self.link.promised_epoch),
+                    effects.Record("promised", "", {"epoch": epoch}),
+                ]
+                if attached:
+                    out.append(effects.SendUp(Promised(epoch)))
+                    out += [effects.SendUp(staged) for staged in self.slots.all_staged()]
+                return out
             case events.PushStaged(slot, digest):
-                return self._staged(slot, digest)
+                staged = self.slots.staged(slot, digest)
+                if staged is None:
+                    return []
+                fields = {"push": str(slot.push), "attempt": slot.attempt, "digest": digest.hex()}
+                about = effects.Record("staged", "", fields)
+                return [about, effects.SendUp(staged)] if self.link.attached else [about]
             case events.RecordRead(asked_by, answer):
                 is_current = self.link.attached and asked_by == self.link.incarnation
                 return [effects.SendUp(answer)] if is_current else []
@@ -229,17 +251,6 @@ class SlaveMachine:
                 return self._ended(event, now_s)
 
     # ---- the link ----
-
-    def _hello(self) -> SlaveHello:
-        return SlaveHello(
-            Hello(PROTOCOL_MIN, PROTOCOL_VERSION, tuple(sorted(CAPABILITIES)), SOFTWARE),
-            self._data_endpoint,
-            self._memory_bytes,
-            self.link.promised_epoch,
-            self.shard.offers(),
-            self._curve_key,
-            self._directory_id,
-        )
 
     def _commanded(self, command: SlaveCommand, now_s: float) -> list[Effect]:
         why_not = self.link.why_not(command)
@@ -288,14 +299,6 @@ class SlaveMachine:
             out.append(effects.CloseAllSlots())
             out.append(effects.Record("incarnation", command.cause_id, {"incarnation": str(command.incarnation)}))
         return [*out, effects.SavePromise(command.epoch)]
-
-    def _promise_saved(self, epoch: int, now_s: float) -> list[Effect]:
-        attached = self.link.promise_saved(epoch, now_s)
-        out: list[Effect] = [effects.Serve(self.link.promised_epoch), effects.Record("promised", "", {"epoch": epoch})]
-        if attached:
-            out.append(effects.SendUp(Promised(epoch)))
-            out += [effects.SendUp(staged) for staged in self.slots.all_staged()]
-        return out
 
     # ---- commands that wait for their turn ----
 
@@ -354,16 +357,6 @@ class SlaveMachine:
             sentence = f"push {body.push}: attempt {body.attempt} is older than the open one"
             return [effects.Log(logging.WARNING, "open", sentence, cause)]
         return [effects.OpenSlot(slot)]
-
-    # ---- events of the shell ----
-
-    def _staged(self, slot: Slot, digest: bytes) -> list[Effect]:
-        staged = self.slots.staged(slot, digest)
-        if staged is None:
-            return []
-        fields = {"push": str(slot.push), "attempt": slot.attempt, "digest": digest.hex()}
-        out: list[Effect] = [effects.Record("staged", "", dict(fields))]
-        return [*out, effects.SendUp(staged)] if self.link.attached else out
 
     def _ended(self, event: events.Done | events.Failed, now_s: float) -> list[Effect]:
         muted = event.number == self._mute_job
