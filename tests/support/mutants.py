@@ -260,7 +260,7 @@ def _of_judge(name: str, target: str, old: str, new: str) -> Mutant:
 JUDGE_MUTANTS: tuple[Mutant, ...] = (
     _of_judge("uniform weights", "penalty:_weights", "float(finding.participant.tokens) for", "1.0 for"),
     _of_judge("weights add up to 2", "penalty:_weights", "part / sum(parts)", "2.0 * part / sum(parts)"),
-    _of_judge("no clip", "penalty:judge", "min(1.0, clip_norm / max(merge.norm, MIN_MERGED_NORM))", "1.0"),
+    _of_judge("no clip", "penalty:judge", "min(1.0, clip_norm / max(merged_norm, MIN_MERGED_NORM))", "1.0"),
     _of_judge("rho is always 1", "penalty:participation", "if not config.participation", "if True or config.p"),
     _of_judge(
         "the detector's sign is reversed", "penalty_detect:_judged", "finding.score > tau", "-finding.score > tau"

@@ -65,7 +65,8 @@ async def serve(
     """
     clock = clock or SystemClock()
     security = security_of(config, "the master")
-    _check_role(security)
+    if isinstance(security, Identity) and security.role is not Role.MASTER:
+        raise ConfigError(f"{security.directory} holds the keys of {security}: give the master keys of role master")
     access = Access(security, config.revoked)
     retention = Retention(config.journal_records, config.archive_bytes)
     journal = Journal.open(config.directory, config.run_id, retention)
@@ -114,12 +115,25 @@ class _Master:
         """Makes an epoch durable, and its state machine from the journal's newest snapshot."""
         epoch = self.journal.begin_epoch(at_least)
         self._note_journal()
-        here = MasterAddress(dialable(address), self.config.run_id, os.getpid(), epoch)
-        return self._shell(make_machine, epoch), here
+        wall_offset_s = self.clock.wall_s() - self.clock.monotonic_s()
+        snapshot_json = self.journal.latest_snapshot()
+        machine = make_machine(self.config.to_run_config(), epoch, snapshot_json, wall_offset_s)
+        self.metrics.watch(machine)
 
-    def _append(self, epoch: int, entries: Sequence[WriteJournal]) -> None:
-        self.journal.append_all(epoch, entries)
-        self._note_journal()
+        def append(entries: Sequence[WriteJournal]) -> None:
+            self.journal.append_all(epoch, entries)
+            self._note_journal()
+
+        shell = MasterShell(
+            machine,
+            self.metrics.counts.timed(append),
+            self.tape,
+            self.clock,
+            self.config.heartbeat_s / TICKS_PER_HEARTBEAT,
+            self.journal.tidy,
+            self.metrics.counts,
+        )
+        return shell, MasterAddress(dialable(address), self.config.run_id, os.getpid(), epoch)
 
     def _note_journal(self) -> None:
         """Writes the journal's newest record to the tape, so that a lost end or another history is detected."""
@@ -138,21 +152,6 @@ class _Master:
         address = server.bind(self.config.listen)
         self.journal.remember_port(parse_address(address)[1])
         return address
-
-    def _shell(self, make_machine: MakeMachine, epoch: int) -> MasterShell:
-        wall_offset_s = self.clock.wall_s() - self.clock.monotonic_s()
-        snapshot_json = self.journal.latest_snapshot()
-        machine = make_machine(self.config.to_run_config(), epoch, snapshot_json, wall_offset_s)
-        self.metrics.watch(machine)
-        return MasterShell(
-            machine,
-            self.metrics.counts.timed(lambda entries: self._append(epoch, entries)),
-            self.tape,
-            self.clock,
-            self.config.heartbeat_s / TICKS_PER_HEARTBEAT,
-            self.journal.tidy,
-            self.metrics.counts,
-        )
 
     async def _serve(
         self, server: MasterServer, shell: MasterShell, here: MasterAddress, started: Started | None
@@ -198,9 +197,13 @@ class _Master:
         """Publishes the master's address for people and other processes."""
         write_address(self.config.directory, here)
         self.tape.write("master-started", "-", address=here.address, epoch=here.epoch, pid=here.pid)
+        if isinstance(self.security, Identity):
+            callers = f"for those with keys only, as {self.security}"
+        else:
+            callers = "INSECURE, as configured: no encryption, no authentication, loopback only"
         _logger.info(
             "serving run %s at %s (epoch %d, directory %s); %s",
-            *(here.run_id, here.address, here.epoch, self.config.directory, _said(self.security)),
+            *(here.run_id, here.address, here.epoch, self.config.directory, callers),
         )
 
 
@@ -225,17 +228,6 @@ def _page(config: MasterConfig, security: Security, clock: Clock, event_buffer: 
         yield page
     finally:
         page.close()
-
-
-def _check_role(security: Security) -> None:
-    if isinstance(security, Identity) and security.role is not Role.MASTER:
-        raise ConfigError(f"{security.directory} holds the keys of {security}: give the master keys of role master")
-
-
-def _said(security: Security) -> str:
-    if isinstance(security, Identity):
-        return f"for those with keys only, as {security}"
-    return "INSECURE, as configured: no encryption, no authentication, loopback only"
 
 
 class _Signals:

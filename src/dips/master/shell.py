@@ -89,8 +89,10 @@ class Refusals:
 
     def note(self, record: Record, now_s: float) -> Record | None:
         """The line to write now; None when the refusal waits for others of its kind."""
-        record = replace(record, fields={name: _short(value) for name, value in record.fields.items()})
-        fields = record.fields
+        fields = {
+            name: value[:MAX_CHARACTERS] if isinstance(value, str) else value for name, value in record.fields.items()
+        }
+        record = replace(record, fields=fields)
         key = (str(fields.get("method") or fields.get("call")), str(fields.get("code")))
         kind = self._kinds.get(key)
         if kind is None:
@@ -120,10 +122,6 @@ class Refusals:
         line = replace(kind.last, fields={**kind.last.fields, "count": kind.n_waiting})
         kind.written_s, kind.n_waiting = now_s, 0
         return line
-
-
-def _short(value: object) -> object:
-    return value[:MAX_CHARACTERS] if isinstance(value, str) else value
 
 
 # ---- slave link ------------------------------------------------------------------------------------------------------
@@ -229,7 +227,9 @@ class MasterShell:
         self._clock = clock
         self._tick_s = tick_s
         self._loop = asyncio.get_running_loop()
-        self._journal = JournalWriter(append, self._journal_written, self._fail, tidy)
+        self._journal = JournalWriter(
+            append, lambda entry_id: self.dispatch(JournalWritten(entry_id)), self._fail, tidy
+        )
         self.counts = counts or Counts()
         self._changes = ChangeLogger(_logger)
         self._refusals = Refusals()
@@ -375,9 +375,6 @@ class MasterShell:
             outcome = Halt(BUG_EXIT_CODE, f"a bug in the master: {type(error).__name__}: {error}")
             _logger.critical("%s; the last events were:\n  %s", outcome.sentence, last_events, exc_info=error)
         self.stop(outcome)
-
-    def _journal_written(self, entry_id: int) -> None:
-        self.dispatch(JournalWritten(entry_id))
 
     # ---- time ----
 

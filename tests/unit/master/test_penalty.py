@@ -207,7 +207,6 @@ def test_opposite_pushes_merge_to_nothing_and_are_not_clipped() -> None:
     assert judgement.merged_norm == 0.0
     assert judgement.kappa == 1.0
     assert [measure.cosine for measure in judgement.measures] == [-1.0, -1.0]
-    assert judgement.pair_cosines == (("a", "b", -1.0),)
 
 
 @pytest.mark.parametrize(("norm", "kappa"), [(0.5, 1.0), (1.0, 1.0), (4.0, 0.25)])
@@ -364,18 +363,6 @@ def test_a_quarantined_cluster_does_not_count_for_full_participation() -> None:
     for _ in range(3):
         master.norms(a=30.0)
     assert master.norms(b=1.0, c=1.0, d=1.0).rho == 1.0
-
-
-# ---- cosines of pairs (their directions: test_penalty_direction.py) ----
-
-
-def test_cosines_of_each_pair() -> None:
-    judgement = Master().round({"a": Push([1.0, 0.0]), "b": Push([0.0, 1.0]), "c": Push([1.0, 1.0])})
-    assert [(a, b, round(cosine, 6)) for a, b, cosine in judgement.pair_cosines] == [
-        ("a", "b", 0.0),
-        ("a", "c", 0.707107),
-        ("b", "c", 0.707107),
-    ]
 
 
 # ---- other detectors ----

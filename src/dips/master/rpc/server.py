@@ -21,8 +21,7 @@ from dips.core.net.grpc_calls import abort, channel_options
 from dips.core.net.keys import reloaded, stamp_of
 from dips.core.net.security import Identity, Security, check_reach
 from dips.master.access import LOOKING_METHODS, Access
-from dips.master.rpc.calls import Context
-from dips.master.rpc.services import clusters_service, operator_service, slaves_service
+from dips.master.rpc.services import Context, clusters_service, operator_service, slaves_service
 from dips.master.shell import MasterShell
 
 # ---- authorisation ---------------------------------------------------------------------------------------------------

@@ -125,7 +125,10 @@ class MasterMachine:
             case ClusterCall(token, request):
                 self._call(token, request)
             case OperatorCall(token, action):
-                self._operate(token, action)
+                try:
+                    self._operate(token, action)
+                except Refused as refused:
+                    self.shared.refuse(token, refused)
             case SlaveSaid(link, message):
                 try:
                     self._slaves.said(link, message)
@@ -188,48 +191,35 @@ class MasterMachine:
             self._pulls.end_readers()
 
     def _operate(self, token: int, action: OperatorAction) -> None:
-        try:
-            self._do(token, action)
-        except Refused as refused:
-            self.shared.refuse(token, refused)
-
-    def _do(self, token: int, action: OperatorAction) -> None:
         shared = self.shared
+        asked = action.request if isinstance(action, Pause | Resume | Stop) else action
+        shared.check_run(asked.run_id, "the request")
         match action:
-            case StatusRequest(run_id):
-                shared.check_run(run_id, "the request")
+            case StatusRequest():
                 shared.reply(token, status(shared))
             case Pause(request):
-                shared.check_run(request.run_id, "the request")
                 shared.ledger.paused = request.reason or "no reason given"
                 shared.journal("PAUSE", {"reason": shared.ledger.paused})
                 self._done(token, "pause", "no new round begins until `dips resume`; clusters train on")
-            case Resume(request):
-                shared.check_run(request.run_id, "the request")
+            case Resume():
                 shared.ledger.paused = ""
                 shared.journal("RESUME", {})
                 self._done(token, "resume", "rounds go on")
             case Stop(request):
-                shared.check_run(request.run_id, "the request")
                 self._stop(token, request.reason or "stopped by the operator")
-            case EvictRequest(run_id, cluster, reason):
-                shared.check_run(run_id, "the request")
+            case EvictRequest(_, cluster, reason):
                 self._live(cluster)
                 shared.ledger.draining.pop(cluster, None)  # after an eviction it may join again
                 self._members.evict(cluster, reason or "by the operator")
                 self._done(token, "evict", f"cluster {cluster} is evicted; it may join again")
-            case DrainRequest(run_id, cluster, reason):
-                shared.check_run(run_id, "the request")
+            case DrainRequest(_, cluster, reason):
                 self._live(cluster)
                 shared.ledger.draining[cluster] = reason or "by the operator"
                 shared.journal("DRAIN", {"cluster": cluster, "reason": shared.ledger.draining[cluster]})
                 self._done(token, "drain", f"cluster {cluster} pushes its last steps and leaves")
-
             case ExtendRequest() as request:
-                shared.check_run(request.run_id, "the request")
                 self._extend(token, request)
             case ReshardRequest() as request:
-                shared.check_run(request.run_id, "the request")
                 self._done(token, "reshard_asked", self._reshard.ask(request))
 
     def _extend(self, token: int, request: ExtendRequest) -> None:

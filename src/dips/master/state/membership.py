@@ -9,7 +9,7 @@ import logging
 import math
 
 from dips.core.errors import ConfigError, RefusalCode, Refused
-from dips.core.ids import Incarnation, PushId, Version, check_name
+from dips.core.ids import Incarnation, PushId, check_name
 from dips.core.layout import first_difference
 from dips.core.messages import (
     DataMode,
@@ -278,7 +278,7 @@ class Membership:
             entry = shared.ledger.entry(name)
             entry.steps_before += member.beat.steps if member.beat else 0
             shared.link_rates.gone(name)
-            shared.pins = {pin_id: pin for pin_id, pin in shared.pins.items() if pin.owner != name}
+            shared.end_pulls(name)
             if member.push is not None and not member.push.sealed:
                 self._pushes.abort(member.push, reason)
         return next((push for push in shared.round.participants if push.cluster == name), None)
@@ -356,6 +356,7 @@ class Membership:
         published = shared.published.version if shared.published else None
         leaving = shared.ledger.stopping or member.cluster in shared.ledger.draining
         stop = bool(leaving) and member.push is None and shared.everything_out
+        donor = shared.recovery.asks(member)
         shared.reply(
             token,
             HeartbeatReply(
@@ -365,7 +366,7 @@ class Membership:
                 member.local_steps,
                 stop,
                 shared.round.phase.now.value,
-                _wanted_copy(shared, member),
+                donor.base if donor is not None else None,
             ),
         )
 
@@ -457,13 +458,6 @@ class Membership:
             sealed = [r for p in shared.round.participants if p.cluster == name for r in p.request.ranges]
             if freed := leases.free_all_but(name, sealed):
                 shared.journal("RETURN", {"cluster": name, "tokens": freed, "reason": "lease_ttl"})
-
-
-def _wanted_copy(shared: SharedState, member: Member) -> Version | None:
-    """The version whose parameters this cluster is asked to give back to the slaves."""
-    donor = shared.recovery.donor if shared.recovery.donating else None
-    asked = donor is not None and (donor.cluster, donor.incarnation) == (member.cluster, member.incarnation)
-    return donor.base if donor is not None and asked else None
 
 
 def _leased(leases: LeaseTable, cluster: str, item: DataRange) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dips.core.errors import LocalProtocolError
 from dips.core.messages import Alarm
@@ -28,7 +28,7 @@ from dips.master.state.penalty_types import (
     ParticipantMeasure,
     PenaltyConfig,
 )
-from dips.master.state.reasons import AlarmKind, VerdictCode
+from dips.master.state.reasons import AlarmKind, Reason, VerdictCode
 
 # ---- penalty scaling -------------------------------------------------------------------------------------------------
 #
@@ -167,7 +167,10 @@ def _move_clusters(
     changed: dict[str, ClusterStatistics] = {}
     alarms: list[Alarm] = []
     for finding, cosine in zip(findings, cosines, strict=True):
-        moved, more = (_accepted(config, finding), []) if finding.accepted else _rejected(config, finding)
+        if finding.reason is None:
+            moved, more = _accepted(config, finding), list[Alarm]()
+        else:
+            moved, more = _rejected(config, finding, finding.reason)
         norm, score, way = (_finite(value) for value in (finding.scaled_norm, finding.score, cosine))
         changed[finding.cluster] = replace(moved, last_norm=norm, last_score=score, last_cosine=way)
         alarms += more
@@ -186,57 +189,44 @@ def _accepted(config: PenaltyConfig, finding: Detection) -> ClusterStatistics:
 def _learned(config: PenaltyConfig, finding: Detection, known: ClusterStatistics) -> ClusterStatistics:
     """n_j, mu_j, V_j and Tbar_j with the average factor a = max(alpha, 1 / n_j); in the paper's text a = alpha after
     the first."""
-    n = known.accepted + 1
+    pushed, n = finding.participant, known.accepted + 1
     a = max(config.alpha, 1.0 / n)
     if config.detector == "literal" and n > 1:
         a = config.alpha
     mean = a * finding.scaled_norm + (1.0 - a) * known.mean
     variance = (1.0 - a) * known.variance + a * (finding.scaled_norm - mean) ** 2
-    tokens, steps = _mean_tokens(config, finding, known, a)
+    if known.mean_tokens is None or steps_changed(known, pushed, config):
+        # Tbar_j starts again: it belongs to the local steps that the cluster is now asked to make.
+        tokens, steps = pushed.tokens_for_local_steps, pushed.local_steps
+    else:
+        tokens, steps = a * pushed.tokens + (1.0 - a) * known.mean_tokens, known.steps or pushed.local_steps
     return replace(known, accepted=n, mean=mean, variance=variance, mean_tokens=tokens, steps=steps)
 
 
-def _mean_tokens(config: PenaltyConfig, finding: Detection, known: ClusterStatistics, a: float) -> tuple[float, int]:
-    """(Tbar_j, the local steps that it belongs to)."""
-    pushed = finding.participant
-    if known.mean_tokens is None or steps_changed(known, pushed, config):
-        return pushed.tokens_for_local_steps, pushed.local_steps
-    return a * pushed.tokens + (1.0 - a) * known.mean_tokens, known.steps or pushed.local_steps
-
-
-def _rejected(config: PenaltyConfig, finding: Detection) -> UpdatedStatistics:
-    known = finding.known
+def _rejected(config: PenaltyConfig, finding: Detection, reason: Reason) -> UpdatedStatistics:
+    """One more flag; enough of them in a row restart the statistics or begin a quarantine."""
+    known, cluster, alarms = finding.known, finding.cluster, list[Alarm]()
     if config.detector == "literal" and finding.valid:
         known = _learned(config, finding, known)
     flags = known.flags_in_a_row + 1
-    by_score = finding.reason is not None and finding.reason.code is VerdictCode.SCORE
-    in_a_row = known.score_rejections_in_a_row + 1 if by_score else 0
-    counted = replace(known, flags_in_a_row=flags, score_rejections_in_a_row=in_a_row)
-    restarted, restart_alarms = _restart_if_due(config, finding, counted)
-    moved, quarantine_alarms = _quarantine_if_due(config, finding, restarted)
-    return moved, restart_alarms + quarantine_alarms
-
-
-def _restart_if_due(config: PenaltyConfig, finding: Detection, counted: ClusterStatistics) -> UpdatedStatistics:
-    in_a_row = counted.score_rejections_in_a_row
-    if not 0 < config.restart_after_rejections <= in_a_row:
-        return counted, []
-    sentence = (
-        f"{in_a_row} finite pushes of cluster {finding.cluster} in a row were rejected by their score: its "
-        "statistics start again, so that a lasting change of its norms does not exclude it for ever"
-    )
-    return counted.restarted(), [Alarm(AlarmKind.STATISTICS_RESTARTED, (finding.cluster,), sentence)]
-
-
-def _quarantine_if_due(config: PenaltyConfig, finding: Detection, counted: ClusterStatistics) -> UpdatedStatistics:
-    flags, last = counted.flags_in_a_row, finding.reason.sentence if finding.reason else ""
-    if counted.quarantined or not 0 < config.quarantine_after_flags <= flags:
-        return counted, []
-    sentence = (
-        f"cluster {finding.cluster} is in quarantine after {flags} rejections in a row (last: {last}): "
-        "it pulls and resets its inner optimizer; its first accepted push ends the quarantine"
-    )
-    return replace(counted, quarantined=True), [Alarm(AlarmKind.QUARANTINE, (finding.cluster,), sentence)]
+    # Only scores depend on the cluster's own statistics, so only they can be wrong because those are out of date.
+    in_a_row = known.score_rejections_in_a_row + 1 if reason.code is VerdictCode.SCORE else 0
+    moved = replace(known, flags_in_a_row=flags, score_rejections_in_a_row=in_a_row)
+    if 0 < config.restart_after_rejections <= in_a_row:
+        moved = moved.restarted()
+        sentence = (
+            f"{in_a_row} finite pushes of cluster {cluster} in a row were rejected by their score: its "
+            "statistics start again, so that a lasting change of its norms does not exclude it for ever"
+        )
+        alarms.append(Alarm(AlarmKind.STATISTICS_RESTARTED, (cluster,), sentence))
+    if not moved.quarantined and 0 < config.quarantine_after_flags <= flags:
+        moved = replace(moved, quarantined=True)
+        sentence = (
+            f"cluster {cluster} is in quarantine after {flags} rejections in a row (last: {reason.sentence}): "
+            "it pulls and resets its inner optimizer; its first accepted push ends the quarantine"
+        )
+        alarms.append(Alarm(AlarmKind.QUARANTINE, (cluster,), sentence))
+    return moved, alarms
 
 
 # ---- penalty ---------------------------------------------------------------------------------------------------------
@@ -264,67 +254,49 @@ def judge(
     then). directions: 2k x 2k, of penalty_direction; None when no slave measured it. Raises LocalProtocolError when
     the arguments do not fit together: a bug of the caller.
     """
-    _check(participants, gram, directions)
-    findings, tau = detect(state, config, participants, [gram[j][j] for j in range(len(participants))])
-    merge = _merge(config, findings, gram)
-    kappa, rho = math.nan, math.nan
-    clip_norm = _clip_norm(state, config)
-    if merge.accepted:
-        kappa = min(1.0, clip_norm / max(merge.norm, MIN_MERGED_NORM))
-        rho = participation(config, merge.clusters, merge.tokens, live_unquarantined, round_tokens)
-    cosines = penalty_detect.cosines(findings, directions)
-    committed, commit_alarms = after_commit(state, config, findings, merge.norm, cosines)
-    void, void_alarms = after_void(state, config, findings, cosines)
-    return Judgement(
-        accepted=merge.clusters,
-        rejected={f.cluster: f.reason for f in findings if f.reason is not None},
-        weights=merge.weights,
-        kappa=kappa,
-        rho=rho,
-        merged_norm=merge.norm,
-        clip_norm=clip_norm,
-        threshold=tau,
-        measures=tuple(_measure(finding, cosine) for finding, cosine in zip(findings, cosines, strict=True)),
-        pair_cosines=_pair_cosines(findings, gram),
-        next_state_if_committed=committed,
-        next_state_if_void=void,
-        alarms=commit_alarms if merge.accepted else void_alarms,
-        alarms_if_void=void_alarms,
-        quarantined=(committed if merge.accepted else void).quarantined,
-    )
-
-
-@dataclass(frozen=True)
-class _Merge:
-    """What is known of d from numbers alone. accepted: c; norm: ||d||, NaN when c is empty."""
-
-    accepted: tuple[Detection, ...]
-    weights: tuple[float, ...]
-    norm: float
-
-    @property
-    def clusters(self) -> tuple[str, ...]:
-        return tuple(finding.cluster for finding in self.accepted)
-
-    @property
-    def tokens(self) -> float:
-        return sum(finding.participant.tokens for finding in self.accepted)
-
-
-def _merge(config: PenaltyConfig, findings: Sequence[Detection], gram: Gram) -> _Merge:
-    of_accepted = [j for j, finding in enumerate(findings) if finding.accepted]
-    accepted = tuple(findings[j] for j in of_accepted)
-    weights = _weights(config, accepted)
-    return _Merge(accepted, weights, _merged_norm(gram, of_accepted, weights))
-
-
-def _check(participants: Sequence[Participant], gram: Gram, directions: Gram | None) -> None:
     names = [participant.cluster for participant in participants]
     if not names or names != sorted(set(names)):
         raise LocalProtocolError(f"participants must be distinct and in cluster-id order, not {names}")
     _check_square("Gram matrix", gram, len(names), len(names))
     if directions is not None:
         _check_square("matrix of directions", directions, 2 * len(names), len(names))
+
+    findings, tau = detect(state, config, participants, [gram[j][j] for j in range(len(participants))])
+    accepted = [j for j, finding in enumerate(findings) if finding.accepted]
+    clusters = tuple(names[j] for j in accepted)
+    weights = _weights(config, [findings[j] for j in accepted])
+    merged_norm = _merged_norm(gram, accepted, weights)
+    clip_norm = config.clip_norm
+    if config.clip_scope == "auto" and state.merged_norms:
+        clip_norm = statistics.median(state.merged_norms)
+    kappa, rho = math.nan, math.nan
+    if accepted:
+        kappa = min(1.0, clip_norm / max(merged_norm, MIN_MERGED_NORM))
+        tokens = sum(participants[j].tokens for j in accepted)
+        rho = participation(config, clusters, tokens, live_unquarantined, round_tokens)
+
+    cosines = penalty_detect.cosines(findings, directions)
+    committed, commit_alarms = after_commit(state, config, findings, merged_norm, cosines)
+    void, void_alarms = after_void(state, config, findings, cosines)
+    return Judgement(
+        accepted=clusters,
+        rejected={f.cluster: f.reason for f in findings if f.reason is not None},
+        weights=weights,
+        kappa=kappa,
+        rho=rho,
+        merged_norm=merged_norm,
+        clip_norm=clip_norm,
+        threshold=tau,
+        measures=tuple(
+            ParticipantMeasure(f.cluster, f.norm, f.scaled_norm, math.nan if f.score is None else f.score, cosine)
+            for f, cosine in zip(findings, cosines, strict=True)
+        ),
+        next_state_if_committed=committed,
+        next_state_if_void=void,
+        alarms=commit_alarms if accepted else void_alarms,
+        alarms_if_void=void_alarms,
+        quarantined=(committed if accepted else void).quarantined,
+    )
 
 
 def _check_square(what: str, matrix: Gram, size: int, k: int) -> None:
@@ -350,26 +322,3 @@ def _merged_norm(gram: Gram, accepted: Sequence[int], weights: Sequence[float]) 
     with_merge = [sum(w * gram[j][i] for i, w in zip(accepted, weights, strict=True)) for j in accepted]
     squared = sum(weight * product for weight, product in zip(weights, with_merge, strict=True))
     return math.sqrt(max(squared, 0.0))
-
-
-def _clip_norm(state: DetectorState, config: PenaltyConfig) -> float:
-    if config.clip_scope == "auto" and state.merged_norms:
-        return statistics.median(state.merged_norms)
-    return config.clip_norm
-
-
-def _measure(finding: Detection, cosine: float) -> ParticipantMeasure:
-    score = math.nan if finding.score is None else finding.score
-    return ParticipantMeasure(finding.cluster, finding.norm, finding.scaled_norm, score, cosine)
-
-
-def _pair_cosines(findings: Sequence[Detection], gram: Gram) -> tuple[tuple[str, str, float], ...]:
-    return tuple(
-        (
-            findings[j].cluster,
-            findings[k].cluster,
-            penalty_detect.cosine(gram[j][k], findings[j].norm, findings[k].norm),
-        )
-        for j in range(len(findings))
-        for k in range(j + 1, len(findings))
-    )

@@ -374,7 +374,7 @@ class Judgement:
     """The verdict on a round. `accepted` empty means VOID. All in cluster-id order.
 
     rejected: why, by cluster. weights: one for each accepted cluster, adding up to 1. scale: the factor of the mean.
-    pair_cosines: (cluster, cluster, cosine) of each pair. alarms: for a person, if the round ends as
+    alarms: sentences for a person if the round ends as
     judged (COMMIT when something is accepted, else VOID); alarms_if_void: those to use when PREPARE turns it
     into a VOID. quarantined: after the round ends as judged. threshold: tau of this round.
     """
@@ -388,7 +388,6 @@ class Judgement:
     clip_norm: float
     threshold: float
     measures: tuple[ParticipantMeasure, ...]
-    pair_cosines: tuple[tuple[str, str, float], ...]
     next_state_if_committed: DetectorState
     next_state_if_void: DetectorState
     alarms: tuple[Alarm, ...]

@@ -126,23 +126,15 @@ def check_push(shared: SharedState, member: Member, request: BeginPushRequest) -
     if request.steps > MAX_STEPS:
         raise Refused(RefusalCode.MALFORMED, f"{request.steps} steps in one push: at most {MAX_STEPS} can be counted")
     if request.donates is not None:
-        _check_donation(shared, member, request)
+        if request.base is not None or request.tokens or request.ranges:
+            raise Refused(RefusalCode.MALFORMED, "a donation carries no training: send no base, 0 tokens and no ranges")
+        _check_may_donate(shared, member.cluster, request.donates)
     elif request.base is None:
-        _check_seed(shared, member, request)
+        _check_may_seed(shared, member.cluster)
+        if request.tokens or request.ranges:
+            raise Refused(RefusalCode.TOKENS, "a seed carries no training: send 0 tokens and no ranges")
     else:
         _check_counts(shared, member, request)
-
-
-def _check_seed(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
-    _check_may_seed(shared, member.cluster)
-    if request.tokens or request.ranges:
-        raise Refused(RefusalCode.TOKENS, "a seed carries no training: send 0 tokens and no ranges")
-
-
-def _check_donation(shared: SharedState, member: Member, request: BeginPushRequest) -> None:
-    if request.base is not None or request.tokens or request.ranges:
-        raise Refused(RefusalCode.MALFORMED, "a donation carries no training: send no base, 0 tokens and no ranges")
-    _check_may_donate(shared, member.cluster, request.donates)
 
 
 def _check_may_donate(shared: SharedState, cluster: str, version: Version | None) -> None:
@@ -268,7 +260,8 @@ class Pushes:
         if answer is not None:
             shared.reply(token, BeginPushReply(answer))
             return
-        if self._must_donate_first(member, request):
+        if shared.recovery.asks(member) is not None and request.donates is None:
+            # Waiting with this push would keep the donor from donating, and there may be no other.
             member.last_seq = max(member.last_seq, request.seq)
             reason = "the slaves lost the model: give back this cluster's copy first; nothing of this push is lost"
             shared.reply(token, BeginPushReply(Verdict(push_id, VerdictKind.ABORTED, None, reason)))
@@ -277,17 +270,9 @@ class Pushes:
         if (busy := self._busy(request.donates is not None)) is not None:
             shared.reply(token, BeginPushReply(busy))
             return
-        self._end_pull(member)
+        shared.end_pulls(member.cluster)  # a cluster that pushes no longer reads
         push = self._ticket(member, push_id, request)
         shared.reply(token, BeginPushReply(self._ticket_for(push)))
-
-    def _must_donate_first(self, member: Member, request: BeginPushRequest) -> bool:
-        """Whether the donor must donate before this push. Waiting with the push would keep it from donating, and there
-        may be no other donor."""
-        state = self._shared.recovery
-        donor = state.donor if state.donating else None
-        asked = donor is not None and (donor.cluster, donor.incarnation) == (member.cluster, member.incarnation)
-        return asked and request.donates is None
 
     def _known(self, member: Member, push_id: PushId, wanted_wire: Codec) -> Ticket | Busy | PushId | Verdict | None:
         """The answer when this cluster has an undecided push, or this very push is decided."""
@@ -303,11 +288,6 @@ class Pushes:
         words = "" if donation else recovery_words(self._shared)
         words = words or slaves_away(self._shared) or moving_words(self._shared)
         return Busy(AWAY_RETRY_S, words) if words else None
-
-    def _end_pull(self, member: Member) -> None:
-        """Ends the cluster's pull: a cluster that pushes no longer reads."""
-        shared = self._shared
-        shared.pins = {pin_id: pin for pin_id, pin in shared.pins.items() if pin.owner != member.cluster}
 
     def _ticket(self, member: Member, push_id: PushId, request: BeginPushRequest) -> Push:
         shared = self._shared
@@ -376,7 +356,7 @@ class Pushes:
         push.digest_of_slave[slave.id] = body.digest
         push.renewed_s = self._shared.now_s
         self._measure_link(push, slave)
-        if len(push.digest_of_slave) == self._n_slaves():
+        if len(push.digest_of_slave) == len(self._shared.slaves_expected()):
             push.phase.move("all slaves staged it", PushPhase.STAGED, self._shared.now_s, push.request.caller.cause_id)
             self._shared.schedule.end(push.cluster)
             if push.finish_token is not None:
@@ -638,7 +618,7 @@ class Pushes:
             self._shared.waiters[push_id] = [item for item in waiting if item[0] != token]
 
     def _not_staged(self, push: Push) -> None:
-        missing = sorted(s for s in self._slave_ids() if s not in push.digest_of_slave)
+        missing = sorted(s for s in self._shared.slaves_expected() if s not in push.digest_of_slave)
         sentence = f"slave {', '.join(missing)} has not all of push {push.id} yet: send what is missing"
         self._release(push, FinishPushReply(Busy(0.2, sentence)))
 
@@ -649,13 +629,6 @@ class Pushes:
             self._shared.refuse(token, answer)
         elif token is not None and isinstance(answer, FinishPushReply):
             self._shared.reply(token, answer)
-
-    def _slave_ids(self) -> Sequence[str]:
-        placement = self._shared.ledger.placement
-        return placement.slaves if placement else ()
-
-    def _n_slaves(self) -> int:
-        return len(self._slave_ids())
 
 
 def _smooth(old: float, new: float) -> float:

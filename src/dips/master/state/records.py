@@ -430,6 +430,12 @@ class RecoveryState:
     def donating(self) -> bool:
         return self.phase.now is RecoveryPhase.DONATING
 
+    def asks(self, member: Member) -> Donor | None:
+        """The donor, if it is this cluster in this incarnation."""
+        donor = self.donor if self.donating else None
+        here = donor is not None and (donor.cluster, donor.incarnation) == (member.cluster, member.incarnation)
+        return donor if here else None
+
 
 @dataclass
 class ReshardState:

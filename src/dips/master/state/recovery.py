@@ -13,15 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from dips.core.ids import RoundId, SlaveId, Version
-from dips.core.messages import (
-    Alarm,
-    CommitRecord,
-    ConfigureRefused,
-    LeaveReply,
-    SendCommitRecord,
-    SnapshotInfo,
-    VerdictKind,
-)
+from dips.core.messages import Alarm, CommitRecord, LeaveReply, SendCommitRecord, SnapshotInfo, VerdictKind
 from dips.master.state.ledger import UNREADABLE, CommitInfo, Ledger, commit_from_record, ledger_of, pair, same_as
 from dips.master.state.pushes import Pushes
 from dips.master.state.reasons import AlarmKind, Reason, VerdictCode
@@ -97,7 +89,12 @@ def why_not(shared: SharedState, slave: Slave) -> str:
     """A sentence when the slave's disk does not hold what this run has committed; empty when it does."""
     commit, newest = shared.ledger.commit, newest_committed(shared, slave)
     if commit is None:
-        return _unknown_run(newest) if newest is not None else ""
+        return (
+            f"its directory holds version {newest}, but this master knows none: start it with `dips master --rebuild` "
+            "to take the run's state from the slaves, or give the slave an empty directory to begin again"
+            if newest is not None
+            else ""
+        )
     if newest is not None and newest > commit.version:
         return (
             f"its directory holds version {newest}, newer than the master's {commit.version}: the master's directory "
@@ -113,13 +110,6 @@ def why_not(shared: SharedState, slave: Slave) -> str:
         )
     held = ", ".join(sorted(str(s.version) for s in slave.snapshots)) or "none"
     return f"its directory lacks version {commit.version} (it holds: {held})"
-
-
-def _unknown_run(newest: Version) -> str:
-    return (
-        f"its directory holds version {newest}, but this master knows none: start it with `dips master --rebuild` to "
-        "take the run's state from the slaves, or give the slave an empty directory to begin again"
-    )
 
 
 # ---- donors ----------------------------------------------------------------------------------------------------------
@@ -244,15 +234,8 @@ class Recovery:
             elif shared.ledger.placement is not None:
                 self._links.configure(slave)
 
-    def refused(self, slave: Slave, body: ConfigureRefused) -> None:
-        """Handles a slave that cannot load a version that its hello named."""
-        self._broken(slave, body.refusal.sentence)
-
-    def loaded_wrong(self, slave: Slave) -> None:
-        version = self._shared.ledger.version
-        self._broken(slave, f"what it loaded as version {version} has another digest than was committed")
-
-    def _broken(self, slave: Slave, sentence: str) -> None:
+    def cannot_load(self, slave: Slave, sentence: str) -> None:
+        """Handles a slave that cannot load a version that its hello named, or that loaded something else."""
         ledger, state = self._shared.ledger, self._shared.recovery
         assert ledger.commit is not None, "nothing else can be loaded"
         state.broken.add((slave.id, ledger.commit.version, ledger.commit.round))
@@ -289,7 +272,9 @@ class Recovery:
     def settle(self) -> None:
         """Makes all steps that are possible with what is known."""
         state = self._shared.recovery
-        if state.phase.now is _P.ASKING and not self._asked_is_here():
+        asked = self._shared.slaves.get(state.asked) if state.asked is not None else None
+        asked_is_here = asked is not None and asked.phase.now is SlavePhase.PROMISED
+        if state.phase.now is _P.ASKING and not asked_is_here:
             self._move("no record", _P.GATHERING, f"slave {state.asked} is away")
         while state.phase.now is _P.GATHERING and self._decide():
             pass
@@ -311,11 +296,6 @@ class Recovery:
         fresh = [slave for _, slave in sorted(shared.slaves.items()) if slave.phase.now is SlavePhase.PROMISED]
         return fresh if {*expected} <= {slave.id for slave in fresh} else None
 
-    def _asked_is_here(self) -> bool:
-        asked = self._shared.recovery.asked
-        slave = self._shared.slaves.get(asked) if asked is not None else None
-        return slave is not None and slave.phase.now is SlavePhase.PROMISED
-
     def _gather_again(self) -> None:
         for slave in list(self._shared.slaves.values()):
             if slave.phase.now in (SlavePhase.CONFIGURING, SlavePhase.READY):
@@ -327,7 +307,10 @@ class Recovery:
         """Makes one step of a decision; returns whether another may follow at once."""
         shared, state = self._shared, self._shared.recovery
         if shared.ledger.placement is None and not shared.config.rebuild:
-            return self._wait_for_rebuild()
+            # A master without state guesses nothing: it waits for --rebuild, or for empty slave directories.
+            if not any(committed(shared, slave) for slave in shared.slaves.values()):
+                self._resume([])
+            return False
         slaves = self._all_here()
         if slaves is None:
             return False
@@ -339,13 +322,6 @@ class Recovery:
             state.reason = self._troubles(slaves)
             return False
         return self._take_first(slaves, snapshots)
-
-    def _wait_for_rebuild(self) -> bool:
-        """Waits for --rebuild: a master without state guesses nothing. Empty slave directories are accepted."""
-        shared = self._shared
-        if not any(committed(shared, slave) for slave in shared.slaves.values()):
-            self._resume([])
-        return False
 
     def _snapshots(self, slaves: Sequence[Slave]) -> list[HeldVersion]:
         """The snapshots that the run could continue from, newest first; the ledger's own first among equal versions."""

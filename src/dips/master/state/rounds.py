@@ -16,7 +16,6 @@ from dips.core.ids import RoundId, Version
 from dips.core.messages import (
     AbortRound,
     Commit,
-    Flipped,
     Measure,
     Measured,
     Prepare,
@@ -187,18 +186,15 @@ class Rounds:
         if len(state.measured) < len(shared.slaves_expected()):
             return
         try:
-            gram, nonfinite = self._add()
-            directions = add_directions(state.directions, len(state.participants))
+            placement, k = shared.ledger.placement, len(state.participants)
+            assert placement is not None, "a round has a placement"
+            gram, nonfinite = add_blocks(state.measured, placement, k)
+            directions = add_directions(state.directions, k)
         except GramError as error:
             self.abort(Reason(VerdictCode.REFUSED, str(error)))
             return
         self._move("all measured", RoundPhase.JUDGE)
         self._judge(gram, nonfinite, directions)
-
-    def _add(self) -> tuple[list[list[float]], list[int]]:
-        state, placement = self._shared.round, self._shared.ledger.placement
-        assert placement is not None, "a round has a placement"
-        return add_blocks(state.measured, placement, len(state.participants))
 
     def _judge(self, gram: list[list[float]], nonfinite: list[int], directions: list[list[float]] | None) -> None:
         shared, state = self._shared, self._shared.round
@@ -262,7 +258,8 @@ class Rounds:
         assert state.id is not None, "a sealed round has an id"
         to_version = version.next() if version is not None else Version(shared.epoch, 0)
         if (donor := self._donor()) is not None:
-            version, to_version = None, _renamed(shared, donor)
+            version = None  # the donated copy is taken as it is, and gets its new name
+            to_version = next_version(shared.ledger, donor.commit.version, shared.epoch, shared.newest_timeline())
         accepted = _staged(self._accepted())
         state.step = step
         self._arm()
@@ -370,7 +367,8 @@ class Rounds:
         before, s_max = ledger.version, shared.s_max()
         version = before.next() if before else Version(shared.epoch, 0)
         self._settle(accepted, TokenState.APPLIED)
-        self._settle(self._excluded(), TokenState.EXCLUDED)
+        merged = {push.cluster for push in accepted}
+        self._settle([push for push in state.participants if push.cluster not in merged], TokenState.EXCLUDED)
         if state.judgement is not None:
             ledger.detector = shared.recorded_detector = state.judgement.next_state_if_committed
             for alarm in state.judgement.alarms:
@@ -378,7 +376,9 @@ class Rounds:
         ledger.tokens += sum(push.request.tokens for push in accepted)
         ledger.rounds_committed += 1
         ledger.rounds_merged += len(accepted) >= 2
-        self._maybe_stop()
+        tk_max = shared.settings().tk_max_tokens
+        if tk_max and ledger.tokens >= tk_max and not ledger.stopping:
+            ledger.stopping = f"{ledger.tokens} tokens are applied, tk_max is {tk_max}"
         self._remember(version)
         ledger.remember_applied(version, [push.id for push in accepted])
         ledger.origin = None
@@ -482,15 +482,6 @@ class Rounds:
                 entry.pushes_applied += 1
                 entry.tokens_applied += push.request.tokens
                 entry.steps_applied += push.request.steps
-
-    def _excluded(self) -> list[Push]:
-        accepted = {push.cluster for push in self._accepted()}
-        return [push for push in self._shared.round.participants if push.cluster not in accepted]
-
-    def _maybe_stop(self) -> None:
-        ledger, tk_max = self._shared.ledger, self._shared.settings().tk_max_tokens
-        if tk_max and ledger.tokens >= tk_max and not ledger.stopping:
-            ledger.stopping = f"{ledger.tokens} tokens are applied, tk_max is {tk_max}"
 
     def _record(self, kind: str, accepted: Sequence[Push]) -> dict[str, object]:
         state = self._shared.round
@@ -597,9 +588,6 @@ class Rounds:
         self._end("recovery")
         return pushes
 
-    def on_flipped(self, slave: Slave, body: Flipped) -> None:
-        self.flipped(slave.id, body.version)
-
     def _end(self, input_name: str) -> None:
         state = self._shared.round
         self._move(input_name, RoundPhase.IDLE)
@@ -629,11 +617,6 @@ def _local_steps(shared: SharedState, push: Push) -> int:
     member = shared.members.get(push.cluster)
     asked = member.local_steps if member is not None else 0
     return min(push.request.steps, asked) if asked else push.request.steps
-
-
-def _renamed(shared: SharedState, donor: Donor) -> Version:
-    """The new name of the donated version."""
-    return next_version(shared.ledger, donor.commit.version, shared.epoch, shared.newest_timeline())
 
 
 def _staged(pushes: list[Push]) -> tuple[StagedPush, ...]:

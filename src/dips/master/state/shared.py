@@ -425,6 +425,9 @@ class SharedState:
             if member.push is not None:
                 yield member.push
 
+    def end_pulls(self, owner: str) -> None:
+        self.pins = {pin_id: pin for pin_id, pin in self.pins.items() if pin.owner != owner}
+
     def placement_spec(self) -> PlacementSpec:
         placement = self.ledger.placement
         assert placement is not None, "asked for only once blocks are placed"

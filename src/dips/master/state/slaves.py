@@ -320,7 +320,7 @@ class SlaveRegistry:
                 if not self._reshard.refused(slave, body):
                     self._rounds.refused(slave, body)
             case Flipped() as body:
-                self._rounds.on_flipped(slave, body)
+                self._rounds.flipped(slave.id, body.version)
             case _:
                 pass  # a Staged of a slave that is not ready yet: its stagings are not open
 
@@ -342,7 +342,7 @@ class SlaveRegistry:
         shared.log(f"slave {slave.id}", f"slave {slave.id}: {refusal.sentence}", logging.ERROR)
         loads = shared.ledger.commit is not None and not shared.recovery.donating
         if loads and refusal.code in LOST_CODES and not refusal.retry_after_s > 0:
-            self._recovery.refused(slave, body)
+            self._recovery.cannot_load(slave, refusal.sentence)
 
     def _commit_refused(self, slave: Slave, body: RoundRefused) -> None:
         """Handles a slave that lost the shadow in memory: a new hello reports what its disk holds."""
@@ -358,7 +358,8 @@ class SlaveRegistry:
         if slave.phase.now is not SlavePhase.CONFIGURING or body.version != (commit.version if commit else None):
             return
         if commit is not None and body.digest != dict(commit.digest_of_slave)[slave.id]:
-            self._recovery.loaded_wrong(slave)
+            wrong = f"what it loaded as version {commit.version} has another digest than was committed"
+            self._recovery.cannot_load(slave, wrong)
             return
         slave.phase.move("ready", SlavePhase.READY, shared.now_s, cause)
         slave.version, slave.durable, slave.trouble = body.version, body.version, ""
