@@ -224,7 +224,15 @@ class MasterConfig(MetricsKnobs):
     @model_validator(mode="after")
     def _check(self) -> Self:
         given = {**dict(iter(self)), **self.times()}
-        wrong = [*violations("master", given), *_uneven_chunk(self), *_wrong_penalty(self), *_long_window(self)]
+        wrong = [*violations("master", given), *_long_window(self)]
+        if self.chunk_bytes % 4:
+            wrong.append(
+                f"chunk_bytes is {self.chunk_bytes}: use a multiple of 4, the size of a parameter, such as 1 MiB"
+            )
+        try:
+            self._penalty()
+        except ConfigError as error:
+            wrong.append(str(error))
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
@@ -293,11 +301,6 @@ class MasterConfig(MetricsKnobs):
         return PenaltyConfig.of(self.preset, **given)
 
 
-def _uneven_chunk(config: MasterConfig) -> Iterator[str]:
-    if config.chunk_bytes % 4:
-        yield f"chunk_bytes is {config.chunk_bytes}: use a multiple of 4, the size of a parameter, such as 1 MiB"
-
-
 def _long_window(config: MasterConfig) -> Iterator[str]:
     """Checks for the longest window what core/assumptions.py demands of grace_s."""
     if config.grace != "sliding" or config.grace_s == "auto" or config.grace_s >= config.round_timeout_s:
@@ -309,10 +312,3 @@ def _long_window(config: MasterConfig) -> Iterator[str]:
                 f"grace is 'sliding', so that a window may last {longest_s:g} s, {SLIDES:g} times grace_s, and {name} "
                 f"is {limit_s:g} s: lower grace_s below {limit_s / SLIDES:g} s, or raise {name}"
             )
-
-
-def _wrong_penalty(config: MasterConfig) -> Iterator[str]:
-    try:
-        config._penalty()
-    except ConfigError as error:
-        yield str(error)

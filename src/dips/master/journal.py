@@ -34,7 +34,6 @@ from dips.master.archive import (
     SEGMENT_RECORDS,
     JournalRecord,
     Pruned,
-    Segment,
     base,
     chained,
     connect,
@@ -219,10 +218,10 @@ class Journal:
             if over_bytes <= 0:
                 break
             over_bytes -= segment.size_bytes
-            last = _last_digest(segment)
+            *_, last = segment.records()
             with self._transaction() as cursor:
                 set_meta(cursor, "pruned", str(segment.last))
-                set_meta(cursor, "pruned_digest", last)
+                set_meta(cursor, "pruned_digest", last.digest)
             failpoint("master.archive.before_prune")
             drop_segment(segment)
             _logger.info("%s: %s", self._path.parent / FOLDER, Pruned(segment.last))
@@ -425,14 +424,6 @@ def _insert(cursor: sqlite3.Cursor, epoch: int, entries: Sequence[WriteJournal])
         number += 1
         record = JournalRecord(epoch, entry.entry_id, entry.kind, entry.record_json, number).after(digest)
         insert_record(cursor, record)
-        digest = record.digest
-    return digest
-
-
-def _last_digest(segment: Segment) -> str:
-    """The digest of the segment's last record."""
-    digest = ""
-    for record in segment.records():
         digest = record.digest
     return digest
 

@@ -63,28 +63,25 @@ def same_as(commit: CommitInfo) -> tuple[Version, ...]:
 
 @dataclass
 class ClusterEntry:
-    """The durable record of a cluster id, whether the cluster is here or not.
+    """The durable record of a cluster id, whether the cluster is here or not."""
 
-    spoke: its newest incarnation that ever called. process_id: the random identity of the process that joined last.
-    """
-
-    fence: int = 0
+    fence: int = 0  # counts applied and excluded pushes, and rollbacks: a push with an older one is stale
     incarnation: Incarnation | None = None
-    spoke: Incarnation | None = None
+    spoke: Incarnation | None = None  # the newest one that ever called: the answer to its Join was not lost
     incarnations: int = 0
     member: bool = False
     declared_tokens_per_s: float = 0.0
-    tokens_per_s: float = 0.0
-    push_interval_s: float = 0.0
-    local_steps: int = 0
+    tokens_per_s: float = 0.0  # measured between admissions
+    push_interval_s: float = 0.0  # likewise
+    local_steps: int = 0  # not used any more; kept because older releases read it
     pushes_applied: int = 0
     pushes_excluded: int = 0
     tokens_applied: int = 0
     steps_applied: int = 0
-    steps_before: int = 0
+    steps_before: int = 0  # of its earlier incarnations
     last_verdict: Verdict | None = None
-    last_donation: Verdict | None = None
-    process_id: bytes = b""
+    last_donation: Verdict | None = None  # apart, so that a donation does not hide the verdict of the last push
+    process_id: bytes = b""  # the random identity of the process that joined last
 
     @property
     def rate_tokens_per_s(self) -> float:
@@ -94,20 +91,13 @@ class ClusterEntry:
 
 @dataclass
 class Ledger:
-    """One run's durable state.
-
-    stopping: why the run ends, once no round is open; stop_asked: the operator's reason, from the moment of
-    asking. paused, draining (cluster -> reason): what the operator wants. origin: the snapshot that becomes `commit`
-    under its new name, after a ROLLBACK and until the next COMMIT. given_up: (origin, new version) of each ROLLBACK;
-    the versions between are no longer part of the run. applied_in: the pushes that the newest versions merged. reshard:
-    what slaves the operator wants, until blocks are placed so. directories: the identity of each slave's directory.
-    """
+    """One run's durable state."""
 
     run_id: str
     layout: Layout | None = None
     data_plan: DataPlan | None = None
-    slaves: dict[SlaveId, int] = field(default_factory=dict)
-    directories: dict[SlaveId, bytes] = field(default_factory=dict)
+    slaves: dict[SlaveId, int] = field(default_factory=dict)  # stated memory, bytes
+    directories: dict[SlaveId, bytes] = field(default_factory=dict)  # the random identity of each slave's directory
     placement: Placement | None = None
     commit: CommitInfo | None = None
     tokens: int = 0
@@ -118,21 +108,23 @@ class Ledger:
     rounds_committed: int = 0
     rounds_merged: int = 0
     rounds_void: int = 0
-    stopping: str = ""
-    stop_asked: str = ""
+    stopping: str = ""  # why the run ends, once no round is open
+    stop_asked: str = ""  # the operator's reason, from the moment of asking
     paused: str = ""
-    draining: dict[str, str] = field(default_factory=dict)
+    draining: dict[str, str] = field(default_factory=dict)  # cluster -> the operator's reason
+    # The snapshot that becomes `commit` under its new name, after a ROLLBACK and until the next COMMIT.
     origin: tuple[Version, RoundId] | None = None
+    # (origin, new version) of each ROLLBACK: the versions between are no longer part of the run.
     given_up: list[tuple[Version, Version]] = field(default_factory=list)
-    applied_in: list[tuple[Version, tuple[PushId, ...]]] = field(default_factory=list)
-    reshard: PendingReshard | None = None
+    applied_in: list[tuple[Version, tuple[PushId, ...]]] = field(default_factory=list)  # of the newest versions
+    reshard: PendingReshard | None = None  # what slaves the operator wants, until blocks are placed so
+    # What the first cluster holds and the run does not train, as Untrained.to_text(); None: not known yet.
     untrained: str | None = None
-    """What the first cluster holds and the run does not train, as Untrained.to_text(); None: not known yet."""
+    # (the run's token limit, 0 for none; tk_max of the settings when the operator set it). It holds as long as the
+    # settings still have that tk_max: a later change of the settings replaces it.
     extended: tuple[int, int] | None = None
-    """(the run's token limit, 0 for none; tk_max of the settings when the operator set it). It holds as long as the
-    settings still have that tk_max: a later change of the settings replaces it."""
+    # Taken over from slaves that may have lost newer versions: the run continues only on a new timeline.
     behind: bool = False
-    """Taken over from slaves that may have lost newer versions: the run continues only on a new timeline."""
 
     @property
     def version(self) -> Version | None:
@@ -155,10 +147,11 @@ class Ledger:
 
     def to_json(self, with_commit: bool = True) -> str:
         """Canonical text; a COMMIT record holds it without the commit that it is part of."""
+        plan = self.data_plan
         raw: dict[str, Any] = {
             "run_id": self.run_id,
             "layout": self.layout.to_json() if self.layout else None,
-            "data_plan": _plan_to_json(self.data_plan),
+            "data_plan": plan and [plan.mode.name, plan.corpus_digest.hex(), plan.total_tokens, plan.chunk_tokens],
             "slaves": dict(self.slaves),
             "directories": {name: drawn.hex() for name, drawn in self.directories.items()},
             "placement": list(self.placement.slave_of_block) if self.placement else None,
@@ -190,8 +183,19 @@ class Ledger:
 
     @staticmethod
     def from_json(text: str) -> Ledger:
+        """Raises one of UNREADABLE. Fields that an older release did not write have their defaults."""
         raw = json.loads(text)
-        plan = _plan_from_json(raw["data_plan"])
+        plan = None
+        if (planned := raw["data_plan"]) is not None:
+            mode, corpus_digest, total_tokens, chunk_tokens = planned
+            plan = DataPlan(DataMode[mode], bytes.fromhex(corpus_digest), int(total_tokens), int(chunk_tokens))
+        reshard = None
+        if (pending := raw.get("reshard")) is not None:
+            add, remove, reason = pending
+            reshard = PendingReshard(_slave_ids(add), _slave_ids(remove), _text(reason))
+        if (untrained := raw.get("untrained")) is not None:
+            Untrained.from_text(_text(untrained))  # checked now, so that an error does not wait for the next Join
+        origin, extended = raw.get("origin"), raw.get("extended")
         slaves = {SlaveId(name): _whole(size) for name, size in raw["slaves"].items()}
         placed = raw["placement"]
         ledger = Ledger(
@@ -210,13 +214,13 @@ class Ledger:
             stop_asked=_text(raw.get("stop_asked", "")),
             paused=_text(raw.get("paused", "")),
             draining={name: _text(why) for name, why in raw.get("draining", {}).items()},
-            origin=_origin_from_json(raw.get("origin")),
+            origin=(_version(origin[0]), _round(origin[1])) if origin else None,
             given_up=[(_version(old), _version(new)) for old, new in raw.get("given_up", [])],
             applied_in=[(_version(v), tuple(map(push_from_json, pushes))) for v, pushes in raw.get("applied_in", [])],
             behind=raw.get("behind") is True,
-            reshard=_pending_from_json(raw.get("reshard")),
-            untrained=_untrained_from_json(raw.get("untrained")),
-            extended=_extended_from_json(raw.get("extended")),
+            reshard=reshard,
+            untrained=untrained,
+            extended=(_whole(extended[0]), _whole(extended[1])) if extended is not None else None,
         )
         if plan is not None and raw["leases"] is not None:
             ledger.leases = LeaseTable.from_json(plan, raw["leases"])
@@ -346,18 +350,6 @@ def _entry_from_json(raw: Mapping[str, Any]) -> ClusterEntry:
     return entry
 
 
-def _plan_to_json(plan: DataPlan | None) -> list[Any] | None:
-    if plan is None:
-        return None
-    return [plan.mode.name, plan.corpus_digest.hex(), plan.total_tokens, plan.chunk_tokens]
-
-
-def _plan_from_json(raw: list[Any] | None) -> DataPlan | None:
-    if raw is None:
-        return None
-    return DataPlan(DataMode[raw[0]], bytes.fromhex(raw[1]), int(raw[2]), int(raw[3]))
-
-
 def _commit_to_json(commit: CommitInfo | None) -> dict[str, Any] | None:
     if commit is None:
         return None
@@ -375,31 +367,6 @@ def _commit_from_json(raw: Mapping[str, Any] | None) -> CommitInfo | None:
         return None
     digests = tuple((name, bytes.fromhex(digest)) for name, digest in sorted(raw["digests"].items()))
     return CommitInfo(_round(raw["round"]), _version(raw["version"]), digests, raw["record"].encode())
-
-
-def _origin_from_json(raw: list[Any] | None) -> tuple[Version, RoundId] | None:
-    return (_version(raw[0]), _round(raw[1])) if raw else None
-
-
-def _pending_from_json(raw: list[Any] | None) -> PendingReshard | None:
-    if raw is None:
-        return None
-    add, remove, reason = raw
-    return PendingReshard(_slave_ids(add), _slave_ids(remove), _text(reason))
-
-
-def _untrained_from_json(raw: Any) -> str | None:
-    if raw is None:
-        return None
-    Untrained.from_text(_text(raw))  # checked now, so that an error does not wait for the next Join
-    return _text(raw)
-
-
-def _extended_from_json(raw: list[Any] | None) -> tuple[int, int] | None:
-    if raw is None:
-        return None
-    limit, instead_of = map(_whole, raw)
-    return limit, instead_of
 
 
 def _slave_ids(raw: Iterable[Any]) -> tuple[SlaveId, ...]:

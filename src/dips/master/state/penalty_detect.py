@@ -94,19 +94,15 @@ MIN_KNOWN_NORMS = 3
 
 @dataclass(frozen=True)
 class Detection:
-    """One participant, measured and checked. reason: why it is rejected; None when it is accepted.
-
-    norm: G_j; scaled_norm: Gn_j, NaN unless `valid`; score: z_j, None while undefined. valid: norm and tokens
-    are finite and positive.
-    """
+    """One participant, measured and checked."""
 
     participant: Participant
     known: ClusterStatistics
-    norm: float
-    scaled_norm: float
-    score: float | None
-    valid: bool
-    reason: Reason | None = None
+    norm: float  # G_j
+    scaled_norm: float  # Gn_j, NaN unless `valid`
+    score: float | None  # z_j, None while undefined
+    valid: bool  # norm and tokens are finite and positive
+    reason: Reason | None = None  # why it is rejected; None when it is accepted
 
     @property
     def cluster(self) -> str:

@@ -46,52 +46,34 @@ OUTER_LR: Mapping[str, float] = {"nesterov": 0.7, "heavy-ball": 0.7, "delayed-ne
 
 @dataclass(frozen=True)
 class PenaltyConfig:
-    """One run's penalty settings. The defaults are the preset `safe`; raises ConfigError for an impossible value.
+    """One run's penalty settings. The defaults are the preset `safe`; raises ConfigError for an impossible value."""
 
-    preset: where the values came from; nothing is decided by it. detector: `score` is that of
-        docs/algorithm.md; `literal` the paper's text without changes; `edit` the rule of EDiT; `off` makes
-        only the checks that every detector makes (finite, positive norm and tokens).
-    weighting: `tokens` w_j = T_j / sum T; `softmax` w = softmax(-G). participation_scaling: rho as in
-    docs/algorithm.md; false means rho = 1. momentum_scaling: `tokens` decays the momentum by mu^rho for
-    each round, so that a partial round forgets only a part. outer_optimizer: `nesterov`, `heavy-ball`,
-    `delayed-nesterov` or `averaging` (docs/algorithm.md, further outer optimizers). delay_rounds: rounds of one
-    cycle of delayed Nesterov. outer_momentum: mu_o, in [0, 1); 0 with `averaging`. clip_norm: the
-    bound of the merged pseudo-gradient's norm; infinity means that nothing is clipped. clip_scope: `global`
-    uses clip_norm; `auto` the median norm of the last clip_window_rounds merges, and clip_norm
-        until there is one.
-    beta, alpha: the threshold factor and the smallest average factor of the paper. warm_up_pushes: accepted
-    pushes of a cluster before its score is defined. window_pushes: accepted norms and scores, of all clusters
-    together, that are remembered. hard_gate: a norm above hard_gate times the median of recent ones is
-    refused; infinity means never. restart_after_rejections: score rejections of one cluster in a row that
-    restart its statistics; 0 means never. clear_after_voids: VOID rounds in a row that clear what the
-    clusters share; 0 means never. quarantine_after_flags: rejections of one cluster in a row that quarantine
-    it; 0 means never. steps_change: a relative change of local steps above it restarts the cluster's average
-    of tokens. cosine_alarm, cosine_share, cosine_window_pushes, cosine_warm_up_pushes: when the median cosine
-    of a cluster's last cosine_window_pushes pushes with the others' movement is below cosine_alarm, or below
-    cosine_share of what is usual among the others, an alarm is raised, once the cosines of cosine_warm_up_pushes pushes
-    were known.
-    """
-
-    preset: str = "safe"
+    preset: str = "safe"  # where the values came from; nothing is decided by it
+    # `score` is that of docs/algorithm.md; `literal` the paper's text without changes; `edit` the rule of EDiT; `off`
+    # makes only the checks that every detector makes (finite, positive norm and tokens).
     detector: str = "score"
-    weighting: str = "tokens"
-    participation_scaling: bool = True
+    weighting: str = "tokens"  # w_j = T_j / sum T; `softmax`: w = softmax(-G)
+    participation_scaling: bool = True  # rho as in docs/algorithm.md; false: rho = 1
+    # `tokens` decays the momentum by mu^rho for each round, so that a partial round forgets only a part.
     momentum_scaling: str = "off"
-    outer_optimizer: str = "nesterov"
-    delay_rounds: int = 4
-    outer_momentum: float = 0.8
-    clip_norm: float = 1.0
+    outer_optimizer: str = "nesterov"  # or another of OUTER_OPTIMIZERS (docs/algorithm.md, further outer optimizers)
+    delay_rounds: int = 4  # rounds of one cycle of delayed Nesterov
+    outer_momentum: float = 0.8  # mu_o, in [0, 1); 0 with `averaging`
+    clip_norm: float = 1.0  # the bound of the merged pseudo-gradient's norm; infinity: nothing is clipped
+    # `auto` clips at the median norm of the last clip_window_rounds merges, and at clip_norm until there is one.
     clip_scope: str = "global"
     clip_window_rounds: int = 32
-    beta: float = 3.0
-    alpha: float = 0.02
-    warm_up_pushes: int = 8
-    window_pushes: int = 64
-    hard_gate: float = 10.0
-    restart_after_rejections: int = 8
-    clear_after_voids: int = 3
-    quarantine_after_flags: int = 3
-    steps_change: float = 0.25
+    beta: float = 3.0  # the paper's threshold factor
+    alpha: float = 0.02  # the paper's smallest average factor
+    warm_up_pushes: int = 8  # accepted pushes of a cluster before its score is defined
+    window_pushes: int = 64  # accepted norms and scores, of all clusters together, that are remembered
+    hard_gate: float = 10.0  # a norm above this many times the median of recent ones is refused; infinity: never
+    restart_after_rejections: int = 8  # score rejections of one cluster in a row restart its statistics; 0: never
+    clear_after_voids: int = 3  # VOID rounds in a row that clear what the clusters share; 0: never
+    quarantine_after_flags: int = 3  # rejections of one cluster in a row that quarantine it; 0: never
+    steps_change: float = 0.25  # a larger relative change of local steps restarts the cluster's average of tokens
+    # The alarm of a direction: the median cosine of a cluster's last pushes with the others' movement is below
+    # cosine_alarm, or below cosine_share of what is usual among the others, once enough cosines were known.
     cosine_alarm: float = -0.2
     cosine_share: float = 0.15
     cosine_window_pushes: int = 7
@@ -103,7 +85,12 @@ class PenaltyConfig:
         _one_of("weighting", self.weighting, WEIGHTINGS)
         _one_of("momentum_scaling", self.momentum_scaling, MOMENTUM_SCALINGS)
         _one_of("outer_optimizer", self.outer_optimizer, OUTER_OPTIMIZERS)
-        _check_clip_scope(self.clip_scope)
+        if self.clip_scope in CLIP_SCOPES_LATER:
+            raise ConfigError(
+                f"clip_scope {self.clip_scope!r} is not available in this release: use 'global' (one norm over the "
+                "whole model) or 'auto'"
+            )
+        _one_of("clip_scope", self.clip_scope, CLIP_SCOPES)
         _check_numbers(self)
         _check_optimizer(self)
 
@@ -139,15 +126,6 @@ def _one_of(what: str, value: object, known: tuple[str, ...] | list[str]) -> Non
     raise ConfigError(f"{what} {value!r} is not known; it is one of {', '.join(known)}{hint}")
 
 
-def _check_clip_scope(scope: str) -> None:
-    if scope in CLIP_SCOPES_LATER:
-        raise ConfigError(
-            f"clip_scope {scope!r} is not available in this release: use 'global' (one norm over the whole "
-            "model) or 'auto'"
-        )
-    _one_of("clip_scope", scope, CLIP_SCOPES)
-
-
 def _check_numbers(config: PenaltyConfig) -> None:
     _in_range("outer_momentum", config.outer_momentum, 0.0, math.nextafter(1.0, 0.0))
     _in_range("alpha", config.alpha, math.ulp(0.0), 1.0)
@@ -157,9 +135,8 @@ def _check_numbers(config: PenaltyConfig) -> None:
     _in_range("hard_gate", config.hard_gate, 1.0, math.inf)
     _in_range("clip_norm", config.clip_norm, math.ulp(0.0), math.inf)
     _in_range("steps_change", config.steps_change, 0.0, math.inf)
-    for name in ("warm_up_pushes", "window_pushes", "clip_window_rounds", "delay_rounds"):
-        _in_range(name, getattr(config, name), 1, math.inf)
-    for name in ("cosine_window_pushes", "cosine_warm_up_pushes"):
+    counts = ("warm_up_pushes", "window_pushes", "clip_window_rounds", "delay_rounds")
+    for name in (*counts, "cosine_window_pushes", "cosine_warm_up_pushes"):
         _in_range(name, getattr(config, name), 1, math.inf)
     for name in ("restart_after_rejections", "clear_after_voids", "quarantine_after_flags"):
         _in_range(name, getattr(config, name), 0, math.inf)
@@ -227,27 +204,21 @@ PRESETS: Mapping[str, PenaltyConfig] = {
 
 @dataclass(frozen=True)
 class ClusterStatistics:
-    """One cluster's statistics.
+    """One cluster's statistics."""
 
-    accepted: n_j, accepted pushes since the statistics (re)started. mean, variance: mu_j and V_j of the norms
-    Gn. mean_tokens: Tbar_j; None before the first accepted push and after a restart. steps: the local steps
-    for which mean_tokens holds. cosines: of the last accepted pushes whose cosine was known, oldest first;
-    cosine_rounds: how many there were; cosine_alarmed: the direction alarm is active. last_norm, last_score,
-    last_cosine: Gn_j, z_j and the cosine of the last judged push, rejected ones too, None where not finite or not
-    known; for people, nothing is decided by them.
-    """
-
-    accepted: int = 0
-    mean: float = 0.0
-    variance: float = 0.0
-    mean_tokens: float | None = None
-    steps: int = 0
+    accepted: int = 0  # n_j, accepted pushes since the statistics (re)started
+    mean: float = 0.0  # mu_j of the norms Gn
+    variance: float = 0.0  # V_j
+    mean_tokens: float | None = None  # Tbar_j; None before the first accepted push and after a restart
+    steps: int = 0  # the local steps for which mean_tokens holds
     flags_in_a_row: int = 0
     score_rejections_in_a_row: int = 0
     quarantined: bool = False
-    cosines: tuple[float, ...] = ()
-    cosine_rounds: int = 0
-    cosine_alarmed: bool = False
+    cosines: tuple[float, ...] = ()  # of the last accepted pushes whose cosine was known, oldest first
+    cosine_rounds: int = 0  # how many such pushes there were
+    cosine_alarmed: bool = False  # the direction alarm is active
+    # Gn_j, z_j and the cosine of the last judged push, rejected ones too; None where not finite or not known. For
+    # people: nothing is decided by them.
     last_norm: float | None = None
     last_score: float | None = None
     last_cosine: float | None = None
@@ -279,18 +250,13 @@ NEW_CLUSTER = ClusterStatistics()
 
 @dataclass(frozen=True)
 class DetectorState:
-    """Everything that judge() remembers between rounds; histories are oldest first.
+    """Everything that judge() remembers between rounds; histories are oldest first."""
 
-    clusters: by cluster id. norms, scores: Gn_j and z_j of the last accepted pushes of all clusters.
-    merged_norms: ||d|| of the last committed rounds, before the clip. voids_in_a_row: VOID rounds since the
-    last COMMIT.
-    """
-
-    clusters: tuple[tuple[str, ClusterStatistics], ...] = ()
-    norms: tuple[float, ...] = ()
-    scores: tuple[float, ...] = ()
-    merged_norms: tuple[float, ...] = ()
-    voids_in_a_row: int = 0
+    clusters: tuple[tuple[str, ClusterStatistics], ...] = ()  # by cluster id
+    norms: tuple[float, ...] = ()  # Gn_j of the last accepted pushes of all clusters
+    scores: tuple[float, ...] = ()  # z_j of the same
+    merged_norms: tuple[float, ...] = ()  # ||d|| of the last committed rounds, before the clip
+    voids_in_a_row: int = 0  # VOID rounds since the last COMMIT
 
     @classmethod
     def empty(cls) -> DetectorState:
@@ -341,14 +307,13 @@ INPUTS_FORMAT = 1
 
 @dataclass(frozen=True)
 class Participant:
-    """One sealed push. tokens: T_j; nonfinite_elems: over all slaves; local_steps: H_j, the steps that it was asked to
-    make, and made_steps those that it made, as many or more (0: unknown)."""
+    """One sealed push."""
 
     cluster: str
-    tokens: float
-    nonfinite_elems: int
-    local_steps: int
-    made_steps: int = 0
+    tokens: float  # T_j
+    nonfinite_elems: int  # over all slaves
+    local_steps: int  # H_j, the steps that it was asked to make
+    made_steps: int = 0  # those that it made, as many or more; 0: unknown
 
     @property
     def tokens_for_local_steps(self) -> float:
@@ -371,28 +336,23 @@ class ParticipantMeasure:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on a round. `accepted` empty means VOID. All in cluster-id order.
-
-    rejected: why, by cluster. weights: one for each accepted cluster, adding up to 1. scale: the factor of the mean.
-    alarms: sentences for a person if the round ends as
-    judged (COMMIT when something is accepted, else VOID); alarms_if_void: those to use when PREPARE turns it
-    into a VOID. quarantined: after the round ends as judged. threshold: tau of this round.
-    """
+    """The verdict on a round. `accepted` empty means VOID. All in cluster-id order."""
 
     accepted: tuple[str, ...]
     rejected: Mapping[str, Reason] = field(hash=False)  # a judgement is a key in a search
-    weights: tuple[float, ...]
+    weights: tuple[float, ...]  # one for each accepted cluster, adding up to 1
     kappa: float
     rho: float
     merged_norm: float
     clip_norm: float
-    threshold: float
+    threshold: float  # tau of this round
     measures: tuple[ParticipantMeasure, ...]
     next_state_if_committed: DetectorState
     next_state_if_void: DetectorState
+    # For a person, if the round ends as judged: COMMIT when something is accepted, else VOID.
     alarms: tuple[Alarm, ...]
-    alarms_if_void: tuple[Alarm, ...]
-    quarantined: frozenset[str]
+    alarms_if_void: tuple[Alarm, ...]  # those to use when PREPARE turns it into a VOID
+    quarantined: frozenset[str]  # after the round ends as judged
 
     @property
     def scale(self) -> float:
@@ -403,21 +363,18 @@ class Judgement:
 @dataclass(frozen=True)
 class JudgeInputs:
     """The inputs of a judgement, in addition to the pushes' tokens: the record of the round carries them, so that the
-    judgement can be computed again.
-
-    outer_lr: of the step. live: the live clusters that are not drained, those in quarantine too. rates_tokens_per_s,
-    push_intervals_s: the inputs of round_tokens, T_round. detector: the state before, where it does not follow
-    from the records before: in a master's first judgement, and after another history was taken over.
-    """
+    judgement can be computed again."""
 
     config: PenaltyConfig
-    outer_lr: float
+    outer_lr: float  # of the step
     participants: tuple[Participant, ...]
     gram: tuple[tuple[float, ...], ...]
-    live: tuple[str, ...]
-    rates_tokens_per_s: tuple[tuple[str, float], ...]
+    live: tuple[str, ...]  # the live clusters that are not drained, those in quarantine too
+    rates_tokens_per_s: tuple[tuple[str, float], ...]  # with push_intervals_s the inputs of round_tokens
     push_intervals_s: tuple[tuple[str, float], ...]
-    round_tokens: float
+    round_tokens: float  # T_round
+    # The state before, where it does not follow from the records before: in a master's first judgement, and after
+    # another history was taken over.
     detector: DetectorState | None
 
     def to_json(self) -> dict[str, object]:

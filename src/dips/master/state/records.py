@@ -254,23 +254,22 @@ def momentum_coefficients(config: PenaltyConfig, rho: float) -> tuple[float, flo
 
 @dataclass
 class Push:
-    """One undecided push. digest_of_slave: the digests that slaves report for this attempt; wire: its codec."""
+    """One undecided push."""
 
     id: PushId
     request: BeginPushRequest
     attempt: int
-    slot: int
+    slot: int  # its place in every slave's staging
     phase: Phase[PushPhase]
     began_s: float
-    renewed_s: float
-    digest_of_slave: dict[str, bytes] = field(default_factory=dict)
+    renewed_s: float  # when bytes of it arrived last
+    digest_of_slave: dict[str, bytes] = field(default_factory=dict)  # of this attempt, as slaves report them
     landed_bytes: dict[str, int] = field(default_factory=dict)
-    finish_token: int | None = None
+    finish_token: int | None = None  # a held FinishPush, answered at finish_until_s at the latest
     finish_until_s: float = 0.0
-    claimed: dict[str, bytes] = field(default_factory=dict)
+    claimed: dict[str, bytes] = field(default_factory=dict)  # the digests of what the cluster sent
     wire: Codec = Codec.F32
-    code: VerdictCode = VerdictCode.OTHER
-    """Why it is decided as it is; set before the verdict is sent."""
+    code: VerdictCode = VerdictCode.OTHER  # why it is decided as it is; set before the verdict is sent
 
     @property
     def cluster(self) -> str:
@@ -302,10 +301,7 @@ class Push:
 
 @dataclass
 class Member:
-    """A cluster that is here: joined, beating, not evicted.
-
-    wanted_wire: the codec that its last push asked for; base: the version that it trains on, if it sends differences.
-    """
+    """A cluster that is here: joined, beating, not evicted."""
 
     cluster: str
     incarnation: Incarnation
@@ -318,18 +314,17 @@ class Member:
     last_admitted_s: float | None = None
     leave_token: int | None = None
     local_steps: int = 0
-    last_lease: tuple[int, tuple[DataRange, ...]] = (0, ())
-    base: Version | None = None
-    wanted_wire: Codec = Codec.F32
+    last_lease: tuple[int, tuple[DataRange, ...]] = (0, ())  # its number and the answer, in case that was lost
+    base: Version | None = None  # the version that it trains on, if it sends differences
+    wanted_wire: Codec = Codec.F32  # the codec that its last push asked for
     process_id: bytes = b""
     host: str = ""
-    silent_since_s: float | None = None
-    """When the stream of its beats broke, if it is broken."""
+    silent_since_s: float | None = None  # when the stream of its beats broke, if it is broken
 
 
 @dataclass
 class Slave:
-    """A slave that this run has seen. held_until_s: while it is away, its name is kept for its directory until then."""
+    """A slave that this run has seen."""
 
     id: SlaveId
     memory_bytes: int
@@ -342,12 +337,12 @@ class Slave:
     beat_s: float = 0.0
     beat: SlaveBeat = field(default_factory=SlaveBeat)
     version: Version | None = None
-    snapshots: tuple[SnapshotInfo, ...] = ()
+    snapshots: tuple[SnapshotInfo, ...] = ()  # on its disk, as its hello said
     durable: Version | None = None
-    trouble: str = ""
+    trouble: str = ""  # why it is not ready, in a sentence
     capabilities: frozenset[str] = frozenset()
     directory_id: bytes = b""
-    held_until_s: float = 0.0
+    held_until_s: float = 0.0  # while it is away, its name is kept for its directory until then
 
     @property
     def ready(self) -> bool:
@@ -356,7 +351,7 @@ class Slave:
 
 @dataclass
 class RoundState:
-    """The open round; participants are fixed from SEALED on, in cluster-id order."""
+    """The open round."""
 
     phase: Phase[RoundPhase]
     id: RoundId | None = None
@@ -364,17 +359,17 @@ class RoundState:
     window_ends_s: float = 0.0  # also when the window starts again
     grace_s: float = 0.0
     deadline_s: float | None = None
-    participants: list[Push] = field(default_factory=list)
+    participants: list[Push] = field(default_factory=list)  # fixed from SEALED on, in cluster-id order
     measured: dict[str, tuple[BlockGram, ...]] = field(default_factory=dict)
     directions: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    digest_of_slave: dict[str, bytes] = field(default_factory=dict)
+    digest_of_slave: dict[str, bytes] = field(default_factory=dict)  # of the prepared shards
     flipped: set[str] = field(default_factory=set)
     judgement: Judgement | None = None
     judged_from: JudgeInputs | None = None
     step: OuterStep | None = None
-    not_before_s: float = 0.0
-    resend_s: float | None = None
-    timeout_factor: float = 1.0
+    not_before_s: float = 0.0  # no window closes earlier: the round before it was aborted
+    resend_s: float | None = None  # when COMMIT is sent again to slaves that have not flipped
+    timeout_factor: float = 1.0  # doubles with each aborted round
     last_abort: str = ""
 
     @property
@@ -399,28 +394,22 @@ class Donor:
 
 @dataclass
 class RecoveryState:
-    """The state of a recovery.
-
-    reason: why, in a sentence; empty while a restarted master waits for its slaves. asked: the slave whose record of
-    `wanted` is awaited. records: those received, by commit_hash. silent: (slave, snapshot) that gave no record.
-    broken: (slave, version, round) that could not be loaded although the slave's hello named it. named: slaves that a
-    record names and the ledger does not. tried: incarnations whose donation failed; wrong: those whose copy is not what
-    was committed.
-    """
+    """The state of a recovery."""
 
     phase: Phase[RecoveryPhase]
-    reason: str = ""
-    asked: SlaveId | None = None
+    reason: str = ""  # in a sentence; empty while a restarted master waits for its slaves
+    asked: SlaveId | None = None  # the slave whose record of `wanted` is awaited
     wanted: HeldVersion | None = None
     ask_again_s: float = 0.0
-    records: dict[bytes, bytes] = field(default_factory=dict)
-    silent: set[tuple[SlaveId, HeldVersion]] = field(default_factory=set)
+    records: dict[bytes, bytes] = field(default_factory=dict)  # those received, by commit_hash
+    silent: set[tuple[SlaveId, HeldVersion]] = field(default_factory=set)  # those that gave no record
+    # What could not be loaded although the slave's hello named it.
     broken: set[tuple[SlaveId, Version, RoundId]] = field(default_factory=set)
-    named: set[SlaveId] = field(default_factory=set)
+    named: set[SlaveId] = field(default_factory=set)  # slaves that a record names and the ledger does not
     donor: Donor | None = None
-    tried: set[tuple[str, Incarnation]] = field(default_factory=set)
-    wrong: set[tuple[str, Incarnation, Version]] = field(default_factory=set)
-    words: str = ""
+    tried: set[tuple[str, Incarnation]] = field(default_factory=set)  # whose donation failed
+    wrong: set[tuple[str, Incarnation, Version]] = field(default_factory=set)  # whose copy is not what was committed
+    words: str = ""  # what it waits for, in addition to the reason
 
     @property
     def active(self) -> bool:
@@ -439,23 +428,19 @@ class RecoveryState:
 
 @dataclass
 class ReshardState:
-    """The state of a RESHARD.
-
-    incarnations: the slaves that take part, each with its incarnation at the start. digests: of theta and momentum of
-    each new shard, computed from the lists. prepared: the slaves that have their new shard on disk. trouble: why the
-    last try was given up.
-    """
+    """The state of a RESHARD."""
 
     phase: Phase[ReshardPhase]
     round: RoundId | None = None
     placement: Placement | None = None
-    incarnations: dict[SlaveId, Incarnation | None] = field(default_factory=dict)
+    incarnations: dict[SlaveId, Incarnation | None] = field(default_factory=dict)  # of who takes part, at the start
     lists: dict[SlaveId, ShardList] = field(default_factory=dict)
+    # Of theta and momentum of each new shard, computed from the lists.
     digests: dict[SlaveId, tuple[bytes, bytes]] = field(default_factory=dict)
-    prepared: set[SlaveId] = field(default_factory=set)
+    prepared: set[SlaveId] = field(default_factory=set)  # these have their new shard on disk
     not_before_s: float = 0.0
     pause_s: float = 0.0
-    trouble: str = ""
+    trouble: str = ""  # why the last try was given up
 
     @property
     def moving(self) -> bool:

@@ -58,36 +58,33 @@ from dips.master.state.schedule import LinkRates, TransferScheduler
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run's settings. grace_s None means: 10 % of the fastest cluster's round, at least 1 s.
-
-    round_timeout_s and ticket_ttl_s are sent to all processes in `settings`, which is made to agree with them.
-    rebuild: a version that the slaves hold may be adopted although the journal knows none, and a newer epoch that they
-    promised is replaced by a still newer one. async_lag_versions: how many published versions a slave's disk may be
-    behind (settings.durability "async" only). encrypted: slaves accept only peers whose data key they received from
-    the master, so every process brings one. token_ratio_max: a push that counts this many times the usual tokens for
-    a step is refused. grace_sliding: the window starts again with each push that is admitted to it, within
-    pacing.longest_window_s().
-    """
+    """One run's settings."""
 
     run_id: str
     n_slaves: int
-    settings: Settings = field(default_factory=Settings)
+    settings: Settings = field(default_factory=Settings)  # sent to all processes
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     max_clusters: int = 8
     min_clusters: int = 1
-    grace_s: float | None = None
+    grace_s: float | None = None  # None: 10 % of the fastest cluster's round, at least 1 s
     round_timeout_s: float = 30.0
     lease_ttl_s: float = 6 * 3600.0
     ticket_ttl_s: float = 60.0
     pinned_versions: int = 2
     linger_s: float = 30.0
+    # A version that the slaves hold may be adopted although the journal knows none, and a newer epoch that they
+    # promised is replaced by a still newer one.
     rebuild: bool = False
+    # How many published versions a slave's disk may be behind (settings.durability "async" only).
     async_lag_versions: int = 4
+    # Slaves accept only peers whose data key they received from the master, so every process brings one.
     encrypted: bool = False
-    token_ratio_max: float = 100.0
+    token_ratio_max: float = 100.0  # a push that counts this many times the usual tokens for a step is refused
+    # The window starts again with each push that is admitted to it, within pacing.longest_window_s().
     grace_sliding: bool = False
 
     def __post_init__(self) -> None:
+        # `settings` has both too, so that what all processes receive agrees with what this one does.
         settings = replace(self.settings, round_timeout_s=self.round_timeout_s, ticket_ttl_s=self.ticket_ttl_s)
         object.__setattr__(self, "settings", settings)
 
@@ -228,43 +225,48 @@ class SharedState:
         self.wall_offset_s = wall_offset_s
         self.now_s = 0.0
         self.story = MachineHistory()
+        self.out = Outbox()
+
+        # Clusters, slaves and readers
         self.members: dict[str, Member] = {}
         self.slaves: dict[SlaveId, Slave] = {}
         self.pins: dict[int, Pin] = {}
         self.schedule = TransferScheduler()
         self.link_rates = LinkRates()
         self.allowed = AllowList(config.encrypted)
-        self.waiters: dict[PushId, list[tuple[int, float]]] = {}
-        self.published: Kept | None = None
-        self.window_opened_s: float | None = None
-        self.planned_window_s: float | None = None
-        """The target of dynamic local steps: one absolute time for all clusters (pacing.py)."""
-        self.publish_interval_s = 0.0
-        self.published_s: float | None = None
-        self.recorded_detector: DetectorState | None = None
-        """The state that follows from this process's records; any other state is written with the next judgement."""
-        self.leave_ready: list[str] = []
+        self.seed_cluster: str | None = None
+        self.leave_ready: list[str] = []  # clusters that wait to leave, and whose push is decided
+        # The last call of each member from before the master's restart, with its old incarnation.
         self.called_of_old_s: dict[str, float] = {}
-        """The last call of each member from before the master's restart, with its old incarnation."""
-        self.stopped_s: float | None = None
+        # Since when a cluster with its own data counts the tokens of its next push; unknown after the master's restart.
+        self.counted_since_s: dict[str, float] = {}
+        self.aborted_of: dict[str, int] = {}
+        self._were_enough = ledger.tokens > 0
+
+        # Rounds and versions
         self.round = RoundState(Phase(ROUND_TABLE, self.story))
         self.recovery = RecoveryState(Phase(RECOVERY_TABLE, self.story))
         self.reshard = ReshardState(Phase(RESHARD_TABLE, self.story))
+        self.waiters: dict[PushId, list[tuple[int, float]]] = {}  # calls that wait for a verdict: (token, until)
+        self.published: Kept | None = None
+        self.kept: dict[Version, Kept] = {}  # versions that slaves can still serve
         self.commits: deque[CommitInfo] = deque([ledger.commit] if ledger.commit else [], maxlen=COMMITS_KEPT)
-        self.kept: dict[Version, Kept] = {}
-        self.seed_cluster: str | None = None
+        # The state that follows from this process's records; any other state is written with the next judgement.
+        self.recorded_detector: DetectorState | None = None
         self.recent: deque[RoundSummary] = deque(maxlen=RECENT_ROUNDS)
         self.rounds_aborted = 0
-        self.aborted_of: dict[str, int] = {}
-        self.counted_since_s: dict[str, float] = {}
-        self.alike: dict[tuple[str, str], int] = {}
-        self.same_data: dict[tuple[str, str], Alarm] = {}
-        """By pair of clusters: the rounds in which they pushed the same, and the sentence while that is an alarm
-        (data.py)."""
-        self.token_doubts: dict[str, tuple[Alarm, float]] = {}
-        """Cluster -> why its token counts are in doubt, and since when (pushes.py)."""
-        self._were_enough = ledger.tokens > 0
-        self.out = Outbox()
+        self.stopped_s: float | None = None
+
+        # Pacing (pacing.py)
+        self.window_opened_s: float | None = None
+        self.planned_window_s: float | None = None  # the target of dynamic local steps: one time for all clusters
+        self.publish_interval_s = 0.0
+        self.published_s: float | None = None
+
+        # Alarms (alarms.py)
+        self.alike: dict[tuple[str, str], int] = {}  # by pair: rounds in which both pushed the same
+        self.same_data: dict[tuple[str, str], Alarm] = {}  # by pair, while it lasts
+        self.token_doubts: dict[str, tuple[Alarm, float]] = {}  # by cluster, and since when
 
     # ---- clusters and slaves ----
 
