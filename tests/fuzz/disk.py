@@ -26,8 +26,8 @@ from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.messages import DataRange, SnapshotInfo, TensorDigest, Verdict, VerdictKind
 from dips.core.model_description import Lacking, ModelDescription, Untrained, description_from_json
 from dips.core.observe.telemetry import Tape, read_tape
-from dips.master.archive import FILE_NAME, FOLDER, RECORDS, JournalRecord, set_base, write_segment
-from dips.master.journal import Journal, read_records
+from dips.master.archive import FILE_NAME, FOLDER, JournalRecord, write_segment
+from dips.master.journal import RECORDS, Journal, read_records, set_base
 from dips.master.state.effects import WriteJournal
 from dips.master.state.ledger import UNREADABLE, commit_from_record, ledger_from_journal, ledger_of
 from dips.slave import snapshot_files as manifests

@@ -17,7 +17,7 @@ from typing import Any
 
 from dips.core.observe.telemetry import CHAIN, next_chain
 from dips.master import archive
-from dips.master import archive as journal_file
+from dips.master import journal as journal_file
 from dips.master.archive import EPOCH, FILE_NAME, JournalRecord, first_digest, segments
 from dips.master.journal import read_records
 

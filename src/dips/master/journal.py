@@ -10,17 +10,16 @@ Every method blocks on the disk. Use a journal from one thread at a time.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import logging
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+
+import xxhash
 
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError, RetryLater
 from dips.core.observe.failpoints import failpoint
@@ -28,30 +27,16 @@ from dips.master.archive import (
     EPOCH,
     FILE_NAME,
     FOLDER,
-    RECORDS,
-    RECORDS_WITHOUT_DIGESTS,
+    REMEDY,
     SEGMENT_BYTES,
     SEGMENT_RECORDS,
     JournalRecord,
     Pruned,
-    base,
     chained,
-    connect,
-    connect_to_read,
-    disk_errors_fatal,
+    digest_segments,
     drop_segment,
     first_digest,
-    foreign,
-    get_meta,
-    get_snapshot,
-    has_digests,
-    insert_record,
-    newest,
-    put_snapshot,
     segments,
-    set_base,
-    set_meta,
-    whole,
     write_segment,
 )
 from dips.master.directory import DirectoryLock, sync_directory
@@ -428,78 +413,332 @@ def _insert(cursor: sqlite3.Cursor, epoch: int, entries: Sequence[WriteJournal])
     return digest
 
 
-# ---- journal writer --------------------------------------------------------------------------------------------------
+# ---- journal file ----------------------------------------------------------------------------------------------------
 #
-# Writes journal entries durably on a thread of its own: in the given order, with many entries in one flush.
+# Opens, checks and upgrades the journal's SQLite file, and converts its errors.
 #
-# The event loop must never wait for a disk, and JournalWritten must never be sent before the disk has the entry and
-# every earlier one. Entries that arrive during a flush are written with the next one, so that a slow disk makes
-# batches larger, not the queue of flushes longer. Old records are moved on the same thread, step by step, and only
-# while no entry waits.
+# SQLite detects an invalid page, but not a changed byte within a page. So each record has a digest of the record
+# and the previous digest, from `base` in the table meta on (the last record that left the file, or the beginning). The
+# newest snapshot has a digest that also covers its record, and the table meta has one of all its rows.
+#
+# Must never make a decision, and never repair what is damaged: the damaged file is kept as it is.
 
 
-THREAD_NAME = "dips-journal"
+SCHEMA = 3
+"""Increased when an older master could no longer read the journal. 2: old records are in the archive. 3: digests."""
 
-T = TypeVar("T")
+SCHEMAS_WITHOUT_DIGESTS = (1, 2)
+
+RECORDS = """SELECT epoch, entry_id, kind, record_json, number, digest FROM records
+    WHERE (?1 IS NULL OR kind = ?1) AND number >= ?2 ORDER BY number"""
+
+RECORDS_WITHOUT_DIGESTS = RECORDS.replace(", digest FROM", " FROM")
+
+_TABLES = {
+    "meta": "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    "records": """CREATE TABLE records (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        epoch INTEGER NOT NULL,
+        entry_id INTEGER NOT NULL,
+        kind TEXT NOT NULL,
+        record_json TEXT NOT NULL,
+        digest TEXT NOT NULL,
+        UNIQUE (epoch, entry_id)
+    )""",
+    "snapshot": """CREATE TABLE snapshot (
+        only_row INTEGER PRIMARY KEY CHECK (only_row = 1),
+        epoch INTEGER NOT NULL,
+        entry_id INTEGER NOT NULL,
+        snapshot_json TEXT NOT NULL,
+        record_digest TEXT NOT NULL,
+        digest TEXT NOT NULL
+    )""",
+}
+
+TABLES_WITHOUT_DIGESTS = {
+    "meta": _TABLES["meta"],
+    "records": _TABLES["records"].replace("        digest TEXT NOT NULL,\n", ""),
+    "snapshot": _TABLES["snapshot"].replace(
+        ",\n        record_digest TEXT NOT NULL,\n        digest TEXT NOT NULL\n", "\n"
+    ),
+}
+"""The statements of an older release, letter for letter as SQLite keeps them."""
 
 
-class JournalWriter:
-    """Passes entries to `append` and calls `written` with each entry's number once it is durable.
-
-    After an error `failed` is called once, and nothing more is written: an entry must not follow a lost one.
-    The number of waiting entries is bounded by the calls and rounds in flight, because each entry answers one of them.
-    `tidy` does one short step of moving old records and returns whether there is another.
-    """
-
-    def __init__(
-        self,
-        append: Callable[[Sequence[WriteJournal]], None],
-        written: Callable[[int], None],
-        failed: Callable[[Exception], None],
-        tidy: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._append = append
-        self._written = written
-        self._failed = failed
-        self._tidy = tidy
-        self._closing = False
-        self._waiting: list[WriteJournal] = []
-        self._flush: asyncio.Task[None] | None = None
-        self._broken = False
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME)
-
-    def put(self, entry: WriteJournal) -> None:
-        """Queues one entry; returns at once."""
-        self._waiting.append(entry)
-        if self._flush is None and not self._broken:
-            self._flush = asyncio.create_task(self._run(), name="master-journal")
-
-    async def close(self) -> None:
-        """Writes the waiting entries, then ends the thread; old records are moved further at the next start."""
-        self._closing = True
-        if self._flush is not None:
-            await self._flush
-        self._thread.shutdown(wait=True)
-
-    async def _run(self) -> None:
-        untidy = True
+def connect(path: Path, run_id: str) -> sqlite3.Connection:
+    """Opens or makes the file for writing. Raises ConfigError and FatalError as Journal.open does."""
+    with disk_errors_fatal(path):
+        # The thread that opens and the journal's own thread use the connection in turn, never both at once.
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
         try:
-            while self._waiting or (untidy and not self._closing):
-                if self._waiting:
-                    await self._write()
-                    untidy = True
-                else:
-                    untidy = await self._on_thread(self._tidy)
-        except Exception as error:
-            self._broken = True
-            self._failed(error)
-        self._flush = None
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            _prepare(connection, path, run_id)
+        except BaseException:
+            connection.close()
+            raise
+    return connection
 
-    async def _write(self) -> None:
-        batch, self._waiting = self._waiting, []
-        await self._on_thread(lambda: self._append(batch))
-        for entry in batch:
-            self._written(entry.entry_id)
 
-    async def _on_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+def connect_to_read(path: Path) -> sqlite3.Connection:
+    """Opens the file for tools, as it is now: nothing is locked or changed, and all later reads see one state.
+
+    Raises ConfigError when a newer release wrote it, FatalError when it is damaged.
+    """
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    try:
+        connection.execute("BEGIN")
+        tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        _check(connection, path, tables)
+        if has_digests(connection):
+            _check_content(connection, path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def has_digests(connection: sqlite3.Connection) -> bool:
+    """Whether the file was written, or opened once, by a release that keeps digests."""
+    return get_meta(connection.cursor(), "schema") == str(SCHEMA)
+
+
+def get_meta(cursor: sqlite3.Cursor, key: str) -> str | None:
+    row = cursor.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    return None if row is None else str(row[0])
+
+
+def set_meta(cursor: sqlite3.Cursor, key: str, value: str) -> None:
+    _put_meta(cursor, key, value)
+    _put_meta(cursor, "digest", _digest_of_meta(cursor))
+
+
+def _put_meta(cursor: sqlite3.Cursor, key: str, value: str) -> None:
+    cursor.execute(
+        "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value)
+    )
+
+
+def _digest_of_meta(cursor: sqlite3.Cursor) -> str:
+    rows = cursor.execute("SELECT key, value FROM meta WHERE key <> 'digest' ORDER BY key").fetchall()
+    return xxhash.xxh3_128_hexdigest(repr(rows).encode())
+
+
+def set_base(cursor: sqlite3.Cursor, number: int, digest: str) -> None:
+    """Stores the last record before those in the file."""
+    set_meta(cursor, "base", f"{number} {digest}")
+
+
+def base(cursor: sqlite3.Cursor) -> tuple[int, str]:
+    """Number and digest of the last record that left the file; 0 and the run's first digest when none did."""
+    text = get_meta(cursor, "base")
+    number, _, digest = (text or "").partition(" ")
+    return whole(number), digest
+
+
+def newest(cursor: sqlite3.Cursor) -> tuple[int, str]:
+    """Number and digest of the newest record, in the file or in the archive."""
+    row = cursor.execute("SELECT number, digest FROM records ORDER BY number DESC LIMIT 1").fetchone()
+    return base(cursor) if row is None else (whole(row[0]), str(row[1]))
+
+
+def put_snapshot(cursor: sqlite3.Cursor, epoch: int, entry_id: int, snapshot_json: str, record_digest: str) -> None:
+    """Replaces the newest snapshot by the state after the record with this digest."""
+    digest = _digest_of_snapshot(epoch, entry_id, snapshot_json, record_digest)
+    row = (epoch, entry_id, snapshot_json, record_digest, digest)
+    cursor.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?, ?, ?, ?, ?)", row)
+
+
+def get_snapshot(connection: sqlite3.Connection, path: Path) -> str | None:
+    """The newest snapshot; None when nothing was ever decided. Raises FatalError when it is damaged."""
+    if not has_digests(connection):
+        row = connection.execute("SELECT snapshot_json FROM snapshot").fetchone()
+        return None if row is None else str(row[0])
+    row = connection.execute("SELECT * FROM snapshot").fetchone()
+    if row is None:
+        return None
+    only_row, *fields, digest = row
+    if only_row != 1 or digest != _digest_of_snapshot(*fields):
+        raise FatalError(damaged(path, "the newest state is not what was written: its digest differs"))
+    return str(fields[2])
+
+
+def _digest_of_snapshot(epoch: int, entry_id: int, snapshot_json: str, record_digest: str) -> str:
+    return xxhash.xxh3_128_hexdigest(f"{record_digest}\n{epoch}\n{entry_id}\n{snapshot_json}".encode())
+
+
+def whole(value: object) -> int:
+    """Reads a number. Raises sqlite3.DatabaseError for a text that is none."""
+    try:
+        return int(str(value))
+    except ValueError:
+        raise sqlite3.DatabaseError(f"{str(value)[:80]!r} is in the place of a number") from None
+
+
+@contextmanager
+def disk_errors_fatal(path: Path) -> Iterator[None]:
+    """Turns the errors of SQLite and of the disk into FatalError with a remedy."""
+    try:
+        yield
+    except (sqlite3.OperationalError, OSError) as error:
+        raise FatalError(
+            f"the journal {path} cannot be read or written ({error}): check that the disk has room and "
+            "works, then start the master again; it continues from the last confirmed entry"
+        ) from error
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter when SQLite quotes what it cannot read
+        raise FatalError(damaged(path, str(error))) from error
+
+
+def _prepare(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
+    """Makes the tables of a new journal; checks those of an old one."""
+    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if not tables:
+        _create(connection, path, run_id)
+        return
+    _check(connection, path, tables)
+    owner = get_meta(connection.cursor(), "run_id")
+    if has_digests(connection):
+        _check_meta(connection, path)
+    if owner != run_id:
+        raise ConfigError(
+            f"{path} belongs to run {owner!r}, not {run_id!r}: give the directory of {run_id!r}, an empty "
+            f"one, or run id {owner!r}"
+        )
+    if not has_digests(connection):
+        _upgrade(connection, path, run_id)
+    _check_content(connection, path)
+
+
+def _create(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
+    if segments(path.parent):
+        raise ConfigError(
+            f"{path} is not there, but {path.parent / FOLDER} holds decisions of a journal: put the journal back, "
+            "or move that folder away to begin a new one"
+        )
+    connection.execute("BEGIN IMMEDIATE")
+    for statement in _TABLES.values():
+        connection.execute(statement)
+    cursor = connection.cursor()
+    for key, value in {"schema": str(SCHEMA), "run_id": run_id, "epoch": "0"}.items():
+        _put_meta(cursor, key, value)
+    set_base(cursor, 0, first_digest(run_id))
+    failpoint("master.journal.before_create")
+    connection.execute("COMMIT")
+    failpoint("master.journal.after_create")
+    sync_directory(path.parent)
+
+
+def _upgrade(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
+    """Adds digests to a file of an older release, which must not open it from then on.
+
+    The archive comes first, file by file; the journal's file follows in one transaction. After a kill it is done again.
+    """
+    cursor = connection.cursor()
+    pruned = get_meta(cursor, "pruned")
+    start = whole(pruned or 0), first_digest(run_id)
+    number, digest = digest_segments(path.parent, *start)
+    cursor.execute("BEGIN IMMEDIATE")
+    try:
+        rows = cursor.execute(RECORDS_WITHOUT_DIGESTS, (None, 0)).fetchall()
+        snapshot = cursor.execute("SELECT epoch, entry_id, snapshot_json FROM snapshot").fetchone()
+        _assert_archived_alike(path, [JournalRecord(*row) for row in rows])
+        cursor.execute("DROP TABLE records")
+        cursor.execute("DROP TABLE snapshot")
+        cursor.execute(_TABLES["records"])
+        cursor.execute(_TABLES["snapshot"])
+        _put_meta(cursor, "schema", str(SCHEMA))
+        if pruned is not None:
+            set_meta(cursor, "pruned_digest", start[1])
+        set_base(cursor, number, digest)
+        record_digest = digest
+        for row in rows:
+            record = JournalRecord(*row)
+            if record.number > number:
+                record = record.after(digest)
+                insert_record(cursor, record)
+                digest = record.digest
+                record_digest = digest if record.kind != EPOCH else record_digest
+        if snapshot is not None:
+            epoch, entry_id, snapshot_json = snapshot
+            put_snapshot(cursor, epoch, entry_id, snapshot_json, record_digest)
+        failpoint("master.journal.before_commit")
+        cursor.execute("COMMIT")
+        failpoint("master.journal.after_commit")
+    except BaseException:
+        if connection.in_transaction:
+            cursor.execute("ROLLBACK")
+        raise
+
+
+def _assert_archived_alike(path: Path, held: list[JournalRecord]) -> None:
+    """Deletes from the file the records that a killed master left in both places, if they are equal."""
+    kept = segments(path.parent)
+    if kept and held and kept[-1].last >= held[0].number:
+        archived = {record.number: replace(record, digest="") for record in kept[-1].records()}
+        if any(archived.get(record.number, record) != record for record in held):
+            raise FatalError(foreign(path))
+
+
+def foreign(path: Path) -> str:
+    """The sentence for an archive and a journal that hold different records under one number."""
+    return (
+        f"the archive next to {path} holds other decisions under the same numbers, so one of the two "
+        "came from elsewhere: put back the two that belong together, or move the archive away"
+    )
+
+
+def insert_record(cursor: sqlite3.Cursor, record: JournalRecord) -> None:
+    """Writes one record, with its number and digest."""
+    cursor.execute(
+        "INSERT INTO records (number, epoch, entry_id, kind, record_json, digest) VALUES (?, ?, ?, ?, ?, ?)",
+        (record.number, record.epoch, record.entry_id, record.kind, record.record_json, record.digest),
+    )
+
+
+def _check(connection: sqlite3.Connection, path: Path, tables: set[str]) -> None:
+    """Checks that the file is a journal of a known release, and that SQLite finds no fault in it."""
+    missing = sorted(set(_TABLES) - tables)
+    if missing:
+        raise FatalError(damaged(path, f"tables {missing} are missing"))
+    found = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
+    if found != "ok":
+        raise FatalError(damaged(path, found))
+    schema = get_meta(connection.cursor(), "schema")
+    if schema not in [str(known) for known in (*SCHEMAS_WITHOUT_DIGESTS, SCHEMA)]:
+        raise ConfigError(
+            f"{path} has schema {schema} and this release reads schemas {SCHEMAS_WITHOUT_DIGESTS[0]} to {SCHEMA}: use "
+            "the release that wrote it"
+        )
+    expected = _TABLES if schema == str(SCHEMA) else TABLES_WITHOUT_DIGESTS
+    for name, text in expected.items():
+        (sql,) = connection.execute("SELECT sql FROM sqlite_master WHERE name = ?", (name,)).fetchone()
+        if sql != text:
+            raise FatalError(damaged(path, f"table {name} is not the one of schema {schema}"))
+
+
+def _check_meta(connection: sqlite3.Connection, path: Path) -> None:
+    cursor = connection.cursor()
+    if get_meta(cursor, "digest") != _digest_of_meta(cursor):
+        raise FatalError(damaged(path, "the table meta (run id, epoch, port) is not what was written"))
+
+
+def _check_content(connection: sqlite3.Connection, path: Path) -> None:
+    """Checks every digest in the file. Raises FatalError that names the difference."""
+    _check_meta(connection, path)
+    cursor = connection.cursor()
+    decided: JournalRecord | None = None
+    last: JournalRecord | None = None
+    _, previous = base(cursor)
+    for last in chained((JournalRecord(*row) for row in connection.execute(RECORDS, (None, 0))), previous, path):
+        decided = last if last.kind != EPOCH else decided
+    if last is not None and last.epoch != whole(get_meta(cursor, "epoch") or 0):
+        raise FatalError(damaged(path, f"its newest record is of epoch {last.epoch}, the table meta says another"))
+    get_snapshot(connection, path)
+    row = connection.execute("SELECT epoch, entry_id, record_digest FROM snapshot").fetchone()
+    if decided is not None and row != (decided.epoch, decided.entry_id, decided.digest):
+        raise FatalError(damaged(path, f"its newest state is not the one after record {decided.number}"))
+
+
+def damaged(path: Path, why: str) -> str:
+    """The sentence for a file that is not what a master wrote."""
+    return f"the journal {path} is damaged ({why}): with its -wal file, {REMEDY}"

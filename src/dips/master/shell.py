@@ -14,8 +14,9 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError, FatalError, LocalProtocolError, RefusalCode, Refused
@@ -23,7 +24,6 @@ from dips.core.machine import MachineHistory
 from dips.core.messages import ClusterReply, OperatorReply, SlaveCommand, SlaveMessage, StatusReply
 from dips.core.net.grpc_calls import to_refused
 from dips.core.observe.telemetry import ChangeLogger, Tape
-from dips.master.journal import JournalWriter
 from dips.master.metrics import Counts
 from dips.master.state.effects import (
     BeginAgain,
@@ -49,6 +49,8 @@ from dips.master.state.events import (
     SlaveSaid,
     Tick,
 )
+
+T = TypeVar("T")
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 #
@@ -122,6 +124,81 @@ class Refusals:
         line = replace(kind.last, fields={**kind.last.fields, "count": kind.n_waiting})
         kind.written_s, kind.n_waiting = now_s, 0
         return line
+
+
+# ---- journal writer --------------------------------------------------------------------------------------------------
+#
+# Writes journal entries durably on a thread of its own: in the given order, with many entries in one flush.
+#
+# The event loop must never wait for a disk, and JournalWritten must never be sent before the disk has the entry and
+# every earlier one. Entries that arrive during a flush are written with the next one, so that a slow disk makes
+# batches larger, not the queue of flushes longer. Old records are moved on the same thread, step by step, and only
+# while no entry waits.
+
+
+THREAD_NAME = "dips-journal"
+
+
+class JournalWriter:
+    """Passes entries to `append` and calls `written` with each entry's number once it is durable.
+
+    After an error `failed` is called once, and nothing more is written: an entry must not follow a lost one.
+    The number of waiting entries is bounded by the calls and rounds in flight, because each entry answers one of them.
+    `tidy` does one short step of moving old records and returns whether there is another.
+    """
+
+    def __init__(
+        self,
+        append: Callable[[Sequence[WriteJournal]], None],
+        written: Callable[[int], None],
+        failed: Callable[[Exception], None],
+        tidy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._append = append
+        self._written = written
+        self._failed = failed
+        self._tidy = tidy
+        self._closing = False
+        self._waiting: list[WriteJournal] = []
+        self._flush: asyncio.Task[None] | None = None
+        self._broken = False
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME)
+
+    def put(self, entry: WriteJournal) -> None:
+        """Queues one entry; returns at once."""
+        self._waiting.append(entry)
+        if self._flush is None and not self._broken:
+            self._flush = asyncio.create_task(self._run(), name="master-journal")
+
+    async def close(self) -> None:
+        """Writes the waiting entries, then ends the thread; old records are moved further at the next start."""
+        self._closing = True
+        if self._flush is not None:
+            await self._flush
+        self._thread.shutdown(wait=True)
+
+    async def _run(self) -> None:
+        untidy = True
+        try:
+            while self._waiting or (untidy and not self._closing):
+                if self._waiting:
+                    await self._write()
+                    untidy = True
+                else:
+                    untidy = await self._on_thread(self._tidy)
+        except Exception as error:
+            self._broken = True
+            self._failed(error)
+        self._flush = None
+
+    async def _write(self) -> None:
+        batch, self._waiting = self._waiting, []
+        await self._on_thread(lambda: self._append(batch))
+        for entry in batch:
+            self._written(entry.entry_id)
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 # ---- slave link ------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from dips.core.messages import SnapshotInfo
 from dips.judge.records import RunRecords, TapeLine, find_tapes, master_directory, non_finite, read_run
 from dips.judge.replay import replay_run
 from dips.judge.verify import EXIT_BROKEN, EXIT_UNREADABLE, check_records, verify_or_say, verify_run
-from dips.master.archive import FILE_NAME, set_base, set_meta
-from dips.master.journal import JournalContent, read_content
+from dips.master.archive import FILE_NAME
+from dips.master.journal import JournalContent, read_content, set_base, set_meta
 from dips.slave.disk import LocalDisk
 from dips.slave.ring import Ring
 from dips.slave.snapshot_files import Manifest, decode

@@ -17,8 +17,7 @@ from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refuse
 from dips.core.messages import LeaveReply, StatusRequest
 from dips.core.observe import telemetry
 from dips.core.observe.telemetry import Tape, read_tape
-from dips.master.journal import THREAD_NAME, JournalWriter
-from dips.master.shell import LINK_COMMANDS, MasterShell, SlaveLink
+from dips.master.shell import LINK_COMMANDS, THREAD_NAME, JournalWriter, MasterShell, SlaveLink
 from dips.master.state import effects
 from dips.master.state.effects import CloseLink, Effect, Halt, Log, Record, Refuse, Reply, ToSlave, WriteJournal
 from dips.master.state.events import (
