@@ -7,6 +7,9 @@ checksums release the interpreter lock, so that beats and the data port go on. N
 
 from __future__ import annotations
 
+import math
+import mmap
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -100,12 +103,53 @@ def _edges(memory: ShardMemory, step: int) -> I64:
     return np.concatenate([*starts, [memory.n_elems]]).astype(np.int64)
 
 
+# ---- directions ------------------------------------------------------------------------------------------------------
+#
+# Measures the direction in which each cluster moved, on a sample of the elements (docs/algorithm.md, Direction).
+#
+# The Gram matrix of MEASURE compares pseudo-gradients with the current version: in a stale push they contain the
+# reverse of the model's movement meanwhile, and late in a run that part is the larger one. The cluster's own movement
+# is theta_base - theta_j, and its base is seldom still in memory. So a slave keeps every stride-th element of the last
+# versions: at most SAMPLE_ELEMS x KEPT_VERSIONS float32, 8 MiB whatever the model's size. Only cosines are computed
+# from it; no version ever depends on it.
+
+
+SAMPLE_ELEMS = 65_536
+"""Cosines of so many elements are off by about 1 / sqrt(m) = 0.004; they are compared with values above 0.1."""
+
+KEPT_VERSIONS = 32
+"""Bases older than this are not known: about what s_max allows of 8 clusters."""
+
+
 def directions(
     memory: ShardMemory, version: Version, theta: F32, slots: Sequence[int], bases: Sequence[Version | None]
 ) -> tuple[float, ...]:
-    """The movements of the slots' clusters from their bases, at theta of `version` (slave/memory.py, products)."""
-    memory.samples.keep(version, theta)
-    return memory.samples.products(theta, memory.staging, slots, bases)
+    """The movements of the slots' clusters from their bases, at theta of `version`, which is kept as a base for later.
+
+    The upper triangle by rows of the 2k x 2k Gram matrix of p_1 .. p_k, s_1 .. s_k, estimated for the shard.
+    p_j = theta_base - theta_j is the movement of cluster j, s_j = theta_base - theta that of the model meanwhile.
+    Where a base is not known both are NaN, and so are their products.
+    """
+    # The stride is odd, so that no power of two makes it take the same few columns of every matrix.
+    k, sample = len(slots), slice(0, memory.n_trained, max(1, -(-memory.n_trained // SAMPLE_ELEMS)) | 1)
+    now = theta[sample]
+    if version not in memory.samples:
+        memory.samples[version] = now.copy()
+    while len(memory.samples) > KEPT_VERSIONS:
+        del memory.samples[next(iter(memory.samples))]
+    vectors = np.full((2 * k, len(now)), np.nan, np.float32)
+    with np.errstate(all="ignore"):
+        for j, (slot, at) in enumerate(zip(slots, bases, strict=True)):
+            base = memory.samples.get(at) if at is not None else None
+            if base is not None:
+                vectors[j] = base - memory.staging[slot, sample]
+                vectors[k + j] = base - now
+    gram, _ = kernels.gram(np.zeros_like(now), vectors, np.arange(2 * k, dtype=np.int64), 0, len(now))
+    scale = memory.n_trained / max(1, len(now))
+    return tuple(scale * float(gram[i, j]) for i in range(2 * k) for j in range(i, 2 * k))
+
+
+# ---- the outer step --------------------------------------------------------------------------------------------------
 
 
 def prepare(
@@ -160,9 +204,9 @@ def prepare(
     return [value for _, checksums in done for value in checksums]
 
 
-def chunk_checksums(theta: F32, blocks: Sequence[Block], chunk_bytes: int) -> list[int]:
-    """xxh3-64 of each chunk of a shard, in (block id, offset) order."""
-    data = bytes_of(theta)
+def chunk_checksums(values: F32, blocks: Sequence[Block], chunk_bytes: int) -> list[int]:
+    """xxh3-64 of each chunk of these blocks, in (block id, offset) order."""
+    data = bytes_of(values)
     out, start = [], 0
     for block in blocks:
         for chunk in chunks_of([block], chunk_bytes):
@@ -170,3 +214,37 @@ def chunk_checksums(theta: F32, blocks: Sequence[Block], chunk_bytes: int) -> li
             out.append(checksum(data[begin : begin + chunk.length_bytes]))
         start += block.n_bytes
     return out
+
+
+# ---- memory speed ----------------------------------------------------------------------------------------------------
+#
+# Measures the speed of this machine's memory, the lower bound of the outer step's time, once at a slave's start.
+#
+# An in-place scale of an array that no cache holds reads and writes each line once, as the outer step does with most of
+# its data (benchmarks/bench_update.py measures the same bound more carefully).
+
+
+BYTES = 64 << 20
+"""Size of the array: more than most processors' caches. Allocated for a tenth of a second, before other uses."""
+
+TRIES = 3
+
+
+def memory_bytes_per_s(threads: Threads, n_bytes: int = BYTES) -> float:
+    """Bytes read and written a second by all threads together: the best of a few tries, as other programs run too."""
+    with mmap.mmap(-1, n_bytes) as pages:  # not malloc, which may keep freed memory
+        return 2 * n_bytes / _best_s(threads, np.frombuffer(pages, np.float32))
+
+
+def _best_s(threads: Threads, array: F32) -> float:
+    array[:] = 1
+
+    def scale(part: tuple[int, int]) -> None:
+        np.multiply(array[part[0] : part[1]], np.float32(1), out=array[part[0] : part[1]])
+
+    best_s = math.inf
+    for _ in range(TRIES):
+        began_s = time.perf_counter()
+        threads.run(scale, split(len(array), 4 * threads.n))
+        best_s = min(best_s, max(time.perf_counter() - began_s, 1e-9))
+    return best_s

@@ -19,7 +19,7 @@ from dips.core.chunks import checksum
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import PushId, Version
 from dips.core.layout import FLOAT32_BYTES
-from dips.core.messages import Refusal, SlaveBeat
+from dips.core.messages import SlaveBeat
 from dips.core.net.data_header import REQUESTS, WITH_PAYLOAD, DataHeader, DataOp
 from dips.core.observe.metrics import Recent
 from dips.core.wire import Codec, encoded_bytes
@@ -29,6 +29,7 @@ from dips.slave.state.admission import Admission
 from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.credits import Credits
 from dips.slave.state.events import PushStaged
+from dips.slave.state.shard import to_refusal
 from dips.slave.state.staging import Landing, ShardMap, Slot, Staging, StagingTable, find_version
 
 NOT_READY_RETRY_S = 0.5
@@ -227,8 +228,7 @@ class DataPort:
         self._refused[refused.code.name] += 1
         if refused.retry_after_s == 0:  # else it is early, not wrong: not worth a log line
             self.last_refusal = refused.sentence
-        refusal = Refusal(refused.code, refused.sentence, refused.retry_after_s)
-        return Answer(DataHeader(self._run_id, self._epoch, DataOp.REFUSED, request, refusal=refusal))
+        return Answer(DataHeader(self._run_id, self._epoch, DataOp.REFUSED, request, refusal=to_refusal(refused)))
 
     def _serve(self, header: DataHeader, frames: Sequence[memoryview], peer: bytes) -> Answer | LandingJob | None:
         if self._map is None or self._table is None:

@@ -10,8 +10,6 @@ read is never written (I3 of docs/architecture.md); when pins hold every buffer 
 from __future__ import annotations
 
 import math
-import mmap
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,76 +20,11 @@ from dips.core import allocator
 from dips.core.errors import LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES, Block
-from dips.core.math import outer_numba as kernels
 from dips.core.messages import SnapshotInfo
 from dips.core.placement import BYTES_PER_CHECKSUM, shard_bytes_needed
-from dips.core.threads import Threads, split
 from dips.slave.state.staging import ShardMap
 
-# ---- directions ------------------------------------------------------------------------------------------------------
-#
-# Measures the direction in which each cluster moved, on a sample of the elements (docs/algorithm.md, Direction).
-#
-# The Gram matrix of MEASURE compares pseudo-gradients with the current version: in a stale push they contain the
-# reverse of the model's movement meanwhile, and late in a run that part is the larger one. The cluster's own movement
-# is theta_base - theta_j, and its base is seldom still in memory. So a slave keeps every stride-th element of the last
-# versions: at most SAMPLE_ELEMS x KEPT_VERSIONS float32, 8 MiB whatever the model's size. Only cosines are computed
-# from it; no version ever depends on it.
-#
-# Shapes: n elements of the shard, m of them in the sample, k pushes of the round in cluster-id order; theta (n,),
-# staging (slots, n), samples (m,), all float32.
-
-
 F32 = NDArray[np.float32]
-
-SAMPLE_ELEMS = 65_536
-"""Cosines of so many elements are off by about 1 / sqrt(m) = 0.004; they are compared with values above 0.1."""
-
-KEPT_VERSIONS = 32
-"""Bases older than this are not known: about what s_max allows of 8 clusters."""
-
-
-class Samples:
-    """The sampled elements of the versions that were measured last. One caller at a time."""
-
-    def __init__(self, n_elems: int) -> None:
-        """n_elems: the trained elements, which come before all others."""
-        self._n_elems = n_elems
-        # Odd, so that no power of two makes it take the same few columns of every matrix.
-        self._stride = max(1, -(-n_elems // SAMPLE_ELEMS)) | 1
-        self._of: dict[Version, F32] = {}
-
-    def keep(self, version: Version, theta: F32) -> None:
-        """Keep samples of this version; the oldest is dropped when there are too many."""
-        if version not in self._of:
-            self._of[version] = theta[: self._n_elems : self._stride].copy()
-        while len(self._of) > KEPT_VERSIONS:
-            del self._of[next(iter(self._of))]
-
-    def products(
-        self, theta: F32, staging: F32, slots: Sequence[int], bases: Sequence[Version | None]
-    ) -> tuple[float, ...]:
-        """The upper triangle by rows of the 2k x 2k Gram matrix of p_1 .. p_k, s_1 .. s_k, estimated for the shard.
-
-        p_j = theta_base - theta_j is the movement of cluster j, s_j = theta_base - theta that of the model meanwhile.
-        Where a base is not known both are NaN, and so are their products.
-        """
-        k = len(slots)
-        now = theta[: self._n_elems : self._stride]
-        vectors = np.full((2 * k, len(now)), np.nan, np.float32)
-        with np.errstate(all="ignore"):
-            for j, (slot, version) in enumerate(zip(slots, bases, strict=True)):
-                base = self._of.get(version) if version is not None else None
-                if base is not None:
-                    vectors[j] = base - staging[slot, : self._n_elems : self._stride]
-                    vectors[k + j] = base - now
-        gram, _ = kernels.gram(np.zeros_like(now), vectors, np.arange(2 * k, dtype=np.int64), 0, len(now))
-        scale = self._n_elems / max(1, len(now))
-        return tuple(scale * float(gram[i, j]) for i in range(2 * k) for j in range(i, 2 * k))
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
 
 RING_BUFFERS = 3
 """Buffers for theta of v, v-1 and v+1; pins need more."""
@@ -111,7 +44,7 @@ class ThetaBuffer:
 
 class ShardMemory:
     """All arrays of a shard. memory_bytes bounds them together with the notes on the shard's chunks and pieces
-    (slave/landing.py, slave/state/staging.py); not the samples of old versions (slave/memory.py: <= 8 MiB).
+    (slave/landing.py, slave/state/staging.py); not the samples of old versions (slave/calculation.py: <= 8 MiB).
 
     Raises Refused(MEMORY) when not even the ring fits.
     """
@@ -149,7 +82,7 @@ class ShardMemory:
         self.staging = _touched((staging_slots, self.n_elems), touched_some)
         self._buffers = [ThetaBuffer(_touched((self.n_elems,), touched_some)) for _ in range(RING_BUFFERS)]
         self._momentum = [_touched((self.n_elems,), touched_some) for _ in range(2)]
-        self.samples = Samples(self.n_trained)
+        self.samples: dict[Version, F32] = {}  # some elements of the versions measured last (slave/calculation.py)
         self.current: ThetaBuffer | None = None
         self.previous: ThetaBuffer | None = None
         self.shadow: ThetaBuffer | None = None
@@ -264,37 +197,3 @@ def _touched(shape: tuple[int, ...], touched: Callable[[int], None] | None = Non
         raise Refused(
             RefusalCode.MEMORY, f"this host has no {4 * math.prod(shape)} bytes left: lower the slave's memory_bytes"
         ) from error
-
-
-# ---- memory speed ----------------------------------------------------------------------------------------------------
-#
-# Measures the speed of this machine's memory, the lower bound of the outer step's time, once at a slave's start.
-#
-# An in-place scale of an array that no cache holds reads and writes each line once, as the outer step does with most of
-# its data (benchmarks/bench_update.py measures the same bound more carefully).
-
-
-BYTES = 64 << 20
-"""Size of the array: more than most processors' caches. Allocated for a tenth of a second, before other uses."""
-
-TRIES = 3
-
-
-def memory_bytes_per_s(threads: Threads, n_bytes: int = BYTES) -> float:
-    """Bytes read and written a second by all threads together: the best of a few tries, as other programs run too."""
-    with mmap.mmap(-1, n_bytes) as pages:  # not malloc, which may keep freed memory
-        return 2 * n_bytes / _best_s(threads, np.frombuffer(pages, np.float32))
-
-
-def _best_s(threads: Threads, array: F32) -> float:
-    array[:] = 1
-
-    def scale(part: tuple[int, int]) -> None:
-        np.multiply(array[part[0] : part[1]], np.float32(1), out=array[part[0] : part[1]])
-
-    best_s = math.inf
-    for _ in range(TRIES):
-        began_s = time.perf_counter()
-        threads.run(scale, split(len(array), 4 * threads.n))
-        best_s = min(best_s, max(time.perf_counter() - began_s, 1e-9))
-    return best_s

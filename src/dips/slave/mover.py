@@ -25,6 +25,7 @@ from dips.core.net.addresses import require_loopback
 from dips.core.net.curve import CurvePair, as_client
 from dips.core.net.data_header import MAX_HEADER_BYTES, DataHeader, DataOp
 from dips.core.wire import Codec
+from dips.slave.calculation import chunk_checksums
 from dips.slave.memory import F32, ShardMemory, bytes_of
 from dips.slave.ring import Ring
 from dips.slave.state.checks import own_blocks
@@ -85,7 +86,7 @@ class Mover:
                 sums: list[int] = []
                 for block in blocks:
                     data = self._block(block, momentum, sources)
-                    sums += _checksums(data, block, self.chunk_bytes)
+                    sums += chunk_checksums(np.frombuffer(data, np.float32), [block], self.chunk_bytes)
                     self._on_disk(stream.write, data)
                 if shard_digest(sums) != digest:
                     what = "momentum" if momentum else "parameters"
@@ -263,7 +264,3 @@ class _Link:
             if len(frames) <= 2:
                 out.append(frames)
         return out
-
-
-def _checksums(data: memoryview, block: Block, chunk_bytes: int) -> list[int]:
-    return [checksum(data[c.offset_bytes : c.offset_bytes + c.length_bytes]) for c in chunks_of([block], chunk_bytes)]

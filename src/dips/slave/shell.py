@@ -45,7 +45,7 @@ from dips.core.observe.telemetry import ChangeLogger, Tape
 from dips.core.threads import Threads
 from dips.slave import calculation
 from dips.slave.data_server import DataServer
-from dips.slave.memory import F32, ShardMemory, memory_bytes_per_s
+from dips.slave.memory import F32, ShardMemory
 from dips.slave.metrics import Counts, MetricsMoment, kind_of, snapshot
 from dips.slave.mover import Mover
 from dips.slave.push_evidence import PushEvidence
@@ -116,7 +116,7 @@ class SlaveShell:
 
     async def measure_memory(self) -> float:
         """Bytes a second that this machine's memory moves. Call it before the slave serves."""
-        return await self._on(self._outer, memory_bytes_per_s, self._threads)
+        return await self._on(self._outer, calculation.memory_bytes_per_s, self._threads)
 
     def look(self) -> MetricsMoment:
         """The state at this moment, for metrics; on the event loop."""

@@ -9,13 +9,27 @@ import pytest
 from support.slave_bench import V0, V1, V2
 
 from dips.core.ids import Version
-from dips.slave.memory import F32, KEPT_VERSIONS, SAMPLE_ELEMS, Samples
+from dips.core.layout import Block
+from dips.slave.calculation import KEPT_VERSIONS, SAMPLE_ELEMS, directions
+from dips.slave.memory import F32, ShardMemory
 
 RNG = np.random.default_rng(11)
 
 
 def vectors(n: int, n_elems: int) -> F32:
     return RNG.standard_normal((n, n_elems)).astype(np.float32)
+
+
+def memory_of(staging: F32) -> ShardMemory:
+    slots, n = staging.shape
+    memory = ShardMemory([Block(0, "layer", 0, n)], 1 << 16, slots, 1 << 25)
+    memory.staging[:] = staging
+    return memory
+
+
+def keep(memory: ShardMemory, version: Version, theta: F32) -> None:
+    """Measure a push from nowhere."""
+    assert np.isnan(directions(memory, version, theta, [0], [None])).all()
 
 
 def matrix(upper: Sequence[float], k: int) -> np.ndarray:
@@ -26,10 +40,10 @@ def matrix(upper: Sequence[float], k: int) -> np.ndarray:
 
 def test_a_small_shard_is_measured_whole() -> None:
     theta, staging = vectors(3, 500), vectors(4, 500)
-    samples = Samples(500)
-    for version, value in zip((V0, V1, V2), theta, strict=True):
-        samples.keep(version, value)
-    found = matrix(samples.products(theta[2], staging, [3, 1, 0], [V2, V0, V1]), 3)
+    memory = memory_of(staging)
+    for version, value in zip((V0, V1), theta, strict=False):
+        keep(memory, version, value)
+    found = matrix(directions(memory, V2, theta[2], [3, 1, 0], [V2, V0, V1]), 3)
     bases = theta[[2, 0, 1]]
     rows = np.concatenate([bases - staging[[3, 1, 0]], bases - theta[2]]).astype(np.float64)
     np.testing.assert_allclose(found, rows @ rows.T, rtol=1e-5, atol=1e-4)
@@ -38,10 +52,9 @@ def test_a_small_shard_is_measured_whole() -> None:
 def test_a_large_shard_is_measured_on_a_sample_of_it_scaled_to_the_whole() -> None:
     n = 4 * SAMPLE_ELEMS + 17
     theta, own = vectors(2, n), vectors(1, n)[0]
-    staging = np.stack([theta[0] - own, theta[0] - 0.5 * own]).astype(np.float32)
-    samples = Samples(n)
-    samples.keep(V0, theta[0])
-    found = matrix(samples.products(theta[1], staging, [0, 1], [V0, V0]), 2)
+    memory = memory_of(np.stack([theta[0] - own, theta[0] - 0.5 * own]).astype(np.float32))
+    keep(memory, V0, theta[0])
+    found = matrix(directions(memory, V1, theta[1], [0, 1], [V0, V0]), 2)
     assert found[0, 0] == pytest.approx(float(own @ own), rel=0.03)
     assert found[0, 1] / np.sqrt(found[0, 0] * found[1, 1]) == pytest.approx(1.0, abs=1e-6)
     cosine = found[0, 2] / np.sqrt(found[0, 0] * found[2, 2])
@@ -51,10 +64,8 @@ def test_a_large_shard_is_measured_on_a_sample_of_it_scaled_to_the_whole() -> No
 
 @pytest.mark.parametrize("base", [V1, None])
 def test_an_unknown_base_is_not_a_number_and_spoils_nothing_else(base: Version | None) -> None:
-    theta, staging = vectors(1, 300)[0], vectors(2, 300)
-    samples = Samples(300)
-    samples.keep(V0, theta)
-    found = matrix(samples.products(theta, staging, [0, 1], [V0, base]), 2)
+    theta = vectors(1, 300)[0]
+    found = matrix(directions(memory_of(vectors(2, 300)), V0, theta, [0, 1], [V0, base]), 2)
     assert np.isnan(found[1]).all()
     assert np.isnan(found[3]).all()
     assert np.isfinite(found[np.ix_([0, 2], [0, 2])]).all()
@@ -64,9 +75,7 @@ def test_an_unknown_base_is_not_a_number_and_spoils_nothing_else(base: Version |
 def test_elements_that_are_not_finite_spoil_their_own_push_only() -> None:
     theta, staging = vectors(1, 300)[0], vectors(2, 300)
     staging[0, 7], staging[0, 8] = np.nan, np.inf
-    samples = Samples(300)
-    samples.keep(V0, theta)
-    found = matrix(samples.products(theta, staging, [0, 1], [V0, V0]), 2)
+    found = matrix(directions(memory_of(staging), V0, theta, [0, 1], [V0, V0]), 2)
     assert np.isnan(found[0]).all()
     assert np.isfinite(found[np.ix_([1, 2, 3], [1, 2, 3])]).all()
 
@@ -74,23 +83,19 @@ def test_elements_that_are_not_finite_spoil_their_own_push_only() -> None:
 def test_what_is_kept_is_a_copy_and_the_oldest_leaves() -> None:
     theta = vectors(1, 40)[0]
     first = theta.copy()
-    samples = Samples(40)
-    staging = np.zeros((1, 40), np.float32)
-    samples.keep(V0, theta)
+    memory = memory_of(np.zeros((1, 40), np.float32))
+    keep(memory, V0, theta)
     theta += 1
     for v in range(1, KEPT_VERSIONS):
-        samples.keep(Version(1, v), theta)
-    known = matrix(samples.products(theta, staging, [0], [V0]), 1)
-    assert known[0, 0] == pytest.approx(float(first @ first), rel=1e-5)
-    samples.keep(V0, theta)
-    assert matrix(samples.products(theta, staging, [0], [V0]), 1)[0, 0] == known[0, 0], "the first copy stays"
-    samples.keep(Version(1, KEPT_VERSIONS), theta)
-    assert np.isnan(samples.products(theta, staging, [0], [V0])).all()
+        keep(memory, Version(1, v), theta)
+    known = matrix(directions(memory, V0, theta, [0], [V0]), 1)
+    assert known[0, 0] == pytest.approx(float(first @ first), rel=1e-5), "the first copy is still there"
+    assert np.isnan(directions(memory, Version(1, KEPT_VERSIONS), theta, [0], [V0])).all()
 
 
 def test_the_same_arguments_give_the_same_bits() -> None:
     theta, staging = vectors(2, 5000), vectors(2, 5000)
-    samples = Samples(5000)
-    samples.keep(V0, theta[0])
-    one = samples.products(theta[1], staging, [1, 0], [V0, V0])
-    assert one == samples.products(theta[1].copy(), staging.copy(), [1, 0], [V0, V0])
+    memory = memory_of(staging)
+    keep(memory, V0, theta[0])
+    one = directions(memory, V1, theta[1], [1, 0], [V0, V0])
+    assert one == directions(memory, V1, theta[1].copy(), [1, 0], [V0, V0])

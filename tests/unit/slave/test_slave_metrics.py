@@ -12,8 +12,9 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import SlaveBeat
 from dips.core.threads import Threads
+from dips.slave.calculation import memory_bytes_per_s
 from dips.slave.data_port import Figures
-from dips.slave.memory import ShardMemory, memory_bytes_per_s
+from dips.slave.memory import ShardMemory
 from dips.slave.metrics import METRICS, PREFIX, Collector, Counts, DiskSizes, MetricsMoment, disk_free_bytes
 from dips.slave.metrics import snapshot as look
 

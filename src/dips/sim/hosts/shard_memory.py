@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES, Block
-from dips.core.messages import Measure, Measured, Prepare, Refusal, SnapshotInfo
+from dips.core.messages import Measure, Measured, Prepare, SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import DIFFERENCES, encoded_bytes
 from dips.sim.arithmetic import Arithmetic, Part, Value
 from dips.slave.state.events import PushStaged
+from dips.slave.state.shard import to_refusal
 from dips.slave.state.staging import Landing, ShardMap, Slot, StagingTable, find_version
 
 
@@ -117,8 +118,7 @@ class SimDataPort:
             return self._serve(header, value)
         except Refused as refused:
             self.refused_chunks += 1
-            refusal = Refusal(refused.code, refused.sentence, refused.retry_after_s)
-            return DataHeader(run_id, self.epoch, DataOp.REFUSED, header.request, refusal=refusal), None
+            return DataHeader(run_id, self.epoch, DataOp.REFUSED, header.request, refusal=to_refusal(refused)), None
 
     def _serve(self, header: DataHeader, value: Value) -> tuple[DataHeader, Value]:
         memory = self.memory

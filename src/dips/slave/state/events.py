@@ -50,24 +50,22 @@ class PushStaged:
 
 @dataclass(frozen=True)
 class Done:
-    """The job with this number is done. snapshots: on disk now, None if unchanged.
-
-    result: what is in memory now (Configure, Commit; None: no version exists), the shadow that was made (Prepare,
-    MoveBlocks), or the answer to the master itself (Measure, ListShard).
-    """
+    """The job with this number is done."""
 
     number: int
+    # What is in memory now (Configure, Commit; None: no version exists), the shadow that was made (Prepare,
+    # MoveBlocks), or the answer to the master itself (Measure, ListShard).
     result: SnapshotInfo | Measured | ShardList | None
-    snapshots: tuple[SnapshotInfo, ...] | None = None
+    snapshots: tuple[SnapshotInfo, ...] | None = None  # on disk now, None if unchanged
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The job failed and changed nothing that counts; the slave goes on. snapshots: as in Done."""
+    """The job failed and changed nothing that counts; the slave goes on."""
 
     number: int
     refusal: Refusal
-    snapshots: tuple[SnapshotInfo, ...] | None = None
+    snapshots: tuple[SnapshotInfo, ...] | None = None  # as in Done
 
 
 @dataclass(frozen=True)

@@ -30,18 +30,14 @@ from dips.core.wire import Codec, encoded_bytes
 
 @dataclass(frozen=True)
 class Slot:
-    """A push in a slot of staging memory. base: the version that the push was made from; None for a seed.
-
-    opening: numbers the times that a slot was opened anew, so that late reports of an earlier one are recognised. A
-    difference codec in `wire` is decoded against the parameters of `base`.
-    """
+    """A push in a slot of staging memory."""
 
     push: PushId
     attempt: int
     number: int
-    opening: int = 0
-    wire: Codec = Codec.F32
-    base: Version | None = None
+    opening: int = 0  # counts how often slots were opened anew, so that late reports of an earlier one are recognised
+    wire: Codec = Codec.F32  # a difference codec is decoded against the parameters of `base`
+    base: Version | None = None  # the version that the push was made from; None for a seed
 
 
 class Slots:
