@@ -25,7 +25,7 @@ from dips.core.messages import (
     SlaveStatus,
     StatusReply,
 )
-from dips.core.net.addresses import is_elsewhere, is_loopback_endpoint, parse_address, unreachable_sentence
+from dips.core.net.addresses import is_elsewhere, is_loopback_endpoint, parse_address, why_unreachable
 from dips.core.net.curve import CurvePair, as_client, pair_for
 from dips.core.net.security import Identity, Role, Security
 from dips.core.net.tls_probe import why_not_let_in
@@ -98,9 +98,7 @@ def _slaves(master: str, security: Security) -> Findings:
             if not slave.data_endpoint or not slave.alive:
                 yield warn("slaves", f"slave {slave.slave_id} is away", "see its log; then ask again")
             elif elsewhere and is_loopback_endpoint(slave.data_endpoint):
-                sentence = unreachable_sentence(master, slave.slave_id, slave.data_endpoint)
-                cause, _, remedy = sentence.partition(": let ")
-                yield fail("slaves", cause, f"let {remedy}")
+                yield fail("slaves", *why_unreachable(master, slave.slave_id, slave.data_endpoint))
             else:
                 yield _dialled(slave, curve, keys.get(slave.slave_id))
 

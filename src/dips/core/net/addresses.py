@@ -108,15 +108,16 @@ def check_slaves_reachable(master: str, slaves: Iterable[SlaveAddress]) -> None:
     """Raise ConfigError when a master of another machine names slaves at loopback addresses."""
     inward = [slave for slave in slaves if is_loopback_endpoint(slave.data_endpoint)]
     if inward and is_elsewhere(master):
-        raise ConfigError(unreachable_sentence(master, inward[0].slave_id, inward[0].data_endpoint))
+        raise ConfigError(": ".join(why_unreachable(master, inward[0].slave_id, inward[0].data_endpoint)))
 
 
-def unreachable_sentence(master: str, slave: str, endpoint: str) -> str:
+def why_unreachable(master: str, slave: str, endpoint: str) -> tuple[str, str]:
     """The cause and the remedy, for a process that cannot reach a slave advertised at a loopback address."""
     return (
         f"slave {slave} advertises {endpoint}, which only its own machine reaches, and the master at {master} is "
-        "another machine: let the slave listen where this machine reaches it (of `dips up`: [master] listen with that "
-        "machine's address, or [run] advertise, and no data_host; of `dips slave`: --data-host and --advertise)"
+        "another machine",
+        "let the slave listen where this machine reaches it (of `dips up`: [master] listen with that "
+        "machine's address, or [run] advertise, and no data_host; of `dips slave`: --data-host and --advertise)",
     )
 
 
