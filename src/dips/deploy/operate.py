@@ -6,6 +6,7 @@ asked by the operator's own service. It must never delete a volume unless that w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -90,13 +91,10 @@ class LiveDeployment:
                 changed += self._rollout.carry_out(steps)
                 self._rollout.wait(stage)
                 if stage.title == "supervisor and metrics" and reach:
-                    self._wait_for_endpoints()
+                    for who, address in endpoints(self.deployment):
+                        self._rollout.until(who, functools.partial(state_of_endpoint, who, address, self._dial))
+                    self._rollout.until("the run", self._attached)
         return changed + self._rollout.carry_out(difference.leaving)
-
-    def _wait_for_endpoints(self) -> None:
-        for who, address in endpoints(self.deployment):
-            self._rollout.until(who, lambda who=who, address=address: state_of_endpoint(who, address, self._dial))  # type: ignore[misc]
-        self._rollout.until("the run", self._attached)
 
     def _attached(self) -> ObjectState:
         """Whether the master has all of its slaves."""
@@ -263,7 +261,7 @@ class LiveDeployment:
         self._rollout.carry_out(going)
         for step in going:
             if step.wanted["kind"] in plan.WORKLOADS:
-                self._rollout.until(step.name, lambda step=step: self._gone(step))  # type: ignore[misc]
+                self._rollout.until(step.name, functools.partial(self._gone, step))
         self._rollout.carry_out(volumes)
 
     def _gone(self, step: Step) -> ObjectState:

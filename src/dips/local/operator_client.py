@@ -98,16 +98,15 @@ class OperatorClient:
         try:
             reply = method(codec_protobuf.to_message(request), timeout=self._call_s)
         except grpc.RpcError as error:
-            raise self._sentence(refused_from(error)) from error
+            refused = refused_from(error)
+            if isinstance(refused, Refused):
+                raise refused from error
+            # gRPC does not say why a handshake failed; a probe of our own does.
+            if words := why_not_let_in(self.address, self._security):
+                raise Refused(RefusalCode.IDENTITY, words) from error
+            why = f"the master at {self.address} does not answer: start it, or check the address ({refused})"
+            raise RetryLater(why, refused.retry_after_s) from error
         return codec_protobuf.from_message(reply, kind)
-
-    def _sentence(self, error: Refused | RetryLater) -> Refused | RetryLater:
-        if isinstance(error, Refused):
-            return error
-        if words := why_not_let_in(self.address, self._security):
-            return Refused(RefusalCode.IDENTITY, words)
-        why = f"the master at {self.address} does not answer: start it, or check the address ({error})"
-        return RetryLater(why, error.retry_after_s)
 
 
 def master_address(given: str | None, run_dir: Path | None) -> str:
@@ -118,7 +117,10 @@ def master_address(given: str | None, run_dir: Path | None) -> str:
     if given:
         return given
     if run_dir is not None:
-        return _address_in(run_dir)
+        written = read_address(run_dir / "master") or read_address(run_dir)
+        if written is None:
+            raise ConfigError(f"no master runs in {run_dir}: start the run, or check the directory")
+        return written.address
     address = os.environ.get("DIPS_MASTER", "")
     if not address:
         raise ConfigError(
@@ -140,10 +142,3 @@ def wait_for_master(directory: Path, pid: int, wait_s: float, alive: Callable[[]
             return written.address
         time.sleep(0.05)
     raise RetryLater(f"the master did not write its address in {directory} within {wait_s:g} s: see its log")
-
-
-def _address_in(run_dir: Path) -> str:
-    written = read_address(run_dir / "master") or read_address(run_dir)
-    if written is None:
-        raise ConfigError(f"no master runs in {run_dir}: start the run, or check the directory")
-    return written.address

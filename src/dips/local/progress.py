@@ -6,7 +6,6 @@ It must never delay the run, and never write to standard output, which belongs t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from typing import Self
 
@@ -20,9 +19,9 @@ from dips.core.units import format_seconds
 from dips.local.log_files import HeldoutPoint
 from dips.local.report import Fault
 from dips.local.view import alarm_sentence, plain_line, status_view
+from dips.master.page.history import TokenRate
 
 PLAIN_EVERY_S = 5.0
-_RATE_OVER_S = 30.0
 _NARROW_LINES = 45
 
 
@@ -51,28 +50,6 @@ class Progress(ABC):
 
     def _stamped(self, sentence: str) -> str:
         return f"{self._clock.monotonic_s() - self._begin_s:6.1f} s  {sentence}"
-
-
-class TokenRate:
-    """Tokens a second over the last half minute, and the time that is left at that rate."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque()
-
-    def add(self, now_s: float, tokens: int) -> None:
-        self._seen.append((now_s, tokens))
-        while self._seen[0][0] < now_s - _RATE_OVER_S:
-            self._seen.popleft()
-
-    def per_s(self) -> float:
-        """0 while nothing is known."""
-        (first_s, first), (last_s, last) = self._seen[0], self._seen[-1]
-        return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
-
-    def left_s(self, tokens_left: int) -> float | None:
-        """Seconds until so many more tokens; None while nothing is known."""
-        rate = self.per_s() if self._seen else 0.0
-        return tokens_left / rate if rate > 0 else None
 
 
 def loss_sentence(heldout: Sequence[HeldoutPoint] | None) -> str:

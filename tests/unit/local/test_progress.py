@@ -15,13 +15,13 @@ from dips.local.log_files import HeldoutPoint
 from dips.local.progress import (
     LiveProgress,
     PlainProgress,
-    TokenRate,
     fault_sentence,
     left_sentence,
     loss_sentence,
     progress_for,
 )
 from dips.local.report import CLUSTER, Fault, Moment, PlannedFault
+from dips.master.page.history import TokenRate
 
 HELDOUT = [HeldoutPoint(Version(1, 11), 380_000, 2.75)]
 FAULT = Fault(PlannedFault(CLUSTER, "b", 0.35), 71, "1.4", Moment(40.0, 350_000, 5))

@@ -14,7 +14,7 @@ from support.master_bench import Bench
 from dips.core.clock import ManualClock
 from dips.core.messages import ClusterStatus, OperatorRequest, StatusReply
 from dips.master.page.event_buffer import MAX_EVENTS, MAX_TEXT, BufferedTape, EventBuffer, earlier_events
-from dips.master.page.history import EventTimeline, HeldoutTail, ProgressHistory, RecentTokenRate, sentence_of
+from dips.master.page.history import EventTimeline, HeldoutTail, ProgressHistory, TokenRate, sentence_of
 from dips.master.page.snapshot import Hub, sentence, snapshot
 from dips.master.state.events import Pause
 from dips.master.state.status import RunView
@@ -318,14 +318,13 @@ def test_a_version_evaluated_again_counts_once_and_the_newest_stays() -> None:
 
 
 def test_the_rate_is_that_of_the_last_rounds_and_survives_a_rollback() -> None:
-    rate = RecentTokenRate()
-    assert rate.add(0.0, 0, 0.0) == 0.0
-    assert rate.add(10.0, 1000, 0.0) == 100.0
-    for at_s in (40.0, 80.0):
-        rate.add(at_s, 1000, 0.0)
-    assert rate.add(120.0, 1000, 0.0) == 0.0
-    assert rate.add(121.0, 500, 0.0) == 0.0  # rolled back: counted anew, never negative
-    assert rate.add(122.0, 600, 0.0) == 100.0
+    rate = TokenRate()
+    rates = []
+    for at_s, tokens in ((0, 0), (10, 1000), (40, 1000), (80, 1000), (120, 1000), (121, 500), (122, 600)):
+        rate.add(at_s, tokens)
+        rates.append(rate.per_s())
+    assert rates[:2] == [0.0, 100.0]
+    assert rates[4:] == [0.0, 0.0, 100.0]  # the rollback at 121 s: counted again from there, never negative
 
 
 # ---- tapes ----

@@ -185,12 +185,8 @@ def cut(value: object, most: int = MAX_TEXT) -> str:
 
 
 def events_json(events: list[TimelineEvent]) -> list[dict[str, Any]]:
-    return list(_plain(events))
-
-
-def _plain(events: list[TimelineEvent]) -> Iterator[dict[str, Any]]:
-    for event in events:
-        yield {
+    return [
+        {
             "seq": event.seq,
             "at": round(event.wall_s, 2),
             "level": event.level,
@@ -199,6 +195,8 @@ def _plain(events: list[TimelineEvent]) -> Iterator[dict[str, Any]]:
             "presence": event.presence,
             "times": event.times,
         }
+        for event in events
+    ]
 
 
 def _number(value: object) -> float:
@@ -295,22 +293,32 @@ class Heldout:
     loss: float
 
 
-class RecentTokenRate:
-    """Tokens a second, over the last rounds."""
+class TokenRate:
+    """Tokens a second over the last rounds, and the time that is left at that rate."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 
-    def add(self, wall_s: float, tokens: int, publish_interval_s: float) -> float:
-        """The rate with this sample; 0 while nothing is known."""
-        if self._seen and (tokens < self._seen[-1][1] or wall_s < self._seen[-1][0]):
+    def add(self, now_s: float, tokens: int, publish_interval_s: float = 0.0) -> None:
+        """Takes a sample. publish_interval_s: 0 where it is not known."""
+        if self._seen and (tokens < self._seen[-1][1] or now_s < self._seen[-1][0]):
             self._seen.clear()  # after a rollback, or a clock that was set back
-        self._seen.append((wall_s, tokens))
+        self._seen.append((now_s, tokens))
         over_s = max(RATE_OVER_S, RATE_ROUNDS * publish_interval_s)
-        while len(self._seen) > 2 and self._seen[1][0] < wall_s - over_s:
+        while len(self._seen) > 2 and self._seen[1][0] < now_s - over_s:
             self._seen.popleft()
+
+    def per_s(self) -> float:
+        """0 while nothing is known."""
+        if not self._seen:
+            return 0.0
         (first_s, first), (last_s, last) = self._seen[0], self._seen[-1]
         return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+
+    def left_s(self, tokens_left: int) -> float | None:
+        """Seconds until so many more tokens; None while nothing is known."""
+        rate = self.per_s()
+        return tokens_left / rate if rate > 0 else None
 
 
 class ProgressHistory:
@@ -326,13 +334,14 @@ class ProgressHistory:
         self._max_rows, self._max_heldout = max_rows, max_heldout
         self._samples = 0
         self._names: list[str] = []
-        self._rate = RecentTokenRate()
+        self._rate = TokenRate()
         self.rate_tokens_per_s = 0.0
 
     def add(self, wall_s: float, tokens: int, publish_interval_s: float, clusters: Sequence[ClusterStatus]) -> None:
         """Adds one sample."""
         self._samples += 1
-        self.rate_tokens_per_s = self._rate.add(wall_s, tokens, publish_interval_s)
+        self._rate.add(wall_s, tokens, publish_interval_s)
+        self.rate_tokens_per_s = self._rate.per_s()
         if (self._samples - 1) % self.every:
             return
         self._chart(clusters)
