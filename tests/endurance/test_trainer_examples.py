@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.dips_command import ROOT, dips, ended, master_file, started, until
+from support.dips_command import ROOT, dips, ended, master_file, pid_of, started, until
 
 from dips.core.net.keys import load_identity
 from dips.local.operator_client import OperatorClient
@@ -49,7 +49,7 @@ def test_hugging_face_with_a_cluster_that_is_killed_and_an_export_on_the_way(tmp
         assert run is not None
         with operator(run) as master:
             master.pause("a cluster is killed")  # so that the others do not end the run before it is back
-            os.kill(pid_of(log, "a", start=1), signal.SIGKILL)
+            os.kill(pid_of(run, "a"), signal.SIGKILL)
             live = dips("export", run, "--to", tmp_path / "live", "--json")
             assert live.returncode == 0, live.stderr
             until(lambda: lives(master, "a") > 1, "a's next life has joined", EXAMPLE_S, log)
@@ -83,9 +83,3 @@ def lives(master: OperatorClient, name: str) -> int:
     incarnation = next(cluster.incarnation for cluster in master.status().clusters if cluster.cluster_id == name)
     assert incarnation is not None
     return incarnation.n
-
-
-def pid_of(log: Path, name: str, start: int) -> int:
-    found = re.search(rf"{name}: start {start}, pid (\d+)", log.read_text())
-    assert found, log.read_text()
-    return int(found[1])

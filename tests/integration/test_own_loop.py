@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 from pathlib import Path
 
 from safetensors.numpy import load_file
-from support.dips_command import ROOT, dips, dips_started, ended, master_file, started, until
+from support.dips_command import ROOT, dips, dips_started, ended, master_file, pid_of, started, until
 
 OWN_LOOP = ROOT / "examples" / "own_loop.py"
 
@@ -47,7 +46,7 @@ def test_own_loop_as_two_clusters_while_master_and_slave_get_sigterm(tmp_path: P
         ):
             until(lambda: "version 1:" in logs["a"].read_text(), "a version", log=logs["a"])
             for name in ("s0", "master"):  # not sent by their supervisor: it starts them again
-                os.kill(int(re.findall(rf"{name}: start 1, pid ([0-9]+)", log.read_text())[0]), signal.SIGTERM)
+                os.kill(pid_of(run_dir, name), signal.SIGTERM)
             assert ended(a, 100, logs["a"]) == 0
             assert ended(b, 100, logs["b"]) == 0
         assert ended(up, 60, log) == 0, log.read_text()

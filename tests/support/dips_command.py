@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dips.local.local_run import LAUNCH_TAPE
+from dips.local.log_files import records, tape_path
+
 ROOT = Path(__file__).parents[2]
 _OURS = ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER", "DIPS_KEYS", "DIPS_INSECURE")
 
@@ -54,6 +57,12 @@ def started(*command: object, log: Path, cwd: Path = ROOT, **added: str) -> Iter
 def dips_started(*arguments: object, log: Path, **added: str) -> Iterator[subprocess.Popen[bytes]]:
     with started(sys.executable, "-m", "dips.cli", *arguments, log=log, cwd=ROOT, **added) as process:
         yield process
+
+
+def pid_of(run_dir: Path, name: str, start: int = 1) -> int:
+    """The process that `dips up` started under this name for the nth time, by the launcher's tape."""
+    wanted = {"kind": "child_started", "child": name, "life": start}
+    return next(int(line["pid"]) for line in records(tape_path(run_dir, LAUNCH_TAPE)) if wanted.items() <= line.items())
 
 
 PATIENCE = 4.0

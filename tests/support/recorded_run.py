@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 import tarfile
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from support.dips_command import dips, dips_started, ended, until
+from support.dips_command import dips, dips_started, ended, pid_of, until
+
+from dips.core.ids import parse_version
+from dips.local.log_files import records
 
 ARCHIVE = Path(__file__).parents[1] / "frozen" / "recorded_run.tar.xz"
 NUMBERS = ARCHIVE.with_name("recorded_run.json")
@@ -79,8 +83,7 @@ def record(folder: Path) -> Path:
     with dips_started("up", file, log=log) as up:
         for name, version in (("s0", 2), ("a", 5)):
             until(lambda v=version: published(run_dir) >= v, f"version {version}", log=log)  # type: ignore[misc]
-            [pid] = re.findall(rf"\b{name}: start 1, pid ([0-9]+)", log.read_text())
-            os.kill(int(pid), signal.SIGKILL)
+            os.kill(pid_of(run_dir, name), signal.SIGKILL)
         until(lambda: joins(run_dir, "a") == 2, "a joins again", log=log)
         last = published(run_dir) + 3
         until(lambda: published(run_dir) >= last, "versions after that", log=log)
@@ -92,18 +95,17 @@ def record(folder: Path) -> Path:
 
 def published(run_dir: Path) -> int:
     """Number of the version that was published last, by the master's tape; -1 for none."""
-    found = re.findall(r'"kind": ?"publish".*?"version": ?"[0-9]+:([0-9]+)"', tape_of_master(run_dir))
-    return max(map(int, found), default=-1)
+    found = (parse_version(line["version"]).v for line in tape_of_master(run_dir) if line["kind"] == "publish")
+    return max(found, default=-1)
 
 
 def joins(run_dir: Path, cluster: str) -> int:
     """How often a cluster joined, by the master's tape."""
-    return len(re.findall(rf'"kind": ?"join".*?"cluster": ?"{cluster}"', tape_of_master(run_dir)))
+    return sum(line["kind"] == "join" and line["cluster"] == cluster for line in tape_of_master(run_dir))
 
 
-def tape_of_master(run_dir: Path) -> str:
-    path = run_dir / "master" / "master.tape.jsonl"
-    return path.read_text() if path.exists() else ""
+def tape_of_master(run_dir: Path) -> list[Mapping[str, Any]]:
+    return list(records(run_dir / "master" / "master.tape.jsonl"))
 
 
 def numbers_of(run_dir: Path) -> dict[str, object]:
