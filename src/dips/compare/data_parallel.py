@@ -51,7 +51,7 @@ def run_data_parallel(
             for name, step_s in zip(names, took, strict=True):
                 busy_s[name] += step_s
             due = ends_at // mark > tokens // mark
-            steps, tokens, now_s = steps + 1, ends_at, now_s + max(took) + exchange_s
+            steps, tokens, now_s = steps + 1, ends_at, now_s + (max(took) + exchange_s)
             if due or tokens >= total:
                 curve.append(_point(steps, tokens, now_s, learner, evaluate, vector))
         if progress is not None:
