@@ -6,12 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from dips.local.plan_run import PlanSource, job_of
+from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.run.links import (
     BACK,
     BOARD_FILE,
     FORTH,
-    Cell,
-    Cells,
     Iteration,
     LinkBoard,
     RankPace,
@@ -42,7 +41,7 @@ def play(folder: Path, source: PlanSource, late_ns: int = 0) -> list[Iteration]:
     sizes = board_sizes(job, cells.n_stages, cells.n_microbatches)
     LinkBoard.make(folder / BOARD_FILE, *sizes)
     with LinkBoard(folder / BOARD_FILE, *sizes) as board:
-        clocks = [RankClock(late_ns) for _ in cells.rows]
+        clocks = [RankClock(late_ns) for _ in cells.orders]
         paces = [RankPace(job, cells, rank, board, clock) for rank, clock in enumerate(clocks)]
         for pace in paces:
             pace.begin(0)
@@ -51,14 +50,14 @@ def play(folder: Path, source: PlanSource, late_ns: int = 0) -> list[Iteration]:
 
 
 def _play(
-    cells: Cells,
+    cells: Schedule,
     clocks: list[RankClock],
     paces: list[RankPace],
     board: LinkBoard,
     lasts_ns: tuple[tuple[int, int, int], ...],
 ) -> None:
-    left = [list(row) for row in cells.rows]
-    ended: dict[Cell, int] = {}
+    left = [list(row) for row in cells.orders]
+    ended: dict[Op, int] = {}
     while any(left):
         ready = []
         for rank, row in enumerate(left):
@@ -70,23 +69,23 @@ def _play(
             ready.append((start_ns + _lasts_ns(row[0], lasts_ns), rank, bytes_ns))
         assert ready, "the ranks wait for each other"
         _, rank, bytes_ns = min(ready)
-        cell = left[rank].pop(0)
+        op = left[rank].pop(0)
         clocks[rank].ns = max(clocks[rank].ns, bytes_ns)  # torch waits for the bytes; the note is Pace's to wait for
-        assert paces[rank].run(cell, lambda: "its work's result") == "its work's result"
-        ended[cell] = clocks[rank].ns
-        after = cell.stage + (1 if cell.kind == "F" else -1)
-        if cell.kind != "W" and 0 <= after < cells.n_stages and cells.rank_of_stage[after] != rank:
-            paces[rank].send(cell)
+        assert paces[rank].run(op, lambda: "its work's result") == "its work's result"
+        ended[op] = clocks[rank].ns
+        after = op.stage + (1 if op.kind == "F" else -1)
+        if op.kind != "W" and 0 <= after < cells.n_stages and cells.device_of_stage[after] != rank:
+            paces[rank].send(op)
 
 
-def _lasts_ns(cell: Cell, lasts_ns: tuple[tuple[int, int, int], ...]) -> int:
-    f, d, w = lasts_ns[cell.stage]
-    return {"F": f, "I": d, "W": w, "B": d + w}[cell.kind]
+def _lasts_ns(op: Op, lasts_ns: tuple[tuple[int, int, int], ...]) -> int:
+    f, d, w = lasts_ns[op.stage]
+    return {"F": f, "I": d, "W": w, "B": d + w}[op.kind]
 
 
-def _bytes_there_ns(cell: Cell, cells: Cells, ended: dict[Cell, int]) -> int | None:
+def _bytes_there_ns(op: Op, cells: Schedule, ended: dict[Op, int]) -> int | None:
     """When what an operation needs was sent; None if it was not."""
-    if cell.kind == "W" or cell.stage == (0 if cell.kind == "F" else cells.n_stages - 1):
+    if op.kind == "W" or op.stage == (0 if op.kind == "F" else cells.n_stages - 1):
         return 0
-    before, kinds = (cell.stage - 1, "F") if cell.kind == "F" else (cell.stage + 1, "IB")
-    return next((ended[made] for kind in kinds if (made := Cell(before, kind, cell.microbatch)) in ended), None)
+    before, kinds = (op.stage - 1, "F") if op.kind == "F" else (op.stage + 1, "IB")
+    return next((ended[made] for kind in kinds if (made := Op(Kind(kind), before, op.microbatch)) in ended), None)

@@ -254,12 +254,12 @@ def run_ranks(folder: Path, job: PlanJob, deadline_s: float, clock: Clock) -> li
     cells = parse_cells(job.csv, "the plan")
     write_job(folder, job)
     LinkBoard.make(folder / BOARD_FILE, *board_sizes(job, cells.n_stages, cells.n_microbatches))
-    names = [rank_name(rank) for rank in range(cells.n_ranks)]
+    names = [rank_name(rank) for rank in range(cells.n_devices)]
     with ProcessSupervisor(clock, lambda event: None) as ranks:
-        for rank in range(cells.n_ranks):
+        for rank in range(cells.n_devices):
             ranks.start(_spec(folder, rank))
         _watch(ranks, names, folder, clock, deadline_s)
-    return [read_report(folder, rank) for rank in range(cells.n_ranks)]
+    return [read_report(folder, rank) for rank in range(cells.n_devices)]
 
 
 def rank_name(rank: int) -> str:

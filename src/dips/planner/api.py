@@ -47,10 +47,7 @@ def make(
 def compare(setups: Iterable[str | Path]) -> dict[str, list[float | None]]:
     """Schedule -> its best iteration with each of the setups, in seconds; None where it is not possible. Raises
     ConfigError."""
-    return best_times([make(setup, sensitivity=False) for setup in setups])
-
-
-def best_times(plans: Sequence[Plan]) -> dict[str, list[float | None]]:
+    plans = [make(setup, sensitivity=False) for setup in setups]
     names = dict.fromkeys(c.name for plan in plans for c in plan.candidates)
     return {
         name: [min((c.iteration_s for c in plan.candidates if c.name == name), default=None) for plan in plans]

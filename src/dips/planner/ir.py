@@ -92,6 +92,10 @@ class Schedule:
         """Whether gradients of inputs and of weights are operations of their own."""
         return any(op.kind is Kind.D for order in self.orders for op in order)
 
+    def stages_of(self, device: int) -> tuple[int, ...]:
+        """The stages on a device, in the order of the model."""
+        return tuple(stage for stage, place in enumerate(self.device_of_stage) if place == device)
+
     def with_parts_as_stages(self) -> Schedule:
         """The same schedule for a runtime without parts: each part is a stage of its own, `parts` adjacent ones on a
         device, in reverse order for backward passes."""

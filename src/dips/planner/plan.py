@@ -147,7 +147,14 @@ def make_plan(problem: Problem, sensitivity: bool = True) -> Plan:
     refused: list[RefusedCandidate] = []
     for name in names:
         try:
-            found += _candidates(problem, name)
+            if name == "jeeves":
+                found += jeeves_of(problem)
+            elif name == "dp":
+                found.append(data_parallel(problem))
+            elif name.startswith("optimal"):
+                found.append(optimal_of(problem, name))
+            else:
+                found += divided(problem, name)
         except PlanError as error:
             refused.append(RefusedCandidate(name, str(error)))
     if not found:
@@ -213,20 +220,6 @@ def pipelines_of(problem: Problem) -> Problem:
     names = [name for name in options.schedules or NAMES if name != "dp"] or list(SCHEDULES)
     solved = [name for name in names if options.solver_s or not name.startswith("optimal")]
     return problem.with_options(schedules=solved)
-
-
-# ---- candidates ----
-
-
-def _candidates(problem: Problem, name: str) -> Iterator[Candidate]:
-    if name == "jeeves":
-        yield from jeeves_of(problem)
-    elif name == "dp":
-        yield data_parallel(problem)
-    elif name.startswith("optimal"):
-        yield optimal_of(problem, name)
-    else:
-        yield from divided(problem, name)
 
 
 # ---- plan file -------------------------------------------------------------------------------------------------------

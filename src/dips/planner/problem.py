@@ -5,6 +5,7 @@ A model is a row of units (dips.planner.units), which are divided into stages. R
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -110,9 +111,6 @@ class Problem:
             return 1.0
         return tflops_of(self.setup, 0) / tflops_of(self.setup, site)
 
-    def _pace(self, device: int) -> TimesPerLayer:
-        return self.paces[device] if self.paces else (1.0, 1.0, 1.0)
-
     # ---- stages ----
 
     def uniform(self, n_stages: int | None = None) -> Division:
@@ -127,16 +125,13 @@ class Problem:
     def balanced(self, places: Sequence[int]) -> Division:
         """The division with stage times as equal as possible (least squares), where units or sites differ; places[s]:
         device of stage s."""
-        return even_division([unit.total_s for unit in self.units], [self._slower(device) for device in places])
-
-    def _slower(self, device: int) -> float:
-        """Time of a layer on this device / its planned time on a device of the first site."""
-        if not self.paces:
-            return self._slowness(device)
-        unit = self.units[len(self.units) // 2]
-        parts = (unit.forward_s, unit.input_gradient_s, unit.weight_gradient_s)
-        measured = sum(pace * part for pace, part in zip(self.paces[device], parts, strict=True))
-        return self._slowness(device) * measured / unit.total_s
+        slower = [self._slowness(device) for device in places]
+        if self.paces:  # measured on a layer of the middle
+            unit = self.units[len(self.units) // 2]
+            parts = (unit.forward_s, unit.input_gradient_s, unit.weight_gradient_s)
+            measured = [sum(map(operator.mul, self.paces[device], parts)) for device in places]
+            slower = [slow * time / unit.total_s for slow, time in zip(slower, measured, strict=True)]
+        return even_division([unit.total_s for unit in self.units], slower)
 
     def costs(self, division: Division, places: Sequence[int] | None = None, together: float | None = None) -> Costs:
         """The costs of a division. places[s]: device of stage s; straight if not given. together: replicas whose
@@ -148,10 +143,10 @@ class Problem:
         return Costs(stages, wires, self.exchanges(division, placed), self.setup.options.overlap)
 
     def _stage(self, units: Sequence[Unit], device: int) -> StageCost:
-        slowness = self._slowness(device)
+        slowness, paces = self._slowness(device), self.paces[device] if self.paces else (1.0, 1.0, 1.0)
         columns = zip(*((u.forward_s, u.input_gradient_s, u.weight_gradient_s) for u in units), strict=True)
         f_ns, d_ns, w_ns = (
-            round(sum(times) * slowness * pace * NS) for times, pace in zip(columns, self._pace(device), strict=True)
+            round(sum(times) * slowness * pace * NS) for times, pace in zip(columns, paces, strict=True)
         )
         held = round(sum(unit.activation_bytes for unit in units))
         return StageCost(f_ns, d_ns, w_ns, held, round(held * self.released))
@@ -159,33 +154,24 @@ class Problem:
     def wires(self, placed: Sequence[int], together: float) -> dict[tuple[int, int], Wire]:
         """The wires between devices that are neighbours in the model. All messages of a link share it, in each
         direction."""
-        n, n_sites, found = self.n_devices, len(self.setup.sites), {}
+        n, sites, found = self.n_devices, self.setup.sites, {}
         for a, b in {
             pair for s in range(1, len(placed)) for pair in (placed[s - 1 : s + 1], placed[s - 1 : s + 1][::-1])
         }:
-            if a == b:
-                continue
             here, there = self.site_of[a], self.site_of[b]
             if here != there:
-                found[a, b] = self._between(here, there, together)
-            elif (wire := self._inside(self.setup.sites[here], n_sites**2 + n * a + b)) is not None:
-                found[a, b] = wire
+                link = self.setup.link(sites[here].name, sites[there].name)
+                busy_ns = round(self.message_bytes * together / link.bytes_per_s * NS)
+                latency_ns = round(link.latency_ms * 1e6)
+                hold_ns = 2 * latency_ns if self.setup.options.blocking else 0
+                found[a, b] = Wire(here * len(sites) + there, busy_ns, latency_ns, hold_ns)
+                continue
+            # Inside a site each pair of devices of one replica has a link of its own.
+            gbps, latency_ns = sites[here].network_gbps, round(sites[here].network_latency_us * 1e3)
+            busy_ns = 0 if gbps is None else round(self.message_bytes * 8 / gbps)
+            if a != b and (gbps is not None or latency_ns):
+                found[a, b] = Wire(len(sites) ** 2 + n * a + b, busy_ns, latency_ns, shared=False)
         return found
-
-    def _between(self, here: int, there: int, together: float) -> Wire:
-        sites = self.setup.sites
-        link = self.setup.link(sites[here].name, sites[there].name)
-        busy_ns = round(self.message_bytes * together / link.bytes_per_s * NS)
-        latency_ns = round(link.latency_ms * 1e6)
-        hold_ns = 2 * latency_ns if self.setup.options.blocking else 0
-        return Wire(here * len(sites) + there, busy_ns, latency_ns, hold_ns)
-
-    def _inside(self, site: Site, resource: int) -> Wire | None:
-        """The wire inside a site: each pair of devices of one replica has a link of its own there."""
-        latency_ns = round(site.network_latency_us * 1e3)
-        if site.network_gbps is None:
-            return Wire(resource, 0, latency_ns, shared=False) if latency_ns else None
-        return Wire(resource, round(self.message_bytes * 8 / site.network_gbps), latency_ns, shared=False)
 
     # ---- between replicas ----
 

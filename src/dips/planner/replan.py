@@ -13,7 +13,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -187,12 +186,13 @@ def swap_cost(problem: Problem, running: Running, new: Candidate, pause_s: float
             inside[here, source, target] += size
         for pair in _hops(problem, here, there):
             over[pair] += size
-    times = [_link_s(problem, pair, size) for pair, size in over.items()]
-    for (site, _, _), size in inside.items():
-        network = problem.setup.sites[site].network_gbps
-        times.append(size * 8 / network / 1e9 if network else 0.0)
     sites = problem.setup.sites
     named = {(sites[a].name, sites[b].name): size for (a, b), size in over.items()}
+    links = [(problem.setup.link(*pair), size) for pair, size in named.items()]
+    times = [link.latency_ms / 1e3 + size / link.bytes_per_s for link, size in links]
+    for (site, _, _), size in inside.items():
+        network = sites[site].network_gbps
+        times.append(size * 8 / network / 1e9 if network else 0.0)
     return Swap(len(moved), named, sum(inside.values()), max(times, default=0.0) + pause_s)
 
 
@@ -201,17 +201,11 @@ def layers_moved(
 ) -> list[tuple[int, int, int]]:
     """(unit, from device, to device) of those that change their device; old, new: divisions and the devices of
     stages."""
-    before, after = (_device_of_units(*each) for each in (old, new))
+    before, after = (
+        [place for layers, place in zip(division, places, strict=True) for _ in range(layers)]
+        for division, places in (old, new)
+    )
     return [(u, a, b) for u, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
-
-
-def _device_of_units(division: Division, places: tuple[int, ...]) -> list[int]:
-    ends, stage, found = list(accumulate(division)), 0, []
-    for unit in range(ends[-1]):
-        while unit >= ends[stage]:
-            stage += 1
-        found.append(places[stage])
-    return found
 
 
 def _hops(problem: Problem, here: int, there: int) -> list[tuple[int, int]]:
@@ -223,11 +217,6 @@ def _hops(problem: Problem, here: int, there: int) -> list[tuple[int, int]]:
         step = 1 if there > here else -1
         return [(site, site + step) for site in range(here, there, step)]
     return [(here, there)] if here != there else []
-
-
-def _link_s(problem: Problem, pair: tuple[int, int], size: float) -> float:
-    link = problem.setup.link(*(problem.setup.sites[site].name for site in pair))
-    return link.latency_ms / 1e3 + size / link.bytes_per_s
 
 
 # ---- a plan that runs ------------------------------------------------------------------------------------------------
@@ -403,9 +392,5 @@ def _paces(
                 raise PlanError(f"{measured.file}: stage {one.stage} takes time where the plan has none: give 0")
             sums[device][kind][0] += time_ms * 1e6
             sums[device][kind][1] += plan_ns
-    return tuple(_pace(row) for row in sums)
-
-
-def _pace(row: list[list[float]]) -> TimesPerLayer:
-    f, d, w = (got / wanted if wanted else 1.0 for got, wanted in row)
-    return f, d, w
+    paces = ([got / wanted if wanted else 1.0 for got, wanted in row] for row in sums)
+    return tuple((f, d, w) for f, d, w in paces)

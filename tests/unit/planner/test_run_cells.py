@@ -7,18 +7,19 @@ from pathlib import Path
 import pytest
 
 from dips.core.errors import ConfigError
-from dips.planner.run.links import Cell, parse_cells, read_cells
+from dips.planner.ir import Kind, Op
+from dips.planner.run.links import parse_cells, read_cells
 
 V = "0F0,3F0,3I0,0I0,3W0,0W0\n1F0,2F0,2B0,1B0\n"
 
 
 def test_where_stages_stand_is_read_off_the_lines() -> None:
     cells = parse_cells(V, "v")
-    assert (cells.n_ranks, cells.n_stages, cells.n_microbatches) == (2, 4, 1)
-    assert cells.rank_of_stage == (0, 1, 1, 0)
+    assert (cells.n_devices, cells.n_stages, cells.n_microbatches) == (2, 4, 1)
+    assert cells.device_of_stage == (0, 1, 1, 0)
     assert cells.stages_of(0) == (0, 3)
-    assert cells.rows[1][2] == Cell(2, "B", 0)
-    assert [",".join(map(str, row)) for row in cells.rows] == V.splitlines()
+    assert cells.orders[1][2] == Op(Kind.B, 2, 0)
+    assert [",".join(map(str, row)) for row in cells.orders] == V.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -26,13 +27,12 @@ def test_where_stages_stand_is_read_off_the_lines() -> None:
     [
         (
             "0F0,0X0\n",
-            "plan.csv, line 1, column 2: '0X0' is not an operation: write STAGE KIND MICROBATCH without blanks",
+            "plan.csv: line 1, column 2: '0X0' is not an operation: write STAGE KIND MICROBATCH without blanks",
         ),
-        ("0F0,\n", "plan.csv, line 1, column 2: '' is not an operation"),
-        ("0F0.1\n", "parts such as 2F3.1 are stages of their own in plan.csv"),
-        ("0F0,0B0\n0F1,0B1\n", "plan.csv: stage 0 runs on ranks 0 and 1: give it one line"),
-        ("0F0,0B0\n2F0,2B0\n", "plan.csv: no line runs stage 1: every stage needs one"),
-        ("", "plan.csv: no line runs stage 0: every stage needs one"),
+        ("0F0.1\n", "plan.csv has parts of blocks: write each as a stage of its own, as plan.csv has them"),
+        ("0F0,0B0\n0F1,0B1\n", "plan.csv: stage 0 runs on devices 0 and 1: give it one"),
+        ("0F0,0B0\n2F0,2B0\n", "plan.csv: no device runs stage 1: every stage needs one line"),
+        ("", "plan.csv: no device runs stage 0: every stage needs one line"),
         ("0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n", "plan.csv: the last stage runs forward passes in the order .1, 0."),
     ],
 )

@@ -12,7 +12,8 @@ from support.planner_grid import STATIC
 
 from dips.local.plan_run import CASE, PlanSource, scaled, source_of, timelines
 from dips.planner.costs import Costs, StageCost, Wire
-from dips.planner.run.links import FORTH, Cell, LinkBoard, PlanJob, RankLink, RankPace, RankReport, parse_cells
+from dips.planner.ir import Kind, Op
+from dips.planner.run.links import FORTH, LinkBoard, PlanJob, RankLink, RankPace, RankReport, parse_cells
 from dips.planner.simulate import Timeline, simulate
 
 EVERY = (*STATIC, "cross_ud/1", "cross_ud/2", "cross_ud/4", "cross_wave")
@@ -69,8 +70,8 @@ def test_work_that_takes_longer_than_planned_makes_its_operation_longer(tmp_path
         clock = RankClock()
         pace = RankPace(job, cells, 0, board, clock)
         pace.begin(0)
-        pace.run(Cell(0, "F", 0), lambda: clock.wait_until(8))
-        pace.run(Cell(0, "B", 0), lambda: clock.wait_until(9))
+        pace.run(Op(Kind.F, 0, 0), lambda: clock.wait_until(8))
+        pace.run(Op(Kind.B, 0, 0), lambda: clock.wait_until(9))
         assert pace.finish().times == ((0, 8), (8, 18))
 
 
@@ -80,8 +81,8 @@ def test_before_the_first_timed_iteration_nothing_is_waited_for(tmp_path: Path) 
     with LinkBoard(tmp_path / "links", 1, 1, 2, 1) as board:
         clock = RankClock()
         pace = RankPace(job, parse_cells(job.csv, "two"), 0, board, clock)
-        assert pace.run(Cell(0, "F", 0), lambda: "output") == "output"
-        pace.send(Cell(0, "F", 0))
+        assert pace.run(Op(Kind.F, 0, 0), lambda: "output") == "output"
+        pace.send(Op(Kind.F, 0, 0))
         assert (clock.ns, board.arrives_ns(0, FORTH, 1, 0)) == (0, 0)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,8 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from dips.core.errors import ConfigError
+from dips.planner.errors import PlanError
+from dips.planner.ir import Kind, Op, Schedule
 
 # ---- job -------------------------------------------------------------------------------------------------------------
 #
@@ -123,50 +124,14 @@ def read_report(folder: Path, rank: int) -> RankReport:
     return _REPORT.validate_json((folder / f"rank-{rank}.json").read_bytes())
 
 
-# ---- cells -----------------------------------------------------------------------------------------------------------
+# ---- order of operations ---------------------------------------------------------------------------------------------
 #
-# Reads the order of operations from a plan.csv: a line for each rank, a cell such as 2F3 for each operation.
-#
-# It says where each stage runs. torch's runtime checks that the schedule is complete and can end.
+# torch's runtime checks that a schedule is complete and can end.
 
 
-_CELL = re.compile(r"(\d{1,6})([FIWB])(\d{1,6})", re.ASCII)
-
-
-class Cell(NamedTuple):
-    """One operation. kind: F, I (gradient of the input), W (of the weights) or B (both at once)."""
-
-    stage: int
-    kind: str
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-
-@dataclass(frozen=True)
-class Cells:
-    """A whole schedule. rows[r]: the operations of rank r, in their order. rank_of_stage[s]: the rank of stage s."""
-
-    rows: tuple[tuple[Cell, ...], ...]
-    rank_of_stage: tuple[int, ...]
-    n_microbatches: int
-
-    @property
-    def n_ranks(self) -> int:
-        return len(self.rows)
-
-    @property
-    def n_stages(self) -> int:
-        return len(self.rank_of_stage)
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, in the order of the model."""
-        return tuple(stage for stage, place in enumerate(self.rank_of_stage) if place == rank)
-
-
-def read_cells(file: Path) -> Cells:
-    """Read a plan.csv. Raises ConfigError for a file that cannot be read or is not a schedule."""
+def read_cells(file: Path) -> Schedule:
+    """Read a plan.csv: a line for each rank, a cell such as 2F3 for each operation. Raises ConfigError for a file that
+    cannot be read or that no rank can run."""
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -174,47 +139,23 @@ def read_cells(file: Path) -> Cells:
     return parse_cells(text, str(file))
 
 
-def parse_cells(text: str, where: str) -> Cells:
+def parse_cells(text: str, where: str) -> Schedule:
     """Parse the text of a plan.csv. where: the text's name in error sentences. Raises ConfigError."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    rows = tuple(_row(line, number, where) for number, line in enumerate(lines, start=1))
-    places: dict[int, int] = {}
-    for rank, row in enumerate(rows):
-        for cell in row:
-            if places.setdefault(cell.stage, rank) != rank:
-                raise ConfigError(
-                    f"{where}: stage {cell.stage} runs on ranks {places[cell.stage]} and {rank}: give it one line"
-                )
-    missing = [stage for stage in range(max(places, default=0) + 1) if stage not in places]
-    if missing:
-        raise ConfigError(f"{where}: no line runs stage {missing[0]}: every stage needs one")
-    cells = Cells(rows, tuple(places[s] for s in sorted(places)), max(c.microbatch for row in rows for c in row) + 1)
-    _check_last_stage(cells, where)
-    return cells
-
-
-def _row(line: str, number: int, where: str) -> tuple[Cell, ...]:
-    found = []
-    for column, text in enumerate(line.split(","), start=1):
-        match = _CELL.fullmatch(text.strip())
-        if match is None:
-            raise ConfigError(
-                f"{where}, line {number}, column {column}: {text.strip()!r} is not an operation: write STAGE KIND "
-                "MICROBATCH without blanks, as in 2F3; parts such as 2F3.1 are stages of their own in plan.csv"
-            )
-        found.append(Cell(int(match[1]), match[2], int(match[3])))
-    return tuple(found)
-
-
-def _check_last_stage(cells: Cells, where: str) -> None:
-    """torch's runtime numbers losses in the order in which the last stage makes them."""
-    last = cells.n_stages - 1
-    order = [cell.microbatch for cell in cells.rows[cells.rank_of_stage[last]] if cell[:2] == (last, "F")]
-    if order != sorted(order):
+    try:
+        schedule = Schedule.from_csv(text, where)
+    except PlanError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if schedule.parts > 1:
+        raise ConfigError(f"{where} has parts of blocks: write each as a stage of its own, as plan.csv has them")
+    last = schedule.n_stages - 1
+    row = schedule.orders[schedule.device_of_stage[last]]
+    order = [op.microbatch for op in row if op.stage == last and op.kind is Kind.F]
+    if order != sorted(order):  # torch's runtime numbers losses in the order in which the last stage makes them
         raise ConfigError(
             f"{where}: the last stage runs forward passes in the order {order[:8]}, and torch's pipeline runtime takes "
             "losses in rising order: sort them"
         )
+    return schedule
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
@@ -328,23 +269,23 @@ class RankPace:
     def __init__(
         self,
         job: PlanJob,
-        cells: Cells,
+        schedule: Schedule,
         rank: int,
         board: LinkBoard,
         waits: WaitingClock,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
         """settle: waits until the device has finished its work."""
-        self._cells, self._rank, self._board, self._waits, self._settle = cells, rank, board, waits, settle
+        self._schedule, self._rank, self._board, self._waits, self._settle = schedule, rank, board, waits, settle
         self._lasts = {
             (stage, kind): ns
             for stage, (f, d, w) in enumerate(job.lasts_ns)
-            for kind, ns in (("F", f), ("I", d), ("W", w), ("B", d + w))
+            for kind, ns in ((Kind.F, f), (Kind.D, d), (Kind.W, w), (Kind.B, d + w))
         }
         self._links: Mapping[tuple[int, int], RankLink] = {(link.source, link.target): link for link in job.links}
         self._iteration = _UNTIMED
         self._times: list[tuple[int, int]] = []
-        self._ended: dict[Cell, int] = {}
+        self._ended: dict[Op, int] = {}
         self._sent: list[Sent] = []
 
     def begin(self, iteration: int) -> None:
@@ -357,44 +298,44 @@ class RankPace:
         self._iteration = _UNTIMED
         return Iteration(tuple(self._times), tuple(self._sent))
 
-    def run(self, cell: Cell, work: Callable[[], T]) -> T:
+    def run(self, op: Op, work: Callable[[], T]) -> T:
         """Do an operation's real work in its planned time."""
         if self._iteration == _UNTIMED:
             return work()
-        self._wait_for_input(cell)
+        self._wait_for_input(op)
         start_ns = self._waits.now_ns()
         result = work()
         self._settle()
-        self._waits.wait_until(start_ns + self._lasts[cell.stage, cell.kind])
+        self._waits.wait_until(start_ns + self._lasts[op.stage, op.kind])
         end_ns = self._waits.now_ns()
         self._times.append((start_ns, end_ns))
-        self._ended[cell] = end_ns
+        self._ended[op] = end_ns
         return result
 
-    def send(self, cell: Cell) -> None:
+    def send(self, op: Op) -> None:
         """Send the message of an operation."""
         if self._iteration == _UNTIMED:
             return
-        ready_ns = self._ended[cell]
-        direction, stage = (FORTH, cell.stage + 1) if cell.kind == "F" else (BACK, cell.stage - 1)
-        target = self._cells.rank_of_stage[stage]
+        ready_ns = self._ended[op]
+        direction, stage = (FORTH, op.stage + 1) if op.kind is Kind.F else (BACK, op.stage - 1)
+        target = self._schedule.device_of_stage[stage]
         link = self._links.get((self._rank, target))
         if link is None:
-            self._sent.append(Sent(str(cell), target, ready_ns, ready_ns, ready_ns, ready_ns))
+            self._sent.append(Sent(str(op), target, ready_ns, ready_ns, ready_ns, ready_ns))
             return
-        found = self._board.send(self._iteration, link, direction, stage, cell.microbatch, ready_ns)
-        self._sent.append(Sent(str(cell), target, ready_ns, found.start_ns, found.freed_ns, found.arrives_ns))
+        found = self._board.send(self._iteration, link, direction, stage, op.microbatch, ready_ns)
+        self._sent.append(Sent(str(op), target, ready_ns, found.start_ns, found.freed_ns, found.arrives_ns))
 
-    def _wait_for_input(self, cell: Cell) -> None:
+    def _wait_for_input(self, op: Op) -> None:
         """Wait for the planned arrival: the bytes may be here long before a slow link would have delivered them."""
-        last = self._cells.n_stages - 1
-        if cell.kind == "W" or cell.stage == (0 if cell.kind == "F" else last):
+        last = self._schedule.n_stages - 1
+        if op.kind is Kind.W or op.stage == (0 if op.kind is Kind.F else last):
             return
-        direction, before = (FORTH, cell.stage - 1) if cell.kind == "F" else (BACK, cell.stage + 1)
-        if (self._cells.rank_of_stage[before], self._rank) not in self._links:
+        direction, before = (FORTH, op.stage - 1) if op.kind is Kind.F else (BACK, op.stage + 1)
+        if (self._schedule.device_of_stage[before], self._rank) not in self._links:
             return
         # When receiving does not wait for the device, the note can be written after this check.
-        note = (self._iteration, direction, cell.stage, cell.microbatch)
+        note = (self._iteration, direction, op.stage, op.microbatch)
         while (arrives_ns := self._board.arrives_ns(*note)) == NO_NOTE:
             self._waits.wait_until(self._waits.now_ns() + LOOK_AGAIN_NS)
         self._waits.wait_until(arrives_ns)

@@ -21,12 +21,10 @@ from torch.distributed.pipelining import PipelineStage
 
 from dips.core.errors import ConfigError, DipsError
 from dips.core.observe.telemetry import say_last
+from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.run.links import (
     BOARD_FILE,
     STORE_FILE,
-    Cell,
-    Cells,
-    Iteration,
     LinkBoard,
     PlanJob,
     RankPace,
@@ -131,28 +129,28 @@ class PacedStage(PipelineStage):
     ) -> None:
         super().__init__(module, stage, n_stages, device, group=group)
         self._pace = pace
-        self._backward: dict[int, Cell] = {}
+        self._backward: dict[int, Op] = {}
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        cell = Cell(self.stage_index, "F", fwd_chunk_id)
-        return self._pace.run(cell, lambda: super(PacedStage, self).forward_one_chunk(fwd_chunk_id, *args, **kwargs))
+        op = Op(Kind.F, self.stage_index, fwd_chunk_id)
+        return self._pace.run(op, lambda: super(PacedStage, self).forward_one_chunk(fwd_chunk_id, *args, **kwargs))
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        cell = Cell(self.stage_index, "B" if full_backward else "I", bwd_chunk_id)
-        self._backward[bwd_chunk_id] = cell
+        op = Op(Kind.B if full_backward else Kind.D, self.stage_index, bwd_chunk_id)
+        self._backward[bwd_chunk_id] = op
         self._pace.run(
-            cell,
+            op,
             lambda: super(PacedStage, self).backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward),
         )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        cell = Cell(self.stage_index, "W", bwd_chunk_id)
-        self._pace.run(cell, lambda: super(PacedStage, self).backward_weight_one_chunk(bwd_chunk_id, last_backward))
+        op = Op(Kind.W, self.stage_index, bwd_chunk_id)
+        self._pace.run(op, lambda: super(PacedStage, self).backward_weight_one_chunk(bwd_chunk_id, last_backward))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._pace.send(Cell(self.stage_index, "F", fwd_chunk_id))
+        self._pace.send(Op(Kind.F, self.stage_index, fwd_chunk_id))
         return super().get_fwd_send_ops(fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -169,9 +167,9 @@ def run(folder: Path, rank: int) -> None:
     cells = parse_cells(job.csv, "the plan")
     device = _device(job, rank)
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / STORE_FILE), cells.n_ranks)  # type: ignore[attr-defined]
+    store = dist.FileStore(str(folder / STORE_FILE), cells.n_devices)  # type: ignore[attr-defined]
     dist.init_process_group(
-        job.backend, store=store, rank=rank, world_size=cells.n_ranks, timeout=timedelta(seconds=job.timeout_s)
+        job.backend, store=store, rank=rank, world_size=cells.n_devices, timeout=timedelta(seconds=job.timeout_s)
     )
     try:
         with LinkBoard(folder / BOARD_FILE, *board_sizes(job, cells.n_stages, cells.n_microbatches)) as board:
@@ -193,8 +191,8 @@ def _device(job: PlanJob, rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def _train(job: PlanJob, cells: Cells, rank: int, device: torch.device, board: LinkBoard) -> RankReport:
-    settle = torch.cuda.synchronize if device.type == "cuda" else _nothing
+def _train(job: PlanJob, cells: Schedule, rank: int, device: torch.device, board: LinkBoard) -> RankReport:
+    settle = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     pace = RankPace(job, cells, rank, board, SystemWaits(), settle)
     modules = {stage: block(stage, device) for stage in cells.stages_of(rank)}
     pipeline = PlannedPipeline(cells, modules, loss, device, make_stage=partial(PacedStage, pace))
@@ -203,30 +201,17 @@ def _train(job: PlanJob, cells: Cells, rank: int, device: torch.device, board: L
     error = gradient_error(cells.n_stages, cells.n_microbatches, modules, device)
     gc.collect()
     gc.freeze()  # no long collection in the middle of an iteration
-    iterations = [_timed(pace, pipeline, modules, inputs, targets, repeat) for repeat in range(job.repeats)]
+    iterations = []
+    for repeat in range(job.repeats):
+        for module in modules.values():
+            module.zero_grad()
+        dist.barrier()
+        pace.begin(repeat)
+        pipeline.step(inputs, targets)
+        iterations.append(pace.finish())
     message = inputs[:ROWS]
     parameters = sum(1 for module in modules.values() for _ in module.parameters())
     return RankReport(tuple(iterations), parameters, error, message.numel() * message.element_size())
-
-
-def _timed(
-    pace: RankPace,
-    pipeline: PlannedPipeline,
-    modules: dict[int, nn.Module],
-    inputs: torch.Tensor,
-    targets: torch.Tensor,
-    repeat: int,
-) -> Iteration:
-    for module in modules.values():
-        module.zero_grad()
-    dist.barrier()
-    pace.begin(repeat)
-    pipeline.step(inputs, targets)
-    return pace.finish()
-
-
-def _nothing() -> None:
-    pass
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from dips.core.errors import ConfigError
-from dips.planner.run.links import Cells
+from dips.planner.ir import Schedule
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 StageMaker = Callable[[nn.Module, int, int, torch.device, dist.ProcessGroup | None], PipelineStage]
@@ -33,7 +33,7 @@ class PlannedPipeline:
 
     def __init__(
         self,
-        cells: Cells,
+        cells: Schedule,
         modules: Mapping[int, nn.Module],
         loss: LossFunction,
         device: torch.device,
@@ -46,8 +46,8 @@ class PlannedPipeline:
         Raises ConfigError where the group, the modules or the schedule do not fit.
         """
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        if size != cells.n_ranks:
-            raise ConfigError(f"the plan has {cells.n_ranks} ranks, the process group has {size}: make them equal")
+        if size != cells.n_devices:
+            raise ConfigError(f"the plan has {cells.n_devices} ranks, the process group has {size}: make them equal")
         stages = cells.stages_of(rank)
         if sorted(modules) != list(stages):
             raise ConfigError(
@@ -84,7 +84,7 @@ def _plain_stage(
     return PipelineStage(module, stage, n_stages, device, group=group)
 
 
-def _runtime(cells: Cells, stages: list[PipelineStage], loss: LossFunction) -> PipelineScheduleMulti:
+def _runtime(cells: Schedule, stages: list[PipelineStage], loss: LossFunction) -> PipelineScheduleMulti:
     """torch's runtime with the plan's order, to which torch adds sending and receiving."""
     try:
         from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -97,7 +97,7 @@ def _runtime(cells: Cells, stages: list[PipelineStage], loss: LossFunction) -> P
     runtime = _PipelineScheduleRuntime(stages, n, lambda output, target: loss(output, target) / n, scale_grads=False)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.csv"
-        file.write_text("".join(",".join(map(str, row)) + "\n" for row in cells.rows))
+        file.write_text(cells.to_csv())
         try:
             runtime._load_csv(str(file), format="compute_only")
         except AssertionError as error:
