@@ -266,22 +266,20 @@ class _ServersRun:
 
     # ---- the end ----
 
-    def _ended(self, loss: float | None) -> str:
-        if not self._done and self._tally.voids_in_a_row >= HOPELESS_VOIDS and self._tally.locked_out:
-            return "locked out"
-        untrained = self._done and self._evaluate is None
-        return "finished" if untrained or loss is not None else "diverged"
-
     def _record(self) -> RunRecord:
         setup, tally, hopeless = self._setup, self._tally, self._hopeless()
         if hopeless:
             self._ends_s, self._at_end = self._now_s - tally.began_s, self._made()
         loss, virtual_s = (None, self._ends_s) if hopeless else at_tokens(self._curve, setup.run.tokens)
         assert hopeless or self._done, "the master ends a run at its tokens"
+        untrained = self._done and self._evaluate is None
+        ended = "finished" if untrained or loss is not None else "diverged"
+        if not self._done and tally.voids_in_a_row >= HOPELESS_VOIDS and tally.locked_out:
+            ended = "locked out"
         begun = self._at_begin
         inject = self._injector.injection.kind if self._injector is not None else ""
         return RunRecord(
-            self._method.name, self._seed, inject, setup.run.tokens, self._ended(loss), loss, virtual_s,
+            self._method.name, self._seed, inject, setup.run.tokens, ended, loss, virtual_s,
             tally.rounds, tally.voids,
             curve=tuple(self._curve),
             judged=tuple(tally.facts),

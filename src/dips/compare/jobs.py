@@ -203,21 +203,18 @@ def gather(
                 found[rest[index]] = record
                 results.keep(todo[index], record)
     except PoolJobFailed as failed:
-        raise DipsError(_sentence(todo[failed.index], failed, run_dir, len(found), len(jobs))) from failed
+        job, trace = todo[failed.index], ""
+        if failed.trace:
+            path = run_dir / "logs" / f"{job.name}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(failed.trace)
+            trace = f"; place in the program: {path}"
+        done = _kept(len(found), len(jobs), results.folder)
+        raise DipsError(f"{job.title}: {failed}{trace}; {done}") from failed
     except KeyboardInterrupt:
         _say(console, f"interrupted: {_kept(len(found), len(jobs), results.folder)}")
         raise
     return [found[at] for at in range(len(jobs))]
-
-
-def _sentence(job: ComparisonJob, failed: PoolJobFailed, run_dir: Path, n_found: int, n_jobs: int) -> str:
-    trace = ""
-    if failed.trace:
-        path = run_dir / "logs" / f"{job.name}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(failed.trace)
-        trace = f"; place in the program: {path}"
-    return f"{job.title}: {failed}{trace}; {_kept(n_found, n_jobs, run_dir / 'runs')}"
 
 
 def _kept(n_found: int, n_jobs: int, folder: Path) -> str:

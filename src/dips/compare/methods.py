@@ -270,11 +270,6 @@ class Injector:
             case "flip":
                 push[:] = base - (push - base)
             case "noise":
-                push[:] = base + _random_of_norm(rng, float(np.linalg.norm(push - base)), len(push))
+                norm, direction = float(np.linalg.norm(push - base)), rng.standard_normal(len(push), dtype=np.float32)
+                push[:] = base + direction * np.float32(norm / float(np.linalg.norm(direction)))
         return True
-
-
-def _random_of_norm(rng: np.random.Generator, norm: float, n_elems: int) -> F32:
-    direction = rng.standard_normal(n_elems, dtype=np.float32)
-    scaled: F32 = direction * np.float32(norm / float(np.linalg.norm(direction)))
-    return scaled

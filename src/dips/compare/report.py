@@ -18,7 +18,7 @@ from rich import box
 from rich.table import Table
 
 from dips.compare.methods import find_method
-from dips.compare.record import PushFact, RoundFact, RunRecord
+from dips.compare.record import PushFact, RunRecord
 from dips.compare.setup import ComparisonSetup
 from dips.core.release import software_versions
 from dips.core.units import format_count, format_seconds
@@ -75,15 +75,16 @@ def summarise(record: RunRecord, ideal_tokens_per_s: float) -> RunSummary:
     """Summarise a record by counting; it judges nothing again."""
     pushes = [push for row in record.judged for push in row.pushes]
     committed = [row for row in record.judged if row.kappa is not None]
+    timed = record.ended == FINISHED and record.virtual_s > 0
     return RunSummary(
         loss=finite(record.loss),
         virtual_s=record.virtual_s,
         tokens=record.tokens,
         ended=record.ended,
-        share_of_ideal=_share(record, ideal_tokens_per_s),
+        share_of_ideal=record.tokens / record.virtual_s / ideal_tokens_per_s if timed else None,
         rounds=record.rounds,
         voids=record.voids,
-        merged_per_round=_mean([_merged(row) for row in committed]),
+        merged_per_round=_mean([sum(push.verdict == APPLIED for push in row.pushes) for row in committed]),
         staleness_mean=_mean([push.staleness for push in pushes]),
         staleness_max=max((push.staleness for push in pushes), default=None),
         clipped=_mean([float(row.kappa is not None and row.kappa < 1) for row in committed]),
@@ -184,16 +185,6 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _share(record: RunRecord, ideal_tokens_per_s: float) -> float | None:
-    if record.ended != FINISHED or record.virtual_s <= 0:
-        return None
-    return record.tokens / record.virtual_s / ideal_tokens_per_s
-
-
-def _merged(row: RoundFact) -> int:
-    return sum(push.verdict == APPLIED for push in row.pushes)
-
-
 def _count(pushes: Sequence[PushFact], *, bad: bool, excluded: bool) -> int | None:
     if not pushes:
         return None
@@ -291,7 +282,8 @@ def loss_table(found: Comparison) -> Table:
         row = [name, loss_text(summary), *(show(value, "+.3f") for value in differences)]
         row += [time_text(summary), show(summary.mean("share_of_ideal"), ".1%")]
         if _timed(found):
-            row.append(show(_speed(summary, found.summaries["diloco-clip"]), ".2f", "x"))
+            ours, theirs = summary.virtual_s, found.summaries["diloco-clip"].virtual_s
+            row.append(show(theirs / ours if ours and theirs else None, ".2f", "x"))
         table.add_row(*row)
     return table
 
@@ -397,12 +389,6 @@ def time_text(summary: MethodSummary) -> str:
 def _timed(found: Comparison) -> bool:
     """Whether times are shown: not with spoilt pushes, where they are not compared."""
     return "diloco-clip" in found.summaries and not found.inject
-
-
-def _speed(summary: MethodSummary, reference: MethodSummary) -> float | None:
-    """How many times faster than the reference it trained on the same tokens."""
-    ours, theirs = summary.virtual_s, reference.virtual_s
-    return theirs / ours if ours and theirs else None
 
 
 def show(value: float | None, form: str, unit: str = "") -> str:

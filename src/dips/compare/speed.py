@@ -124,12 +124,11 @@ def steady_tokens_per_s(record: RunRecord) -> float:
         for push in fact.pushes:
             if push.verdict == "APPLIED" and fact.virtual_s >= begins:
                 merged.setdefault(push.cluster, []).append((fact.virtual_s, push.tokens))
-    return sum(_rate(pushes) for pushes in merged.values() if len(pushes) > 1)
-
-
-def _rate(pushes: Sequence[tuple[float, int]]) -> float:
-    span_s = pushes[-1][0] - pushes[0][0]
-    return sum(tokens for _, tokens in pushes[1:]) / span_s
+    return sum(
+        sum(tokens for _, tokens in pushes[1:]) / (pushes[-1][0] - pushes[0][0])
+        for pushes in merged.values()
+        if len(pushes) > 1
+    )
 
 
 # ---- the paper's baselines, without servers ----
@@ -261,8 +260,9 @@ def _numbers_of_clusters(setup: ComparisonSetup) -> list[tuple[str, ComparisonSe
 
 
 def _reading_9(found: SpeedResult) -> str:
+    gains = ", ".join(f"{name} {span(found.gains(name))}" for name in MEASURED)
     return (
-        f"{found.setup.name}: over synchronous DiLoCo {_each(found.gains)}, of an ideal {span(found.ideal_gains())}; "
+        f"{found.setup.name}: over synchronous DiLoCo {gains}, of an ideal {span(found.ideal_gains())}; "
         f"DiLoCo over data parallel {span(found.gains('ring-diloco', 'dp'))}; dynamic-full over asynchronous DiLoCo "
         f"without servers {span(found.gains('dynamic-full', 'ring-async'))}."
     )
@@ -278,10 +278,6 @@ def _reading_10(found: SpeedResult) -> str:
         f"{span(several.gains('dynamic-full'))}, over asynchronous DiLoCo without servers "
         f"{span(several.gains('dynamic-full', 'ring-async'))}."
     )
-
-
-def _each(gains: Callable[[str], list[float]]) -> str:
-    return ", ".join(f"{name} {span(gains(name))}" for name in MEASURED)
 
 
 def span(values: Sequence[float], form: str = ".2f", unit: str = "x") -> str:

@@ -109,11 +109,7 @@ def check_exchanges(
             )
         if not row.before and row.start_ns < last[row.stage]:
             raise PlanError(f"stage {row.stage} ends at {last[row.stage]} ns, its gradients leave at {row.start_ns} ns")
-    _check_apart(rows)
-
-
-def _check_apart(rows: Sequence[Exchanged]) -> None:
     ordered = sorted(rows, key=lambda row: (row.resource, row.start_ns, row.freed_ns))
-    for one, after in pairwise(ordered):
-        if one.resource == after.resource and after.start_ns < one.freed_ns:
-            raise PlanError(f"stages {one.stage} and {after.stage} exchange at the same time on one network")
+    for row, after in pairwise(ordered):
+        if row.resource == after.resource and after.start_ns < row.freed_ns:
+            raise PlanError(f"stages {row.stage} and {after.stage} exchange at the same time on one network")

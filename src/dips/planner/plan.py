@@ -237,7 +237,7 @@ PLAN_FILES = ("plan.json", "plan.csv", "trace.json", "timeline.svg", "timeline.p
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The content of plan.json; times in seconds."""
     setup, chosen = plan.problem.setup, plan.chosen
-    best = chosen.iteration_s
+    best, schedule = chosen.iteration_s, chosen.schedules[0]
     return {
         "format": FORMAT,
         "setup": Path(setup.file).name,
@@ -258,9 +258,15 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "refused": [{"schedule": no.name, "why": no.why} for no in plan.refused],
         "sensitivity": [{"change": effect.change, "saves": effect.saved} for effect in plan.effects],
         "assumptions": assumptions(plan.problem),
-        "schedule": schedule_json(chosen.schedules[0]),
+        "schedule": {
+            "name": schedule.name,
+            "device_of_stage": list(schedule.device_of_stage),
+            "microbatches": schedule.n_microbatches,
+            "parts": schedule.parts,
+            "orders": schedule.to_csv().splitlines(),
+        },
         "costs": costs_json(chosen.costs),
-        "schedules_of_other_replicas": [schedule.to_csv().splitlines() for schedule in orders_of(chosen)[1:]],
+        "schedules_of_other_replicas": [other.to_csv().splitlines() for other in orders_of(chosen)[1:]],
         "exchanges": [
             {
                 "stage": one.stage,
@@ -271,7 +277,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             }
             for one in chosen.timeline.exchanges
         ],
-        "schedule_of_replica": [orders_of(chosen).index(schedule) for schedule in chosen.schedules],
+        "schedule_of_replica": [orders_of(chosen).index(one) for one in chosen.schedules],
         "problem": problem_json(plan.problem),
         "timeline": [
             [[start, end] for start, end in zip(starts, ends, strict=True)]
@@ -318,16 +324,6 @@ def layers_of(chosen: Candidate, device: int) -> list[int]:
     """The layers on a device, one number for each stage of it."""
     places = chosen.schedules[0].device_of_stage
     return [layers for layers, place in zip(chosen.division, places, strict=True) if place == device]
-
-
-def schedule_json(schedule: Schedule) -> dict[str, Any]:
-    return {
-        "name": schedule.name,
-        "device_of_stage": list(schedule.device_of_stage),
-        "microbatches": schedule.n_microbatches,
-        "parts": schedule.parts,
-        "orders": schedule.to_csv().splitlines(),
-    }
 
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:

@@ -164,15 +164,11 @@ def rows_of(case: Case, optimal_s: float = 0.0) -> Iterator[SweepRow]:
         schedule, costs = case.schedule(name)
         yield _row(case, schedule, costs, name, None if SCHEDULES[name].fixed else case.limits())
     if optimal_s > 0:
-        yield from _optima(case, optimal_s)
-
-
-def _optima(case: Case, time_limit_s: float) -> Iterator[SweepRow]:
-    down, back = (
-        [case.schedule(name)[0] for name in names] for names in (("zb_h1", *CROSS_UD), ("zb_v", "cross_wave"))
-    )
-    yield _best_cut(case, down, case.costs(), time_limit_s)
-    yield _optimum(case, OPTIMAL[1], wave(case.n_pp), case.costs(2), back, time_limit_s)
+        down, back = (
+            [case.schedule(name)[0] for name in names] for names in (("zb_h1", *CROSS_UD), ("zb_v", "cross_wave"))
+        )
+        yield _best_cut(case, down, case.costs(), optimal_s)
+        yield _optimum(case, OPTIMAL[1], wave(case.n_pp), case.costs(2), back, optimal_s)
 
 
 def _best_cut(case: Case, others: Sequence[Schedule], costs: Costs, time_limit_s: float) -> SweepRow:
@@ -289,8 +285,12 @@ def _panel(
     latencies = tuple(dict.fromkeys(latency for latency, _ in points))
     bandwidths = tuple(dict.fromkeys(bandwidth for _, bandwidth in points))
     others = {point: _named(over, rows) for point, rows in points.items()}
+    best = {point: min(filter(_fits, rows), key=lambda row: row.makespan) for point, rows in points.items()}
     cells = tuple(
-        tuple(_best(points[latency, bandwidth], others[latency, bandwidth]) for bandwidth in bandwidths)
+        tuple(
+            Best(row.schedule, row.makespan, others[point].makespan / row.makespan)
+            for row, point in ((best[latency, bandwidth], (latency, bandwidth)) for bandwidth in bandwidths)
+        )
         for latency in latencies
     )
     return Panel(*pipeline, latencies, bandwidths, cells, over, all(map(_fits, others.values())))
@@ -305,11 +305,6 @@ def _named(name: str, rows: Sequence[SweepRow]) -> SweepRow:
         f"no schedule {name!r} of {rows[0].n_pp} stages and {rows[0].n_mb} microbatches to compare with: "
         f"choose one of {known}"
     )
-
-
-def _best(rows: Sequence[SweepRow], other: SweepRow) -> Best:
-    best = min(filter(_fits, rows), key=lambda row: row.makespan)
-    return Best(best.schedule, best.makespan, other.makespan / best.makespan)
 
 
 def _fits(row: SweepRow) -> bool:

@@ -104,8 +104,22 @@ def draw(timeline: Timeline, files: Sequence[Path], title: str, names: Sequence[
     rows = n + len(pairs) + len(networks)
     figure = Figure(figsize=(_INCHES_WIDE, 1.4 + 0.34 * rows), dpi=110, layout="constrained")
     axes = figure.add_subplot()
-    _draw_rows(axes, timeline, pairs)
-    _draw_exchanges(axes, timeline, n + len(pairs), networks)
+    _draw_operations(axes, timeline)
+    shortest_ns = timeline.makespan_ns // 2000  # so that a message is seen
+    for row, pair in enumerate(pairs, n):
+        sent = [
+            (m.start_ns / 1e9, max(m.freed_ns - m.start_ns, shortest_ns) / 1e9)
+            for m in timeline.messages
+            if (m.source, m.target) == pair
+        ]
+        axes.broken_barh(sent, (row - 0.3, 0.6), facecolors=LINK_COLOUR, edgecolor="white", linewidth=0.3)
+    for row, network in enumerate(networks, n + len(pairs)):
+        exchanged = [
+            (one.start_ns / 1e9, (one.freed_ns - one.start_ns) / 1e9)
+            for one in timeline.exchanges
+            if one.resource == network
+        ]
+        axes.broken_barh(exchanged, (row - 0.3, 0.6), facecolors=EXCHANGE_COLOUR, edgecolor="white", linewidth=0.3)
     axes.set_yticks(
         range(rows),
         [
@@ -139,17 +153,7 @@ def save(figure: Figure, files: Sequence[Path]) -> None:
             figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else {})
 
 
-def _draw_exchanges(axes: Axes, timeline: Timeline, first_row: int, networks: Sequence[int]) -> None:
-    for row, network in enumerate(networks, first_row):
-        bars = [
-            (one.start_ns / 1e9, (one.freed_ns - one.start_ns) / 1e9)
-            for one in timeline.exchanges
-            if one.resource == network
-        ]
-        axes.broken_barh(bars, (row - 0.3, 0.6), facecolors=EXCHANGE_COLOUR, edgecolor="white", linewidth=0.3)
-
-
-def _draw_rows(axes: Axes, timeline: Timeline, pairs: Sequence[tuple[int, int]]) -> None:
+def _draw_operations(axes: Axes, timeline: Timeline) -> None:
     labelled = timeline.schedule.n_ops <= _MOST_LABELS and timeline.schedule.parts == 1
     for device, order in enumerate(timeline.schedule.orders):
         for kind in Kind:
@@ -163,10 +167,3 @@ def _draw_rows(axes: Axes, timeline: Timeline, pairs: Sequence[tuple[int, int]])
         if labelled:
             for op, start, end in zip(order, timeline.starts[device], timeline.ends[device], strict=True):
                 axes.text((start + end) / 2e9, device, str(op.microbatch), ha="center", va="center", fontsize=5.5)
-    for row, pair in enumerate(pairs, timeline.schedule.n_devices):
-        bars = [
-            (m.start_ns / 1e9, max(m.freed_ns - m.start_ns, timeline.makespan_ns // 2000) / 1e9)
-            for m in timeline.messages
-            if (m.source, m.target) == pair
-        ]
-        axes.broken_barh(bars, (row - 0.3, 0.6), facecolors=LINK_COLOUR, edgecolor="white", linewidth=0.3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 
 from dips.planner.costs import Costs
 from dips.planner.errors import PlanError
@@ -75,9 +75,15 @@ def check_complete(schedule: Schedule) -> None:
                 raise PlanError(f"{schedule.name}: device {device}, cell {index + 1} ({op}) {wrong}")
             seen.add(op)
             parts_of[op.stage, op.microbatch, op.kind] += 1
+    whole = schedule.parts
     for stage in range(schedule.n_stages):
         for microbatch in range(schedule.n_microbatches):
-            _check_block(schedule, stage, microbatch, parts_of)
+            f, d, w, b = (parts_of.get((stage, microbatch, kind), 0) for kind in (Kind.F, Kind.D, Kind.W, Kind.B))
+            if f != whole or (d, w, b) not in ((whole, whole, 0), (0, 0, whole)):
+                raise PlanError(
+                    f"{schedule.name}: stage {stage} has {f} F, {d} I, {w} W and {b} B of microbatch {microbatch}: it "
+                    f"needs {whole} F, and either {whole} I and {whole} W or {whole} B"
+                )
 
 
 def _misplaced(schedule: Schedule, device: int, op: Op, seen: Set[Op]) -> str:
@@ -92,32 +98,14 @@ def _misplaced(schedule: Schedule, device: int, op: Op, seen: Set[Op]) -> str:
     return "is there a second time: remove one" if op in seen else ""
 
 
-def _check_block(
-    schedule: Schedule, stage: int, microbatch: int, parts_of: Mapping[tuple[int, int, Kind], int]
-) -> None:
-    whole = schedule.parts
-    f, d, w, b = (parts_of.get((stage, microbatch, kind), 0) for kind in (Kind.F, Kind.D, Kind.W, Kind.B))
-    if f == whole and (d, w, b) in ((whole, whole, 0), (0, 0, whole)):
-        return
-    raise PlanError(
-        f"{schedule.name}: stage {stage} has {f} F, {d} I, {w} W and {b} B of microbatch {microbatch}: it needs "
-        f"{whole} F, and either {whole} I and {whole} W or {whole} B"
-    )
-
-
 def _check_order(device: int, order: Sequence[Op]) -> None:
+    """Check that each operation comes after what it needs on its own device."""
     done: set[Op] = set()
     for index, op in enumerate(order):
-        needed = _before(op)
-        if needed is not None and needed not in done:
+        if op.part:
+            needed = op._replace(part=op.part - 1)
+        else:
+            needed = Op(Kind.D if op.kind is Kind.W else Kind.F, op.stage, op.microbatch)
+        if (op.part or op.kind is not Kind.F) and needed not in done:
             raise PlanError(f"device {device}, cell {index + 1}: {op} comes before {needed}, which it needs: swap them")
         done.add(op)
-
-
-def _before(op: Op) -> Op | None:
-    """The operations that must precede it on its own device."""
-    if op.part:
-        return Op(op.kind, op.stage, op.microbatch, op.part - 1)
-    if op.kind is Kind.F:
-        return None
-    return Op(Kind.D if op.kind is Kind.W else Kind.F, op.stage, op.microbatch)

@@ -1,4 +1,4 @@
-"""Schedules that know the links, made by simulating time: CrossPipe's greedy and JEEVES' (both list schedules).
+"""Schedules that take links into account, made by simulating time: CrossPipe's greedy and JEEVES' (list schedules).
 
 CrossPipe plans one pipeline. JEEVES plans several replicas that meet on their links, where messages take turns in the
 order in which they are ready; so it follows the ends of operations in time, and each replica gets an order of its own.

@@ -135,8 +135,13 @@ class _Problem:
         rows: list[list[tuple[int, Op]]] = [[] for _ in range(n_devices)]
         for op, start in self._starts.items():
             rows[self._device_of_stage[op.stage]].append((solver.value(start), op))
+
         # An operation of length 0 may begin together with another one: it comes first, unless it depends on that one.
-        orders = tuple(tuple(op for _, op in sorted(row, key=lambda cell: (cell[0], _rank(cell[1])))) for row in rows)
+        def at(cell: tuple[int, Op]) -> tuple[int, int, int, int]:
+            start, op = cell
+            return start, KINDS.index(op.kind), op.microbatch, op.part
+
+        orders = tuple(tuple(op for _, op in sorted(row, key=at)) for row in rows)
         return Schedule(name, self._device_of_stage, self._n, orders, self._parts)
 
     # ---- parts ----
@@ -224,14 +229,16 @@ class _Problem:
                 cost = self._costs.stages[op.stage]
                 for kind, demand in ((Kind.D, cost.d_release), (Kind.W, cost.activation - cost.d_release)):
                     if demand:
-                        held.append(self._until(op, Op(kind, op.stage, op.microbatch)))
+                        last = Op(kind, op.stage, op.microbatch)
+                        length = self.model.new_int_var(0, self._horizon, f"{op} to {last}")
+                        held.append(
+                            self.model.new_interval_var(
+                                self._starts[op], length, self._end(last), f"{op} held for {last}"
+                            )
+                        )
                         demands.append(demand)
             unit = math.gcd(limit, *demands) or 1
             self.model.add_cumulative(held, [demand // unit for demand in demands], limit // unit)
-
-    def _until(self, first: Op, last: Op) -> Any:
-        length = self.model.new_int_var(0, self._horizon, f"{first} to {last}")
-        return self.model.new_interval_var(self._starts[first], length, self._end(last), f"{first} held for {last}")
 
     def _span(self) -> None:
         self._makespan = self.model.new_int_var(0, self._horizon, "makespan")
@@ -257,18 +264,15 @@ class _Problem:
             self.model.add(self._starts[Op(Kind.F, stage, 0)] >= there[stage] // self.unit_ns)
             if one.reduces:
                 last = self._end(Op(Kind.W, stage, self._n - 1))
-                on_network[one.resource].append(self._reduce(stage, last))
+                busy, latency = one.reduce_ns // self.unit_ns, one.reduce_latency_ns // self.unit_ns
+                start = self.model.new_int_var(0, self._horizon, f"gradients of {stage} leave")
+                self._exchanges[stage, False] = start
+                self.model.add(start >= last)
+                self.model.add(self._makespan >= start + busy + latency)
+                travels = self.model.new_fixed_size_interval_var(start, busy, f"gradients of {stage} travel")
+                on_network[one.resource].append(travels)
         for intervals in on_network.values():
             self.model.add_no_overlap(intervals)
-
-    def _reduce(self, stage: int, ready: Any) -> Any:
-        one = self._costs.exchanges[stage]
-        busy, latency = one.reduce_ns // self.unit_ns, one.reduce_latency_ns // self.unit_ns
-        start = self.model.new_int_var(0, self._horizon, f"gradients of {stage} leave")
-        self._exchanges[stage, False] = start
-        self.model.add(start >= ready)
-        self.model.add(self._makespan >= start + busy + latency)
-        return self.model.new_fixed_size_interval_var(start, busy, f"gradients of {stage} travel")
 
     def _apart(self) -> None:
         """Add the exchanges as constants: weights before all operations, gradients after all of them."""
@@ -281,7 +285,3 @@ class _Problem:
                 self.model.add(self._starts[op] >= head)
             elif op.kind is Kind.W and op.microbatch == self._n - 1:
                 self.model.add(self._makespan >= self._end(op) + tail)
-
-
-def _rank(op: Op) -> tuple[int, int, int]:
-    return KINDS.index(op.kind), op.microbatch, op.part
