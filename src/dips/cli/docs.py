@@ -154,12 +154,12 @@ def assumptions() -> str:
     """The text of docs/assumptions.md."""
     parts = [_ASSUMPTIONS]
     for role, rows in ASSUMED.items():
-        parts += [f"## {_TITLES[role]}", "\n".join(map(_item, rows))]
+        parts += [f"## {_TITLES[role]}", "\n".join(_item(role, row) for row in rows)]
     return "\n\n".join(parts) + "\n"
 
 
-def _item(row: Assumption) -> str:
-    text = f"`{row.text}` ({row.name}): {row.why}. Otherwise {row.harm}; {row.remedy}. Checked in `{row.checked}`."
+def _item(role: str, row: Assumption) -> str:
+    text = f"`{row.text}` ({row.name}): {row.why}. Otherwise {row.harm}; {row.remedy}. Checked in `{role}/config.py`."
     return textwrap.fill(
         text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )

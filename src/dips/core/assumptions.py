@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -20,11 +21,14 @@ Values = Mapping[str, object]
 
 CONSTANTS: Mapping[str, float] = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
-_RELATIONS: Mapping[str, tuple[Callable[[float, float], bool], str]] = {
-    "<": (operator.lt, "less than"),
-    "<=": (operator.le, "at most"),
-    ">": (operator.gt, "more than"),
-    ">=": (operator.ge, "at least"),
+_KNOB = re.compile(r"\b[a-z]\w*")
+"""In a row's text; constants begin with a capital."""
+
+_RELATIONS: Mapping[type[ast.cmpop], tuple[Callable[[float, float], bool], str]] = {
+    ast.Lt: (operator.lt, "less than"),
+    ast.LtE: (operator.le, "at most"),
+    ast.Gt: (operator.gt, "more than"),
+    ast.GtE: (operator.ge, "at least"),
 }
 
 _OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
@@ -36,33 +40,20 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
 
 @dataclass(frozen=True)
 class Assumption:
-    """One inequality. left and right are sums and products of knobs, numbers and KiB, MiB, GiB.
+    """One inequality. text: sums and products of settings, numbers and KiB, MiB, GiB on both sides of a relation.
 
-    why: what it is for. harm: what would happen without it, as an error says it. checked: the module that checks it.
+    why: what it is for. harm: what would happen without it, as an error says it.
     """
 
     name: str
-    left: str
-    relation: str
-    right: str
+    text: str
     why: str
     harm: str
     remedy: str
-    checked: str
-
-    @property
-    def text(self) -> str:
-        return f"{self.left} {self.relation} {self.right}"
 
     def knobs(self) -> list[str]:
         """The names in it that are settings, in the order of the text."""
-        names = [
-            node.id
-            for side in (self.left, self.right)
-            for node in ast.walk(_parsed(side))
-            if isinstance(node, ast.Name)
-        ]
-        return [name for name in dict.fromkeys(names) if name not in CONSTANTS]
+        return list(dict.fromkeys(_KNOB.findall(self.text)))
 
     def broken(self, values: Values) -> str | None:
         """The sentence that refuses these values; None when they are right or the row does not apply to them.
@@ -73,13 +64,16 @@ class Assumption:
         numbers = {name: float(value) for name, value in known.items() if isinstance(value, int | float)}
         if len(numbers) < len(known):
             return None
-        left, right = (_value(_parsed(side), {**CONSTANTS, **numbers}) for side in (self.left, self.right))
-        holds, words = _RELATIONS[self.relation]
+        inequality = ast.parse(self.text, mode="eval").body
+        assert isinstance(inequality, ast.Compare), "a test reads every row"
+        bound = inequality.comparators[0]
+        left, right = (_value(side, {**CONSTANTS, **numbers}) for side in (inequality.left, bound))
+        holds, words = _RELATIONS[type(inequality.ops[0])]
         if holds(left, right):
             return None
-        floor = self._shown(right)
-        named = floor if _is_number(self.right) else f"{self.right} = {floor}"
-        return f"{self.left} is {self._shown(left)}, but must be {words} {named}: {self.harm}; {self.remedy}"
+        shown, floor, text = self._shown(left), self._shown(right), ast.unparse(bound)
+        named = f"{text} = {floor}" if _KNOB.search(text) else floor
+        return f"{ast.unparse(inequality.left)} is {shown}, but must be {words} {named}: {self.harm}; {self.remedy}"
 
     def _shown(self, value: float) -> str:
         if "_s" in {name[-2:] for name in self.knobs()}:
@@ -89,178 +83,174 @@ class Assumption:
         return f"{value:g}"
 
 
-_MASTER = "master/config.py"
-_SLAVE = "slave/config.py"
-_WORKER = "worker/config.py"
-
 MASTER: tuple[Assumption, ...] = (
     Assumption(
-        *("beats", "heartbeat_s", ">", "0"),
+        "beats",
+        "heartbeat_s > 0",
         "liveness is known from heartbeats",
         "live peers could not be distinguished from dead ones",
         "use 2 s, the default",
-        _MASTER,
     ),
     Assumption(
-        *("eviction", "evict_after_beats", ">=", "3"),
+        "eviction",
+        "evict_after_beats >= 3",
         "one beat may be lost and one late without an eviction",
         "one late beat would evict a healthy cluster",
         "use 5, the default",
-        _MASTER,
     ),
     Assumption(
-        *("round-step", "round_timeout_s", ">=", "2 * heartbeat_s"),
+        "round-step",
+        "round_timeout_s >= 2 * heartbeat_s",
         "a slave whose stream broke is known to be gone, and may be back, before the round gives up on it",
         "every round would abort",
         "raise round_timeout_s",
-        _MASTER,
     ),
     Assumption(
-        *("grace-in-round", "grace_s", "<", "round_timeout_s"),
+        "grace-in-round",
+        "grace_s < round_timeout_s",
         "the wait for further clusters is shorter than the time for a step of the round (so that one slow cluster "
         "delays the others by no more than grace and one time-out)",
         "a round would wait longer for a cluster than for its slaves",
         "lower grace_s",
-        _MASTER,
     ),
     Assumption(
-        *("verdict-wait", "verdict_wait_s", ">", "grace_s"),
+        "verdict-wait",
+        "verdict_wait_s > grace_s",
         "the first cluster of a window waits for the whole window before there can be a verdict",
         "the first cluster would never see its verdict in time",
         "raise verdict_wait_s or lower grace_s",
-        _MASTER,
     ),
     Assumption(
-        *("ticket", "ticket_ttl_s", ">=", "evict_after_beats * heartbeat_s"),
+        "ticket",
+        "ticket_ttl_s >= evict_after_beats * heartbeat_s",
         "an upload is given up only after its cluster would have been evicted",
         "uploads of clusters that are alive would be given up",
         "raise ticket_ttl_s",
-        _MASTER,
     ),
     Assumption(
-        *("lease", "lease_ttl_s", ">", "ticket_ttl_s"),
+        "lease",
+        "lease_ttl_s > ticket_ttl_s",
         "the data of a push stays lent while its upload may still go on, and longer than its cluster takes to evict",
         "data would be lent twice",
         "raise lease_ttl_s",
-        _MASTER,
     ),
     Assumption(
-        *("linger", "linger_s", ">=", "heartbeat_s"),
+        "linger",
+        "linger_s >= heartbeat_s",
         "every cluster and slave sends one more heartbeat after the end and learns of it",
         "peers would take the end of the run for a crash of the master",
         "raise linger_s",
-        _MASTER,
     ),
     Assumption(
-        *("smallest-chunk", "chunk_bytes", ">=", "4 * KiB"),
+        "smallest-chunk",
+        "chunk_bytes >= 4 * KiB",
         "a chunk's header takes about 200 bytes",
         "headers would outweigh the data",
         "use 1 MiB, the default",
-        _MASTER,
     ),
     Assumption(
-        *("largest-chunk", "chunk_bytes", "<=", "64 * MiB"),
+        "largest-chunk",
+        "chunk_bytes <= 64 * MiB",
         "64 MiB take 5 s at 100 Mbit/s, and nothing else passes in that time",
         "one frame would block a link for seconds",
         "use 1 MiB, the default",
-        _MASTER,
     ),
     Assumption(
-        *("window", "window_chunks * chunk_bytes", "<=", "1 * GiB"),
+        "window",
+        "window_chunks * chunk_bytes <= 1 * GiB",
         "chunks in flight are in memory on both sides, for each cluster and slave",
         "data in flight would fill the memory",
         "lower window_chunks",
-        _MASTER,
     ),
     Assumption(
-        *("smallest-message", "max_message_bytes", ">=", "1 * MiB"),
+        "smallest-message",
+        "max_message_bytes >= 1 * MiB",
         "a Join carries names and shapes of all parameters, about 100 bytes for each tensor",
         "no cluster with a real model could join",
         "use 64 MiB, the default",
-        _MASTER,
     ),
     Assumption(
-        *("largest-message", "max_message_bytes", "<=", "1 * GiB"),
+        "largest-message",
+        "max_message_bytes <= 1 * GiB",
         "a message is in memory as a whole, several times over",
         "one call could fill the master's memory",
         "use 64 MiB, the default",
-        _MASTER,
     ),
     Assumption(
-        *("enough-clusters", "min_clusters", "<=", "max_clusters"),
+        "enough-clusters",
+        "min_clusters <= max_clusters",
         "the first round waits for min_clusters, and no more than max_clusters are admitted",
         "no round would ever begin",
         "raise max_clusters",
-        _MASTER,
     ),
     Assumption(
-        *("async-lag", "async_lag_versions", ">=", "1"),
+        "async-lag",
+        "async_lag_versions >= 1",
         "with durability = async a version is published before it is on the disks",
         "nothing could be published",
         "use 4, the default, or durability = sync",
-        _MASTER,
     ),
     Assumption(
-        *("journal", "journal_records", ">=", "16"),
+        "journal",
+        "journal_records >= 16",
         "the newest record always stays in the journal, and old ones move to the archive an eighth at a time",
         "every decision would be moved at once",
         "use 20000, the default",
-        _MASTER,
     ),
     Assumption(
-        *("archive", "archive_bytes", ">=", "4 * MiB"),
+        "archive",
+        "archive_bytes >= 4 * MiB",
         "the archive keeps whole segments, of up to 4 MiB",
         "the archive could not hold its newest segment within its room",
         "use 1 GiB, the default",
-        _MASTER,
     ),
 )
 
 SLAVE: tuple[Assumption, ...] = (
     Assumption(
-        *("snapshots", "snapshots_kept", ">=", "2"),
+        "snapshots",
+        "snapshots_kept >= 2",
         "when slaves lose different versions, an older one that all of them still hold is what a rollback returns to",
         "after a damaged snapshot there would be nothing to return to",
         "use 3, the default",
-        _SLAVE,
     ),
     Assumption(
-        *("data-frame", "max_chunk_bytes", ">=", "1 * KiB"),
+        "data-frame",
+        "max_chunk_bytes >= 1 * KiB",
         "no run's chunks are smaller",
         "the data port would refuse every chunk",
         "use 2 MiB, the default",
-        _SLAVE,
     ),
     Assumption(
-        *("largest-data-frame", "max_chunk_bytes", "<=", "64 * MiB"),
+        "largest-data-frame",
+        "max_chunk_bytes <= 64 * MiB",
         "the data port takes a frame into memory before it can look at it",
         "one frame could fill the memory",
         "use 2 MiB, the default",
-        _SLAVE,
     ),
 )
 
 WORKER: tuple[Assumption, ...] = (
     Assumption(
-        *("silence", "data_silence_s", "<", "data_stall_s"),
+        "silence",
+        "data_silence_s < data_stall_s",
         "a silent slave is asked again over a new connection before the whole transfer is given up",
         "one lost message would end a transfer",
         "raise data_stall_s or lower data_silence_s",
-        _WORKER,
     ),
     Assumption(
-        *("leaving-call", "call_deadline_s", "<=", "leave_wait_s"),
+        "leaving-call",
+        "call_deadline_s <= leave_wait_s",
         "leaving takes at least one call",
         "the cluster would be gone before its Leave was answered",
         "raise leave_wait_s or lower call_deadline_s",
-        _WORKER,
     ),
     Assumption(
-        *("leaving-retry", "retry_max_s", "<=", "leave_wait_s"),
+        "leaving-retry",
+        "retry_max_s <= leave_wait_s",
         "while leaving, a call that failed is tried again",
         "leaving would be given up within one pause between two tries",
         "raise leave_wait_s or lower retry_max_s",
-        _WORKER,
     ),
 )
 
@@ -278,14 +268,6 @@ def require(role: str, values: Values) -> None:
     wrong = violations(role, values)
     if wrong:
         raise ConfigError("; ".join(wrong))
-
-
-def _parsed(text: str) -> ast.expr:
-    return ast.parse(text, mode="eval").body
-
-
-def _is_number(text: str) -> bool:
-    return all(node.id in CONSTANTS for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name))
 
 
 def _value(node: ast.expr, numbers: Mapping[str, float]) -> float:

@@ -93,9 +93,12 @@ def load(
     None; an empty variable means "not given"; a list is written as JSON or with commas. Raises ConfigError,
     which names every wrong setting with its place and what to write instead.
     """
-    table = {} if file is None else _table(read_tables(file), section, file)
+    place = f"{file} [{section}]" if file else f"settings of {section}"
+    table = {} if file is None else read_toml(file).get(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{file}: {section!r} is not a table: write its settings below a line [{section}]")
     sources = (
-        {key: _Given(value, f"{file} [{section}]") for key, value in table.items()},
+        {key: _Given(value, place) for key, value in table.items()},
         _from_environment(kind, section, os.environ if environment is None else environment),
         {k: _Given(v, COMMAND_LINE) for k, v in (overrides or {}).items() if v is not None},
     )
@@ -103,7 +106,7 @@ def load(
     for source in sources:
         _check_known(kind, source)
         given.update(source)
-    return _build(kind, section, given, file)
+    return _build(kind, section, given, place)
 
 
 def load_table(kind: type[M], table: Mapping[str, object], where: str) -> M:
@@ -113,7 +116,7 @@ def load_table(kind: type[M], table: Mapping[str, object], where: str) -> M:
     """
     given = {key: _Given(value, where) for key, value in table.items()}
     _check_known(kind, given)
-    return _build(kind, None, given, None, where).value
+    return _build(kind, None, given, where).value
 
 
 def read_tables(file: Path, known: Iterable[str] | None = None) -> dict[str, Any]:
@@ -155,22 +158,11 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 def environment_name(section: str, field: str) -> str:
     """The environment variable of a field: ("slave", "memory_bytes") -> DIPS_SLAVE_MEMORY_BYTES."""
-    return f"{_prefix(section)}{field.upper()}"
-
-
-def _prefix(section: str) -> str:
-    return "DIPS_" + re.sub(r"[^A-Za-z0-9]", "_", section).upper() + "_"
-
-
-def _table(tables: Mapping[str, Any], section: str, file: Path) -> Mapping[str, object]:
-    table = tables.get(section, {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"{file}: {section!r} is not a table: write its settings below a line [{section}]")
-    return table
+    return "_".join(("DIPS", re.sub(r"[^A-Za-z0-9]", "_", section).upper(), field.upper()))
 
 
 def _from_environment(kind: type[Knobs], section: str, environment: Mapping[str, str]) -> dict[str, _Given]:
-    prefix = _prefix(section)
+    prefix = environment_name(section, "")
     given: dict[str, _Given] = {}
     for name, value in environment.items():
         suffix = name.removeprefix(prefix)
@@ -197,46 +189,37 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(names)}"
 
 
-def _build(
-    kind: type[M], section: str | None, given: Mapping[str, _Given], file: Path | None, where: str = ""
-) -> Loaded[M]:
+def _build(kind: type[M], section: str | None, given: Mapping[str, _Given], place: str) -> Loaded[M]:
+    """section: None for a table that only a file can hold. place: of what is missing, or wrong as a whole."""
     values = {key: _value(kind, key, item) for key, item in given.items()}
     try:
         value = kind.model_validate(values)
     except ValidationError as error:
-        place = where or (f"{file} [{section}]" if file else f"settings of {section}")
-        lines = [_sentence(kind, section, same_key, given, place) for same_key in _by_key(error)]
+        # A field that may be of several types has an error for each of them: one sentence says all.
+        by_key: dict[object, list[ErrorDetails]] = {}
+        for details in error.errors():
+            by_key.setdefault(details["loc"][:1], []).append(details)
+        lines = [_sentence(kind, section, same_key, given, place) for same_key in by_key.values()]
         raise ConfigError("\n".join(lines)) from None
     default = _Given(None, DEFAULT)
     return Loaded(value, {name: given.get(name, default).where for name in kind.model_fields})
 
 
-def _by_key(error: ValidationError) -> list[list[ErrorDetails]]:
-    """The errors, those of one field together: a field that may be of several types has one for each."""
-    by_key: dict[object, list[ErrorDetails]] = {}
-    for details in error.errors():
-        by_key.setdefault(details["loc"][:1], []).append(details)
-    return list(by_key.values())
-
-
 def _value(kind: type[Knobs], key: str, given: _Given) -> object:
-    hint = kind.model_fields[key].annotation
-    if isinstance(given.value, bool) and bool not in _alternatives(hint):
-        written = str(given.value).lower()
-        raise ConfigError(f"{given.where}: {key} = {written} cannot be: it is not a yes-or-no setting")
-    if isinstance(given.value, str) and _is_list(hint):
-        return _split(key, given.value, given.where)
-    return given.value
-
-
-def _split(key: str, text: str, where: str) -> list[object]:
-    """A list that had to be written as one text."""
+    """The value for pydantic: a list where it was written as text. Raises ConfigError for a yes or no elsewhere."""
+    alternatives = _alternatives(kind.model_fields[key].annotation)
+    text = given.value
+    if isinstance(text, bool) and bool not in alternatives:
+        # pydantic would take it for 1 or 0.
+        raise ConfigError(f"{given.where}: {key} = {str(text).lower()} cannot be: it is not a yes-or-no setting")
+    if not isinstance(text, str) or not any((typing.get_origin(one) or one) in (tuple, list) for one in alternatives):
+        return text
     if not text.lstrip().startswith("["):
         return [part.strip() for part in text.split(",") if part.strip()]
     try:
         return list(json.loads(text))
     except ValueError as error:
-        raise ConfigError(f"{where}: {key} = {text!r} is not a JSON list: {error}") from error
+        raise ConfigError(f"{given.where}: {key} = {text!r} is not a JSON list: {error}") from error
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -246,10 +229,6 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return tuple(kind for arg in typing.get_args(hint) for kind in _alternatives(arg))
     return (hint,)
-
-
-def _is_list(hint: Any) -> bool:
-    return any((typing.get_origin(kind) or kind) in (tuple, list) for kind in _alternatives(hint))
 
 
 def _sentence(
@@ -266,16 +245,15 @@ def _sentence(
     key = str(first["loc"][0])
     if first["type"] == "missing":
         meaning = kind.model_fields[key].description
-        return f"{place}: {key} is not given ({meaning}): {_how(section, key)}"
+        option = f"--{key.replace('_', '-')}"
+        remedy = (
+            f"give {option}, set {environment_name(section, key)}, or add it to [{section}] of the settings file"
+            if section is not None
+            else "add it to the table"
+        )
+        return f"{place}: {key} is not given ({meaning}): {remedy}"
     source = given.get(key, _Given(first["input"], place))
     return f"{source.where}: {key} = {source.value!r}: {why}"
-
-
-def _how(section: str | None, key: str) -> str:
-    if section is None:
-        return "add it to the table"
-    option = f"--{key.replace('_', '-')}"
-    return f"give {option}, set {environment_name(section, key)}, or add it to [{section}] of the settings file"
 
 
 def _shown(name: str, value: object) -> str:

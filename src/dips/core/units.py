@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation, Overflow
 from typing import Annotated, Any, TypeVar
 
@@ -20,6 +20,7 @@ from dips.core.errors import ConfigError
 _NUMBER = r"[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _AMOUNT = re.compile(rf"\s*({_NUMBER})\s*([^\s\d.+-]*)\s*", re.ASCII)
 
+# Units as they are looked up: in small letters.
 _BYTES: Mapping[str, int] = {
     "": 1,
     "b": 1,
@@ -37,13 +38,11 @@ _SECONDS: Mapping[str, Decimal] = {
     "d": Decimal(86400),
 }
 _COUNT: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
-# Bits by the network people's habit (bps), bytes only where the B is a capital and the rest is spelled out.
+# Bits are written "bps" or "bit/s". "GBps" could mean either, so a unit with a capital B is one of those spelled out.
 _BITS_PER_S: Mapping[str, int] = {
     "": 1,
     **{f"{prefix}bps": 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))},
     **{f"{prefix}bit/s": 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))},
-}
-_BYTES_PER_S: Mapping[str, int] = {
     "B/s": 8,
     **{f"{prefix}B/s": 8 * 1000**power for power, prefix in enumerate(("k", "M", "G", "T"), 1)},
     **{f"{prefix}iB/s": 8 * 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), 1)},
@@ -55,7 +54,7 @@ LARGEST = Decimal(2) ** 63
 
 def parse_bytes(value: object) -> int:
     """Bytes from 4096, "4096", "64 MB" (10**6) or "1 MiB" (2**20). Raises ConfigError."""
-    return _whole(_parse_one(value, "a size", _lowered(_BYTES), '"64 MB" or "1 MiB"'), value, "bytes")
+    return _whole(_parse_one(value, "a size", _BYTES, '"64 MB" or "1 MiB"'), value, "bytes")
 
 
 def parse_seconds(value: object) -> float:
@@ -69,33 +68,22 @@ def parse_seconds(value: object) -> float:
         raise _nonsense(value, "a duration", example)
     if len(terms) > 1 and any(term[1].startswith(("-", "+")) for term in terms):
         raise _nonsense(value, "a duration", example)
-    find = _lowered(_SECONDS)
-    return float(sum(_parse_one(term.group(), "a duration", find, example) for term in terms))
+    return float(sum(_parse_one(term.group(), "a duration", _SECONDS, example) for term in terms))
 
 
 def parse_count(value: object) -> int:
     """A whole number from 1500000, "1.5M", "20k" or "2e9". Raises ConfigError."""
-    return _whole(_parse_one(value, "a count", _lowered(_COUNT), '"1.5M" or "20k"'), value, "of them")
+    return _whole(_parse_one(value, "a count", _COUNT, '"1.5M" or "20k"'), value, "of them")
 
 
 def parse_bits_per_s(value: object) -> float:
     """Bits per second from 1e10, "10gbps", "10 Gbit/s" or "1.25 GB/s" (bytes). Raises ConfigError."""
-
-    def find(unit: str) -> Decimal | None:
-        # "GBps" could mean either; only a unit whose b is small is bits.
-        bits = _BITS_PER_S.get(unit.lower()) if "B" not in unit else None
-        factor = bits if bits is not None else _BYTES_PER_S.get(unit)
-        return None if factor is None else Decimal(factor)
-
-    return float(_parse_one(value, "a rate", find, '"10 Gbit/s", "10gbps" or "1.25 GB/s"'))
+    return float(_parse_one(value, "a rate", _BITS_PER_S, '"10 Gbit/s", "10gbps" or "1.25 GB/s"'))
 
 
 def format_bytes(n_bytes: int) -> str:
     """1048576 -> "1 MiB"; at most four digits."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if abs(n_bytes) >= 1024**power:
-            return f"{_short(n_bytes / 1024**power)} {unit}"
-    return f"{n_bytes} B"
+    return _scaled(n_bytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
 def format_seconds(seconds_s: float) -> str:
@@ -117,72 +105,54 @@ def format_seconds(seconds_s: float) -> str:
 
 def format_count(n: int) -> str:
     """1500000 -> "1.5M"; at most four digits."""
-    for power, unit in ((4, "T"), (3, "G"), (2, "M"), (1, "k")):
-        if abs(n) >= 1000**power:
-            return f"{_short(n / 1000**power)}{unit}"
-    return str(n)
+    return _scaled(n, 1000, ("", "k", "M", "G", "T"))
 
 
 def format_bits_per_s(bits_per_s: float) -> str:
     """1e10 -> "10 Gbit/s"."""
-    for power, unit in ((4, "T"), (3, "G"), (2, "M"), (1, "k")):
-        if abs(bits_per_s) >= 1000**power:
-            return f"{_short(bits_per_s / 1000**power)} {unit}bit/s"
-    return f"{_short(bits_per_s)} bit/s"
+    return _scaled(bits_per_s, 1000, (" bit/s", " kbit/s", " Mbit/s", " Gbit/s", " Tbit/s"))
 
 
 N = TypeVar("N", int, float)
 
 
-def _validator(parse: Callable[[object], N]) -> BeforeValidator:
-    """For a field of settings: pydantic wants ValueError, and adds the field's name itself."""
+def _setting(parse: Callable[[object], N]) -> BeforeValidator:
+    """For a field of settings: refuses negative amounts. pydantic wants ValueError, and adds the field's name."""
 
     def validate(value: Any) -> N:
         try:
-            return parse(value)
+            amount = parse(value)
         except ConfigError as error:
             raise ValueError(str(error)) from error
+        if amount < 0:
+            raise ValueError(f"{value!r} is negative")
+        return amount
 
     return BeforeValidator(validate, json_schema_input_type=int | float | str)
 
 
-def _not_negative(parse: Callable[[object], N]) -> Callable[[object], N]:
-    def parse_amount(value: object) -> N:
-        amount = parse(value)
-        if amount < 0:
-            raise ConfigError(f"{value!r} is negative")
-        return amount
-
-    return parse_amount
-
-
-Bytes = Annotated[int, _validator(_not_negative(parse_bytes))]
+Bytes = Annotated[int, _setting(parse_bytes)]
 """A setting in bytes, not negative; may be written with a unit."""
 
-Seconds = Annotated[float, _validator(_not_negative(parse_seconds))]
+Seconds = Annotated[float, _setting(parse_seconds)]
 """A setting in seconds, not negative; may be written with a unit."""
 
-Count = Annotated[int, _validator(_not_negative(parse_count))]
+Count = Annotated[int, _setting(parse_count)]
 """A setting that counts things, not negative; may be written as "1.5M"."""
 
-BitsPerSecond = Annotated[float, _validator(_not_negative(parse_bits_per_s))]
+BitsPerSecond = Annotated[float, _setting(parse_bits_per_s)]
 """A setting in bits per second, not negative; may be written with a unit."""
 
 
-def _lowered(table: Mapping[str, int] | Mapping[str, Decimal]) -> Callable[[str], Decimal | None]:
-    def find(unit: str) -> Decimal | None:
-        factor = table.get(unit.lower())
-        return None if factor is None else Decimal(factor)
-
-    return find
-
-
-def _parse_one(value: object, what: str, find: Callable[[str], Decimal | None], example: str) -> Decimal:
+def _parse_one(value: object, what: str, factors: Mapping[str, int] | Mapping[str, Decimal], example: str) -> Decimal:
     if not isinstance(value, str):
         return _number(value, what, example)
     match = _AMOUNT.fullmatch(value)
-    factor = find(match[2]) if match else None
-    if match is None or factor is None:
+    if match is None:
+        raise _nonsense(value, what, example)
+    unit = match[2]
+    factor = factors.get(unit if factors is _BITS_PER_S and "B" in unit else unit.lower())
+    if factor is None:
         raise _nonsense(value, what, example)
     try:
         amount = Decimal(match[1].replace("_", "")) * factor
@@ -215,6 +185,12 @@ def _whole(amount: Decimal, value: object, what: str) -> int:
 def _nonsense(value: object, what: str, example: str) -> ConfigError:
     remedy = f"write a number in the base unit, or a text such as {example}"
     return ConfigError(f"{value!r} is not {what}: {remedy}")
+
+
+def _scaled(number: float, step: int, units: Sequence[str]) -> str:
+    """In the largest unit of which there is at least one; each unit is `step` times the one before."""
+    power = next((power for power in range(len(units) - 1, 0, -1) if abs(number) >= step**power), 0)
+    return _short(number / step**power) + units[power]
 
 
 def _short(number: float) -> str:

@@ -136,7 +136,8 @@ TABLES: dict[str, str] = {
 
 def all_names() -> dict[str, str]:
     """Every name, words in braces filled in, with its sentence; arrows of tables are not among them."""
-    return {name: text for pattern, text in _patterns().items() for name in expand(pattern)}
+    patterns = {**CORE, **MASTER, **SLAVE, **WORKER}
+    return {name: text for pattern, text in patterns.items() for name in expand(pattern)}
 
 
 def obeyed() -> dict[str, tuple[str, ...]]:
@@ -152,7 +153,3 @@ def expand(pattern: str) -> list[str]:
     word, _, tail = rest.partition("}")
     values = PLACEHOLDERS[f"{head.partition('.')[0]}.{word}"]
     return [name for value in values for name in expand(head + value + tail)]
-
-
-def _patterns() -> dict[str, str]:
-    return {**CORE, **MASTER, **SLAVE, **WORKER}

@@ -60,15 +60,9 @@ class FailpointKind(Enum):
 
 
 RETURNED = frozenset({FailpointKind.DROP, FailpointKind.DUP, FailpointKind.CORRUPT})
-_IN_TABLES = frozenset(
-    {
-        FailpointKind.OFF,
-        FailpointKind.NOTE,
-        FailpointKind.CRASH,
-        FailpointKind.KILL,
-        FailpointKind.STOP,
-        FailpointKind.SLEEP,
-    }
+_IN_TABLES = (
+    *(FailpointKind.OFF, FailpointKind.NOTE, FailpointKind.CRASH, FailpointKind.KILL, FailpointKind.STOP),
+    FailpointKind.SLEEP,
 )
 
 _TERM = re.compile(
@@ -170,30 +164,21 @@ def _term(entry: str, text: str) -> Term:
 
 def _action(entry: str, kind: FailpointKind, argument: str | None) -> FailpointAction:
     if kind is FailpointKind.SLEEP:
-        return FailpointAction(kind, delay_s=_seconds(entry, argument))
+        try:
+            delay_s = float(argument or "")
+        except ValueError:
+            delay_s = -1.0
+        if not 0 <= delay_s < float("inf"):
+            raise _wrong(entry, "sleep wants seconds, as in sleep(0.5)")
+        return FailpointAction(kind, delay_s=delay_s)
     if kind is FailpointKind.CRASH:
-        return FailpointAction(kind, exit_code=_exit_code(entry, argument))
+        text = str(CRASH_EXIT_CODE) if argument is None else argument
+        if not (text.isascii() and text.isdecimal() and int(text) <= 255):
+            raise _wrong(entry, "crash wants an exit code from 0 to 255, as in crash(9), or none")
+        return FailpointAction(kind, exit_code=int(text))
     if argument is not None and kind is not FailpointKind.ERROR:
         raise _wrong(entry, f"{kind.value} takes no argument")
     return FailpointAction(kind, message=argument or "")
-
-
-def _seconds(entry: str, argument: str | None) -> float:
-    try:
-        delay_s = float(argument or "")
-    except ValueError:
-        delay_s = -1.0
-    if not 0 <= delay_s < float("inf"):
-        raise _wrong(entry, "sleep wants seconds, as in sleep(0.5)")
-    return delay_s
-
-
-def _exit_code(entry: str, argument: str | None) -> int:
-    if argument is None:
-        return CRASH_EXIT_CODE
-    if not (argument.isascii() and argument.isdecimal() and int(argument) <= 255):
-        raise _wrong(entry, "crash wants an exit code from 0 to 255, as in crash(9), or none")
-    return int(argument)
 
 
 def _check_place(entry: str, name: str, kind: FailpointKind) -> None:
@@ -306,7 +291,12 @@ def install(role: str, environment: Mapping[str, str] | None = None, *, enabled:
         )
     spec = {name: terms for name, terms in parse(text).items() if role_of(name) in (role, "core")}
     _check_transitions(spec)
-    _arm(spec, _seed(environment.get(SEED_VARIABLE, "0")), environment.get(LOG_VARIABLE))
+    text_of_seed = environment.get(SEED_VARIABLE, "0")
+    try:
+        seed = int(text_of_seed)
+    except ValueError:
+        raise ConfigError(f"{SEED_VARIABLE} is {text_of_seed!r}: give a whole number") from None
+    _arm(spec, seed, environment.get(LOG_VARIABLE))
     _installed = (role, text)
     if spec:
         _logger.warning("failpoints are armed, this process will misbehave on purpose: %s", ", ".join(sorted(spec)))
@@ -362,22 +352,11 @@ def _check_transitions(spec: Mapping[str, tuple[Term, ...]]) -> None:
     """Raise ConfigError for an arrow that a table of this process does not have; tables of others are unknown here."""
     for name in filter(is_transition, spec):
         table_name = name.partition(".")[0]
-        arrows = _arrow_names(table_name)
+        tables = [table for table in machine.tables() if table.name.replace(" ", "_") == table_name]
+        arrows = {transition_name(table.name, start.value, move) for table in tables for start, move in table.rows}
         if arrows and name not in arrows:
-            raise ConfigError(f"{SPEC_VARIABLE}: the table {table_name} has no {name!r}; it has {', '.join(arrows)}")
-
-
-def _arrow_names(table_name: str) -> list[str]:
-    tables: list[machine.TransitionTable[Any]] = machine.tables()
-    found = (table for table in tables if table.name.replace(" ", "_") == table_name)
-    return sorted({transition_name(table.name, start.value, name) for table in found for start, name in table.rows})
-
-
-def _seed(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"{SEED_VARIABLE} is {text!r}: give a whole number") from None
+            has = ", ".join(sorted(arrows))
+            raise ConfigError(f"{SPEC_VARIABLE}: the table {table_name} has no {name!r}; it has {has}")
 
 
 def _log(name: str, action: FailpointAction) -> None:

@@ -66,7 +66,15 @@ def escaped(text: str) -> str:
     """The text with every character that a terminal would act upon, or hide, written out; newlines stay."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(char if char == "\n" or _is_shown(char) else _written_out(char) for char in text)
+    shown = []
+    for char in text:
+        if char == "\n" or unicodedata.category(char) not in _HIDDEN_KINDS:
+            shown.append(char)
+        elif "\ud800" <= char <= "\udfff":  # half of a pair, which no codec writes
+            shown.append(f"\\u{ord(char):04x}")
+        else:
+            shown.append(char.encode("unicode_escape").decode())
+    return "".join(shown)
 
 
 def human(line: LogLine) -> str:
@@ -167,11 +175,3 @@ def _time(value: object) -> float | None:
 def _text(raw: dict[str, Any], key: str) -> str:
     value = raw.get(key, "")
     return value if isinstance(value, str) else ""
-
-
-def _is_shown(char: str) -> bool:
-    return unicodedata.category(char) not in _HIDDEN_KINDS
-
-
-def _written_out(char: str) -> str:
-    return char.encode("unicode_escape").decode() if not "\ud800" <= char <= "\udfff" else f"\\u{ord(char):04x}"
