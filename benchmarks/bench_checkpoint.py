@@ -26,7 +26,7 @@ import torch
 
 from dips.core.clock import SystemClock
 from dips.core.ids import Incarnation, Version
-from dips.core.observe.telemetry import Tape, read_tape
+from dips.core.observe.tape import Tape, read_tape
 from dips.worker.checkpoint import Checkpointing
 from dips.worker.config import ClientConfig
 from dips.worker.state.cluster import ClusterMachine

@@ -62,7 +62,7 @@ from dips.core.messages import (
     StagedPush,
     Welcome,
 )
-from dips.core.observe.telemetry import Tape
+from dips.core.observe.tape import Tape
 from dips.core.placement import Placement, shard_bytes_needed
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.slave.data_server import DataServer

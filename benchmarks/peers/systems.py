@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dips.core.observe.telemetry import read_tape
+from dips.core.observe.tape import read_tape
 from peers.environments import interpreter
 from peers.party import HERE, START_S, Failed, Party, python
 from peers.work import OUTER_LR, OUTER_MOMENTUM

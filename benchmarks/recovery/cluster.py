@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dips.core.errors import DipsError
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan
-from dips.core.observe.telemetry import configure_logging
+from dips.core.observe.logs import configure_logging
 from dips.local.options import role_settings
 from dips.worker.config import SECTION, ClientConfig
 from dips.worker.shell import ClusterShell

@@ -3,7 +3,7 @@
 `dips.DiLoCo` is the way into a training loop, `dips.HuggingFaceCallback` and `dips.LightningCallback` into trainers
 that people have. Each is imported when it is first asked for, because `import dips` must not import torch: a slave, the
 master and the command line do without it. From that first use on, an error of ours that is not caught ends the program
-with one sentence (core/observe/uncaught.py).
+with one sentence (core/observe/logs.py).
 """
 
 from __future__ import annotations
@@ -29,6 +29,6 @@ __all__ = ["DiLoCo", "HuggingFaceCallback", "LightningCallback", "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        importlib.import_module("dips.core.observe.uncaught").install()
+        importlib.import_module("dips.core.observe.logs").end_with_one_sentence()
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'dips' has no attribute {name!r}")

@@ -26,7 +26,7 @@ MEMORY_MB = 3000
 TRACED = [
     *(f"dips.core.{name}" for name in ("layout", "ids", "units", "config", "wire")),
     *(f"dips.core.net.{name}" for name in ("codec_protobuf", "messages_pb2", "data_header", "addresses", "keys")),
-    *(f"dips.core.observe.{name}" for name in ("telemetry", "failpoints")),
+    *(f"dips.core.observe.{name}" for name in ("tape", "failpoints")),
     *(f"dips.slave.{name}" for name in ("data_port", "state.staging", "snapshot_files", "disk")),
     *(f"dips.master.{name}" for name in ("archive", "journal", "state.ledger")),
     *(f"dips.master.state.{name}" for name in ("leases", "penalty_types")),

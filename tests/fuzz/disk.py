@@ -25,7 +25,7 @@ from dips.core.errors import ConfigError, FatalError, RetryLater
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.messages import DataRange, SnapshotInfo, TensorDigest, Verdict, VerdictKind
 from dips.core.model_description import Lacking, ModelDescription, Untrained, description_from_json
-from dips.core.observe.telemetry import Tape, read_tape
+from dips.core.observe.tape import Tape, read_tape
 from dips.master.archive import FILE_NAME, FOLDER, JournalRecord, write_segment
 from dips.master.journal import RECORDS, Journal, read_records, set_base
 from dips.master.state.effects import WriteJournal

@@ -27,7 +27,7 @@ from dips.core.net.codec_protobuf import encode
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.grpc_calls import refused_from
 from dips.core.net.security import INSECURE
-from dips.core.observe.telemetry import read_tape
+from dips.core.observe.tape import read_tape
 from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.local.operator_client import OperatorClient
 from dips.master.directory import TAPE_NAME

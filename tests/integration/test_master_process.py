@@ -24,7 +24,7 @@ from dips.core.messages import HeartbeatRequest
 from dips.core.net.codec_protobuf import to_message
 from dips.core.net.grpc_calls import channel_options, refused_from
 from dips.core.observe.failpoints import CRASH_EXIT_CODE, armed, read_log
-from dips.core.observe.telemetry import read_tape
+from dips.core.observe.tape import read_tape
 from dips.master.archive import FILE_NAME, segments
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, MasterAddress, read_address

@@ -35,7 +35,7 @@ from dips.core.messages import (
 )
 from dips.core.net.codec_protobuf import decode, encode, from_message, to_message
 from dips.core.net.grpc_calls import channel_options, refused_from
-from dips.core.observe.telemetry import read_tape
+from dips.core.observe.tape import read_tape
 from dips.master.directory import TAPE_NAME
 from dips.protos import clusters_pb2_grpc, operator_pb2_grpc
 

@@ -53,7 +53,7 @@ from dips.core.net.codec_protobuf import decode, encode, from_message, to_messag
 from dips.core.net.grpc_calls import channel_options, refused_from
 from dips.core.net.security import INSECURE
 from dips.core.observe.failpoints import armed, hits
-from dips.core.observe.telemetry import Tape, read_tape
+from dips.core.observe.tape import Tape, read_tape
 from dips.master.access import Access
 from dips.master.rpc.server import MasterServer
 from dips.master.rpc.services import CALLS

@@ -31,7 +31,7 @@ from dips.core.ids import RoundId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import CloseStaging, Commit, Flipped, Prepared, Ready, Retain, Settings, Staged
 from dips.core.net.data_header import DataOp
-from dips.core.observe.telemetry import read_tape
+from dips.core.observe.tape import read_tape
 from dips.core.placement import shard_bytes_needed
 
 A = push_id("a")

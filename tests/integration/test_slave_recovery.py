@@ -47,7 +47,7 @@ from dips.core.messages import (
     SnapshotInfo,
     Staged,
 )
-from dips.core.observe.telemetry import read_tape
+from dips.core.observe.tape import read_tape
 from dips.slave import ring
 from dips.slave.config import SlaveConfig
 from dips.slave.disk import LocalDisk

@@ -36,7 +36,7 @@ from dips.core.messages import (
     Staged,
     StopSlave,
 )
-from dips.core.observe.telemetry import read_tape
+from dips.core.observe.tape import read_tape
 from dips.slave.config import SlaveConfig
 
 A = push_id("a")

@@ -12,7 +12,7 @@ from support.slave_wire import slave_config, slave_here
 
 from dips.core.messages import Settings
 from dips.core.net.curve import CurvePair, as_client
-from dips.core.observe.telemetry import read_tape
+from dips.core.observe.tape import read_tape
 
 HEARTBEAT_S = 30.0
 

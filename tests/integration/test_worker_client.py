@@ -18,7 +18,7 @@ from dips.core.messages import DataMode, DataPlan, DataRange, Refusal, VerdictKi
 from dips.core.net import addresses
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.security import INSECURE
-from dips.core.observe.telemetry import read_tape
+from dips.core.observe.tape import read_tape
 from dips.worker.config import ClientConfig
 from dips.worker.reader import fetch_version
 from dips.worker.shell import ClusterShell

@@ -21,7 +21,7 @@ from dips.core.ids import Incarnation, Version
 from dips.core.layout import Layout
 from dips.core.messages import BeginPushRequest, DataMode, DataPlan, VerdictKind
 from dips.core.observe import failpoints
-from dips.core.observe.telemetry import read_tape
+from dips.core.observe.tape import read_tape
 from dips.worker import torch_model
 from dips.worker.checkpoint_files import read_record
 from dips.worker.config import ClientConfig

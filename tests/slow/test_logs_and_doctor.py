@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support.dips_command import ROOT, dips, dips_started, ended, environment, master_file, until
 
-from dips.core.observe.log_lines import parse
+from dips.core.observe.logs import parse
 from dips.doctor.findings import Grade
 from dips.doctor.network import ListenAddress, check_addresses, check_free, check_name_found, dialled, judge_reached
 from dips.local.log_files import find_logs

@@ -19,7 +19,7 @@ from dips.core.messages import DataMode, DataPlan, Refusal, VerdictKind
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.security import INSECURE
 from dips.core.observe.failpoints import armed, fired
-from dips.core.observe.telemetry import read_tape
+from dips.core.observe.tape import read_tape
 from dips.judge.verify import verify_run
 from dips.worker.config import ClientConfig
 from dips.worker.reader import fetch_version

@@ -23,7 +23,7 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan
 from dips.core.net.security import KEYS_VARIABLE
 from dips.core.observe.failpoints import install
-from dips.core.observe.telemetry import configure_logging
+from dips.core.observe.logs import configure_logging
 from dips.worker.config import ClientConfig
 from dips.worker.shell import ClusterShell
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dips.core.observe.telemetry import CHAIN, next_chain
+from dips.core.observe.tape import CHAIN, next_chain
 from dips.master import archive
 from dips.master import journal as journal_file
 from dips.master.archive import EPOCH, FILE_NAME, JournalRecord, first_digest, segments

@@ -18,7 +18,7 @@ import numpy as np
 
 from dips.core.ids import Version, parse_version
 from dips.core.messages import SnapshotInfo
-from dips.core.observe.telemetry import Tape
+from dips.core.observe.tape import Tape
 from dips.judge.invariants import Checker, Violation
 from dips.master.journal import Journal
 from dips.master.state.penalty import judge, round_tokens

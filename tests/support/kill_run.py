@@ -24,7 +24,7 @@ from support.whole_run import LEASED, WholeRun, option_words, wait_until
 
 from dips.core.errors import Refused, RetryLater
 from dips.core.net.security import INSECURE
-from dips.core.observe.telemetry import read_tape
+from dips.core.observe.tape import read_tape
 from dips.local.log_files import tape_path
 from dips.local.operator_client import OperatorClient
 from dips.master.directory import TAPE_NAME

@@ -22,7 +22,7 @@ from support.scripted_master_state import Leaves
 from dips.core.config import load
 from dips.core.errors import DipsError
 from dips.core.observe.failpoints import install
-from dips.core.observe.telemetry import configure_logging
+from dips.core.observe.logs import configure_logging
 from dips.master.config import MasterConfig
 from dips.master.directory import MasterAddress, read_address
 from dips.master.process import run, serve

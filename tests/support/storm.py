@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dips.core.observe.telemetry import read_tape
+from dips.core.observe.tape import read_tape
 from dips.local.local_run import LocalRun
 from dips.local.log_files import HeldoutPoint
 from dips.local.supervisor import POLL_S

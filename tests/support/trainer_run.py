@@ -12,7 +12,7 @@ from typing import Any
 
 from support.master_process import START_S
 
-from dips.core.observe.telemetry import read_tape
+from dips.core.observe.tape import read_tape
 from dips.local.options import command_line
 from dips.trainer.config import TrainConfig
 

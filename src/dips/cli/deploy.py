@@ -18,8 +18,7 @@ from rich.table import Table
 
 from dips.core.errors import ConfigError, DipsError
 from dips.core.net.keys import security_from
-from dips.core.observe.log_lines import LOG_FORMAT_VARIABLE
-from dips.core.observe.telemetry import configure_logging
+from dips.core.observe.logs import LOG_FORMAT_VARIABLE, configure_logging
 from dips.core.units import parse_seconds
 from dips.deploy import identities
 from dips.deploy import rollout as plan

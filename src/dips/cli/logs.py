@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from dips.core.errors import ConfigError
-from dips.core.observe.log_lines import LEVELS, escaped, human
+from dips.core.observe.logs import LEVELS, escaped, human
 from dips.core.units import parse_seconds
 from dips.local.log_files import LogEntry, LogFile, find_logs, merged
 

@@ -21,7 +21,7 @@ import typer.main
 from rich.markup import escape
 
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError
-from dips.core.observe.telemetry import say_last
+from dips.core.observe.logs import say_last
 from dips.core.release import VERSION, how_to_install
 
 _USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")

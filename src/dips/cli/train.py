@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from dips.core.observe.telemetry import configure_logging
+from dips.core.observe.logs import configure_logging
 from dips.local.options import ConfigFile, role_settings, with_knobs
 from dips.trainer.config import SECTION as TRAIN_SECTION
 from dips.trainer.config import TrainConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dips.core.errors import DipsError
-from dips.core.observe.log_lines import escaped
+from dips.core.observe.logs import escaped
 
 
 class Grade(Enum):

@@ -29,7 +29,7 @@ from dips.core.net.addresses import is_elsewhere, is_loopback_endpoint, parse_ad
 from dips.core.net.curve import CurvePair, as_client, pair_for
 from dips.core.net.security import Identity, Role, Security
 from dips.core.net.tls_probe import why_not_let_in
-from dips.core.observe.telemetry import new_cause
+from dips.core.observe.tape import new_cause
 from dips.core.units import format_seconds
 from dips.doctor import host, network
 from dips.doctor.findings import Check, Finding, Findings, Grade, fail, ok, warn

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dips.core.errors import ConfigError, RetryLater
-from dips.core.observe.telemetry import CHAIN, HEAD, read_chained
+from dips.core.observe.tape import CHAIN, HEAD, read_chained
 from dips.master.archive import FILE_NAME, FOLDER, JournalRecord
 from dips.master.journal import read_content
 from dips.slave import snapshot_files as manifests

@@ -15,7 +15,7 @@ from dips.core.errors import TERMINATED, ConfigError, FatalError, RefusalCode, R
 from dips.core.messages import StatusReply
 from dips.core.net.keys import load_identity
 from dips.core.net.security import INSECURE, Security
-from dips.core.observe.telemetry import Tape
+from dips.core.observe.tape import Tape
 from dips.core.units import format_seconds
 from dips.local.authority import OPERATOR, ensure_keys
 from dips.local.log_files import StartFollower, tape_path

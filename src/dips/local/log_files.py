@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 from dips.core.errors import ConfigError
 from dips.core.ids import Version, parse_version
-from dips.core.observe.log_lines import LogLine, parse
+from dips.core.observe.logs import LogLine, parse
 from dips.core.observe.starting import KIND
-from dips.core.observe.telemetry import read_tape
+from dips.core.observe.tape import read_tape
 
 # ---- tapes -----------------------------------------------------------------------------------------------------------
 #

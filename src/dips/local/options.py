@@ -22,7 +22,7 @@ from rich.markup import escape
 from dips.core.config import Knobs, Loaded, load
 from dips.core.errors import ConfigError
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE
-from dips.core.observe.log_lines import LOG_FORMAT_VARIABLE, LOG_LEVEL_VARIABLE, LogFormat
+from dips.core.observe.logs import LOG_FORMAT_VARIABLE, LOG_LEVEL_VARIABLE, LogFormat
 
 Knob = tuple[type[Knobs], str, FieldInfo]
 

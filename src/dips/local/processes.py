@@ -20,7 +20,7 @@ import typer
 
 from dips.core.messages import Settings
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE, SETTINGS
-from dips.core.observe.log_lines import LOG_FORMAT_VARIABLE, LogFormat
+from dips.core.observe.logs import LOG_FORMAT_VARIABLE, LogFormat
 from dips.core.release import how_to_install
 from dips.local.log_files import HELDOUT_TAPE, tape_path
 from dips.local.options import command_line, option_name

@@ -24,7 +24,7 @@ from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.net.addresses import MAX_PORT, format_address, is_loopback, parse_address
 from dips.core.net.security import SETTINGS
-from dips.core.observe.log_lines import LogFormat
+from dips.core.observe.logs import LogFormat
 from dips.local.log_files import tape_path
 from dips.local.processes import OwnCluster, RunPlan, TrainedCluster, checkpoints_path
 from dips.master.config import MasterConfig

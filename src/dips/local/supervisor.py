@@ -30,7 +30,7 @@ from dips.core.errors import (
     RefusalCode,
     Refused,
 )
-from dips.core.observe.log_lines import LogFormat, LogLine, parse, rendered
+from dips.core.observe.logs import LogFormat, LogLine, parse, rendered
 from dips.local.child import wrapped
 
 # ---- restart ---------------------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ def how_it_ended(exit_code: int) -> str:
 
 
 def last_word(path: Path) -> str:
-    """Why a process of dips ended, as the last line of its log says (core/observe/telemetry.py: say_last); empty: it
+    """Why a process of dips ended, as the last line of its log says (core/observe/logs.py: say_last); empty: it
     does not."""
     for text in reversed(log_tail(path, lines=_LOG_TAIL_BYTES).splitlines()):
         line = parse(text.strip())

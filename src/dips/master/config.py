@@ -18,7 +18,7 @@ from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.messages import Settings
 from dips.core.net.security import checked_address
-from dips.core.observe.log_lines import LogFormat
+from dips.core.observe.logs import LogFormat
 from dips.core.observe.metrics_knobs import MetricsKnobs
 from dips.core.units import Bytes, Count, Seconds
 from dips.master.state.pacing import SLIDES

@@ -24,7 +24,8 @@ from dips.core.net.addresses import dialable, format_address, parse_address
 from dips.core.net.keys import security_of
 from dips.core.net.security import Identity, Role, Security
 from dips.core.observe.failpoints import install
-from dips.core.observe.telemetry import Tape, configure_logging
+from dips.core.observe.logs import configure_logging
+from dips.core.observe.tape import Tape
 from dips.master.access import LOOK_S, Access
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, MasterAddress, remove_address, write_address

@@ -23,7 +23,8 @@ from dips.core.errors import ConfigError, FatalError, LocalProtocolError, Refusa
 from dips.core.machine import MachineHistory
 from dips.core.messages import ClusterReply, OperatorReply, SlaveCommand, SlaveMessage, StatusReply
 from dips.core.net.grpc_calls import to_refused
-from dips.core.observe.telemetry import ChangeLogger, Tape
+from dips.core.observe.logs import ChangeLogger
+from dips.core.observe.tape import Tape
 from dips.master.metrics import Counts
 from dips.master.state.effects import (
     BeginAgain,

@@ -13,7 +13,7 @@ from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.net.addresses import require_loopback
 from dips.core.net.security import checked_address
-from dips.core.observe.log_lines import LogFormat
+from dips.core.observe.logs import LogFormat
 from dips.core.observe.metrics_knobs import MetricsKnobs
 from dips.core.threads import usable_processors
 from dips.core.units import Bytes

@@ -22,7 +22,7 @@ from dips.core.net.keys import UsedKeys
 from dips.core.net.security import Security
 from dips.core.net.tls_probe import check_let_in, why_not_let_in
 from dips.core.observe.failpoints import copies, failpoint
-from dips.core.observe.telemetry import ChangeLogger
+from dips.core.observe.logs import ChangeLogger
 from dips.protos import slaves_pb2, slaves_pb2_grpc
 from dips.slave.data_server import DataServer, with_resident_bytes
 from dips.slave.shell import SlaveShell

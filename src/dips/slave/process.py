@@ -19,10 +19,11 @@ from dips.core.net.curve import pair_for
 from dips.core.net.keys import security_of
 from dips.core.net.security import Security, check_reach
 from dips.core.observe import failpoints
+from dips.core.observe.logs import configure_logging, say_last
 from dips.core.observe.metrics import Families
 from dips.core.observe.metrics_knobs import METRICS_FILE
 from dips.core.observe.metrics_server import LoopSnapshots, MetricsServer, serve_metrics
-from dips.core.observe.telemetry import Tape, configure_logging, say_last
+from dips.core.observe.tape import Tape
 from dips.slave.config import SlaveConfig
 from dips.slave.connections import ConnectionGuard
 from dips.slave.control import Control

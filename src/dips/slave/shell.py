@@ -40,8 +40,9 @@ from dips.core.messages import (
     StopSlave,
 )
 from dips.core.net.curve import CurvePair
+from dips.core.observe.logs import ChangeLogger
 from dips.core.observe.starting import Starting
-from dips.core.observe.telemetry import ChangeLogger, Tape
+from dips.core.observe.tape import Tape
 from dips.core.threads import Threads
 from dips.slave import calculation
 from dips.slave.data_server import DataServer

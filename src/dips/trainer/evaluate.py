@@ -29,8 +29,9 @@ from dips.core.net.grpc_calls import refused_from
 from dips.core.net.keys import security_of
 from dips.core.net.security import Security
 from dips.core.observe.failpoints import failpoint
+from dips.core.observe.logs import ChangeLogger, configure_logging
 from dips.core.observe.metrics_server import serve_metrics, served
-from dips.core.observe.telemetry import ChangeLogger, Tape, configure_logging, new_cause
+from dips.core.observe.tape import Tape, new_cause
 from dips.protos import operator_pb2_grpc
 from dips.trainer.config import TrainConfig, corpus_of
 from dips.trainer.export import Exported, Fetched, read_export

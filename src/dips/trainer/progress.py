@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from dips.core.errors import INTERRUPTED, TERMINATED
-from dips.core.observe.telemetry import Tape
+from dips.core.observe.tape import Tape
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
 #

@@ -16,7 +16,8 @@ from torch import nn
 
 from dips.core.errors import ConfigError, FatalError
 from dips.core.observe.failpoints import install
-from dips.core.observe.telemetry import Tape, configure_logging
+from dips.core.observe.logs import configure_logging
+from dips.core.observe.tape import Tape
 from dips.trainer.config import TrainConfig, corpus_of
 from dips.trainer.corpus import all_ranges
 from dips.trainer.data import Batch, ChunkedText, LeasedBatches

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dips.core.clock import Clock
 from dips.core.errors import ConfigError
-from dips.core.observe.telemetry import Tape
+from dips.core.observe.tape import Tape
 from dips.core.units import format_bytes
 from dips.worker.checkpoint_files import Checkpoint, CheckpointStore, RawTensor
 from dips.worker.config import ClientConfig

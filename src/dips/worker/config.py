@@ -16,7 +16,7 @@ from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.messages import Settings
 from dips.core.net.addresses import parse_address, require_loopback
-from dips.core.observe.log_lines import LogFormat
+from dips.core.observe.logs import LogFormat
 from dips.core.observe.metrics_knobs import MetricsKnobs
 from dips.core.units import Seconds
 from dips.core.wire import WIRE_DTYPES, Codec

@@ -28,7 +28,7 @@ from dips.core.net.keys import UsedKeys
 from dips.core.net.security import Security
 from dips.core.net.tls_probe import why_not_let_in
 from dips.core.observe.failpoints import failpoint
-from dips.core.observe.telemetry import ChangeLogger
+from dips.core.observe.logs import ChangeLogger
 from dips.protos import clusters_pb2_grpc
 from dips.worker.state.effects import Beat, Done, Event, Failed
 from dips.worker.state.shared import Remedy, remedy_for

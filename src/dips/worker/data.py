@@ -25,7 +25,7 @@ from dips.core.messages import Caller, PlacementSpec, PullGrant, Settings, Ticke
 from dips.core.net.curve import CurvePair
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.observe.failpoints import FailpointAction, FailpointKind, copies, failpoint
-from dips.core.observe.telemetry import ChangeLogger
+from dips.core.observe.logs import ChangeLogger
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.parameters import SnapshotReady
 from dips.worker.sockets import LinkCounts, SlaveSockets, TransferDirection

@@ -30,8 +30,9 @@ from dips.core.net.curve import CurvePair, pair_for
 from dips.core.net.keys import security_of
 from dips.core.net.tls_probe import check_let_in
 from dips.core.observe.failpoints import failpoint
+from dips.core.observe.logs import ChangeLogger
 from dips.core.observe.starting import Starting
-from dips.core.observe.telemetry import ChangeLogger, Tape
+from dips.core.observe.tape import Tape
 from dips.core.wire import DIFFERENCES
 from dips.worker.checkpoint import Checkpointing, InnerState
 from dips.worker.config import ClientConfig, check, given_times, wire_of

@@ -10,18 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.core.observe.log_lines import (
+from dips.core.observe.logs import (
     LEVELS,
+    ChangeLogger,
     LineFormatter,
     LogLine,
     as_json,
+    configure_logging,
     escaped,
     human,
     parse,
     rendered,
+    say_last,
     timestamp,
 )
-from dips.core.observe.telemetry import ChangeLogger, configure_logging, say_last
 
 LINE = LogLine(1772366400.25, "WARNING", "slave", "s0", "no space", "r1.7", "dips.slave")
 

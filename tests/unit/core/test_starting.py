@@ -13,7 +13,7 @@ from dips.core import allocator
 from dips.core.clock import ManualClock
 from dips.core.math.compiling import watched
 from dips.core.observe.starting import EVERY_S, KIND, Starting
-from dips.core.observe.telemetry import Tape, read_tape
+from dips.core.observe.tape import Tape, read_tape
 
 GIB = 1 << 30
 

@@ -8,7 +8,7 @@ from types import TracebackType
 import pytest
 
 from dips.core.errors import ConfigError, LocalProtocolError, RefusalCode, Refused, RetryLater
-from dips.core.observe import uncaught
+from dips.core.observe.logs import end_with_one_sentence
 from dips.worker.config import ClientConfig, check
 
 Hooked = tuple[type[BaseException], BaseException, TracebackType | None]
@@ -19,7 +19,7 @@ def former(monkeypatch: pytest.MonkeyPatch) -> list[Hooked]:
     """What reached the hook that was there before."""
     seen: list[Hooked] = []
     monkeypatch.setattr(sys, "excepthook", lambda *what: seen.append(what))
-    uncaught.install()
+    end_with_one_sentence()
     return seen
 
 
@@ -73,7 +73,7 @@ def test_all_else_goes_to_the_hook_that_was_there(
 
 def test_it_is_installed_once(former: list[Hooked]) -> None:
     hook = sys.excepthook
-    uncaught.install()
+    end_with_one_sentence()
     assert sys.excepthook is hook
 
 

@@ -12,7 +12,7 @@ import pytest
 from dips.cli import main
 from dips.cli.logs import LogFilter, following, since_of
 from dips.core.errors import ConfigError
-from dips.core.observe.log_lines import LogLine, rendered
+from dips.core.observe.logs import LogLine, rendered
 from dips.local.log_files import MAX_ENTRY_LINES, MAX_LINE_BYTES, LogEntry, LogFile, find_logs, merged
 from dips.local.supervisor import last_word
 

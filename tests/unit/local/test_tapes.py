@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dips.core.clock import ManualClock
 from dips.core.ids import Version
-from dips.core.observe.telemetry import Tape
+from dips.core.observe.tape import Tape
 from dips.local.log_files import (
     HeldoutPoint,
     LossPoint,

@@ -15,8 +15,8 @@ from support.scripted_master_state import MemoryJournal, ScriptedMachine, comman
 from dips.core.clock import ManualClock
 from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.messages import LeaveReply, StatusRequest
-from dips.core.observe import telemetry
-from dips.core.observe.telemetry import Tape, read_tape
+from dips.core.observe import tape
+from dips.core.observe.tape import Tape, read_tape
 from dips.master.shell import LINK_COMMANDS, THREAD_NAME, JournalWriter, MasterShell, SlaveLink
 from dips.master.state import effects
 from dips.master.state.effects import CloseLink, Effect, Halt, Log, Record, Refuse, Reply, ToSlave, WriteJournal
@@ -418,7 +418,7 @@ async def test_a_tape_that_cannot_be_written_ends_the_master(bench: Bench, monke
     def full(file: object, lines: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(telemetry, "_append", full)
+    monkeypatch.setattr(tape, "_append", full)
     bench.reacts(lambda event: [Record("x", "-", {})])
     bench.executor.dispatch(Tick())
     outcome = await bench.executor.outcome

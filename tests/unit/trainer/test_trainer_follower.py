@@ -15,7 +15,7 @@ from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import StatusReply
-from dips.core.observe.telemetry import Tape, read_tape
+from dips.core.observe.tape import Tape, read_tape
 from dips.trainer.evaluate import Follower, next_version
 
 LAYOUT = Layout((Parameter("w", (2,), "float32", "w"),))

@@ -19,7 +19,7 @@ from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.ids import Version
 from dips.core.layout import Layout
 from dips.core.messages import DataPlan, DataRange, Settings
-from dips.core.observe.telemetry import Tape, read_tape
+from dips.core.observe.tape import Tape, read_tape
 from dips.trainer import train as module
 from dips.trainer.config import TrainConfig
 from dips.trainer.corpus import all_ranges

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from dips.core.clock import Clock
-from dips.core.observe.telemetry import Tape
+from dips.core.observe.tape import Tape
 from dips.core.units import format_bytes, format_seconds
 
 KIND = "starting"

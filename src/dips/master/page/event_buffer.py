@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dips.core.clock import Clock
-from dips.core.observe.telemetry import Tape
+from dips.core.observe.tape import Tape
 
 # ---- bounds ----------------------------------------------------------------------------------------------------------
 #

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import OperatorReply, OperatorRequest
-from dips.core.observe.telemetry import ChangeLogger
+from dips.core.observe.logs import ChangeLogger
 from dips.master.page.access import LINK_PARAMETER, PageAccess, Visitor
 from dips.master.page.event_buffer import MAX_STREAMS, WRITE_S
 from dips.master.page.history import cut

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from dips.core.errors import ConfigError, DipsError
-from dips.core.observe.telemetry import say_last
+from dips.core.observe.logs import say_last
 from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.run.links import (
     BOARD_FILE,

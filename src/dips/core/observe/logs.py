@@ -1,4 +1,4 @@
-"""Writes and reads the two forms of a log line: one for people, one for machines.
+"""A process's log on stderr, for people: its setup, the two forms of a line, and the last sentence of a process.
 
     2026-03-01T12:00:00.250Z W slave s0 [r1.7]: round r1.7: no space is left on the disk
     {"wall_s":1772366400.25,"level":"WARNING","role":"slave","name":"s0","cause":"r1.7","logger":...,"sentence":...}
@@ -14,10 +14,18 @@ import json
 import logging
 import math
 import re
+import sys
+import sysconfig
+import traceback
 import unicodedata
+from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
+
+from dips.core.errors import ConfigError, DipsError, LocalProtocolError
 
 LogFormat = Literal["human", "json"]
 LOG_FORMAT_VARIABLE = "DIPS_LOG_FORMAT"
@@ -175,3 +183,108 @@ def _time(value: object) -> float | None:
 def _text(raw: dict[str, Any], key: str) -> str:
     value = raw.get(key, "")
     return value if isinstance(value, str) else ""
+
+
+# ---- the log of a process ----
+
+CHANGE_KEYS = 1024
+"""Keys a ChangeLogger remembers. A key is a cluster, slave or reason: 1024 of 200 bytes are 200 KB."""
+
+
+class ChangeLogger:
+    """Logs a reason when it changes and is silent while it stays, so that waiting does not flood the log."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._last: OrderedDict[str, str] = OrderedDict()
+
+    def report(self, key: str, sentence: str, level: int | str = logging.INFO, cause: str = "") -> bool:
+        """Log `sentence`, with its cause id, unless it was the last one for `key`; returns whether it did.
+
+        An empty sentence means that the matter is settled: nothing is logged, and the next reason will be.
+        """
+        changed = self._last.get(key, "") != sentence
+        self._last[key] = sentence
+        self._last.move_to_end(key)
+        if len(self._last) > CHANGE_KEYS:
+            self._last.popitem(last=False)
+        if changed and sentence:
+            self._logger.log(_level_number(level), "%s", sentence, extra={"cause": cause})
+        return changed and bool(sentence)
+
+
+def configure_logging(role: str, name: str, level: str = "INFO", log_format: LogFormat = "human") -> None:
+    """Send this process's log to stderr, each line naming the process, in one of the two forms.
+
+    Replaces handlers that were there: a process has one log. Raises ConfigError for an unknown level.
+    """
+    number = _level_number(level)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter(role, name, log_format))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(number)
+    if log_format == "json":
+        sys.excepthook = _log_crash
+
+
+def say_last(sentence: str, who: str = "dips") -> None:
+    """Report why the process ends: a line of its log where that is for machines, else plain on stderr."""
+    root = logging.getLogger()
+    forms = [handler.formatter.form for handler in root.handlers if isinstance(handler.formatter, LineFormatter)]
+    if "json" in forms:
+        root.critical("%s", sentence)
+    else:
+        print(f"{who}: {escaped(sentence)}", file=sys.stderr, flush=True)
+
+
+def _log_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """For sys.excepthook: a bug's trace is one line as well, where lines are for machines."""
+    logging.getLogger("dips").critical("%s: %s", kind.__name__, error, exc_info=(kind, error, trace))
+
+
+def _level_number(level: int | str) -> int:
+    number = level if isinstance(level, int) else logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise ConfigError(f"log level {level!r} is unknown: choose DEBUG, INFO, WARNING or ERROR")
+    return number
+
+
+# ---- errors that a user's own program does not catch ----
+#
+# Errors stay ordinary exceptions for those who catch them
+# (docs/decisions/0033-one-sentence-in-a-users-own-program.md).
+
+_PACKAGE = str(Path(__file__).absolute().parents[2])
+"""The folder of all our packages, as frames name it."""
+
+
+def end_with_one_sentence() -> None:
+    """Ends this process, as our commands do, with one sentence about an error of ours that its program does not catch.
+
+    What is no error of ours, or a bug of ours, goes to the hook that was there.
+    """
+    former = sys.excepthook
+    if getattr(former, "says_one_sentence", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, DipsError) or isinstance(error, LocalProtocolError):
+            former(kind, error, trace)
+            return
+        logging.getLogger("dips").debug("where it was raised", exc_info=(kind, error, trace))
+        say_last(str(error) + _place(trace))
+        if not (sys.flags.interactive or hasattr(sys, "ps1")):
+            raise SystemExit(error.exit_code)  # the interpreter ends with it, after what atexit has to do
+
+    hook.says_one_sentence = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The line of the person's program: the innermost one that is neither ours nor of an installed package."""
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    for frame in reversed(traceback.extract_tb(trace)):
+        if not frame.filename.startswith(("<", _PACKAGE, *installed)):
+            return f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""

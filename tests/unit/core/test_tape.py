@@ -17,15 +17,8 @@ import pytest
 from dips.core.clock import ManualClock
 from dips.core.errors import ConfigError, FatalError, RefusalCode
 from dips.core.ids import Version
-from dips.core.observe.telemetry import (
-    CHANGE_KEYS,
-    ChangeLogger,
-    Tape,
-    configure_logging,
-    new_cause,
-    read_chained,
-    read_tape,
-)
+from dips.core.observe.logs import CHANGE_KEYS, ChangeLogger, configure_logging
+from dips.core.observe.tape import Tape, new_cause, read_chained, read_tape
 
 
 @pytest.fixture

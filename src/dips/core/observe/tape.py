@@ -1,4 +1,4 @@
-"""Writes and reads a process's tape, its record for machines, and sets up its log for people.
+"""Writes and reads a process's tape: its record for machines.
 
 The tape is the append-only record from which a run is explained, checked and drawn; it is written by the
 thread that makes the event, one line at a time, and is whole up to the last line even after a kill. Each line ends
@@ -17,21 +17,17 @@ import math
 import os
 import re
 import secrets
-import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import xxhash
 
 from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, FatalError
-from dips.core.observe.log_lines import LineFormatter, LogFormat, escaped
 
 HEAD = ("wall_s", "monotonic_s", "role", "name", "kind", "cause")
 """The keys that every line of a tape begins with; the event's own fields follow them."""
@@ -42,9 +38,6 @@ CHAIN = "chain"
 _CHAIN = re.compile(rb',"chain":"([0-9a-f]{16})"\}\Z')
 
 _STEP_BYTES = 1 << 16
-
-CHANGE_KEYS = 1024
-"""Keys a ChangeLogger remembers. A key is a cluster, slave or reason: 1024 of 200 bytes are 200 KB."""
 
 
 def new_cause() -> str:
@@ -174,65 +167,6 @@ def read_chained(path: Path) -> Iterator[tuple[dict[str, Any], bool]]:
 
 def _no_event(path: Path, number: int) -> str:
     return f"line {number} of tape {path} is not an event: the file was changed or damaged; restore it from a copy"
-
-
-class ChangeLogger:
-    """Logs a reason when it changes and is silent while it stays, so that waiting does not flood the log."""
-
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
-        self._last: OrderedDict[str, str] = OrderedDict()
-
-    def report(self, key: str, sentence: str, level: int | str = logging.INFO, cause: str = "") -> bool:
-        """Log `sentence`, with its cause id, unless it was the last one for `key`; returns whether it did.
-
-        An empty sentence means that the matter is settled: nothing is logged, and the next reason will be.
-        """
-        changed = self._last.get(key, "") != sentence
-        self._last[key] = sentence
-        self._last.move_to_end(key)
-        if len(self._last) > CHANGE_KEYS:
-            self._last.popitem(last=False)
-        if changed and sentence:
-            self._logger.log(_level_number(level), "%s", sentence, extra={"cause": cause})
-        return changed and bool(sentence)
-
-
-def configure_logging(role: str, name: str, level: str = "INFO", log_format: LogFormat = "human") -> None:
-    """Send this process's log to stderr, each line naming the process, in a form of core/observe/log_lines.py.
-
-    Replaces handlers that were there: a process has one log. Raises ConfigError for an unknown level.
-    """
-    number = _level_number(level)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter(role, name, log_format))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(number)
-    if log_format == "json":
-        sys.excepthook = _log_crash
-
-
-def say_last(sentence: str, who: str = "dips") -> None:
-    """Report why the process ends: a line of its log where that is for machines, else plain on stderr."""
-    root = logging.getLogger()
-    forms = [handler.formatter.form for handler in root.handlers if isinstance(handler.formatter, LineFormatter)]
-    if "json" in forms:
-        root.critical("%s", sentence)
-    else:
-        print(f"{who}: {escaped(sentence)}", file=sys.stderr, flush=True)
-
-
-def _log_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """For sys.excepthook: a bug's trace is one line as well, where lines are for machines."""
-    logging.getLogger("dips").critical("%s: %s", kind.__name__, error, exc_info=(kind, error, trace))
-
-
-def _level_number(level: int | str) -> int:
-    number = level if isinstance(level, int) else logging.getLevelNamesMapping().get(level.upper())
-    if number is None:
-        raise ConfigError(f"log level {level!r} is unknown: choose DEBUG, INFO, WARNING or ERROR")
-    return number
 
 
 def _open_to_append(path: Path) -> tuple[FileIO, bytes]:
