@@ -22,7 +22,7 @@ from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.math import outer_numba
 from dips.core.messages import AllowedKey, KeyRole, PlacementSpec, PullGrant, SlaveAddress, SnapshotInfo, Ticket
-from dips.core.net.curve import CurvePair
+from dips.core.net.zmq_sockets import CurvePair
 from dips.core.placement import shard_bytes_needed
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer

@@ -29,9 +29,9 @@ from support.keyed_port import (
 )
 
 from dips.core.errors import ConfigError
-from dips.core.net import zmq_frames
-from dips.core.net.curve import CurvePair, as_client
+from dips.core.net import zmq_sockets
 from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.net.zmq_sockets import CurvePair, as_client
 from dips.slave import data_server
 from dips.slave.data_server import DataServer
 
@@ -56,7 +56,7 @@ class DoorClock:
         """Turn the clock beyond the time for handshakes until so many are counted; no honest peer may be coming."""
 
         def counted() -> bool:
-            self._now_s += 2 * zmq_frames.SETTLED_S
+            self._now_s += 2 * zmq_sockets.SETTLED_S
             return self._port.server.beat().refused_connections >= at_least
 
         _wait_for(counted)

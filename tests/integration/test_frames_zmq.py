@@ -7,7 +7,7 @@ import time
 import pytest
 import zmq
 
-from dips.core.net.zmq_frames import Outgoing
+from dips.core.net.zmq_sockets import Outgoing
 
 WAIT_S = 10.0
 

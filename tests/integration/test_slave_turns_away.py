@@ -11,7 +11,7 @@ from support.master_for_slaves import MasterForSlaves
 from support.slave_wire import slave_config, slave_here
 
 from dips.core.messages import Settings
-from dips.core.net.curve import CurvePair, as_client
+from dips.core.net.zmq_sockets import CurvePair, as_client
 from dips.core.observe.tape import read_tape
 
 HEARTBEAT_S = 30.0

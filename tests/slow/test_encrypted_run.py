@@ -15,8 +15,7 @@ from support.whole_run import LAYOUT, NumpyCluster, WholeRun, wait_until
 
 from dips.core.errors import DipsError
 from dips.core.messages import BeginPullReply, BeginPullRequest, Caller, PullGrant, SlaveAddress
-from dips.core.net.curve import CurvePair, as_client
-from dips.core.net.zmq_frames import Failure, Handshakes
+from dips.core.net.zmq_sockets import CurvePair, Failure, Handshakes, as_client
 from dips.local.authority import Authority, ensure_keys
 from dips.worker.control import MasterStubs, channel_to
 from dips.worker.reader import FetchedModel, fetch_version

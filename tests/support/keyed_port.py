@@ -26,7 +26,7 @@ from dips.core.messages import (
     SnapshotInfo,
     Ticket,
 )
-from dips.core.net.curve import CurvePair
+from dips.core.net.zmq_sockets import CurvePair
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ShardMemory

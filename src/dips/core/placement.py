@@ -189,7 +189,11 @@ def redeal(
         else:
             unplaced.append(need)
     in_order = list(loads.values())
-    unplaced += [need for load in in_order for need in _overflow(load)]
+    for load in in_order:
+        # A slave may state less memory than before: its largest blocks go until the rest has room.
+        while load.used_bytes > load.stated_bytes:
+            unplaced.append(load.needs[-1])
+            load.drop(load.needs[-1])
     for need in sorted(unplaced, key=lambda need: (-need[0], need[1])):
         _place_block(need, in_order)
     while _level(in_order):
@@ -197,17 +201,11 @@ def redeal(
     for load in in_order:
         if not load.needs:
             _give_one(load, in_order)
-    return _placement(layout, in_order)
-
-
-def _overflow(load: _SlaveLoad) -> list[Need]:
-    """Blocks that a slave no longer has room for, because it states less memory than before; largest first."""
-    out: list[Need] = []
-    while load.used_bytes > load.stated_bytes:
-        need = load.needs[-1]
-        load.drop(need)
-        out.append(need)
-    return out
+    slave_of_block = [0] * len(layout.blocks)
+    for index, load in enumerate(in_order):
+        for _, block_id in load.needs:
+            slave_of_block[block_id] = index
+    return Placement(tuple(loads), tuple(slave_of_block))
 
 
 def _place_block(need: Need, loads: Sequence[_SlaveLoad]) -> None:
@@ -252,11 +250,3 @@ def _give_one(empty: _SlaveLoad, loads: Sequence[_SlaveLoad]) -> None:
     need = giver.needs[0]
     giver.drop(need)
     empty.put(need)
-
-
-def _placement(layout: Layout, loads: Sequence[_SlaveLoad]) -> Placement:
-    slave_of_block = [0] * len(layout.blocks)
-    for index, load in enumerate(loads):
-        for _, block_id in load.needs:
-            slave_of_block[block_id] = index
-    return Placement(tuple(load.slave for load in loads), tuple(slave_of_block))

@@ -26,9 +26,9 @@ from dips.core.messages import (
     StatusReply,
 )
 from dips.core.net.addresses import is_elsewhere, is_loopback_endpoint, parse_address, why_unreachable
-from dips.core.net.curve import CurvePair, as_client, pair_for
 from dips.core.net.security import Identity, Role, Security
 from dips.core.net.tls_probe import why_not_let_in
+from dips.core.net.zmq_sockets import CurvePair, as_client, pair_for
 from dips.core.observe.tape import new_cause
 from dips.core.units import format_seconds
 from dips.doctor import host, network

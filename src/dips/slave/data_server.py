@@ -32,9 +32,8 @@ from dips.core.errors import ConfigError, Refused
 from dips.core.ids import PushId, Version
 from dips.core.messages import AllowedKey, SlaveBeat
 from dips.core.net.addresses import require_loopback
-from dips.core.net.curve import ZAP_ENDPOINT, CurvePair, as_server
 from dips.core.net.data_header import MAX_HEADER_BYTES
-from dips.core.net.zmq_frames import NOW, NOW_MORE, Failure, Handshakes, Outgoing
+from dips.core.net.zmq_sockets import NOW, NOW_MORE, ZAP_ENDPOINT, CurvePair, Failure, Handshakes, Outgoing, as_server
 from dips.core.observe.failpoints import FailpointKind, failpoint
 from dips.slave.data_port import Answer, DataPort, Figures, landed
 from dips.slave.landing import KnownReceipts, LandingJob

@@ -22,8 +22,8 @@ from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.layout import Block
 from dips.core.messages import MoveBlocks, SlaveAddress, SnapshotInfo
 from dips.core.net.addresses import require_loopback
-from dips.core.net.curve import CurvePair, as_client
 from dips.core.net.data_header import MAX_HEADER_BYTES, DataHeader, DataOp
+from dips.core.net.zmq_sockets import CurvePair, as_client
 from dips.core.wire import Codec
 from dips.slave.calculation import chunk_checksums
 from dips.slave.memory import F32, ShardMemory, bytes_of

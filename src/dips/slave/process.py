@@ -15,9 +15,9 @@ from dips.core.config import Loaded
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, DipsError
 from dips.core.file_limit import raise_file_limit
 from dips.core.net.addresses import format_address, is_elsewhere, is_loopback_endpoint, parse_address
-from dips.core.net.curve import pair_for
 from dips.core.net.keys import security_of
 from dips.core.net.security import Security, check_reach
+from dips.core.net.zmq_sockets import pair_for
 from dips.core.observe import failpoints
 from dips.core.observe.logs import configure_logging, say_last
 from dips.core.observe.metrics import Families

@@ -39,7 +39,7 @@ from dips.core.messages import (
     SnapshotInfo,
     StopSlave,
 )
-from dips.core.net.curve import CurvePair
+from dips.core.net.zmq_sockets import CurvePair
 from dips.core.observe.logs import ChangeLogger
 from dips.core.observe.starting import Starting
 from dips.core.observe.tape import Tape

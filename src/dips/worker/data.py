@@ -22,8 +22,8 @@ from dips.core.errors import DipsError, Refused
 from dips.core.ids import PushId, Version
 from dips.core.layout import Layout
 from dips.core.messages import Caller, PlacementSpec, PullGrant, Settings, Ticket
-from dips.core.net.curve import CurvePair
 from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.net.zmq_sockets import CurvePair
 from dips.core.observe.failpoints import FailpointAction, FailpointKind, copies, failpoint
 from dips.core.observe.logs import ChangeLogger
 from dips.core.wire import DIFFERENCES, Codec

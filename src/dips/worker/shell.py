@@ -26,9 +26,9 @@ from dips.core.layout import Layout
 from dips.core.messages import DataMode, DataPlan, DataRange, HeartbeatRequest, PullGrant, Settings, Verdict
 from dips.core.model_description import Untrained
 from dips.core.net.addresses import check_slaves_reachable
-from dips.core.net.curve import CurvePair, pair_for
 from dips.core.net.keys import security_of
 from dips.core.net.tls_probe import check_let_in
+from dips.core.net.zmq_sockets import CurvePair, pair_for
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.logs import ChangeLogger
 from dips.core.observe.starting import Starting

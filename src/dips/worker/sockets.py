@@ -16,9 +16,8 @@ from dips.core.errors import ConfigError
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import PlacementSpec, SlaveAddress
 from dips.core.net.addresses import require_loopback
-from dips.core.net.curve import CurvePair, as_client
 from dips.core.net.data_header import MAX_HEADER_BYTES
-from dips.core.net.zmq_frames import NOW, NOW_MORE, Failure, Handshakes, Outgoing
+from dips.core.net.zmq_sockets import NOW, NOW_MORE, CurvePair, Failure, Handshakes, Outgoing, as_client
 from dips.core.wire import Codec, encoded_bytes
 from dips.worker.flow import MOST_REQUESTS
 from dips.worker.transfer import SlaveProgress

@@ -8,8 +8,8 @@ import pytest
 import zmq
 
 from dips.core.errors import ConfigError
-from dips.core.net.curve import CurvePair, as_client, pair_for
 from dips.core.net.security import INSECURE, Identity, Role
+from dips.core.net.zmq_sockets import CurvePair, as_client, pair_for
 from dips.core.protocol import CURVE_KEY_BYTES
 
 

@@ -109,7 +109,16 @@ class DataHeader:
             header = _header(data_pb2.DataHeader.FromString(data))
         except DecodeError as error:
             raise Refused(RefusalCode.MALFORMED, f"a DataHeader cannot be parsed: {error}") from error
-        _check_fields(header)
+        # What an op needs must be there, so that no reader has to ask again.
+        lacks = ""
+        if header.op in (DataOp.PUT_CHUNK, DataOp.QUERY_MISSING) and header.push is None:
+            lacks = "it names no push"
+        elif header.op in (DataOp.GET_CHUNK, DataOp.CHUNK) and header.version is None:
+            lacks = "it names no version"
+        elif header.op is DataOp.REFUSED and header.refusal is None:
+            lacks = "it carries no refusal"
+        if lacks:
+            raise Refused(RefusalCode.MALFORMED, f"a data header with op {header.op.name}: {lacks}")
         return header
 
     def check_common(self, run_id: str) -> None:
@@ -200,32 +209,13 @@ def _push(message: common_pb2.PushId) -> PushId:
     return _push_id(message.cluster, message.incarnation.epoch, message.incarnation.n, message.seq)
 
 
-# A transfer's headers name the same push or version thousands of times over.
-
-
 @lru_cache(maxsize=64)
 def _push_id(cluster: str, epoch: int, n: int, seq: int) -> PushId:
     return PushId(ClusterId(cluster), Incarnation(epoch, n), seq)
 
 
-@lru_cache(maxsize=64)
-def _version(timeline: int, v: int) -> Version:
-    return Version(timeline, v)
+_version = lru_cache(maxsize=64)(Version)
 
 
 def _checksum(body: bytes) -> bytes:
     return checksum(body).to_bytes(8, "little")
-
-
-def _check_fields(header: DataHeader) -> None:
-    """What an op needs must be there, so that no reader has to ask again."""
-    if header.op in (DataOp.PUT_CHUNK, DataOp.QUERY_MISSING) and header.push is None:
-        raise _malformed(header, "it names no push")
-    if header.op in (DataOp.GET_CHUNK, DataOp.CHUNK) and header.version is None:
-        raise _malformed(header, "it names no version")
-    if header.op is DataOp.REFUSED and header.refusal is None:
-        raise _malformed(header, "it carries no refusal")
-
-
-def _malformed(header: DataHeader, why: str) -> Refused:
-    return Refused(RefusalCode.MALFORMED, f"a data header with op {header.op.name}: {why}")

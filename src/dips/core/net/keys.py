@@ -24,7 +24,15 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
-from dips.core.net.security import INSECURE, Identity, Role, Security, SecurityKnobs, neither_given
+from dips.core.net.security import (
+    INSECURE,
+    INSECURE_VARIABLE,
+    KEYS_VARIABLE,
+    Identity,
+    Role,
+    Security,
+    SecurityKnobs,
+)
 
 CA_FILE, CERT_FILE, KEY_FILE, REVOKED_FILE = "ca.crt", "tls.crt", "tls.key", "revoked.json"
 
@@ -106,7 +114,10 @@ def security_from(keys: Path | None, insecure: bool, what: str) -> Security:
         return load_identity(keys)
     if insecure:
         return INSECURE
-    raise neither_given(what)
+    raise ConfigError(
+        f"{what} has no keys: give --keys DIR (or {KEYS_VARIABLE}=DIR) with an identity made by `dips keys`, or say "
+        f"--insecure (or {INSECURE_VARIABLE}=1) to run without encryption on this machine only"
+    )
 
 
 def load_identity(directory: Path, now: datetime | None = None) -> Identity:
@@ -116,18 +127,23 @@ def load_identity(directory: Path, now: datetime | None = None) -> Identity:
     key, key and certificate do not belong together, no CA of ca.crt signed the certificate, or it does not hold now.
     """
     ca_pem, cert_pem, key_pem = (_read(directory / name) for name in (CA_FILE, CERT_FILE, KEY_FILE))
-    _check_private(directory / KEY_FILE)
-    certificate = parse_certificate(cert_pem, str(directory / CERT_FILE))
-    _check_key(key_pem, certificate, directory)
+    key_file, cert_file = directory / KEY_FILE, directory / CERT_FILE
+    if stat.S_IMODE(key_file.stat().st_mode) & 0o007:
+        raise ConfigError(f"{key_file} can be read or changed by every user of this machine: chmod 600 {key_file}")
+    certificate = parse_certificate(cert_pem, str(cert_file))
+    shown, held = certificate.x509.public_key(), load_private_key(key_pem, str(key_file)).public_key()
+    form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    if shown.public_bytes(*form) != held.public_bytes(*form):
+        raise ConfigError(f"{key_file} does not belong to {cert_file}: take both from the same directory")
     authorities = parse_authorities(ca_pem, str(directory / CA_FILE))
     if not is_signed_by(certificate.x509, authorities):
         raise ConfigError(
-            f"{directory / CERT_FILE} was signed by none of the authorities in {directory / CA_FILE}: it belongs to "
+            f"{cert_file} was signed by none of the authorities in {directory / CA_FILE}: it belongs to "
             "another set of keys; take the whole directory as `dips keys` made it"
         )
     now = now or datetime.now(UTC)
     if lapse := certificate.lapse(now):
-        raise ConfigError(f"{directory / CERT_FILE} {lapse}: {certificate.remedy(now)}")
+        raise ConfigError(f"{cert_file} {lapse}: {certificate.remedy(now)}")
     return Identity(certificate.role, certificate.name, directory, ca_pem, cert_pem, key_pem)
 
 
@@ -258,20 +274,6 @@ def _holder(certificate: x509.Certificate) -> tuple[Role, str]:
     if parts.scheme != SCHEME or parts.query or parts.fragment:
         raise ValueError(f"its URI is {uris[0]!r}, not {SCHEME}://ROLE/NAME")
     return Role(parts.netloc), check_name(name, "the name in the certificate")
-
-
-def _check_key(key_pem: bytes, certificate: Certificate, directory: Path) -> None:
-    where = directory / KEY_FILE
-    key = load_private_key(key_pem, str(where))
-    shown, held = certificate.x509.public_key(), key.public_key()
-    form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    if shown.public_bytes(*form) != held.public_bytes(*form):
-        raise ConfigError(f"{where} does not belong to {directory / CERT_FILE}: take both from the same directory")
-
-
-def _check_private(file: Path) -> None:
-    if stat.S_IMODE(file.stat().st_mode) & 0o007:
-        raise ConfigError(f"{file} can be read or changed by every user of this machine: chmod 600 {file}")
 
 
 def _read(file: Path) -> bytes:

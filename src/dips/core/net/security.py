@@ -91,14 +91,6 @@ def both_given() -> str:
     )
 
 
-def neither_given(what: str) -> ConfigError:
-    """The error for a process or command without a setting for keys."""
-    return ConfigError(
-        f"{what} has no keys: give --keys DIR (or {KEYS_VARIABLE}=DIR) with an identity made by `dips keys`, or say "
-        f"--insecure (or {INSECURE_VARIABLE}=1) to run without encryption on this machine only"
-    )
-
-
 def checked_address(value: str, what: str, info: ValidationInfo) -> str:
     """Check a field that holds HOST:PORT, in a validator: well formed, on loopback when insecure. Raises ValueError."""
     try:
