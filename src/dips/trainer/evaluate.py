@@ -34,7 +34,7 @@ from dips.core.observe.metrics_server import serve_metrics, served
 from dips.core.observe.tape import Tape, new_cause
 from dips.protos import operator_pb2_grpc
 from dips.trainer.config import TrainConfig, corpus_of
-from dips.trainer.export import Exported, Fetched, read_export
+from dips.trainer.export import Fetched, read_export
 from dips.trainer.model import ByteModel
 from dips.trainer.progress import StopSignals
 from dips.trainer.sizes import ModelConfig
@@ -255,12 +255,6 @@ class Evaluator:
         """Evaluate a version. Raises ConfigError when it is not of a byte model."""
         loss = heldout_loss(model_from_flat(fetched.layout, fetched.flat), self._windows)
         return Evaluation(fetched.run_id, fetched.version, fetched.tokens, loss)
-
-
-def load_exported(path: Path) -> tuple[ByteModel, Exported]:
-    """Load the model of a file that `dips export` wrote, and the file's metadata. Raises ConfigError."""
-    exported = read_export(path)
-    return model_from_flat(exported.layout, exported.flat), exported
 
 
 def evaluate_file(path: Path, train: TrainConfig) -> Evaluation:

@@ -329,9 +329,7 @@ class DiLoCo:
                     ranks.tell(StepNews(failed=True))
                 raise
         if ranks is not None:
-            self._news = ranks.tell(self._facts())
-            ranks.spread(parameters.tensors)
-            self._reset_with_the_first(parameters, 0)
+            self._follow_the_first(ranks, enters=True)
 
     def _driver_for(self, config: ClientConfig, parameters: TorchParameters) -> ClusterShell:
         inner = TorchState(self._model, self._optimizer, {"steps": _Steps(self), **_named(self._state)})
@@ -479,18 +477,16 @@ class DiLoCo:
             raise
         self._follow_the_first(ranks)
 
-    def _follow_the_first(self, ranks: Ranks) -> None:
+    def _follow_the_first(self, ranks: Ranks, *, enters: bool = False) -> None:
+        """All ranks take rank 0's news, its parameters where those were replaced (enters: in any case), and its resets
+        of the optimizer: replicas stay equal only if their optimizers do.
+        """
         assert self._parameters is not None, "set with the ranks"
-        before = self._news
-        self._news = ranks.tell(self._facts())
-        if self._news.installs != before.installs:
+        before, self._news = StepNews() if enters else self._news, ranks.tell(self._facts())
+        if enters or self._news.installs != before.installs:
             ranks.spread(self._parameters.tensors)
-        self._reset_with_the_first(self._parameters, before.resets)
-
-    def _reset_with_the_first(self, parameters: TorchParameters, before: int) -> None:
-        """Replicas stay equal only if their optimizers do. before: the resets of rank 0 that this rank has followed."""
-        if self._news.resets != before and self._shell is None:
-            parameters.reset_inner_optimizer()
+        if self._news.resets != before.resets and self._shell is None:
+            self._parameters.reset_inner_optimizer()
 
     def _facts(self) -> StepNews | None:
         """The news that rank 0 sends to the others; None on those."""

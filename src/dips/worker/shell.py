@@ -352,12 +352,8 @@ class ClusterShell:
         return self._session.pushing.last_verdict
 
     @property
-    def tokens_per_s(self) -> float:
-        """Measured speed of computing alone."""
-        return self._pace.tokens_per_s
-
-    @property
     def steps_per_s(self) -> float:
+        """Measured speed of computing alone."""
         return self._pace.steps_per_s
 
     @property

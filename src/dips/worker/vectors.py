@@ -288,8 +288,10 @@ class Vectors:
         if self._rounding is not None:
             self._installed = installed
             self.installs += 1
-        keep = (self._base, self._installed)
-        self._free += [vector for vector in _distinct(held) if not any(vector is kept for kept in keep)]
+        freed = {id(vector): vector for vector in held if vector is not None}
+        for kept in (self._base, self._installed):
+            freed.pop(id(kept), None)
+        self._free += freed.values()
         if mode is InstallMode.REPLACE:
             del self._free[1:]  # no steps were made during this pull, so two vectors are enough
 
@@ -385,11 +387,6 @@ class _Exact:
                     self._copied.wait(start, stop)
                 self._store.add_rounded_off(self._flat, self._installed, start, stop)
                 self._is_exact[piece] = True
-
-
-def _distinct(vectors: Iterable[F32 | None]) -> list[F32]:
-    """The vectors without None, each once."""
-    return list({id(vector): vector for vector in vectors if vector is not None}.values())
 
 
 def chunk_spans(layout: Layout, chunk_bytes: int) -> list[tuple[int, int]]:

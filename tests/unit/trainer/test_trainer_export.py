@@ -17,7 +17,7 @@ from dips.core.errors import ConfigError
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.trainer.config import TrainConfig
-from dips.trainer.evaluate import EVAL_BATCH, Evaluator, evaluate_file, heldout_loss, load_exported, windows_of
+from dips.trainer.evaluate import EVAL_BATCH, Evaluator, evaluate_file, heldout_loss, model_from_flat, windows_of
 from dips.trainer.export import export_model, read_export
 from dips.trainer.model import ByteModel
 from dips.trainer.sizes import SIZES, ModelConfig
@@ -129,7 +129,7 @@ def test_a_users_own_model_can_be_exported(tmp_path: Path) -> None:
     assert tensors["b"].shape == ()
     assert read_export(tmp_path / "own").sequence_tokens is None
     with pytest.raises(ConfigError, match="not a dips byte model"):
-        load_exported(tmp_path / "own")
+        evaluate_file(tmp_path / "own", TrainConfig())
 
 
 @pytest.mark.usefixtures("restored_threads")
@@ -150,7 +150,8 @@ def test_another_model_has_another_loss(train: TrainConfig) -> None:
 
 def test_the_model_of_an_export_predicts_as_the_exported_one(tmp_path: Path) -> None:
     export_model(fetched(seed=4), tmp_path / "m")
-    model, exported = load_exported(tmp_path / "m")
+    exported = read_export(tmp_path / "m")
+    model = model_from_flat(exported.layout, exported.flat)
     tokens = torch.arange(20).view(1, 20)
     assert torch.equal(model(tokens), ByteModel(SIZES["tiny"], seed=4)(tokens))
     assert exported.version == Version(3, 17)

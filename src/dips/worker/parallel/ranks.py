@@ -88,17 +88,17 @@ class Ranks:
             mine["error"] = str(parameters)
         else:
             rows, digests = _rows(parameters), _digests(parameters.trained)
-            mine["layout"] = _digest(parameters.layout().layout_hash + json.dumps(rows).encode()).hex()
-            mine["values"] = _digest(b"".join(digests)).hex()
+            mine["layout"] = xxhash.xxh3_128_hexdigest(parameters.layout().layout_hash + json.dumps(rows).encode())
+            mine["values"] = xxhash.xxh3_128_hexdigest(b"".join(digests))
         said = [json.loads(text) for text in self.gather(json.dumps(mine).encode())]
         if isinstance(parameters, Exception):
             raise parameters
         for rank, facts in enumerate(said):
             if facts["error"] is not None:
                 raise ConfigError(f"rank {rank} of this cluster cannot take part: {facts['error']}")
-        if _differs(said, "layout"):
+        if len({facts["layout"] for facts in said}) > 1:
             raise ConfigError(_other_layout([json.loads(text) for text in self.gather(json.dumps(rows).encode())]))
-        if _differs(said, "values"):
+        if len({facts["values"] for facts in said}) > 1:
             name, rank = self._first_other(rows, digests)
             where = f"parameter {name!r} has other values on rank {rank} than on rank {FIRST}"
             if not all(facts["replicas"] for facts in said):
@@ -117,7 +117,7 @@ class Ranks:
         turn, self._compared = self._compared, self._compared + 1
         sample = (turn % SAMPLE_STRIDE, SAMPLE_STRIDE) if turn else (0, 1)
         digests = _digests(parameters.trained, *sample)
-        if len(set(self.gather(_digest(b"".join(digests))))) > 1:
+        if len(set(self.gather(xxhash.xxh3_128_digest(b"".join(digests))))) > 1:
             name, rank = self._first_other(_rows(parameters), digests)
             raise ConfigError(
                 f"parameter {name!r} of rank {rank} is no longer equal to rank {FIRST}'s, and is not pushed: "
@@ -208,14 +208,6 @@ def _digests(tensors: Iterable[torch.Tensor], start: int = 0, stride: int = 1) -
             digest.update(piece.cpu().contiguous().view(torch.uint8).numpy())
         digests.append(digest.digest())
     return digests
-
-
-def _digest(content: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(content)
-
-
-def _differs(said: Sequence[dict[str, Any]], key: str) -> bool:
-    return any(facts[key] != said[FIRST][key] for facts in said)
 
 
 def _other_layout(rows: Sequence[list[list[Any]]]) -> str:
