@@ -7,7 +7,7 @@ from support.master_bench import Bench
 from dips.core.errors import RefusalCode
 from dips.core.messages import Alarm, Refusal
 from dips.master.page.snapshot import sentence
-from dips.master.state.status import FRUITLESS_ROUNDS
+from dips.master.state.alarms import FRUITLESS_ROUNDS
 
 
 def standing(bench: Bench) -> tuple[Alarm, ...]:

@@ -1,6 +1,7 @@
-"""What a person should look at: token counts that are hardly possible, clusters with the same data.
+"""What a person should look at: token counts that are hardly possible, clusters with the same data, rounds without a
+version.
 
-A doubt is reported once when it begins (SharedState.alarm); the status lists it until it is over.
+An alarm is reported once when it begins (SharedState.alarm); the status lists it until it is over.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from dips.core.errors import RefusalCode, Refused
-from dips.core.messages import Alarm, BeginPushRequest
+from dips.core.messages import Alarm, BeginPushRequest, RoundSummary
 from dips.master.state.penalty_detect import cosine
 from dips.master.state.reasons import AlarmKind
 from dips.master.state.shared import SharedState
@@ -68,19 +70,15 @@ def check_token_count(shared: SharedState, cluster: str, request: BeginPushReque
 
     Raises Refused(TOKENS). Only for a push of training where clusters bring their own data.
     """
-    usual, round_steps = _usual(shared, cluster), _round_steps(shared, cluster)
+    member = shared.members.get(cluster)
+    # The steps that the cluster is to take between two pushes.
+    round_steps = (member.local_steps if member is not None else 0) or shared.config.settings.sync_every_steps
+    usual = _usual(shared, cluster)
     per_step = request.tokens / (request.steps or round_steps)
     if why := _why_not(shared, request, per_step, usual, round_steps):
         _doubt(shared, cluster, f"a push of cluster {cluster} is refused: {why}")
         raise Refused(RefusalCode.TOKENS, why)
     _doubt(shared, cluster, _why_doubtful(shared, cluster, request, per_step, usual))
-
-
-def _round_steps(shared: SharedState, cluster: str) -> int:
-    """The steps that the cluster is to take between two pushes."""
-    member = shared.members.get(cluster)
-    asked = member.local_steps if member is not None else 0
-    return asked or shared.config.settings.sync_every_steps
 
 
 def _why_not(
@@ -211,3 +209,53 @@ def _compare(shared: SharedState, pair: tuple[str, str], squared: float, other_s
         if pair not in shared.same_data:
             shared.alarm(alarm)
         shared.same_data[pair] = alarm
+
+
+# ---- active alarms ---------------------------------------------------------------------------------------------------
+#
+# Lists the active alarms: the same list in the status, on the page and in the metrics. The direction of a cluster's
+# pushes has its own field in ClusterStatus.
+
+
+GONE_S = 3600.0
+"""Seconds for which a refused token count stays listed: the cluster's process ends after the refusal. A later push
+of the cluster with a correct count removes the alarm earlier."""
+
+FRUITLESS_ROUNDS = 5
+"""Rounds in a row without a version before the alarm. Three VOID rounds clear the shared histories, so that more than
+three are unusual."""
+
+
+def standing(shared: SharedState) -> tuple[Alarm, ...]:
+    """All active alarms, in the order of their kinds."""
+    fruitless = _fruitless(shared)
+    nothing = [_nothing_merged(fruitless)] if len(fruitless) >= FRUITLESS_ROUNDS else []
+    counts = [
+        alarm
+        for name, (alarm, at_s) in sorted(shared.token_doubts.items())
+        if name in shared.members or shared.now_s - at_s < GONE_S
+    ]
+    return (*nothing, *(alarm for _, alarm in sorted(shared.same_data.items())), *counts)
+
+
+def round_was_fruitless(shared: SharedState) -> None:
+    """Records that a round ended without a version; raises an alarm when there were too many in a row."""
+    fruitless = _fruitless(shared)
+    if len(fruitless) == FRUITLESS_ROUNDS:
+        shared.alarm(_nothing_merged(fruitless))
+
+
+def _fruitless(shared: SharedState) -> list[RoundSummary]:
+    """The last rounds that made no version, newest first, as far as they are remembered."""
+    return list(takewhile(lambda summary: summary.outcome != "commit", reversed(shared.recent)))
+
+
+def _nothing_merged(fruitless: list[RoundSummary]) -> Alarm:
+    last, n_void = fruitless[0], sum(summary.outcome == "void" for summary in fruitless)
+    kinds = ((n_void, "void"), (len(fruitless) - n_void, "given up"))
+    how = ", ".join(f"{n} {word}" for n, word in kinds if n)
+    sentence = (
+        f"nothing was merged in the last {len(fruitless)} rounds ({how}), so the model does not change while clusters "
+        f"train; the last one: {last.reason}"
+    )
+    return Alarm(AlarmKind.NOTHING_MERGED, (), sentence)

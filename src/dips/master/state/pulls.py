@@ -42,7 +42,11 @@ class Pulls:
         member = None if request.reader else shared.member_of(request.caller)
         if request.reader:
             shared.check_run(request.caller.run_id, f"reader {request.caller.name[:64]!r}")
-            _check_reader(request.caller.name)
+            if not 0 < len(request.caller.name) <= MAX_READER_NAME:  # it appears in tapes, logs and messages to slaves
+                raise Refused(
+                    RefusalCode.MALFORMED,
+                    f"a reader's name has 1 to {MAX_READER_NAME} characters, this one has {len(request.caller.name)}",
+                )
             shared.allowed.check(KeyRole.READER, request.caller.name, request.curve_key)
         busy = self._busy(request, member)
         if busy is not None:
@@ -162,11 +166,3 @@ class Pulls:
 def _owner(request: BeginPullRequest | FinishPullRequest, member: Member | None) -> str:
     """The owner of the pin; no cluster id contains a space."""
     return member.cluster if member else READER + request.caller.name
-
-
-def _check_reader(name: str) -> None:
-    """Checks a reader's name, which appears in tapes, in the log and in messages to slaves."""
-    if not 0 < len(name) <= MAX_READER_NAME:
-        raise Refused(
-            RefusalCode.MALFORMED, f"a reader's name has 1 to {MAX_READER_NAME} characters, this one has {len(name)}"
-        )

@@ -27,9 +27,9 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
-from dips.master.state import pacing, status
+from dips.master.state import pacing
 from dips.master.state import pushes as bases
-from dips.master.state.alarms import compare_pushes
+from dips.master.state.alarms import compare_pushes, round_was_fruitless
 from dips.master.state.leases import TokenState
 from dips.master.state.ledger import CommitInfo, canonical, pair, push_to_json
 from dips.master.state.penalty import judge, round_tokens
@@ -420,7 +420,7 @@ class Rounds:
         self._remember(ledger.version, reason)
         shared.journal("VOID", self._record("VOID", []) | {"reason": reason})
         self._summarise("void", reason)
-        status.round_was_fruitless(shared)
+        round_was_fruitless(shared)
         self._tell_all()
 
     def _remember(self, version: Version | None, why_void: str = "") -> None:
@@ -519,7 +519,7 @@ class Rounds:
         for push in state.participants:
             push.phase.move("round aborted", PushPhase.ADMITTED, shared.now_s, state.cause, why)
         self._summarise("abort", why)
-        status.round_was_fruitless(shared)
+        round_was_fruitless(shared)
         shared.rounds_aborted += 1
         state.last_abort = why
         shared.log(

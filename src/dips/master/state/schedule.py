@@ -13,9 +13,10 @@ updated with what each slave takes; how many streams a slave serves at full rate
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 
 from dips.core.layout import Layout
 from dips.core.placement import Placement
@@ -200,7 +201,7 @@ class LinkRates:
             return ()
         pairs = ((cluster, slave) for cluster in sorted(clusters) for slave in placement.slaves)
         found = (self._link(cluster, slave, self._held(layout, placement), now_s) for cluster, slave in pairs)
-        return tuple(_first(found, MAX_LINKS))
+        return tuple(islice(found, MAX_LINKS))
 
     def _link(self, cluster: str, slave: str, elems: dict[str, int], now_s: float) -> LinkRate:
         pushed, pulled = self._pushed.get((cluster, slave)), self._pulled.get(cluster)
@@ -222,8 +223,3 @@ class LinkRates:
                 held[placement.slaves[index]] += block.n_elems
             self._elems = (placement.placement_hash, held)
         return self._elems[1]
-
-
-def _first(links: Iterator[LinkRate], most: int) -> Iterator[LinkRate]:
-    for _, link in zip(range(most), links, strict=False):
-        yield link

@@ -4,70 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 
-from dips.core.messages import Alarm, ClusterStatus, RoundSummary, SlaveStatus, StatusReply
+from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
 from dips.core.wire import encoded_bytes
-from dips.master.state.alarms import usual_per_step
+from dips.master.state.alarms import standing, usual_per_step
 from dips.master.state.leases import TokenState
 from dips.master.state.penalty_detect import threshold
-from dips.master.state.reasons import AlarmKind
 from dips.master.state.records import Push, RoundPhase, Slave
 from dips.master.state.schedule import LinkRate
 from dips.master.state.shared import SharedState
 from dips.master.state.waits import recovery_words, reshard_words, waiting_for
-
-# ---- alarms ----------------------------------------------------------------------------------------------------------
-#
-# Lists the active alarms: the same list in the status, on the page and in the metrics.
-#
-# An alarm is reported once when it begins (SharedState.alarm), and is listed here until it is over. The direction of a
-# cluster's pushes has its own field in ClusterStatus.
-
-
-GONE_S = 3600.0
-"""Seconds for which a refused token count stays listed: the cluster's process ends after the refusal. A later push
-of the cluster with a correct count removes the alarm earlier."""
-
-FRUITLESS_ROUNDS = 5
-"""Rounds in a row without a version before the alarm. Three VOID rounds clear the shared histories, so that more than
-three are unusual."""
-
-
-def standing(shared: SharedState) -> tuple[Alarm, ...]:
-    """All active alarms, in the order of their kinds."""
-    fruitless = _fruitless(shared)
-    nothing = [_nothing_merged(fruitless)] if len(fruitless) >= FRUITLESS_ROUNDS else []
-    counts = [
-        alarm
-        for name, (alarm, at_s) in sorted(shared.token_doubts.items())
-        if name in shared.members or shared.now_s - at_s < GONE_S
-    ]
-    return (*nothing, *(alarm for _, alarm in sorted(shared.same_data.items())), *counts)
-
-
-def round_was_fruitless(shared: SharedState) -> None:
-    """Records that a round ended without a version; raises an alarm when there were too many in a row."""
-    fruitless = _fruitless(shared)
-    if len(fruitless) == FRUITLESS_ROUNDS:
-        shared.alarm(_nothing_merged(fruitless))
-
-
-def _fruitless(shared: SharedState) -> list[RoundSummary]:
-    """The last rounds that made no version, newest first, as far as they are remembered."""
-    return list(takewhile(lambda summary: summary.outcome != "commit", reversed(shared.recent)))
-
-
-def _nothing_merged(fruitless: list[RoundSummary]) -> Alarm:
-    last, n_void = fruitless[0], sum(summary.outcome == "void" for summary in fruitless)
-    kinds = ((n_void, "void"), (len(fruitless) - n_void, "given up"))
-    how = ", ".join(f"{n} {word}" for n, word in kinds if n)
-    sentence = (
-        f"nothing was merged in the last {len(fruitless)} rounds ({how}), so the model does not change while clusters "
-        f"train; the last one: {last.reason}"
-    )
-    return Alarm(AlarmKind.NOTHING_MERGED, (), sentence)
-
 
 # ---- status ----------------------------------------------------------------------------------------------------------
 

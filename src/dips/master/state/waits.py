@@ -31,7 +31,8 @@ def recovery_words(shared: SharedState) -> str:
         case RecoveryPhase.NONE:
             return ""
         case RecoveryPhase.GATHERING:
-            away = _absent(shared)
+            here = {name for name, slave in shared.slaves.items() if slave.phase.now is SlavePhase.PROMISED}
+            away = [name for name in shared.slaves_expected() if name not in here]
             parts = [state.reason, state.words, f"waiting for slave {', '.join(away)}" if away else ""]
             return "; ".join(part for part in parts if part) if state.reason else ""
         case RecoveryPhase.ASKING:
@@ -41,12 +42,6 @@ def recovery_words(shared: SharedState) -> str:
             donor = state.donor
             who = f"cluster {donor.cluster} gives its copy of version {donor.commit.version}" if donor else "no donor"
             return f"{state.reason}; no version is on every slave: {who}"
-
-
-def _absent(shared: SharedState) -> list[str]:
-    """Slaves that have not yet attached and promised the epoch."""
-    here = {name for name, slave in shared.slaves.items() if slave.phase.now is SlavePhase.PROMISED}
-    return [name for name in shared.slaves_expected() if name not in here]
 
 
 def lagging(shared: SharedState) -> str:
