@@ -34,24 +34,24 @@ Lines = Mapping[str, MethodSummary]
 
 @dataclass(frozen=True)
 class FigureLine:
-    """One line of a figure. variant: names the files of its runs; empty when it is a run of the plain comparison."""
+    """One line of a figure."""
 
     label: str
     method: str
     setup: ComparisonSetup
-    variant: str
+    variant: str  # names the files of its runs; empty when it is a run of the plain comparison
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure. statement: quoted from the paper. reading: our sentence about the result."""
+    """A figure of the paper about losses."""
 
     name: str
     title: str
-    section: str
-    statement: str
+    section: str  # of the paper
+    statement: str  # quoted from the paper
     lines: Callable[[ComparisonSetup], list[FigureLine]]
-    reading: Callable[[Lines], str]
+    reading: Callable[[Lines], str]  # our sentence about the result
 
 
 def figure_jobs(
@@ -192,12 +192,12 @@ Gather = Callable[[Sequence[ComparisonJob]], list[RunRecord]]
 
 @dataclass(frozen=True)
 class FigureResult:
-    """The result of a figure. labelled: each run with its line; summaries: the lines over their seeds."""
+    """The result of a figure."""
 
     figure: Figure
     setup: ComparisonSetup
-    labelled: Sequence[tuple[FigureLine, RunRecord]]
-    summaries: Lines
+    labelled: Sequence[tuple[FigureLine, RunRecord]]  # each run with its line
+    summaries: Lines  # the lines over their seeds
 
 
 def run_figure(

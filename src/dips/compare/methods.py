@@ -23,16 +23,14 @@ MethodKind = Literal["servers", "data parallel"]
 
 @dataclass(frozen=True)
 class Method:
-    """One way to train. master: settings by the names of `dips master`; they override the set-up's. wire_dtype: the
-    clusters' own setting.
-    """
+    """One way to train."""
 
     name: str
     title: str
     about: str
     kind: MethodKind
-    master: Mapping[str, Setting]
-    wire_dtype: str = "float32"
+    master: Mapping[str, Setting]  # settings by the names of `dips master`; they override the set-up's
+    wire_dtype: str = "float32"  # the clusters' own setting
 
     def flags(self) -> tuple[str, ...]:
         """These settings as flags of `dips master`."""

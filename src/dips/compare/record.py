@@ -30,13 +30,12 @@ class Learner(Trainer, Protocol):
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A point of the loss curve: a published version. virtual_s: since the first version; loss: held-out, nats per
-    byte, None: not evaluated, or not finite."""
+    """A point of the loss curve: a published version."""
 
     version: str
     tokens: int
-    virtual_s: float
-    loss: float | None
+    virtual_s: float  # since the first version
+    loss: float | None  # held-out, nats per byte; None: not evaluated, or not finite
 
 
 def at_tokens(curve: Sequence[CurvePoint], tokens: int) -> tuple[float | None, float]:
@@ -61,7 +60,7 @@ def at_tokens(curve: Sequence[CurvePoint], tokens: int) -> tuple[float | None, f
 
 @dataclass(frozen=True)
 class PushFact:
-    """One judged push. norm, score, cosine: None where undefined. bad: an injected one."""
+    """One judged push. norm, score, cosine: None where undefined."""
 
     cluster: str
     push: str
@@ -72,7 +71,7 @@ class PushFact:
     norm: float | None
     score: float | None
     cosine: float | None
-    bad: bool
+    bad: bool  # an injected one
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class RoundFact:
     """One committed or void round. kappa, rho, merged_norm: None in a VOID."""
 
     version: str
-    virtual_s: float
+    virtual_s: float  # since the first version
     kappa: float | None
     rho: float | None
     merged_norm: float | None
@@ -101,8 +100,10 @@ class RunRecord:
     seed: int
     inject: str
     tokens: int
+    # "finished", "diverged", or "locked out": the penalty refused every push from some time on, finite ones too
     ended: str
-    loss: float | None
+    # At exactly `tokens`, by linear interpolation between the last version below and the first at or above it:
+    loss: float | None  # None: not finite, or nothing was trained
     virtual_s: float
     rounds: int
     voids: int
@@ -111,8 +112,8 @@ class RunRecord:
     alarms: tuple[tuple[float, str, str], ...] = ()
     cluster_tokens: dict[str, int] = field(default_factory=dict)
     cluster_steps: dict[str, int] = field(default_factory=dict)
+    # Virtual seconds in which a cluster did not train, from the first version to the end.
     waited_s: dict[str, float] = field(default_factory=dict)
-    """Cluster -> virtual seconds in which it did not train, from the first version to the end."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and None; a number that is not finite is None."""

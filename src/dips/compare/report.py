@@ -41,28 +41,23 @@ KNOWS_NOTHING = math.log(256)
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The summary of one run. Counts of pushes are None for a method that has none (data parallel).
-
-    share_of_ideal: its tokens a second / the sum of what the clusters make alone; None when it did not finish.
-    merged_per_round: accepted pushes of a committed round. clipped: share of the committed rounds whose merge was
-    shortened. flagged_bad: injected pushes that were excluded; flagged_good: good ones that were excluded; missed:
-    injected ones that were applied.
-    """
+    """The summary of one run. Counts of pushes are None for a method that has none (data parallel)."""
 
     loss: float | None
     virtual_s: float
     tokens: int
     ended: str
+    # its tokens a second / the sum of what the clusters make alone; None when it did not finish
     share_of_ideal: float | None
     rounds: int
     voids: int
-    merged_per_round: float | None
+    merged_per_round: float | None  # accepted pushes of a committed round
     staleness_mean: float | None
     staleness_max: int | None
-    clipped: float | None
-    flagged_bad: int | None
-    flagged_good: int | None
-    missed: int | None
+    clipped: float | None  # share of the committed rounds whose merge was shortened
+    flagged_bad: int | None  # injected pushes that were excluded
+    flagged_good: int | None  # good ones that were excluded
+    missed: int | None  # injected ones that were applied
     alarms: tuple[tuple[float, str, str], ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -97,12 +92,9 @@ def summarise(record: RunRecord, ideal_tokens_per_s: float) -> RunSummary:
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """All seeds of one method, or of one line of a figure.
+    """All seeds of one method, or of one line of a figure."""
 
-    loss: the mean; None when one of them has no finite loss. sd: of a sample; None for one seed.
-    """
-
-    runs: Mapping[int, RunSummary]
+    runs: Mapping[int, RunSummary]  # by seed
 
     @property
     def losses(self) -> list[float]:
@@ -121,6 +113,7 @@ class MethodSummary:
 
     @property
     def loss(self) -> float | None:
+        """The mean; None when one of them has no finite loss."""
         return None if self.not_finite else _mean(self.losses)
 
     @property
@@ -130,6 +123,7 @@ class MethodSummary:
 
     @property
     def sd(self) -> float | None:
+        """The standard deviation of a sample; None for one seed."""
         return stdev(self.losses) if len(self.losses) > 1 and not self.not_finite else None
 
     def mean(self, name: str) -> float | None:
@@ -210,8 +204,7 @@ NOTHING = "-"
 
 @dataclass(frozen=True)
 class Comparison:
-    """The results to report. clean: the same methods and seeds without the injection, as far as they were run
-    before."""
+    """The results to report."""
 
     setup: ComparisonSetup
     seeds: tuple[int, ...]
@@ -219,6 +212,7 @@ class Comparison:
     command: str
     summaries: Mapping[str, MethodSummary]
     records: Sequence[RunRecord]
+    # the same methods and seeds without the injection, as far as they were run before
     clean: Mapping[str, MethodSummary]
 
 

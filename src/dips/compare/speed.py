@@ -42,13 +42,12 @@ ROUNDS = 16
 
 @dataclass(frozen=True)
 class Throughput:
-    """A throughput. tokens_per_s: applied, of all clusters together. Numbers of rounds are 0 when it was only
-    computed."""
+    """The throughput of a method."""
 
     method: str
-    tokens_per_s: float
+    tokens_per_s: float  # applied, of all clusters together
     ideal_tokens_per_s: float
-    rounds: int = 0
+    rounds: int = 0  # this and the next two are 0 when it was only computed
     merged_per_round: float = 0.0
     staleness_mean: float = 0.0
 
@@ -63,13 +62,13 @@ class Throughput:
 
 @dataclass(frozen=True)
 class ThroughputComparison:
-    """The throughputs in one set-up. baselines: data parallel, synchronous and asynchronous DiLoCo without servers, and
-    synchronous DiLoCo over our servers; measured: the chosen methods."""
+    """The throughputs in one set-up."""
 
     setup: ComparisonSetup
-    synchronous: Throughput
+    synchronous: Throughput  # synchronous DiLoCo, the faster of its two forms
+    # data parallel, synchronous and asynchronous DiLoCo without servers, and synchronous DiLoCo over our servers
     baselines: tuple[Throughput, ...]
-    measured: tuple[Throughput, ...]
+    measured: tuple[Throughput, ...]  # the chosen methods
 
     def gain(self, method: str) -> float:
         """Speed of a measured method relative to synchronous DiLoCo, the faster of its two forms."""
@@ -174,9 +173,9 @@ RATES_GBPS = (1, 2, 5, 10)
 
 @dataclass(frozen=True)
 class SpeedJob:
-    """One set-up, in which all methods are measured. column: its heading in the table."""
+    """One set-up, in which all methods are measured."""
 
-    column: str
+    column: str  # its heading in the table
     setup: ComparisonSetup
     seed: int
 
@@ -215,16 +214,16 @@ class SpeedResult:
 
 @dataclass(frozen=True)
 class SpeedFigure:
-    """setups: the shipped ones that it is made of. statement: quoted from the paper, [...] for omissions.
-    reading: our sentence about one result."""
+    """A figure of the paper about throughput."""
 
     name: str
     title: str
     section: str
-    statement: str
-    setups: tuple[str, ...]
+    statement: str  # quoted from the paper, [...] for omissions
+    setups: tuple[str, ...]  # the shipped ones that it is made of
+    # the headings, each with the set-up as it is changed for it
     columns: Callable[[ComparisonSetup], list[tuple[str, ComparisonSetup]]]
-    reading: Callable[[SpeedResult], str]
+    reading: Callable[[SpeedResult], str]  # our sentence about one result
 
 
 def speed_jobs(figure: SpeedFigure, setups: Sequence[ComparisonSetup], seed: int) -> list[SpeedJob]:

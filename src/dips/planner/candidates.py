@@ -24,27 +24,24 @@ NAMES = (*SCHEDULES, "jeeves", "optimal_ud", "optimal_wave", "dp")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train. schedules: of each replica that has an order of its own (one, where all are equal). sharing:
-    how replicas use a link. sync_ns: the part of the makespan for exchanges of replicas before the first operation and
-    after the last one. site_of: of each device, as the file numbers sites. lower_bound_ns: no schedule of this kind is
-    shorter; None where no solver looked. costs: what the first replica was made for; where replicas take turns on a
-    link, its own messages alone."""
+    """One way to train, simulated."""
 
     name: str
-    sharing: str
+    sharing: str  # how replicas use a link: alone, fair or coordinated
     division: Division
-    schedules: tuple[Schedule, ...]
+    schedules: tuple[Schedule, ...]  # of each replica that has an order of its own; one, where all are equal
     timeline: Timeline
     makespan_ns: int
     bubble_fraction: float
     activation_bytes: tuple[int, ...]
     state_bytes: tuple[int, ...]
     limit_bytes: tuple[int, ...]
-    site_of: tuple[int, ...]
-    link_bytes: dict[tuple[int, int], float]
-    costs: Costs
+    site_of: tuple[int, ...]  # of each device, as the file numbers sites
+    link_bytes: dict[tuple[int, int], float]  # of an iteration, over each directed link between sites
+    costs: Costs  # what the first replica was made for; where replicas take turns on a link, its own messages alone
+    # the part of the makespan for exchanges of replicas before the first operation and after the last one
     sync_ns: int = 0
-    lower_bound_ns: int | None = None
+    lower_bound_ns: int | None = None  # no schedule of this kind is shorter; None where no solver looked
 
     @property
     def iteration_s(self) -> float:

@@ -20,16 +20,13 @@ NS = 1_000_000_000
 
 @dataclass(frozen=True)
 class StageCost:
-    """Costs of one stage of the model for one microbatch.
-
-    activation: charged when F starts; of it, D releases `d_release` at its end and W (or B) the rest.
-    """
+    """Costs of one stage of the model for one microbatch."""
 
     f_ns: int
     d_ns: int
     w_ns: int
-    activation: int
-    d_release: int
+    activation: int  # charged when F starts
+    d_release: int  # of it, D releases so much at its end, and W (or B) the rest
 
     def __post_init__(self) -> None:
         if min(self.f_ns, self.d_ns, self.w_ns, self.activation, self.d_release) < 0:
@@ -59,18 +56,14 @@ REPLICAS_APART = 1 << 40
 
 
 class Wire(NamedTuple):
-    """The cost of one message between two devices. busy_ns: time on the link; latency_ns: does not occupy the link.
+    """The cost of one message between two devices."""
 
-    resource: messages with the same resource share a link; every link serves one message at a time. hold_ns: how much
-    longer the next message waits than for the link (for the acknowledgement of this one, where senders block). shared:
-    with the other replicas of a pipeline; else each has a link of its own there.
-    """
-
-    resource: int
-    busy_ns: int
-    latency_ns: int
+    resource: int  # messages with the same resource share a link, which serves one at a time
+    busy_ns: int  # time on the link
+    latency_ns: int  # does not occupy the link
+    # so much longer the next message waits than for the link: for the acknowledgement, where senders block
     hold_ns: int = 0
-    shared: bool = True
+    shared: bool = True  # with the other replicas of a pipeline; else each has a link of its own
 
     def of(self, replica: int) -> Wire:
         """The wire as a replica has it."""
@@ -88,17 +81,13 @@ class Wire(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """All costs of a pipeline. stages[s]: of the model; wires[(from, to)]: between devices, none where messages take no
-    time.
+    """All costs of a pipeline."""
 
-    exchanges[s]: what replicas send each other of stage s; empty: they cost nothing. overlapped: they do so while
-    the pipeline computes; else before all of it and after all of it.
-    """
-
-    stages: tuple[StageCost, ...]
+    stages: tuple[StageCost, ...]  # of the model
+    # by (from, to), between devices; none where messages take no time
     wires: Mapping[tuple[int, int], Wire] = field(default_factory=dict)
-    exchanges: tuple[Exchange, ...] = ()
-    overlapped: bool = True
+    exchanges: tuple[Exchange, ...] = ()  # what replicas send each other of each stage; empty: they cost nothing
+    overlapped: bool = True  # they do so while the pipeline computes; else before all of it and after all of it
 
     def __post_init__(self) -> None:
         if len(self.exchanges) not in (0, len(self.stages)):

@@ -29,14 +29,13 @@ SpanOf = Callable[[Division], int]
 
 @dataclass(frozen=True)
 class Divided:
-    """The division that was found. span_ns and uniform_ns: makespans of the greedy schedule, with all replicas, for it
-    and for the uniform division. seed: the solver's division."""
+    """The division that was found."""
 
     division: Division
-    span_ns: int
-    uniform_ns: int
-    seed: Division
-    tried: int
+    span_ns: int  # makespan of the greedy schedule for it, with all replicas
+    uniform_ns: int  # and for the uniform division
+    seed: Division  # the solver's division
+    tried: int  # divisions that were simulated
 
 
 def divide(problem: Problem, coordinated: bool = True, most_trials: int = 150) -> Divided:

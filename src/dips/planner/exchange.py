@@ -20,14 +20,13 @@ from dips.planner.errors import PlanError
 
 
 class Exchange(NamedTuple):
-    """The costs of one stage's exchange. gather_ns, reduce_ns: time on its resource, before and after the stage; it
-    arrives gather_latency_ns or reduce_latency_ns later. All 0: no exchange."""
+    """The costs of one stage's exchange. All 0: no exchange."""
 
     resource: int
-    gather_ns: int
-    reduce_ns: int
-    gather_latency_ns: int = 0
-    reduce_latency_ns: int = 0
+    gather_ns: int  # time on its resource, before the stage
+    reduce_ns: int  # and after it
+    gather_latency_ns: int = 0  # weights arrive so much later
+    reduce_latency_ns: int = 0  # and gradients
 
     @property
     def gathers(self) -> bool:
@@ -39,13 +38,13 @@ class Exchange(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """One simulated exchange. before: weights, else gradients. It occupied its resource in [start_ns, freed_ns)."""
+    """One simulated exchange."""
 
     stage: int
-    before: bool
+    before: bool  # weights; else gradients
     resource: int
-    start_ns: int
-    freed_ns: int
+    start_ns: int  # it occupied its resource from here
+    freed_ns: int  # to here
     ends_ns: int
 
 

@@ -59,16 +59,13 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule. orders[d]: the operations of device d. device_of_stage[s]: where stage s of the model runs.
-
-    parts: pieces that every block is cut into; only the last one sends. split: backward passes are D and W, not B.
-    """
+    """A schedule: for each device, the operations that it runs, in their order."""
 
     name: str
-    device_of_stage: tuple[int, ...]
+    device_of_stage: tuple[int, ...]  # where each stage of the model runs
     n_microbatches: int
     orders: tuple[tuple[Op, ...], ...]
-    parts: int = 1
+    parts: int = 1  # pieces that every block is cut into; only the last one sends
 
     @property
     def n_devices(self) -> int:

@@ -51,11 +51,10 @@ FEW = 8
 
 @dataclass(frozen=True)
 class ChangeEffect:
-    """The effect of a change of the setting. saved: the part of each microbatch's share of the iteration that it
-    saves."""
+    """The effect of a change of the setting."""
 
     change: str
-    saved: float
+    saved: float  # the part of each microbatch's share of the iteration that it saves
 
 
 def effects_of(problem: Problem, ranked: Sequence[Candidate]) -> Iterator[ChangeEffect]:

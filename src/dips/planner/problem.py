@@ -31,9 +31,9 @@ TimesPerLayer = tuple[float, float, float]
 
 
 class ReplicaRing(NamedTuple):
-    """The link, or the slowest of the links, between sites that hold the same stages. members: those sites, as the file
-    numbers them; gradients and weights go round from each to the next."""
+    """The link, or the slowest of the links, between sites that hold the same stages."""
 
+    # those sites, as the file numbers them; gradients and weights go round from each to the next
     members: tuple[int, ...]
     bytes_per_s: float
     latency_s: float
@@ -41,18 +41,15 @@ class ReplicaRing(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is to be planned. Each device of the pipeline represents all devices of one replica that share a stage.
-    released: the part of an activation that is free after the gradient of the input, from 0 to 1.
-
-    rings[p]: where replicas are at different sites, the sites between which those of position p exchange (and
-    setup.sites[p] is all of them together); empty: all replicas of a stage are at one site. paces[d]: of device d as
-    measured; empty: as planned.
-    """
+    """What is to be planned. Each device of the pipeline represents all devices of one replica that share a stage."""
 
     setup: ClusterFile
+    # the part of an activation that is free after the gradient of the input
     released: float = RELEASED_BY_INPUT_GRADIENT
+    # by position: where replicas are at different sites, those between which its stages exchange (setup.sites has all
+    # of them as one site); empty: all replicas of a stage are at one site
     rings: tuple[ReplicaRing, ...] = ()
-    paces: tuple[TimesPerLayer, ...] = ()
+    paces: tuple[TimesPerLayer, ...] = ()  # of each device as measured; empty: as planned
 
     @cached_property
     def n_devices(self) -> int:

@@ -38,15 +38,14 @@ MOVED = (WEIGHT_BYTES + OPTIMIZER_BYTES) / WEIGHT_BYTES
 
 @dataclass(frozen=True)
 class Running:
-    """A plan that is in use. problem: of its file. groups: of sites that hold whole pipelines. schedules: one, or
-    one for each replica."""
+    """A plan that is in use."""
 
-    problem: Problem
-    groups: int
+    problem: Problem  # of its file
+    groups: int  # of sites that hold whole pipelines
     name: str
     sharing: str
     division: Division
-    schedules: tuple[Schedule, ...]
+    schedules: tuple[Schedule, ...]  # one, or one for each replica
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -62,34 +61,32 @@ class Running:
 
 @dataclass(frozen=True)
 class Limits:
-    """When a swap is worth it. least_gain: part of an iteration. within: iterations after which it must have paid off.
-    pause_s: the time of any swap in addition to moving layers."""
+    """When a swap is worth it."""
 
-    least_gain: float = 0.02
-    within: int = 1000
-    pause_s: float = 0.0
+    least_gain: float = 0.02  # part of an iteration
+    within: int = 1000  # iterations after which it must have paid off
+    pause_s: float = 0.0  # the time of any swap in addition to moving layers
 
 
 @dataclass(frozen=True)
 class Swap:
-    """The cost of a swap. link_bytes: over each directed link between sites, by name. inside_bytes: within sites."""
+    """The cost of a swap."""
 
     layers: int
-    link_bytes: dict[tuple[str, str], float]
-    inside_bytes: float
+    link_bytes: dict[tuple[str, str], float]  # over each directed link between sites, by name
+    inside_bytes: float  # within sites
     seconds: float
 
 
 @dataclass(frozen=True)
 class ReplanVerdict:
-    """The decision. planned_s, now_s: iteration of the present schedule, as planned and as measured. new: the best of
-    the others, under the measured numbers. break_even: iterations after which a swap has paid off; None: never."""
+    """The decision."""
 
-    plan: Plan
-    planned_s: float
-    now_s: float
+    plan: Plan  # the best of the others, with the measured numbers
+    planned_s: float  # iteration of the present schedule, as planned
+    now_s: float  # and as measured
     swap: Swap
-    break_even: int | None
+    break_even: int | None  # iterations after which a swap has paid off; None: never
     advised: bool
     why: str
 

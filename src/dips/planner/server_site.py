@@ -26,19 +26,18 @@ KEYS = ("names", "clusters", "bandwidth_gbps", "tokens_per_s")
 
 @dataclass(frozen=True)
 class SiteChoice:
-    """The chosen site. index: of the best site. demand: B_i^T p of every site, in Gbit/s x tokens/s."""
+    """The chosen site."""
 
-    index: int
-    demand: tuple[float, ...]
+    index: int  # of the best site
+    demand: tuple[float, ...]  # B_i^T p of every site, in Gbit/s x tokens/s
 
 
 @dataclass(frozen=True)
 class Sites:
-    """The table [sites] of a file. names: N sites; clusters: M training clusters (the sites themselves unless
-    given)."""
+    """The table [sites] of a file."""
 
-    names: tuple[str, ...]
-    clusters: tuple[str, ...]
+    names: tuple[str, ...]  # N sites
+    clusters: tuple[str, ...]  # M training clusters (the sites themselves unless given)
     bandwidth_gbps: tuple[tuple[float, ...], ...]
     tokens_per_s: tuple[float, ...]
 

@@ -33,27 +33,26 @@ T = TypeVar("T")
 
 
 class SimulatedMessage(NamedTuple):
-    """A message that crossed a link. ready_ns: end of its producer; it occupied the link in [start_ns, freed_ns)."""
+    """A message that crossed a link."""
 
     op: Op
     source: int
     target: int
-    ready_ns: int
-    start_ns: int
-    freed_ns: int
-    arrives_ns: int
+    ready_ns: int  # the end of its producer
+    start_ns: int  # it occupied the link from here
+    freed_ns: int  # to here
+    arrives_ns: int  # later by the latency
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The result of a simulation. starts[d][i], ends[d][i]: of operation i of device d. messages: those between devices
-    that have a wire. exchanges: between replicas, which this timeline takes part in."""
+    """The result of a simulation."""
 
     schedule: Schedule
-    starts: tuple[tuple[int, ...], ...]
-    ends: tuple[tuple[int, ...], ...]
-    messages: tuple[SimulatedMessage, ...]
-    exchanges: tuple[Exchanged, ...] = ()
+    starts: tuple[tuple[int, ...], ...]  # starts[d][i]: of operation i of device d
+    ends: tuple[tuple[int, ...], ...]  # ends[d][i]: the same
+    messages: tuple[SimulatedMessage, ...]  # those between devices that have a wire
+    exchanges: tuple[Exchanged, ...] = ()  # between replicas, which this timeline takes part in
 
     @property
     def begin_ns(self) -> int:
@@ -149,32 +148,29 @@ def shares_links(costs: Costs) -> bool:
 
 
 class Give(NamedTuple):
-    """The output of an operation. slot: filled when the message arrives; target: the device that gets it. wire: None
-    when it arrives at once."""
+    """The output of an operation."""
 
-    slot: int
-    target: int
-    wire: Wire | None
+    slot: int  # filled when the message arrives
+    target: int  # the device that gets it
+    wire: Wire | None  # None when it arrives at once
 
 
 class Device(NamedTuple):
-    """The operations of one device. lasts[i]: nanoseconds of operation i; needs[i]: the slot that it waits for, or
-    NOTHING; gives[i]: or None."""
+    """The operations of one device, by index."""
 
-    lasts: list[int]
-    needs: list[int]
-    gives: list[Give | None]
+    lasts: list[int]  # nanoseconds
+    needs: list[int]  # the slot that each waits for, or NOTHING
+    gives: list[Give | None]  # None where nothing is sent
 
 
 class Program(NamedTuple):
-    """A compiled program. filled: slots that are filled from the beginning, and when. pauses[d]: indices of the pauses
-    on device d."""
+    """A compiled program."""
 
     devices: list[Device]
     n_slots: int
     orders: list[tuple[Op, ...]]
-    filled: dict[int, int]
-    pauses: list[list[int]]
+    filled: dict[int, int]  # slots that are filled from the beginning, and when
+    pauses: list[list[int]]  # pauses[d]: indices of the pauses on device d
 
     def strip(self, rows: list[list[T]]) -> list[list[T]]:
         """Remove the entries of pauses from the values of each device."""

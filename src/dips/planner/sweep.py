@@ -73,11 +73,7 @@ class Case:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """A schedule's times in a case, in units of T_F. peak_activations: microbatches, on the device that holds most.
-
-    lower_bound: no schedule of this kind, with blocks in as many parts, has a shorter makespan; None where no solver
-    looked for one.
-    """
+    """A schedule's times in a case, in units of T_F."""
 
     n_pp: int
     n_mb: int
@@ -89,7 +85,8 @@ class SweepRow:
     makespan: float
     device_span: float
     stage0_span: float
-    peak_activations: float
+    peak_activations: float  # microbatches, on the device that holds most
+    # no schedule of this kind, with blocks in as many parts, has a shorter makespan; None: no solver looked
     lower_bound: float | None = None
 
 
@@ -235,19 +232,16 @@ _COLOURS = "viridis"  # brightness rises with the number, so the map can be read
 
 
 class Best(NamedTuple):
-    """The best schedule of a cell. times_faster: the other schedule's makespan / this one's."""
+    """The best schedule of a cell."""
 
     schedule: str
     makespan: float
-    times_faster: float
+    times_faster: float  # the other schedule's makespan / this one's
 
 
 @dataclass(frozen=True)
 class Panel:
-    """The map of one pipeline. cells[i][j]: for latencies[i] and bandwidths[j].
-
-    over_fits: whether the schedule for comparison would fit the memory everywhere.
-    """
+    """The map of one pipeline."""
 
     n_pp: int
     n_mb: int
@@ -255,9 +249,9 @@ class Panel:
     memory: float
     latencies: tuple[float, ...]
     bandwidths: tuple[float, ...]
-    cells: tuple[tuple[Best, ...], ...]
-    over: str
-    over_fits: bool
+    cells: tuple[tuple[Best, ...], ...]  # cells[i][j]: for latencies[i] and bandwidths[j]
+    over: str  # the schedule for comparison
+    over_fits: bool  # whether that would fit the memory everywhere
 
     @property
     def title(self) -> str:

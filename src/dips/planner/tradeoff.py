@@ -22,12 +22,12 @@ from dips.planner.problem import Problem, assumptions, regrouped
 
 @dataclass(frozen=True)
 class Split:
-    """pipeline stages, data replicas with so many microbatches each, in so many groups of the n_sites."""
+    """One way to split devices and batch."""
 
-    pipeline: int
-    data: int
-    microbatches: int
-    groups: int
+    pipeline: int  # stages
+    data: int  # replicas
+    microbatches: int  # of each replica
+    groups: int  # of sites, each with whole pipelines
     n_sites: int
 
     @property

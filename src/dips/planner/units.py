@@ -127,16 +127,15 @@ Division = tuple[int, ...]
 
 
 class Unit(NamedTuple):
-    """One layer on one device. times in seconds at the first site's speed; state_bytes does not grow with
-    microbatches. weight_bytes: of its weights (or gradients) as they are sent, all devices of a stage together.
-    inside_bytes: what all devices of a replica send inside their site when replicas share weights or gradients."""
+    """One layer on one device. Times in seconds are at the first site's speed."""
 
     forward_s: float
     input_gradient_s: float
     weight_gradient_s: float
     activation_bytes: float
-    state_bytes: float
-    weight_bytes: float = 0.0
+    state_bytes: float  # does not grow with microbatches
+    weight_bytes: float = 0.0  # of its weights (or gradients) as they are sent, all devices of a stage together
+    # what all devices of a replica send inside their site when replicas share weights or gradients
     inside_bytes: float = 0.0
 
     @property

@@ -40,17 +40,15 @@ def all_checks(paper: str = "all", optimal_s: float = 0.0) -> Iterator[PaperChec
 
 @dataclass(frozen=True)
 class PaperCheck:
-    """One comparison. about: the setting and the assumptions; the same for several numbers. low, high: limits of our
-    number; None: for information. published None: the paper shows it without a number. percent: the numbers are parts
-    of one."""
+    """One comparison of a published number with ours."""
 
-    about: str
+    about: str  # the setting and the assumptions; the same for several numbers
     what: str
-    published: float | None
+    published: float | None  # None: the paper shows it without a number
     ours: float
-    low: float | None = None
-    high: float | None = None
-    percent: bool = False
+    low: float | None = None  # the least that ours may be; None: for information
+    high: float | None = None  # and the greatest
+    percent: bool = False  # the numbers are parts of one
 
     @property
     def error(self) -> float | None:

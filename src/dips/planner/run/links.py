@@ -40,32 +40,27 @@ GRADIENT_TOLERANCE = 1e-10
 
 
 class RankLink(NamedTuple):
-    """A link from one rank to another. resource: links with the same number are one. hold_ns: after a message, it takes
-    no other for so long after busy_ns."""
+    """A link from one rank to another."""
 
     source: int
     target: int
-    resource: int
+    resource: int  # links with the same number are one
     busy_ns: int
     latency_ns: int
-    hold_ns: int = 0
+    hold_ns: int = 0  # after a message, it takes no other for so long after busy_ns
 
 
 @dataclass(frozen=True)
 class PlanJob:
-    """The job of all ranks. csv: the order of operations, in the form of plan.csv. lasts_ns[s]: of F, of the gradient
-    of the input, and of the gradient of the weights of stage s. repeats: timed iterations after the first, which is not
-    timed; 0: none.
+    """The job of all ranks."""
 
-    timeout_s: after so long without a message a rank gives up.
-    """
-
-    csv: str
+    csv: str  # the order of operations, in the form of plan.csv
+    # of F, of the gradient of the input, and of the gradient of the weights of each stage
     lasts_ns: tuple[tuple[int, int, int], ...]
     links: tuple[RankLink, ...]
-    repeats: int
+    repeats: int  # timed iterations after the first, which is not timed; 0: none
     backend: str
-    timeout_s: float
+    timeout_s: float  # after so long without a message a rank gives up
 
 
 def board_sizes(job: PlanJob, n_stages: int, n_microbatches: int) -> tuple[int, int, int, int]:
@@ -96,13 +91,12 @@ class Iteration:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank measured. gradient_error: the largest difference of a gradient from that of one process, divided by
-    the largest gradient. message_bytes: size of one message between stages as sent."""
+    """What a rank measured."""
 
     iterations: tuple[Iteration, ...]
-    parameters: int
-    gradient_error: float
-    message_bytes: int
+    parameters: int  # of its stages
+    gradient_error: float  # the largest difference of a gradient from that of one process, over the largest gradient
+    message_bytes: int  # of one message between stages, as sent
 
 
 _JOB, _REPORT = TypeAdapter(PlanJob), TypeAdapter(RankReport)
@@ -167,12 +161,12 @@ FORTH, BACK = 0, 1
 
 
 class Passage(NamedTuple):
-    """A message on its link, which it occupies in [start_ns, freed_ns). free_ns: when the link takes the next one."""
+    """A message on its link."""
 
-    start_ns: int
-    freed_ns: int
+    start_ns: int  # it occupies the link from here
+    freed_ns: int  # to here
     arrives_ns: int
-    free_ns: int
+    free_ns: int  # when the link takes the next one
 
 
 def passage(ready_ns: int, free_ns: int, link: RankLink) -> Passage:

@@ -16,12 +16,12 @@ from dips.planner.schedules.greedy import cross_ud, cross_wave
 
 
 class NamedSchedule(NamedTuple):
-    """A kind of schedule. make(devices, microbatches, costs, memory of each device); places(devices): the device of
-    each stage. fixed: the order does not depend on costs and memory."""
+    """A kind of schedule."""
 
+    # of devices, microbatches, costs, and the memory of each device
     make: Callable[[int, int, Costs, Sequence[int]], Schedule]
-    places: Callable[[int], tuple[int, ...]]
-    fixed: bool
+    places: Callable[[int], tuple[int, ...]]  # of devices: the device of each stage
+    fixed: bool  # the order does not depend on costs and memory
 
     def chunks(self, n_devices: int) -> int:
         """The number of stages on each device."""

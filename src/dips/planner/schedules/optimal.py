@@ -30,12 +30,11 @@ KINDS = (Kind.F, Kind.D, Kind.W)
 
 @dataclass(frozen=True)
 class Optimum:
-    """The solver's schedule. lower_bound_ns: no schedule of this problem has a shorter makespan. proved: the simulated
-    makespan of the schedule is equal to it."""
+    """The solver's schedule."""
 
     schedule: Schedule
-    lower_bound_ns: int
-    proved: bool
+    lower_bound_ns: int  # no schedule of this problem has a shorter makespan
+    proved: bool  # the simulated makespan of the schedule is equal to it
     wall_s: float
 
 
