@@ -95,7 +95,7 @@ def simulate(
         int | None, typer.Option(min=1, help="Instead: so many small runs with all faults and all invariants.")
     ] = None,
 ) -> int:
-    """Simulate a run at full size: the real master under a virtual clock, around it models of slaves and clusters.
+    """Simulate a run at full size: the real state machines of master, slaves and clusters under a virtual clock.
 
     Transfers, updates, snapshots and restarts take as long as the set-up's rates say. Nothing is trained. A month of
     nine clusters takes a minute or two.

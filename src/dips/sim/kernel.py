@@ -114,6 +114,12 @@ class Kernel:
         action(*args)
         return True
 
+    def run(self, until_s: float) -> None:
+        """Run all events before `until_s`."""
+        while self._heap and self._heap[0][0] < until_s:
+            self.step()
+        self.now_s = until_s
+
     def note(self, who: str, what: str) -> None:
         """Note an event: into the hash, and into the event history if it is kept."""
         self._hash.update(f"{self.now_s:.9f} {who} {what}\n".encode())

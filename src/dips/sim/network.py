@@ -57,6 +57,14 @@ class LinkOccupancy:
         self._wire_factor = plan.wire_factor
         self._up_free_s: dict[str, float] = {}
         self._down_free_s: dict[str, float] = {}
+        self._broken: dict[str, int] = {}
+        self.sent_bytes: dict[tuple[str, str], int] = {}
+        """By (source, target), what has left the source or waits for its link."""
+
+    def lose(self, name: str) -> None:
+        """Lose what is on this process's links now."""
+        self._broken[name] = self._broken.get(name, 0) + 1
+        self._up_free_s[name] = self._down_free_s[name] = self._kernel.now_s
 
     def change(self, name: str, rates: ProcessRates) -> None:
         """Set a process's rates from now on; datagrams already on its links keep their times."""
@@ -71,18 +79,29 @@ class LinkOccupancy:
         begins_s = max(now_s, self._up_free_s.get(source, 0.0))
         sent_s = begins_s + bits / self._rates.get(source, NO_LIMIT).up_bits_per_s
         self._up_free_s[source] = sent_s
-        arrival = (target, bits, sent_s + delay_s, process, action, args)
+        self.sent_bytes[source, target] = self.sent_bytes.get((source, target), 0) + size_bytes
+        arrival = (source, target, self._breaks(source, target), bits, sent_s + delay_s, process, action, args)
         self._kernel.after(begins_s - now_s + delay_s, process, self._arrives, *arrival)
 
     def _arrives(
-        self, target: str, bits: float, last_bit_s: float, process: SimulatedProcess | None, action: Action,
-        args: tuple[Any, ...],
+        self, source: str, target: str, breaks: int, bits: float, last_bit_s: float, process: SimulatedProcess | None,
+        action: Action, args: tuple[Any, ...],
     ) -> None:  # fmt: skip
         """The first bit has reached the receiver."""
+        if breaks != self._breaks(source, target):
+            return
         begins_s = max(self._kernel.now_s, self._down_free_s.get(target, 0.0))
         ends_s = begins_s + bits / self._rates.get(target, NO_LIMIT).down_bits_per_s
         self._down_free_s[target] = ends_s
-        self._kernel.at(max(ends_s, last_bit_s), process, action, *args)
+        self._kernel.at(max(ends_s, last_bit_s), process, self._arrived, source, target, breaks, action, args)
+
+    def _arrived(self, source: str, target: str, breaks: int, action: Action, args: tuple[Any, ...]) -> None:
+        """The last bit has reached the receiver."""
+        if breaks == self._breaks(source, target):
+            action(*args)
+
+    def _breaks(self, source: str, target: str) -> int:
+        return self._broken.get(source, 0) + self._broken.get(target, 0)
 
 
 def all_reduce_s(

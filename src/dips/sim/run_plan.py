@@ -160,22 +160,35 @@ class SimulatedRunPlan:
     sabotaged: str = ""
     """The only cluster with faults, if set."""
 
+    longest_wait_s: float = 0.5
+    """A cluster that waits looks after so long at the latest whether it must still wait."""
+
+    steps_at_once: int = 1
+    """Most inner steps that a cluster makes in one event, where nothing can happen between them."""
+
     def __post_init__(self) -> None:
         if self.checkpoints and not self.arithmetic.remembers:
             raise ValueError("checkpoints are of symbols: a run that trains numbers has none")
 
-    @property
-    def least_held_tokens(self) -> int:
+    def step_tokens(self, name: str) -> int:
+        """Tokens of one inner step of this cluster, on leased data."""
+        return self.tokens_per_step
+
+    def least_held_tokens(self, name: str) -> int:
         """With fewer tokens a cluster requests a lease before its next step."""
         return self.tokens_per_step if self.batch_rows else 1
 
-    def lease_tokens(self, local_steps: int) -> int:
+    def held_steps(self, name: str, held: Sequence[DataRange]) -> int:
+        """For how many steps the leased ranges suffice."""
+        return sum(item.tokens for item in held) // self.step_tokens(name)
+
+    def lease_tokens(self, name: str, local_steps: int) -> int:
         """Tokens that a cluster requests then; with rows as dips.trainer.train does."""
         if not self.batch_rows:
             return self.tokens_per_step * 2
         return max(local_steps * self.tokens_per_step, MIXED_CHUNKS_PER_ROW * self.batch_rows * self.data.chunk_tokens)
 
-    def batch_of(self, held: Sequence[DataRange]) -> tuple[DataRange, ...]:
+    def batch_of(self, name: str, held: Sequence[DataRange], n_steps: int = 1) -> tuple[DataRange, ...]:
         """The next step's tokens from the leased ranges; none with data of its own."""
         if not held:
             return ()

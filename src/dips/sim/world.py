@@ -23,6 +23,7 @@ from dips.sim.arithmetic import Key, ModelVector, Value
 from dips.sim.kernel import Kernel, SimulatedProcess
 from dips.sim.network import End, Network, Stream
 from dips.sim.run_plan import SimulatedRunPlan
+from dips.slave.state.effects import Run
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Effect, Finished
 
@@ -150,6 +151,22 @@ class World:
         """The settings of a master that starts now."""
         return replace(self.plan.config, rebuild=self.rebuild)
 
+    # ---- durations ----
+
+    def job_s(self, slave: SlaveProcess, run: Run) -> float:
+        """How long this job of a slave takes."""
+        return self.kernel.jitter(self.plan.work_s)
+
+    def write_s(self, slave: SlaveProcess, *, snapshot: bool) -> float:
+        """How long a durable write of a slave takes: of a whole snapshot, or of a few bytes."""
+        return self.kernel.jitter(self.plan.flush_s)
+
+    def copy_s(self, cluster: str) -> float:
+        """How long a cluster copies its parameters to or from the transfer buffer."""
+        return 0.0
+
+    # ---- broken promises ----
+
     def violated(self, sentence: str) -> None:
         """Note a broken promise; the run goes on, and has failed."""
         self.kernel.note("check", f"VIOLATED {sentence}")
@@ -209,6 +226,9 @@ class World:
     ) -> None:
         """A cluster's machine has handled an event with these effects. residuals: ClusterModel.residual_mark before and
         after. sent_as: how each push of this process was sent last."""
+
+    def settled(self, cluster: Host) -> None:
+        """A cluster has handled what has arrived, and now trains, copies or waits."""
 
     # ---- ends of processes ----
 

@@ -113,7 +113,7 @@ def test_the_report_is_json_with_all_its_fields(tmp_path: Path) -> None:
 def test_a_day_of_the_paper_s_run_has_the_paper_s_overhead() -> None:
     report = simulate(load_scenario(find("paper-33-days"), hours=24))
     assert 0.05 < report.overhead_total < 0.09
-    assert report.rounds["committed"] > 50
+    assert report.rounds["committed"] > 40
     tokens_a_day = 2.3e12 / 33
     assert 0.5 * tokens_a_day < report.tokens < 1.1 * tokens_a_day, "three of nine clusters come later"
 

@@ -21,8 +21,8 @@ class Wire:
 
     def __init__(self, rates: dict[str, ProcessRates] | None, wire_factor: float = 1.0) -> None:
         self.kernel = Kernel(1)
-        links = LinkOccupancy(self.kernel, LinkPlan(rates, wire_factor)) if rates is not None else None
-        self.net = Network(self.kernel, lambda kind: None, links=links)
+        self.links = LinkOccupancy(self.kernel, LinkPlan(rates, wire_factor)) if rates is not None else None
+        self.net = Network(self.kernel, lambda kind: None, links=self.links)
         self.net.weather.delay_s = 0.0
         self.arrived_s: dict[str, float] = {}
         self.process = SimulatedProcess(self.kernel, "anyone")
@@ -107,6 +107,18 @@ def test_what_is_on_its_way_does_not_reach_the_next_life() -> None:
     wire.process.end_process()
     wire.process.begin_process()
     assert wire.run() == {}
+
+
+def test_a_cut_loses_what_is_on_the_links_of_a_process_and_frees_them() -> None:
+    wire = Wire({"a": ProcessRates(up_bits_per_s=MBIT), "b": ProcessRates(up_bits_per_s=MBIT)})
+    for name in ("first", "second"):
+        wire.send(name, "a", "s")
+    wire.send("another's", "b", "s")
+    assert wire.links is not None
+    wire.kernel.after(0.01, None, wire.links.lose, "a")
+    wire.kernel.after(0.011, None, wire.send, "later", "a", "s")
+    assert wire.run() == {"first": near(0.008), "another's": near(0.008), "later": near(0.019)}
+    assert wire.links.sent_bytes == {("a", "s"): 3 * KB, ("b", "s"): KB}
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.floats(0.1, 10), st.floats(0.1, 10))

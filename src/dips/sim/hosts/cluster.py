@@ -7,13 +7,14 @@ handled between steps. The run's arithmetic (dips.sim.arithmetic) defines the pa
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dips.core.errors import ConfigError, DipsError, RefusalCode, Refused, RemoteProtocolError
 from dips.core.ids import Incarnation
-from dips.core.messages import DataMode, DataRange, HeartbeatReply, HeartbeatRequest, PullGrant
+from dips.core.messages import DataMode, HeartbeatReply, HeartbeatRequest, PullGrant
 from dips.core.wire import Codec
 from dips.sim.arithmetic import ClusterModel
 from dips.sim.content import CLEAN, KIND_NAMES, SimulatedModel
@@ -125,7 +126,6 @@ class Checkpoints:
 # ---- cluster ---------------------------------------------------------------------------------------------------------
 
 
-LONGEST_WAIT_S = 0.5
 PULL_WINDOW_CHUNKS = 16
 
 
@@ -146,8 +146,15 @@ class ClusterHost(Host):
         self._queue: deque[effects.Event] = deque()
         self._stepping = False
         self._stepping_since_s = 0.0
+        self._steps_end_s = 0.0
+        """When the steps that were begun end; what arrives earlier waits for the end of one of them."""
+
+        self._n_steps = 0
+        self._step_took_s = 0.0
+        self._busy_until_s = 0.0
+        """Until when it copies parameters; everything waits for that."""
+
         self._waking_s = -1.0
-        self._batch: tuple[DataRange, ...] = ()
         self._carriers: dict[int, Carrier] = {}
         self._sent_as: dict[str, Codec] = {}
         self._told: tuple[Incarnation, HeartbeatReply] | None = None
@@ -170,8 +177,7 @@ class ClusterHost(Host):
         self._queue.clear()
         self._carriers.clear()
         self._sent_as.clear()
-        self._batch = ()
-        self._stepping, self._waking_s = False, -1.0
+        self._stepping, self._waking_s, self._busy_until_s = False, -1.0, 0.0
         self._told, self._fenced = None, None
         self._said_lost = False
         self.kernel.after(self.kernel.jitter(self._heartbeat_s()), self, self._beat)
@@ -204,25 +210,28 @@ class ClusterHost(Host):
         if self.session is None:
             return
         self._queue.append(event)
-        if not self._stepping:
+        if self._stepping:
+            self._end_steps_early()
+        else:
             self._settle()
 
     def _settle(self) -> None:
         """Handle what has arrived; then train, or wait."""
-        while self._queue and self.session is not None:
+        while self._queue and self.session is not None and not self.copying:
             self._handle(self._queue.popleft())
         session, now_s = self.session, self.kernel.now_s
-        if session is None:
+        if session is None or self._stepping or self.copying:
             return
         if session.next_deadline_s() <= now_s:
             self._handle(effects.Tick())
-        if self.session is None:
+        if self.session is None or self.copying:
             return
         self._checkpoints.take_if_due(session, self.model)
         if session.must_wait(now_s) or not self._has_data():
-            self._wake(min(now_s + LONGEST_WAIT_S, max(session.next_deadline_s(), now_s)))
+            self._wake(min(now_s + self.world.plan.longest_wait_s, max(session.next_deadline_s(), now_s)))
         else:
             self._step()
+        self.world.settled(self)
 
     def _has_data(self) -> bool:
         """Whether there is data to train on; in leased mode, request more when too little is left."""
@@ -230,18 +239,38 @@ class ClusterHost(Host):
         assert session is not None, "called only while it is alive"
         if plan.data.mode is DataMode.OWN:
             return True
-        if sum(item.tokens for item in session.held) >= plan.least_held_tokens:
+        if sum(item.tokens for item in session.held) >= plan.least_held_tokens(self.name):
             return True
-        self._handle(effects.LeaseWanted(plan.lease_tokens(session.shared.terms.local_steps)))
+        self._handle(effects.LeaseWanted(plan.lease_tokens(self.name, session.shared.terms.local_steps)))
         return False
 
     def _step(self) -> None:
-        """Begin the next inner step; what arrives meanwhile waits for its end."""
-        session, plan = self.session, self.world.plan
+        """Begin the next inner step, or so many steps that the machine has nothing to decide before their end."""
+        session, plan, now_s = self.session, self.world.plan, self.kernel.now_s
         assert session is not None, "called only while it is alive"
-        self._stepping, self._batch, self._stepping_since_s = True, plan.batch_of(session.held), self.kernel.now_s
-        took_s = self.kernel.rng.uniform(1 - plan.step_jitter, 1 + plan.step_jitter) * self.step_s
-        self.kernel.after(took_s, self, self._stepped, took_s)
+        self._stepping, self._stepping_since_s = True, now_s
+        took_s = self._step_took_s = self.kernel.rng.uniform(1 - plan.step_jitter, 1 + plan.step_jitter) * self.step_s
+        n_steps = 1
+        if plan.steps_at_once > 1:
+            shared = session.shared
+            n_steps = min(plan.steps_at_once, plan.held_steps(self.name, session.held))
+            if shared.steps_towards_push < shared.terms.local_steps:
+                n_steps = min(n_steps, shared.terms.local_steps - shared.steps_towards_push)
+            if (due_s := session.next_deadline_s()) < now_s + n_steps * took_s:
+                n_steps = math.ceil((due_s - now_s) / took_s)
+        self._end_steps(max(1, n_steps))
+
+    def _end_steps(self, n_steps: int) -> None:
+        """So many of the steps since _stepping_since_s are made before anything else."""
+        self._n_steps = n_steps
+        self._steps_end_s = self._stepping_since_s + n_steps * self._step_took_s
+        self.kernel.at(self._steps_end_s, self, self._stepped, self._steps_end_s)
+
+    def _end_steps_early(self) -> None:
+        """Something has arrived: only the step under way is finished."""
+        if self._steps_end_s - self.kernel.now_s > self._step_took_s:
+            made_s = self.kernel.now_s - self._stepping_since_s
+            self._end_steps(math.floor(made_s / self._step_took_s) + 1)
 
     def _wake(self, at_s: float) -> None:
         if at_s < self._waking_s or self._waking_s <= self.kernel.now_s:
@@ -249,21 +278,42 @@ class ClusterHost(Host):
             self.kernel.at(at_s, self, self._woken, at_s)
 
     def _woken(self, at_s: float) -> None:
-        if at_s == self._waking_s and not self._stepping and self.session is not None:
+        if at_s == self._waking_s and not self._stepping and not self.copying and self.session is not None:
             self._waking_s = -1.0
             self._handle(effects.Tick())
             self._settle()
 
-    def _stepped(self, took_s: float) -> None:
+    def _stepped(self, end_s: float) -> None:
+        if end_s != self._steps_end_s or not self._stepping:
+            return  # they were ended earlier
         self._stepping = False
         if self.session is None:
             return
-        ranges, self._batch = self._batch, ()
-        tokens = sum(item.tokens for item in ranges) if ranges else self.world.plan.own_tokens(self.name, self.steps)
+        plan, n_steps = self.world.plan, self._n_steps
+        ranges = plan.batch_of(self.name, self.session.held, n_steps)
+        tokens = sum(item.tokens for item in ranges) if ranges else plan.own_tokens(self.name, self.steps)
         loss = self.model.step(self.name, ranges, self._progress_tokens(self.session))
-        self.steps, self.trained_s = self.steps + 1, self.trained_s + took_s
-        self._handle(effects.Stepped(tokens, ranges, loss))
+        self.steps, self.trained_s = self.steps + n_steps, self.trained_s + n_steps * self._step_took_s
+        self._handle(effects.Stepped(tokens, ranges, loss, steps=n_steps))
         self._settle()
+
+    @property
+    def training(self) -> bool:
+        """Whether a step is under way."""
+        return self._stepping
+
+    @property
+    def copying(self) -> bool:
+        """Whether parameters are copied to or from the transfer buffer."""
+        return self.kernel.now_s < self._busy_until_s
+
+    def _copy(self) -> None:
+        """Everything waits for a copy of the parameters, as long as it takes."""
+        copy_s = self.world.copy_s(self.name)
+        if copy_s:
+            self._busy_until_s = self.kernel.now_s + copy_s
+            self.kernel.at(self._busy_until_s, self, self._settle)
+            self.world.settled(self)
 
     @property
     def trained_until_now_s(self) -> float:
@@ -301,7 +351,9 @@ class ClusterHost(Host):
                     self.world.fired("crash_cluster_in_step")
                     self.kill()
                     self.world.cluster_died(self)
-                if self.alive:
+                if self.alive and self.copying:
+                    self.kernel.at(self._busy_until_s, self, self._carry_out, effect)
+                elif self.alive:
                     self._carry_out(effect)
             if self.session is not None:
                 residuals = (before, self.model.residual_mark)
@@ -319,10 +371,12 @@ class ClusterHost(Host):
                     self._carriers.pop(job).over = True
             case effects.CopyParameters():
                 self._snapshot()
+                self._copy()
             case effects.CopyBase():
                 self.model.copy_base()
             case effects.Install():
                 self.model.install(self.name, effect.mode, effect.reset_inner)
+                self._copy()
             case effects.KeepResidual(wire):
                 self.model.keep_residual(wire)
             case effects.ClearResidual():
@@ -433,7 +487,7 @@ class ClusterHost(Host):
     def _rate(self) -> float:
         plan = self.world.plan
         leased = plan.data.mode is DataMode.LEASED
-        return (plan.tokens_per_step if leased else plan.usual_tokens(self.name, self.steps)) / self.step_s
+        return (plan.step_tokens(self.name) if leased else plan.usual_tokens(self.name, self.steps)) / self.step_s
 
     def _beaten(self, incarnation: Incarnation, result: Any) -> None:
         if isinstance(result, HeartbeatReply):

@@ -297,8 +297,7 @@ class SlaveHost(SlaveProcess):
                 if self.port.memory is not None:
                     self.port.memory.pin(versions)
             case effects.Run():
-                delay_s = effect.delay_s + self.kernel.jitter(self.world.plan.work_s)
-                self.kernel.after(delay_s, self, self._job, effect, self._do)
+                self.kernel.after(effect.delay_s + self.world.job_s(self, effect), self, self._job, effect, self._do)
             case effects.CancelMove(number):
                 self._unwanted = number
                 if self.move is not None:
@@ -309,7 +308,7 @@ class SlaveHost(SlaveProcess):
                 shard = self._made().current
                 assert shard is not None, "a save is of what memory holds"
                 assert shard.info == effect.info, "only the current version is saved"
-                self._later_on_disk(self._on_disk, self._save_version, effect, shard)
+                self._later_on_disk(self._on_disk, self._save_version, effect, shard, snapshot=True)
             case effects.SaveLater(delay_s):
                 self.kernel.after(delay_s, self, self.handle, events.SaveAgain())
             case effects.ReadRecord(asked_by, command):
@@ -366,9 +365,9 @@ class SlaveHost(SlaveProcess):
             if self.disk.errors_seen != errors:
                 self.world.fired("slave_disk_error")
 
-    def _later_on_disk(self, action: Action, *args: Any) -> None:
-        """Run an action on the disk's single thread, in the order of requests."""
-        took_s = self.kernel.jitter(self.world.plan.flush_s) * self.disk.fsync_factor
+    def _later_on_disk(self, action: Action, *args: Any, snapshot: bool = False) -> None:
+        """Run an action on the disk's single thread, in the order of requests. snapshot: it writes a whole one."""
+        took_s = self.world.write_s(self, snapshot=snapshot) * self.disk.fsync_factor
         self._disk_free_s = max(self._disk_free_s, self.kernel.now_s) + took_s
         self.kernel.at(self._disk_free_s, self, action, *args)
 
@@ -423,7 +422,7 @@ class SlaveHost(SlaveProcess):
         )
         memory.shadow = Shard(info, theta, momentum)
         if run.durable:
-            self._later_on_disk(self._job, run, self._write_shadow)
+            self._later_on_disk(self._job, run, self._write_shadow, snapshot=True)
         else:
             self._done(run, info)
 

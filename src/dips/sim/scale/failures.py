@@ -8,33 +8,24 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from dips.sim.scale import tally
-from dips.sim.scale.cluster import LightCluster
-from dips.sim.scale.kernel import VirtualClock
-from dips.sim.scale.links import SharedDirection
-from dips.sim.scale.scenario import DAY_S, Scenario
-from dips.sim.scale.servers import Servers
+from dips.sim.hosts.cluster import ClusterHost
+from dips.sim.scale.scenario import DAY_S
+from dips.sim.scale.world import ScaleWorld
+
+START_AGAIN_S = 1.0
 
 
 class Failures:
     """Plans windows and failures of a run on its clock."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        clock: VirtualClock,
-        servers: Servers,
-        clusters: dict[str, LightCluster],
-        directions: tuple[SharedDirection, SharedDirection],
-        counts: tally.ScaleTally,
-    ) -> None:
-        self._scenario, self._clock, self._servers = scenario, clock, servers
-        self._clusters, self._directions, self._tally = clusters, directions, counts
-        for name, cluster in sorted(clusters.items()):
-            self._plan_cluster(cluster, random.Random(f"{scenario.run.seed} {name} fails"))
-        rng = random.Random(f"{scenario.run.seed} servers fail")
-        self._again(rng, scenario.faults.slave_mtbf_days, lambda: self._slave_dies(rng))
-        self._again(rng, scenario.faults.master_mtbf_days, self._master_dies)
+    def __init__(self, world: ScaleWorld) -> None:
+        self._world, self._scenario, self._kernel = world, world.scenario, world.kernel
+        seed, faults = self._scenario.run.seed, self._scenario.faults
+        for name, cluster in sorted(world.clusters.items()):
+            self._plan_cluster(cluster, random.Random(f"{seed} {name} fails"))
+        rng = random.Random(f"{seed} servers fail")
+        self._again(rng, faults.slave_mtbf_days, lambda: self._slave_dies(rng))
+        self._again(rng, faults.master_mtbf_days, self._master_dies)
 
     def _again(self, rng: random.Random, mtbf_days: float, what: Callable[[], None]) -> None:
         """Let `what` happen every so many days on average."""
@@ -45,49 +36,57 @@ class Failures:
             what()
             self._again(rng, mtbf_days, what)
 
-        self._clock.after(rng.expovariate(1.0 / (mtbf_days * DAY_S)), happen)
+        self._kernel.after(rng.expovariate(1.0 / (mtbf_days * DAY_S)), None, happen)
 
-    def _plan_cluster(self, cluster: LightCluster, rng: random.Random) -> None:
-        table = cluster.table
+    def _plan_cluster(self, cluster: ClusterHost, rng: random.Random) -> None:
+        table = self._world.tables[cluster.name]
         for begin_s, end_s in self._scenario.windows_s(table):
-            self._clock.at(begin_s, lambda: cluster.start(False))
+            self._kernel.at(begin_s, None, self._begin_window, cluster)
             if end_s < self._scenario.duration_s:
-                self._clock.at(end_s, cluster.depart)
+                self._kernel.at(end_s, None, cluster.stop_soon, "its window ended")
         self._again(rng, table.mtbf_days, lambda: self._cluster_dies(cluster, rng))
         self._again(rng, table.link_mtbf_days, lambda: self._link_fails(cluster, rng))
 
-    def _cluster_dies(self, cluster: LightCluster, rng: random.Random) -> None:
-        restart_s = cluster.table.restart * rng.uniform(0.5, 1.5)
-        if not cluster.running:
-            return
-        self._tally.faults["cluster"] += 1
-        cluster.account.failures += 1
-        cluster.kill(tally.RESTART)
-        generation = cluster.generation
-        back_s = self._clock.now_s + restart_s
-        if any(begin_s <= back_s < end_s for begin_s, end_s in self._scenario.windows_s(cluster.table)):
-            self._clock.at(back_s, lambda: cluster.start(True) if cluster.generation == generation else None)
+    def _begin_window(self, cluster: ClusterHost) -> None:
+        """Start the process, once that of the window before has left."""
+        if cluster.alive:
+            self._kernel.after(START_AGAIN_S, None, self._begin_window, cluster)
+        else:
+            cluster.boot()
 
-    def _link_fails(self, cluster: LightCluster, rng: random.Random) -> None:
-        outage_s = cluster.table.link_outage * rng.uniform(0.5, 1.5)
-        if not cluster.running or not cluster.connected:
+    def _cluster_dies(self, cluster: ClusterHost, rng: random.Random) -> None:
+        restart_s = self._world.tables[cluster.name].restart * rng.uniform(0.5, 1.5)
+        if not cluster.alive:
             return
-        self._tally.faults["link"] += 1
-        self._connect(cluster, False)
-        self._clock.after(outage_s, lambda: self._connect(cluster, True))
+        self._world.tally.faults["cluster"] += 1
+        self._world.cluster_fails(cluster)
+        windows = self._scenario.windows_s(self._world.tables[cluster.name])
+        back_s = self._kernel.now_s + restart_s
+        if any(begin_s <= back_s < end_s for begin_s, end_s in windows):
+            # A window that begins meanwhile starts the process itself.
+            self._kernel.at(back_s, None, lambda: None if cluster.alive else cluster.boot())
 
-    def _connect(self, cluster: LightCluster, is_open: bool) -> None:
-        cluster.connected = is_open
-        for direction in self._directions:
-            direction.set_open(cluster.table.id, is_open)
+    def _link_fails(self, cluster: ClusterHost, rng: random.Random) -> None:
+        outage_s = self._world.tables[cluster.name].link_outage * rng.uniform(0.5, 1.5)
+        name, net = cluster.name, self._world.net
+        if not cluster.alive or net.is_cut(name, "master"):
+            return
+        self._world.tally.faults["link"] += 1
+        pairs = [pair for other in ("master", *self._world.slaves) for pair in ((name, other), (other, name))]
+        net.cut_off(pairs)
+        self._world.links.lose(name)
+        self._kernel.after(outage_s, None, net.mend, pairs)
 
     def _slave_dies(self, rng: random.Random) -> None:
-        name = rng.choice(sorted(self._servers.slaves))
-        if self._servers.slaves[name].alive:
-            self._tally.faults["slave"] += 1
-            self._servers.kill_slave(name)
+        slave = self._world.slaves[rng.choice(sorted(self._world.slaves))]
+        if slave.alive:
+            self._world.tally.faults["slave"] += 1
+            slave.kill()
+            self._kernel.after(self._world.slave_restart_s(slave), None, slave.boot)
 
     def _master_dies(self) -> None:
-        if self._servers.master is not None:
-            self._tally.faults["master"] += 1
-            self._servers.kill_master()
+        master = self._world.masters[0]
+        if master.alive:
+            self._world.tally.faults["master"] += 1
+            master.kill()
+            self._kernel.after(self._scenario.slaves.restart, None, master.boot)

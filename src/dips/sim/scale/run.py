@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dips.core.layout import Layout, Parameter
-from dips.core.messages import DataMode, DataPlan
-from dips.sim.scale.cluster import LightCluster
 from dips.sim.scale.failures import Failures
-from dips.sim.scale.kernel import VirtualClock
-from dips.sim.scale.links import SharedDirection
 from dips.sim.scale.scenario import ClusterTable, Scenario
-from dips.sim.scale.servers import Servers
-from dips.sim.scale.tally import DOWNTIME, OVERHEAD, TRAIN, UP, ClusterAccount, ScaleTally
+from dips.sim.scale.tally import DOWNTIME, OVERHEAD, TRAIN, UP, ClusterAccount
+from dips.sim.scale.world import ScaleWorld
 
 # ---- report ----------------------------------------------------------------------------------------------------------
 #
@@ -87,16 +83,14 @@ class ScaleReport:
         return raw
 
 
-def make_report(
-    scenario: Scenario,
-    tally: ScaleTally,
-    up: SharedDirection,
-    down: SharedDirection,
-    servers: Servers,
-    clock: VirtualClock,
-) -> ScaleReport:
+def make_report(world: ScaleWorld) -> ScaleReport:
     """Make the report from the counts of a finished run."""
-    clusters = [_cluster(table, tally.clusters[table.id], up, down) for table in scenario.clusters]
+    scenario, tally = world.scenario, world.tally
+    carried = Counter[tuple[str, str]]()
+    for (source, target), n_bytes in world.links.sent_bytes.items():
+        carried[source, "out"] += n_bytes
+        carried[target, "in"] += n_bytes
+    clusters = [_cluster(table, tally.clusters[table.id], carried) for table in scenario.clusters]
     here_s = sum(c.seconds[state] for c in clusters for state in UP)
     overhead = {state: _share(sum(c.seconds[state] for c in clusters), here_s) for state in OVERHEAD}
     rounds = sum(count for count in tally.merged.values())
@@ -124,18 +118,15 @@ def make_report(
         failures={kind: count for kind, count in sorted(tally.faults.items()) if count},
         alarms=dict(sorted(tally.alarms.items())),
         clusters=clusters,
-        slave_bytes={
-            name: {"in": round(up.bytes_of_slave.get(name, 0)), "out": round(down.bytes_of_slave.get(name, 0))}
-            for name in servers.slaves
-        },
-        epochs=servers.epoch,
+        slave_bytes={name: {way: carried[name, way] for way in ("in", "out")} for name in world.slaves},
+        epochs=world.masters[0].epoch,
         journal_entries=tally.journal_entries,
-        events=clock.events,
-        halted=servers.halted,
+        events=world.kernel.handled,
+        halted=world.halted,
     )
 
 
-def _cluster(table: ClusterTable, account: ClusterAccount, up: SharedDirection, down: SharedDirection) -> ClusterReport:
+def _cluster(table: ClusterTable, account: ClusterAccount, carried: Counter[tuple[str, str]]) -> ClusterReport:
     states = (*DOWNTIME, *OVERHEAD, TRAIN)
     seconds = dict.fromkeys(states, 0.0) | account.seconds
     here_s = sum(seconds[state] for state in UP)
@@ -149,10 +140,10 @@ def _cluster(table: ClusterTable, account: ClusterAccount, up: SharedDirection, 
         joins=account.rejoins,
         pushes={kind: account.pushes[kind] for kind in ("applied", "excluded")},
         tokens_applied=account.tokens_applied,
-        up_bytes=round(up.bytes_of_cluster[table.id]),
-        down_bytes=round(down.bytes_of_cluster[table.id]),
-        up_busy_s=up.busy_s[table.id],
-        down_busy_s=down.busy_s[table.id],
+        up_bytes=carried[table.id, "out"],
+        down_bytes=carried[table.id, "in"],
+        up_busy_s=8 * carried[table.id, "out"] / table.up,
+        down_busy_s=8 * carried[table.id, "in"] / table.down,
         presence=list(account.presence),
     )
 
@@ -181,27 +172,11 @@ def layout_of(scenario: Scenario) -> Layout:
 
 def simulate(scenario: Scenario, progress: Progress | None = None) -> ScaleReport:
     """Simulate the whole run; the same scenario and seed give the same report."""
-    clock, layout = VirtualClock(), layout_of(scenario)
-    table, seed = scenario.slaves, scenario.run.seed
-    cards = table.network * table.count
-    up = SharedDirection(clock, {c.id: c.up for c in scenario.clusters}, cards)
-    down = SharedDirection(clock, {c.id: c.down for c in scenario.clusters}, cards)
-    tally = ScaleTally(c.id for c in scenario.clusters)
-    servers = Servers(scenario, clock, up, tally)
-    data = scenario.data
-    plan = DataPlan(DataMode.LEASED, b"simulated", data.total_tokens, data.chunk_tokens)
-    clusters = {
-        c.id: LightCluster(c, servers, down, tally.clusters[c.id], layout, plan, random.Random(f"{seed} {c.id}"))
-        for c in scenario.clusters
-    }
-    servers.on_slave_lost.extend(cluster.slave_lost for cluster in clusters.values())
-    Failures(scenario, clock, servers, clusters, (up, down), tally)
+    world = ScaleWorld(scenario, layout_of(scenario))
+    Failures(world)
     for step in range(1, PROGRESS_STEPS + 1):
-        clock.run(scenario.duration_s * step / PROGRESS_STEPS)
+        world.kernel.run(scenario.duration_s * step / PROGRESS_STEPS)
         if progress is not None:
-            progress(step / PROGRESS_STEPS, tally.tokens)
-    for cluster in clusters.values():
-        cluster.account.enter(cluster.account.state, clock.now_s)
-    up.settle()
-    down.settle()
-    return make_report(scenario, tally, up, down, servers, clock)
+            progress(step / PROGRESS_STEPS, world.tally.tokens)
+    world.close()
+    return make_report(world)

@@ -5,10 +5,12 @@ A cluster is in exactly one state at any time, so that its seconds add up to the
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from dips.core.ids import PushId
+from dips.master.state.ledger import push_from_json
 
 AWAY = "not scheduled"
 RESTART = "restart after a failure"
@@ -28,7 +30,7 @@ OVERHEAD = (PUSH, VERDICT, PULL, COPIES)
 DOWNTIME = (RESTART, JOIN, REJOIN_PULL, LOST)
 
 MAX_CHANGES = 20_000
-"""Points of a cluster's line in the picture; later ones are left out, and the report says so."""
+"""Points of a cluster's line in the picture; later ones are left out."""
 
 
 class ClusterAccount:
@@ -38,12 +40,16 @@ class ClusterAccount:
         self.seconds: dict[str, float] = {}
         self.state = AWAY
         self.presence: list[tuple[float, bool]] = [(now_s, False)]
-        self.presence_cut = False
         self._since_s = now_s
         self.failures = 0
         self.rejoins = 0
         self.pushes: Counter[str] = Counter()
         self.tokens_applied = 0
+        self.last_applied: PushId | None = None
+        """Its newest push that is part of a version."""
+
+        self.lost_in_steps_s = 0.0
+        """Training since the last whole step, when its process was killed."""
 
     def enter(self, state: str, now_s: float) -> None:
         """Put the cluster into this state from now on."""
@@ -65,8 +71,6 @@ class ClusterAccount:
     def _mark(self, now_s: float, here: bool) -> None:
         if len(self.presence) < MAX_CHANGES:
             self.presence.append((now_s, here))
-        else:
-            self.presence_cut = True
 
 
 class ScaleTally:
@@ -82,34 +86,37 @@ class ScaleTally:
         self.published = 0
         self.journal_entries = 0
         self.tokens = 0
-        self.round_s = 0.0
 
-    def record(self, kind: str, fields: dict[str, object]) -> None:
+    def record(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Count a line of the master's tape."""
         if kind == "publish":
             self.published += 1
-            self.tokens = int(str(fields["tokens"]))
+            self.tokens = int(fields["tokens"])
         elif kind == "round" and fields["input"] in ("abort", "void"):
             self.rounds["aborted" if fields["input"] == "abort" else "void"] += 1
         elif kind == "alarm":
             self.alarms[str(fields["code"])] += 1
+        elif kind == "join":
+            self.clusters[fields["cluster"]].rejoins += 1
 
-    def journal(self, kind: str, record_json: str) -> None:
+    def journal(self, record: Mapping[str, Any]) -> None:
         """Count an entry of the master's journal."""
         self.journal_entries += 1
+        kind = record["kind"]
         if kind not in ("COMMIT", "VOID"):
             return
-        record = json.loads(record_json)
         for participant in record["participants"]:
             self.clusters[participant["push"][0]].pushes[participant["verdict"].lower()] += 1
         if kind == "COMMIT":
             self.rounds["committed"] += 1
             self._merge(record["version"], [p for p in record["participants"] if p["verdict"] == "APPLIED"])
 
-    def _merge(self, version: list[int], applied: list[dict[str, Any]]) -> None:
+    def _merge(self, version: Sequence[int], applied: Sequence[Mapping[str, Any]]) -> None:
         if all(participant["base"] is None for participant in applied):
             return  # the seed: it merges nothing
         self.merged[len(applied)] += 1
         for participant in applied:
             self.staleness[version[1] - 1 - participant["base"][1]] += 1
-            self.clusters[participant["push"][0]].tokens_applied += participant["tokens"]
+            account = self.clusters[participant["push"][0]]
+            account.tokens_applied += participant["tokens"]
+            account.last_applied = push_from_json(participant["push"])

@@ -235,11 +235,11 @@ class ClusterMachine:
             total = sum(item.tokens for item in event.ranges)
             if total != event.tokens:
                 raise LocalProtocolError(f"a step counts {event.tokens} tokens, but its ranges hold {total}")
-        self.shared.work.stepped(event.tokens, event.ranges, event.loss)
+        self.shared.work.stepped(event.tokens, event.ranges, event.loss, event.steps)
         self._may_push = event.may_push
-        self.shared.steps += 1
-        self.shared.steps_since_snapshot += 1
-        self.shared.steps_towards_push += 1
+        self.shared.steps += event.steps
+        self.shared.steps_since_snapshot += event.steps
+        self.shared.steps_towards_push += event.steps
 
     def _decide(self) -> None:
         """Begin what is due now without an event that asked for it."""

@@ -173,13 +173,15 @@ class Started:
 class Stepped:
     """One inner step was made on `tokens` tokens, of which `ranges` are leased. loss in nats per token.
 
-    may_push: whether a push may begin before the next step.
+    may_push: whether a push may begin before the next step. steps: so many were made, on all these tokens; more than
+    one only where nothing had to be decided between them.
     """
 
     tokens: int
     ranges: tuple[DataRange, ...] = ()
     loss: float = math.nan
     may_push: bool = True
+    steps: int = 1
 
 
 @dataclass(frozen=True)

@@ -63,11 +63,11 @@ class WorkBook:
     def leased(self, ranges: Sequence[DataRange]) -> None:
         self.held = joined(self.held + tuple(ranges))
 
-    def stepped(self, tokens: int, ranges: Sequence[DataRange], loss: float) -> None:
-        """Count one step. Raises LocalProtocolError, nothing changed, when a range is not held."""
+    def stepped(self, tokens: int, ranges: Sequence[DataRange], loss: float, steps: int = 1) -> None:
+        """Count steps, usually one. Raises LocalProtocolError, nothing changed, when a range is not held."""
         self.held = without(self.held, ranges)
-        known = math.isfinite(loss)
-        self.pending += Work(joined(ranges), tokens, 1, loss if known else 0.0, int(known))
+        known = steps if math.isfinite(loss) else 0
+        self.pending += Work(joined(ranges), tokens, steps, loss * known if known else 0.0, known)
 
     def freeze(self) -> Work:
         """All pending work goes into the push."""

@@ -1,0 +1,70 @@
+"""The hosts at scale: steps in one event, copies that take time, an account that fits what the hosts do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.scale_setup import write_setup
+
+from dips.sim.scale import tally
+from dips.sim.scale.failures import Failures
+from dips.sim.scale.run import layout_of
+from dips.sim.scale.scenario import load_scenario
+from dips.sim.scale.world import LARGEST_CHUNK_S, ScaleWorld
+
+
+def world_of(folder: Path, **lines: str) -> ScaleWorld:
+    scenario = load_scenario(write_setup(folder, **lines))
+    world = ScaleWorld(scenario, layout_of(scenario))
+    Failures(world)
+    return world
+
+
+def test_many_steps_in_one_event_change_nothing(tmp_path: Path) -> None:
+    many, single = world_of(tmp_path), world_of(tmp_path)
+    single.plan = replace(single.plan, steps_at_once=1)
+    for world in (many, single):
+        world.kernel.run(3600.0)
+        world.close()
+    assert (many.tally.tokens, many.tally.merged) == (single.tally.tokens, single.tally.merged)
+    assert many.kernel.handled < single.kernel.handled
+    for name, cluster in many.clusters.items():
+        assert cluster.trained_until_now_s == pytest.approx(single.clusters[name].trained_until_now_s, abs=2.0)
+        # Each step draws from the generator, so that the delays of calls are others.
+        assert many.tally.clusters[name].seconds == pytest.approx(single.tally.clusters[name].seconds, abs=2.0)
+
+
+def test_steps_end_at_the_step_in_which_something_arrives(tmp_path: Path) -> None:
+    world = world_of(tmp_path)
+    cluster = world.clusters["a"]
+    while not (cluster.training and cluster.session is not None and cluster.session.shared.base is not None):
+        world.kernel.step()
+    begun_s, made = world.kernel.now_s, cluster.steps
+    world.kernel.run(begun_s + 2.5 * cluster.step_s)
+    cluster.stop_soon("an operator asks for it")
+    world.kernel.run(begun_s + 3.001 * cluster.step_s)
+    assert cluster.steps == made + 3
+    assert cluster.copying, "it copies the parameters for its last push at once"
+
+
+def test_a_copy_holds_up_all_that_follows_it(tmp_path: Path) -> None:
+    world = world_of(tmp_path)
+    cluster = world.clusters["b"]
+    while not cluster.copying:
+        world.kernel.step()
+    begun_s, copy_s = world.kernel.now_s, world.copy_s("b")
+    assert copy_s == pytest.approx(0.4)
+    while cluster.copying:
+        world.kernel.step()
+    assert world.kernel.now_s == pytest.approx(begun_s + copy_s, abs=1e-3)
+    world.close()
+    assert world.tally.clusters["b"].seconds[tally.JOIN] > copy_s, "the first version belongs to the join"
+
+
+def test_chunks_are_as_large_as_a_slow_link_allows(tmp_path: Path) -> None:
+    layer_bytes = 500_000_000
+    assert world_of(tmp_path).plan.max_chunk_bytes == layer_bytes
+    slow = world_of(tmp_path, up='up = "0.1 Gbps"').plan
+    assert slow.max_chunk_bytes * 8 * len(slow.slaves) / 1e8 == pytest.approx(LARGEST_CHUNK_S)
