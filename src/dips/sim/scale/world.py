@@ -6,6 +6,7 @@ formulas of rates.py say.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,13 +29,14 @@ from dips.sim.scale.scenario import Scenario
 from dips.sim.world import Host, MasterProcess, SlaveProcess, World
 from dips.slave.state.checks import MIN_CHUNK_BYTES, own_blocks
 from dips.slave.state.effects import Run
+from dips.worker.flow import START_CHUNKS
 from dips.worker.state.effects import Finished
 from dips.worker.state.shared import SessionConfig, SessionPhase
 from dips.worker.state.waiting import times_of
 from dips.worker.transfer import MAX_SILENCE_S
 
-LARGEST_CHUNK_S = MAX_SILENCE_S * 2 / 3
-"""A transfer gives up a slave that is silent for MAX_SILENCE_S, so chunks of all slaves take less than that in turn."""
+QUEUE_SHARE = 2 / 3
+"""The most that all chunks in flight may take, as a share of the silence after which a transfer gives up a slave."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,17 @@ class ScalePlan(SimulatedRunPlan):
 def plan_of(scenario: Scenario, layout: Layout, arithmetic: ScaleArithmetic) -> ScalePlan:
     """The plan: chunks as large as the transfers' limits of silence allow, so that a transfer is few events."""
     slaves, clusters, data = scenario.slaves, scenario.clusters, scenario.data
-    slowest_bits_per_s = min(min(table.up, table.down) for table in clusters)
-    most_bytes = int(LARGEST_CHUNK_S * slowest_bits_per_s / 8 / slaves.count)
-    chunk_bytes = max(MIN_CHUNK_BYTES, min(layout.blocks[0].n_bytes, most_bytes) // FLOAT32_BYTES * FLOAT32_BYTES)
+    # An answer may wait for all chunks in flight, which share one link; the flow control allows START_CHUNKS of them.
+    in_flight = max(START_CHUNKS, slaves.count)
+    slowest_bytes_per_s = min(min(table.up, table.down) for table in clusters) / 8
+    most_bytes = QUEUE_SHARE * MAX_SILENCE_S * slowest_bytes_per_s / in_flight
+    block = layout.blocks[0]
+    chunk_elems = math.ceil(block.n_elems / math.ceil(block.n_bytes / most_bytes))
+    chunk_bytes = max(MIN_CHUNK_BYTES, FLOAT32_BYTES * chunk_elems)
     config = replace(scenario.master, settings=replace(scenario.master.settings, chunk_bytes=chunk_bytes))
     plan_data = DataPlan(DataMode.LEASED, b"simulated", data.total_tokens, data.chunk_tokens)
     times = times_of(SessionConfig(ClusterId(clusters[0].id), layout, plan_data), config.settings)
+    silence_s = max(times.data_silence_s, in_flight * chunk_bytes / slowest_bytes_per_s / QUEUE_SHARE)
     width = len(str(slaves.count - 1))
     return ScalePlan(
         tuple(table.id for table in clusters),
@@ -85,8 +92,8 @@ def plan_of(scenario: Scenario, layout: Layout, arithmetic: ScaleArithmetic) -> 
         work_s=0.0,
         call_deadline_s=times.call_deadline_s,
         leave_wait_s=times.leave_wait_s,
-        data_silence_s=times.data_silence_s,
-        data_stall_s=times.data_stall_s,
+        data_silence_s=silence_s,
+        data_stall_s=max(times.data_stall_s, 2 * silence_s),
         faults_for_s=0.0,
         n_faults=0,
         checkpoints=False,
