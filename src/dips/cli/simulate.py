@@ -98,7 +98,7 @@ def simulate(
     """Simulate a run at full size: the real state machines of master, slaves and clusters under a virtual clock.
 
     Transfers, updates, snapshots and restarts take as long as the set-up's rates say. Nothing is trained. A month of
-    nine clusters takes a minute or two.
+    nine clusters takes two to three minutes.
     """
     if list_all:
         return _list()
