@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
@@ -52,9 +52,18 @@ def status(
         if not watch:
             _print_once(operator.status(), as_json)
         elif as_json or not sys.stdout.isatty():
-            _print_for_ever(operator, interval_s, as_json)
+            while True:
+                _print_once(operator.status(), as_json)
+                time.sleep(interval_s)
         else:
-            _show_for_ever(operator, interval_s)
+            with Live(auto_refresh=False, screen=True) as live:
+                while True:
+                    try:
+                        view = status_view(operator.status())
+                    except RetryLater as error:  # the master may come back while a person watches
+                        view = Text(str(error), style="bold red")
+                    live.update(view, refresh=True)
+                    time.sleep(interval_s)
     return 0
 
 
@@ -198,23 +207,3 @@ def _print_once(status: StatusReply, as_json: bool) -> None:
         print(json.dumps(status_json(status), allow_nan=False), flush=True)
     else:
         Console().print(status_view(status))
-
-
-def _print_for_ever(operator: OperatorClient, interval_s: float, as_json: bool) -> None:
-    while True:
-        _print_once(operator.status(), as_json)
-        time.sleep(interval_s)
-
-
-def _show_for_ever(operator: OperatorClient, interval_s: float) -> None:
-    with Live(auto_refresh=False, screen=True) as live:
-        while True:
-            live.update(_look(operator), refresh=True)
-            time.sleep(interval_s)
-
-
-def _look(operator: OperatorClient) -> RenderableType:
-    try:
-        return status_view(operator.status())
-    except RetryLater as error:
-        return Text(str(error), style="bold red")

@@ -7,6 +7,7 @@ that may ask for the status. A master or an API server that does not answer mean
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from dips.master.state.reasons import WaitingCode
 
 
 LATER = RestartPolicy(first_delay_s=120.0, max_delay_s=1800.0)
-"""Between two times that the same slave is ended: what one restart did not heal, another one soon will not."""
+"""Between two times that the same slave is ended."""
 
 _STEPS = (WaitingCode.MEASURE, WaitingCode.PREPARE, WaitingCode.COMMIT)
 """The open round waits for slaves."""
@@ -90,7 +91,9 @@ def look(
         return memory, None  # the run ends, or one slave is being started already
     for slave, pod in pods.items():
         why = _why(memory, slave, pod, now_s, patience)
-        if why and pod is not None and _may_end(memory, slave, now_s):
+        # What one restart did not heal, another one soon will not: longer pauses after each time.
+        pause_s = min(LATER.first_delay_s * 2.0 ** (memory.endings.get(slave, 0) - 1), LATER.max_delay_s)
+        if why and pod is not None and now_s - memory.ended_s.get(slave, -math.inf) >= pause_s:
             return _with_ending(memory, slave, now_s), Ending(slave, pod, why)
     return memory, None
 
@@ -124,14 +127,6 @@ def _why(memory: WatchMemory, slave: str, pod: Pod | None, now_s: float, patienc
     if len(memory.blamed_s) == 1 and stuck_s >= patience.stuck_s:
         return f"rounds have waited for it alone for {stuck_s:.0f} s, and none was committed meanwhile"
     return ""
-
-
-def _may_end(memory: WatchMemory, slave: str, now_s: float) -> bool:
-    """Longer pauses after each time."""
-    if slave not in memory.ended_s:
-        return True
-    pause_s = min(LATER.first_delay_s * 2.0 ** (memory.endings[slave] - 1), LATER.max_delay_s)
-    return now_s - memory.ended_s[slave] >= pause_s
 
 
 def _with_ending(memory: WatchMemory, slave: str, now_s: float) -> WatchMemory:

@@ -100,10 +100,15 @@ class FaultPlan:
 
     def observe(self, status: StatusReply, now_s: float) -> list[Fault]:
         """The faults whose victim is now seen to be back for the first time."""
-        back = [fault for fault in self.happened if fault.back is None and _is_back(status, fault)]
-        for fault in back:
-            fault.back = moment(status, now_s)
-            fault.back_as = str(_find(status, fault.planned).incarnation)
+        back = []
+        for fault in self.happened:
+            found = _find(status, fault.planned)
+            if fault.back is not None or not found.alive or str(found.incarnation) == fault.incarnation:
+                continue
+            # A cluster is back when it has joined again; a slave when it holds the published version again.
+            if isinstance(found, ClusterStatus) or found.version == status.published:
+                fault.back, fault.back_as = moment(status, now_s), str(found.incarnation)
+                back.append(fault)
         return back
 
 
@@ -118,14 +123,6 @@ def _find(status: StatusReply, fault: PlannedFault) -> ClusterStatus | SlaveStat
         return next(clusters, ClusterStatus(fault.target))
     slaves = (slave for slave in status.slaves if slave.slave_id == fault.target)
     return next(slaves, SlaveStatus(fault.target))
-
-
-def _is_back(status: StatusReply, fault: Fault) -> bool:
-    """A cluster is back when it has joined again; a slave when it holds the published version again."""
-    found = _find(status, fault.planned)
-    if not found.alive or str(found.incarnation) == fault.incarnation:
-        return False
-    return isinstance(found, ClusterStatus) or found.version == status.published
 
 
 # ---- picture ---------------------------------------------------------------------------------------------------------

@@ -50,7 +50,13 @@ class MetricsTls:
 
     def __init__(self, identity: Identity, revoked: Path | None) -> None:
         """Raises ConfigError for a certificate that may not serve, as those of slaves and clusters once were made."""
-        _check_may_serve(identity)
+        file = identity.directory / CERT_FILE
+        certificate = parse_certificate(identity.cert_pem, str(file))
+        if not certificate.serves:
+            raise ConfigError(
+                f"{file} is for clients only, and metrics beyond loopback need one that serves: renew it (`dips keys "
+                f"renew KEYS {certificate.name}`), or give metrics_listen a loopback address"
+            )
         self._identity = identity
         self._revoked = revoked or identity.directory / REVOKED_FILE
         self._lock = threading.Lock()
@@ -89,15 +95,6 @@ def _context(identity: Identity) -> ssl.SSLContext:
     context.load_verify_locations(cadata=identity.ca_pem.decode("ascii"))
     context.load_cert_chain(identity.directory / CERT_FILE, identity.directory / KEY_FILE)
     return context
-
-
-def _check_may_serve(identity: Identity) -> None:
-    certificate = parse_certificate(identity.cert_pem, str(identity.directory / CERT_FILE))
-    if not certificate.serves:
-        raise ConfigError(
-            f"{identity.directory / CERT_FILE} is for clients only, and metrics beyond loopback need one that serves: "
-            f"renew it (`dips keys renew KEYS {certificate.name}`), or give metrics_listen a loopback address"
-        )
 
 
 # ---- metrics server --------------------------------------------------------------------------------------------------

@@ -344,7 +344,9 @@ class ProgressHistory:
         self.rate_tokens_per_s = self._rate.per_s()
         if (self._samples - 1) % self.every:
             return
-        self._chart(clusters)
+        for cluster in clusters:
+            if cluster.cluster_id not in self._names and len(self._names) < CHARTED_CLUSTERS:
+                self._names.append(cluster.cluster_id)
         losses = {
             cluster.cluster_id: round(cluster.loss, 5)
             for cluster in clusters
@@ -381,11 +383,6 @@ class ProgressHistory:
     def charted(self) -> list[str]:
         """Clusters whose losses are kept, in the order in which they were first seen."""
         return list(self._names)
-
-    def _chart(self, clusters: Sequence[ClusterStatus]) -> None:
-        for cluster in clusters:
-            if cluster.cluster_id not in self._names and len(self._names) < CHARTED_CLUSTERS:
-                self._names.append(cluster.cluster_id)
 
     def _columns(self, rows: Sequence[ProgressRow], heldout: Sequence[Heldout]) -> dict[str, Any]:
         return {

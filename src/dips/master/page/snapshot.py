@@ -50,7 +50,9 @@ def _first(view: RunView, lag_s: float, departures: Departures) -> tuple[str, st
         return "off", f"The run has ended with {status.tokens:,} tokens; no cluster is left."
     if status.recovery:
         return "bad", f"Recovering: {status.recovery}."
-    if status.waiting_for and not _passes(view):
+    # A step of a round that does not last longer than usual is nothing to wait for.
+    passes = status.phase in ROUND_STEPS and status.phase_age_s < STEP_S
+    if status.waiting_for and not passes:
         return _waits(status), _capital(f"{status.waiting_for}.")
     if status.reshard:
         return "wait", f"Blocks are about to move: {status.reshard}."
@@ -61,11 +63,6 @@ def _first(view: RunView, lag_s: float, departures: Departures) -> tuple[str, st
     if away := _away(status, departures):
         return "warn", f"{_busy(view)}; {away}."
     return "good", f"All is well: {_busy(view)}."
-
-
-def _passes(view: RunView) -> bool:
-    """Whether the open step of a round is not longer than usual, so that nothing waits."""
-    return view.status.phase in ROUND_STEPS and view.status.phase_age_s < STEP_S
 
 
 def _away(status: StatusReply, departures: Departures) -> str:
@@ -92,12 +89,9 @@ def _busy(view: RunView) -> str:
     if status.stopping:
         return f"the run ends, {live} {'cluster has' if live == 1 else 'clusters have'} yet to leave"
     if view.publish_interval_s > 0:
-        return f"{train}, with a version about every {_roughly(view.publish_interval_s)}"
+        every_s = round(view.publish_interval_s, 1 if view.publish_interval_s < 10 else 0)
+        return f"{train}, with a version about every {format_seconds(every_s)}"
     return f"{train}, and no version was merged yet"
-
-
-def _roughly(seconds: float) -> str:
-    return format_seconds(round(seconds, 1 if seconds < 10 else 0))
 
 
 def _late(view: RunView, lag_s: float) -> str:
@@ -403,7 +397,10 @@ class Hub:
             self.history.add_heldout(loss.wall_s, loss.version, loss.tokens, loss.loss)
         rate = self.history.rate_tokens_per_s
         self._state = snapshot(view, lag_s, rate, self.timeline.departures, self.history.charted)
-        self._state["heldout"] = self._last_heldout()
+        last = self.history.heldout[-1] if self.history.heldout else None
+        self._state["heldout"] = (
+            {"loss": round(last.loss, 5), "version": last.version, "tokens": last.tokens} if last is not None else None
+        )
         self._state["steers"] = self.steers
         self._wall_s = wall_s
         self.number += 1
@@ -445,12 +442,6 @@ class Hub:
         while len(self._rounds) > MAX_ROUNDS:
             self._rounds.popitem(last=False)
         return [self._rounds[str(entry.round)] for entry in fresh]
-
-    def _last_heldout(self) -> dict[str, Any] | None:
-        if not self.history.heldout:
-            return None
-        last = self.history.heldout[-1]
-        return {"loss": round(last.loss, 5), "version": last.version, "tokens": last.tokens}
 
     def _message(
         self, curves: dict[str, Any], events: list[dict[str, Any]], rounds: list[dict[str, Any]], full: bool
