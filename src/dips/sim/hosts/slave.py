@@ -221,14 +221,10 @@ class SlaveHost(SlaveProcess):
         if number != self._link or self._stream is None or self.state is None:
             return
         if self.state.link.attached:
-            self._send(self._beat_body())
+            progress = self.port.memory.table.progress() if self.port.memory else ()
+            durable = self.state.shard.saving.durable
+            self._send(SlaveBeat(0, 0, self.port.refused_chunks, 0, len(progress), progress, durable))
         self.kernel.after(self._beat_s(), self, self._beat, number)
-
-    def _beat_body(self) -> SlaveBeat:
-        memory = self.port.memory
-        progress = memory.table.progress() if memory else ()
-        durable = self.state.shard.saving.durable if self.state else None
-        return SlaveBeat(0, 0, self.port.refused_chunks, 0, len(progress), progress, durable)
 
     def _send(self, body: Any) -> None:
         if self._stream is None or self.state is None:
@@ -282,15 +278,11 @@ class SlaveHost(SlaveProcess):
                 self.world.slave_stopped(self)
             case effects.GiveUp(refusal):
                 self.world.gave_up(self, Refused(refusal.code, refusal.sentence))
-            case _:
-                self._work(effect)
-
-    def _work(self, effect: effects.Effect) -> None:
-        match effect:
             case effects.SavePromise(epoch):
                 self._later_on_disk(self._on_disk, self._save_promise, epoch)
             case effects.DropShadow(shadow):
-                self._drop_shadow(shadow)
+                self._made().shadow = None
+                self.ring.drop_shadow(shadow)
             case Allow(keys):
                 self.admission.set_keys(keys)
             case Retain(versions):
@@ -493,10 +485,6 @@ class SlaveHost(SlaveProcess):
         except Refused as refused:
             answer = CommitRecord(version, round_id, b"", to_refusal(refused))
         self.handle(events.RecordRead(asked_by, answer))
-
-    def _drop_shadow(self, shadow: SnapshotInfo) -> None:
-        self._made().shadow = None
-        self.ring.drop_shadow(shadow)
 
     def _made(self) -> SimulatedShardMemory:
         assert self.port.memory is not None, "a round reached a slave without memory"

@@ -302,12 +302,6 @@ class SlavePart:
                 return [("hang up", self.link)]
             case effects.Log():
                 pass
-            case _:
-                return self._work(effect)
-        return []
-
-    def _work(self, effect: effects.Effect) -> list[Out]:
-        match effect:
             case effects.Run():
                 return self._do(effect)
             case effects.CancelMove(job):
@@ -319,6 +313,7 @@ class SlavePart:
                 return self._read_record(asked_by, command.version, command.round)
             case _:
                 raise TypeError(f"the search does not execute {type(effect).__name__}")
+        return []
 
     def _do(self, run: effects.Run) -> list[Out]:
         """Do a command at once, apart from a move, which waits for other slaves."""
