@@ -234,24 +234,21 @@ class LandingJob:
                 f"block {header.block}, offset {header.offset_bytes} of push {header.push}: the payload's checksum "
                 f"is {found:016x}, its header says {header.checksum:016x}; send it again",
             )
-        self.bad = self._parameters() if self.staging.slot.wire is Codec.F32 else self._differences()
-        if not self.companions:
-            return
-        assert self.theta is not None, "products are taken with a theta"
-        # What landed bypassed the caches; the frame's bytes are still in them.
-        values = np.frombuffer(self.payload, np.float32) if self.staging.slot.wire is Codec.F32 else self.into
+        if self.staging.slot.wire is Codec.F32:
+            values = np.frombuffer(self.payload, np.float32)
+            if self.theta is None or self.squared is None:
+                self.bad = kernels.land(self.into, values)
+            else:
+                self.bad = kernels.land_measured(self.into, values, self.theta, self.squared)
+            # What landed bypassed the caches; the frame's bytes are still in them, for the products.
+        else:
+            assert self.base is not None, "differences are admitted only while their base is in memory"
+            payload, values = np.frombuffer(self.payload, np.uint8), self.into
+            wire_numba.decode(self.staging.slot.wire, self.base, payload, self.into)
+            if self.theta is None or self.squared is None:
+                self.bad = kernels.land(self.into, self.into)
+            else:
+                self.bad = kernels.measure_landed(self.into, self.theta, self.squared)
         for companion in self.companions:
+            assert self.theta is not None, "products are taken with a theta"
             kernels.products(self.theta, values, companion.values, companion.products)
-
-    def _parameters(self) -> int:
-        values = np.frombuffer(self.payload, np.float32)
-        if self.theta is None or self.squared is None:
-            return kernels.land(self.into, values)
-        return kernels.land_measured(self.into, values, self.theta, self.squared)
-
-    def _differences(self) -> int:
-        assert self.base is not None, "differences are admitted only while their base is in memory"
-        wire_numba.decode(self.staging.slot.wire, self.base, np.frombuffer(self.payload, np.uint8), self.into)
-        if self.theta is None or self.squared is None:
-            return kernels.land(self.into, self.into)
-        return kernels.measure_landed(self.into, self.theta, self.squared)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from dips.core.chunks import shard_digest
 from dips.core.clock import Clock
 from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
-from dips.core.ids import Incarnation, RoundId
+from dips.core.ids import Incarnation
 from dips.core.math import outer_numba, wire_numba
 from dips.core.math.compiling import watched
 from dips.core.messages import (
@@ -247,8 +247,12 @@ class SlaveShell:
                 result = await self._move(run, command)
             case Measure() as command:
                 return events.Done(run.number, await self._measure(run, command))
-            case ListShard(round_id):
-                return events.Done(run.number, await self._list(round_id))
+            case ListShard(round_id):  # a RESHARD begins
+                memory = self._made()
+                assert memory.current is not None
+                arguments = (memory.momentum, memory.blocks, memory.map.chunk_bytes)
+                sums = await self._on(self._outer, calculation.chunk_checksums, *arguments)
+                return events.Done(run.number, ShardList(round_id, tuple(memory.current.checksums), tuple(sums)))
             case command:
                 raise LocalProtocolError(f"no one carries out {type(command).__name__}")
         return events.Done(run.number, result, self._ring.infos())
@@ -408,15 +412,6 @@ class SlaveShell:
         if run.durable:
             self._warn(await self._on(self._disk, self._ring.tidy, info))
         return info
-
-    # ---- a RESHARD ----
-
-    async def _list(self, round_id: RoundId) -> ShardList:
-        memory = self._made()
-        assert memory.current is not None
-        blocks, chunk_bytes = memory.blocks, memory.map.chunk_bytes
-        sums = await self._on(self._outer, calculation.chunk_checksums, memory.momentum, blocks, chunk_bytes)
-        return ShardList(round_id, tuple(memory.current.checksums), tuple(sums))
 
     async def _move(self, run: effects.Run, body: MoveBlocks) -> SnapshotInfo:
         """Assemble a shard of another placement in a file. Returns its name."""

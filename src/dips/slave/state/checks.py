@@ -118,8 +118,13 @@ def find_load(configure: Configure, candidates: Sequence[SnapshotInfo]) -> Snaps
     names = [(configure.load, configure.load_round)]
     if configure.origin is not None:
         names.append((configure.origin, configure.origin_round))
+    same = (configure.load_digest, configure.layout_hash, configure.placement.placement_hash)
     for name in names:
-        fits = [info for info in candidates if (info.version, info.round) == name and _fits(info, configure)]
+        fits = [
+            info
+            for info in candidates
+            if (info.version, info.round) == name and (info.digest, info.layout_hash, info.placement_hash) == same
+        ]
         if fits:
             return max(fits, key=lambda info: info.committed)
     held = ", ".join(f"{info.version} ({info.round})" for info in candidates) or "none"
@@ -136,14 +141,6 @@ def is_load(info: SnapshotInfo | None, body: Configure) -> bool:
         body.load,
         body.load_round,
         body.load_digest,
-    )
-
-
-def _fits(info: SnapshotInfo, configure: Configure) -> bool:
-    return (
-        info.digest == configure.load_digest
-        and info.layout_hash == configure.layout_hash
-        and info.placement_hash == configure.placement.placement_hash
     )
 
 
