@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from panels import BLUE, GREEN, RED, YELLOW, Dashboard, Panel, Query, Row, Variable
 
@@ -455,10 +456,20 @@ DASHBOARDS = (OVERVIEW, CLUSTERS, LINKS, SLAVES, CONVERGENCE)
 
 
 def files() -> Iterator[tuple[Path, str]]:
-    """Each dashboard's file and what is to stand in it."""
+    """Each dashboard's file and its text."""
     for dashboard in DASHBOARDS:
-        text = json.dumps(dashboard.json(), indent=1, ensure_ascii=False)
-        yield FOLDER / f"{dashboard.name}.json", f"{text}\n"
+        yield FOLDER / f"{dashboard.name}.json", _compact(dashboard.json())
+
+
+def _compact(document: dict[str, Any]) -> str:
+    """JSON with one line for each setting and each panel, so that a changed panel is one changed line."""
+    fields = []
+    for key, value in document.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if key == "panels":
+            text = "[\n" + ",\n".join(json.dumps(panel, ensure_ascii=False) for panel in value) + "\n]"
+        fields.append(f"{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
 def main(arguments: list[str]) -> int:
