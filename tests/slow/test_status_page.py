@@ -377,8 +377,8 @@ def test_link_and_port_survive_a_restart_and_the_stream_says_good_bye(keyed: tup
 @pytest.mark.parametrize(
     ("listen", "words"),
     [
-        ("0.0.0.0:0", "the status page's address is '0.0.0.0:0', which is not a loopback address"),
-        ("nonsense", "the status page's address 'nonsense' is not an address"),
+        ("0.0.0.0:0", "page_listen is '0.0.0.0:0', which is not a loopback address"),
+        ("nonsense", "page_listen 'nonsense' is not an address"),
     ],
 )
 def test_an_address_that_cannot_be_is_one_sentence(

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dips.cli.key_options import Keys, asked_security, insecure_asked
-from dips.core.config import read_tables
+from dips.core.config import SettingsFile
 from dips.core.errors import ConfigError
 from dips.core.units import parse_bits_per_s, parse_count, parse_seconds
 from dips.doctor import host, joining
@@ -72,7 +72,7 @@ def doctor(
 def _checks(file: Path, wanted: DoctorOptions, insecure: bool) -> Iterable[Check]:
     """Those of the file's kind. A mistake in the file is the one finding."""
     try:
-        tables = read_tables(file)
+        tables = SettingsFile.read(file).tables
         if "deploy" in tables:
             from dips.deploy.deploy_file import read_deploy_file
             from dips.doctor import deployment

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from dips.compare.methods import Method
-from dips.core.config import Knobs, load_table, read_tables
+from dips.core.config import Knobs, SettingsFile, load_table
 from dips.core.errors import ConfigError
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.units import (
@@ -258,7 +258,7 @@ class ComparisonSetup(Knobs):
         for table, values in changes.items():
             tables[table] |= {name: value for name, value in values.items() if value is not None}
         tables["master"] = {**self.master, **(master or {})}
-        return _from_tables(self.name, tables, f"set-up {self.name}, changed")
+        return _from_file(self.name, SettingsFile(f"set-up {self.name}, changed", tables))
 
     def master_config(self, method: Method) -> MasterConfig:
         """The settings of `dips master` for this method. Raises ConfigError."""
@@ -338,8 +338,7 @@ def shipped() -> list[str]:
 def load_setup(name: str | Path) -> ComparisonSetup:
     """Load a shipped set-up by its name, or the user's own file. Raises ConfigError."""
     path = _find(name)
-    tables = read_tables(path, _TABLES)
-    return _from_tables(path.stem, tables, str(path))
+    return _from_file(path.stem, SettingsFile.read(path, _TABLES))
 
 
 def _find(name: str | Path) -> Path:
@@ -357,34 +356,25 @@ def _find(name: str | Path) -> Path:
     )
 
 
-def _from_tables(name: str, tables: Mapping[str, Any], where: str) -> ComparisonSetup:
-    def table(of: str) -> dict[str, Any]:
-        found = tables.get(of, {})
-        if not isinstance(found, dict):
-            raise ConfigError(f"{where}: {of!r} is not a table: write its settings below a line [{of}]")
-        return dict(found)
-
-    parts: dict[str, Any] = {
+def _from_file(name: str, file: SettingsFile) -> ComparisonSetup:
+    parts: dict[str, object] = {
         "name": name,
-        "run": load_table(RunTable, table("run"), f"{where} [run]"),
-        "model": load_table(ModelTable, table("model"), f"{where} [model]"),
-        "inner": load_table(InnerTable, table("inner"), f"{where} [inner]"),
-        "clusters": load_table(ClustersTable, table("clusters"), f"{where} [clusters]"),
-        "links": load_table(LinksTable, table("links"), f"{where} [links]"),
-        "servers": load_table(ServersTable, table("servers"), f"{where} [servers]"),
-        "master": _master(table("master"), where),
+        "run": file.settings(RunTable, "run"),
+        "model": file.settings(ModelTable, "model"),
+        "inner": file.settings(InnerTable, "inner"),
+        "clusters": file.settings(ClustersTable, "clusters"),
+        "links": file.settings(LinksTable, "links"),
+        "servers": file.settings(ServersTable, "servers"),
+        "master": file.table("master"),
     }
-    return load_table(ComparisonSetup, parts, where)
-
-
-def _master(table: dict[str, Any], where: str) -> dict[str, Any]:
-    """Settings of `dips master`, as written in the file; they are checked with each method."""
-    if wrong := sorted(_OURS & set(table)):
-        raise ConfigError(f"{where} [master]: {wrong[0]!r} has no meaning in a simulation: leave it out")
-    if wrong := sorted(set(_FROM_TABLES) & set(table)):
-        raise ConfigError(f"{where} [master]: {wrong[0]!r} follows from {_FROM_TABLES[wrong[0]]}: leave it out here")
-    load_table(MasterConfig, {"run_id": RUN_ID, "directory": FOLDER, **table}, f"{where} [master]")
-    return table
+    # The settings of `dips master` stay as written; they are checked here, and again with those of each method.
+    if wrong := sorted(_OURS & set(file.table("master"))):
+        raise ConfigError(f"{file.where('master')}: {wrong[0]!r} has no meaning in a simulation: leave it out")
+    if wrong := sorted(set(_FROM_TABLES) & set(file.table("master"))):
+        follows = _FROM_TABLES[wrong[0]]
+        raise ConfigError(f"{file.where('master')}: {wrong[0]!r} follows from {follows}: leave it out here")
+    load_table(MasterConfig, {"run_id": RUN_ID, "directory": FOLDER, **file.table("master")}, file.where("master"))
+    return load_table(ComparisonSetup, parts, file.name)
 
 
 def _for_each(values: tuple[float, ...], n: int) -> tuple[float, ...]:

@@ -1,9 +1,10 @@
-"""Loads settings from their sources, the strongest first, and reports wrong ones with their place and the remedy.
+"""Reads settings from their sources, and reports wrong ones with their place and the remedy.
 
-Each role keeps its own knobs next to the code that uses them, as a class derived from Knobs. The sources are,
-from strongest to weakest: the command line, the environment (DIPS_<SECTION>_<FIELD>), the table [section] of
-a TOML file, the default. Never drops a setting that it does not know: a misspelled key would silently be a
-default.
+A table of settings is declared once, as a class derived from Knobs next to the code that uses it: name, type with unit
+and range, default, meaning. Everything else is made from that class: the command line's options (local/options.py), the
+environment's variables, the tables of all settings files, and the page of docs/ that lists them. The sources are, from
+strongest to weakest: the command line, the environment (DIPS_<SECTION>_<FIELD>), the table [section] of a TOML file,
+the default. A setting that is unknown is refused: a misspelled key would silently be a default.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo
 from pydantic_core import ErrorDetails
 
 from dips.core.errors import ConfigError
-from dips.core.units import format_bytes
+from dips.core.ids import check_name
+from dips.core.units import format_bytes, validating
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
@@ -56,6 +58,14 @@ class Knobs(BaseModel):
 M = TypeVar("M", bound=Knobs)
 
 
+def _check_name(value: str, info: ValidationInfo) -> str:
+    return check_name(value, info.field_name or "the name")
+
+
+Name = Annotated[str, AfterValidator(validating(_check_name))]
+"""A setting that names a run or a process: it can be used in paths, logs and Kubernetes labels."""
+
+
 @dataclass(frozen=True)
 class Loaded(Generic[M]):
     """Settings with the place where each value came from."""
@@ -83,30 +93,36 @@ def load(
     kind: type[M],
     section: str,
     *,
-    file: Path | None = None,
+    file: Path | SettingsFile | None = None,
     environment: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] | None = None,
     overrides: Mapping[str, object] | None = None,
 ) -> Loaded[M]:
     """Read the settings `kind` from all sources.
 
     overrides: the command line's values, by field name; None means "not given". environment: os.environ when
-    None; an empty variable means "not given"; a list is written as JSON or with commas. Raises ConfigError,
-    which names every wrong setting with its place and what to write instead.
+    None; an empty variable means "not given"; a list is written as JSON or with commas. variables: further variables
+    for some fields, by field name; they are stronger than DIPS_<SECTION>_<FIELD>. Raises ConfigError, which names every
+    wrong setting with its place and what to write instead.
     """
-    place = f"{file} [{section}]" if file else f"settings of {section}"
-    table = {} if file is None else read_toml(file).get(section, {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"{file}: {section!r} is not a table: write its settings below a line [{section}]")
+    tables = SettingsFile.read(file) if isinstance(file, Path) else file
+    environment = os.environ if environment is None else environment
+    where = f"settings of {section}" if tables is None else tables.where(section)
     sources = (
-        {key: _Given(value, place) for key, value in table.items()},
-        _from_environment(kind, section, os.environ if environment is None else environment),
+        {key: _Given(value, where) for key, value in (tables.table(section) if tables is not None else {}).items()},
+        _from_environment(kind, section, environment),
+        {
+            field: _Given(environment[name], f"environment {name}")
+            for field, name in (variables or {}).items()
+            if field in kind.model_fields and environment.get(name)
+        },
         {k: _Given(v, COMMAND_LINE) for k, v in (overrides or {}).items() if v is not None},
     )
     given: dict[str, _Given] = {}
     for source in sources:
-        _check_known(kind, source)
+        check_known(source, kind.model_fields, {key: value.where for key, value in source.items()})
         given.update(source)
-    return _build(kind, section, given, place)
+    return _build(kind, section, given, where)
 
 
 def load_table(kind: type[M], table: Mapping[str, object], where: str) -> M:
@@ -114,22 +130,61 @@ def load_table(kind: type[M], table: Mapping[str, object], where: str) -> M:
 
     For tables that only a file can hold; raises ConfigError as `load` does.
     """
-    given = {key: _Given(value, where) for key, value in table.items()}
-    _check_known(kind, given)
-    return _build(kind, None, given, where).value
+    check_known(table, kind.model_fields, where)
+    return _build(kind, None, {key: _Given(value, where) for key, value in table.items()}, where).value
 
 
-def read_tables(file: Path, known: Iterable[str] | None = None) -> dict[str, Any]:
-    """Read a whole TOML file of settings.
+@dataclass(frozen=True)
+class SettingsFile:
+    """The tables of one settings file, as they are written. name: its path, or what it is, for errors."""
 
-    Raises ConfigError if it cannot be read, or has a top-level name that is not in `known` (None: any goes).
-    """
-    tables = read_toml(file)
-    names = list(known) if known is not None else list(tables)
-    for name in tables:
-        if name not in names:
-            raise ConfigError(f"{file}: {name!r} is unknown; {_nearest(name, names)}")
-    return tables
+    name: str
+    tables: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @classmethod
+    def read(cls, file: Path, known: Iterable[str] | None = None) -> SettingsFile:
+        """Read a TOML file.
+
+        Raises ConfigError if it cannot be read, or has a top-level name that is not in `known` (None: any goes).
+        """
+        tables = read_toml(file)
+        names = list(tables if known is None else known)
+        for name in tables:
+            if name not in names:
+                raise ConfigError(f"{file}: {name!r} is unknown; {nearest(name, names)}")
+        return cls(str(file), tables)
+
+    def where(self, name: str, row: int = 0) -> str:
+        """The place of a table in errors; row: of a list of tables, from 1 on."""
+        return f"{self.name} [[{name}]] {row}" if row else f"{self.name} [{name}]"
+
+    def table(self, name: str) -> dict[str, Any]:
+        """One table, empty when it is not there. Raises ConfigError when it is something else."""
+        table = self.tables.get(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{self.name}: {name!r} is not a table: write its settings below a line [{name}]")
+        return dict(table)
+
+    def settings(self, kind: type[M], name: str, more: Mapping[str, object] | None = None) -> M:
+        """The settings of one table. more: values that go before those of the file. Raises ConfigError."""
+        return load_table(kind, {**self.table(name), **(more or {})}, self.where(name))
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The tables of a list, none when it is not there. Raises ConfigError when it is something else."""
+        found = self.tables.get(name, [])
+        if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+            raise ConfigError(f"{self.name}: {name!r} is not a list of tables: write each below a line [[{name}]]")
+        return found
+
+    def settings_of_rows(self, kind: type[M], name: str, required: bool = False) -> tuple[M, ...]:
+        """The settings of each table of a list. Raises ConfigError, also for none if one is required."""
+        found = self.rows(name)
+        if required and not found:
+            raise ConfigError(f"{self.name}: there is no table [[{name}]]: write one for each of the {name}")
+        return tuple(load_table(kind, row, self.where(name, number)) for number, row in enumerate(found, 1))
 
 
 def read_toml(file: Path) -> dict[str, Any]:
@@ -173,29 +228,31 @@ def _from_environment(kind: type[Knobs], section: str, environment: Mapping[str,
     return given
 
 
-def _check_known(kind: type[Knobs], given: Mapping[str, _Given]) -> None:
+def check_known(keys: Iterable[str], known: Iterable[str], where: str | Mapping[str, str]) -> None:
+    """Raise ConfigError for keys that are no settings. where: the place of all, or of each."""
+    names = sorted(known)
     wrong = [
-        f"{where.where}: {key!r} is not a setting; {_nearest(key, kind.model_fields)}"
-        for key, where in given.items()
-        if key not in kind.model_fields
+        f"{where if isinstance(where, str) else where[key]}: {key!r} is not a setting; {nearest(key, names)}"
+        for key in keys
+        if key not in names
     ]
     if wrong:
         raise ConfigError("\n".join(wrong))
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The remedy for a name that is not known: the one that was probably meant, or all."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(names)}"
 
 
 def _build(kind: type[M], section: str | None, given: Mapping[str, _Given], place: str) -> Loaded[M]:
-    """section: None for a table that only a file can hold. place: of what is missing, or wrong as a whole."""
-    values = {key: _value(kind, key, item) for key, item in given.items()}
+    """section: None for a table that only a file can hold. place: of a setting that is not given."""
     try:
-        value = kind.model_validate(values)
+        value = kind.model_validate({key: _value(kind, key, item) for key, item in given.items()})
     except ValidationError as error:
-        # A field that may be of several types has an error for each of them: one sentence says all.
+        # A field that may be of several types has an error for each.
         by_key: dict[object, list[ErrorDetails]] = {}
         for details in error.errors():
             by_key.setdefault(details["loc"][:1], []).append(details)
@@ -239,21 +296,25 @@ def _sentence(
     place: str,
 ) -> str:
     first = same_key[0]
-    why = ", or: ".join(details["msg"].removeprefix("Value error, ") for details in same_key)
+    why = ", or: ".join(map(_words, same_key))
     if not first["loc"]:
         return f"{place}: {why}"
     key = str(first["loc"][0])
     if first["type"] == "missing":
-        meaning = kind.model_fields[key].description
-        option = f"--{key.replace('_', '-')}"
-        remedy = (
-            f"give {option}, set {environment_name(section, key)}, or add it to [{section}] of the settings file"
-            if section is not None
-            else "add it to the table"
-        )
-        return f"{place}: {key} is not given ({meaning}): {remedy}"
+        how = "add it to the table"
+        if section is not None:
+            option, variable = f"--{key.replace('_', '-')}", environment_name(section, key)
+            how = f"give {option}, set {variable}, or add it to [{section}] of the settings file"
+        return f"{place}: {key} is not given ({kind.model_fields[key].description}): {how}"
     source = given.get(key, _Given(first["input"], place))
     return f"{source.where}: {key} = {source.value!r}: {why}"
+
+
+def _words(details: ErrorDetails) -> str:
+    """pydantic's sentence; of a list also which entry is wrong."""
+    words = details["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
+    entry = ".".join(str(index + 1) for index in details["loc"][1:] if isinstance(index, int))
+    return f"{words} (entry {entry})" if entry else words
 
 
 def _shown(name: str, value: object) -> str:

@@ -7,11 +7,12 @@ unit: a text without one is in the base unit, and an unknown one is refused.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation, Overflow
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, ParamSpec, TypeVar
 
 from pydantic import BeforeValidator
 
@@ -114,33 +115,45 @@ def format_bits_per_s(bits_per_s: float) -> str:
 
 
 N = TypeVar("N", int, float)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def _setting(parse: Callable[[object], N]) -> BeforeValidator:
-    """For a field of settings: refuses negative amounts. pydantic wants ValueError, and adds the field's name."""
+def validating(check: Callable[P, T]) -> Callable[P, T]:
+    """A check or parser as a validator of settings: pydantic wants ValueError, and adds the field's name itself."""
 
-    def validate(value: Any) -> N:
+    @functools.wraps(check)
+    def validate(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            amount = parse(value)
+            return check(*args, **kwargs)
         except ConfigError as error:
             raise ValueError(str(error)) from error
+
+    return validate
+
+
+def _amount(parse: Callable[[object], N]) -> BeforeValidator:
+    """Reads a field that may be written with a unit, and is not negative."""
+
+    def parse_amount(value: object) -> N:
+        amount = parse(value)
         if amount < 0:
-            raise ValueError(f"{value!r} is negative")
+            raise ConfigError(f"{value!r} is negative")
         return amount
 
-    return BeforeValidator(validate, json_schema_input_type=int | float | str)
+    return BeforeValidator(validating(parse_amount), json_schema_input_type=int | float | str)
 
 
-Bytes = Annotated[int, _setting(parse_bytes)]
+Bytes = Annotated[int, _amount(parse_bytes)]
 """A setting in bytes, not negative; may be written with a unit."""
 
-Seconds = Annotated[float, _setting(parse_seconds)]
+Seconds = Annotated[float, _amount(parse_seconds)]
 """A setting in seconds, not negative; may be written with a unit."""
 
-Count = Annotated[int, _setting(parse_count)]
+Count = Annotated[int, _amount(parse_count)]
 """A setting that counts things, not negative; may be written as "1.5M"."""
 
-BitsPerSecond = Annotated[float, _setting(parse_bits_per_s)]
+BitsPerSecond = Annotated[float, _amount(parse_bits_per_s)]
 """A setting in bits per second, not negative; may be written with a unit."""
 
 

@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from dips.core.config import Knobs, load_table, read_tables
+from dips.core.config import Knobs, SettingsFile, load_table
 from dips.core.errors import ConfigError
 from dips.core.net.addresses import parse_address
 from dips.core.units import Bytes, Count, format_bytes, format_count
@@ -296,8 +296,6 @@ OURS = {
 }
 """Settings that follow from the file's other tables, by role."""
 
-K = TypeVar("K", bound=Knobs)
-
 
 @dataclass(frozen=True)
 class Deployment:
@@ -353,46 +351,37 @@ class Deployment:
 
 def read_deploy_file(file: Path) -> Deployment:
     """The deployment that a file describes. Raises ConfigError naming file, table, key and remedy."""
-    tables = read_tables(file, TABLES)
-    run = load_table(DeployKnobs, _table(file, tables, "deploy"), f"{file} [deploy]")
-    model = load_table(ModelKnobs, _table(file, tables, "model"), f"{file} [model]")
-    sites = _rows(SiteKnobs, file, tables, "sites")
-    clusters = _rows(DeployedClusterKnobs, file, tables, "clusters")
-    roles = {name: _role_table(file, tables, name) for name in OURS}
+    tables = SettingsFile.read(file, TABLES)
+    run = tables.settings(DeployKnobs, "deploy")
+    model = tables.settings(ModelKnobs, "model")
+    sites = tables.settings_of_rows(SiteKnobs, "sites", required=True)
+    clusters = tables.settings_of_rows(DeployedClusterKnobs, "clusters", required=True)
+    roles = {name: tables.table(name) for name in OURS}
+    for name, table in roles.items():
+        if wrong := [key for key in table if key in OURS[name]]:
+            raise ConfigError(
+                f"{tables.where(name)}: {wrong[0]!r} does not belong here: it follows from [deploy] and [[sites]]; "
+                "leave it out"
+            )
     _check_names(file, run, sites, clusters)
     server_site, why = _server_site(file, run, sites, clusters)
     _check_reach(file, run, sites, clusters, server_site)
     _check_clusters(file, sites, clusters)
-    master = _master(file, run, roles["master"], len(clusters))
-    slave = _slave(file, run, roles["slave"])
-    client = _worker(file, roles)
-    sizes = sizes_for(run, model, master, slave, len(clusters), f"{file} [deploy]")
+    ours = {"run_id": run.run_id, "directory": STATE, "keys": KEYS}
+    master = tables.settings(MasterConfig, "master", {**ours, "slaves": run.slaves})
+    if len(clusters) > master.max_clusters:
+        raise ConfigError(
+            f"{file} lists {len(clusters)} clusters, but [master] max_clusters is {master.max_clusters}: raise it"
+        )
+    slave = tables.settings(SlaveConfig, "slave", {**ours, "slave_id": "s0"})
+    client = tables.settings(ClientConfig, "worker")
+    if roles["train"]:
+        from dips.trainer.config import TrainConfig
+
+        tables.settings(TrainConfig, "train")
+    sizes = sizes_for(run, model, master, slave, len(clusters), tables.where("deploy"))
     leaves_s = leaving_s(client, master)
     return Deployment(file, run, model, roles, sites, clusters, server_site, why, sizes, leaves_s)
-
-
-def _table(file: Path, tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    table = tables.get(name, {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"{file}: {name!r} is not a table: write its settings below a line [{name}]")
-    return table
-
-
-def _rows(kind: type[K], file: Path, tables: Mapping[str, Any], name: str) -> tuple[K, ...]:
-    rows = tables.get(name, [])
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"{file}: there is no table [[{name}]]: write one for each of the {name}")
-    return tuple(load_table(kind, row, f"{file} [[{name}]] {n}") for n, row in enumerate(rows, 1))
-
-
-def _role_table(file: Path, tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    table = _table(file, tables, name)
-    wrong = [key for key in table if key in OURS[name]]
-    if wrong:
-        raise ConfigError(
-            f"{file} [{name}]: {wrong[0]!r} does not belong here: it follows from [deploy] and [[sites]]; leave it out"
-        )
-    return table
 
 
 # ---- names ----
@@ -456,11 +445,15 @@ def _best_site(
             f"{file} [[clusters]] {silent[0]}: placement = {AUTO!r} needs tokens_per_s, how fast it trains: add it, or "
             "name the site of the servers"
         )
-    table = Sites(
-        tuple(site.name for site in able),
-        tuple(cluster.id for cluster in clusters),
-        tuple(site.bandwidth_gbps for site in able),
-        tuple(cluster.tokens_per_s for cluster in clusters),
+    table = load_table(
+        Sites,
+        {
+            "names": [site.name for site in able],
+            "clusters": [cluster.id for cluster in clusters],
+            "bandwidth_gbps": [site.bandwidth_gbps for site in able],
+            "tokens_per_s": [cluster.tokens_per_s for cluster in clusters],
+        },
+        f"{file} [[sites]]",
     )
     return able[table.choice().index], table.explain().splitlines()[-1]
 
@@ -546,27 +539,3 @@ def _check_cidr(where: str, cidr: str) -> None:
         ipaddress.ip_network(cidr)
     except ValueError as error:
         raise ConfigError(f"{where}: cidrs has {cidr!r}, which is no network ({error}): write 192.0.2.0/24") from error
-
-
-def _master(file: Path, run: DeployKnobs, table: Mapping[str, Any], n_clusters: int) -> MasterConfig:
-    ours = {"run_id": run.run_id, "directory": STATE, "slaves": run.slaves, "keys": KEYS}
-    master = load_table(MasterConfig, {**table, **ours}, f"{file} [master]")
-    if n_clusters > master.max_clusters:
-        raise ConfigError(
-            f"{file} lists {n_clusters} clusters, but [master] max_clusters is {master.max_clusters}: raise it"
-        )
-    return master
-
-
-def _slave(file: Path, run: DeployKnobs, table: Mapping[str, Any]) -> SlaveConfig:
-    ours = {"run_id": run.run_id, "slave_id": "s0", "directory": STATE, "keys": KEYS}
-    return load_table(SlaveConfig, {**table, **ours}, f"{file} [slave]")
-
-
-def _worker(file: Path, roles: Mapping[str, Mapping[str, Any]]) -> ClientConfig:
-    client = load_table(ClientConfig, {**roles["worker"]}, f"{file} [worker]")
-    if roles["train"]:
-        from dips.trainer.config import TrainConfig
-
-        load_table(TrainConfig, {**roles["train"]}, f"{file} [train]")
-    return client

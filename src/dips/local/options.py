@@ -21,7 +21,7 @@ from rich.markup import escape
 
 from dips.core.config import Knobs, Loaded, load
 from dips.core.errors import ConfigError
-from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE
+from dips.core.net.security import VARIABLES
 from dips.core.observe.logs import LOG_FORMAT_VARIABLE, LOG_LEVEL_VARIABLE, LogFormat
 
 Knob = tuple[type[Knobs], str, FieldInfo]
@@ -163,17 +163,8 @@ ConfigFile = Annotated[
     typer.Option("--config", metavar="FILE", help="TOML file; the options below win over its table of this role."),
 ]
 
-_SHORT_NAMES = {
-    "master": "DIPS_MASTER",
-    "cluster_id": "DIPS_CLUSTER",
-    "run_id": "DIPS_RUN",
-    "keys": KEYS_VARIABLE,
-    "insecure": INSECURE_VARIABLE,
-    "log_format": LOG_FORMAT_VARIABLE,
-    "log_level": LOG_LEVEL_VARIABLE,
-}
-"""Variables that say where and who a process is, and how it logs, whatever its role; a person's own loop reads those of
-the first kind as well."""
+_VARIABLES = {**VARIABLES, "log_format": LOG_FORMAT_VARIABLE, "log_level": LOG_LEVEL_VARIABLE}
+"""Variables that say where and who a process is, and how it logs, whatever its role."""
 
 LogFormatOption = Annotated[
     LogFormat | None,
@@ -198,8 +189,4 @@ def log_format_asked(option: LogFormat | None) -> LogFormat | None:
 def role_settings(kind: type[K], section: str, file: Path | None, given: Mapping[str, object]) -> Loaded[K]:
     """The settings of a role. `given`: what the command line says, not-given options None. Raises
     ConfigError."""
-    overrides = overrides_for(kind, given)
-    for name, variable in _SHORT_NAMES.items():
-        if name in kind.model_fields and os.environ.get(variable):
-            overrides.setdefault(name, os.environ[variable])
-    return load(kind, section, file=file, overrides=overrides)
+    return load(kind, section, file=file, variables=_VARIABLES, overrides=overrides_for(kind, given))

@@ -8,18 +8,16 @@ before anything starts.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import Field
 
-from dips.core.config import Knobs, Loaded, load, load_table, read_tables
+from dips.core.config import Knobs, Loaded, SettingsFile, check_known, environment_name, load, load_table
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.net.addresses import MAX_PORT, format_address, is_loopback, parse_address
@@ -84,21 +82,23 @@ def read_run_file(file: Path, insecure: bool = False, log_format: LogFormat | No
 
     insecure, log_format: whatever the file says of it.
     """
-    tables = read_tables(file, TABLES)
-    _refuse_security(file, tables)
+    tables = SettingsFile.read(file, TABLES)
+    _refuse_security(tables)
     overrides = {"insecure": True if insecure else None, "log_format": log_format}
-    run = load(RunKnobs, "run", file=file, overrides=overrides).value
+    run = load(RunKnobs, "run", file=tables, overrides=overrides).value
     check_name(run.id, f"{file} [run] id")
-    clusters = _cluster_tables(file, tables)
-    trained = any(not table.get("command") for table in clusters) if clusters else False
-    base = _base_train(file) if trained or run.evaluate else None
-    master = _master(file, run, len(clusters))
-    said_of_slaves = tables.get("slave", {})
+    clusters = tables.rows("clusters")
+    base = None
+    if run.evaluate or any(not table.get("command") for table in clusters):
+        from dips.trainer.config import TrainConfig
+
+        base = load(TrainConfig, "train", file=tables)
+    master = _master(tables, run, len(clusters))
     plan = RunPlan(
         run.id,
         master,
-        _reachable_slaves(file, run, master, said_of_slaves if isinstance(said_of_slaves, dict) else {}),
-        _clusters(file, run, clusters, base),
+        _reachable_slaves(tables, run, master),
+        _clusters(tables, run, base),
         base.value if base is not None and run.evaluate else None,
         run.insecure,
         run.keys_for,
@@ -143,21 +143,24 @@ def _all_logging(plan: RunPlan, log_format: LogFormat) -> RunPlan:
 
 
 def make_slaves(
-    directory: Path,
-    run_id: str,
-    how_many: int,
-    file: Path | None = None,
-    record_pushes: bool | None = None,
-    insecure: bool = False,
-    more: Mapping[str, object] | None = None,
+    directory: Path, run_id: str, how_many: int, file: SettingsFile | None = None, **more: object
 ) -> tuple[SlaveConfig, ...]:
-    """Slaves s0, s1, ... with their directories and tapes inside the run's. record_pushes None: as the file says.
+    """Slaves s0, s1, ... with their directories and tapes inside the run's.
 
-    more: settings that go before those of the file.
+    more: settings that go before those of the file; None: as the file says.
     """
-    return tuple(
-        _slave(directory, run_id, f"s{index}", file, record_pushes, insecure, more or {}) for index in range(how_many)
-    )
+    slaves = []
+    for name in (f"s{index}" for index in range(how_many)):
+        ours: dict[str, object] = {
+            **more,
+            "run_id": run_id,
+            "slave_id": name,
+            "master": NOT_YET_KNOWN,
+            "directory": directory / "slaves" / name,
+            "tape": tape_path(directory, name),
+        }
+        slaves.append(load(SlaveConfig, "slave", file=file, overrides=ours).value)
+    return tuple(slaves)
 
 
 def public_host(run: RunKnobs, master: MasterConfig) -> str:
@@ -188,15 +191,15 @@ def public_host(run: RunKnobs, master: MasterConfig) -> str:
     return found
 
 
-def _reachable_slaves(
-    file: Path, run: RunKnobs, master: MasterConfig, table: Mapping[str, object]
-) -> tuple[SlaveConfig, ...]:
+def _reachable_slaves(file: SettingsFile, run: RunKnobs, master: MasterConfig) -> tuple[SlaveConfig, ...]:
     """The slaves; where the master serves other machines, so that these reach the slaves too.
 
-    table: the table [slave]. Of a fixed data_port each slave after the first takes the next one.
+    Of a fixed data_port each slave after the first takes the next one.
     """
-    public = public_host(run, master)
-    given = {name for name in ("data_host", "advertise") if name in table or f"DIPS_SLAVE_{name.upper()}" in os.environ}
+    public, table = public_host(run, master), file.table("slave")
+    given = {
+        name for name in ("data_host", "advertise") if name in table or environment_name("slave", name) in os.environ
+    }
     ours: dict[str, object] = {}
     if public:
         host, _ = parse_address(master.listen, "listen")
@@ -205,7 +208,8 @@ def _reachable_slaves(
         if "advertise" not in given:
             ours["advertise"] = format_address(public, 0)
     slaves = []
-    for index, slave in enumerate(make_slaves(run.directory, run.id, run.slaves, file, None, run.insecure, ours)):
+    made = make_slaves(run.directory, run.id, run.slaves, file, insecure=run.insecure or None, **ours)
+    for index, slave in enumerate(made):
         if public and is_loopback(slave.data_host) and "advertise" not in given:
             raise ConfigError(
                 f"{file} [slave] data_host is {slave.data_host}, which only this machine reaches, and [master] listen "
@@ -240,12 +244,12 @@ def _is_literal(host: str) -> bool:
     return True
 
 
-def explicit(loaded: Loaded[K]) -> dict[str, object]:
+def _explicit(loaded: Loaded[K]) -> dict[str, object]:
     """The settings that were given, without the defaults."""
     return {name: getattr(loaded.value, name) for name, where in loaded.provenance.items() if where != "default"}
 
 
-def _master(file: Path, run: RunKnobs, n_clusters: int) -> MasterConfig:
+def _master(file: SettingsFile, run: RunKnobs, n_clusters: int) -> MasterConfig:
     ours: dict[str, object] = {"run_id": run.id, "directory": run.directory / "master", "slaves": run.slaves}
     ours["insecure"] = run.insecure or None
     loaded = load(MasterConfig, "master", file=file, overrides=ours)
@@ -256,45 +260,10 @@ def _master(file: Path, run: RunKnobs, n_clusters: int) -> MasterConfig:
     return loaded.value
 
 
-def _slave(
-    directory: Path,
-    run_id: str,
-    name: str,
-    file: Path | None,
-    record_pushes: bool | None,
-    insecure: bool,
-    more: Mapping[str, object],
-) -> SlaveConfig:
-    ours: dict[str, object] = {
-        **more,
-        "run_id": run_id,
-        "slave_id": name,
-        "master": NOT_YET_KNOWN,
-        "directory": directory / "slaves" / name,
-        "tape": tape_path(directory, name),
-        "record_pushes": record_pushes,
-        "insecure": insecure or None,
-    }
-    return load(SlaveConfig, "slave", file=file, overrides=ours).value
-
-
-def _base_train(file: Path) -> Loaded[TrainConfig]:
-    from dips.trainer.config import TrainConfig
-
-    return load(TrainConfig, "train", file=file)
-
-
-def _cluster_tables(file: Path, tables: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    clusters = tables.get("clusters", [])
-    if not isinstance(clusters, list) or not all(isinstance(table, dict) for table in clusters):
-        raise ConfigError(f"{file}: each cluster is a table of its own: write [[clusters]], not [clusters]")
-    return clusters
-
-
 def _clusters(
-    file: Path, run: RunKnobs, tables: list[Mapping[str, Any]], base: Loaded[TrainConfig] | None
+    file: SettingsFile, run: RunKnobs, base: Loaded[TrainConfig] | None
 ) -> tuple[TrainedCluster | OwnCluster, ...]:
-    found = [_cluster(file, run, table, f"{file} [[clusters]] {n}", base) for n, table in enumerate(tables, 1)]
+    found = [_cluster(file, run, number, base) for number in range(1, len(file.rows("clusters")) + 1)]
     names = [cluster.cluster_id for cluster in found]
     doubles = {name for name in names if names.count(name) > 1}
     if doubles:
@@ -308,25 +277,23 @@ def _clusters(
 
 
 def _cluster(
-    file: Path, run: RunKnobs, table: Mapping[str, Any], where: str, base: Loaded[TrainConfig] | None
+    file: SettingsFile, run: RunKnobs, number: int, base: Loaded[TrainConfig] | None
 ) -> TrainedCluster | OwnCluster:
-    own = load_table(ClusterKnobs, {k: v for k, v in table.items() if k in ClusterKnobs.model_fields}, where)
+    """A cluster from the table [[clusters]] of this number; base: the table [train]."""
+    table, where = file.rows("clusters")[number - 1], file.where("clusters", number)
+    kinds: tuple[type[Knobs], ...] = (ClusterKnobs,)
+    if base is not None and not table.get("command"):
+        kinds = (ClusterKnobs, type(base.value), ClientConfig)
+    check_known(table, {name for kind in kinds for name in kind.model_fields}, where)
+
+    def of(kind: type[Knobs]) -> dict[str, object]:
+        return {key: value for key, value in table.items() if key in kind.model_fields}
+
+    own = load_table(ClusterKnobs, of(ClusterKnobs), where)
     check_name(own.id, f"{where} id")
-    rest = {k: v for k, v in table.items() if k not in ClusterKnobs.model_fields}
     if own.command or base is None:
-        _check_known(rest, (), where)
         return OwnCluster(own.id, own.command)
-    return _trained(file, run, own, rest, where, base)
-
-
-def _trained(
-    file: Path, run: RunKnobs, own: ClusterKnobs, rest: Mapping[str, Any], where: str, base: Loaded[TrainConfig]
-) -> TrainedCluster:
-    train_kind = type(base.value)
-    _check_known(rest, (*train_kind.model_fields, *ClientConfig.model_fields), where)
     gap = {"emulate_gap": own.gap} if own.gap else {}
-    of_train = {k: v for k, v in rest.items() if k in train_kind.model_fields}
-    of_client = {k: v for k, v in rest.items() if k in ClientConfig.model_fields}
     ours: dict[str, object] = {
         "run_id": run.id,
         "cluster_id": own.id,
@@ -338,28 +305,18 @@ def _trained(
     resumed: dict[str, object] = {"checkpoint_dir": checkpoints_path(run.directory, own.id), "resume": True}
     client = load(ClientConfig, WORKER_SECTION, file=file)
     return TrainedCluster(
-        load_table(train_kind, {**explicit(base), **gap, **of_train}, where),
-        load_table(ClientConfig, {**resumed, **explicit(client), **of_client, **ours}, where),
+        load_table(type(base.value), {**_explicit(base), **gap, **of(type(base.value))}, where),
+        load_table(ClientConfig, {**resumed, **_explicit(client), **of(ClientConfig), **ours}, where),
     )
 
 
-def _refuse_security(file: Path, tables: Mapping[str, Any]) -> None:
+def _refuse_security(file: SettingsFile) -> None:
     """Raise ConfigError for a role's table that says what the whole run has to: half a run cannot be insecure."""
-    of_roles = {name: tables.get(name) for name in ("master", "slave", "worker")}
-    of_clusters = {f"[clusters] {n}": table for n, table in enumerate(_cluster_tables(file, tables), 1)}
-    for name, table in {**of_roles, **of_clusters}.items():
-        wrong = [key for key in SETTINGS if isinstance(table, dict) and key in table]
-        if wrong:
+    of_roles = {file.where(name): file.table(name) for name in ("master", "slave", "worker")}
+    of_clusters = {file.where("clusters", n): table for n, table in enumerate(file.rows("clusters"), 1)}
+    for where, table in {**of_roles, **of_clusters}.items():
+        if wrong := [key for key in SETTINGS if key in table]:
             raise ConfigError(
-                f"{file} [{name}]: {wrong[0]!r} does not belong here: `dips up` makes the keys of its processes; "
-                "without keys set `insecure = true` in [run]"
+                f"{where}: {wrong[0]!r} does not belong here: `dips up` makes the keys of its processes; without keys "
+                "set `insecure = true` in [run]"
             )
-
-
-def _check_known(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    names = (*ClusterKnobs.model_fields, *known)
-    for key in table:
-        if key not in names:
-            close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(sorted(names))}"
-            raise ConfigError(f"{where}: {key!r} is not a setting; {hint}")

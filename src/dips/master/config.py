@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from dips.core.assumptions import violations
+from dips.core.config import Name
 from dips.core.errors import ConfigError
-from dips.core.ids import check_name
 from dips.core.messages import Settings
-from dips.core.net.security import checked_address
+from dips.core.net.security import Address
 from dips.core.observe.logs import LogFormat
 from dips.core.observe.metrics_knobs import MetricsKnobs
 from dips.core.units import Bytes, Count, Seconds
@@ -44,30 +44,21 @@ PENALTY_KNOBS = (
 """Fields that replace the preset's value of the same name in PenaltyConfig when they are given."""
 
 
-def _name(run_id: str) -> str:
-    try:
-        return check_name(run_id, "the run id")
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-
-
 class MasterConfig(MetricsKnobs):
     """One master's settings; to_run_config() makes the part for its state machines."""
 
-    run_id: Annotated[str, AfterValidator(_name)] = Field(
-        description="Name of the run; clusters and slaves of another run are refused"
-    )
+    run_id: Name = Field(description="Name of the run; clusters and slaves of another run are refused")
     directory: Path = Field(
         description="Folder for the journal, the tape and master.json (the address of the running master)"
     )
-    listen: str = Field(
+    listen: Address = Field(
         "127.0.0.1:0",
         description="HOST:PORT to serve; port 0: a free one, and the same after a restart",
     )
     revoked: Path | None = Field(
         None, description="List of revoked certificates, as `dips keys revoke` writes it; else revoked.json of the keys"
     )
-    page_listen: str | None = Field(
+    page_listen: Address | None = Field(
         None, description="HOST:PORT of the status page for browsers; port 0: a free one; none: no page"
     )
     page_heldout: Path | None = Field(
@@ -210,16 +201,6 @@ class MasterConfig(MetricsKnobs):
 
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
     log_format: LogFormat = Field("human", description="Form of log lines: human, or json for machines")
-
-    @field_validator("listen")
-    @classmethod
-    def _check_listen(cls, value: str, info: ValidationInfo) -> str:
-        return checked_address(value, "the master's listen address", info)
-
-    @field_validator("page_listen")
-    @classmethod
-    def _check_page_listen(cls, value: str | None, info: ValidationInfo) -> str | None:
-        return None if value is None else checked_address(value, "the status page's address", info)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dips.core.config import Knobs, load_table, read_tables
+from dips.core.config import Knobs, SettingsFile
 from dips.planner.errors import PlanError
 from dips.planner.model import Maybe, Model, Name, PositiveCount, Sourced, model_of, shipped
 
@@ -168,53 +168,33 @@ def read_setup(name: str | Path) -> ClusterFile:
     """Read a file, or a shipped one by its name. Raises PlanError or ConfigError, which name file and key."""
     if isinstance(name, str) and name in shipped_setups():
         with resources.as_file(resources.files("dips.planner") / "setups" / f"{name}.toml") as file:
-            return setup_of(read_tables(file, TABLES), file)
+            return setup_of(SettingsFile.read(file, TABLES))
     file = Path(name)
     if not file.is_file():
         known = ", ".join(shipped_setups())
         raise PlanError(
             f"{name} is not a file that can be read, and none of the shipped settings ({known}): give one of these"
         )
-    return setup_of(read_tables(file, TABLES), file)
+    return setup_of(SettingsFile.read(file, TABLES))
 
 
-K = TypeVar("K", bound=Knobs)
-
-
-def setup_of(tables: dict[str, Any], file: Path) -> ClusterFile:
-    """Check the tables of a file; file: its name in error sentences."""
+def setup_of(file: SettingsFile) -> ClusterFile:
+    """Check the tables of a file."""
     for name in ("model", "sites", "training"):
-        if name not in tables:
+        if name not in file.tables:
             brackets = f"[[{name}]]" if name == "sites" else f"[{name}]"
             raise PlanError(f"{file}: the table {brackets} is missing: add it (docs/planner.md says what it holds)")
     setup = ClusterFile(
-        file=str(file),
-        model=model_of(_one(tables, "model", file), file),
-        sites=tuple(tables_of(Site, tables, "sites", file)),
-        links=tuple(tables_of(Link, tables, "links", file)),
-        training=load_table(Training, _one(tables, "training", file), f"{file} [training]"),
-        profile=load_table(Profile, _one(tables, "profile", file), f"{file} [profile]")
-        if "profile" in tables
-        else None,
-        options=load_table(PlanOptions, _one(tables, "options", file), f"{file} [options]"),
+        file=file.name,
+        model=model_of(file),
+        sites=file.settings_of_rows(Site, "sites"),
+        links=file.settings_of_rows(Link, "links"),
+        training=file.settings(Training, "training"),
+        profile=file.settings(Profile, "profile") if "profile" in file.tables else None,
+        options=file.settings(PlanOptions, "options"),
     )
     _check(setup)
     return setup
-
-
-def _one(tables: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
-    table = tables.get(name, {})
-    if not isinstance(table, dict):
-        raise PlanError(f"{file}: {name!r} is not a table: write its keys below a line [{name}]")
-    return table
-
-
-def tables_of(kind: type[K], tables: dict[str, Any], name: str, file: Path) -> list[K]:
-    """The tables of a list such as [[sites]], checked. Raises PlanError or ConfigError."""
-    found = tables.get(name, [])
-    if not isinstance(found, list) or not all(isinstance(table, dict) for table in found):
-        raise PlanError(f"{file}: {name!r} is not a list of tables: write each below a line [[{name}]]")
-    return [load_table(kind, table, f"{file} [[{name}]] {number}") for number, table in enumerate(found, 1)]
 
 
 def _check(setup: ClusterFile) -> None:

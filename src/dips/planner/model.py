@@ -6,14 +6,12 @@ section 2.1). Every file names the source of its numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import resources
-from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from dips.core.config import Knobs, load_table, read_tables
+from dips.core.config import Knobs, SettingsFile
 from dips.planner.errors import PlanError
 
 PositiveCount = Annotated[int, Field(ge=1, le=10**9)]
@@ -190,14 +188,15 @@ def read_model(name: str) -> Model:
     if name not in shipped_models():
         raise PlanError(f"model {name!r} is unknown: choose one of {', '.join(shipped_models())}, or give its numbers")
     with resources.as_file(resources.files("dips.planner") / "models" / f"{name}.toml") as file:
-        return model_of(read_tables(file, ["model"]).get("model", {}), file)
+        return model_of(SettingsFile.read(file, ["model"]))
 
 
-def model_of(table: Mapping[str, object], file: Path) -> Model:
-    """Parse a table [model]: all numbers, or only the name of a shipped model."""
+def model_of(file: SettingsFile) -> Model:
+    """Parse the table [model]: all numbers, or only the name of a shipped model."""
+    table = file.table("model")
     if set(table) == {"name"}:
         try:
             return read_model(str(table["name"]))
         except PlanError as error:
-            raise PlanError(f"{file} [model]: {error}") from None
-    return load_table(Model, table, f"{file} [model]")
+            raise PlanError(f"{file.where('model')}: {error}") from None
+    return file.settings(Model, "model")

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
+from dips.core.config import SettingsFile
 from dips.planner.cluster import ClusterFile, Link, Site, setup_of, stages_of_sites
 from dips.planner.costs import NS, Costs, StageCost, Wire
 from dips.planner.errors import PlanError
@@ -400,7 +400,7 @@ def _table(knobs: BaseModel) -> dict[str, Any]:
 def read_problem(found: Mapping[str, Any], file: str) -> Problem:
     """Inverse of problem_json(). Raises PlanError or ConfigError."""
     try:
-        setup = setup_of(dict(found["tables"]), Path(file))
+        setup = setup_of(SettingsFile(file, dict(found["tables"])))
         paces = tuple((float(f), float(d), float(w)) for f, d, w in found["paces"])
         problem = Problem(setup, float(found["released"]))
     except (KeyError, TypeError, ValueError) as error:

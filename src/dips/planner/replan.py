@@ -18,10 +18,10 @@ from typing import Any
 
 from pydantic import Field
 
-from dips.core.config import MAX_TOML_BYTES, Knobs, load_table, read_tables
+from dips.core.config import MAX_TOML_BYTES, Knobs, SettingsFile
 from dips.core.errors import ConfigError
 from dips.planner.candidates import Candidate
-from dips.planner.cluster import Amount, Duration, DurationOrNone, Link, tables_of
+from dips.planner.cluster import Amount, Duration, DurationOrNone, Link
 from dips.planner.costs import NS
 from dips.planner.errors import PlanError
 from dips.planner.fleet import simulate_fleet
@@ -301,18 +301,17 @@ class MeasuredFile:
 
 def read_measured(file: Path) -> MeasuredFile:
     """Read the file. Raises PlanError or ConfigError, which name file and key."""
-    tables = _json(file) if file.suffix == ".json" else read_tables(file, TABLES)
-    unknown = sorted(set(tables) - set(TABLES))
+    tables = SettingsFile(str(file), _json(file)) if file.suffix == ".json" else SettingsFile.read(file, TABLES)
+    unknown = sorted(set(tables.tables) - set(TABLES))
     if unknown:
         raise PlanError(f"{file}: {unknown[0]!r} is unknown: write [measured], [[stages]] and [[links]]")
-    run = tables.get("measured")
-    if not isinstance(run, dict):
+    if "measured" not in tables.tables:
         raise PlanError(f'{file}: the table [measured] is missing: add it, with source = "who measured, and how"')
     found = MeasuredFile(
         str(file),
-        load_table(MeasuredRun, run, f"{file} [measured]"),
-        tuple(tables_of(MeasuredStage, tables, "stages", file)),
-        tuple(tables_of(MeasuredLink, tables, "links", file)),
+        tables.settings(MeasuredRun, "measured"),
+        tables.settings_of_rows(MeasuredStage, "stages"),
+        tables.settings_of_rows(MeasuredLink, "links"),
     )
     if not found.stages and not found.links:
         raise PlanError(f"{file} has neither [[stages]] nor [[links]]: give what was measured")

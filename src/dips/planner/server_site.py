@@ -13,15 +13,16 @@ what is meant.)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
-from dips.core.config import read_toml
+from pydantic import Field, field_validator, model_validator
+
+from dips.core.config import Knobs, SettingsFile
 from dips.core.errors import ConfigError
-
-KEYS = ("names", "clusters", "bandwidth_gbps", "tokens_per_s")
+from dips.core.units import validating
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,45 @@ class SiteChoice:
     demand: tuple[float, ...]  # B_i^T p of every site, in Gbit/s x tokens/s
 
 
-@dataclass(frozen=True)
-class Sites:
-    """The table [sites] of a file."""
+Number = Annotated[float, Field(strict=True)]
+"""A number as such: true is none."""
 
-    names: tuple[str, ...]  # N sites
-    clusters: tuple[str, ...]  # M training clusters (the sites themselves unless given)
-    bandwidth_gbps: tuple[tuple[float, ...], ...]
-    tokens_per_s: tuple[float, ...]
+
+class Sites(Knobs):
+    """The table [sites] of a file: N sites with CPU servers, and M training clusters."""
+
+    names: Annotated[tuple[str, ...], Field(min_length=1)] = Field(description="names of the sites")
+    clusters: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        description="names of the training clusters; where they are the sites, leave it out"
+    )
+    bandwidth_gbps: tuple[tuple[Number, ...], ...] = Field(
+        description="a row for each site: Gbit/s between its CPU servers and each training cluster"
+    )
+    tokens_per_s: tuple[Number, ...] = Field(description="training speed of each cluster")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _clusters_are_the_sites(cls, given: dict[str, object]) -> dict[str, object]:
+        return {"clusters": given["names"], **given} if "names" in given else given
+
+    @field_validator("names", "clusters")
+    @classmethod
+    def _each_once(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(names)) != len(names):
+            raise ValueError("has a name twice")
+        return names
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if len(self.names) != len(self.bandwidth_gbps):
+            raise ValueError(f"names has {len(self.names)} sites, bandwidth_gbps has {len(self.bandwidth_gbps)} rows")
+        if len(self.clusters) != len(self.tokens_per_s):
+            raise ValueError(
+                f"tokens_per_s has {len(self.tokens_per_s)} numbers for {len(self.clusters)} clusters "
+                f"({', '.join(self.clusters)})"
+            )
+        validating(self.choice)()
+        return self
 
     def choice(self) -> SiteChoice:
         return choose_server_site(self.bandwidth_gbps, self.tokens_per_s)
@@ -96,69 +128,8 @@ def choose_server_site(bandwidth_gbps: Sequence[Sequence[float]], tokens_per_s: 
 
 
 def from_toml(path: Path) -> Sites:
-    """Read `[sites]` with names, bandwidth_gbps, tokens_per_s, and clusters where they differ from the sites.
-
-    Raises ConfigError that names the file and the key.
-    """
-    table = _table(path)
-    unknown = sorted(set(table) - set(KEYS))
-    if unknown:
-        raise ConfigError(f"{path}: [sites] has the unknown key {unknown[0]!r}; known are {', '.join(KEYS)}")
-    names = _strings(path, table, "names")
-    clusters = _strings(path, table, "clusters") if "clusters" in table else names
-    rows = _get(path, table, "bandwidth_gbps")
-    if not isinstance(rows, list):
-        raise ConfigError(f"{path}: [sites] bandwidth_gbps must be a list of rows of numbers")
-    bandwidth = tuple(_numbers(path, f"bandwidth_gbps row {i}", row) for i, row in enumerate(rows))
-    tokens = _numbers(path, "tokens_per_s", _get(path, table, "tokens_per_s"))
-    _check_names(path, names, clusters, len(bandwidth), len(tokens))
-    sites = Sites(names, clusters, bandwidth, tokens)
-    try:
-        sites.choice()
-    except ConfigError as error:
-        raise ConfigError(f"{path}: [sites] {error}") from error
-    return sites
-
-
-def _table(path: Path) -> Mapping[str, Any]:
-    document = read_toml(path)
-    table = document.get("sites")
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path} has no table [sites]: it needs {', '.join(KEYS)} (clusters may be left out)")
-    return table
-
-
-def _get(path: Path, table: Mapping[str, Any], key: str) -> Any:
-    if key not in table:
-        raise ConfigError(f"{path}: [sites] lacks {key!r}")
-    return table[key]
-
-
-def _strings(path: Path, table: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    values = _get(path, table, key)
-    if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
-        raise ConfigError(f"{path}: [sites] {key} must be a list of names")
-    if len(set(values)) != len(values):
-        raise ConfigError(f"{path}: [sites] {key} has a name twice")
-    return tuple(values)
-
-
-def _numbers(path: Path, key: str, values: Any) -> tuple[float, ...]:
-    numbers = isinstance(values, list) and all(
-        isinstance(value, (int, float)) and not isinstance(value, bool) for value in values
-    )
-    if not numbers:
-        raise ConfigError(f"{path}: [sites] {key} must be a list of numbers")
-    return tuple(float(value) for value in values)
-
-
-def _check_names(path: Path, names: tuple[str, ...], clusters: tuple[str, ...], rows: int, columns: int) -> None:
-    if len(names) != rows:
-        raise ConfigError(f"{path}: [sites] names has {len(names)} sites, bandwidth_gbps has {rows} rows")
-    if len(clusters) != columns:
-        raise ConfigError(
-            f"{path}: [sites] tokens_per_s has {columns} numbers for {len(clusters)} clusters ({', '.join(clusters)})"
-        )
+    """Read the table [sites] of a file. Raises ConfigError that names the file and the key."""
+    return SettingsFile.read(path).settings(Sites, "sites")
 
 
 def _check_vector(name: str, values: Sequence[float]) -> None:

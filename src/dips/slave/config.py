@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dips.core.assumptions import require
-from dips.core.errors import ConfigError
-from dips.core.ids import check_name
+from dips.core.config import Name
 from dips.core.net.addresses import require_loopback
-from dips.core.net.security import checked_address
+from dips.core.net.security import Address, AddressOrEmpty
 from dips.core.observe.logs import LogFormat
 from dips.core.observe.metrics_knobs import MetricsKnobs
 from dips.core.threads import usable_processors
-from dips.core.units import Bytes
+from dips.core.units import Bytes, validating
 
 GIB = 1 << 30
 
 ALL_ADDRESSES = ("0.0.0.0", "::")
 
-T = TypeVar("T")
-
 
 class SlaveConfig(MetricsKnobs):
     """Settings of one slave; the table [slave] of a settings file, DIPS_SLAVE_<FIELD>, or the command line."""
 
-    run_id: str = Field(description="the run that this slave serves")
-    slave_id: str = Field(description="this slave's name in the run; it never changes")
-    master: str = Field(default="127.0.0.1:29400", description="where the master listens, HOST:PORT")
+    run_id: Name = Field(description="the run that this slave serves")
+    slave_id: Name = Field(description="this slave's name in the run; it never changes")
+    master: Address = Field(default="127.0.0.1:29400", description="where the master listens, HOST:PORT")
     directory: Path = Field(description="where snapshots and the promised epoch are kept; for this slave only")
     data_host: str = Field(default="127.0.0.1", description="address that the data port binds")
     data_port: Annotated[int, Field(ge=0, le=65535)] = Field(
         default=0, description="the data port; 0 lets the system choose"
     )
-    advertise: str = Field(
+    advertise: AddressOrEmpty = Field(
         default="",
         description="address of the data port as clusters reach it, HOST:PORT; port 0: the port that it has; empty: "
         "where it is bound",
@@ -77,38 +73,13 @@ class SlaveConfig(MetricsKnobs):
                 f"data_host {self.data_host} means every address of this machine, and clusters need one: give "
                 "advertise HOST:PORT, with port 0 or that of data_port"
             )
-        return _valid(lambda: require("slave", dict(iter(self))), self)
-
-    @field_validator("run_id")
-    @classmethod
-    def _check_run_id(cls, value: str) -> str:
-        return _valid(lambda: check_name(value, "run_id"), value)
-
-    @field_validator("slave_id")
-    @classmethod
-    def _check_slave_id(cls, value: str) -> str:
-        return _valid(lambda: check_name(value, "slave_id"), value)
-
-    @field_validator("master")
-    @classmethod
-    def _check_master(cls, value: str, info: ValidationInfo) -> str:
-        return checked_address(value, "master", info)
+        validating(require)("slave", dict(iter(self)))
+        return self
 
     @field_validator("data_host")
     @classmethod
+    @validating
     def _check_data_host(cls, value: str, info: ValidationInfo) -> str:
-        return _valid(lambda: require_loopback(value, "data_host"), value) if info.data.get("insecure") else value
-
-    @field_validator("advertise")
-    @classmethod
-    def _check_advertise(cls, value: str, info: ValidationInfo) -> str:
-        return checked_address(value, "advertise", info) if value else value
-
-
-def _valid(check: Callable[[], object], value: T) -> T:
-    """pydantic wants ValueError, and adds the field's name itself."""
-    try:
-        check()
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-    return value
+        if info.data.get("insecure"):
+            require_loopback(value, "data_host")
+        return value

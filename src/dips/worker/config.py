@@ -11,14 +11,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dips.core.assumptions import violations
+from dips.core.assumptions import require
 from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.messages import Settings
 from dips.core.net.addresses import parse_address, require_loopback
 from dips.core.observe.logs import LogFormat
 from dips.core.observe.metrics_knobs import MetricsKnobs
-from dips.core.units import Seconds
+from dips.core.units import Seconds, validating
 from dips.core.wire import WIRE_DTYPES, Codec
 from dips.worker.state.waiting import GivenTimes, times_of
 
@@ -109,9 +109,7 @@ class ClientConfig(MetricsKnobs):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        wrong = violations("worker", dict(iter(self)))
-        if wrong:
-            raise ValueError("; ".join(wrong))
+        validating(require)("worker", dict(iter(self)))
         return self
 
 

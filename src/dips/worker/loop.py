@@ -33,7 +33,7 @@ from dips.core.config import load
 from dips.core.errors import TERMINATED, ConfigError
 from dips.core.ids import Version
 from dips.core.messages import DataMode, DataPlan, Verdict
-from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE
+from dips.core.net.security import VARIABLES
 from dips.core.observe.failpoints import install
 from dips.core.wire import WIRE_DTYPES
 from dips.worker.config import SECTION, ClientConfig, check
@@ -199,18 +199,18 @@ class DiLoCo:
         self._own_tokens = 0
         self._state = state
         self._asks_done = False
-        master = master or os.environ.get("DIPS_MASTER") or None
-        if master is not None:
+        if master or os.environ.get(VARIABLES["master"]):
             self._config = check(
                 load(
                     ClientConfig,
                     SECTION,
+                    variables=VARIABLES,
                     overrides={
-                        "master": master,
-                        "cluster_id": cluster_id or os.environ.get("DIPS_CLUSTER") or None,
-                        "run_id": run_id or os.environ.get("DIPS_RUN") or None,
-                        "keys": keys or os.environ.get(KEYS_VARIABLE) or None,
-                        "insecure": os.environ.get(INSECURE_VARIABLE) or None if insecure is None else insecure,
+                        "master": master or None,
+                        "cluster_id": cluster_id or None,
+                        "run_id": run_id or None,
+                        "keys": keys or None,
+                        "insecure": insecure,
                         "sync_every": sync_every,
                         "outer_lr": outer_lr,
                         "outer_momentum": outer_momentum,

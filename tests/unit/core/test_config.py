@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, ValidationError, model_validator
 
-from dips.core.config import Knobs, Loaded, environment_name, load, load_table, read_tables
+from dips.core.config import Knobs, Loaded, SettingsFile, environment_name, load, load_table
 from dips.core.errors import ConfigError
 from dips.core.units import Bytes, Seconds
 
@@ -232,9 +232,9 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_a_table_that_nobody_knows_is_named(file: Path) -> None:
-    assert read_tables(file, ["oven", "other"])["other"] == {"x": 1}
+    assert SettingsFile.read(file, ["oven", "other"]).table("other") == {"x": 1}
     with pytest.raises(ConfigError, match=r"run\.toml: 'other' is unknown; did you mean 'others'\?"):
-        read_tables(file, ["oven", "others"])
+        SettingsFile.read(file, ["oven", "others"])
 
 
 def test_a_table_that_only_a_file_can_hold_is_read_with_its_place() -> None:

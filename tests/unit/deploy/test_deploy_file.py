@@ -65,7 +65,7 @@ MISTAKES = {
     "no network": ({'address = "192.0.2.7"': 'address = "192.0.2.7"\ncidrs = ["192.0.2.7/24"]'}, "is no network"),
     "nodes of `dips train`": ({'id = "a"': 'id = "a"\nnodes = 2'}, "`dips train` uses one node"),
     "torchrun of nothing": ({'id = "a"': 'id = "a"\ntorchrun = true'}, "torchrun needs a command of yours"),
-    "no clusters": ({"[[clusters]]": "[clusters]"}, "there is no table [[clusters]]"),
+    "no clusters": ({"[[clusters]]": "[clusters]"}, "'clusters' is not a list of tables: write each below"),
 }
 
 

@@ -111,7 +111,7 @@ def test_the_examples_are_good(name: str) -> None:
         (HEAD + '[[clusters]]\nid = "a"\n[[clusters]]\nid = "a"\n', "two clusters have the id 'a'"),
         (HEAD + '[[clusters]]\nid = "s0"\n', "'s0' is the name of another process"),
         (HEAD + '[[clusters]]\nid = "master"\n', "'master' is the name of another process"),
-        (HEAD + '[clusters]\nid = "a"\n', "write [[clusters]], not [clusters]"),
+        (HEAD + '[clusters]\nid = "a"\n', "'clusters' is not a list of tables: write each below a line [[clusters]]"),
         (HEAD + '[[clusters]]\nid = "a"\ncommand = ["x"]\nlr = 0.1\n', "'lr' is not a setting"),
         (
             HEAD + '[master]\nmax_clusters = 1\n[[clusters]]\nid = "a"\n[[clusters]]\nid = "b"\n',
@@ -146,7 +146,7 @@ def test_keys_are_made_unless_the_file_or_the_command_says_insecure(tmp_path: Pa
         ('[master]\nkeys = "k"\n', "[master]: 'keys' does not belong here"),
         ("[slave]\ninsecure = true\n", "[slave]: 'insecure' does not belong here"),
         ('[worker]\nkeys = "k"\n', "set `insecure = true` in [run]"),
-        ('[[clusters]]\nid = "a"\ninsecure = true\n', "[clusters] 1]: 'insecure' does not belong here"),
+        ('[[clusters]]\nid = "a"\ninsecure = true\n', "[[clusters]] 1: 'insecure' does not belong here"),
     ],
 )
 def test_half_a_run_cannot_be_insecure(tmp_path: Path, text: str, words: str) -> None:

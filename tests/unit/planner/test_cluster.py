@@ -154,7 +154,7 @@ def pose(tmp_path: Path, before: str, after: str) -> None:
         ('"llama3-8b"', '"llama9"', r"\[model\]: model 'llama9' is unknown: choose one of .*llama3-8b.*, or give its"),
         ('name = "llama3-8b"', 'nam = "llama3-8b"', r"\[model\]: 'nam' is not a setting; did you mean 'name'"),
         ("[model]", "[modell]", "'modell' is unknown; did you mean 'model'"),
-        ("[training]", "[[training]]", "'training' is not a table: write its keys below a line"),
+        ("[training]", "[[training]]", "'training' is not a table: write its settings below a line"),
         ("devices = 16", "devices = 16\nstages = 3", r"have \[3, 3\] stages, .* pipeline = 4: give stages for"),
         ("pipeline = 4", "pipeline = true", "pipeline = true cannot be"),
         ("microbatches = 8", "microbatches = 1e999", "microbatches"),

@@ -69,7 +69,7 @@ def test_a_mistake_is_told_with_place_and_remedy(tmp_path: Path, lines: dict[str
 def test_a_file_without_clusters_is_refused(tmp_path: Path) -> None:
     path = write_setup(tmp_path)
     path.write_text(path.read_text().partition("[[clusters]]")[0])
-    with pytest.raises(ConfigError, match=r"no cluster is described: write a table \[\[clusters\]\]"):
+    with pytest.raises(ConfigError, match=r"there is no table \[\[clusters\]\]: write one for each"):
         load_scenario(path)
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from dips.core.config import Knobs
-from dips.core.errors import ConfigError
 from dips.core.net.addresses import parse_address, require_loopback
+from dips.core.units import validating
 
 KEYS_VARIABLE = "DIPS_KEYS"
 INSECURE_VARIABLE = "DIPS_INSECURE"
@@ -61,6 +61,15 @@ Security = Identity | Insecure
 SETTINGS = ("keys", "insecure")
 """The names of the two settings that say which."""
 
+VARIABLES = {
+    "master": "DIPS_MASTER",
+    "cluster_id": "DIPS_CLUSTER",
+    "run_id": "DIPS_RUN",
+    "keys": KEYS_VARIABLE,
+    "insecure": INSECURE_VARIABLE,
+}
+"""Variables that say where and who a process is, whatever its role, by the names of the settings."""
+
 
 class SecurityKnobs(Knobs):
     """The settings of every process that connects to a run. They come first, so that addresses are checked by them."""
@@ -91,15 +100,20 @@ def both_given() -> str:
     )
 
 
-def checked_address(value: str, what: str, info: ValidationInfo) -> str:
-    """Check a field that holds HOST:PORT, in a validator: well formed, on loopback when insecure. Raises ValueError."""
-    try:
-        parse_address(value, what)
-        if info.data.get("insecure"):
-            require_loopback(value, what)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
+def _check_address(value: str, info: ValidationInfo) -> str:
+    what = info.field_name or "address"
+    parse_address(value, what)
+    if info.data.get("insecure"):
+        require_loopback(value, what)
     return value
+
+
+Address = Annotated[str, AfterValidator(validating(_check_address))]
+"""A setting of the form HOST:PORT: well formed, on loopback when insecure."""
+
+AddressOrEmpty = Annotated[
+    str, AfterValidator(validating(lambda value, info: _check_address(value, info) if value else value))
+]
 
 
 def check_reach(address: str, what: str, security: Security) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field
 
-from dips.core.net.security import SecurityKnobs, checked_address
+from dips.core.net.security import Address, SecurityKnobs
 
 METRICS_FILE = "metrics.json"
 """In the directory of a role that has one."""
@@ -15,7 +16,7 @@ METRICS_FILE = "metrics.json"
 class MetricsKnobs(SecurityKnobs):
     """The settings of a process whose metrics can be scraped."""
 
-    metrics_listen: str | None = Field(
+    metrics_listen: Annotated[Address | None, BeforeValidator(lambda value: value or None)] = Field(
         None,
         description="HOST:PORT to serve Prometheus metrics at, under /metrics; port 0: a free one. Beyond loopback in "
         "TLS with this process's keys, for holders of keys of the run",
@@ -25,8 +26,3 @@ class MetricsKnobs(SecurityKnobs):
         description="File that says where metrics are served, as Prometheus' file_sd_configs reads it; "
         "else metrics.json in the directory of a master or slave",
     )
-
-    @field_validator("metrics_listen")
-    @classmethod
-    def _check_metrics_listen(cls, value: str | None, info: ValidationInfo) -> str | None:
-        return checked_address(value, "metrics_listen", info) if value else None

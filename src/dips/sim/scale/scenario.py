@@ -7,17 +7,15 @@ known one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dips.core.config import Knobs, load_table, read_tables
+from dips.core.config import Knobs, Name, SettingsFile, load_table
 from dips.core.errors import ConfigError
-from dips.core.ids import check_name
-from dips.core.units import BitsPerSecond, Bytes, Count, Seconds, parse_bytes
+from dips.core.units import BitsPerSecond, Bytes, Count, Seconds, parse_bytes, validating
 from dips.master.config import MasterConfig
 from dips.master.state.shared import RunConfig
 
@@ -36,13 +34,10 @@ def _rate(value: object) -> float:
         if not value.strip().endswith("/s"):
             raise ValueError(f'{value!r} is not a rate: write it like "3 GB/s"')
         value = value.strip().removesuffix("/s")
-    try:
-        return float(parse_bytes(value))
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
+    return float(parse_bytes(value))
 
 
-BytesPerSecond = Annotated[float, BeforeValidator(_rate), Field(gt=0)]
+BytesPerSecond = Annotated[float, BeforeValidator(validating(_rate)), Field(gt=0)]
 Rate = Annotated[BitsPerSecond, Field(gt=0)]
 Window = tuple[float, float]
 
@@ -87,7 +82,7 @@ class SlavesTable(Knobs):
 class ClusterTable(Knobs):
     """[[clusters]]"""
 
-    id: str = Field(description="Name of the cluster")
+    id: Name = Field(description="Name of the cluster")
     npus: int = Field(1, ge=1, description="Accelerators; only for the picture of resources")
     tokens_per_s: float = Field(gt=0, description="Training speed")
     tokens_per_step: Annotated[Count, Field(ge=1)] = Field(description="Tokens of one inner step")
@@ -104,10 +99,6 @@ class ClusterTable(Knobs):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        try:
-            check_name(self.id, "the cluster id")
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
         at = 0.0
         for begin, end in self.present_days:
             if not at <= begin < end:
@@ -175,53 +166,30 @@ def find(name: str) -> Path:
 
 def load_scenario(path: Path, *, hours: float | None = None, seed: int | None = None) -> Scenario:
     """Read and check a set-up; hours and seed override the file. Raises ConfigError."""
-    tables = read_tables(path, _TABLES)
-    given = {"hours": hours, "seed": seed}
-    run = _table(tables, "run", path) | {key: value for key, value in given.items() if value is not None}
-    slaves = load_table(SlavesTable, _table(tables, "slaves", path), f"{path} [slaves]")
-    clusters = _clusters(tables, path)
-    scenario = Scenario(
-        name=path.stem,
-        run=load_table(ScaleRunTable, run, f"{path} [run]"),
-        model=load_table(ScaleModelTable, _table(tables, "model", path), f"{path} [model]"),
-        data=load_table(DataTable, _table(tables, "data", path), f"{path} [data]"),
-        slaves=slaves,
-        clusters=clusters,
-        faults=load_table(FaultsTable, _table(tables, "faults", path), f"{path} [faults]"),
-        master=_master(tables, path, slaves, clusters),
-    )
-    _check_fits(scenario, path)
-    return scenario
-
-
-def _table(tables: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
-    table = tables.get(name, {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path}: {name!r} is not a table: write its settings below a line [{name}]")
-    return dict(table)
-
-
-def _clusters(tables: Mapping[str, Any], path: Path) -> tuple[ClusterTable, ...]:
-    rows = tables.get("clusters", [])
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"{path}: no cluster is described: write a table [[clusters]] for each")
-    found = tuple(load_table(ClusterTable, row, f"{path} [[clusters]] {n}") for n, row in enumerate(rows, 1))
-    names = [cluster.id for cluster in found]
+    file = SettingsFile.read(path, _TABLES)
+    given = {key: value for key, value in (("hours", hours), ("seed", seed)) if value is not None}
+    slaves = file.settings(SlavesTable, "slaves")
+    clusters = file.settings_of_rows(ClusterTable, "clusters", required=True)
+    names = [cluster.id for cluster in clusters]
     doubles = sorted({name for name in names if names.count(name) > 1})
     if doubles:
         raise ConfigError(f"{path} [[clusters]]: two clusters have the id {doubles[0]!r}: give each its own")
-    return found
-
-
-def _master(
-    tables: Mapping[str, Any], path: Path, slaves: SlavesTable, clusters: tuple[ClusterTable, ...]
-) -> RunConfig:
-    """The settings of `dips master`; those of its process are set here."""
-    table, where = _table(tables, "master", path), f"{path} [master]"
-    if wrong := sorted(_OURS & set(table)):
-        raise ConfigError(f"{where}: {wrong[0]!r} has no meaning in a simulation: leave it out")
-    ours = {"run_id": "simulated", "directory": Path("simulated"), "slaves": slaves.count}
-    return load_table(MasterConfig, {"max_clusters": max(8, len(clusters)), **table, **ours}, where).to_run_config()
+    if wrong := sorted(_OURS & set(file.table("master"))):
+        raise ConfigError(f"{file.where('master')}: {wrong[0]!r} has no meaning in a simulation: leave it out")
+    master: dict[str, object] = {"max_clusters": max(8, len(clusters)), **file.table("master")}
+    master |= {"run_id": "simulated", "directory": Path("simulated"), "slaves": slaves.count}
+    scenario = Scenario(
+        name=path.stem,
+        run=file.settings(ScaleRunTable, "run", given),
+        model=file.settings(ScaleModelTable, "model"),
+        data=file.settings(DataTable, "data"),
+        slaves=slaves,
+        clusters=clusters,
+        faults=file.settings(FaultsTable, "faults"),
+        master=load_table(MasterConfig, master, file.where("master")).to_run_config(),
+    )
+    _check_fits(scenario, path)
+    return scenario
 
 
 def _check_fits(scenario: Scenario, path: Path) -> None:

@@ -1,0 +1,23 @@
+"""The page of settings is that of the classes which declare them."""
+
+from __future__ import annotations
+
+from support.repository import ROOT
+
+from dips.cli.settings_doc import page
+from dips.master.config import MasterConfig
+
+PAGE = ROOT / "docs" / "settings.md"
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == page(), "run `make docs`"
+
+
+def test_a_row_says_what_may_be_written_and_what_holds_otherwise() -> None:
+    lines = page().splitlines()
+    assert any(line.startswith("| `slaves` | whole number, at least 1, at most 1024 | `2` | Slaves ") for line in lines)
+    assert any(line.startswith("| `grace_s` | `auto` or time | `auto` | ") for line in lines)
+    assert any(line.startswith("| `memory` | size, at least 256 MiB | `8 GiB` | ") for line in lines)
+    assert any(line.startswith("| `run_id` | name | (required) | Name of the run; ") for line in lines)
+    assert {f"`{name}`" for name in MasterConfig.model_fields} <= {line.split(" ")[1] for line in lines if line.startswith("| `")}
