@@ -20,4 +20,5 @@ def test_a_row_says_what_may_be_written_and_what_holds_otherwise() -> None:
     assert any(line.startswith("| `grace_s` | `auto` or time | `auto` | ") for line in lines)
     assert any(line.startswith("| `memory` | size, at least 256 MiB | `8 GiB` | ") for line in lines)
     assert any(line.startswith("| `run_id` | name | (required) | Name of the run; ") for line in lines)
-    assert {f"`{name}`" for name in MasterConfig.model_fields} <= {line.split(" ")[1] for line in lines if line.startswith("| `")}
+    named = {line.split(" ")[1] for line in lines if line.startswith("| `")}
+    assert {f"`{name}`" for name in MasterConfig.model_fields} <= named
