@@ -69,8 +69,11 @@ def _tell(result: DemoResult) -> None:
     console, report = Console(), result.report
     console.print(cluster_summary(report))
     for fault in report["faults"]:
-        console.print(_fault_line(fault), highlight=False)
-    name = _version_name(report)
+        away = None if fault["back_when"] is None else fault["back_when"] - fault["when"]
+        back = "not back" if away is None else f"back after {away:.1f} s"
+        tokens = format_count(fault["when_tokens"])
+        console.print(f"{fault['what']} at {fault['when']:.0f} s ({tokens} tokens), {back}", highlight=False)
+    name = "none" if report["version"] is None else str(Version(report["timeline"], report["version"]))
     last = report["heldout_loss"][-1][1] if report["heldout_loss"] else None
     lines = [
         f"version {name}: {format_count(report['tokens'])} tokens in {format_seconds(report['seconds'])}, "
@@ -106,14 +109,3 @@ def cluster_summary(report: dict[str, Any]) -> FittingTable:
             str(cluster["incarnations"]),
         )
     return table
-
-
-def _fault_line(fault: dict[str, Any]) -> str:
-    back = f"back after {fault['back_when'] - fault['when']:.1f} s" if fault["back_when"] is not None else "not back"
-    return f"{fault['what']} at {fault['when']:.0f} s ({format_count(fault['when_tokens'])} tokens), {back}"
-
-
-def _version_name(report: dict[str, Any]) -> str:
-    if report["version"] is None:
-        return "none"
-    return str(Version(report["timeline"], report["version"]))

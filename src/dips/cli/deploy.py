@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -195,7 +194,8 @@ def delete(
         return 1
     site.delete(going, volumes if delete_volumes else [])
     if volumes and not delete_volumes:
-        print(f"{len(volumes)} volumes stay ({_names(volumes)}): --delete-volumes deletes them")
+        names = ", ".join(step.wanted["metadata"]["name"] for step in volumes)
+        print(f"{len(volumes)} volumes stay ({names}): --delete-volumes deletes them")
     return 0
 
 
@@ -314,7 +314,3 @@ def _agreed(yes: bool, what: str) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError(f"there is no terminal on which to ask whether to {what}: give --yes")
     return typer.confirm(f"{what}?")
-
-
-def _names(steps: Sequence[Step]) -> str:
-    return ", ".join(step.wanted["metadata"]["name"] for step in steps)

@@ -61,7 +61,11 @@ def doctor(
             "give a FILE.toml to look at a run, or --master HOST:PORT to look at one from a joining machine"
         )
     chosen = joining.checks(master, asked_security(keys, insecure)) if file is None else _checks(file, wanted, insecure)
-    found = list(_shown(examined(chosen), quiet=as_json))
+    found = []
+    for one in examined(chosen):
+        if not as_json:
+            print(one, flush=True)
+        found.append(one)
     if as_json:
         print(json.dumps({"file": str(file or ""), "master": master, "findings": [one.to_json() for one in found]}))
     else:
@@ -88,13 +92,6 @@ def _checks(file: Path, wanted: DoctorOptions, insecure: bool) -> Iterable[Check
         problem = Finding("settings", Grade.FAIL, str(error))
         return [Check("settings", lambda: [problem])]
     return LocalDoctor(run, plan, wanted, host.read_facts()).checks()
-
-
-def _shown(findings: Iterable[Finding], quiet: bool) -> Iterable[Finding]:
-    for one in findings:
-        if not quiet:
-            print(one, flush=True)
-        yield one
 
 
 def summary(findings: Iterable[Finding]) -> str:

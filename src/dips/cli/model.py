@@ -24,7 +24,7 @@ from dips.local.processes import EVALUATION_KNOBS
 from dips.master.directory import read_address
 from dips.trainer.config import SECTION as TRAIN_SECTION
 from dips.trainer.config import TrainConfig
-from dips.trainer.evaluate import Evaluation, evaluate_file, evaluate_live, follow
+from dips.trainer.evaluate import evaluate_file, evaluate_live, follow
 from dips.trainer.export import Fetched, export_model, fill
 from dips.worker.config import SECTION as CLIENT_SECTION
 from dips.worker.config import ClientConfig
@@ -177,28 +177,16 @@ def evaluate(
     """
     train = role_settings(TrainConfig, TRAIN_SECTION, config, given).value
     if follow_run:
-        return follow(train, _reader(master, {**given, "keys": keys, "insecure": insecure or None}))
-    _tell(_evaluation(file, master, version, train, lambda: asked_security(keys, insecure)), as_json)
-    return 0
-
-
-def _evaluation(
-    file: Path | None, master: str | None, version: str | None, train: TrainConfig, security: Callable[[], Security]
-) -> Evaluation:
+        ours = {**given, "keys": keys, "insecure": insecure or None, "master": master_address(master, None)}
+        return follow(train, role_settings(ClientConfig, CLIENT_SECTION, None, ours).value)
+    if file is not None and (master or version):
+        raise ConfigError("a file and a run are two models: give MODEL.safetensors, or --master and --version")
     if file is not None:
-        if master or version:
-            raise ConfigError("a file and a run are two models: give MODEL.safetensors, or --master and --version")
-        return evaluate_file(file, train)
-    wanted = parse_version(version) if version else None
-    return evaluate_live(master_address(master, None), None, train, security(), wanted)
-
-
-def _reader(master: str | None, given: dict[str, Any]) -> ClientConfig:
-    ours = {**given, "master": master_address(master, None)}
-    return role_settings(ClientConfig, CLIENT_SECTION, None, ours).value
-
-
-def _tell(evaluation: Evaluation, as_json: bool) -> None:
+        evaluation = evaluate_file(file, train)
+    else:
+        wanted = parse_version(version) if version else None
+        security = asked_security(keys, insecure)
+        evaluation = evaluate_live(master_address(master, None), None, train, security, wanted)
     fields = {
         "run_id": evaluation.run_id,
         "timeline": evaluation.version.timeline,
@@ -211,14 +199,7 @@ def _tell(evaluation: Evaluation, as_json: bool) -> None:
         f"{format_count(evaluation.tokens)} tokens"
     )
     print(json.dumps(fields) if as_json else sentence)
-
-
-def _live_address(master: str | None, run_dir: Path | None, security: Callable[[], Security]) -> str | None:
-    """The master to ask; None when no master answers any longer for the run of that directory."""
-    if run_dir is None:
-        return master_address(master, None)
-    written = read_address(run_dir / "master")
-    return written.address if written is not None and _answers(written.address, written.run_id, security()) else None
+    return 0
 
 
 def _answers(address: str, run_id: str, security: Security) -> bool:
@@ -235,10 +216,13 @@ def _fetch(
     master: str | None, run_dir: Path | None, version: Version | None, wait_s: float, security: Callable[[], Security]
 ) -> Fetched:
     """security: asked for only when a master is: the files of a run that has ended need none."""
-    address = _live_address(master, run_dir, security)
-    if address is None:
-        assert run_dir is not None, "without a directory there is an address, or an error"
-        return load_stored(run_dir, version)
+    if run_dir is None:
+        address = master_address(master, None)
+    else:
+        written = read_address(run_dir / "master")
+        if written is None or not _answers(written.address, written.run_id, security()):
+            return load_stored(run_dir, version)
+        address = written.address
     try:
         return fetch_version(address, None, _READER, security(), version=version, deadline_s=wait_s)
     except Refused as refused:

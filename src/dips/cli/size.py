@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import typer
@@ -79,14 +79,15 @@ def told(sizes: SizeTable) -> Iterator[str]:
             yield f"\n{_HEADINGS[row.key].format(**counts)}"
         yield f"  {row.what}: {shown(row.value, row.unit)}"
         yield f"      {row.key} = {row.formula}"
-        yield f"      with {_numbers(row.numbers, sizes)}"
+        numbers = (f"{name} {_plain(value, sizes.rows.get(name))}" for name, value in row.numbers.items())
+        yield f"      with {', '.join(numbers)}"
         if row.note:
             yield f"      {row.note}"
     assumed = [name for name in RATES if name not in sizes.knobs.model_fields_set]
     if assumed:
         yield "\nNot given, so taken from elsewhere; give your own where it matters"
         fields = SizeKnobs.model_fields
-        yield from (f"  {option_name(name)} {_given(sizes, name)}: {fields[name].description}" for name in assumed)
+        yield from (f"  {option_name(name)} {sizes.input(name):.6g}: {fields[name].description}" for name in assumed)
     if sizes.remarks:
         yield "\nMind"
         yield from (f"  {remark}" for remark in sizes.remarks)
@@ -105,14 +106,6 @@ def shown(value: float, unit: str) -> str:
             return f"{100 * value:.1f} %"
         case _:
             return f"{value:,.0f}"
-
-
-def _given(sizes: SizeTable, name: str) -> str:
-    return f"{sizes.input(name):.6g}"
-
-
-def _numbers(numbers: Mapping[str, float], sizes: SizeTable) -> str:
-    return ", ".join(f"{name} {_plain(value, sizes.rows.get(name))}" for name, value in numbers.items())
 
 
 def _plain(value: float, row: Quantity | None) -> str:

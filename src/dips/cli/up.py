@@ -17,7 +17,7 @@ from dips.core.net.addresses import format_address, parse_address
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE
 from dips.doctor.local import refuse_what_cannot_start
 from dips.local.local_run import LocalRun
-from dips.local.log_files import HELDOUT_TAPE, HeldoutPoint, heldout_losses, tape_path
+from dips.local.log_files import HELDOUT_TAPE, heldout_losses, tape_path
 from dips.local.options import LogFormatOption, log_format_asked
 from dips.local.processes import MetricsOption, RunPlan, metrics_sentence, page_sentence, with_page, without_page
 from dips.local.progress import Progress, progress_for
@@ -56,7 +56,9 @@ def up(
     with claim(run.directory, Mark(plan.run_id, UP, " ".join(sys.argv))) as directory:
         with progress_for(console, clock) as progress, LocalRun(plan, directory, clock, progress.say) as local:
             _serve(local, progress, directory, page)
-        _tell_end(local, directory)
+        if local.status is not None:
+            print(f"run {local.plan.run_id} ended at version {local.status.published}, {local.status.tokens} tokens")
+        print(f"its files are in {directory.path}; next: dips export model.safetensors --run-dir {directory.path}")
     return 0
 
 
@@ -74,17 +76,14 @@ def _serve(local: LocalRun, progress: Progress, directory: RunDirectory, page: b
     while not local.finished:
         status = local.tick()
         if status is not None:
-            progress.show(status, _heldout(local, directory), ())
+            evaluated = local.plan.evaluate is not None
+            progress.show(status, heldout_losses(tape_path(directory.path, HELDOUT_TAPE)) if evaluated else None, ())
         if status is not None and local.deserted and not asked_to_stop:
             answer = local.stop_run("all clusters have ended")
             asked_to_stop = answer is not None
             progress.say(answer or "all clusters have ended; the master does not answer yet")
         time.sleep(POLL_S)
     local.finish()
-
-
-def _heldout(local: LocalRun, directory: RunDirectory) -> list[HeldoutPoint] | None:
-    return heldout_losses(tape_path(directory.path, HELDOUT_TAPE)) if local.plan.evaluate is not None else None
 
 
 def how_to_join(plan: RunPlan, address: str, directory: RunDirectory) -> list[str]:
@@ -122,9 +121,3 @@ def _from_elsewhere(plan: RunPlan, address: str, directory: RunDirectory) -> lis
 
 def _security_words(plan: RunPlan, directory: RunDirectory, name: str) -> str:
     return f"{INSECURE_VARIABLE}=1" if plan.insecure else f"{KEYS_VARIABLE}={directory.keys / name}"
-
-
-def _tell_end(local: LocalRun, directory: RunDirectory) -> None:
-    if local.status is not None:
-        print(f"run {local.plan.run_id} ended at version {local.status.published}, {local.status.tokens} tokens")
-    print(f"its files are in {directory.path}; next: dips export model.safetensors --run-dir {directory.path}")

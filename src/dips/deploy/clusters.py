@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from dips.deploy.deploy_file import (
     CONFIG,
@@ -97,12 +96,8 @@ def command(deployment: Deployment, cluster: DeployedClusterKnobs, settings: str
     each = str(cluster.gpus or 1)
     ways = [f"--nnodes={cluster.nodes}", f"--nproc-per-node={each}", f"--node-rank={rank}"]
     ways += [f"--master-addr={host}", f"--master-port={RENDEZVOUS_PORT}"]
-    return ["torchrun", *ways, *_script(own)]
-
-
-def _script(own: Sequence[str]) -> list[str]:
-    """torchrun brings the interpreter itself."""
-    return list(own[1:]) if own[0] in ("python", "python3") else list(own)
+    # torchrun brings the interpreter itself.
+    return ["torchrun", *ways, *(own[1:] if own[0] in ("python", "python3") else own)]
 
 
 def workload(deployment: Deployment, cluster: DeployedClusterKnobs, hashed: str) -> Object:

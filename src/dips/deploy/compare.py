@@ -62,9 +62,15 @@ def step_for(context: str, wanted: Object, live: Object | None) -> Step:
     patch = merge_patch(marked(ours), live)
     if not patch:
         return Step(context, ObjectAction.SAME, marked(ours), live)
-    if _needs_replacing(wanted["kind"], patch):
+    # A Job's pods cannot be changed, nor can what a role binding binds to.
+    kind, name = wanted["kind"], wanted["metadata"]["name"]
+    if "roleRef" in patch if kind == "RoleBinding" else kind in ("Job", "JobSet") and patch.get("spec"):
         return Step(context, ObjectAction.REPLACE, marked(wanted), live)
-    _check_changeable(ours, patch)
+    if fixed := [key for key in _FIXED.get(kind, ()) if key in patch.get("spec", {})]:
+        raise ConfigError(
+            f"{kind} {name}: {fixed[0]} cannot be changed once it is there: set it back in the file, or delete the "
+            "run's objects with `dips deploy delete` (volumes stay) and apply again"
+        )
     return Step(context, ObjectAction.CHANGE, marked(ours), live, patch)
 
 
@@ -83,17 +89,12 @@ def shape(value: Any) -> Any:
 
 def merge_patch(wanted: Object, live: Object) -> Object:
     """What has to change in `live`; fields that we set last time and no longer want become null."""
-    last = _last_shape(live)
+    try:
+        last = json.loads(live.get("metadata", {}).get("annotations", {}).get(FIELDS, "{}"))
+    except ValueError:  # somebody edited it: nothing is known to be ours but what is wanted now
+        last = {}
     patch = _difference(wanted, live, last)
     return patch if isinstance(patch, dict) else {}
-
-
-def _last_shape(live: Object) -> Any:
-    text = live.get("metadata", {}).get("annotations", {}).get(FIELDS, "{}")
-    try:
-        return json.loads(text)
-    except ValueError:
-        return {}
 
 
 def _difference(wanted: Any, live: Any, last: Any) -> Any:
@@ -167,22 +168,6 @@ _FIXED = {
     "PersistentVolumeClaim": ("accessModes", "storageClassName"),
     "Service": ("clusterIP",),
 }
-
-
-def _check_changeable(wanted: Object, patch: Object) -> None:
-    fixed = [key for key in _FIXED.get(wanted["kind"], ()) if key in patch.get("spec", {})]
-    if fixed:
-        raise ConfigError(
-            f"{wanted['kind']} {wanted['metadata']['name']}: {fixed[0]} cannot be changed once it is there: set it "
-            "back in the file, or delete the run's objects with `dips deploy delete` (volumes stay) and apply again"
-        )
-
-
-def _needs_replacing(kind: str, patch: Object) -> bool:
-    """A Job's pods cannot be changed, nor can what a role binding binds to."""
-    if kind == "RoleBinding":
-        return "roleRef" in patch
-    return kind in ("Job", "JobSet") and bool(patch.get("spec"))
 
 
 # ---- for people ----

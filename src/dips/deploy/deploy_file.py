@@ -33,33 +33,32 @@ from dips.worker.config import ClientConfig
 # The tables of a deployment file, each with a description for every key.
 
 
-_LABEL = re.compile(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?\Z")
-_IMAGES = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:/_-]*\Z")
-_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}\Z")
+def _matching(pattern: str, sentence: str) -> AfterValidator:
+    """Refuses a text that is not of this form, with the sentence after it."""
+
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"{value!r} {sentence}")
+        return value
+
+    return AfterValidator(check)
 
 
-def _label(value: str) -> str:
-    """A name that Kubernetes takes for objects, with room for what is added to it."""
-    if not _LABEL.match(value):
-        raise ValueError(
-            f"{value!r} cannot name objects of Kubernetes: use 1 to 40 of a-z, 0-9 and '-', beginning with a letter"
-        )
-    return value
+Label = Annotated[
+    str,
+    _matching(
+        "[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?",
+        "cannot name objects of Kubernetes: use 1 to 40 of a-z, 0-9 and '-', beginning with a letter",
+    ),
+]
+"""A name that Kubernetes takes for objects, with room for what is added to it."""
 
-
-def _images(value: str) -> str:
-    if not _IMAGES.match(value):
-        raise ValueError(f"{value!r} is not a registry and path, such as registry.example.org/dips")
-    return value.rstrip("/")
-
-
-def _tag(value: str) -> str:
-    if not _TAG.match(value):
-        raise ValueError(f"{value!r} is not a tag of an image, such as 0.1.0")
-    return value
-
-
-Label = Annotated[str, AfterValidator(_label)]
+Images = Annotated[
+    str,
+    _matching("[A-Za-z0-9][A-Za-z0-9.:/_-]*", "is not a registry and path, such as registry.example.org/dips"),
+    AfterValidator(lambda value: value.rstrip("/")),
+]
+Tag = Annotated[str, _matching("[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}", "is not a tag of an image, such as 0.1.0")]
 
 
 class DeployKnobs(Knobs):
@@ -67,10 +66,8 @@ class DeployKnobs(Knobs):
 
     run_id: Label = Field(description="Name of the run; the names of all objects begin with it")
     namespace: Label = Field("dips", description="Namespace of the objects, in every context")
-    images: Annotated[str, AfterValidator(_images)] = Field(
-        description="Registry and path of the images dips-master, dips-slave and dips-worker"
-    )
-    tag: Annotated[str, AfterValidator(_tag)] = Field(description="Tag of the images")
+    images: Images = Field(description="Registry and path of the images dips-master, dips-slave and dips-worker")
+    tag: Tag = Field(description="Tag of the images")
     pull_secret: str = Field("", description="Secret of the namespace with which images are pulled; empty: none")
     keys: Path = Field(description="Folder that `dips keys` made; of it each process gets its own identity only")
     placement: str = Field("auto", description="Site of the servers; auto: the one whose links serve the training best")
@@ -418,7 +415,8 @@ def _server_site(
         if not named:
             known = ", ".join((AUTO, *(site.name for site in sites)))
             raise ConfigError(f"{file} [deploy]: placement = {run.placement!r} is none of {known}")
-        _require_context(file, named[0])
+        if not named[0].context:
+            raise ConfigError(f"{file} [[sites]] {named[0].name}: the servers need Kubernetes: give its context")
         return named[0], f"the file says so (placement = {run.placement!r})"
     return _best_site(file, sites, clusters)
 
@@ -456,11 +454,6 @@ def _best_site(
         f"{file} [[sites]]",
     )
     return able[table.choice().index], table.explain().splitlines()[-1]
-
-
-def _require_context(file: Path, site: SiteKnobs) -> None:
-    if not site.context:
-        raise ConfigError(f"{file} [[sites]] {site.name}: the servers need Kubernetes: give its context")
 
 
 # ---- how the servers are reached ----
@@ -519,7 +512,13 @@ def _site_of(sites: Iterable[SiteKnobs], cluster: DeployedClusterKnobs) -> SiteK
 def _check_clusters(file: Path, sites: tuple[SiteKnobs, ...], clusters: tuple[DeployedClusterKnobs, ...]) -> None:
     for site in sites:
         for cidr in site.cidrs:
-            _check_cidr(f"{file} [[sites]] {site.name}", cidr)
+            try:
+                ipaddress.ip_network(cidr)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{file} [[sites]] {site.name}: cidrs has {cidr!r}, which is no network ({error}): write "
+                    "192.0.2.0/24"
+                ) from error
         if any(not math.isfinite(number) or number < 0 for number in site.bandwidth_gbps):
             raise ConfigError(f"{file} [[sites]] {site.name}: bandwidth_gbps has a number that is not a rate")
     for cluster in clusters:
@@ -532,10 +531,3 @@ def _check_clusters(file: Path, sites: tuple[SiteKnobs, ...], clusters: tuple[De
             raise ConfigError(f"{where}: `dips train` uses one node: give your own command, or nodes = 1")
         if cluster.torchrun and not cluster.command:
             raise ConfigError(f"{where}: torchrun needs a command of yours: give the script and its arguments")
-
-
-def _check_cidr(where: str, cidr: str) -> None:
-    try:
-        ipaddress.ip_network(cidr)
-    except ValueError as error:
-        raise ConfigError(f"{where}: cidrs has {cidr!r}, which is no network ({error}): write 192.0.2.0/24") from error

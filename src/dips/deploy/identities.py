@@ -7,39 +7,31 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from dips.core.errors import ConfigError
 from dips.core.net.keys import REVOKED_FILE, load_identity
-from dips.core.net.security import Identity, Role
+from dips.core.net.security import Role
 from dips.deploy.deploy_file import Deployment
 from dips.deploy.objects import IDENTITY_FILES, Object, made
+from dips.local.authority import WantedIdentity
 
 SUPERVISOR, PROMETHEUS, OPERATOR = "supervisor", "prometheus", "operator"
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """An identity that must be there. name: of its folder in the folder of keys, and in its certificate."""
-
-    role: Role
-    name: str
-
-
-def wanted(deployment: Deployment) -> list[Wanted]:
+def wanted(deployment: Deployment) -> list[WantedIdentity]:
     """All identities of a deployment, the operator's last: it stays with the one who deploys."""
-    found = [Wanted(Role.MASTER, "master")]
-    found += [Wanted(Role.SLAVE, name) for name in deployment.slave_ids]
+    roles = [(Role.MASTER, "master"), *((Role.SLAVE, name) for name in deployment.slave_ids)]
     # Of a role that may ask for the status and nothing else.
-    found.append(Wanted(Role.SLAVE, SUPERVISOR))
+    roles.append((Role.SLAVE, SUPERVISOR))
     if deployment.run.service_monitor:
-        found.append(Wanted(Role.OPERATOR, PROMETHEUS))
-    found += [Wanted(Role.CLUSTER, cluster.id) for cluster in deployment.clusters]
-    return [*found, Wanted(Role.OPERATOR, OPERATOR)]
+        roles.append((Role.OPERATOR, PROMETHEUS))
+    roles += [(Role.CLUSTER, cluster.id) for cluster in deployment.clusters]
+    roles.append((Role.OPERATOR, OPERATOR))
+    return [WantedIdentity(deployment.run.keys / name, role, name) for role, name in roles]
 
 
-def how_to_make(deployment: Deployment, missing: Iterable[Wanted]) -> str:
+def how_to_make(deployment: Deployment, missing: Iterable[WantedIdentity]) -> str:
     """The command that makes what is missing."""
     folder = deployment.run.keys
     begun = (folder / "ca").is_dir()
@@ -47,9 +39,9 @@ def how_to_make(deployment: Deployment, missing: Iterable[Wanted]) -> str:
     return " ".join(["dips keys", "add" if begun else "init", str(folder), *names])
 
 
-def missing(deployment: Deployment) -> list[Wanted]:
+def missing(deployment: Deployment) -> list[WantedIdentity]:
     """Identities whose folder is not there."""
-    return [one for one in wanted(deployment) if not (deployment.run.keys / one.name).is_dir()]
+    return [one for one in wanted(deployment) if not one.directory.is_dir()]
 
 
 def check(deployment: Deployment) -> None:
@@ -62,7 +54,8 @@ def check(deployment: Deployment) -> None:
         )
     signed_by: dict[bytes, str] = {}
     for one in wanted(deployment):
-        identity = _checked(deployment.run.keys / one.name, one)
+        identity = load_identity(one.directory)
+        one.check(identity)
         signed_by.setdefault(identity.ca_pem, one.name)
     if len(signed_by) > 1:
         first, second, *_ = signed_by.values()
@@ -70,16 +63,6 @@ def check(deployment: Deployment) -> None:
             f"{deployment.run.keys}: {first} and {second} trust different authorities: take all folders from one "
             "folder of `dips keys`"
         )
-
-
-def _checked(place: Path, one: Wanted) -> Identity:
-    identity = load_identity(place)
-    if (identity.role, identity.name) != (one.role, one.name):
-        raise ConfigError(
-            f"{place} holds keys of {identity}, not of {one.role.value} {one.name}: take the folder that `dips keys` "
-            "made for it"
-        )
-    return identity
 
 
 # ---- secrets ----

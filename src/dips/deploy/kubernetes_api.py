@@ -29,6 +29,12 @@ NOT_FOUND, CONFLICT, UNAUTHORIZED, FORBIDDEN, INVALID, TOO_MANY = 404, 409, 401,
 PLURALS = {kind: f"{kind.lower()}s" for kind in API_VERSIONS}
 PLURALS |= {"NetworkPolicy": "networkpolicies", "Pod": "pods"}
 
+_INSTALL = {
+    "ServiceMonitor": "install the Prometheus operator there, or set service_monitor = false",
+    "JobSet": "install JobSet there, or set starts = 'job'",
+}
+"""Kinds that only an extension knows, and what to do where it is missing."""
+
 
 class KubernetesApi:
     """The API server of one context, in one namespace. Every call raises DipsError with a sentence."""
@@ -97,7 +103,11 @@ class KubernetesApi:
         return found
 
     def _sentence(self, error: ApiException, what: str) -> DipsError:
-        words, where = _message(error), f"context {self.context!r}"
+        try:  # the server's own sentence, without the whole answer
+            words = str(json.loads(error.body or "")["message"])
+        except (TypeError, ValueError, KeyError):
+            words = " ".join(str(error.reason).split())
+        where = f"context {self.context!r}"
         match error.status:
             case 0:
                 return ConfigError(f"the API server of {where} at {self._host} cannot be trusted: {words}")
@@ -106,7 +116,8 @@ class KubernetesApi:
             case 403:
                 return ConfigError(f"{where} does not permit it: {words}; ask its administrator for that right")
             case 404:
-                return ConfigError(f"{where} has no place for {what}: {words}; {_not_known(what)}")
+                remedy = _INSTALL.get(what.split()[0], "make the namespace, or check the context")
+                return ConfigError(f"{where} has no place for {what}: {words}; {remedy}")
             case 422 if "already allocated" in words:
                 return ConfigError(
                     f"{where}: a port of {what} is taken by another service: choose other master_port and data_port "
@@ -124,22 +135,6 @@ class _NoDiscovery:
 
     def __init__(self, client: object, cache_file: object) -> None:
         pass
-
-
-def _not_known(what: str) -> str:
-    if what.startswith("ServiceMonitor"):
-        return "install the Prometheus operator there, or set service_monitor = false"
-    if what.startswith("JobSet"):
-        return "install JobSet there, or set starts = 'job'"
-    return "make the namespace, or check the context"
-
-
-def _message(error: ApiException) -> str:
-    """The server's own sentence, without the whole answer."""
-    try:
-        return str(json.loads(error.body or "")["message"])
-    except (TypeError, ValueError, KeyError):
-        return " ".join(str(error.reason).split())
 
 
 def _innermost(error: BaseException) -> str:

@@ -8,6 +8,7 @@ there. It must never delete a volume.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,21 +53,19 @@ def stages(deployment: Deployment) -> list[RolloutStage]:
     first = [one for one in servers if one["kind"] not in WORKLOADS and one["kind"] != "ServiceMonitor"]
     rest = [one for one in servers if one["kind"] in ("Deployment", "ServiceMonitor")]
     sets = {one["metadata"]["name"]: one for one in servers if one["kind"] == "StatefulSet"}
-    at, after = first[:1], first[1:]
-    return [
-        RolloutStage(context, "keys and settings", (*at, *identities.server_secrets(deployment), *after)),
+    # Secrets come right after the namespace, which is the first object of each list.
+    at, *after = first
+    found = [
+        RolloutStage(context, "keys and settings", (at, *identities.server_secrets(deployment), *after)),
         RolloutStage(context, "master", (sets[f"{deployment.name}-master"],)),
         RolloutStage(context, "slaves", (sets[f"{deployment.name}-slave"],)),
         RolloutStage(context, "supervisor and metrics", tuple(rest)),
-        *(_of_cluster(deployment, cluster) for cluster in on_kubernetes(deployment)),
     ]
-
-
-def _of_cluster(deployment: Deployment, cluster: DeployedClusterKnobs) -> RolloutStage:
-    at, *rest = cluster_objects(deployment, cluster)
-    secret = identities.cluster_secret(deployment, cluster.id)
-    context = deployment.site(cluster.site).context
-    return RolloutStage(context, f"cluster {cluster.id}", (at, secret, *rest))
+    for cluster in on_kubernetes(deployment):
+        at, *after = cluster_objects(deployment, cluster)
+        objects = (at, identities.cluster_secret(deployment, cluster.id), *after)
+        found.append(RolloutStage(deployment.site(cluster.site).context, f"cluster {cluster.id}", objects))
+    return found
 
 
 def on_kubernetes(deployment: Deployment) -> list[DeployedClusterKnobs]:
@@ -238,15 +237,11 @@ class Rollout:
         """Wait until every workload of a stage is healthy. Raises RetryLater when it takes too long, or one failed."""
         for one in stage.objects:
             if self._waits and one["kind"] in WORKLOADS:
-                self._wait_for(stage.context, one)
+                kind, name = one["kind"], one["metadata"]["name"]
+                self.until(f"{kind} {name}", functools.partial(self._state, stage.context, kind, name))
 
-    def _wait_for(self, context: str, document: Object) -> None:
-        kind, name = document["kind"], document["metadata"]["name"]
-
-        def look() -> ObjectState:
-            return state_of(self._apis[context].get(kind, name))
-
-        self.until(f"{kind} {name}", look)
+    def _state(self, context: str, kind: str, name: str) -> ObjectState:
+        return state_of(self._apis[context].get(kind, name))
 
     def until(self, what: str, look: Callable[[], ObjectState]) -> None:
         """Ask again and again until something is READY or DONE; say what it waits for whenever that changes."""
@@ -292,13 +287,10 @@ def _carry_out(api: Api, step: Step, dry_run: bool = False) -> bool:
         case ObjectAction.CHANGE if step.patch is not None:
             api.patch(step.wanted, step.patch, dry_run)
         case ObjectAction.REPLACE:
-            api.create(_renamed(step.wanted) if dry_run else step.wanted, dry_run)
+            name = step.wanted["metadata"]["name"] + ("-rehearsal" if dry_run else "")
+            api.create({**step.wanted, "metadata": {**step.wanted["metadata"], "name": name}}, dry_run)
         case ObjectAction.DELETE if not dry_run:
             api.delete(step.wanted["kind"], step.wanted["metadata"]["name"])
         case ObjectAction.SAME:
             return False
     return True
-
-
-def _renamed(document: Object) -> Object:
-    return {**document, "metadata": {**document["metadata"], "name": f"{document['metadata']['name']}-rehearsal"}}

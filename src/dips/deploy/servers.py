@@ -73,12 +73,19 @@ def server_objects(deployment: Deployment) -> list[Object]:
         settings_map(deployment, f"{name}-slave", "slave", slave_files),
         *_services(deployment),
         *server_policies(deployment),
-        _disruption_budget(deployment),
+        # One slave at a time may be moved: rounds rest while one is away.
+        made(
+            deployment,
+            "PodDisruptionBudget",
+            f"{name}-slave",
+            "slave",
+            spec={"maxUnavailable": 1, "selector": {"matchLabels": selector(deployment, "slave")}},
+        ),
         _master(deployment, config_hash(master_files)),
         _slaves(deployment, slave_files),
         *_supervisor_rights(deployment),
         _supervisor(deployment),
-        *(_service_monitors(deployment) if deployment.run.service_monitor else []),
+        *(_service_monitor(deployment, of) for of in ("master", "slave") if deployment.run.service_monitor),
     ]
 
 
@@ -147,12 +154,8 @@ def _services(deployment: Deployment) -> list[Object]:
     return [
         *inside,
         _endpoint(deployment, "master", 0),
-        *(_endpoint(deployment, "slave", i) for i in _indices(deployment)),
+        *(_endpoint(deployment, "slave", index) for index in range(deployment.run.slaves)),
     ]
-
-
-def _indices(deployment: Deployment) -> range:
-    return range(deployment.run.slaves)
 
 
 def _service(deployment: Deployment, name: str, component: str, ports: Mapping[str, int], **spec: object) -> Object:
@@ -168,7 +171,8 @@ def _endpoint(deployment: Deployment, component: str, index: int) -> Object:
     address = deployment.master_address if component == "master" else deployment.slave_address(index)
     host, _, port = address.rpartition(":")
     target = "control" if component == "master" else "data"
-    spec: Object = {"selector": _pod_of(deployment, component, index)}
+    pod = {"statefulset.kubernetes.io/pod-name": f"{deployment.name}-{component}-{index}"}
+    spec: Object = {"selector": {**selector(deployment, component), **pod}}
     endpoint = {"name": target, "port": int(port), "targetPort": target, "protocol": "TCP"}
     if deployment.run.expose == "node-port":
         spec |= {"type": "NodePort", "ports": [{**endpoint, "nodePort": int(port)}]}
@@ -178,11 +182,6 @@ def _endpoint(deployment: Deployment, component: str, index: int) -> Object:
     found = made(deployment, "Service", f"{deployment.name}-{name}", component, spec=spec)
     found["metadata"]["annotations"] = {"external-dns.alpha.kubernetes.io/hostname": host}
     return found
-
-
-def _pod_of(deployment: Deployment, component: str, index: int) -> dict[str, str]:
-    pod = {"statefulset.kubernetes.io/pod-name": f"{deployment.name}-{component}-{index}"}
-    return {**selector(deployment, component), **pod}
 
 
 # ---- workloads ----
@@ -273,19 +272,13 @@ def _apart(deployment: Deployment) -> Object:
     return {"affinity": {"podAntiAffinity": hard if required else soft}, "topologySpreadConstraints": [across]}
 
 
-def _disruption_budget(deployment: Deployment) -> Object:
-    """One slave at a time may be moved: rounds rest while one is away."""
-    spec = {"maxUnavailable": 1, "selector": {"matchLabels": selector(deployment, "slave")}}
-    return made(deployment, "PodDisruptionBudget", f"{deployment.name}-slave", "slave", spec=spec)
-
-
 # ---- the supervisor of the slaves ----
 
 
 def _supervisor_rights(deployment: Deployment) -> list[Object]:
     """To see and to end the slaves' pods, by name; nothing else."""
     name = f"{deployment.name}-supervisor"
-    pods = [f"{deployment.name}-slave-{index}" for index in _indices(deployment)]
+    pods = [f"{deployment.name}-slave-{index}" for index in range(deployment.run.slaves)]
     rule = {"apiGroups": [""], "resources": ["pods"], "resourceNames": pods, "verbs": ["get", "delete"]}
     subject = {"kind": "ServiceAccount", "name": name, "namespace": deployment.run.namespace}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
@@ -307,7 +300,11 @@ def _supervisor(deployment: Deployment) -> Object:
         resources("50m", quantity(SUPERVISOR_BYTES)),
         [keys_mount(), {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True}],
     )
-    volumes = [secret_volume(f"{deployment.name}-keys-supervisor"), _token_volume()]
+    # The account's token, for this container alone and for an hour at a time.
+    token = {"serviceAccountToken": {"path": "token", "expirationSeconds": 3600}}
+    authority = {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}}
+    projected = {"defaultMode": 0o440, "sources": [token, authority]}
+    volumes = [secret_volume(f"{deployment.name}-keys-supervisor"), {"name": "token", "projected": projected}]
     spec = {
         "replicas": 1,
         "strategy": {"type": "Recreate"},
@@ -321,19 +318,8 @@ TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
 """Where the client of Kubernetes looks for it."""
 
 
-def _token_volume() -> Object:
-    """The account's token for this container alone, for an hour at a time."""
-    token = {"serviceAccountToken": {"path": "token", "expirationSeconds": 3600}}
-    authority = {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}}
-    return {"name": "token", "projected": {"defaultMode": 0o440, "sources": [token, authority]}}
-
-
-def _service_monitors(deployment: Deployment) -> list[Object]:
-    """For the Prometheus operator: metrics of master and slaves, which ask for a certificate and show their own."""
-    return [_service_monitor(deployment, component) for component in ("master", "slave")]
-
-
 def _service_monitor(deployment: Deployment, component: str) -> Object:
+    """For the Prometheus operator: metrics are served to holders of a certificate, and under one of their own."""
     secret = f"{deployment.name}-keys-prometheus"
     tls = {
         "ca": {"secret": {"name": secret, "key": CA_FILE}},

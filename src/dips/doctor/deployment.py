@@ -17,7 +17,7 @@ from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment
 from dips.doctor import host, network
 from dips.doctor.findings import Check, Finding, Findings, Grade, fail, ok, warn
 from dips.doctor.host import check_packages
-from dips.doctor.network import WantedIdentity, check_identities
+from dips.doctor.network import check_identities
 from dips.local.sizing import SizeKnobs, SizeTable, size
 from dips.master.config import MasterConfig
 
@@ -54,9 +54,7 @@ def _keys(deployment: Deployment) -> Findings:
         names = ", ".join(one.name for one in missing)
         command = identities.how_to_make(deployment, missing)
         yield fail("keys", f"{deployment.run.keys} has no keys of {names}", f"`{command}`")
-    there = [one for one in identities.wanted(deployment) if one not in missing]
-    wanted = (WantedIdentity(deployment.run.keys / one.name, one.role, one.name) for one in there)
-    yield from check_identities(wanted)
+    yield from check_identities(one for one in identities.wanted(deployment) if one not in missing)
 
 
 def _contexts(deployment: Deployment) -> Findings:

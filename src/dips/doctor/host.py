@@ -6,7 +6,6 @@ import ctypes
 import importlib.metadata
 import os
 import platform
-import re
 import resource
 import shutil
 import sys
@@ -15,6 +14,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from dips.core.file_limit import WANTED_FILES
 from dips.core.release import DISTRIBUTION, how_to_install, requirement
@@ -173,10 +174,6 @@ def _judge_snapshot(speed: DiskSpeed, snapshot_bytes: int, round_timeout_s: floa
 # Checks versions: what is installed here against what dips and its extras ask for, from the packages' records.
 
 
-_REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*(?P<specs>[^;]*?)\s*(?:;(?P<marker>.*))?\Z")
-_EXTRA = re.compile(r"""extra\s*==\s*['"]([A-Za-z0-9_-]+)['"]""")
-_SPEC = re.compile(r"\s*(>=|<=|==|!=|<|>|~=)\s*([0-9][0-9A-Za-z.+]*)\s*\Z")
-
 VersionOf = Callable[[str], str | None]
 
 
@@ -204,70 +201,24 @@ def check_packages(
         yield fail(
             "packages", sentence, f"pip uninstall dips, then install {DISTRIBUTION} again (pip's --force-reinstall)"
         )
-    wanted = {"", *extras}
+    wanted = ("", *extras)
     bad: list[Finding] = []
     good: list[str] = []
-    for text in requirements:
-        match = _REQUIREMENT.match(text)
-        extra = _extra_of(text)
-        if match is None or extra not in wanted or match["name"].lower() == DISTRIBUTION:
+    for needed in map(Requirement, requirements):
+        asking = [extra for extra in wanted if needed.marker is None or needed.marker.evaluate({"extra": extra})]
+        if not asking or needed.name.lower() == DISTRIBUTION:
             continue
-        found = _check(match["name"], match["specs"], extra, version(match["name"]))
+        found, by = version(needed.name), tuple(filter(None, asking[:1]))
         if found is None:
-            good.append(f"{match['name']} {version(match['name'])}")
+            sentence = f"{needed.name} is not installed, and {requirement(*by)} needs it"
+            bad.append(fail("packages", sentence, how_to_install(*by)))
+        elif not needed.specifier.contains(found, prereleases=True):
+            sentence = f"{needed.name} {found} is installed, and {requirement(*by)} needs {needed.specifier}"
+            bad.append(fail("packages", sentence, how_to_install(*by)))
         else:
-            bad.append(found)
+            good.append(f"{needed.name} {found}")
     yield from dict.fromkeys(bad)
     yield ok("packages", f"python {platform.python_version()}, {', '.join(dict.fromkeys(good))}")
-
-
-def satisfies(version: str, specs: str) -> bool:
-    """Whether a version is within ">=1.2,<2". Of a version only its leading numbers count."""
-    return all(_holds(_numbers(version), spec) for spec in specs.split(",") if spec.strip())
-
-
-def _check(name: str, specs: str, extra: str, found: str | None) -> Finding | None:
-    extras = (extra,) if extra else ()
-    what, remedy = requirement(*extras), how_to_install(*extras)
-    if found is None:
-        return fail("packages", f"{name} is not installed, and {what} needs it", remedy)
-    if not satisfies(found, specs):
-        return fail("packages", f"{name} {found} is installed, and {what} needs {specs}", remedy)
-    return None
-
-
-def _extra_of(text: str) -> str:
-    match = _EXTRA.search(text)
-    return match[1] if match else ""
-
-
-def _holds(have: tuple[int, ...], spec: str) -> bool:
-    match = _SPEC.match(spec)
-    if match is None:
-        return True  # a form that dips' own requirements do not use
-    want = _numbers(match[2])
-    length = max(len(have), len(want))
-    mine, theirs = (numbers + (0,) * (length - len(numbers)) for numbers in (have, want))
-    match match[1]:
-        case ">=":
-            return mine >= theirs
-        case "<=":
-            return mine <= theirs
-        case "<":
-            return mine < theirs
-        case ">":
-            return mine > theirs
-        case "==":
-            return mine == theirs
-        case "!=":
-            return mine != theirs
-        case _:
-            return mine >= theirs and mine[: len(want) - 1] == theirs[: len(want) - 1]
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 # ---- host ------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ from dips.core.observe.tape import new_cause
 from dips.core.units import format_seconds
 from dips.doctor import host, network
 from dips.doctor.findings import Check, Finding, Findings, Grade, fail, ok, warn
-from dips.doctor.network import WantedIdentity, check_identities
+from dips.doctor.network import check_identities
+from dips.local.authority import WantedIdentity
 from dips.local.operator_client import OperatorClient
 from dips.worker.control import MasterStubs, channel_to
 

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from dips.core.errors import ConfigError
 from dips.core.net.addresses import format_address, is_loopback
@@ -23,13 +22,13 @@ from dips.doctor import host, network
 from dips.doctor import host as disk
 from dips.doctor.findings import Check, Finding, Findings, Grade, examined, fail, ok, warn
 from dips.doctor.host import check_packages
-from dips.doctor.network import WantedIdentity, check_identities
-from dips.local.authority import OPERATOR
+from dips.doctor.network import check_identities
+from dips.local.authority import OPERATOR, WantedIdentity
 from dips.local.processes import EVALUATOR, MASTER, OwnCluster, RunPlan, TrainedCluster
-from dips.local.run_directory import KEYS, UP, Mark, is_held, read_mark
+from dips.local.run_directory import KEYS, UP, is_held, read_mark
 from dips.local.run_file import RunKnobs
 from dips.local.sizing import SizeKnobs, SizeTable, size
-from dips.trainer.config import TrainConfig, corpus_of
+from dips.trainer.config import corpus_of
 from dips.trainer.sizes import SIZES
 
 
@@ -58,7 +57,11 @@ class LocalDoctor:
         self._run, self._plan, self._wanted = run, plan, wanted
         self._facts = facts or host.read_facts()
         self.runs_now = is_held(run.directory)
-        self._params = wanted.params or _params_of(plan)
+        self._own = [cluster for cluster in plan.clusters if isinstance(cluster, OwnCluster)]
+        self._trainings = [cluster.train for cluster in plan.clusters if isinstance(cluster, TrainedCluster)]
+        # The model that the file's clusters train; None when they bring their own.
+        trained = max((SIZES[train.model_size].n_elems for train in self._trainings), default=None)
+        self._params = wanted.params or trained
         self._sizes = None if self._params is None else _sizes(plan, self._params)
 
     def quick_checks(self) -> list[Check]:
@@ -66,9 +69,13 @@ class LocalDoctor:
         return [Check("clusters", self._programs), Check("keys", self._keys), Check("ports", self._ports)]
 
     def checks(self) -> list[Check]:
+        # Extras of pyproject.toml; the same package may be in several.
+        extras = ["slave", *(["master"] if self._run.page else [])]
+        if self._plan.evaluate is not None or self._trainings:
+            extras.append("worker")
         return [
             Check("directory", self._directory),
-            Check("packages", partial(check_packages, _extras(self._run, self._plan))),
+            Check("packages", partial(check_packages, extras)),
             Check("clusters", self._clusters),
             Check("data", self._data),
             Check("keys", self._keys),
@@ -88,7 +95,8 @@ class LocalDoctor:
         directory, plan = self._run.directory, self._plan
         mark = read_mark(directory) if directory.is_dir() else None
         if mark is not None and (mark.made_by, mark.run_id) != (UP, plan.run_id):
-            yield _of_another(directory, mark, plan.run_id)
+            sentence = f"{directory} belongs to run {mark.run_id!r} of `{mark.made_by}`, not to run {plan.run_id!r}"
+            yield fail("directory", sentence, "choose another directory, or remove that one")
             return
         if mark is None and directory.is_dir() and any(directory.iterdir()):
             remedy = "choose another directory"
@@ -100,7 +108,7 @@ class LocalDoctor:
             yield warn("directory", sentence, "only what does not depend on ports is checked; end the run to check all")
 
     def _programs(self) -> Findings:
-        for cluster in _own_clusters(self._plan):
+        for cluster in self._own:
             program = cluster.own_command[0]
             if shutil.which(program) is None:
                 remedy = "install it, or write its path in the cluster's command"
@@ -110,16 +118,16 @@ class LocalDoctor:
 
     def _clusters(self) -> Findings:
         yield from self._programs()
-        if _own_clusters(self._plan) and importlib.util.find_spec("torch") is None:
+        if self._own and importlib.util.find_spec("torch") is None:
             sentence = "torch is not installed in this environment, and a loop of one's own uses it"
             yield warn("clusters", sentence, "see that the clusters' commands find it")
-        for train in _trainings(self._plan):
+        for train in self._trainings:
             if train.device == "cuda":
                 yield _cuda()
 
     def _data(self) -> Findings:
-        for paths in sorted({train.data for train in _trainings(self._plan)}):
-            train = next(train for train in _trainings(self._plan) if train.data == paths)
+        for paths in sorted({train.data for train in self._trainings}):
+            train = next(train for train in self._trainings if train.data == paths)
             corpus = corpus_of(train)
             sentence = ", ".join(map(str, paths)) or "the source of Python's standard library"
             n_bytes = sum(len(document.text) for document in corpus.training)
@@ -227,20 +235,6 @@ def refuse_what_cannot_start(run: RunKnobs, plan: RunPlan) -> None:
             raise ConfigError(f"{found.sentence}: {found.remedy}" if found.remedy else found.sentence)
 
 
-def _params_of(plan: RunPlan) -> int | None:
-    """The model that the file's clusters train; None when they bring their own."""
-    found = {SIZES[train.model_size].n_elems for train in _trainings(plan)}
-    return max(found, default=None)
-
-
-def _trainings(plan: RunPlan) -> list[TrainConfig]:
-    return [cluster.train for cluster in plan.clusters if isinstance(cluster, TrainedCluster)]
-
-
-def _own_clusters(plan: RunPlan) -> list[OwnCluster]:
-    return [cluster for cluster in plan.clusters if isinstance(cluster, OwnCluster)]
-
-
 def _sizes(plan: RunPlan, params: int) -> SizeTable:
     master, slave = plan.master, plan.slaves[0]
     clusters = max(1, len(plan.clusters) + len(plan.keys_for))
@@ -273,11 +267,6 @@ def _judge_shard(slave: str, stated: int, least: int, enough: int, params: int) 
     return ok("model", f"{sentence}, enough for {model}")
 
 
-def _of_another(directory: Path, mark: Mark, run_id: str) -> Finding:
-    sentence = f"{directory} belongs to run {mark.run_id!r} of `{mark.made_by}`, not to run {run_id!r}"
-    return fail("directory", sentence, "choose another directory, or remove that one")
-
-
 def _holders(plan: RunPlan) -> Iterable[tuple[Role, str]]:
     yield Role.MASTER, MASTER
     yield from ((Role.SLAVE, name) for name in plan.slave_ids)
@@ -303,15 +292,6 @@ def _addresses(plan: RunPlan) -> Iterable[network.ListenAddress]:
             wanted: str | None = getattr(knobs, setting, None)
             if wanted:
                 yield network.ListenAddress(f"{who}'s {words}", wanted, setting)
-
-
-def _extras(run: RunKnobs, plan: RunPlan) -> Iterable[str]:
-    """Of pyproject.toml; the same package may be in several."""
-    yield "slave"
-    if run.page:
-        yield "master"
-    if plan.evaluate is not None or _trainings(plan):
-        yield "worker"
 
 
 def _cuda() -> Finding:

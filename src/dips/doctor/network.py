@@ -8,14 +8,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 from dips.core.errors import ConfigError
 from dips.core.net.addresses import format_address, is_elsewhere, is_loopback, parse_address
 from dips.core.net.keys import KEY_FILE, load_identity, parse_certificate
-from dips.core.net.security import Role
 from dips.core.units import format_seconds
 from dips.doctor.findings import Finding, Findings, fail, ok, warn
+from dips.local.authority import WantedIdentity
 
 REACH_S = 3.0
 """Time for one connection; a far site answers within a tenth of it."""
@@ -154,15 +153,6 @@ SOON = timedelta(days=30)
 """A certificate that lapses within it is a warning: a run lasts weeks."""
 
 
-@dataclass(frozen=True)
-class WantedIdentity:
-    """A directory with the keys of a process, and the role and name that they must have."""
-
-    directory: Path
-    role: Role
-    name: str
-
-
 def check_identities(wanted: Iterable[WantedIdentity], now: datetime | None = None) -> Findings:
     """One finding for each that is not good, and one for all that are; all must trust the same authorities."""
     now = now or datetime.now(UTC)
@@ -186,30 +176,19 @@ def check_identities(wanted: Iterable[WantedIdentity], now: datetime | None = No
 
 def check_identity(wanted: WantedIdentity, now: datetime) -> tuple[Finding | None, bytes]:
     """What is wrong, or None; and the authorities that it trusts, if it could be read."""
-    place = wanted.directory
+    place, ca_pem = wanted.directory, b""
     try:
         identity = load_identity(place, now)
+        ca_pem = identity.ca_pem
+        wanted.check(identity)
     except ConfigError as error:
         sentence, _, remedy = str(error).rpartition(": ")
-        return fail("keys", sentence or str(error), remedy), b""
-    if (identity.role, identity.name) != (wanted.role, wanted.name):
-        return (
-            fail(
-                "keys",
-                f"{place} holds the keys of {identity}, not of {wanted.role.value} {wanted.name}",
-                "take the directory that `dips keys` made for it",
-            ),
-            identity.ca_pem,
-        )
-    return _warning(place, identity.cert_pem, wanted, now), identity.ca_pem
-
-
-def _warning(place: Path, cert_pem: bytes, wanted: WantedIdentity, now: datetime) -> Finding | None:
+        return fail("keys", sentence or str(error), remedy), ca_pem
     key = place / KEY_FILE
     if stat.S_IMODE(key.stat().st_mode) & 0o077:
-        return warn("keys", f"{key} can be read by others of its group", f"chmod 600 {key}")
-    left = parse_certificate(cert_pem, str(place)).not_after - now
+        return warn("keys", f"{key} can be read by others of its group", f"chmod 600 {key}"), ca_pem
+    left = parse_certificate(identity.cert_pem, str(place)).not_after - now
     if left < SOON:
         remedy = f"`dips keys renew {place.parent} {wanted.name}`"
-        return warn("keys", f"the certificate in {place} lapses in {left.days} days", remedy)
-    return None
+        return warn("keys", f"the certificate in {place} lapses in {left.days} days", remedy), ca_pem
+    return None, ca_pem

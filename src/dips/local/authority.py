@@ -41,7 +41,7 @@ from dips.core.net.keys import (
     parse_authorities,
     parse_certificate,
 )
-from dips.core.net.security import Role
+from dips.core.net.security import Identity, Role
 
 CA, CA_KEY_FILE, ISSUED_FILE, LOCK_FILE = "ca", "ca.key", "issued.json", "lock"
 MASTER, OPERATOR = "master", "operator"
@@ -62,6 +62,23 @@ class Issued:
     role: str
     name: str
     not_after: str
+
+
+@dataclass(frozen=True)
+class WantedIdentity:
+    """A directory with the keys of a process, and the role and name that they must have."""
+
+    directory: Path
+    role: Role
+    name: str
+
+    def check(self, found: Identity) -> None:
+        """Raise ConfigError for keys of another process."""
+        if (found.role, found.name) != (self.role, self.name):
+            raise ConfigError(
+                f"{self.directory} holds the keys of {found}, not of {self.role.value} {self.name}: take the directory "
+                "that `dips keys` made for it"
+            )
 
 
 class Authority:

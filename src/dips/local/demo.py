@@ -43,7 +43,6 @@ from dips.local.progress import Progress, progress_for
 from dips.local.report import (
     CLUSTER,
     SLAVE,
-    Fault,
     FaultPlan,
     LocalRunOutcome,
     PlannedFault,
@@ -220,7 +219,8 @@ def measure_tokens_per_s(options: Sequence[str], seconds: float, at_once: int) -
     its settings (a data path that does not exist, for one), and FatalError when it cannot be measured.
     """
     command = [sys.executable, "-m", "dips.trainer.calibrate", "--json", "--seconds", str(seconds), *options]
-    trainers = [_start(command) for _ in range(at_once)]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    trainers = [subprocess.Popen(wrapped(command), text=True, **pipes) for _ in range(at_once)]
     try:
         speeds = [_speed(trainer) for trainer in trainers]
     finally:
@@ -229,12 +229,6 @@ def measure_tokens_per_s(options: Sequence[str], seconds: float, at_once: int) -
                 trainer.kill()
                 trainer.communicate()
     return sum(speeds) / len(speeds)
-
-
-def _start(command: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        wrapped(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
 
 
 def _speed(trainer: subprocess.Popen[str]) -> float:
@@ -321,7 +315,10 @@ def _watch(local: LocalRun, faults: FaultPlan, progress: Progress, clock: Clock,
             for due in faults.due(status):
                 _make_fault(due, local, faults, status, now_s, progress)
             for back in faults.observe(status, now_s):
-                _say_back(back, local, progress)
+                assert back.back is not None, "observe() returns faults whose victim is back"
+                kind, target, away_s = back.planned.kind, back.planned.target, back.back.seconds - back.when.seconds
+                progress.say(f"{kind} {target} is back as {back.back_as} after {away_s:.1f} s")
+                local.record("back", target=target, tokens=back.back.tokens, seconds=back.back.seconds)
             progress.show(status, heldout_losses(heldout_tape), faults.happened)
         time.sleep(POLL_S)
     local.finish()
@@ -336,13 +333,6 @@ def _make_fault(
     fault = faults.was_done(due, pid, status, now_s)
     progress.say(f"FAULT: {fault.what} (pid {pid}) at {format_count(status.tokens)} tokens")
     local.record("fault", what=fault.what, target=due.target, pid=pid, tokens=status.tokens, seconds=now_s)
-
-
-def _say_back(back: Fault, local: LocalRun, progress: Progress) -> None:
-    assert back.back is not None, "observe() returns faults whose victim is back"
-    away_s = back.back.seconds - back.when.seconds
-    progress.say(f"{back.planned.kind} {back.planned.target} is back as {back.back_as} after {away_s:.1f} s")
-    local.record("back", target=back.planned.target, tokens=back.back.tokens, seconds=back.back.seconds)
 
 
 def _finish(local: LocalRun, faults: FaultPlan, directory: RunDirectory, command: str, seconds: float) -> DemoResult:
@@ -365,13 +355,10 @@ def _finish(local: LocalRun, faults: FaultPlan, directory: RunDirectory, command
     write_report(report, directory.report)
     names = local.plan.cluster_ids
     training = {name: training_losses(tape_path(directory.path, name)) for name in names}
-    draw_losses(directory.picture, training, heldout, faults.happened, _title(report))
-    options = evaluation_options(local.plan.evaluate) if local.plan.evaluate else []
-    return DemoResult(report, directory, options, local.page_url)
-
-
-def _title(report: dict[str, Any]) -> str:
-    return (
+    title = (
         f"{len(report['clusters'])} clusters, {format_count(report['tokens'])} tokens, {report['rounds']} rounds "
         f"({report['merged_rounds']} merged), {report['seconds']:.0f} s"
     )
+    draw_losses(directory.picture, training, heldout, faults.happened, title)
+    options = evaluation_options(local.plan.evaluate) if local.plan.evaluate else []
+    return DemoResult(report, directory, options, local.page_url)

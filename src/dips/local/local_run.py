@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
 from dips.core.clock import Clock
 from dips.core.errors import TERMINATED, ConfigError, FatalError, RefusalCode, Refused, RetryLater
 from dips.core.messages import StatusReply
 from dips.core.net.keys import load_identity
-from dips.core.net.security import INSECURE, Security
+from dips.core.net.security import INSECURE
 from dips.core.observe.tape import Tape
 from dips.core.units import format_seconds
 from dips.local.authority import OPERATOR, ensure_keys
@@ -71,7 +70,12 @@ class LocalRun:
         self._next_status_s = 0.0
         self._master_ended = False
         self._stall_s = stall_s
-        self._starts = StartFollower(_tapes(plan, directory))
+        # Of the processes whose start may take long.
+        tapes = {slave.slave_id: slave.tape for slave in plan.slaves if slave.tape is not None}
+        for cluster in plan.clusters:
+            own = cluster.client.tape if isinstance(cluster, TrainedCluster) else None
+            tapes[cluster.cluster_id] = own or tape_path(directory.path, cluster.cluster_id)
+        self._starts = StartFollower(tapes)
         self._progress: tuple[int, float] = (-1, 0.0)
 
     def __enter__(self) -> LocalRun:
@@ -98,7 +102,8 @@ class LocalRun:
         pid = self.supervisor.start(master_spec(self.plan, self.directory))
         self.address = wait_for_master(self.directory.master, pid, _MASTER_START_S, self.supervisor.poll)
         self.page_url = read_page_url(self.directory.master)
-        self._operator = OperatorClient(self.address, self.plan.run_id, _STATUS_CALL_S, security=self._security())
+        security = INSECURE if self.plan.insecure else load_identity(self.directory.keys / OPERATOR)
+        self._operator = OperatorClient(self.address, self.plan.run_id, _STATUS_CALL_S, security=security)
         self._refuse_ended_run(self._operator.status())
         for spec in slave_specs(self.plan, self.directory, self.address):
             self.supervisor.start(spec)
@@ -174,9 +179,6 @@ class LocalRun:
 
     # ---- how ----
 
-    def _security(self) -> Security:
-        return INSECURE if self.plan.insecure else load_identity(self.directory.keys / OPERATOR)
-
     def _make_keys(self) -> None:
         """Keys for everyone of the plan; those that an earlier start made stay."""
         if self.plan.insecure:
@@ -235,15 +237,6 @@ class LocalRun:
         ended_as_asked = event.kind == "stopped" and event.exit_code in (0, TERMINATED)
         if not ended_as_asked:
             self._tell(f"{event.name}: {event.sentence}")
-
-
-def _tapes(plan: RunPlan, directory: RunDirectory) -> dict[str, Path]:
-    """Of the processes whose start may take long, by name."""
-    found = {slave.slave_id: slave.tape for slave in plan.slaves}
-    for cluster in plan.clusters:
-        own = cluster.client.tape if isinstance(cluster, TrainedCluster) else None
-        found[cluster.cluster_id] = own or tape_path(directory.path, cluster.cluster_id)
-    return {name: tape for name, tape in found.items() if tape is not None}
 
 
 def _raise_unless_away(error: RetryLater | Refused) -> None:

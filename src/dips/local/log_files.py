@@ -188,16 +188,18 @@ class LogFile:
         held: LogEntry | None = None
         n_lines = 0
         for text in self._lines(to_the_end and not self._is_tape):
-            entry = self._entry(text, held)
+            entry = self._entry(text)
             if entry is not None and held is not None:
                 yield held
             if entry is None and held is not None and n_lines < MAX_ENTRY_LINES:
-                held, n_lines = _continued(held, text), n_lines + 1
+                whole = f"{held.line.sentence}\n{text.removeprefix('  ')}"
+                held, n_lines = replace(held, line=replace(held.line, sentence=whole)), n_lines + 1
                 continue
-            if entry is None:
+            if entry is None:  # no entry precedes it, or one that is long enough
                 if held is not None:
                     yield held
-                entry = self._loose(text)
+                loose = LogLine(self._after_s, "INFO", "", self.source, text)
+                entry = LogEntry(loose, self._after_s, self.source)
             held, n_lines = entry, 1
         if held is not None:
             yield held
@@ -235,17 +237,13 @@ class LogFile:
                 text = data.decode("utf-8", errors="backslashreplace").rstrip("\r\n")
                 yield f"{text} (cut here: the line is longer)" if self._skipping else text
 
-    def _entry(self, text: str, held: LogEntry | None) -> LogEntry | None:
+    def _entry(self, text: str) -> LogEntry | None:
         line = _event(text) if self._is_tape else parse(text)
         if line is None:
             return None
         if line.wall_s <= self._changed_s + CLOCK_STEP_S:  # no process writes what has yet to happen
             self._after_s = max(self._after_s, line.wall_s)
         return LogEntry(line, self._after_s, self.source)
-
-    def _loose(self, text: str) -> LogEntry:
-        """A line that no entry precedes."""
-        return LogEntry(LogLine(self._after_s, "INFO", "", self.source, text), self._after_s, self.source)
 
 
 def find_logs(run_dir: Path, events: bool = False) -> list[LogFile]:
@@ -265,12 +263,6 @@ def find_logs(run_dir: Path, events: bool = False) -> list[LogFile]:
 def merged(files: Sequence[LogFile], *, to_the_end: bool) -> Iterator[LogEntry]:
     """The new entries of all files in the order of time; of one file always in its own order."""
     return heapq.merge(*(file.entries(to_the_end=to_the_end) for file in files), key=lambda entry: entry.after_s)
-
-
-def _continued(entry: LogEntry, text: str) -> LogEntry:
-    line = entry.line
-    text = text.removeprefix("  ")
-    return replace(entry, line=replace(line, sentence=f"{line.sentence}\n{text}"))
 
 
 def _event(text: str) -> LogLine | None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import SlaveId, Version
 from dips.core.layout import Layout, layout_from_json
-from dips.core.model_description import ModelDescription, description_from_json
+from dips.core.model_description import description_from_json
 from dips.core.placement import Placement
 from dips.slave import snapshot_files as manifests
 from dips.slave.snapshot_files import SnapshotError, SnapshotStamp, read_snapshot
@@ -77,7 +77,16 @@ def as_folder(fetched: Fetched, filled: Mapping[str, RawTensor] = MappingProxyTy
             "are not in it; give --fill FILE with the model that training began with, or export one file of tensors, "
             "and load it over that model"
         )
-    return ModelFolder(_config(described), {**_without_prefix(tensors, described.prefix), **filled}, about)
+    if others := [name for name in tensors if not name.startswith(described.prefix)]:
+        raise ConfigError(
+            f"the run trains {others[0]!r} in addition to its transformers model: export one file of tensors instead"
+        )
+    # float32 is what the slaves hold. auto_map names program files that are not part of a version.
+    left_out = ("auto_map", "torch_dtype", "dtype", "_name_or_path", "quantization_config")
+    config = {key: value for key, value in described.config.items() if key not in left_out}
+    config["torch_dtype" if "torch_dtype" in described.config else "dtype"] = "float32"
+    own = {name.removeprefix(described.prefix): tensor for name, tensor in tensors.items()}
+    return ModelFolder(config, {**own, **filled}, about)
 
 
 def write_folder(model: ModelFolder, folder: Path, force: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
@@ -109,22 +118,6 @@ def _byte_model(fetched: Fetched) -> Mapping[str, Any]:
             "the run's model is neither one of Hugging Face transformers nor the byte model of `dips train`, so that "
             "no config.json can be written for it: export one file of tensors (--format safetensors)"
         ) from error
-
-
-def _config(described: ModelDescription) -> Mapping[str, Any]:
-    """float32 is what the slaves hold. auto_map names program files that are not part of a version."""
-    left_out = ("auto_map", "torch_dtype", "dtype", "_name_or_path", "quantization_config")
-    kept = {key: value for key, value in described.config.items() if key not in left_out}
-    return {**kept, "torch_dtype" if "torch_dtype" in described.config else "dtype": "float32"}
-
-
-def _without_prefix(tensors: Tensors, prefix: str) -> Tensors:
-    others = [name for name in tensors if not name.startswith(prefix)]
-    if others:
-        raise ConfigError(
-            f"the run trains {others[0]!r} in addition to its transformers model: export one file of tensors instead"
-        )
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 def _write_files(model: ModelFolder, folder: Path, shard_bytes: int) -> None:
@@ -240,23 +233,18 @@ def load_stored(run_dir: Path, version: Version | None = None) -> StoredModel:
 def _manifests(run_dir: Path) -> dict[Version, list[_Committed]]:
     found: dict[Version, list[_Committed]] = {}
     for path in sorted((run_dir / "slaves").glob("*/manifest-*.json")):
-        committed = _read_manifest(path)
-        found.setdefault(committed.version, []).append(committed)
+        try:
+            read = manifests.decode(path.read_bytes(), str(path))
+            part = path.with_name(read.file), read.stamp, read.info.digest.hex(), json.loads(read.record)
+        except (OSError, ValueError, SnapshotError) as error:
+            raise ConfigError(f"{path} is not a manifest of a slave ({error}): remove it, or restore it") from error
+        version = read.info.version
+        found.setdefault(version, []).append(_Committed(version, read.slave_id, *part))
     if not found:
         raise ConfigError(
             f"{run_dir} has no snapshots of slaves: give the --run-dir of a run of `dips demo` or `dips up`"
         )
     return found
-
-
-def _read_manifest(path: Path) -> _Committed:
-    try:
-        found = manifests.decode(path.read_bytes(), str(path))
-        record = json.loads(found.record)
-        file, digest = path.with_name(found.file), found.info.digest.hex()
-        return _Committed(found.info.version, found.slave_id, file, found.stamp, digest, record)
-    except (OSError, ValueError, SnapshotError) as error:
-        raise ConfigError(f"{path} is not a manifest of a slave ({error}): remove it, or restore it") from error
 
 
 def _merge(parts: list[_Committed]) -> StoredModel:

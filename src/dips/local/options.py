@@ -38,8 +38,11 @@ def with_knobs(
 
     def decorate(command: Callable[..., int | None]) -> Callable[..., int | None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        made = [_parameter(knob) for knob in _knobs(kinds) if knob[1] not in hidden]
-        return _with_signature(command, [*own, *made])
+        knobs: dict[str, Knob] = {}
+        for kind in kinds:
+            for name, info in kind.model_fields.items():
+                knobs.setdefault(name, (kind, name, info))
+        return _with_signature(command, [*own, *(_parameter(knobs[name]) for name in knobs if name not in hidden)])
 
     return decorate
 
@@ -58,22 +61,19 @@ def command_line(config: Knobs, without: Iterable[str] = ()) -> list[str]:
     arguments: list[str] = []
     for name, info in type(config).model_fields.items():
         value = getattr(config, name)
-        if name not in hidden and value is not None and value != info.get_default(call_default_factory=True):
-            arguments += _as_arguments(name, value)
+        option = option_name(name)
+        if name in hidden or value is None or value == info.get_default(call_default_factory=True):
+            continue
+        if isinstance(value, bool):
+            arguments.append(option if value else f"--no-{option[2:]}")
+        else:
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                arguments += [option, _text(item)]
     return arguments
 
 
 def option_name(field: str) -> str:
     return "--" + field.replace("_", "-")
-
-
-def _as_arguments(name: str, value: object) -> list[str]:
-    option = option_name(name)
-    if isinstance(value, bool):
-        return [option if value else f"--no-{option[2:]}"]
-    if isinstance(value, (tuple, list)):
-        return [part for item in value for part in (option, _text(item))]
-    return [option, _text(value)]
 
 
 def _text(value: object) -> str:
@@ -82,18 +82,10 @@ def _text(value: object) -> str:
     return str(value.value if isinstance(value, Enum) else value)
 
 
-def _knobs(kinds: Sequence[type[Knobs]]) -> list[Knob]:
-    found: dict[str, Knob] = {}
-    for kind in kinds:
-        for name, info in kind.model_fields.items():
-            found.setdefault(name, (kind, name, info))
-    return list(found.values())
-
-
 def _parameter(knob: Knob) -> inspect.Parameter:
     kind, name, info = knob
     outer, several = _shape(info.annotation)
-    text, panel = escape(_help(info, several)), _panel(kind)
+    text, panel = escape(_help(info, several)), f"Settings of {kind.__name__.removesuffix('Config').lower()}"
     if outer is bool:
         names = f"{option_name(name)}/--no-{option_name(name)[2:]}"
         option = typer.Option(names, help=text, show_default=False, rich_help_panel=panel)
@@ -132,11 +124,6 @@ def _help(info: FieldInfo, several: bool) -> str:
     if default not in (None, "", (), []):
         text += f" [default: {_text(default)}]"
     return text
-
-
-def _panel(kind: type[Knobs]) -> str:
-    """The heading above a kind's options."""
-    return f"Settings of {kind.__name__.removesuffix('Config').lower()}"
 
 
 def _with_signature(

@@ -24,7 +24,7 @@ from dips.core.errors import ConfigError, FatalError
 from dips.core.units import format_bytes, format_seconds
 from dips.local.supervisor import POLL_S, ChildSpec, ProcessSupervisor, how_it_ended, last_word, log_tail
 from dips.planner.api import is_plan, read_text
-from dips.planner.costs import NS, Costs, StageCost, Wire, equal_sites, read_costs
+from dips.planner.costs import NS, Costs, StageCost, equal_sites, read_costs
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.plan import read_plan, ready_folder, writing
@@ -82,11 +82,19 @@ def source_of(plan: str, options: dict[str, float | None]) -> PlanSource:
     if plan in SCHEDULES:
         found = _named(plan, _filled(options))
     else:
-        text = _text(Path(plan))
+        if not Path(plan).exists():
+            known = ", ".join(SCHEDULES)
+            raise PlanError(f"{plan} is no file, nor a schedule: name a plan.json, a plan.csv, or one of {known}")
+        text = read_text(Path(plan), "plan", "name a plan.json or a plan.csv")
         found = _from_json(text, plan, options) if is_plan(text) else _from_csv(text, plan, options)
     found = _with_parts_as_stages(found)
-    validate(found.schedule, found.costs)
-    _check_ranks(found.schedule)
+    schedule = found.schedule
+    validate(schedule, found.costs)
+    idle = [device for device, order in enumerate(schedule.orders) if not order]
+    if idle:
+        raise PlanError(f"{schedule.name}: device {idle[0]} runs nothing: every rank needs a stage")
+    if schedule.n_devices > MOST_RANKS:
+        raise PlanError(f"{schedule.n_devices} ranks are too many processes for one machine: at most {MOST_RANKS}")
     return found
 
 
@@ -101,13 +109,11 @@ def scaled(costs: Costs, n_devices: int, forward_ms: float) -> Costs:
         replace(s, f_ns=round(s.f_ns * factor), d_ns=round(s.d_ns * factor), w_ns=round(s.w_ns * factor))
         for s in costs.stages
     )
-    wires = {pair: _times(wire, factor) for pair, wire in costs.wires.items()}
+    wires = {}
+    for pair, wire in costs.wires.items():
+        busy_ns, latency_ns, hold_ns = (round(ns * factor) for ns in (wire.busy_ns, wire.latency_ns, wire.hold_ns))
+        wires[pair] = wire._replace(busy_ns=busy_ns, latency_ns=latency_ns, hold_ns=hold_ns)
     return Costs(stages, wires)
-
-
-def _times(wire: Wire, factor: float) -> Wire:
-    busy_ns, latency_ns, hold_ns = (round(ns * factor) for ns in (wire.busy_ns, wire.latency_ns, wire.hold_ns))
-    return wire._replace(busy_ns=busy_ns, latency_ns=latency_ns, hold_ns=hold_ns)
 
 
 # ---- by name ----
@@ -131,14 +137,6 @@ def _site_names(n_devices: int, n_sites: int) -> tuple[str, ...]:
 
 
 # ---- from files ----
-
-
-def _text(file: Path) -> str:
-    if not file.exists():
-        raise PlanError(
-            f"{file} is no file, nor a schedule: name a plan.json, a plan.csv, or one of {', '.join(SCHEDULES)}"
-        )
-    return read_text(file, "plan", "name a plan.json or a plan.csv")
 
 
 def _from_json(text: str, where: str, options: dict[str, float | None]) -> PlanSource:
@@ -204,14 +202,6 @@ def _part(costs: Costs, stage: int, part: int, parts: int) -> StageCost:
         activation=0,
         d_release=0,
     )
-
-
-def _check_ranks(schedule: Schedule) -> None:
-    idle = [device for device, order in enumerate(schedule.orders) if not order]
-    if idle:
-        raise PlanError(f"{schedule.name}: device {idle[0]} runs nothing: every rank needs a stage")
-    if schedule.n_devices > MOST_RANKS:
-        raise PlanError(f"{schedule.n_devices} ranks are too many processes for one machine: at most {MOST_RANKS}")
 
 
 # ---- plan run ranks --------------------------------------------------------------------------------------------------
@@ -300,8 +290,14 @@ def _watch(ranks: ProcessSupervisor, names: list[str], folder: Path, clock: Cloc
 
 def failure(codes: list[int | None], folder: Path) -> ConfigError | FatalError:
     """Which rank failed first, and how, from exit codes and logs: one that was killed, or that misses no other."""
-    failed = [rank for rank, code in enumerate(codes) if code]
-    rank = min(failed, key=lambda rank: _rank_of_failure(codes[rank] or 0, log_tail(log_of(folder, rank))))
+
+    def order(rank: int) -> int:
+        """The smaller, the sooner a rank is the one that failed first."""
+        if (codes[rank] or 0) < 0:
+            return 0
+        return 2 if _NEIGHBOUR_GONE.search(log_tail(log_of(folder, rank))) else 1
+
+    rank = min((rank for rank, code in enumerate(codes) if code), key=order)
     code, log = codes[rank] or 0, log_of(folder, rank)
     sentence = last_word(log)
     if sentence:
@@ -311,13 +307,6 @@ def failure(codes: list[int | None], folder: Path) -> ConfigError | FatalError:
         return FatalError(f"{rank_name(rank)} {how_it_ended(code)}: start it again; its log is {log}")
     end = log_tail(log, 1).strip() or "its log is empty"
     return FatalError(f"{rank_name(rank)} {how_it_ended(code)}: {end}; its log is {log}")
-
-
-def _rank_of_failure(code: int, log: str) -> int:
-    """The smaller, the sooner a rank is the one that failed first."""
-    if code < 0:
-        return 0
-    return 2 if _NEIGHBOUR_GONE.search(log) else 1
 
 
 # ---- plan run report -------------------------------------------------------------------------------------------------
@@ -465,10 +454,21 @@ def tell(outcome: PlanRunOutcome) -> Iterator[str | Table]:
     )
     if source.note:
         yield source.note
-    yield _gradients_sentence(outcome.gradients)
+    gradients = outcome.gradients
+    what = "equal" if gradients.equal else "DIFFER from"
+    yield (
+        f"gradients: those of {gradients.parameters} parameters {what} those of one process: largest difference "
+        f"{gradients.error:.1e} of the largest gradient, allowed {GRADIENT_TOLERANCE:.0e}"
+    )
     if not outcome.measured:
         return
-    yield _times_sentence(outcome)
+    spans = sorted(timeline.makespan_ns / NS for timeline in outcome.measured)
+    yield (
+        f"iteration, at {outcome.forward_ms:g} ms for a forward pass on a device: predicted "
+        f"{outcome.predicted.makespan_ns / NS:.3f} s, measured {outcome.median.makespan_ns / NS:.3f} s (median of "
+        f"{len(spans)}, {spans[0]:.3f} to {spans[-1]:.3f} s): {outcome.error:+.2%}, "
+        f"{'within' if abs(outcome.error) <= outcome.tolerance else 'OUTSIDE OF'} {100 * outcome.tolerance:g} %"
+    )
     if outcome.slowness > BUSY_MACHINE:
         yield (
             f"operations took {outcome.slowness:.1%} longer than their times: this machine is busy with something "
@@ -477,24 +477,6 @@ def tell(outcome: PlanRunOutcome) -> Iterator[str | Table]:
     yield _ranks_table(outcome)
     if outcome.median.messages:
         yield _links_table(outcome)
-
-
-def _times_sentence(outcome: PlanRunOutcome) -> str:
-    spans = sorted(timeline.makespan_ns / NS for timeline in outcome.measured)
-    return (
-        f"iteration, at {outcome.forward_ms:g} ms for a forward pass on a device: predicted "
-        f"{outcome.predicted.makespan_ns / NS:.3f} s, measured {outcome.median.makespan_ns / NS:.3f} s (median of "
-        f"{len(spans)}, {spans[0]:.3f} to {spans[-1]:.3f} s): {outcome.error:+.2%}, "
-        f"{'within' if abs(outcome.error) <= outcome.tolerance else 'OUTSIDE OF'} {100 * outcome.tolerance:g} %"
-    )
-
-
-def _gradients_sentence(gradients: Gradients) -> str:
-    what = "equal" if gradients.equal else "DIFFER from"
-    return (
-        f"gradients: those of {gradients.parameters} parameters {what} those of one process: largest difference "
-        f"{gradients.error:.1e} of the largest gradient, allowed {GRADIENT_TOLERANCE:.0e}"
-    )
 
 
 def _ranks_table(outcome: PlanRunOutcome) -> Table:
@@ -604,18 +586,14 @@ def write_files(outcome: PlanRunOutcome, folder: Path) -> list[Path]:
     """Write run.json, and trace.json with the prediction and the median iteration. Raises PlanError."""
     texts = {folder / "run.json": json.dumps(outcome_json(outcome), indent=1)}
     if outcome.measured:
-        texts[folder / "trace.json"] = json.dumps(_both(outcome))
+        sites = list(enumerate(outcome.source.sites))
+        both = trace_events(outcome.predicted, [f"predicted, rank {rank}, {site}" for rank, site in sites])
+        measured = trace_events(outcome.median, [f"measured, rank {rank}, {site}" for rank, site in sites])
+        for event in measured["traceEvents"]:
+            event["pid"] += _APART
+            both["traceEvents"].append(event)
+        texts[folder / "trace.json"] = json.dumps(both)
     with writing(folder):
         for file, text in texts.items():
             file.write_text(text + "\n")
     return list(texts)
-
-
-def _both(outcome: PlanRunOutcome) -> dict[str, Any]:
-    sites = outcome.source.sites
-    found: dict[str, Any] = trace_events(outcome.predicted, [f"predicted, rank {n}, {s}" for n, s in enumerate(sites)])
-    measured = trace_events(outcome.median, [f"measured, rank {n}, {s}" for n, s in enumerate(sites)])
-    for event in measured["traceEvents"]:
-        event["pid"] += _APART
-        found["traceEvents"].append(event)
-    return found

@@ -122,11 +122,36 @@ def master_spec(plan: RunPlan, directory: RunDirectory) -> ChildSpec:
 
 
 def slave_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[ChildSpec]:
-    return [_slave_spec(plan, slave, directory, address) for slave in plan.slaves]
+    found = []
+    for slave in plan.slaves:
+        name = slave.slave_id
+        knobs = [*command_line(slave, without={"master", *_SECURITY}), *metrics_options(plan, directory, name, slave)]
+        command = _dips("slave", *knobs, option_name("master"), address, *security_options(plan, directory, name))
+        spec = ChildSpec(name, tuple(command), directory.log(name), _environment(plan), StopStage.SECOND)
+        found.append(spec)
+    return found
 
 
 def cluster_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[ChildSpec]:
-    return [_cluster_spec(plan, cluster, directory, address) for cluster in plan.clusters]
+    found = []
+    for cluster in plan.clusters:
+        name = cluster.cluster_id
+        added = {"DIPS_MASTER": address, "DIPS_RUN": plan.run_id, "DIPS_CLUSTER": name}
+        command = cluster.command(address, security_options(plan, directory, name))
+        if isinstance(cluster, TrainedCluster):
+            client = cluster.client
+            command += metrics_options(plan, directory, name, client)
+        else:
+            client = ClientConfig()
+            keys = str((directory.keys / name).resolve())
+            added |= {INSECURE_VARIABLE: "1"} if plan.insecure else {KEYS_VARIABLE: keys}
+            added["DIPS_WORKER_TAPE"] = str(tape_path(directory.path, name).resolve())
+            for field, value in _metrics(plan, directory, name, None).items():
+                added[f"DIPS_WORKER_{field.upper()}"] = value
+        stop_s = leaving_s(client, plan.master) + STOP_MARGIN_S
+        spec = ChildSpec(name, tuple(command), directory.log(name), _environment(plan, added), stop_s=stop_s)
+        found.append(spec)
+    return found
 
 
 def evaluator_spec(plan: RunPlan, directory: RunDirectory, address: str) -> ChildSpec | None:
@@ -165,33 +190,6 @@ def _metrics(plan: RunPlan, directory: RunDirectory, name: str, own: MetricsKnob
         return {}
     ours = {"metrics_listen": "127.0.0.1:0", "metrics_file": str((directory.metrics / f"{name}.json").resolve())}
     return {field: value for field, value in ours.items() if own is None or getattr(own, field) is None}
-
-
-def _slave_spec(plan: RunPlan, slave: SlaveConfig, directory: RunDirectory, address: str) -> ChildSpec:
-    name = slave.slave_id
-    knobs = [
-        *command_line(slave, without={"master", *_SECURITY}),
-        *metrics_options(plan, directory, name, slave),
-    ]
-    command = _dips("slave", *knobs, option_name("master"), address, *security_options(plan, directory, name))
-    return ChildSpec(name, tuple(command), directory.log(name), _environment(plan), StopStage.SECOND)
-
-
-def _cluster_spec(
-    plan: RunPlan, cluster: TrainedCluster | OwnCluster, directory: RunDirectory, address: str
-) -> ChildSpec:
-    name = cluster.cluster_id
-    found = {"DIPS_MASTER": address, "DIPS_RUN": plan.run_id, "DIPS_CLUSTER": name}
-    security = {INSECURE_VARIABLE: "1"} if plan.insecure else {KEYS_VARIABLE: str((directory.keys / name).resolve())}
-    metrics = {f"DIPS_WORKER_{k.upper()}": v for k, v in _metrics(plan, directory, name, None).items()}
-    tape = {"DIPS_WORKER_TAPE": str(tape_path(directory.path, name).resolve())}
-    own = {**found, **security, **metrics, **tape} if isinstance(cluster, OwnCluster) else found
-    command = cluster.command(address, security_options(plan, directory, name))
-    if isinstance(cluster, TrainedCluster):
-        command += metrics_options(plan, directory, name, cluster.client)
-    client = cluster.client if isinstance(cluster, TrainedCluster) else ClientConfig()
-    stop_s = leaving_s(client, plan.master) + STOP_MARGIN_S
-    return ChildSpec(name, tuple(command), directory.log(name), _environment(plan, own), stop_s=stop_s)
 
 
 def leaving_s(client: ClientConfig, master: MasterConfig) -> float:

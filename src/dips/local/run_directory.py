@@ -10,7 +10,7 @@ import fcntl
 import json
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -88,19 +88,31 @@ def claim(path: Path, mark: Mark) -> RunDirectory:
     another launcher holds the directory, when it belongs to another run, or when it holds something else.
     """
     earlier = read_mark(path)
-    if earlier is None and path.exists() and _has_content(path):
-        raise ConfigError(f"{path} is not empty and holds no run of dips: choose another directory")
+    if earlier is None and path.exists():
+        if not path.is_dir():
+            raise ConfigError(f"{path} is a file: a run needs a directory; choose another path")
+        if any(entry.name != _LOCK for entry in path.iterdir()):
+            raise ConfigError(f"{path} is not empty and holds no run of dips: choose another directory")
     if earlier is not None and (earlier.made_by, earlier.run_id) != (mark.made_by, mark.run_id):
         raise ConfigError(
             f"{path} belongs to run {earlier.run_id!r} of `{earlier.made_by}`, not to run {mark.run_id!r} of "
             f"`{mark.made_by}`: choose another directory, or remove that one"
         )
-    _make(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be made: {error.strerror}; choose another directory") from error
     lock = _lock(path)
     if earlier is not None and mark.made_by != DEMO:
         return RunDirectory(path, lock, replaced=False, resumed=True)
-    _clear(path)
-    _write_mark(path, mark)
+    # What a run keeps goes, and only that: a person's own files in the directory stay.
+    for name in _OURS:
+        entry = path / name
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+    (path / _MARK).write_text(json.dumps({**asdict(mark), "wall_s": time.time()}, indent=2) + "\n")
     return RunDirectory(path, lock, replaced=earlier is not None, resumed=False)
 
 
@@ -129,24 +141,6 @@ def read_mark(path: Path) -> Mark | None:
         raise ConfigError(f"{file} cannot be read ({error!r}): choose another directory, or remove this one") from error
 
 
-def _write_mark(path: Path, mark: Mark) -> None:
-    content = {"run_id": mark.run_id, "made_by": mark.made_by, "command": mark.command, "wall_s": time.time()}
-    (path / _MARK).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _has_content(path: Path) -> bool:
-    if not path.is_dir():
-        raise ConfigError(f"{path} is a file: a run needs a directory; choose another path")
-    return any(entry.name != _LOCK for entry in path.iterdir())
-
-
-def _make(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be made: {error.strerror}; choose another directory") from error
-
-
 def _lock(path: Path) -> IO[str]:
     lock = (path / _LOCK).open("w")
     try:
@@ -155,13 +149,3 @@ def _lock(path: Path) -> IO[str]:
         lock.close()
         raise ConfigError(f"another dips process runs in {path}: end it first, or choose another directory") from error
     return lock
-
-
-def _clear(path: Path) -> None:
-    """Remove what a run keeps, and only that: a person's own files in the directory stay."""
-    for name in _OURS:
-        entry = path / name
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink(missing_ok=True)

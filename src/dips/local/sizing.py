@@ -243,18 +243,14 @@ def _inputs(knobs: SizeKnobs) -> Mapping[str, float]:
         "slots": slots,
         "slave_link": knobs.slave_link or knobs.link,
         "tokens_per_s": knobs.tokens_per_s or PAPER_TOKENS_PER_S * PAPER_PARAMS / knobs.params,
-        "wire_bytes": _wire_bytes(knobs),
+        # Bytes of one parameter in a push, scales included.
+        "wire_bytes": encoded_bytes(WIRE_DTYPES[knobs.wire], SCALE_BLOCK_ELEMS) / SCALE_BLOCK_ELEMS,
         "residual_bytes": 4 if WIRE_DTYPES[knobs.wire] in DIFFERENCES else 0,
         "pairs": slots * (slots + 1) // 2,
         "products": min(slots * (slots - 1) // 2, KEPT_PRODUCTS),
         "block_params": DEFAULT_BLOCK_ELEMS,
         "piece_params": PIECE_ELEMS,
     }
-
-
-def _wire_bytes(knobs: SizeKnobs) -> float:
-    """Bytes of one parameter in a push, scales included."""
-    return encoded_bytes(WIRE_DTYPES[knobs.wire], SCALE_BLOCK_ELEMS) / SCALE_BLOCK_ELEMS
 
 
 def _slave(_: SizeKnobs) -> Iterator[SizeRow]:

@@ -25,7 +25,6 @@ from dips.core.errors import (
     NAME_TAKEN_EXIT,
     TERMINATED,
     ConfigError,
-    DipsError,
     FatalError,
     RefusalCode,
     Refused,
@@ -278,33 +277,24 @@ class ProcessSupervisor:
             self._failed(child, process.pid, code, now_s)
 
     def _failed(self, child: _Child, pid: int, code: int, now_s: float) -> None:
-        how = how_it_ended(code)
+        name, log_path, how = child.spec.name, child.spec.log_path, how_it_ended(code)
+        the_end = f"the end of {log_path}:\n"
+        sentence = last_word(log_path) if code in (ConfigError.exit_code, NAME_TAKEN_EXIT) else ""
         if code == ConfigError.exit_code:
-            self._refused(child, code)
-        if code == NAME_TAKEN_EXIT and (sentence := last_word(child.spec.log_path)):
+            # Its own sentence says what is wrong and what to do; without one, the end of its log has to.
+            child.exit_code = code
+            why = f": {sentence} (its log is {log_path})" if sentence else f"; {the_end}{log_tail(log_path)}"
+            raise ConfigError(f"{name} refused its configuration{why}")
+        if code == NAME_TAKEN_EXIT and sentence:
             # Two supervisors that start processes of the same names: the one that came later ends.
             child.exit_code = code
-            raise Refused(RefusalCode.NAME_TAKEN, f"{child.spec.name}: {sentence} (its log is {child.spec.log_path})")
+            raise Refused(RefusalCode.NAME_TAKEN, f"{name}: {sentence} (its log is {log_path})")
         delay_s = child.failures.failed(now_s - child.started_s)
         if delay_s is None:
-            count = child.failures.quick
-            self._give_up(child, FatalError, code, f"{child.spec.name} {how}, {count} times in a row")
-        else:
-            child.start_again_s = now_s + delay_s
-            self._tell(child, "failed", pid, code, f"{how}, is started again in {delay_s:g} s")
-
-    def _refused(self, child: _Child, code: int) -> None:
-        """Its own sentence says what is wrong and what to do; without one, the end of its log has to."""
-        name, log_path = child.spec.name, child.spec.log_path
-        sentence = last_word(log_path)
-        if not sentence:
-            self._give_up(child, ConfigError, code, f"{name} refused its configuration")
-        child.exit_code = code
-        raise ConfigError(f"{name} refused its configuration: {sentence} (its log is {log_path})")
-
-    def _give_up(self, child: _Child, kind: type[DipsError], code: int, what: str) -> None:
-        child.exit_code = code
-        raise kind(f"{what}; the end of {child.spec.log_path}:\n{log_tail(child.spec.log_path)}")
+            child.exit_code = code
+            raise FatalError(f"{name} {how}, {child.failures.quick} times in a row; {the_end}{log_tail(log_path)}")
+        child.start_again_s = now_s + delay_s
+        self._tell(child, "failed", pid, code, f"{how}, is started again in {delay_s:g} s")
 
     def _end(self, children: Sequence[_Child], how: signal.Signals, wait_s: float) -> None:
         running = [child for child in children if child.process is not None]
@@ -315,18 +305,14 @@ class ProcessSupervisor:
             child.process.send_signal(how)
         deadline_s = self._clock.monotonic_s() + wait_s
         while running and self._clock.monotonic_s() < deadline_s:
-            running = [child for child in running if not self._reaped(child)]
+            for child in running:
+                process = child.process
+                if process is not None and process.poll() is not None:
+                    child.process, child.exit_code = None, process.returncode
+                    self._tell(child, "stopped", process.pid, process.returncode, how_it_ended(process.returncode))
+            running = [child for child in running if child.process is not None]
             if running:
                 time.sleep(POLL_S / 2)
-
-    def _reaped(self, child: _Child) -> bool:
-        process = child.process
-        if process is None or process.poll() is None:
-            return process is None
-        child.process = None
-        child.exit_code = process.returncode
-        self._tell(child, "stopped", process.pid, process.returncode, how_it_ended(process.returncode))
-        return True
 
     def _tell(self, child: _Child, kind: str, pid: int, exit_code: int | None, sentence: str) -> None:
         self._report(ChildEvent(child.spec.name, kind, child.starts, pid, exit_code, sentence))

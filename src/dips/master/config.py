@@ -62,7 +62,7 @@ class MasterConfig(MetricsKnobs):
         None, description="HOST:PORT of the status page for browsers; port 0: a free one; none: no page"
     )
     page_heldout: Path | None = Field(
-        None, description="Tape of the evaluator (`dips eval --follow --tape`) whose losses the status page draws"
+        None, description="Tape of the evaluator (`dips eval --follow --tape FILE`) whose losses the status page draws"
     )
     page_hosts: tuple[str, ...] = Field(
         (), description="Further host names under which browsers may open the status page"

@@ -55,7 +55,7 @@ class SlaveConfig(MetricsKnobs):
     )
     record_pushes: bool = Field(
         default=False,
-        description="keep every accepted push on disk, so that `dips verify --replay` can recompute",
+        description="keep every accepted push on disk, so that `dips verify DIR --replay` can recompute",
     )
     tape: Path | None = Field(default=None, description="file of this slave's event record; empty: none")
     log_level: str = Field(default="INFO", description="DEBUG, INFO, WARNING or ERROR")

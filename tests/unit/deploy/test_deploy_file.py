@@ -120,7 +120,7 @@ def test_the_keys_of_somebody_else_are_refused(tmp_path: Path) -> None:
     deployment = with_keys(written(tmp_path))
     for file in (tmp_path / "keys" / "s1").iterdir():
         (tmp_path / "keys" / "s0" / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(ConfigError, match="holds keys of slave s1, not of slave s0"):
+    with pytest.raises(ConfigError, match="holds the keys of slave s1, not of slave s0"):
         identities.check(deployment)
 
 

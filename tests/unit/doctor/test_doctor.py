@@ -20,8 +20,8 @@ from dips.doctor import host, local, network
 from dips.doctor import host as disk
 from dips.doctor import host as packages
 from dips.doctor.findings import Check, Finding, Grade, examined, fail, ok, warn
-from dips.doctor.network import WantedIdentity, check_identities
-from dips.local.authority import ensure_keys
+from dips.doctor.network import check_identities
+from dips.local.authority import WantedIdentity, ensure_keys
 from dips.local.run_directory import UP, Mark, claim
 from dips.local.run_file import read_run_file
 
@@ -155,13 +155,13 @@ def test_a_directory_must_be_one_that_can_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "specs", "holds"),
     [
-        ("6.33.6", ">=6.33.5,<6.34", True), ("6.34", ">=6.33.5,<6.34", False), ("6.33.4", ">=6.33.5", False),
-        ("2.13.0+cpu", ">=2.6", True), ("1", ">=1.0", True), ("0.9", "!=0.9", False), ("1.2.5", "~=1.2", True),
-        ("2.0", "~=1.2", False), ("3.0", "==3", True), ("1.0", "", True),
+        ("6.33.6", ">=6.33.5,<6.34", True), ("6.34", ">=6.33.5,<6.34", False), ("2.13.0+cpu", ">=2.6", True),
+        ("2.9.0.dev1", ">=2.6", True), ("1.0", "", True),
     ],
 )  # fmt: skip
-def test_versions_are_compared_by_their_numbers(version: str, specs: str, holds: bool) -> None:
-    assert packages.satisfies(version, specs) is holds
+def test_an_installed_version_is_within_its_bounds_or_not(version: str, specs: str, holds: bool) -> None:
+    found, *_ = packages.check_packages([], [f"numpy{specs}"], {"numpy": version}.get)
+    assert (found.grade is OK) is holds
 
 
 def test_packages_of_the_extras_in_question_must_be_there() -> None:
