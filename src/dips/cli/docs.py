@@ -1,4 +1,4 @@
-"""Writes the generated pages of docs/ (`make docs`): assumptions.md, metrics.md, and the marked parts of protocol.md.
+"""Writes the generated pages of docs/ (`make docs`): assumptions.md, metrics.md, settings.md, parts of protocol.md.
 
 Tests check that the pages are current.
 """
@@ -10,31 +10,43 @@ import functools
 import re
 import sys
 import textwrap
+import types
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from annotated_types import Ge, Gt, Le, Lt
 from google.protobuf.descriptor import ServiceDescriptor
 
 from dips.core.assumptions import ROLES as ASSUMED
 from dips.core.assumptions import Assumption
+from dips.core.config import Knobs, Name, environment_name
 from dips.core.errors import ConfigError
 from dips.core.machine import TransitionTable
+from dips.core.net.security import Address, AddressOrEmpty
 from dips.core.observe.metrics import SECONDS, Spec
 from dips.core.observe.metrics_server import CONNECTION_S, MOST_CONNECTIONS, SNAPSHOT_S
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION
+from dips.core.units import BitsPerSecond, Bytes, Count, Seconds, format_bytes, format_seconds
+from dips.deploy.deploy_file import DeployedClusterKnobs, DeployKnobs, ModelKnobs, SiteKnobs
+from dips.local.run_file import ClusterKnobs, RunKnobs
 from dips.master import metrics as master
+from dips.master.config import MasterConfig
 from dips.master.metrics import PHASES as ROUND_PHASES
 from dips.master.metrics import REASONS
 from dips.master.state.reasons import STANDING, WaitingCode
 from dips.master.state.records import PUSH_TABLE, RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE, SLAVE_TABLE
 from dips.protos import clusters_pb2, operator_pb2, slaves_pb2
 from dips.slave import metrics as slave
+from dips.slave.config import SlaveConfig
 from dips.slave.metrics import JOBS
 from dips.slave.metrics import PHASES as SHARD_PHASES
 from dips.slave.state.shard import SAVE_TABLE, SHARD_TABLE
 from dips.slave.state.slave import LINK_TABLE
+from dips.trainer.config import TrainConfig
 from dips.worker import metrics as worker
+from dips.worker.config import ClientConfig
 from dips.worker.metrics import PHASES as SESSION_PHASES
 from dips.worker.state.shared import SESSION_TABLE
 
@@ -301,6 +313,115 @@ def _rows(prefix: str, specs: Iterable[Spec]) -> Iterable[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+# ---- settings.md -----------------------------------------------------------------------------------------------------
+
+
+_SETTINGS = """\
+# Settings
+
+Written by `make docs` from the classes that declare them; there are no others.
+
+A setting of a role has four sources. From strongest to weakest: the command line (`--memory-bytes`), the environment
+(`DIPS_SLAVE_MEMORY_BYTES`), the role's table in a TOML file (`memory_bytes` in `[slave]`), the default. Each process
+prints at its start what it uses, and where each value came from. A setting that is unknown, wrong or missing ends the
+command with exit code 2 and a sentence with its place, the value and the remedy.
+
+Sizes, times, rates and counts are numbers in the base unit (bytes, seconds, bits/s, one) or texts with a unit:
+`"64 MB"`, `"1 MiB"`, `"1 h 30 min"`, `"10 Gbit/s"`, `"1.5M"`. In a variable, a list is written with commas or as JSON.
+Where a table says `(required)` a value must be given; `dips up` and `dips deploy` give some of a role's settings
+themselves."""
+
+_ROLE_TABLES: tuple[tuple[str, type[Knobs], str], ...] = (
+    ("master", MasterConfig, "`dips master`"),
+    ("slave", SlaveConfig, "`dips slave`"),
+    ("worker", ClientConfig, "`dips train` with a master, and a loop of your own"),
+    ("train", TrainConfig, "`dips train`"),
+)
+_FILE_TABLES: tuple[tuple[str, tuple[tuple[str, type[Knobs]], ...]], ...] = (
+    ("The file of `dips up`", (("[run]", RunKnobs), ("[[clusters]]", ClusterKnobs))),
+    (
+        "The file of `dips deploy`",
+        (
+            ("[deploy]", DeployKnobs),
+            ("[model]", ModelKnobs),
+            ("[[sites]]", SiteKnobs),
+            ("[[clusters]]", DeployedClusterKnobs),
+        ),
+    ),
+)
+
+_CHECKED = {
+    typing.get_args(kind)[1]: word
+    for kind, word in (
+        *((Bytes, "size"), (Seconds, "time"), (Count, "count"), (BitsPerSecond, "rate")),
+        *((Name, "name"), (Address, "HOST:PORT"), (AddressOrEmpty, "HOST:PORT")),
+    )
+}
+"""The words for types that have a check of their own, by that check."""
+
+_FORMS: dict[str, Callable[[Any], str]] = {"size": format_bytes, "time": format_seconds}
+_WORDS = {bool: "yes or no", int: "whole number", float: "number", str: "text", Path: "path"}
+_BOUNDS = {Ge: "at least {}", Gt: "more than {}", Le: "at most {}", Lt: "less than {}"}
+
+
+def settings() -> str:
+    """The text of docs/settings.md."""
+    parts = [_SETTINGS]
+    for section, kind, of in _ROLE_TABLES:
+        variable = environment_name(section, "...")
+        parts += [f"## `[{section}]`: {of}", f"Variables: `{variable}`.", _settings_table(kind)]
+    for title, tables in _FILE_TABLES:
+        parts += [f"## {title}", "It also has the tables of the roles, above."]
+        for name, kind in tables:
+            parts += [f"### `{name}`", _settings_table(kind)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _settings_table(kind: type[Knobs]) -> str:
+    lines = ["| setting | value | default | meaning |", "|---|---|---|---|"]
+    for name, info in kind.model_fields.items():
+        values, default = _values(info.annotation, info.metadata), info.get_default(call_default_factory=True)
+        shown = "(required)" if info.is_required() else ""
+        if not info.is_required() and default not in ("", (), None):
+            shown = f"`{_amount(default, values)}`"
+        cells = (f"`{name}`", values, shown, info.description or "")
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def _amount(value: Any, of: str) -> str:
+    """A value as a person writes it; of: the words for its type."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float) and value >= 1:
+        form = next((form for word, form in _FORMS.items() if word in of), str)
+        return form(value)
+    return str(value)
+
+
+def _values(hint: Any, metadata: Iterable[Any] = ()) -> str:
+    """What may be written for a setting of this type, with its bounds."""
+    of, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if of is typing.Annotated:
+        return _values(arguments[0], [*arguments[1:], *metadata])
+    if of in (types.UnionType, typing.Union):
+        return " or ".join(_values(one, metadata) for one in arguments if one is not types.NoneType)
+    if of is typing.Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if of in (tuple, list):
+        return f"list: {_values(arguments[0])}"
+    # A FieldInfo inside of Annotated has metadata of its own.
+    flat = [inner for one in metadata for inner in (one, *getattr(one, "metadata", ()))]
+    word = next((_CHECKED[one] for one in flat if one in _CHECKED), _WORDS.get(hint, "text"))
+    bounds = [
+        text.format(_amount(getattr(one, kind.__name__.lower()), word))
+        for one in flat
+        for kind, text in _BOUNDS.items()
+        if isinstance(one, kind)
+    ]
+    return ", ".join([word, *bounds])
+
+
 # ---- command ---------------------------------------------------------------------------------------------------------
 
 
@@ -308,6 +429,7 @@ PAGES: Mapping[str, Callable[[str], str]] = {
     "protocol.md": protocol,
     "assumptions.md": lambda _: assumptions(),
     "metrics.md": lambda _: metrics(),
+    "settings.md": lambda _: settings(),
 }
 """The page as it is ("" where there is none) -> as it should be."""
 

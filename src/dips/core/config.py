@@ -16,6 +16,7 @@ import re
 import tomllib
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,6 +239,13 @@ def check_known(keys: Iterable[str], known: Iterable[str], where: str | Mapping[
     ]
     if wrong:
         raise ConfigError("\n".join(wrong))
+
+
+def check_unique(names: Iterable[str], key: str, where: str) -> None:
+    """Raise ConfigError when two tables of a list have the same name, which is their setting `key`."""
+    counted = Counter(names)
+    if doubles := sorted(name for name in counted if counted[name] > 1):
+        raise ConfigError(f"{where}: two have the {key} {doubles[0]!r}: give each its own")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

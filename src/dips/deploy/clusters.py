@@ -16,14 +16,14 @@ from dips.deploy.deploy_file import (
 )
 from dips.deploy.objects import (
     CONFIG_HASH,
+    CONFIG_MOUNT,
+    KEYS_MOUNT,
     METRICS,
     Object,
     cluster_policy,
     config_hash,
-    config_mount,
     config_volume,
     container,
-    keys_mount,
     labels,
     made,
     namespace,
@@ -196,7 +196,7 @@ def environment(deployment: Deployment, cluster: DeployedClusterKnobs, keys: str
 def _volumes(deployment: Deployment, cluster: DeployedClusterKnobs) -> tuple[list[Object], list[Object]]:
     name = object_name(deployment, cluster)
     volumes = [secret_volume(f"{deployment.name}-keys-{cluster.id}"), config_volume(name)]
-    mounts = [keys_mount(), config_mount()]
+    mounts = [KEYS_MOUNT, CONFIG_MOUNT]
     if cluster.checkpoint_volume:
         volumes.append({"name": "state", "persistentVolumeClaim": {"claimName": name}})
         mounts.append({"name": "state", "mountPath": STATE})

@@ -18,7 +18,6 @@ from hashlib import sha256
 from typing import Any
 
 from dips.core.errors import ConfigError
-from dips.deploy.deploy_file import parse_quantity
 from dips.deploy.objects import Object, as_yaml
 
 FIELDS = "dips/fields"
@@ -153,6 +152,8 @@ def _keep_claims(found: Object, live: Object) -> None:
 
 
 def _keep_size(ours: Object, theirs: Object, name: str, and_then: str = "") -> None:
+    from kubernetes.utils.quantity import parse_quantity  # a second to load, and there is an object only with a client
+
     have, want = theirs["resources"]["requests"]["storage"], ours["resources"]["requests"]["storage"]
     if parse_quantity(have) < parse_quantity(want):
         raise ConfigError(

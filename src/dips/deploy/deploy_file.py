@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from dips.core.config import Knobs, SettingsFile, load_table
+from dips.core.config import Knobs, SettingsFile, check_unique, load_table
 from dips.core.errors import ConfigError
 from dips.core.net.addresses import parse_address
 from dips.core.units import Bytes, Count, format_bytes, format_count
@@ -244,18 +244,6 @@ def processors(cpus: float) -> str:
     return str(thousandths // 1000) if thousandths % 1000 == 0 else f"{thousandths}m"
 
 
-def parse_quantity(text: object) -> int:
-    """The bytes of a size that Kubernetes gave back; 0 for what is no size."""
-    units = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50, "Ei": 1 << 60}
-    units |= {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
-    words = str(text)
-    number = words.rstrip("KMGTPEik")
-    try:
-        return int(float(number) * units[words[len(number) :]])
-    except (KeyError, ValueError):
-        return 0
-
-
 def _rounded(n_bytes: int) -> int:
     return -(-n_bytes // MIB) * MIB
 
@@ -387,8 +375,8 @@ def read_deploy_file(file: Path) -> Deployment:
 def _check_names(
     file: Path, run: DeployKnobs, sites: tuple[SiteKnobs, ...], clusters: tuple[DeployedClusterKnobs, ...]
 ) -> None:
-    _check_once(file, "[[sites]]", "name", [site.name for site in sites])
-    _check_once(file, "[[clusters]]", "id", [cluster.id for cluster in clusters])
+    check_unique((site.name for site in sites), "name", f"{file} [[sites]]")
+    check_unique((cluster.id for cluster in clusters), "id", f"{file} [[clusters]]")
     taken = {"master", "supervisor", "operator", *(f"s{index}" for index in range(run.slaves))}
     for cluster in clusters:
         if cluster.id in taken:
@@ -396,12 +384,6 @@ def _check_names(
         if cluster.site not in {site.name for site in sites}:
             known = ", ".join(site.name for site in sites)
             raise ConfigError(f"{file} [[clusters]] {cluster.id}: site {cluster.site!r} is none of {known}")
-
-
-def _check_once(file: Path, table: str, key: str, names: list[str]) -> None:
-    doubles = sorted({name for name in names if names.count(name) > 1})
-    if doubles:
-        raise ConfigError(f"{file} {table}: two have the {key} {doubles[0]!r}: give each its own")
 
 
 # ---- where the servers are ----

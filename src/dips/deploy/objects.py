@@ -177,12 +177,9 @@ def tcp_probe(port: str, period_s: int, failures: int) -> Object:
     return {"tcpSocket": {"port": port}, "periodSeconds": period_s, "failureThreshold": failures, "timeoutSeconds": 5}
 
 
-def state_mount() -> Object:
-    return {"name": "state", "mountPath": STATE}
-
-
-def keys_mount() -> Object:
-    return {"name": "keys", "mountPath": KEYS, "readOnly": True}
+STATE_MOUNT = {"name": "state", "mountPath": STATE}
+KEYS_MOUNT = {"name": "keys", "mountPath": KEYS, "readOnly": True}
+CONFIG_MOUNT = {"name": "config", "mountPath": CONFIG, "readOnly": True}
 
 
 def own_keys_mounts(name: str) -> list[Object]:
@@ -191,10 +188,6 @@ def own_keys_mounts(name: str) -> list[Object]:
         {"name": "keys", "mountPath": f"{KEYS}/{file}", "subPathExpr": f"{name}.{file}", "readOnly": True}
         for file in IDENTITY_FILES
     ]
-
-
-def config_mount() -> Object:
-    return {"name": "config", "mountPath": CONFIG, "readOnly": True}
 
 
 def secret_volume(secret: str) -> Object:
@@ -256,6 +249,9 @@ ANYWHERE = "0.0.0.0/0"
 API_PORTS = (443, 6443)
 """Where API servers listen, inside and behind the service `kubernetes`."""
 
+NAMES: Object = {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}
+"""Names are looked up wherever the cluster's DNS is."""
+
 RENDEZVOUS_PORTS = (1024, 65535)
 """Between a cluster's own nodes: torchrun's and the collectives' ports are not known beforehand."""
 
@@ -270,20 +266,20 @@ def server_policies(deployment: Deployment) -> list[Object]:
             deployment,
             "master",
             [_from([*inner, *clusters], _tcp(CONTROL_PORT)), _metrics(deployment)],
-            [_names()],
+            [NAMES],
         ),
         _policy(
             deployment,
             "slave",
             [_from([*slaves, *clusters], _tcp(DATA_PORT)), _metrics(deployment)],
             # Slaves find each other at the addresses that clusters use, for a RESHARD.
-            [_names(), to_master, _to(slaves, _tcp(DATA_PORT)), _to([_block(ANYWHERE)], _data_ports(deployment))],
+            [NAMES, to_master, _to(slaves, _tcp(DATA_PORT)), _to([_block(ANYWHERE)], _data_ports(deployment))],
         ),
         _policy(
             deployment,
             "supervisor",
             [],
-            [_names(), to_master, _to([_block(ANYWHERE)], [port for n in API_PORTS for port in _tcp(n)])],
+            [NAMES, to_master, _to([_block(ANYWHERE)], [port for n in API_PORTS for port in _tcp(n)])],
         ),
     ]
 
@@ -299,7 +295,7 @@ def cluster_policy(deployment: Deployment, cluster: str) -> Object:
         deployment,
         "cluster",
         [_from(own, among), _metrics(deployment)],
-        [_names(), _to([_block(ANYWHERE)], _once(endpoints)), _to(own, among)],
+        [NAMES, _to([_block(ANYWHERE)], _once(endpoints)), _to(own, among)],
         cluster,
     )
 
@@ -336,11 +332,6 @@ def _policy(
 def _metrics(deployment: Deployment) -> Object:
     whose = {"matchLabels": {"kubernetes.io/metadata.name": deployment.run.prometheus_namespace}}
     return _from([{"namespaceSelector": whose}], _tcp(METRICS_PORT))
-
-
-def _names() -> Object:
-    """Names are looked up wherever the cluster's DNS is."""
-    return {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}
 
 
 def _data_ports(deployment: Deployment) -> list[Object]:

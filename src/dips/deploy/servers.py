@@ -21,14 +21,15 @@ from dips.deploy.deploy_file import (
 )
 from dips.deploy.objects import (
     CONFIG_HASH,
+    CONFIG_MOUNT,
+    KEYS_MOUNT,
     METRICS,
+    STATE_MOUNT,
     Object,
     claim_template,
     config_hash,
-    config_mount,
     config_volume,
     container,
-    keys_mount,
     labels,
     made,
     namespace,
@@ -41,7 +42,6 @@ from dips.deploy.objects import (
     service_account,
     service_ports,
     settings_map,
-    state_mount,
     tcp_probe,
     toml,
 )
@@ -194,7 +194,7 @@ def _master(deployment: Deployment, hashed: str) -> Object:
         deployment.run.image("master"),
         ["dips", "master", "--config", f"{CONFIG}/master.toml"],
         resources("1", quantity(sizes.master_process_bytes)),
-        [state_mount(), keys_mount(), config_mount()],
+        [STATE_MOUNT, KEYS_MOUNT, CONFIG_MOUNT],
         {"control": CONTROL_PORT, **METRICS},
         startupProbe=tcp_probe("control", PROBE_S, START_PROBES),
         readinessProbe=tcp_probe("metrics", PROBE_S, 3),
@@ -221,7 +221,7 @@ def _slaves(deployment: Deployment, files: Mapping[str, str]) -> Object:
         deployment.run.image("slave"),
         ["dips", "slave", "--config", f"{CONFIG}/s$(POD_INDEX).toml"],
         resources(processors(deployment.run.slave_cpus), quantity(sizes.slave_process_bytes)),
-        [state_mount(), *own_keys_mounts("s$(POD_INDEX)"), config_mount()],
+        [STATE_MOUNT, *own_keys_mounts("s$(POD_INDEX)"), CONFIG_MOUNT],
         {"data": DATA_PORT, **METRICS},
         [POD_INDEX],
         # The data port is probed until it opens, and no longer: every probe without a key counts as an unknown peer.
@@ -298,7 +298,7 @@ def _supervisor(deployment: Deployment) -> Object:
         deployment.run.image("master"),
         command,
         resources("50m", quantity(SUPERVISOR_BYTES)),
-        [keys_mount(), {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True}],
+        [KEYS_MOUNT, {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True}],
     )
     # The account's token, for this container alone and for an hour at a time.
     token = {"serviceAccountToken": {"path": "token", "expirationSeconds": 3600}}

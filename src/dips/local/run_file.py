@@ -17,9 +17,18 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import Field
 
-from dips.core.config import Knobs, Loaded, SettingsFile, check_known, environment_name, load, load_table
+from dips.core.config import (
+    Knobs,
+    Loaded,
+    Name,
+    SettingsFile,
+    check_known,
+    check_unique,
+    environment_name,
+    load,
+    load_table,
+)
 from dips.core.errors import ConfigError
-from dips.core.ids import check_name
 from dips.core.net.addresses import MAX_PORT, format_address, is_loopback, parse_address
 from dips.core.net.security import SETTINGS
 from dips.core.observe.logs import LogFormat
@@ -43,7 +52,7 @@ K = TypeVar("K", bound=Knobs)
 class RunKnobs(Knobs):
     """The table [run]."""
 
-    id: str = Field(description="Name of the run.")
+    id: Name = Field(description="Name of the run.")
     directory: Path = Field(description="Where the run keeps everything; relative to where `dips up` is started.")
     slaves: int = Field(1, ge=1, le=64, description="How many slaves.")
     advertise: str = Field(
@@ -54,7 +63,7 @@ class RunKnobs(Knobs):
     insecure: bool = Field(
         False, description="Make and use no keys: nothing is encrypted, no one is authenticated, loopback only."
     )
-    keys_for: tuple[str, ...] = Field(
+    keys_for: tuple[Name, ...] = Field(
         (), description="Clusters that are started elsewhere, for which keys are made in the run's directory."
     )
     page: bool = Field(True, description="Serve the status page: where [master] page_listen says, else at a free port.")
@@ -72,7 +81,7 @@ class RunKnobs(Knobs):
 class ClusterKnobs(Knobs):
     """The settings that only a table [[clusters]] has."""
 
-    id: str = Field(description="Name of the cluster.")
+    id: Name = Field(description="Name of the cluster.")
     gap: float = Field(0.0, ge=0, le=0.95, description="How much slower than this machine it is made to be, 0 to 0.95.")
     command: tuple[str, ...] = Field((), description="A command of your own instead of `dips train`.")
 
@@ -86,7 +95,6 @@ def read_run_file(file: Path, insecure: bool = False, log_format: LogFormat | No
     _refuse_security(tables)
     overrides = {"insecure": True if insecure else None, "log_format": log_format}
     run = load(RunKnobs, "run", file=tables, overrides=overrides).value
-    check_name(run.id, f"{file} [run] id")
     clusters = tables.rows("clusters")
     base = None
     if run.evaluate or any(not table.get("command") for table in clusters):
@@ -106,8 +114,6 @@ def read_run_file(file: Path, insecure: bool = False, log_format: LogFormat | No
         run.metrics,
         public_host(run, master),
     )
-    for name in run.keys_for:
-        check_name(name, f"{file} [run] keys_for")
     _check_ports(file, plan)
     return run, plan if log_format is None else _all_logging(plan, log_format)
 
@@ -265,9 +271,7 @@ def _clusters(
 ) -> tuple[TrainedCluster | OwnCluster, ...]:
     found = [_cluster(file, run, number, base) for number in range(1, len(file.rows("clusters")) + 1)]
     names = [cluster.cluster_id for cluster in found]
-    doubles = {name for name in names if names.count(name) > 1}
-    if doubles:
-        raise ConfigError(f"{file}: two clusters have the id {sorted(doubles)[0]!r}: give each its own")
+    check_unique(names, "id", f"{file} [[clusters]]")
     reserved = {"master", "heldout", *(f"s{index}" for index in range(run.slaves))}.intersection(names)
     if reserved:
         raise ConfigError(
@@ -290,7 +294,6 @@ def _cluster(
         return {key: value for key, value in table.items() if key in kind.model_fields}
 
     own = load_table(ClusterKnobs, of(ClusterKnobs), where)
-    check_name(own.id, f"{where} id")
     if own.command or base is None:
         return OwnCluster(own.id, own.command)
     gap = {"emulate_gap": own.gap} if own.gap else {}

@@ -10,7 +10,7 @@ from support.deploy_files import EXAMPLE, SMALL, example, with_keys, written
 from dips.core.errors import ConfigError
 from dips.core.net.keys import KEY_FILE
 from dips.deploy import identities
-from dips.deploy.deploy_file import parse_quantity, processors, quantity, read_deploy_file
+from dips.deploy.deploy_file import processors, quantity, read_deploy_file
 
 
 def test_the_example_puts_the_servers_where_the_papers_rule_says() -> None:
@@ -140,9 +140,7 @@ def test_the_authoritys_key_goes_nowhere(tmp_path: Path) -> None:
 )
 def test_a_size_is_written_as_the_api_gives_it_back(n_bytes: int, text: str) -> None:
     assert quantity(n_bytes) == text
-    assert parse_quantity(text) >= n_bytes
 
 
-def test_processors_and_sizes_of_others_are_read() -> None:
+def test_processors_are_written_as_the_api_gives_them_back() -> None:
     assert [processors(cpus) for cpus in (1, 0.05, 2.5)] == ["1", "50m", "2500m"]
-    assert [parse_quantity(text) for text in ("1k", "1Ki", "12", "1e3", "?")] == [1000, 1024, 12, 1000, 0]

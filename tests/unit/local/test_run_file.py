@@ -108,7 +108,7 @@ def test_the_examples_are_good(name: str) -> None:
         (HEAD + '[[clusters]]\nid = "a"\n[[clusters]]\nid = "b"\nlr = "fast"\n', "[[clusters]] 2: lr = 'fast'"),
         (HEAD + "[[clusters]]\ngap = 0.1\n", "[[clusters]] 1: id is not given"),
         (HEAD + '[[clusters]]\nid = "a b"\n', "is not a name"),
-        (HEAD + '[[clusters]]\nid = "a"\n[[clusters]]\nid = "a"\n', "two clusters have the id 'a'"),
+        (HEAD + '[[clusters]]\nid = "a"\n[[clusters]]\nid = "a"\n', "two have the id 'a'"),
         (HEAD + '[[clusters]]\nid = "s0"\n', "'s0' is the name of another process"),
         (HEAD + '[[clusters]]\nid = "master"\n', "'master' is the name of another process"),
         (HEAD + '[clusters]\nid = "a"\n', "'clusters' is not a list of tables: write each below a line [[clusters]]"),
@@ -164,7 +164,7 @@ def test_an_insecure_run_serves_this_machine_only(tmp_path: Path) -> None:
 
 
 def test_a_name_for_keys_is_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\[run\] keys_for"):
+    with pytest.raises(ConfigError, match=r"\[run\]: keys_for = "):
         read_run_file(write(tmp_path, HEAD + 'keys_for = ["../x"]\n'))
 
 

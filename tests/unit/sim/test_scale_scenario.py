@@ -50,7 +50,7 @@ def test_ideal_tokens_count_only_the_time_that_a_cluster_may_run(tmp_path: Path)
         ({"sync_every": "sync_evry = 16"}, ["[master]", "did you mean 'sync_every'?"]),
         ({"sync_every": 'listen = "127.0.0.1:1"'}, ["[master]", "'listen'", "leave it out"]),
         ({"round_timeout_s": 'round_timeout_s = "1 s"'}, ["[master]", "round_timeout_s", "raise"]),
-        ({"id": 'id = "b"'}, ["[[clusters]]", "two clusters have the id 'b'"]),
+        ({"id": 'id = "b"'}, ["[[clusters]]", "two have the id 'b'"]),
         ({"id": 'id = "A b"'}, ["[[clusters]] 1", "A b"]),
         ({"npus": "present_days = [[3, 2]]"}, ["[[clusters]] 1", "[3, 2]", "beginning before its end"]),
         ({"hours": "hours = 6", "npus": "present_days = [[2, 3]]"}, []),

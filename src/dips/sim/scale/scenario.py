@@ -13,7 +13,7 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dips.core.config import Knobs, Name, SettingsFile, load_table
+from dips.core.config import Knobs, Name, SettingsFile, check_unique, load_table
 from dips.core.errors import ConfigError
 from dips.core.units import BitsPerSecond, Bytes, Count, Seconds, parse_bytes, validating
 from dips.master.config import MasterConfig
@@ -170,10 +170,7 @@ def load_scenario(path: Path, *, hours: float | None = None, seed: int | None = 
     given = {key: value for key, value in (("hours", hours), ("seed", seed)) if value is not None}
     slaves = file.settings(SlavesTable, "slaves")
     clusters = file.settings_of_rows(ClusterTable, "clusters", required=True)
-    names = [cluster.id for cluster in clusters]
-    doubles = sorted({name for name in names if names.count(name) > 1})
-    if doubles:
-        raise ConfigError(f"{path} [[clusters]]: two clusters have the id {doubles[0]!r}: give each its own")
+    check_unique((cluster.id for cluster in clusters), "id", f"{path} [[clusters]]")
     if wrong := sorted(_OURS & set(file.table("master"))):
         raise ConfigError(f"{file.where('master')}: {wrong[0]!r} has no meaning in a simulation: leave it out")
     master: dict[str, object] = {"max_clusters": max(8, len(clusters)), **file.table("master")}
