@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import re
 import shlex
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +212,33 @@ def test_files_that_are_named_exist(file: Path) -> None:
             assert found, f"{file.name} names {span}"
         elif span.endswith((".py", ".proto", ".txt")):
             assert any(Path(name).match(span) for name in names), f"{file.name} names {span}"
+
+
+def test_every_step_of_the_ten_flows_is_a_function_in_its_file() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text().split("## Ten flows")[1].split("\n## ")[0]
+    steps = 0
+    for files, functions in re.findall(r"^\| (`[^|]+`) \| ([^|]*) \| [^|]+ \|$", text, re.MULTILINE):
+        groups = functions.split("; ") if functions else []
+        for name, group in zip(re.findall(r"`([^`]+)`", files), groups, strict=bool(functions)):
+            there = defined_in(next(path for path in (SOURCE / name, ROOT / name) if path.exists()))
+            for function in re.findall(r"`([^`]+)`", group):
+                assert function in there, f"{name} has no {function}"
+                steps += 1
+    assert steps >= 100
+
+
+@functools.cache
+def defined_in(path: Path) -> frozenset[str]:
+    """Functions, classes and methods, the latter with their class."""
+
+    def names(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from names(node.body, f"{node.name}.")
+
+    return frozenset(names(ast.parse(path.read_text()).body))
 
 
 @each_document
