@@ -27,11 +27,11 @@ Level = Literal["debug", "info", "warning", "error", "critical"]
 
 @dataclass(frozen=True)
 class LogFilter:
-    """Chooses the entries to show. roles: role, process or file names; none: all. since_s: Unix time."""
+    """Chooses the entries to show."""
 
-    roles: frozenset[str] = frozenset()
+    roles: frozenset[str] = frozenset()  # role, process or file names; none: all
     cause: str = ""
-    since_s: float = 0.0
+    since_s: float = 0.0  # Unix time
     level: str = "DEBUG"
 
     def takes(self, entry: LogEntry) -> bool:

@@ -36,7 +36,7 @@ _COMPUTES = "dips.compare.engine"
 
 @dataclass(frozen=True)
 class ComparisonJob:
-    """One run: a method on a set-up with a seed. variant: tells runs of one figure apart."""
+    """One run: a method on a set-up with a seed."""
 
     method: str
     seed: int
@@ -45,7 +45,7 @@ class ComparisonJob:
     """Digest of the text, from text_digest."""
     data: tuple[Path, ...] = ()
     inject: str = ""
-    variant: str = ""
+    variant: str = ""  # tells runs of one figure apart
 
     @property
     def name(self) -> str:

@@ -217,15 +217,13 @@ NAN_ELEMS = 8
 
 @dataclass(frozen=True)
 class Injection:
-    """Which cluster pushes what, and when: the pushes of a cluster are numbered from 1.
-
-    cluster: its index. first_push: the first bad one, later than the norms' warm-up of 8. Then bad_run bad pushes and
-    good_run good ones by turns, fewer than the 8 in a row after which a cluster's statistics begin again. The
-    defaults spoil 17 of a cluster's first 35 pushes.
-    """
+    """Which cluster pushes what, and when: the pushes of a cluster are numbered from 1."""
 
     kind: str
-    cluster: int = 0
+    cluster: int = 0  # its index
+    # the first bad one, later than the norms' warm-up of 8. Then bad_run bad pushes and good_run good ones by turns,
+    # fewer than the 8 in a row after which a cluster's statistics begin again. The defaults spoil 17 of a cluster's
+    # first 35 pushes.
     first_push: int = 10
     bad_run: int = 5
     good_run: int = 3

@@ -60,7 +60,7 @@ def at_tokens(curve: Sequence[CurvePoint], tokens: int) -> tuple[float | None, f
 
 @dataclass(frozen=True)
 class PushFact:
-    """One judged push. norm, score, cosine: None where undefined."""
+    """One judged push."""
 
     cluster: str
     push: str
@@ -68,6 +68,7 @@ class PushFact:
     reason: str
     tokens: int
     staleness: int
+    # norm, score, cosine: None where undefined
     norm: float | None
     score: float | None
     cosine: float | None
@@ -88,13 +89,9 @@ class RoundFact:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The record of one run: a (method, seed, injection).
-
-    loss, virtual_s: at exactly `tokens`, by linear interpolation between the last version below and the first at or
-    above it; loss None: not finite, or nothing was trained. ended: "finished", "diverged", or "locked out": the penalty
-    refused every push from some time on, finite ones too. alarms: (virtual second, what it is about, sentence).
-    cluster_tokens: applied. timing-only runs have no losses.
-    """
+    """The record of one run: a (method, seed, injection). loss, virtual_s: at exactly `tokens`, by linear interpolation
+    between the last version below and the first at or above it; loss None: not finite, or nothing was trained. ended:
+    "finished", "diverged", or "locked out": the penalty refused every push from some time on, finite ones too."""
 
     method: str
     seed: int
@@ -109,8 +106,8 @@ class RunRecord:
     voids: int
     curve: tuple[CurvePoint, ...] = ()
     judged: tuple[RoundFact, ...] = ()
-    alarms: tuple[tuple[float, str, str], ...] = ()
-    cluster_tokens: dict[str, int] = field(default_factory=dict)
+    alarms: tuple[tuple[float, str, str], ...] = ()  # (virtual second, what it is about, sentence)
+    cluster_tokens: dict[str, int] = field(default_factory=dict)  # applied. timing-only runs have no losses
     cluster_steps: dict[str, int] = field(default_factory=dict)
     # Virtual seconds in which a cluster did not train, from the first version to the end.
     waited_s: dict[str, float] = field(default_factory=dict)

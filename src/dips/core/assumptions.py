@@ -40,15 +40,12 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
 
 @dataclass(frozen=True)
 class Assumption:
-    """One inequality. text: sums and products of settings, numbers and KiB, MiB, GiB on both sides of a relation.
-
-    why: what it is for. harm: what would happen without it, as an error says it.
-    """
+    """One inequality."""
 
     name: str
-    text: str
-    why: str
-    harm: str
+    text: str  # sums and products of settings, numbers and KiB, MiB, GiB on both sides of a relation
+    why: str  # what it is for
+    harm: str  # what would happen without it, as an error says it
     remedy: str
 
     def knobs(self) -> list[str]:

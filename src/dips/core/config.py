@@ -137,9 +137,9 @@ def load_table(kind: type[M], table: Mapping[str, object], where: str) -> M:
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """The tables of one settings file, as they are written. name: its path, or what it is, for errors."""
+    """The tables of one settings file, as they are written."""
 
-    name: str
+    name: str  # its path, or what it is, for errors
     tables: Mapping[str, Any]
 
     def __str__(self) -> str:

@@ -42,13 +42,13 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True)
 class Parameter:
-    """One named tensor. dtype is the cluster's; wire and slaves use float32. averaged: a buffer, not trained."""
+    """One named tensor. dtype is the cluster's; wire and slaves use float32."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     layer: str
-    averaged: bool = False
+    averaged: bool = False  # a buffer, not trained
 
     @property
     def n_elems(self) -> int:
@@ -88,14 +88,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, shapes and dtypes of the parameters, cut into layers and blocks.
-
-    description: what an export needs and the shapes do not say (core/model_description.py); empty: nothing. Layouts
-    that differ in it alone are the same: it counts neither for equality nor for the hash.
-    """
+    """Names, shapes and dtypes of the parameters, cut into layers and blocks."""
 
     parameters: tuple[Parameter, ...]
     block_elems: int = DEFAULT_BLOCK_ELEMS
+    # what an export needs and the shapes do not say (core/model_description.py); empty: nothing. Layouts that differ in
+    # it alone are the same: it counts neither for equality nor for the hash.
     description: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:

@@ -62,9 +62,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Log:
-    """An effect of every machine: log one line for people when the sentence of this key changes. level: logging's."""
+    """An effect of every machine: log one line for people when the sentence of this key changes."""
 
-    level: int
+    level: int  # logging's
     key: str
     sentence: str
     cause: str = ""

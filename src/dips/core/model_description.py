@@ -131,30 +131,25 @@ MAX_TOLD = 8
 
 @dataclass(frozen=True)
 class Lacking:
-    """A tensor that is saved with the model and is not trained. dtype: torch's name of it, such as "float32".
-
-    digest: of its contents (core/model_description.py); None where training changes them.
-    """
+    """A tensor that is saved with the model and is not trained."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
-    digest: int | None = None
+    dtype: str  # torch's name of it, such as "float32"
+    digest: int | None = None  # of its contents (core/model_description.py); None where training changes them
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """Describes a model beyond its layout. config: the config.json of a model of transformers; empty: another model.
+    """Describes a model beyond its layout."""
 
-    prefix: precedes its own names in the layout, as when it is a part of another module. absent, n_absent: some of
-    the tensors that it has and that are not trained, and how many. lacks: all of them; empty where they are too many.
-    """
-
+    # the config.json of a model of transformers; empty: another model
     config: Mapping[str, Any] = field(default_factory=dict)
-    prefix: str = ""
+    prefix: str = ""  # precedes its own names in the layout, as when it is a part of another module
+    # absent, n_absent: some of the tensors that it has and that are not trained, and how many
     absent: tuple[str, ...] = ()
     n_absent: int = 0
-    lacks: tuple[Lacking, ...] = ()
+    lacks: tuple[Lacking, ...] = ()  # all of them; empty where they are too many
 
     def to_json(self) -> str:
         """Empty when it is longer than a layout may carry: then a version cannot be exported to a folder."""

@@ -135,10 +135,10 @@ Need = tuple[int, int]
 
 @dataclass
 class _SlaveLoad:
-    """One slave's blocks, smallest first. stated_bytes: its memory."""
+    """One slave's blocks, smallest first."""
 
     slave: SlaveId
-    stated_bytes: int
+    stated_bytes: int  # its memory
     needs: list[Need] = field(default_factory=list)
     used_bytes: int = 0
 

@@ -38,13 +38,13 @@ class ObjectAction(Enum):
 
 @dataclass(frozen=True)
 class Step:
-    """One object and the action for it. patch: of a change, as a JSON merge patch."""
+    """One object and the action for it."""
 
     context: str
     action: ObjectAction
     wanted: Object
     live: Object | None = None
-    patch: Object | None = None
+    patch: Object | None = None  # of a change, as a JSON merge patch
 
     @property
     def name(self) -> str:

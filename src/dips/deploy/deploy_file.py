@@ -284,11 +284,7 @@ OURS = {
 
 @dataclass(frozen=True)
 class Deployment:
-    """A deployment, from a checked file.
-
-    server_site: where the servers go, and why in a sentence; sizes: of pods and volumes.
-    leaving_s: how long a cluster may take to leave.
-    """
+    """A deployment, from a checked file."""
 
     file: Path
     run: DeployKnobs
@@ -296,10 +292,10 @@ class Deployment:
     tables: Mapping[str, Mapping[str, Any]]
     sites: tuple[SiteKnobs, ...]
     clusters: tuple[DeployedClusterKnobs, ...]
-    server_site: SiteKnobs
+    server_site: SiteKnobs  # where the servers go, and why in a sentence
     why_there: str
-    sizes: PodSizes
-    leaving_s: float
+    sizes: PodSizes  # of pods and volumes
+    leaving_s: float  # how long a cluster may take to leave
 
     @property
     def name(self) -> str:

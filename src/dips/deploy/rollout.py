@@ -39,10 +39,10 @@ Find = Callable[[str, Object], Object | None]
 
 @dataclass(frozen=True)
 class RolloutStage:
-    """A part of the rollout that is whole before the next begins. title: for a person."""
+    """A part of the rollout that is whole before the next begins."""
 
     context: str
-    title: str
+    title: str  # for a person
     objects: tuple[Object, ...]
 
 

@@ -38,23 +38,20 @@ _STEPS = (WaitingCode.MEASURE, WaitingCode.PREPARE, WaitingCode.COMMIT)
 
 @dataclass(frozen=True)
 class Pod:
-    """A slave's pod. ready: its StatefulSet has no reason to act; uid: this one and no later one of its name."""
+    """A slave's pod."""
 
     name: str
-    uid: str
-    ready: bool
+    uid: str  # this one and no later one of its name
+    ready: bool  # its StatefulSet has no reason to act
     ready_for_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class WatchLimits:
-    """Time limits. gone_s: how long the master may miss a slave whose pod is ready.
+    """Time limits."""
 
-    stuck_s: how long a round may wait for one.
-    """
-
-    gone_s: float = 120.0
-    stuck_s: float = 600.0
+    gone_s: float = 120.0  # how long the master may miss a slave whose pod is ready
+    stuck_s: float = 600.0  # how long a round may wait for one
 
 
 @dataclass(frozen=True)

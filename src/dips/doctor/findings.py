@@ -26,9 +26,9 @@ class Grade(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding of a check. check: a short name that stays the same, for scripts."""
+    """One finding of a check."""
 
-    check: str
+    check: str  # a short name that stays the same, for scripts
     grade: Grade
     sentence: str
     remedy: str = ""
@@ -46,9 +46,9 @@ Findings = Iterator[Finding]
 
 @dataclass(frozen=True)
 class Check:
-    """One check. name: of the finding, where the check itself cannot be made."""
+    """One check."""
 
-    name: str
+    name: str  # of the finding, where the check itself cannot be made
     look: Callable[[], Iterable[Finding]]
 
 

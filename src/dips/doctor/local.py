@@ -34,10 +34,10 @@ from dips.trainer.sizes import SIZES
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """The options of `dips doctor`. params: of the model, where a cluster brings its own loop. Link and round trip: to
-    the clusters that come from elsewhere; link None: not given, and what is on loopback has none."""
+    """The options of `dips doctor`. Link and round trip: to the clusters that come from elsewhere; link None: not
+    given, and what is on loopback has none."""
 
-    params: int | None = None
+    params: int | None = None  # of the model, where a cluster brings its own loop
     link_bits_per_s: float | None = None
     round_trip_s: float = 0.05
 

@@ -24,18 +24,18 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """An address at which a process will listen. setting: what changes it."""
+    """An address at which a process will listen."""
 
     who: str
     address: str
-    setting: str
+    setting: str  # what changes it
 
 
 @dataclass(frozen=True)
 class Reached:
-    """The result of dialling an address. round_trip_s: None when nothing came back."""
+    """The result of dialling an address."""
 
-    round_trip_s: float | None
+    round_trip_s: float | None  # None when nothing came back
     listens: bool
     why: str = ""
 

@@ -41,11 +41,11 @@ MAX_SENTENCES = 20
 
 @dataclass
 class Evidence:
-    """The result. judged: how many records were compared; unproven: what is missing although other records name it."""
+    """The result."""
 
-    judged: int = 0
+    judged: int = 0  # how many records were compared
     violations: list[Violation] = field(default_factory=list)
-    unproven: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)  # what is missing although other records name it
 
     def differs(self, sentence: str, where: str) -> None:
         """Report that two records do not agree."""

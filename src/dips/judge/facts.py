@@ -90,7 +90,7 @@ def short(digest: str) -> str:
 
 @dataclass(frozen=True)
 class RecordedParticipant:
-    """One push of a decided round, as its record has it. ranges: (pass, chunk, begin, end)."""
+    """One push of a decided round, as its record has it."""
 
     push: PushKey
     attempt: int
@@ -98,7 +98,7 @@ class RecordedParticipant:
     base: Pair | None
     fence: int
     tokens: int
-    ranges: tuple[tuple[int, int, int, int], ...]
+    ranges: tuple[tuple[int, int, int, int], ...]  # (pass, chunk, begin, end)
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,9 @@ def _participant(raw: Fields) -> RecordedParticipant:
 
 @dataclass(slots=True)
 class Fact:
-    """One thing that was recorded. source: "journal", "master", "slave", "worker", "manifest", "file" or "end"."""
+    """One thing that was recorded."""
 
-    source: str
+    source: str  # "journal", "master", "slave", "worker", "manifest", "file" or "end"
     who: str
     kind: str
     fields: Fields
@@ -213,19 +213,13 @@ class RecordedPrepare:
 
 @dataclass
 class History:
-    """What the facts so far say, indexed for the invariants.
+    """What the facts so far say, indexed for the invariants."""
 
-    durability: "sync" or "async", None when it is not known. live: facts come in the order in which they happened; else
-    source by source. tapes: processes whose tapes are available, None for all. whole: the journal's beginning is there.
-    lossy: a journal was lost, or another history was adopted, so that what it decided may be unknown. held: a slave's
-    tape says that it holds the version, and whether on disk; on_disk: it has a manifest.
-    """
-
-    durability: str | None = "sync"
-    live: bool = True
-    tapes: frozenset[tuple[str, str]] | None = None
-    whole: bool = True
-    lossy: bool = False
+    durability: str | None = "sync"  # "sync" or "async", None when it is not known
+    live: bool = True  # facts come in the order in which they happened; else source by source
+    tapes: frozenset[tuple[str, str]] | None = None  # processes whose tapes are available, None for all
+    whole: bool = True  # the journal's beginning is there
+    lossy: bool = False  # a journal was lost, or another history was adopted, so that what it decided may be unknown
 
     epoch: int = 0
     head: Decision | None = None
@@ -241,8 +235,9 @@ class History:
     digests: dict[tuple[Pair, str], tuple[str, str]] = field(default_factory=dict)
     rounds: dict[Pair, tuple[Pair, str]] = field(default_factory=dict)
     hashes: dict[Pair, tuple[str, str]] = field(default_factory=dict)
+    # a slave's tape says that it holds the version, and whether on disk
     held: dict[tuple[str, Pair], bool | None] = field(default_factory=dict)
-    on_disk: set[tuple[str, Pair]] = field(default_factory=set)
+    on_disk: set[tuple[str, Pair]] = field(default_factory=set)  # it has a manifest
     prepared: dict[tuple[str, Pair], RecordedPrepare] = field(default_factory=dict)
     staged: dict[tuple[PushKey, str], dict[int, str]] = field(default_factory=dict)
     sent: dict[PushKey, Mapping[str, str]] = field(default_factory=dict)

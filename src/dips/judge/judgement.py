@@ -176,18 +176,15 @@ def _ints(raw: Sequence[Any], k: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class JudgedPush:
-    """One participant as it is judged here.
-
-    bad: "invalid", "gate", "score" or empty; close: rounding decides whether it is bad, so both answers are right. z,
-    dev: NaN while undefined.
-    """
+    """One participant as it is judged here."""
 
     G: float
     Gn: float
+    # z, dev: NaN while undefined
     z: float
     dev: float
-    bad: str
-    close: bool
+    bad: str  # "invalid", "gate", "score" or empty
+    close: bool  # rounding decides whether it is bad, so both answers are right
 
 
 def pushes_of(given: Round, memory: PenaltyMemory) -> list[JudgedPush]:
@@ -394,11 +391,11 @@ def _flagged(given: Round, memory: PenaltyMemory, push: JudgedPush, j: int) -> C
 
 @dataclass(frozen=True)
 class RoundJudged:
-    """A record's judgement and what is computed from it again. pushes: None while the memory is not known."""
+    """A record's judgement and what is computed from it again."""
 
     given: Round
     accepted: tuple[int, ...]
-    pushes: tuple[JudgedPush, ...] | None
+    pushes: tuple[JudgedPush, ...] | None  # None while the memory is not known
 
 
 class Judging:

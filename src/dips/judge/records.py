@@ -56,30 +56,24 @@ class StoredManifest:
 
 @dataclass
 class RunRecords:
-    """Everything that was recorded of a run.
-
-    journal: the content of the records; rows: the same records as the journal's file has them. tapes: role and name of
-    the processes that left one; gaps: of those that lost lines to a full disk; tape_names: whose tape a file is;
-    last_kinds: the kind of each tape's last line; later: lines of masters and clusters that were written while the rest
-    was read. problems: what is there and cannot be used. unproven: what no digest or other record confirms. notes: what
-    is missing.
-    """
+    """Everything that was recorded of a run."""
 
     run_dir: Path
     run_id: str = ""
-    journal: list[dict[str, Any]] = field(default_factory=list)
-    rows: list[JournalRecord] = field(default_factory=list)
+    journal: list[dict[str, Any]] = field(default_factory=list)  # the content of the records
+    rows: list[JournalRecord] = field(default_factory=list)  # the same records as the journal's file has them
     ledger: Mapping[str, Any] | None = None
     whole: bool = True
     lines: dict[str, list[TapeLine]] = field(default_factory=lambda: {role: [] for role in ROLES})
     manifests: list[StoredManifest] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    unproven: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    tapes: set[tuple[str, str]] = field(default_factory=set)
-    gaps: set[tuple[str, str]] = field(default_factory=set)
-    tape_names: dict[Path, str] = field(default_factory=dict)
-    last_kinds: dict[tuple[str, str], str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)  # what is there and cannot be used
+    unproven: list[str] = field(default_factory=list)  # what no digest or other record confirms
+    notes: list[str] = field(default_factory=list)  # what is missing
+    tapes: set[tuple[str, str]] = field(default_factory=set)  # role and name of the processes that left one
+    gaps: set[tuple[str, str]] = field(default_factory=set)  # of those that lost lines to a full disk
+    tape_names: dict[Path, str] = field(default_factory=dict)  # whose tape a file is
+    last_kinds: dict[tuple[str, str], str] = field(default_factory=dict)  # the kind of each tape's last line
+    # lines of masters and clusters that were written while the rest was read
     later: list[TapeLine] = field(default_factory=list)
     n_lines: dict[Path, int] = field(default_factory=dict)
 

@@ -40,22 +40,19 @@ FOLDER = "pushes"
 
 @dataclass
 class Replayed:
-    """The result of a replay.
+    """The result of a replay."""
 
-    versions: computed again on every slave; shards: digests compared; wrong: sentences; skipped: why a version was
-    not computed. judged: rounds whose norms were measured again; misjudged: sentences about norms, and about numbers of
-    the step that slaves recorded and the COMMIT record says otherwise. missing: those of
-    skipped that nothing explains; the others follow a version of which the journal that is here knows nothing, because
-    it was lost once or its beginning was deleted. unproven: what no checksum confirms."""
-
-    versions: int = 0
-    shards: int = 0
-    wrong: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
+    versions: int = 0  # computed again on every slave
+    shards: int = 0  # digests compared
+    wrong: list[str] = field(default_factory=list)  # sentences
+    skipped: list[str] = field(default_factory=list)  # why a version was not computed
+    # those of skipped that nothing explains; the others follow a version of which the journal that is here knows
+    # nothing, because it was lost once or its beginning was deleted
     missing: list[str] = field(default_factory=list)
-    judged: int = 0
+    judged: int = 0  # rounds whose norms were measured again
+    # sentences about norms, and about numbers of the step that slaves recorded and the COMMIT record says otherwise
     misjudged: list[str] = field(default_factory=list)
-    unproven: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)  # what no checksum confirms
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -33,9 +33,9 @@ QUIET = frozenset({"step", "heartbeat", "beat", "journaled"})
 
 @dataclass(frozen=True)
 class StoryLine:
-    """One line of an event history. at_s: seconds since 1970 by its process's clock."""
+    """One line of an event history."""
 
-    at_s: float
+    at_s: float  # seconds since 1970 by its process's clock
     who: str
     kind: str
     cause: str
@@ -44,9 +44,9 @@ class StoryLine:
 
 @dataclass
 class Story:
-    """The event history of one thing. what: "round", "version", "push", "cluster" or "slave"."""
+    """The event history of one thing."""
 
-    what: str
+    what: str  # "round", "version", "push", "cluster" or "slave"
     name: str
     lines: list[StoryLine] = field(default_factory=list)
 

@@ -34,11 +34,11 @@ _OWN_DATA = "clusters bring their own data, so no token is leased"
 
 @dataclass(frozen=True)
 class PromiseRow:
-    """The result for one promise. records: how many facts were judged."""
+    """The result for one promise."""
 
     invariant: str
     promise: str
-    records: int
+    records: int  # how many facts were judged
     result: str
     why: str = ""
 
@@ -49,16 +49,15 @@ class PromiseRow:
 
 @dataclass
 class VerifyReport:
-    """The result of a verification. problems: what cannot be read; unproven: what is missing, or what nothing confirms;
-    notes: what else a reader should know."""
+    """The result of a verification."""
 
     run_dir: Path
     run_id: str
     rows: list[PromiseRow]
     violations: list[Violation]
-    problems: list[str] = field(default_factory=list)
-    unproven: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # what cannot be read
+    unproven: list[str] = field(default_factory=list)  # what is missing, or what nothing confirms
+    notes: list[str] = field(default_factory=list)  # what else a reader should know
     replayed: Replayed | None = None
 
     @property

@@ -261,16 +261,12 @@ RESTART_DELAY_S = {CLUSTER: 2.0, "slave": 1.0}
 
 @dataclass
 class DemoResult:
-    """The result of a demo.
-
-    evaluation_options: the options with which `dips eval` uses the same held-out text. page_url: where the status page
-    was.
-    """
+    """The result of a demo."""
 
     report: dict[str, Any]
     directory: RunDirectory
-    evaluation_options: list[str]
-    page_url: str | None = None
+    evaluation_options: list[str]  # the options with which `dips eval` uses the same held-out text
+    page_url: str | None = None  # where the status page was
 
 
 def run_demo(wanted: DemoOptions, console: Console, clock: Clock) -> DemoResult:

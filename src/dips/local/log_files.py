@@ -147,13 +147,13 @@ EVENT_LEVEL = "DEBUG"
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One line of a log with what belongs to it. after_s: never before the entry above it in its file, for the order.
+    """One line of a log with what belongs to it.
 
     line.wall_s is 0 for what is in a file before its first log line.
     """
 
     line: LogLine
-    after_s: float
+    after_s: float  # never before the entry above it in its file, for the order
     source: str
 
 

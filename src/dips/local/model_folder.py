@@ -42,11 +42,11 @@ Tensors = Mapping[str, NDArray[np.float32] | RawTensor]
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The files to write. about: which version of which run it is."""
+    """The files to write."""
 
     config: Mapping[str, Any]
     tensors: Tensors
-    about: Mapping[str, Any]
+    about: Mapping[str, Any]  # which version of which run it is
 
 
 def check_target(folder: Path, force: bool) -> None:
@@ -190,13 +190,13 @@ def _json(value: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A version as it was published. flat: (layout.n_elems,) float32."""
+    """A version as it was published."""
 
     run_id: str
     version: Version
     tokens: int
     layout: Layout
-    flat: NDArray[np.float32]
+    flat: NDArray[np.float32]  # (layout.n_elems,) float32
 
 
 @dataclass(frozen=True)

@@ -322,10 +322,10 @@ _APART = 1000
 
 @dataclass(frozen=True)
 class Gradients:
-    """Compares the gradients. error: the largest difference from one process, over the largest gradient."""
+    """Compares the gradients."""
 
     parameters: int
-    error: float
+    error: float  # the largest difference from one process, over the largest gradient
 
     @property
     def equal(self) -> bool:

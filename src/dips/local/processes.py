@@ -82,23 +82,18 @@ class OwnCluster:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """All processes of a run. The evaluator uses `evaluate`'s data, or there is none.
-
-    insecure: no keys are made and used. keys_for: clusters that are not started here, and get keys all the same.
-    log_format: of all processes. metrics: every process serves them, at a free loopback port where none is set.
-    public_host: under what other machines find this one; empty: the run is for this machine alone.
-    """
+    """All processes of a run. The evaluator uses `evaluate`'s data, or there is none."""
 
     run_id: str
     master: MasterConfig
     slaves: tuple[SlaveConfig, ...]
     clusters: tuple[TrainedCluster | OwnCluster, ...] = ()
     evaluate: TrainConfig | None = None
-    insecure: bool = False
-    keys_for: tuple[str, ...] = ()
-    log_format: LogFormat = "human"
-    metrics: bool = False
-    public_host: str = ""
+    insecure: bool = False  # no keys are made and used
+    keys_for: tuple[str, ...] = ()  # clusters that are not started here, and get keys all the same
+    log_format: LogFormat = "human"  # of all processes
+    metrics: bool = False  # every process serves them, at a free loopback port where none is set
+    public_host: str = ""  # under what other machines find this one; empty: the run is for this machine alone
 
     @property
     def cluster_ids(self) -> list[str]:

@@ -40,9 +40,9 @@ SLAVE = "slave"
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """Kill `target` once the run has applied this share of its tokens. kind: cluster or slave."""
+    """Kill `target` once the run has applied this share of its tokens."""
 
-    kind: str
+    kind: str  # cluster or slave
     target: str
     at_share: float
 
@@ -223,23 +223,19 @@ def _draw_fault(axes: Axes, fault: Fault) -> None:
 
 @dataclass(frozen=True)
 class LocalRunOutcome:
-    """The launcher's knowledge of a run that has ended.
-
-    speeds: cluster id -> last measured tokens a second. exit_codes: process name -> its last exit code. verify: what
-    `dips verify` says of the run's records, "ok" when they prove every promise. verified: invariant -> records judged.
-    """
+    """The launcher's knowledge of a run that has ended."""
 
     status: StatusReply
     seconds: float
     command: str
-    speeds: Mapping[str, float] = field(default_factory=dict)
+    speeds: Mapping[str, float] = field(default_factory=dict)  # cluster id -> last measured tokens a second
     gaps: Mapping[str, float] = field(default_factory=dict)
     faults: Sequence[Fault] = ()
     faults_never_made: Sequence[PlannedFault] = ()
-    exit_codes: Mapping[str, int | None] = field(default_factory=dict)
+    exit_codes: Mapping[str, int | None] = field(default_factory=dict)  # process name -> its last exit code
     heldout: Sequence[HeldoutPoint] = ()
-    verify: str = "not checked"
-    verified: Mapping[str, int] = field(default_factory=dict)
+    verify: str = "not checked"  # what `dips verify` says of the run's records, "ok" when they prove every promise
+    verified: Mapping[str, int] = field(default_factory=dict)  # invariant -> records judged
 
 
 def build_report(outcome: LocalRunOutcome) -> dict[str, Any]:

@@ -46,18 +46,15 @@ CONSTANTS: Mapping[str, float] = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30
 
 @dataclass(frozen=True)
 class Quantity:
-    """One number with its formula. numbers: what was put in, by the formula's names, in their order.
-
-    unit: "bytes", "s", "bits/s", "share" (of one) or "" (a count). note: where it is used, or what is not in it.
-    """
+    """One number with its formula."""
 
     key: str
     what: str
-    unit: str
+    unit: str  # "bytes", "s", "bits/s", "share" (of one) or "" (a count)
     formula: str
-    numbers: Mapping[str, float]
+    numbers: Mapping[str, float]  # what was put in, by the formula's names, in their order
     value: float
-    note: str = ""
+    note: str = ""  # where it is used, or what is not in it
 
     @property
     def whole(self) -> int:

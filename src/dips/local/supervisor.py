@@ -99,10 +99,7 @@ class StopStage(Enum):
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """One process to keep alive. `environment` is the whole environment of the process; `niceness` as in nice(1).
-
-    stop_s: how long it may take to end upon SIGTERM before it is killed.
-    """
+    """One process to keep alive. `environment` is the whole environment of the process; `niceness` as in nice(1)."""
 
     name: str
     command: tuple[str, ...]
@@ -111,16 +108,16 @@ class ChildSpec:
     stage: StopStage = StopStage.FIRST
     restart: bool = True
     niceness: int = 0
-    stop_s: float = _STOP_TERMINATE_S
+    stop_s: float = _STOP_TERMINATE_S  # how long it may take to end upon SIGTERM before it is killed
 
 
 @dataclass(frozen=True)
 class ChildEvent:
-    """Something that happened to a child. kind: started, ended, failed, killed or stopped. start: its number."""
+    """Something that happened to a child."""
 
     name: str
-    kind: str
-    start: int
+    kind: str  # started, ended, failed, killed or stopped
+    start: int  # its number
     pid: int
     exit_code: int | None
     sentence: str

@@ -41,17 +41,13 @@ _SENTENCE = 16
 
 @dataclass(frozen=True)
 class Column:
-    """One column.
-
-    right: numbers. wraps: cells of several words, which may take several lines. sentence: those wrap, take what is left
-    of a line, and may go below it. least: characters to keep free, so that the table stays while values change.
-    """
+    """One column."""
 
     header: str
-    right: bool = False
-    wraps: bool = False
-    sentence: bool = False
-    least: int = 0
+    right: bool = False  # numbers
+    wraps: bool = False  # cells of several words, which may take several lines
+    sentence: bool = False  # those wrap, take what is left of a line, and may go below it
+    least: int = 0  # characters to keep free, so that the table stays while values change
 
 
 class FittingTable:

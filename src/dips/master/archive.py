@@ -43,17 +43,14 @@ _NAME = re.compile(r"(\d{10,})-(\d{10,})\.jsonl\Z")
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """One record of the journal; entry 0 of each epoch is its EPOCH record.
-
-    number: counts all records of the run, from 1. digest: of all other fields and of the previous record's digest;
-    empty in records of a release that kept none.
-    """
+    """One record of the journal; entry 0 of each epoch is its EPOCH record."""
 
     epoch: int
     entry_id: int
     kind: str
     record_json: str
-    number: int = 0
+    number: int = 0  # counts all records of the run, from 1
+    # of all other fields and of the previous record's digest; empty in records of a release that kept none
     digest: str = ""
 
     def digest_after(self, previous: str) -> str:

@@ -269,19 +269,15 @@ class Journal:
 
 @dataclass(frozen=True)
 class JournalContent:
-    """The content of a master's directory at one moment.
-
-    pruned: the newest record that was deleted to keep the size limit. missing: first and last number of records that
-    are not here without a note of their deletion; (1, 0) when there are none. has_digests: False when an older release
-    wrote it.
-    """
+    """The content of a master's directory at one moment."""
 
     records: list[JournalRecord]
     snapshot_json: str | None
     run_id: str
-    pruned: Pruned | None
+    pruned: Pruned | None  # the newest record that was deleted to keep the size limit
+    # first and last number of records that are not here without a note of their deletion; (1, 0) when there are none
     missing: tuple[int, int]
-    has_digests: bool
+    has_digests: bool  # False when an older release wrote it
 
 
 def read_content(directory: Path) -> JournalContent:

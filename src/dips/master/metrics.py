@@ -223,15 +223,13 @@ _OF_KIND = {
 
 @dataclass(frozen=True)
 class Counted:
-    """What is counted of clusters and slaves, at one moment; by (cluster, further labels), slave_losses by slave.
-
-    judged: clip factor, participation and merged norm of the last judged round, NaN where nothing was accepted.
-    """
+    """What is counted of clusters and slaves, at one moment; by (cluster, further labels), slave_losses by slave."""
 
     verdicts: Mapping[tuple[str, ...], int]
     departures: Mapping[tuple[str, ...], int]
     attempts: Mapping[tuple[str, ...], int]
     slave_losses: Mapping[str, int]
+    # clip factor, participation and merged norm of the last judged round, NaN where nothing was accepted
     judged: tuple[float, float, float]
 
 
@@ -386,11 +384,11 @@ class Rising:
 
 @dataclass(frozen=True)
 class MetricsMoment:
-    """A master at one moment. late_s: since the state's last event, from which the view's ages are counted."""
+    """A master at one moment."""
 
     view: RunView
     counted: Counted
-    late_s: float
+    late_s: float  # since the state's last event, from which the view's ages are counted
 
 
 class Collector:

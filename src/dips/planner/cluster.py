@@ -129,11 +129,11 @@ class PlanOptions(Knobs):
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """The content of a whole file. sites: in the order of the pipeline."""
+    """The content of a whole file."""
 
     file: str
     model: Model
-    sites: tuple[Site, ...]
+    sites: tuple[Site, ...]  # in the order of the pipeline
     links: tuple[Link, ...]
     training: Training
     profile: Profile | None

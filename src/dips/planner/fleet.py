@@ -81,10 +81,10 @@ def simulate_fleet(schedules: Sequence[Schedule], costs: Costs) -> Fleet:
 
 @dataclass
 class _Waiting:
-    """A message on its way to or over a link. index: of the operation that made it."""
+    """A message on its way to or over a link."""
 
     device: int
-    index: int
+    index: int  # of the operation that made it
     give: Give
     wire: Wire
     ready_ns: int

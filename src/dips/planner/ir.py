@@ -37,10 +37,10 @@ _CELL = re.compile(r"(\d{1,6})([FIWB])(\d{1,6})(?:\.(\d{1,3}))?", re.ASCII)
 
 
 class Op(NamedTuple):
-    """One operation, or one part of it. stage: of the model (a device may hold several), from 0 on."""
+    """One operation, or one part of it."""
 
     kind: Kind
-    stage: int
+    stage: int  # of the model (a device may hold several), from 0 on
     microbatch: int
     part: int = 0
 

@@ -127,10 +127,10 @@ COORDINATED_TOO = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan. candidates: the fastest first; the first is chosen."""
+    """A plan."""
 
     problem: Problem
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...]  # the fastest first; the first is chosen
     refused: tuple[RefusedCandidate, ...]
     effects: tuple[ChangeEffect, ...]
 

@@ -291,11 +291,11 @@ class MeasuredLink(Knobs):
 
 @dataclass(frozen=True)
 class MeasuredFile:
-    """The content of a whole file. stages: in their order, or none."""
+    """The content of a whole file."""
 
     file: str
     run: MeasuredRun
-    stages: tuple[MeasuredStage, ...]
+    stages: tuple[MeasuredStage, ...]  # in their order, or none
     links: tuple[MeasuredLink, ...]
 
 

@@ -71,10 +71,10 @@ class Impossible:
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """The result. choices: the fastest first."""
+    """The result."""
 
     problem: Problem
-    choices: tuple[Choice, ...]
+    choices: tuple[Choice, ...]  # the fastest first
     impossible: tuple[Impossible, ...]
 
 

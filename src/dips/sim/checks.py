@@ -148,11 +148,10 @@ ContentByKey = dict[Key, tuple[int, int]]
 
 @dataclass
 class ContentChecks(Checks):
-    """The checks of one run. content: what every version must hold. pushes: what slaves hold of each push, as sent
-    last."""
+    """The checks of one run."""
 
-    content: dict[Version, ContentByKey] = field(default_factory=dict)
-    pushes: dict[PushId, ModelVector] = field(default_factory=dict)
+    content: dict[Version, ContentByKey] = field(default_factory=dict)  # what every version must hold
+    pushes: dict[PushId, ModelVector] = field(default_factory=dict)  # what slaves hold of each push, as sent last
     first: dict[tuple[PushId, Codec], ModelVector] = field(default_factory=dict)
     unseen: set[Version] = field(default_factory=set)
     """Versions that were committed in a lost journal and had not reached any other process by then."""

@@ -97,8 +97,7 @@ def difference_mask(wire: Codec, base: int) -> int:
 
 @dataclass
 class SimulatedModel:
-    """The parameters of one cluster, and what its transfers read and write. written: the differences that the open push
-    was last sent as, if any."""
+    """The parameters of one cluster, and what its transfers read and write."""
 
     live: ModelVector
     base: ModelVector | None = None
@@ -106,7 +105,7 @@ class SimulatedModel:
     pulled: ModelVector | None = None
     changes: int = 0
     residual: int = 0
-    written: Rounded | None = None
+    written: Rounded | None = None  # the differences that the open push was last sent as, if any
 
     @property
     def residual_mark(self) -> int:

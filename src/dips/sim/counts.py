@@ -28,21 +28,18 @@ NO_MOMENT = "it was armed, and its moment did not come"
 
 @dataclass
 class RunCounts:
-    """The counts of one run, or of many runs together.
-
-    fired, kills: what struck, and which role's process was killed, by the phase that the master's tape recorded last.
-    planned, begun: kinds of faults that were to strike, and those that found something to strike at. idle: (kind, why
-    it did not strike). fills: budget -> (size, most) where it was fullest. worst: name -> the largest value seen.
-    """
+    """The counts of one run, or of many runs together. fired, kills: what struck, and which role's process was killed,
+    by the phase that the master's tape recorded last."""
 
     fired: Counter[str] = field(default_factory=Counter)
     fired_in: Phased = field(default_factory=Counter)
     kills: Phased = field(default_factory=Counter)
+    # planned, begun: kinds of faults that were to strike, and those that found something to strike at
     planned: Counter[str] = field(default_factory=Counter)
     begun: Counter[str] = field(default_factory=Counter)
-    idle: Counter[tuple[str, str]] = field(default_factory=Counter)
-    fills: dict[str, tuple[int, int]] = field(default_factory=dict)
-    worst: dict[str, float] = field(default_factory=dict)
+    idle: Counter[tuple[str, str]] = field(default_factory=Counter)  # (kind, why it did not strike)
+    fills: dict[str, tuple[int, int]] = field(default_factory=dict)  # budget -> (size, most) where it was fullest
+    worst: dict[str, float] = field(default_factory=dict)  # name -> the largest value seen
 
     def struck(self, kind: str, phase: str) -> None:
         self.fired[kind] += 1

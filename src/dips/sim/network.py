@@ -39,13 +39,10 @@ NO_LIMIT = ProcessRates()
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """The rates of a run, by the name of the process.
-
-    wire_factor: what a datagram's size is multiplied with, when a small model represents a large one.
-    """
+    """The rates of a run, by the name of the process."""
 
     rates: Mapping[str, ProcessRates]
-    wire_factor: float = 1.0
+    wire_factor: float = 1.0  # what a datagram's size is multiplied with, when a small model represents a large one
 
 
 class LinkOccupancy:
@@ -150,13 +147,12 @@ class Weather:
 
 @dataclass
 class Network:
-    """The network of a run. fired: counts of faults that really happened. links: limits datagrams with a size; None: no
-    limit."""
+    """The network of a run."""
 
     kernel: Kernel
-    fired: Callable[[str], None]
+    fired: Callable[[str], None]  # counts of faults that really happened
     weather: Weather = field(default_factory=Weather)
-    links: LinkOccupancy | None = None
+    links: LinkOccupancy | None = None  # limits datagrams with a size; None: no limit
     cut: set[tuple[str, str]] = field(default_factory=set)
     slow: dict[tuple[str, str], float] = field(default_factory=dict)
     streams: list[Stream] = field(default_factory=list)

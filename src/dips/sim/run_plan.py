@@ -28,22 +28,17 @@ from dips.worker.state.shared import SessionConfig
 
 @dataclass(frozen=True)
 class Shape:
-    """A kind of run. clusters, slaves: possible numbers, each entry equally likely. spares: more clusters that may join
-    and leave.
-
-    rounds: the faults last until so many rounds have begun; none: for the plan's time. sabotage: all faults are of one
-    cluster, and the others' waits are judged (I15). lean: small models and short rounds, so that many fit. share: of
-    all seeds.
-    """
+    """A kind of run."""
 
     name: str
+    # clusters, slaves: possible numbers, each entry equally likely
     clusters: tuple[int, ...]
     slaves: tuple[int, ...]
-    share: float
-    spares: int = 0
-    rounds: tuple[int, ...] = ()
-    sabotage: bool = False
-    lean: bool = False
+    share: float  # of all seeds
+    spares: int = 0  # more clusters that may join and leave
+    rounds: tuple[int, ...] = ()  # the faults last until so many rounds have begun; none: for the plan's time
+    sabotage: bool = False  # all faults are of one cluster, and the others' waits are judged (I15)
+    lean: bool = False  # small models and short rounds, so that many fit
 
 
 SMALL = Shape("small", (2, 2, 3, 3, 4, 5), (1, 2, 2, 3, 3, 4), 0.798)

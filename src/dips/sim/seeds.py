@@ -73,7 +73,7 @@ UNREACHED: Mapping[Arrow, str] = {
 
 @dataclass
 class Totals:
-    """The totals of all seeds. longest: rounds of the longest run, and its seed."""
+    """The totals of all seeds."""
 
     seeds: int = 0
     failures: list[tuple[int, str]] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Totals:
     events: int = 0
     took_s: float = 0.0
     slowest: tuple[float, int] = (0.0, 0)
-    longest: tuple[int, int] = (0, 0)
+    longest: tuple[int, int] = (0, 0)  # rounds of the longest run, and its seed
 
     def add(self, outcome: SeedOutcome, took_s: float) -> None:
         self.seeds += 1

@@ -44,15 +44,12 @@ FILES_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Pressure:
-    """The process's use of memory and files. memory_bytes: private memory of this process (without mapped files).
+    """The process's use of memory and files."""
 
-    headroom_bytes: how far below the limit connections begin to be watched. n_files: open now, of most_files.
-    """
-
-    memory_bytes: int
+    memory_bytes: int  # private memory of this process (without mapped files)
     limit_bytes: int
-    headroom_bytes: int
-    n_files: int
+    headroom_bytes: int  # how far below the limit connections begin to be watched
+    n_files: int  # open now, of most_files
     most_files: int
 
     @property
@@ -77,10 +74,10 @@ class Pressure:
 
 @dataclass(frozen=True)
 class Cut:
-    """Connections to close, by their keys; None: all of them. sentence: why, for the log and the master."""
+    """Connections to close, by their keys; None: all of them."""
 
     connections: tuple[int, ...] | None
-    sentence: str
+    sentence: str  # why, for the log and the master
 
 
 class ConnectionLimits:

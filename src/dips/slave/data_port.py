@@ -49,11 +49,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Figures:
-    """Counters of the data port since its start. refused: messages by code; staged_of: bytes by cluster."""
+    """Counters of the data port since its start."""
 
     beat: SlaveBeat = field(default_factory=SlaveBeat)
-    refused: Mapping[str, int] = field(default_factory=dict)
-    staged_of: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[str, int] = field(default_factory=dict)  # messages by code
+    staged_of: Mapping[str, int] = field(default_factory=dict)  # bytes by cluster
 
 
 class DataPort:

@@ -202,19 +202,17 @@ class Companion:
 
 @dataclass(slots=True)
 class LandingJob:
-    """A chunk that was admitted. Shapes: m elements of the chunk, p pieces of it.
-
-    into: (m,), where it lands. theta: (m,) of the current version, and squared (p,) for the sums against it; both None
-    when there is no version or chunks are not whole pieces. base: (m,) of the version that differences are relative to.
-    """
+    """A chunk that was admitted. Shapes: m elements of the chunk, p pieces of it."""
 
     header: DataHeader
     staging: Staging
     landing: Landing
     payload: memoryview
     checksum: Callable[[Bytes], int]
-    into: F32
-    base: F32 | None = None
+    into: F32  # (m,), where it lands
+    base: F32 | None = None  # (m,) of the version that differences are relative to
+    # (m,) of the current version, and squared (p,) for the sums against it; both None when there is no version or
+    # chunks are not whole pieces
     theta: F32 | None = None
     squared: F64 | None = None
     theta_number: int = 0

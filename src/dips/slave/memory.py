@@ -34,12 +34,12 @@ BUSY_RETRY_S = 0.5
 
 @dataclass
 class ThetaBuffer:
-    """One theta. checksums: xxh3-64 of each chunk, in (block, offset) order. momentum: of the current version only."""
+    """One theta."""
 
     theta: F32
     info: SnapshotInfo | None = None
-    checksums: Sequence[int] = ()
-    momentum: F32 | None = None
+    checksums: Sequence[int] = ()  # xxh3-64 of each chunk, in (block, offset) order
+    momentum: F32 | None = None  # of the current version only
 
 
 class ShardMemory:

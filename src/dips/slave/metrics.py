@@ -200,7 +200,7 @@ class Held:
 
 @dataclass(frozen=True)
 class MetricsMoment:
-    """The event loop's state at one moment. now_s: of the process's clock; snapshot_s: as in Counts."""
+    """The event loop's state at one moment."""
 
     run_id: str
     attached: bool
@@ -210,9 +210,9 @@ class MetricsMoment:
     durable: Version | None
     held: Held | None
     counted: Instruments
-    snapshot_s: float | None
+    snapshot_s: float | None  # as in Counts
     update: Update | None
-    now_s: float
+    now_s: float  # of the process's clock
 
 
 def snapshot(state: SlaveMachine, memory: ShardMemory | None, counts: Counts) -> MetricsMoment:
@@ -245,11 +245,11 @@ class DiskSizes:
 
 @dataclass(frozen=True)
 class Collector:
-    """Makes the metric families of each scrape. memory_bytes_per_s: of this machine, as measured at start."""
+    """Makes the metric families of each scrape."""
 
     slave_id: str
     memory_limit_bytes: int
-    memory_bytes_per_s: float
+    memory_bytes_per_s: float  # of this machine, as measured at start
     security: Security = INSECURE
 
     def families(self, now: MetricsMoment, figures: Figures, sizes: DiskSizes) -> Families:

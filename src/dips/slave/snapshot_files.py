@@ -52,9 +52,9 @@ class SnapshotStamp:
 
 @dataclass(frozen=True)
 class FileHead:
-    """Content of a header. info: never committed, since only a manifest commits."""
+    """Content of a header."""
 
-    info: SnapshotInfo
+    info: SnapshotInfo  # never committed, since only a manifest commits
     run_id: str
     slave_id: str
     n_elems: int
@@ -211,14 +211,14 @@ MANIFEST_FORMAT = "dips-manifest-2"
 
 @dataclass(frozen=True)
 class Manifest:
-    """One manifest. info: committed. file_version, file_round: those of the file's own header, which differ after a
-    rollback."""
+    """One manifest."""
 
-    info: SnapshotInfo
+    info: SnapshotInfo  # committed
     run_id: str
     slave_id: str
     file: str
     stamp: SnapshotStamp
+    # file_version, file_round: those of the file's own header, which differ after a rollback
     file_version: Version
     file_round: RoundId
     record: str
@@ -304,9 +304,9 @@ _SLOT = re.compile(r"(?:ring-(\d{1,4})\.safetensors|manifest-(\d{1,4})\.json)\Z"
 
 @dataclass(frozen=True)
 class SlotContent:
-    """A verified snapshot in a slot. info: as committed by its manifest, else a shadow as its header says."""
+    """A verified snapshot in a slot."""
 
-    info: SnapshotInfo
+    info: SnapshotInfo  # as committed by its manifest, else a shadow as its header says
     head: FileHead
 
 

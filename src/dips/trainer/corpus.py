@@ -68,9 +68,9 @@ _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "
 
 @dataclass(frozen=True)
 class Document:
-    """One file. key: the position of the path it was found under, and its name relative to that path."""
+    """One file."""
 
-    key: str
+    key: str  # the position of the path it was found under, and its name relative to that path
     text: bytes
 
 

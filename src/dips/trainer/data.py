@@ -96,14 +96,12 @@ class ChunkedText:
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch. inputs, targets: (B, T) int64; a target that only pads a row is IGNORED_TARGET.
+    """One batch."""
 
-    ranges: exactly the tokens of the inputs; tokens is their sum.
-    """
-
+    # inputs, targets: (B, T) int64; a target that only pads a row is IGNORED_TARGET
     inputs: Tensor
     targets: Tensor
-    ranges: tuple[DataRange, ...]
+    ranges: tuple[DataRange, ...]  # exactly the tokens of the inputs; tokens is their sum
 
     @property
     def tokens(self) -> int:

@@ -235,12 +235,12 @@ FETCH_DEADLINE_S = 60.0
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One result. loss: held-out, in nats per byte, of a version of a run; tokens: applied by the run until then."""
+    """One result."""
 
     run_id: str
     version: Version
-    tokens: int
-    loss: float
+    tokens: int  # applied by the run until then
+    loss: float  # held-out, in nats per byte, of a version of a run
 
 
 class Evaluator:

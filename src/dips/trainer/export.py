@@ -159,14 +159,14 @@ class Fetched(Protocol):
 
 @dataclass(frozen=True)
 class Exported:
-    """Content of an export. flat: (layout.n_elems,) float32. sequence_tokens: as the model was trained, if known."""
+    """Content of an export."""
 
     run_id: str
     version: Version
     tokens: int
     layout: Layout
-    flat: NDArray[np.float32]
-    sequence_tokens: int | None = None
+    flat: NDArray[np.float32]  # (layout.n_elems,) float32
+    sequence_tokens: int | None = None  # as the model was trained, if known
 
 
 def export_model(

@@ -27,10 +27,10 @@ F32 = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class SharedText:
-    """The text of a run, read once for all clusters of a process. heldout: text that is never trained on."""
+    """The text of a run, read once for all clusters of a process."""
 
     training: ChunkedText
-    heldout: bytes
+    heldout: bytes  # text that is never trained on
 
 
 def read_text(config: TrainConfig) -> SharedText:

@@ -53,9 +53,9 @@ class CheckpointError(DipsError):
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor's bytes, little-endian and contiguous. dtype: a name of ITEM_BYTES."""
+    """A tensor's bytes, little-endian and contiguous."""
 
-    dtype: str
+    dtype: str  # a name of ITEM_BYTES
     shape: tuple[int, ...]
     data: ByteArray
 
@@ -244,12 +244,12 @@ _NAME = re.compile(r"checkpoint-(\d{8,})\.(json|safetensors)\Z")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint. content: the writer's JSON. n_bytes: of the tensors' file."""
+    """One checkpoint."""
 
     number: int
-    content: Mapping[str, Any]
+    content: Mapping[str, Any]  # the writer's JSON
     tensors: Mapping[str, RawTensor]
-    n_bytes: int = 0
+    n_bytes: int = 0  # of the tensors' file
 
 
 class CheckpointStore:

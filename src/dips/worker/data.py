@@ -159,19 +159,16 @@ TellMoved = Callable[[Mapping[str, SlaveProgress], float], None]
 
 @dataclass(frozen=True)
 class Common:
-    """The common fields of a transfer's messages, and the places of blocks in the flat vector.
-
-    curve: this process's keys; None: no encryption. checksum: of payloads, xxh3-64; another one only in measurements.
-    tell: called with the transfer's progress, a few times a second and at its end; on the data thread.
-    """
+    """The common fields of a transfer's messages, and the places of blocks in the flat vector."""
 
     run_id: str
     epoch: int
     cause: str
     layout: Layout
     settings: TransferSettings
-    checksum: Callable[[Buffer], int] = checksum
-    curve: CurvePair | None = None
+    checksum: Callable[[Buffer], int] = checksum  # of payloads, xxh3-64; another one only in measurements
+    curve: CurvePair | None = None  # this process's keys; None: no encryption
+    # called with the transfer's progress, a few times a second and at its end; on the data thread
     tell: TellMoved | None = None
 
 

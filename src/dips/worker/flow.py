@@ -54,17 +54,15 @@ class _Meter:
 
 @dataclass(slots=True)
 class _Lane:
-    """One slave's state. in_flight: (bytes, sent at, bytes answered by this slave before, by all before) by request.
-
-    credit_bytes: what the slave allows; infinite while it has sent no credit.
-    """
+    """One slave's state."""
 
     window_bytes: float
     meter: _Meter = field(default_factory=_Meter)
+    # (bytes, sent at, bytes answered by this slave before, by all before) by request
     in_flight: dict[int, tuple[int, float, int, int]] = field(default_factory=dict)
     bytes_in_flight: int = 0
     round_trip_s: float = math.inf
-    credit_bytes: float = math.inf
+    credit_bytes: float = math.inf  # what the slave allows; infinite while it has sent no credit
     open: bool = True
 
 

@@ -124,18 +124,18 @@ DIRECTIONS = tuple(direction.value for direction in TransferDirection)
 
 @dataclass(frozen=True)
 class View:
-    """The training thread's state at one moment. waiting_since_s: of the process's clock; None while it trains.
+    """The training thread's state at one moment.
 
-    rates: tokens and steps a second; loss: NaN where not known.
+    rates: tokens and steps a second.
     """
 
     run_id: str
     phase: str
     waiting: str
-    waiting_since_s: float
+    waiting_since_s: float  # of the process's clock; None while it trains
     tokens_per_s: float
     steps_per_s: float
-    loss: float
+    loss: float  # NaN where not known
     local_steps: int
     pending_tokens: int
     base: Version | None
@@ -309,12 +309,12 @@ def _links(families: Families, links: Mapping[str, SlaveLinkCounts]) -> None:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The newest evaluation, and the number of evaluations. at_s: of the process's clock."""
+    """The newest evaluation, and the number of evaluations."""
 
     version: Version
     tokens: int
     loss: float
-    at_s: float
+    at_s: float  # of the process's clock
     count: int
 
 

@@ -43,13 +43,13 @@ WINDOW_CHUNKS = 16
 
 @dataclass(frozen=True)
 class FetchedModel:
-    """One complete version. flat: float32 of layout.n_elems. tokens: applied up to this version."""
+    """One complete version."""
 
     run_id: str
     layout: Layout
     version: Version
-    tokens: int
-    flat: NDArray[np.float32]
+    tokens: int  # applied up to this version
+    flat: NDArray[np.float32]  # float32 of layout.n_elems
 
 
 def fetch_version(

@@ -37,16 +37,14 @@ class TransferDirection(Enum):
 
 @dataclass(frozen=True)
 class SlaveLinkCounts:
-    """Counts of one slave. n_bytes, bytes_per_s: by direction; the rate is the newest transfer's, NaN before the first.
+    """Counts of one slave."""
 
-    resumed_bytes: bytes that the slave held already when an attempt of a push began. refusals: by code.
-    """
-
+    # n_bytes, bytes_per_s: by direction; the rate is the newest transfer's, NaN before the first
     n_bytes: Mapping[TransferDirection, int] = field(default_factory=dict)
     bytes_per_s: Mapping[TransferDirection, float] = field(default_factory=dict)
-    resumed_bytes: int = 0
+    resumed_bytes: int = 0  # bytes that the slave held already when an attempt of a push began
     reconnects: int = 0
-    refusals: Mapping[str, int] = field(default_factory=dict)
+    refusals: Mapping[str, int] = field(default_factory=dict)  # by code
     round_trip_s: float | None = None
 
 

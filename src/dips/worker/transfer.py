@@ -57,15 +57,13 @@ MAX_BAD_SHARDS = 2
 
 @dataclass(frozen=True)
 class TransferSettings:
-    """Settings of a transfer, times in seconds; see ClientConfig.data_silence_s and data_stall_s.
-
-    flow: makes the windows of one transfer from its slaves, chunk_bytes and window_chunks; comparisons use others.
-    """
+    """Settings of a transfer, times in seconds; see ClientConfig.data_silence_s and data_stall_s."""
 
     chunk_bytes: int
     window_chunks: int
     silence_s: float = 3.0
     stall_s: float = 30.0
+    # makes the windows of one transfer from its slaves, chunk_bytes and window_chunks; comparisons use others
     flow: Callable[[Iterable[str], int, int], FlowControl] = FlowControl
 
     @property
@@ -95,29 +93,22 @@ TransferEffect = SlaveRequest | Reconnect
 
 @dataclass(frozen=True)
 class SlaveProgress:
-    """Progress of a transfer with one slave, in parameter bytes. carried: over the link, now; resumed: there before.
-
-    refusals: by code. round_trip_s: the shortest time from a request to its answer; None before the first.
-    """
+    """Progress of a transfer with one slave, in parameter bytes. carried: over the link, now; resumed: there before."""
 
     carried_bytes: int
     resumed_bytes: int
     reconnects: int
-    refusals: Mapping[str, int]
-    round_trip_s: float | None
+    refusals: Mapping[str, int]  # by code
+    round_trip_s: float | None  # the shortest time from a request to its answer; None before the first
 
 
 @dataclass
 class _Peer:
-    """The chunks to be moved to or from one slave, and their state.
-
-    chunks: in the order of the digest; all else names a chunk by its index there. rank: its turn in the schedule.
-    query: the request for the missing chunks, while it is in flight.
-    """
+    """The chunks to be moved to or from one slave, and their state."""
 
     slave: str
-    chunks: tuple[Chunk, ...]
-    rank: tuple[int, ...]
+    chunks: tuple[Chunk, ...]  # in the order of the digest; all else names a chunk by its index there
+    rank: tuple[int, ...]  # its turn in the schedule
     place: Mapping[tuple[int, int], int]
     todo: deque[int]
     moved: bytearray
@@ -125,7 +116,7 @@ class _Peer:
     silence_s: float
     n_moved: int = 0
     in_flight: dict[int, int | None] = field(default_factory=dict)
-    query: int | None = None
+    query: int | None = None  # the request for the missing chunks, while it is in flight
     resume_at_s: float = -math.inf
     pause_s: float = FIRST_PAUSE_S
     must_query: bool = False

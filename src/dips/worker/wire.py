@@ -70,10 +70,10 @@ def bytes_of(flat: F32) -> U8:
 
 @dataclass(frozen=True)
 class Difference:
-    """The base of the differences; residual: the rounding error of earlier pushes, None: zero."""
+    """The base of the differences;"""
 
     base: F32
-    residual: F32 | None = None
+    residual: F32 | None = None  # the rounding error of earlier pushes, None: zero
 
 
 class Places:
@@ -94,14 +94,11 @@ class Places:
 
 
 class Payloads(Protocol):
-    """The payload of each chunk of a push. lasting: its memory is not written again for another chunk.
-
-    lock: held from of() until the checksum is taken.
-    """
+    """The payload of each chunk of a push."""
 
     codec: Codec
-    lasting: bool
-    lock: AbstractContextManager[object]
+    lasting: bool  # its memory is not written again for another chunk
+    lock: AbstractContextManager[object]  # held from of() until the checksum is taken
 
     def of(self, chunk: Chunk) -> memoryview: ...
 

@@ -33,14 +33,11 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Identity:
-    """A process's own certificate and key, read and checked by dips.core.net.keys.load_identity.
-
-    directory: where they came from; they are read again from there when they were renewed.
-    """
+    """A process's own certificate and key, read and checked by dips.core.net.keys.load_identity."""
 
     role: Role
     name: str
-    directory: Path
+    directory: Path  # where they came from; they are read again from there when they were renewed
     ca_pem: bytes = field(repr=False)
     cert_pem: bytes = field(repr=False)
     key_pem: bytes = field(repr=False)

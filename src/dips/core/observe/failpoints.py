@@ -73,12 +73,12 @@ _TRANSITION = re.compile(r"(?P<table>[a-z_]+)\.(?P<phase>[A-Z][A-Z_]*)\.(?P<inpu
 
 @dataclass(frozen=True)
 class FailpointAction:
-    """One thing to do. exit_code: of crash; delay_s: of sleep; message: of error, and free words elsewhere."""
+    """One thing to do."""
 
     kind: FailpointKind
-    exit_code: int = CRASH_EXIT_CODE
-    delay_s: float = 0.0
-    message: str = ""
+    exit_code: int = CRASH_EXIT_CODE  # of crash
+    delay_s: float = 0.0  # of sleep
+    message: str = ""  # of error, and free words elsewhere
 
 
 @dataclass(frozen=True)

@@ -48,14 +48,14 @@ _HIDDEN_KINDS = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of a log. wall_s: Unix time. cause: empty where there is none."""
+    """One line of a log."""
 
-    wall_s: float
+    wall_s: float  # Unix time
     level: str
     role: str
     name: str
     sentence: str
-    cause: str = ""
+    cause: str = ""  # empty where there is none
     logger: str = ""
     exception: str = ""
 

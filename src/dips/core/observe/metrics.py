@@ -29,18 +29,15 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Spec:
-    """One metric of a role. name: without the role's prefix. unit: "" where it counts things that `meaning` names.
+    """One metric of a role."""
 
-    normal: the range that needs no attention, in words. when: what must be so for it to be there; "": always.
-    """
-
-    name: str
+    name: str  # without the role's prefix
     kind: MetricKind
     meaning: str
-    normal: str
+    normal: str  # the range that needs no attention, in words
     labels: tuple[str, ...] = ()
-    unit: str = ""
-    when: str = ""
+    unit: str = ""  # "" where it counts things that `meaning` names
+    when: str = ""  # what must be so for it to be there; "": always
 
 
 CERTIFICATE = Spec(

@@ -34,18 +34,18 @@ _TOKEN_CHARACTERS = 43
 
 @dataclass(frozen=True)
 class Secret:
-    """Kept over restarts, so that links and open pages stay valid. port: of the last start; 0: none yet."""
+    """Kept over restarts, so that links and open pages stay valid."""
 
     token: str
-    port: int = 0
+    port: int = 0  # of the last start; 0: none yet
 
 
 @dataclass(frozen=True)
 class Visitor:
-    """A viewer, in words. by_link: the answer sets the cookie, so that the token leaves the address line."""
+    """A viewer, in words."""
 
     who: str
-    by_link: bool = False
+    by_link: bool = False  # the answer sets the cookie, so that the token leaves the address line
 
 
 class PageAccess:

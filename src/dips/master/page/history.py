@@ -53,16 +53,14 @@ _OPERATOR = {"pause", "resume", "stop", "evict", "drain", "reshard_asked"}
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """One event. seq grows by one with each event and each repetition. wall_s: Unix time of the last repetition.
-
-    presence: whether `who` is here from now on ("here"), was lost ("gone"), or left in order ("left"); "": no change.
-    """
+    """One event. seq grows by one with each event and each repetition."""
 
     seq: int
-    wall_s: float
+    wall_s: float  # Unix time of the last repetition
     level: Level
     who: str
     sentence: str
+    # whether `who` is here from now on ("here"), was lost ("gone"), or left in order ("left"); "": no change
     presence: str = ""
     times: int = 1
 
@@ -273,9 +271,9 @@ RATE_ROUNDS = 4
 
 @dataclass(frozen=True)
 class ProgressRow:
-    """One sample. seq: of the sample, growing; losses by cluster, where there is one."""
+    """One sample."""
 
-    seq: int
+    seq: int  # of the sample, growing; losses by cluster, where there is one
     wall_s: float
     tokens: int
     rate_tokens_per_s: float

@@ -47,11 +47,11 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class StaticFile:
-    """A file of the page. tag: changes with the content, so that a browser can check its copy with a short request."""
+    """A file of the page."""
 
     body: bytes
     content_type: str
-    tag: str
+    tag: str  # changes with the content, so that a browser can check its copy with a short request
 
 
 def static_files() -> Mapping[str, StaticFile]:

@@ -46,10 +46,10 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class _Usual:
-    """The usual tokens per step of some clusters. whose: a phrase that names them."""
+    """The usual tokens per step of some clusters."""
 
     per_step: float
-    whose: str
+    whose: str  # a phrase that names them
 
 
 def usual_per_step(shared: SharedState, cluster: str) -> float:

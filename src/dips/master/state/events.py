@@ -77,9 +77,9 @@ class SlaveLinkDown:
 
 @dataclass(frozen=True)
 class Revoked:
-    """A certificate that was in use was revoked. role: a value of core/net/security.py's Role."""
+    """A certificate that was in use was revoked."""
 
-    role: str
+    role: str  # a value of core/net/security.py's Role
     name: str
     reason: str
 

@@ -324,14 +324,13 @@ class Participant:
 
 @dataclass(frozen=True)
 class ParticipantMeasure:
-    """The measurements of one participant; NaN where undefined. cosine: of its update with that of the others
-    (master/state/penalty_detect.py)."""
+    """The measurements of one participant; NaN where undefined."""
 
     cluster: str
     norm: float
     scaled_norm: float
     score: float
-    cosine: float
+    cosine: float  # of its update with that of the others (master/state/penalty_detect.py)
 
 
 @dataclass(frozen=True)

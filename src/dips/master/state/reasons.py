@@ -88,8 +88,8 @@ class WaitingCode(StrEnum):
 
 @dataclass(frozen=True)
 class Waiting:
-    """What the run waits for. slaves: those that the open round waits for, or that are not ready."""
+    """What the run waits for."""
 
     code: WaitingCode
     sentence: str
-    slaves: tuple[SlaveId, ...] = ()
+    slaves: tuple[SlaveId, ...] = ()  # those that the open round waits for, or that are not ready

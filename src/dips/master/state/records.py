@@ -383,13 +383,13 @@ HeldVersion = tuple[Version, RoundId, bytes]
 
 @dataclass(frozen=True)
 class Donor:
-    """A cluster that is asked for its copy of a version. base: the name of that version at the cluster."""
+    """A cluster that is asked for its copy of a version."""
 
     cluster: str
     incarnation: Incarnation
     commit: CommitInfo
     since_s: float
-    base: Version
+    base: Version  # the name of that version at the cluster
 
 
 @dataclass

@@ -39,15 +39,13 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class TransferRequest:
-    """A transfer that is about to begin. owner: a cluster or a reader, which has one transfer at a time.
+    """A transfer that is about to begin."""
 
-    slot: its number among the clusters. own_s, fastest_s: the measured time of a whole transfer in this direction, of
-    this owner and of the fastest cluster; 0: unknown.
-    """
-
-    owner: str
+    owner: str  # a cluster or a reader, which has one transfer at a time
     way: Way
-    slot: int
+    slot: int  # its number among the clusters
+    # own_s, fastest_s: the measured time of a whole transfer in this direction, of this owner and of the fastest
+    # cluster; 0: unknown
     own_s: float = 0.0
     fastest_s: float = 0.0
 

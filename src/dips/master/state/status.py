@@ -133,33 +133,27 @@ def _slave(shared: SharedState, slave: Slave) -> SlaveStatus:
 
 @dataclass(frozen=True)
 class OpenPushView:
-    """An undecided push. landed: the share of its bytes that slaves have received, 0 to 1; landed_bytes: by slave."""
+    """An undecided push."""
 
     cluster: str
     phase: str
-    landed: float
+    landed: float  # the share of its bytes that slaves have received, 0 to 1
     age_s: float
-    landed_bytes: Mapping[str, int] = field(default_factory=dict)
+    landed_bytes: Mapping[str, int] = field(default_factory=dict)  # by slave
 
 
 @dataclass(frozen=True)
 class RunView:
-    """A run at one moment. as_of_s: the monotonic time of the state's last event, from which all ages are counted.
-
-    since_publish_s: since the newest version was published in this epoch; None when none was. Times are None where
-    there is no such moment. staleness_limit: versions. threshold: score above which a push is excluded. transfer_s: of
-    the clusters that have beaten, seconds of the last push and of the last pull, 0 where there was none. data_tokens:
-    by state, empty where the run leases no data.
-    """
+    """A run at one moment. Times are None where there is no such moment."""
 
     status: StatusReply
-    as_of_s: float
+    as_of_s: float  # the monotonic time of the state's last event, from which all ages are counted
     planned_window_in_s: float | None = None
-    since_publish_s: float | None = None
+    since_publish_s: float | None = None  # since the newest version was published in this epoch; None when none was
     publish_interval_s: float = 0.0
     evict_after_s: float = 0.0
-    staleness_limit: int = 0
-    threshold: float = NAN
+    staleness_limit: int = 0  # versions
+    threshold: float = NAN  # score above which a push is excluded
     max_clusters: int = 0
     slaves_expected: int = 0
     pinned_versions: int = 0
@@ -167,8 +161,9 @@ class RunView:
     reshards: bool = False
     links: tuple[LinkRate, ...] = ()
     pushes: tuple[OpenPushView, ...] = ()
+    # of the clusters that have beaten, seconds of the last push and of the last pull, 0 where there was none
     transfer_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    data_tokens: Mapping[str, int] = field(default_factory=dict)
+    data_tokens: Mapping[str, int] = field(default_factory=dict)  # by state, empty where the run leases no data
 
 
 def look(shared: SharedState) -> RunView:

@@ -41,13 +41,12 @@ RETRY_S = 0.5
 
 @dataclass
 class CheckpointDisk:
-    """The checkpoints on disk, which outlive the process. errors: so many of the next records of pushes cannot be
-    written."""
+    """The checkpoints on disk, which outlive the process."""
 
     session_json: str = ""
     model: SimulatedModel | None = None
     push_json: str = ""
-    errors: int = 0
+    errors: int = 0  # so many of the next records of pushes cannot be written
 
     def lose(self) -> None:
         self.session_json, self.model, self.push_json = "", None, ""

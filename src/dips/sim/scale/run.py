@@ -24,8 +24,7 @@ SCHEMA = "dips-simulate/1"
 
 @dataclass(frozen=True)
 class ClusterReport:
-    """The report of one cluster: its seconds by state, its applied tokens, and its link. presence: (second, is it
-    up)."""
+    """The report of one cluster: its seconds by state, its applied tokens, and its link."""
 
     id: str
     npus: int
@@ -40,7 +39,7 @@ class ClusterReport:
     down_bytes: int
     up_busy_s: float
     down_busy_s: float
-    presence: list[tuple[float, bool]]
+    presence: list[tuple[float, bool]]  # (second, is it up)
 
 
 @dataclass(frozen=True)

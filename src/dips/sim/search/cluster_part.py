@@ -34,12 +34,13 @@ _EXCHANGES = (
 
 @dataclass(frozen=True)
 class OpenTransfer:
-    """A push that is being sent. landed: (slave, chunk) that are known to be there; n_chunks: how many on each."""
+    """A push that is being sent."""
 
     id: int
     push: PushId
     ticket: Ticket
     epoch: int
+    # (slave, chunk) that are known to be there; n_chunks: how many on each
     landed: frozenset[tuple[str, int]] = frozenset()
 
     def n_on(self, slave: str) -> int:
@@ -48,11 +49,11 @@ class OpenTransfer:
 
 @dataclass(frozen=True)
 class Pull:
-    """A version that is being fetched, slave by slave. read: the content from the first of them."""
+    """A version that is being fetched, slave by slave."""
 
     id: int
     grant: PullGrant
-    read: tuple[tuple[RoundId, PieceNames], ...] = ()
+    read: tuple[tuple[RoundId, PieceNames], ...] = ()  # the content from the first of them
 
 
 class ClusterPart:

@@ -32,21 +32,18 @@ FAULT = "FAULT "
 
 @dataclass
 class Result:
-    """The result of a search. exhausted: every state within the bounds was seen. ends: states where all is done.
-
-    faults, seen: how often each fault was struck, each transition taken and each refusal raised, over all steps.
-    peak_mb: the most memory that the process took, in MiB. cpu_s: of the seconds, those of the processor.
-    """
+    """The result of a search. faults, seen: how often each fault was struck, each transition taken and each refusal
+    raised, over all steps."""
 
     states: int = 0
     steps: int = 0
     depth: int = 0
-    ends: int = 0
-    exhausted: bool = False
+    ends: int = 0  # states where all is done
+    exhausted: bool = False  # every state within the bounds was seen
     stopped_at: str = ""
     seconds: float = 0.0
-    cpu_s: float = 0.0
-    peak_mb: int = 0
+    cpu_s: float = 0.0  # of the seconds, those of the processor
+    peak_mb: int = 0  # the most memory that the process took, in MiB
     faults: dict[str, int] = field(default_factory=dict)
     violation: SearchViolation | None = None
     story: list[StepLabel] = field(default_factory=list)

@@ -41,24 +41,22 @@ class DurableCommit:
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """The past of one state. decided: push -> verdict of a durable record. reported: push -> verdict that its cluster
-    received. payload: push -> work that was sent. made: version -> (round, content) of the first slave that committed
-    it. fences: cluster -> pushes that were counted. lives: cluster -> newest incarnation. tokens: up to the newest
-    version. trained: leased data (pass, token) that the current version was trained on. lost: a disk was.
-    """
+    """The past of one state."""
 
     epoch: int = 0
-    decided: Table[str, str] = frozenset()
-    reported: Table[str, str] = frozenset()
-    payload: Table[str, PieceNames] = frozenset()
+    decided: Table[str, str] = frozenset()  # push -> verdict of a durable record
+    reported: Table[str, str] = frozenset()  # push -> verdict that its cluster received
+    payload: Table[str, PieceNames] = frozenset()  # push -> work that was sent
+    # version -> (round, content) of the first slave that committed it
     made: Table[Version, tuple[RoundId, PieceNames]] = frozenset()
     published: Version | None = None
     commit: DurableCommit | None = None
-    fences: Table[str, int] = frozenset()
-    incarnations: Table[str, Incarnation] = frozenset()
-    tokens: int = 0
+    fences: Table[str, int] = frozenset()  # cluster -> pushes that were counted
+    incarnations: Table[str, Incarnation] = frozenset()  # cluster -> its newest one
+    tokens: int = 0  # up to the newest version
+    # leased data (pass, token) that the current version was trained on
     trained: frozenset[tuple[int, int]] = frozenset()
-    lost: bool = False
+    lost: bool = False  # a disk was
     halted: bool = False
 
     # ---- facts ----

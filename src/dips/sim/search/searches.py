@@ -24,13 +24,13 @@ class Size(Enum):
 
 @dataclass(frozen=True)
 class Named:
-    """One search. states: about how many it has, so that the largest begin first."""
+    """One search."""
 
     name: str
     words: str
     bounds: Bounds
     size: Size = Size.SHORT
-    states: int = 1000
+    states: int = 1000  # about how many it has, so that the largest begin first
     max_states: int = 10**9
     max_seconds: float = 1e9
 

@@ -53,12 +53,12 @@ SNAPSHOTS_KEPT = 3
 
 @dataclass(frozen=True)
 class SnapshotOnDisk:
-    """A snapshot on disk. blocks: those that it holds. record: of the COMMIT, once there was one."""
+    """A snapshot on disk."""
 
     info: SnapshotInfo
-    blocks: tuple[int, ...]
+    blocks: tuple[int, ...]  # those that it holds
     content: PieceNames
-    record: bytes = b""
+    record: bytes = b""  # of the COMMIT, once there was one
 
 
 SlotContent = tuple[PieceNames | None, ...]

@@ -42,46 +42,41 @@ NOBODY = -1
 
 
 class SearchCall(NamedTuple):
-    """An open call. call_id 0: no process waits for the answer. message: number of the request or of the answer. past:
-    1 when the master took it although its cluster has a newer incarnation by then. at: the master that holds it.
-    """
+    """An open call. call_id 0: no process waits for the answer."""
 
     cluster: int
     call_id: int
     stage: int
-    message: int
+    message: int  # number of the request or of the answer
     token: int
-    past: int = 0
-    at: int = NEWEST
+    past: int = 0  # 1 when the master took it although its cluster has a newer incarnation by then
+    at: int = NEWEST  # the master that holds it
 
 
 class SlaveStream(NamedTuple):
-    """A slave's stream: commands down, messages up, oldest first. at: the master that it leads to."""
+    """A slave's stream: commands down, messages up, oldest first."""
 
     number: int
     slave: int
     down: tuple[int, ...]
     up: tuple[int, ...]
     condition: int
-    at: int = NEWEST
+    at: int = NEWEST  # the master that it leads to
 
 
 class SearchState(NamedTuple):
-    """A global state, by numbers. strays: messages of slaves that arrive once more, by stream. chunks: chunks that
-    arrive late, by slave. budget: faults left, in the order of FAULTS, then all together. old: a master whose epoch is
-    past, and that does not know it; NOBODY where there is none.
-    """
+    """A global state, by numbers."""
 
     master: int
     slaves: tuple[int, ...]
     clusters: tuple[int, ...]
     links: tuple[SlaveStream, ...]
     calls: tuple[SearchCall, ...]
-    strays: tuple[tuple[int, int], ...]
-    chunks: tuple[tuple[int, int], ...]
-    budget: tuple[int, ...]
+    strays: tuple[tuple[int, int], ...]  # messages of slaves that arrive once more, by stream
+    chunks: tuple[tuple[int, int], ...]  # chunks that arrive late, by slave
+    budget: tuple[int, ...]  # faults left, in the order of FAULTS, then all together
     reference: int
-    old: int = NOBODY
+    old: int = NOBODY  # a master whose epoch is past, and that does not know it; NOBODY where there is none
 
     def key(self) -> bytes:
         """A key of 128 bits for this state: among ten million states two are equal with a chance of 1e-25."""

@@ -93,14 +93,14 @@ class StreamCap:
 
 @dataclass
 class _Stream:
-    """One sender's stream. able_bytes_per_s: its rate while it was not held back; None until that was measured."""
+    """One sender's stream."""
 
     number: int
     remaining_bytes: float
     last_seen_s: float
     stays: bool
     came_bytes: int = 0
-    able_bytes_per_s: float | None = None
+    able_bytes_per_s: float | None = None  # its rate while it was not held back; None until that was measured
     held: bool = False
 
 

@@ -92,9 +92,9 @@ class SaveAgain:
 
 @dataclass(frozen=True)
 class RecordRead:
-    """The answer to SendCommitRecord. asked_by: as in ReadRecord."""
+    """The answer to SendCommitRecord."""
 
-    asked_by: Incarnation | None
+    asked_by: Incarnation | None  # as in ReadRecord
     answer: CommitRecord
 
 

@@ -119,13 +119,13 @@ leave the master at the same time."""
 class Landing:
     """The place of one chunk: bytes [start_byte, start_byte + length_bytes) of a shard, number `index` of its chunks.
 
-    first_piece: the piece (core/math/outer_numpy.py) of the shard that begins with it; only where chunks are whole
-    pieces. Never changed after it is made; one is made for each chunk, and unfrozen that is several times faster.
+    Never changed after it is made; one is made for each chunk, and unfrozen that is several times faster.
     """
 
     index: int
     start_byte: int
     length_bytes: int
+    # the piece (core/math/outer_numpy.py) of the shard that begins with it; only where chunks are whole pieces
     first_piece: int = 0
 
     @property
@@ -202,10 +202,10 @@ class ShardMap:
 
 @dataclass
 class Staging:
-    """What has landed in one slot. checksums: xxh3-64 of each landed chunk as it was sent, None where none has."""
+    """What has landed in one slot."""
 
     slot: Slot
-    checksums: list[int | None]
+    checksums: list[int | None]  # xxh3-64 of each landed chunk as it was sent, None where none has
     n_landed: int = 0
     landed_bytes: int = 0
 

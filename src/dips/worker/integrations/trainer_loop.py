@@ -35,15 +35,12 @@ TokensOf = Callable[[Any], int]
 
 @dataclass(frozen=True)
 class CallbackOptions:
-    """A callback's arguments. tokens_per_step: of one optimizer.step() of this process; None: they are counted.
+    """A callback's arguments."""
 
-    checkpoint_dir: a folder for this cluster alone; None: the callback chooses one next to the trainer's checkpoints.
-    loop: for DiLoCo (master, cluster_id, keys, wire_dtype, ...).
-    """
-
-    tokens_per_step: int | None
+    tokens_per_step: int | None  # of one optimizer.step() of this process; None: they are counted
+    # a folder for this cluster alone; None: the callback chooses one next to the trainer's checkpoints
     checkpoint_dir: Path | None
-    loop: Mapping[str, Any]
+    loop: Mapping[str, Any]  # for DiLoCo (master, cluster_id, keys, wire_dtype, ...)
 
     def __post_init__(self) -> None:
         """Raises ConfigError for an argument that the callback itself sets, or a count below 1."""

@@ -46,17 +46,16 @@ _REPLICAS_ONLY = (
 
 @dataclass(frozen=True)
 class StepNews:
-    """Rank 0's news after a step. installs, resets: how often parameters and optimizer were replaced so far.
+    """Rank 0's news after a step."""
 
-    timeline, version: the base, both 0 when there is none. progress: tokens of the run.
-    """
-
+    # installs, resets: how often parameters and optimizer were replaced so far
     installs: int = 0
     resets: int = 0
     done: bool = False
+    # timeline, version: the base, both 0 when there is none
     timeline: int = 0
     version: int = 0
-    progress: int = 0
+    progress: int = 0  # tokens of the run
     failed: bool = False
 
 

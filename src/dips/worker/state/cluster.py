@@ -70,18 +70,14 @@ _PUSHING = (SessionPhase.BEGINNING_PUSH, SessionPhase.TRANSFERRING, SessionPhase
 
 @dataclass
 class _Ending:
-    """Why this cluster leaves, and how long it still waits before that.
-
-    wanted: the process asked for it (StopWanted), and push_pending is of that request. dropped: the work that did not
-    count when leaving began; None: the cluster does not leave.
-    """
+    """Why this cluster leaves, and how long it still waits before that."""
 
     reason: str = ""
     error: DipsError | None = None
     by_s: float = math.inf
-    wanted: bool = False
+    wanted: bool = False  # the process asked for it (StopWanted), and push_pending is of that request
     push_pending: bool = True
-    dropped: Work | None = None
+    dropped: Work | None = None  # the work that did not count when leaving began; None: the cluster does not leave
 
 
 class ClusterMachine:

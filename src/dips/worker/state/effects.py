@@ -49,7 +49,7 @@ Command = ClusterRequest | PushRecord | SendPush | PullGrant
 
 @dataclass(frozen=True)
 class Run:
-    """Begin a job. deadline_s: of a call.
+    """Begin a job.
 
     A request is sent to the master. A PushRecord is made durable, however long that takes (asked for only where
     SessionConfig.durable_pushes says so). The version of a PullGrant is fetched into the pull buffer.
@@ -58,7 +58,7 @@ class Run:
     job: int
     command: Command
     cause: str
-    deadline_s: float = math.inf
+    deadline_s: float = math.inf  # of a call
 
 
 DigestOfSlave = tuple[tuple[str, bytes], ...]
@@ -66,30 +66,24 @@ DigestOfSlave = tuple[tuple[str, bytes], ...]
 
 @dataclass(frozen=True)
 class Done:
-    """The job has ended. seconds: how long a transfer took.
-
-    result: the master's answer, which may be a refusal; for a push that all slaves hold, the digests of the bytes sent
-    to each of them; None for a record that is durable, and for a version that is in the pull buffer and has the grant's
-    digests.
-    """
+    """The job has ended."""
 
     job: int
+    # the master's answer, which may be a refusal; for a push that all slaves hold, the digests of the bytes sent to
+    # each of them; None for a record that is durable, and for a version that is in the pull buffer and has the grant's
+    # digests
     result: ClusterReply | Refused | DigestOfSlave | None = None
-    seconds: float = 0.0
+    seconds: float = 0.0  # how long a transfer took
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The job has failed. Whether the master acted on a call without an answer is unknown.
-
-    base_gone: a slave cannot decode a push's differences, since it does not have their base version. corrupt: the bytes
-    of a pull repeatedly did not have the digest that the master gave.
-    """
+    """The job has failed. Whether the master acted on a call without an answer is unknown."""
 
     job: int
     sentence: str
-    base_gone: bool = False
-    corrupt: bool = False
+    base_gone: bool = False  # a slave cannot decode a push's differences, since it does not have their base version
+    corrupt: bool = False  # the bytes of a pull repeatedly did not have the digest that the master gave
 
 
 @dataclass(frozen=True)
@@ -153,10 +147,10 @@ class ClearResidual:
 
 @dataclass(frozen=True)
 class Finished:
-    """The session is over. error: set if that is a failure, to be raised in the training loop."""
+    """The session is over."""
 
     reason: str
-    error: DipsError | None = None
+    error: DipsError | None = None  # set if that is a failure, to be raised in the training loop
 
 
 Effect = Run | Cancel | CopyParameters | CopyBase | Install | KeepResidual | ClearResidual | Record | Log | Finished
@@ -171,16 +165,13 @@ class Started:
 
 @dataclass(frozen=True)
 class Stepped:
-    """One inner step was made on `tokens` tokens, of which `ranges` are leased. loss in nats per token.
-
-    may_push: whether a push may begin before the next step. steps: so many were made, on all these tokens; more than
-    one only where nothing had to be decided between them.
-    """
+    """One inner step was made on `tokens` tokens, of which `ranges` are leased. loss in nats per token."""
 
     tokens: int
     ranges: tuple[DataRange, ...] = ()
     loss: float = math.nan
-    may_push: bool = True
+    may_push: bool = True  # whether a push may begin before the next step
+    # so many were made, on all these tokens; more than one only where nothing had to be decided between them
     steps: int = 1
 
 
@@ -201,13 +192,11 @@ class LeaseWanted:
 
 @dataclass(frozen=True)
 class StopWanted:
-    """This cluster must leave, whatever the run does, once the open push is decided.
-
-    push_pending: steps that are not in it are pushed too; False: the parameters may be in the middle of a step. A
-    second request with push_pending=False waits for nothing.
-    """
+    """This cluster must leave, whatever the run does, once the open push is decided. A second request with
+    push_pending=False waits for nothing."""
 
     reason: str
+    # steps that are not in it are pushed too; False: the parameters may be in the middle of a step
     push_pending: bool = True
 
 

@@ -18,12 +18,12 @@ MAX_CORRUPT = 3
 
 @dataclass(frozen=True)
 class PullPlan:
-    """The purpose of a pull. drops: the live parameters will be dropped, so training waits for the pull."""
+    """The purpose of a pull."""
 
     mode: InstallMode
     at_least: Version | None
     reset_inner: bool = False
-    drops: bool = False
+    drops: bool = False  # the live parameters will be dropped, so training waits for the pull
 
 
 class Pulling:

@@ -55,12 +55,7 @@ AWAIT_S = 10.0
 
 @dataclass
 class OpenPush:
-    """The undecided push. base None: it seeds the run, or gives back the version that it `donates`.
-
-    job: of its record, until that is durable and its number may be used (recorded); later of its transfer.
-    in_place_of_pull: a pull was given up for it, which must be made after all. wanted_wire: the codec that is asked
-    for; wire: the codec of its last ticket, None where that is not known.
-    """
+    """The undecided push. base None: it seeds the run, or gives back the version that it `donates`."""
 
     id: PushId
     base: Version | None
@@ -68,14 +63,15 @@ class OpenPush:
     work: Work
     began_s: float
     ticket: Ticket | None = None
+    # of its record, until that is durable and its number may be used (recorded); later of its transfer
     job: int | None = None
     finish_after_s: float = 0.0
     failures: int = 0
     donates: Version | None = None
     recorded: bool = True
-    in_place_of_pull: bool = False
-    wanted_wire: Codec = Codec.F32
-    wire: Codec | None = None
+    in_place_of_pull: bool = False  # a pull was given up for it, which must be made after all
+    wanted_wire: Codec = Codec.F32  # the codec that is asked for
+    wire: Codec | None = None  # the codec of its last ticket, None where that is not known
 
     @property
     def record(self) -> PushRecord:

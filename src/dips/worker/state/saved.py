@@ -32,11 +32,7 @@ class SavedStateError(DipsError):
 
 @dataclass(frozen=True)
 class SavedSession:
-    """One session at a step boundary: the fields of worker/state/shared.py and its parts.
-
-    push: the undecided one. lost: pending work used data that another cluster holds, and will be dropped. residual:
-    the rounding residual of earlier pushes is saved with the parameters.
-    """
+    """One session at a step boundary: the fields of worker/state/shared.py and its parts."""
 
     run_id: str
     cluster_id: str
@@ -53,11 +49,11 @@ class SavedSession:
     leases_asked: int = 0
     held: tuple[DataRange, ...] = ()
     pending: Work = field(default_factory=Work)
-    lost: bool = False
-    push: PushRecord | None = None
+    lost: bool = False  # pending work used data that another cluster holds, and will be dropped
+    push: PushRecord | None = None  # the undecided one
     pull: PullPlan | None = None
     last_verdict: Verdict | None = None
-    residual: bool = False
+    residual: bool = False  # the rounding residual of earlier pushes is saved with the parameters
 
     def __post_init__(self) -> None:
         """Raises SavedStateError for fields that contradict each other."""

@@ -42,14 +42,14 @@ class GivenTimes:
 
 @dataclass(frozen=True)
 class Times:
-    """Waiting times in seconds, named as in ClientConfig. put_off_max_s: the longest retry_after_s that is obeyed."""
+    """Waiting times in seconds, named as in ClientConfig."""
 
     call_deadline_s: float
     retry_max_s: float
     leave_wait_s: float
     data_silence_s: float
     data_stall_s: float
-    put_off_max_s: float
+    put_off_max_s: float  # the longest retry_after_s that is obeyed
 
 
 def times_of(given: GivenTimes, settings: Settings) -> Times:
