@@ -90,7 +90,7 @@ class LiveDeployment:
             for stage, steps in difference.planned:
                 changed += self._rollout.carry_out(steps)
                 self._rollout.wait(stage)
-                if stage.title == "supervisor and metrics" and reach:
+                if stage.part is plan.RolloutPart.SUPERVISOR and reach:
                     for who, address in endpoints(self.deployment):
                         self._rollout.until(who, functools.partial(state_of_endpoint, who, address, self._dial))
                     self._rollout.until("the run", self._attached)
@@ -175,7 +175,11 @@ class LiveDeployment:
 
     def _around_slaves(self) -> Planned:
         """The server site's stages up to the slaves."""
-        return [pair for pair in self.difference().planned if pair[0].title in ("keys and settings", "slaves")]
+        return [
+            pair
+            for pair in self.difference().planned
+            if pair[0].part in (plan.RolloutPart.SETTINGS, plan.RolloutPart.SLAVES)
+        ]
 
     def _ask_reshard(self, add: Sequence[str], remove: Sequence[str]) -> None:
         with self._operator() as operator:
@@ -197,7 +201,7 @@ class LiveDeployment:
         self._rollout.until("RESHARD", look)
 
     def _wait_for_slaves(self) -> None:
-        stage = next(stage for stage in plan.stages(self.deployment) if stage.title == "slaves")
+        stage = next(stage for stage in plan.stages(self.deployment) if stage.part is plan.RolloutPart.SLAVES)
         self._rollout.wait(stage)
 
     def _set_replicas(self, live: Object, replicas: int) -> None:

@@ -124,7 +124,7 @@ def folders(deployment: Deployment) -> dict[str, list[Object]]:
     """The objects by folder, without secrets. Namespaces too: the one who applies the files decides about them."""
     found: dict[str, list[Object]] = {}
     for stage in rollout.stages(deployment):
-        name = f"cluster-{stage.title.split()[1]}" if stage.title.startswith("cluster ") else "servers"
+        name = f"cluster-{stage.cluster}" if stage.cluster else "servers"
         kept = [one for one in stage.objects if one["kind"] not in ("Secret", "Namespace")]
         found.setdefault(name, []).extend(kept)
     return found

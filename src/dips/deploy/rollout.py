@@ -12,6 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from dips.core.errors import ConfigError, DipsError, RetryLater
@@ -37,13 +38,27 @@ Find = Callable[[str, Object], Object | None]
 """What is there of an object in a context; None when it is not there."""
 
 
+class RolloutPart(StrEnum):
+    SETTINGS = "keys and settings"
+    MASTER = "master"
+    SLAVES = "slaves"
+    SUPERVISOR = "supervisor and metrics"
+    CLUSTER = "cluster"
+
+
 @dataclass(frozen=True)
 class RolloutStage:
     """A part of the rollout that is whole before the next begins."""
 
     context: str
-    title: str  # for a person
+    part: RolloutPart
     objects: tuple[Object, ...]
+    cluster: str = ""  # whose part it is
+
+    @property
+    def title(self) -> str:
+        """For a person."""
+        return f"{self.part} {self.cluster}".rstrip()
 
 
 def stages(deployment: Deployment) -> list[RolloutStage]:
@@ -56,15 +71,15 @@ def stages(deployment: Deployment) -> list[RolloutStage]:
     # Secrets come right after the namespace, which is the first object of each list.
     at, *after = first
     found = [
-        RolloutStage(context, "keys and settings", (at, *identities.server_secrets(deployment), *after)),
-        RolloutStage(context, "master", (sets[f"{deployment.name}-master"],)),
-        RolloutStage(context, "slaves", (sets[f"{deployment.name}-slave"],)),
-        RolloutStage(context, "supervisor and metrics", tuple(rest)),
+        RolloutStage(context, RolloutPart.SETTINGS, (at, *identities.server_secrets(deployment), *after)),
+        RolloutStage(context, RolloutPart.MASTER, (sets[f"{deployment.name}-master"],)),
+        RolloutStage(context, RolloutPart.SLAVES, (sets[f"{deployment.name}-slave"],)),
+        RolloutStage(context, RolloutPart.SUPERVISOR, tuple(rest)),
     ]
     for cluster in on_kubernetes(deployment):
         at, *after = cluster_objects(deployment, cluster)
         objects = (at, identities.cluster_secret(deployment, cluster.id), *after)
-        found.append(RolloutStage(deployment.site(cluster.site).context, f"cluster {cluster.id}", objects))
+        found.append(RolloutStage(deployment.site(cluster.site).context, RolloutPart.CLUSTER, objects, cluster.id))
     return found
 
 
