@@ -35,7 +35,7 @@ from dips.core.messages import (
     StatusReply,
 )
 from dips.master.state import effects as out
-from dips.master.state import events
+from dips.master.state import events, tape
 from dips.master.state.effects import Effect
 from dips.master.state.events import Pause, Resume, Stop
 
@@ -127,12 +127,12 @@ class Transcript(Bench):
                 return f"HALT {code}: {sentence}"
             case out.BeginAgain(at_least):
                 return f"BEGIN AGAIN at epoch {at_least} or later"
-            case out.Record("round", _, told):
-                return f"round {told['round']}: {told['input']} -> {told['phase']}"
-            case out.Record("alarm", _, told):
-                return f"tape alarm sentence={_value(told['sentence'])}"
-            case out.Record("publish" | "rolled_back" | "adopted" | "recovery" as kind, _, told):
-                return f"tape {kind} {', '.join(f'{k}={_value(v)}' for k, v in told.items())}"
+            case tape.RoundMoved():
+                return f"round {effect.round}: {effect.input} -> {effect.phase}"
+            case tape.AlarmRaised(sentence=sentence):
+                return f"tape alarm sentence={_value(sentence)}"
+            case tape.VersionPublished() | tape.RolledBack() | tape.HistoryAdopted() | tape.RecoveryMoved():
+                return f"tape {effect.kind} {', '.join(f'{k}={_value(v)}' for k, v in effect.fields.items())}"
             case _:
                 return ""
 

@@ -7,11 +7,13 @@ outside; without one a move costs nothing more. This module must never import wh
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from dips.core.errors import LocalProtocolError
 
@@ -53,11 +55,51 @@ class MachineHistory:
 
 @dataclass(frozen=True)
 class Record:
-    """An effect of every machine: write one line to the tape of its process."""
+    """An effect of every machine: write one line to the tape of its process. Each kind of line is a subclass, in
+    state/tape.py of its role."""
 
-    kind: str
+    KIND: ClassVar[str] = ""
+
     cause: str
-    fields: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The line's name on the tape."""
+        return self.KIND
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """The line's own fields, as they are written: ids as text, bytes as hex, defaults left out."""
+        return {
+            name: write(value)
+            for name, write, default in _fields_of(type(self))
+            if (value := getattr(self, name)) is not default and value != default
+        }
+
+
+_Written = tuple[tuple[str, Callable[[Any], object], object], ...]
+
+_written: dict[type[Record], _Written] = {}
+
+
+def _fields_of(kind: type[Record]) -> _Written:
+    """Each field's name, what makes its text, and its default. No id, where there may be one, is written "None"."""
+    found = _written.get(kind)
+    if found is None:
+        found = _written[kind] = tuple(
+            (item.name, _writer(str(item.type)), item.default) for item in dataclasses.fields(kind)[1:]
+        )
+    return found
+
+
+def _writer(hint: str) -> Callable[[Any], object]:
+    if re.search(r"\b(Version|RoundId|PushId|Incarnation)\b", hint):
+        return str
+    return bytes.hex if re.match(r"bytes\b", hint) else _as_it_is
+
+
+def _as_it_is(value: object) -> object:
+    return value
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from dips.core.observe.metrics_server import LoopSnapshots, NotNow, serve_metric
 from dips.core.release import VERSION
 from dips.master.archive import FILE_NAME, FOLDER
 from dips.master.config import MasterConfig
+from dips.master.state import tape
 from dips.master.state.effects import Record, WriteJournal
 from dips.master.state.pulls import READER
 from dips.master.state.reasons import STANDING, VerdictCode, WaitingCode
@@ -259,30 +260,26 @@ class Counts:
 
     def note(self, record: Record, now_s: float) -> None:
         """Counts a line of the tape, when the journal entries that it depends on are durable."""
-        fields = record.fields
         if record.kind in self._of_kind:
             self._of_kind[record.kind].inc()
-        match record.kind:
-            case "round":
-                self._moved(str(fields.get("phase")), now_s)
-            case "verdict":
-                code = str(fields.get("code", VerdictCode.OTHER))
-                self._verdicts.add((_cluster_of(record), str(fields.get("verdict")).lower(), code))
-            case "judged":
-                kappa, rho, merged_norm = (_number(fields.get(name)) for name in ("kappa", "rho", "merged_norm"))
-                self._judged = (kappa, rho, merged_norm)
-            case "ticket":
-                self._attempts.add((_cluster_of(record), "first" if fields.get("attempt") == 1 else "again"))
-            case "evict" | "leave":
-                if "cluster" in fields:  # otherwise it is an operator's request, whose effect is recorded too
-                    self._departures.add((str(fields["cluster"]), record.kind))
-            case "slave_lost":
-                self._losses.add(str(fields.get("slave")))
-            case "pull":
-                self._pulls.labels("reader" if str(fields.get("by")).startswith(READER) else "cluster").inc()
-            case "rolled_back":
-                self._rolled_back_tokens.inc(_number(fields.get("lost_tokens"), 0.0))
-            case "epoch":
+        match record:
+            case tape.RoundMoved(phase=phase):
+                self._moved(phase, now_s)
+            case tape.PushDecided(push=push, verdict=verdict, code=code):
+                self._verdicts.add((push.cluster, verdict.lower(), code))
+            case tape.RoundJudged():
+                self._judged = (record.kappa, record.rho, record.merged_norm)
+            case tape.TicketIssued(push=push, attempt=attempt):
+                self._attempts.add((push.cluster, "first" if attempt == 1 else "again"))
+            case tape.ClusterEvicted(cluster=cluster) | tape.ClusterLeft(cluster=cluster):
+                self._departures.add((cluster, record.kind))
+            case tape.SlaveLost(slave=slave):
+                self._losses.add(slave)
+            case tape.PullGranted(by=by):
+                self._pulls.labels("reader" if by.startswith(READER) else "cluster").inc()
+            case tape.RolledBack(lost_tokens=lost_tokens):
+                self._rolled_back_tokens.inc(lost_tokens)
+            case tape.EpochBegun():
                 self._phase, self._opened_s = (IDLE, now_s), None
 
     def called(self, method: str) -> None:
@@ -323,15 +320,6 @@ class Counts:
         if to == IDLE:
             self._opened_s = None
         self._phase = (to, now_s)
-
-
-def _cluster_of(record: Record) -> str:
-    """The cluster of a PushId in its text form; names contain no slash."""
-    return str(record.fields.get("push")).partition("/")[0]
-
-
-def _number(value: object, unknown: float = math.nan) -> float:
-    return float(value) if isinstance(value, int | float) else unknown
 
 
 # ---- metrics collector -----------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ from dips.master.state.events import (
     SlaveSaid,
     Tick,
 )
+from dips.master.state.tape import CallRefused, RequestRefused
 
 T = TypeVar("T")
 
@@ -62,6 +63,9 @@ T = TypeVar("T")
 
 
 KIND = "refused"
+"""The beginning of the keys of log lines about refusals."""
+
+Refusal = CallRefused | RequestRefused
 
 EVERY_S = 1.0
 """Seconds between two lines of one kind: a method and a code. There are some hundred kinds, which bounds the lines."""
@@ -78,7 +82,7 @@ LOG_LINES_PER_S = 2.0
 class _Kind:
     written_s: float
     n_waiting: int = 0
-    last: Record | None = None
+    last: Refusal | None = None
 
 
 class Refusals:
@@ -90,21 +94,22 @@ class Refusals:
         self._logged_s = 0.0
         self._unlogged = 0
 
-    def note(self, record: Record, now_s: float) -> Record | None:
+    def note(self, record: Refusal, now_s: float) -> Refusal | None:
         """The line to write now; None when the refusal waits for others of its kind."""
-        fields = {
-            name: value[:MAX_CHARACTERS] if isinstance(value, str) else value for name, value in record.fields.items()
-        }
-        record = replace(record, fields=fields)
-        key = (str(fields.get("method") or fields.get("call")), str(fields.get("code")))
-        kind = self._kinds.get(key)
+        if isinstance(record, CallRefused):
+            method = record.call
+            record = replace(record, peer=record.peer[:MAX_CHARACTERS], sentence=record.sentence[:MAX_CHARACTERS])
+        else:
+            method = record.method[:MAX_CHARACTERS]
+            record = replace(record, method=method, sentence=record.sentence[:MAX_CHARACTERS])
+        kind = self._kinds.get((method, record.code))
         if kind is None:
-            self._kinds[key] = _Kind(now_s)
+            self._kinds[method, record.code] = _Kind(now_s)
             return record
         kind.n_waiting, kind.last = kind.n_waiting + 1, record
         return self._line(kind, now_s) if now_s - kind.written_s >= EVERY_S else None
 
-    def due(self, now_s: float, everything: bool = False) -> list[Record]:
+    def due(self, now_s: float, everything: bool = False) -> list[Refusal]:
         """The lines that are due; with `everything` all that are left, at the end."""
         waiting = [kind for kind in self._kinds.values() if kind.n_waiting]
         return [self._line(kind, now_s) for kind in waiting if everything or now_s - kind.written_s >= EVERY_S]
@@ -120,9 +125,9 @@ class Refusals:
         left_out, self._unlogged = self._unlogged, 0
         return f" ({left_out} more before it were not logged)" if left_out else ""
 
-    def _line(self, kind: _Kind, now_s: float) -> Record:
+    def _line(self, kind: _Kind, now_s: float) -> Refusal:
         assert kind.last is not None, "a counted refusal was noted"
-        line = replace(kind.last, fields={**kind.last.fields, "count": kind.n_waiting})
+        line = replace(kind.last, count=kind.n_waiting)
         kind.written_s, kind.n_waiting = now_s, 0
         return line
 
@@ -408,9 +413,8 @@ class MasterShell:
     def note_refusal(self, method: str, refused: Refused) -> None:
         """Logs a request that did not reach the state because its bytes cannot be decoded."""
         self._log(f"{KIND} {method}", f"refused a {method}: {refused.sentence}", logging.WARNING)
-        fields = {"method": method, "code": refused.code.name, "sentence": refused.sentence}
         try:
-            self._write_tape(Record(KIND, "-", fields))
+            self._write_tape(RequestRefused("-", method=method, code=refused.code.name, sentence=refused.sentence))
         except FatalError as error:
             self._fail(error)
 
@@ -536,7 +540,7 @@ class MasterShell:
     def _write_tape(self, record: Record) -> None:
         self.counts.note(record, self._clock.monotonic_s())
         line: Record | None = record
-        if record.kind == KIND:
+        if isinstance(record, Refusal):
             line = self._refusals.note(record, self._clock.monotonic_s())
         if line is not None:
             self._tape.write(line.kind, line.cause, **line.fields)

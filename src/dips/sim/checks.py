@@ -35,7 +35,7 @@ from dips.sim.hosts.slave import SlaveHost
 from dips.sim.kernel import SimulatedProcess
 from dips.slave.ring import SPARE_FILES
 from dips.slave.state.slave import MAX_WAITING
-from dips.worker.state import effects
+from dips.worker.state import effects, tape
 from dips.worker.state.cluster import ClusterMachine
 
 KEPT_VERSIONS = 64
@@ -521,25 +521,24 @@ def residual_fault(
 
 def _applied(outputs: Sequence[effects.Effect]) -> list[str]:
     """Pushes whose APPLIED was received now."""
-    verdicts = [item.fields for item in outputs if isinstance(item, effects.Record) and item.kind == "verdict"]
-    return [str(row["push"]) for row in verdicts if row["verdict"] == VerdictKind.APPLIED.name]
+    verdicts = [item for item in outputs if isinstance(item, tape.VerdictReceived)]
+    return [str(item.push) for item in verdicts if item.verdict == VerdictKind.APPLIED.name]
 
 
 def _dropped_and_donating(outputs: Sequence[effects.Effect]) -> bool:
     """Whether the steps were dropped and, in the same step, their pull was replaced by donating a lost version."""
-    lines = [item for item in outputs if isinstance(item, effects.Record)]
+    drops = (VerdictKind.EXCLUDED.name, VerdictKind.ROLLED_BACK.name)
     dropped = any(
-        item.kind == "stale" or item.fields.get("verdict") in (VerdictKind.EXCLUDED.name, VerdictKind.ROLLED_BACK.name)
-        for item in lines
+        isinstance(item, tape.BaseStale) or (isinstance(item, tape.VerdictReceived) and item.verdict in drops)
+        for item in outputs
     )
-    return dropped and any(item.kind == "donated" for item in lines)
+    return dropped and any(isinstance(item, tape.VersionDonated) for item in outputs)
 
 
 def _reinstalled(outputs: Sequence[effects.Effect]) -> bool:
     """Whether a version was installed for which steps were dropped, or this incarnation seeds the run."""
     return any(
-        isinstance(item, effects.Install)
-        or (isinstance(item, effects.Record) and item.kind == "push_begun" and item.fields["base"] == "None")
+        isinstance(item, effects.Install) or (isinstance(item, tape.PushBegun) and item.base is None)
         for item in outputs
     )
 

@@ -164,9 +164,9 @@ class SlaveShell:
             case effects.SendUp(body):
                 if self.send is not None:
                     self.send(SlaveMessage(self.state.caller(), body))
-            case effects.Record(kind, cause, fields):
-                self._counts.note(kind)
-                self._tape.write(kind, cause, **fields)
+            case effects.Record():
+                self._counts.note(effect.kind)
+                self._tape.write(effect.kind, effect.cause, **effect.fields)
             case effects.Log(level, key, sentence, because):
                 self._changes.report(key, sentence, level, because)
             case effects.OpenSlot(slot):

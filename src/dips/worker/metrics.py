@@ -24,8 +24,9 @@ from dips.worker.config import ClientConfig
 from dips.worker.pace import StepTimer
 from dips.worker.sockets import LinkCounts, SlaveLinkCounts, TransferDirection
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import Cancel, Done, Effect, Event, Failed, PushRecord, Record, Run, SendPush, Stepped
+from dips.worker.state.effects import Cancel, Done, Effect, Event, Failed, PushRecord, Run, SendPush, Stepped
 from dips.worker.state.shared import SessionPhase
+from dips.worker.state.tape import BaseStale, SessionJoined, VerdictReceived
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 
@@ -201,11 +202,11 @@ class Counts:
                 self._jobs[job] = {PullGrant: "pull", PushRecord: "record"}.get(type(command), "call")
             case Cancel(job):
                 self._jobs.pop(job, None)
-            case Record(kind="verdict"):
-                self._verdicts.labels(str(effect.fields.get("verdict")).lower()).inc()
-            case Record(kind="stale"):
-                self._stale.labels(str(effect.fields.get("stale_kind")).lower()).inc()
-            case Record(kind="joined"):
+            case VerdictReceived(verdict=verdict):
+                self._verdicts.labels(verdict.lower()).inc()
+            case BaseStale(stale_kind=kind):
+                self._stale.labels(kind.lower()).inc()
+            case SessionJoined():
                 self._joins.inc()
 
     def waits(self, what: str, now_s: float) -> None:

@@ -19,7 +19,7 @@ from dips.core.observe import tape
 from dips.core.observe.tape import Tape, read_tape
 from dips.master.shell import LINK_COMMANDS, THREAD_NAME, JournalWriter, MasterShell, SlaveLink
 from dips.master.state import effects
-from dips.master.state.effects import CloseLink, Effect, Halt, Log, Record, Refuse, Reply, ToSlave, WriteJournal
+from dips.master.state.effects import CloseLink, Effect, Halt, Log, Refuse, Reply, ToSlave, WriteJournal
 from dips.master.state.events import (
     CallGone,
     ClusterCall,
@@ -30,6 +30,7 @@ from dips.master.state.events import (
     SlaveSaid,
     Tick,
 )
+from dips.master.state.tape import EpochBegun, MasterStoodStill, SlaveLost
 
 TICK_S = 1000.0
 """Long enough that no real timer rings during a test; ticks are dispatched by hand."""
@@ -148,16 +149,17 @@ async def test_effects_of_one_event_are_done_before_the_next_event(bench: Bench)
 
 async def test_first_effects_are_carried_out_at_the_start(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "tape.jsonl")
-    bench.machine.first = [Record("epoch-began", "c0", {"epoch": 3}), WriteJournal(1, "X", "{}", '"s"')]
+    bench.machine.first = [
+        EpochBegun("c0", epoch=3, version=None, tokens=0, durability="sync"),
+        WriteJournal(1, "X", "{}", '"s"'),
+    ]
     bench.executor.start()
     await bench.machine.until(JournalWritten)
     assert bench.journal.batches == [[WriteJournal(1, "X", "{}", '"s"')]]
     bench.executor.stop(Halt(0, ""))
     await bench.executor.close()
     bench.tape.close()
-    assert [(line["kind"], line["cause"], line["epoch"]) for line in read_tape(bench.tape_path)] == [
-        ("epoch-began", "c0", 3)
-    ]
+    assert [(line["kind"], line["cause"], line["epoch"]) for line in read_tape(bench.tape_path)] == [("epoch", "c0", 3)]
 
 
 # ---- slaves ----
@@ -399,10 +401,10 @@ async def test_a_log_effect_is_written_when_its_sentence_changes(
 
 
 async def test_a_record_effect_stands_on_the_tape(bench: Bench) -> None:
-    bench.reacts(lambda event: [Record("verdict", "c7", {"kind_of": "APPLIED", "v": 3})])
+    bench.reacts(lambda event: [SlaveLost("c7", slave="s1", reason="it broke")])
     bench.executor.dispatch(Tick())
     (line,) = [json.loads(text) for text in bench.tape_path.read_text().splitlines()]
-    assert (line["kind"], line["cause"], line["kind_of"], line["v"]) == ("verdict", "c7", "APPLIED", 3)
+    assert (line["kind"], line["cause"], line["slave"], line["reason"]) == ("slave_lost", "c7", "s1", "it broke")
 
 
 async def test_a_request_that_cannot_be_read_is_on_the_tape_and_in_the_log(
@@ -419,7 +421,7 @@ async def test_a_tape_that_cannot_be_written_ends_the_master(bench: Bench, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tape, "_append", full)
-    bench.reacts(lambda event: [Record("x", "-", {})])
+    bench.reacts(lambda event: [MasterStoodStill("-", gap_s=2.0)])
     bench.executor.dispatch(Tick())
     outcome = await bench.executor.outcome
     assert isinstance(outcome, Halt)

@@ -9,11 +9,20 @@ from prometheus_client.core import Metric
 from support.master_bench import LEASED, Bench
 
 from dips.core.errors import RefusalCode
-from dips.core.ids import Incarnation
+from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.messages import ClusterStatus
 from dips.core.observe.metrics_server import NotNow
 from dips.master.metrics import METRICS, PREFIX, Collector, Counts, Metrics, Rising, clusters_shown
-from dips.master.state.effects import Record
+from dips.master.state.tape import (
+    AlarmRaised,
+    ClusterLeft,
+    EpochBegun,
+    PullGranted,
+    PushDecided,
+    RolledBack,
+    RoundMoved,
+    TicketIssued,
+)
 
 
 class Scraped:
@@ -91,9 +100,9 @@ def test_members_versions_and_tokens(run: Scraped) -> None:
 def test_phases_take_the_time_that_passed_in_them() -> None:
     counts = Counts()
     for phase, now_s in (("WINDOW", 10.0), ("SEALED", 11.0), ("MEASURE", 11.0), ("IDLE", 11.5)):  # aborted
-        counts.note(Record("round", "r1.1", {"phase": phase}), now_s)
+        counts.note(RoundMoved("r1.1", round=None, phase=phase, input="", why=""), now_s)
     for phase, now_s in (("WINDOW", 20.0), ("PREPARE", 22.0), ("COMMIT", 22.5), ("PUBLISH", 23.0), ("IDLE", 23.0)):
-        counts.note(Record("round", "r1.2", {"phase": phase}), now_s)
+        counts.note(RoundMoved("r1.2", round=None, phase=phase, input="", why=""), now_s)
     found: dict[str, dict[str, float]] = {}
     for metric in counts.made.collect().values():
         for sample in metric.samples:
@@ -106,9 +115,9 @@ def test_phases_take_the_time_that_passed_in_them() -> None:
 
 def test_a_new_epoch_of_the_same_process_begins_with_no_round() -> None:
     counts = Counts()
-    counts.note(Record("round", "r1.1", {"phase": "COMMIT"}), 10.0)
-    counts.note(Record("epoch", "-", {"epoch": 2}), 50.0)
-    counts.note(Record("round", "r2.2", {"phase": "WINDOW"}), 60.0)
+    counts.note(RoundMoved("r1.1", round=None, phase="COMMIT", input="", why=""), 10.0)
+    counts.note(EpochBegun("-", epoch=2, version=None, tokens=0, durability="sync"), 50.0)
+    counts.note(RoundMoved("r2.2", round=None, phase="WINDOW", input="", why=""), 60.0)
     assert not counts.made.collect()["round_phase_seconds"].samples
 
 
@@ -162,10 +171,9 @@ def test_a_slave_that_is_lost(run: Scraped) -> None:
 def test_counts_of_events_that_only_the_tape_tells(tmp_path: Path) -> None:
     run = Scraped(Bench().running("a"), tmp_path)
     counts = run.counts
-    counts.note(Record("rolled_back", "recovery", {"lost_tokens": 30}), 0.0)
-    counts.note(Record("alarm", "-", {"sentence": "look"}), 0.0)
-    counts.note(Record("pull", "-", {"by": "reader export"}), 0.0)
-    counts.note(Record("verdict", "-", {}), 0.0)  # of a fake machine: no field, no harm
+    counts.note(RolledBack("recovery", version=None, origin=Version(1, 0), donor=None, lost_tokens=30), 0.0)
+    counts.note(AlarmRaised("-", code="rollback", clusters=[], sentence="look"), 0.0)
+    counts.note(PullGranted("-", by="reader export", version=Version(1, 0)), 0.0)
     counts.called("Join")
     counts.refused("Join", RefusalCode.IDENTITY.name)
     counts.timed(lambda entries: None)([])
@@ -209,10 +217,13 @@ def test_there_are_never_more_clusters_than_may_take_part() -> None:
 def test_counts_of_clusters_that_come_and_go_are_bounded(tmp_path: Path) -> None:
     counts = Counts(most_clusters=2)
     for i in range(1000):
-        push = f"c{i}/1.1#1"
-        counts.note(Record("verdict", "-", {"push": push, "verdict": "APPLIED", "reason": "merged"}), 0.0)
-        counts.note(Record("ticket", "-", {"push": push, "attempt": 1}), 0.0)
-        counts.note(Record("leave", "-", {"cluster": f"c{i}"}), 0.0)
+        push = PushId(ClusterId(f"c{i}"), Incarnation(1, 1), 1)
+        decided = PushDecided(
+            "-", push=push, verdict="APPLIED", version=None, round=None, code="merged", reason="merged"
+        )
+        ticket = TicketIssued("-", push=push, base=None, fence=0, tokens=1, attempt=1, donates=None, wire="F32")
+        for line in (decided, ticket, ClusterLeft("-", cluster=push.cluster, reason="done")):
+            counts.note(line, 0.0)
     counted = counts.counted()
     assert len(counted.verdicts) == 64
     assert len(counted.attempts) == len(counted.departures) == 4

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dips.master.shell import EVERY_S, KIND, LOG_LINES, LOG_LINES_PER_S, MAX_CHARACTERS, Refusals
-from dips.master.state.effects import Record
+from dips.master.shell import EVERY_S, LOG_LINES, LOG_LINES_PER_S, MAX_CHARACTERS, Refusals
+from dips.master.state.tape import RequestRefused
 
 
-def refusal(method: str = "Join", code: str = "MALFORMED", sentence: str = "no") -> Record:
-    return Record(KIND, "-", {"method": method, "code": code, "sentence": sentence})
+def refusal(method: str = "Join", code: str = "MALFORMED", sentence: str = "no") -> RequestRefused:
+    return RequestRefused("-", method=method, code=code, sentence=sentence)
 
 
 def test_the_first_of_a_kind_is_written_at_once_and_the_next_ones_together() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import MappingProxyType
 
 import pytest
 
@@ -29,8 +28,9 @@ from dips.worker.metrics import (
 from dips.worker.pace import StepTimer
 from dips.worker.sockets import LinkCounts, SlaveLinkCounts, TransferDirection
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import Done, Failed, Record, Run, SendPush, Stepped
+from dips.worker.state.effects import Done, Failed, Run, SendPush, Stepped
 from dips.worker.state.shared import SessionConfig
+from dips.worker.state.tape import BaseStale, SessionJoined, VerdictReceived
 from dips.worker.transfer import SlaveProgress
 
 LAYOUT = Layout((Parameter("w", (4, 4), "float32", "w"),))
@@ -98,9 +98,21 @@ def test_steps_calls_and_transfers_are_counted(counts: Counts) -> None:
 
 def test_verdicts_stale_pushes_joins_and_retries_are_counted_from_effects(counts: Counts) -> None:
     counts.gave(Run(1, SendPush(PUSH, TICKET), ""))
-    counts.gave(Record("verdict", "", MappingProxyType({"verdict": "EXCLUDED"})))
-    counts.gave(Record("stale", "", MappingProxyType({"stale_kind": "FENCE"})))
-    counts.gave(Record("joined", "", MappingProxyType({})))
+    counts.gave(VerdictReceived("", push=PUSH, verdict="EXCLUDED", version=None, reason=""))
+    counts.gave(BaseStale("", push=PUSH, stale_kind="FENCE", reason=""))
+    counts.gave(
+        SessionJoined(
+            "",
+            incarnation=PUSH.incarnation,
+            epoch=1,
+            seed=False,
+            fence=0,
+            last_push="none",
+            published=None,
+            run_id="r",
+            kept_tokens=0,
+        )
+    )
     found = scraped(counts.view(session(), StepTimer()), counts)
     assert (found["verdicts_total", "excluded"], found["verdicts_total", "applied"]) == (1, 0)
     assert found["stale_pushes_total", "fence"] == 1

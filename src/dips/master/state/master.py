@@ -30,6 +30,7 @@ from dips.core.messages import (
     ReturnDataRequest,
     StatusRequest,
 )
+from dips.master.state import tape
 from dips.master.state.effects import Effect
 from dips.master.state.events import (
     BeatsEnded,
@@ -98,12 +99,13 @@ class MasterMachine:
         self._members.start()
         version = self.shared.ledger.version
         self.shared.record(
-            "epoch",
-            "-",
-            epoch=self.shared.epoch,
-            version=str(version),
-            tokens=self.shared.ledger.tokens,
-            durability=self.shared.config.settings.durability,
+            tape.EpochBegun(
+                "-",
+                epoch=self.shared.epoch,
+                version=version,
+                tokens=self.shared.ledger.tokens,
+                durability=self.shared.config.settings.durability,
+            )
         )
         found = f"version {version}, {self.shared.ledger.tokens} tokens" if version else "no version yet"
         self.shared.log("master", f"run {self.shared.config.run_id}: epoch {self.shared.epoch}, {found}")
@@ -169,12 +171,13 @@ class MasterMachine:
         except Refused as refused:
             name = request.caller.name
             self.shared.record(
-                "refused",
-                request.caller.cause_id,
-                peer=name,
-                call=type(request).__name__,
-                code=refused.code.name,
-                sentence=refused.sentence,
+                tape.CallRefused(
+                    request.caller.cause_id,
+                    peer=name,
+                    call=type(request).__name__,
+                    code=refused.code.name,
+                    sentence=refused.sentence,
+                )
             )
             sentence = f"{type(request).__name__} refused: {refused.sentence}"
             self.shared.log(f"refused {name[:64]}", sentence, cause=request.caller.cause_id)
@@ -183,7 +186,7 @@ class MasterMachine:
     def _revoked(self, role: str, name: str, reason: str) -> None:
         """Removes a revoked holder from the run, with its data key; the server refuses its calls."""
         sentence = f"its certificate was revoked{f' ({reason})' if reason else ''}"
-        self.shared.record("revoked", "operator", holder=f"{role} {name}", reason=reason)
+        self.shared.record(tape.CertificateRevoked("operator", holder=f"{role} {name}", reason=reason))
         self.shared.log(f"revoked {role} {name}", f"{role} {name}: {sentence}", logging.WARNING)
         if role == "cluster" and name in self.shared.members:
             self._members.evict(name, sentence)
@@ -254,7 +257,7 @@ class MasterMachine:
         self._done(token, "extend", f"the run continues {until}{taken_back}")
 
     def _done(self, token: int, kind: str, sentence: str) -> None:
-        self.shared.record(kind, "operator", sentence=sentence)
+        self.shared.record(tape.OperatorAsked("operator", request=kind, sentence=sentence))
         self.shared.log("operator", f"{kind}: {sentence}")
         self.shared.reply(token, OperatorReply(sentence))
 
@@ -296,7 +299,7 @@ class MasterMachine:
         gap_s = shared.now_s - (self._last_tick_s if self._last_tick_s is not None else shared.now_s)
         self._last_tick_s = shared.now_s
         if gap_s > shared.config.settings.heartbeat_s / 2:
-            shared.record("stood_still", "-", gap_s=gap_s)
+            shared.record(tape.MasterStoodStill("-", gap_s=gap_s))
             self._members.rearm(gap_s)
             self._slaves.rearm(gap_s)
             self._pushes.rearm(gap_s)
@@ -325,7 +328,7 @@ class MasterMachine:
         ended = shared.ledger.stopping and idle and not shared.members and shared.everything_out
         if ended and shared.stopped_s is None:
             shared.stopped_s = shared.now_s
-            shared.record("stopped", "-", reason=shared.ledger.stopping, tokens=shared.ledger.tokens)
+            shared.record(tape.RunStopped("-", reason=shared.ledger.stopping, tokens=shared.ledger.tokens))
             shared.log("master", f"the run has ended: {shared.ledger.stopping}; no cluster is left")
         if shared.stopped_s is not None and shared.now_s >= shared.stopped_s + shared.config.linger_s:
             self._halt()

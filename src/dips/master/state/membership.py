@@ -31,7 +31,7 @@ from dips.core.messages import (
 )
 from dips.core.model_description import Untrained, difference
 from dips.core.protocol import MAX_LEASED_CHUNKS, PROTOCOL_MIN, agree
-from dips.master.state import pacing
+from dips.master.state import pacing, tape
 from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE, LeaseTable, TokenState, overlapping
 from dips.master.state.ledger import ClusterEntry, pair
 from dips.master.state.pushes import OWN_DATA_START_S, Pushes
@@ -95,11 +95,9 @@ class Membership:
             shared.seed_cluster = name  # unless it is drained: see seeder()
         shared.journal("JOIN", {"cluster": name, "incarnation": pair(entry.incarnation)})
         shared.record(
-            "join",
-            request.caller.cause_id,
-            cluster=name,
-            incarnation=str(entry.incarnation),
-            process=request.process_id.hex(),
+            tape.ClusterJoined(
+                request.caller.cause_id, cluster=name, incarnation=entry.incarnation, process=request.process_id
+            )
         )
         sentence = f"cluster {name} joined as incarnation {entry.incarnation}"
         shared.log(f"cluster {name}", sentence, cause=request.caller.cause_id)
@@ -316,10 +314,7 @@ class Membership:
         member.last_lease = (request.request, ranges)
         shared.journal("LEASE", {"cluster": member.cluster, "leases": [r.lease_id for r in ranges]})
         shared.record(
-            "lease",
-            request.caller.cause_id,
-            cluster=member.cluster,
-            tokens=sum(item.tokens for item in ranges),
+            tape.DataLeased(request.caller.cause_id, cluster=member.cluster, tokens=sum(item.tokens for item in ranges))
         )
         shared.reply(token, LeaseDataReply(ranges))
 
@@ -413,7 +408,8 @@ class Membership:
         if shared.seed_cluster == name:
             shared.seed_cluster = min(shared.members, default=None)
         shared.journal(kind, {"cluster": name, "incarnation": pair(member.incarnation), "reason": reason})
-        shared.record(kind.lower(), str(member.incarnation), cluster=name, reason=reason)
+        gone = tape.ClusterLeft if kind == "LEAVE" else tape.ClusterEvicted
+        shared.record(gone(str(member.incarnation), cluster=name, reason=reason))
         if kind == "LEAVE":
             shared.log(f"cluster {name}", f"cluster {name} left: {reason}", cause=str(member.incarnation))
         self._answer_leave(member)

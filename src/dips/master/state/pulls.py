@@ -13,7 +13,7 @@ from dips.core.messages import (
     PullGrant,
 )
 from dips.core.wire import DIFFERENCES
-from dips.master.state import pacing
+from dips.master.state import pacing, tape
 from dips.master.state.records import Kept, Member, Pin
 from dips.master.state.schedule import Way
 from dips.master.state.shared import SharedState
@@ -63,7 +63,7 @@ class Pulls:
             shared.allowed.put(KeyRole.READER, request.caller.name, request.curve_key)
         else:
             shared.link_rates.pull_began(member.cluster, shared.now_s)
-        shared.record("pull", request.caller.cause_id, by=owner, version=str(kept.version))
+        shared.record(tape.PullGranted(request.caller.cause_id, by=owner, version=kept.version))
         shared.reply(token, BeginPullReply(self._grant(kept, pin, member)))
 
     def finish(self, token: int, request: FinishPullRequest) -> None:

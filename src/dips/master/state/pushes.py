@@ -32,7 +32,7 @@ from dips.core.messages import (
 )
 from dips.core.protocol import FINISH_HOLD_S, codec_capability
 from dips.core.wire import DIFFERENCES, Codec
-from dips.master.state import pacing
+from dips.master.state import pacing, tape
 from dips.master.state.alarms import check_token_count
 from dips.master.state.reasons import Reason, VerdictCode
 from dips.master.state.records import PUSH_TABLE, Member, Push, PushPhase, RoundPhase, Slave
@@ -305,15 +305,16 @@ class Pushes:
     def _record_ticket(self, push: Push) -> None:
         request = push.request
         self._shared.record(
-            "ticket",
-            request.caller.cause_id,
-            push=str(push.id),
-            base=str(request.base),
-            fence=request.fence,
-            tokens=request.tokens,
-            attempt=push.attempt,
-            donates=str(request.donates) if request.donates else None,
-            wire=push.wire.name,
+            tape.TicketIssued(
+                request.caller.cause_id,
+                push=push.id,
+                base=request.base,
+                fence=request.fence,
+                tokens=request.tokens,
+                attempt=push.attempt,
+                donates=str(request.donates) if request.donates else None,
+                wire=push.wire.name,
+            )
         )
 
     def _new_attempt(self, push: Push, wanted_wire: Codec) -> Ticket:
@@ -426,7 +427,7 @@ class Pushes:
         pacing.arrived(shared)
         self._measure_pace(push)
         cause, tokens = push.request.caller.cause_id, push.request.tokens
-        shared.record("admitted", cause, push=str(push.id), attempt=push.attempt, tokens=tokens)
+        shared.record(tape.PushAdmitted(cause, push=push.id, attempt=push.attempt, tokens=tokens))
         shared.reply(token, FinishPushReply(self._admitted(push)))
 
     def _wrong_copy(self, push: Push) -> str:
@@ -492,14 +493,15 @@ class Pushes:
         elif not push.is_seed:
             shared.counted_since_s[push.cluster] = push.began_s
         shared.record(
-            "verdict",
-            push.request.caller.cause_id,
-            push=str(push.id),
-            verdict=kind.name,
-            version=str(verdict.version),
-            round=str(verdict.round),
-            code=push.code,
-            reason=reason,
+            tape.PushDecided(
+                push.request.caller.cause_id,
+                push=push.id,
+                verdict=kind.name,
+                version=verdict.version,
+                round=verdict.round,
+                code=push.code,
+                reason=reason,
+            )
         )
         shared.command_all(CloseStaging(push.id), push.request.caller.cause_id)
         self._tell(push, verdict)

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from dips.core.ids import RoundId, SlaveId, Version
 from dips.core.messages import Alarm, CommitRecord, LeaveReply, SendCommitRecord, SnapshotInfo, VerdictKind
+from dips.master.state import tape
 from dips.master.state.ledger import UNREADABLE, CommitInfo, Ledger, commit_from_record, ledger_of, pair, same_as
 from dips.master.state.pushes import Pushes
 from dips.master.state.reasons import AlarmKind, Reason, VerdictCode
@@ -514,7 +515,7 @@ class Recovery:
         shared.journal("ADOPT", record)
         self._give_up_round()
         shared.record(
-            "adopted", "recovery", version=str(commit.version), before=str(before), tokens=shared.ledger.tokens
+            tape.HistoryAdopted("recovery", version=commit.version, before=before, tokens=shared.ledger.tokens)
         )
         sentence = (
             f"the master took over version {commit.version} ({shared.ledger.tokens} tokens) from the slaves; its "
@@ -584,7 +585,7 @@ class Recovery:
         """Makes all clusters join again, because what they know comes from another ledger."""
         shared = self._shared
         for member in shared.live():
-            shared.record("evict", str(member.incarnation), cluster=member.cluster, reason=reason)
+            shared.record(tape.ClusterEvicted(str(member.incarnation), cluster=member.cluster, reason=reason))
             if member.leave_token is not None:
                 shared.reply(member.leave_token, LeaveReply())
         shared.members.clear()
@@ -634,4 +635,4 @@ class Recovery:
     def _move(self, input_name: str, to: RecoveryPhase, why: str = "") -> None:
         shared, state = self._shared, self._shared.recovery
         state.phase.move(input_name, to, shared.now_s, "recovery", why)
-        shared.record("recovery", "recovery", phase=to.value, input=input_name, why=why)
+        shared.record(tape.RecoveryMoved("recovery", phase=to.value, input=input_name, why=why))

@@ -24,6 +24,7 @@ from dips.core.messages import (
     ShardList,
 )
 from dips.core.placement import Placement, redeal
+from dips.master.state import tape
 from dips.master.state.ledger import CommitInfo, Ledger, PendingReshard, canonical, pair, same_as
 from dips.master.state.pushes import Pushes
 from dips.master.state.reasons import Reason, VerdictCode
@@ -277,7 +278,7 @@ class Reshard:
         n_moved = len(_moved(before, after))
         self._to("journaled", _P.NONE, f"version {commit.version}")
         state.trouble, state.pause_s = "", 0.0
-        shared.record("resharded", str(state.round), version=str(commit.version), blocks=n_moved)
+        shared.record(tape.Resharded(str(state.round), version=commit.version, blocks=n_moved))
         shared.log(
             "reshard", f"version {commit.version} is on slaves {', '.join(after.slaves)}; {n_moved} blocks moved"
         )
@@ -349,7 +350,7 @@ class Reshard:
     def _to(self, input_name: str, to: ReshardPhase, why: str = "") -> None:
         shared, state = self._shared, self._shared.reshard
         state.phase.move(input_name, to, shared.now_s, "reshard", why)
-        shared.record("reshard", str(state.round), phase=to.value, input=input_name, why=why)
+        shared.record(tape.ReshardMoved(str(state.round), phase=to.value, input=input_name, why=why))
 
 
 def _moved(before: Placement, after: Placement) -> list[int]:

@@ -27,7 +27,7 @@ from dips.core.messages import (
     Verdict,
     VerdictKind,
 )
-from dips.master.state import pacing
+from dips.master.state import pacing, tape
 from dips.master.state import pushes as bases
 from dips.master.state.alarms import compare_pushes, round_was_fruitless
 from dips.master.state.leases import TokenState
@@ -236,17 +236,18 @@ class Rounds:
     def _record_judgement(self, judgement: Judgement) -> None:
         shared, state = self._shared, self._shared.round
         shared.record(
-            "judged",
-            state.cause,
-            round=str(state.id),
-            accepted=list(judgement.accepted),
-            rejected={cluster: reason.sentence for cluster, reason in judgement.rejected.items()},
-            norms={m.cluster: m.norm for m in judgement.measures},
-            scores={m.cluster: m.score for m in judgement.measures},
-            cosines={m.cluster: m.cosine for m in judgement.measures},
-            kappa=judgement.kappa,
-            rho=judgement.rho,
-            merged_norm=judgement.merged_norm,
+            tape.RoundJudged(
+                state.cause,
+                round=state.id,
+                accepted=list(judgement.accepted),
+                rejected={cluster: reason.sentence for cluster, reason in judgement.rejected.items()},
+                norms={m.cluster: m.norm for m in judgement.measures},
+                scores={m.cluster: m.score for m in judgement.measures},
+                cosines={m.cluster: m.cosine for m in judgement.measures},
+                kappa=judgement.kappa,
+                rho=judgement.rho,
+                merged_norm=judgement.merged_norm,
+            )
         )
 
     # ---- prepare, commit, publish ----
@@ -345,7 +346,7 @@ class Rounds:
         pacing.warn_of_momentum(shared)
         for slave in shared.ready_slaves():
             slave.version = commit.version
-        shared.record("publish", state.cause, version=str(commit.version), tokens=shared.ledger.tokens)
+        shared.record(tape.VersionPublished(state.cause, version=commit.version, tokens=shared.ledger.tokens))
         self._summarise("commit", "")
         self._tell_all()
         self._end("verdicts sent")
@@ -393,7 +394,7 @@ class Rounds:
         }
         commit = CommitInfo(state.id, version, digests, canonical(record).encode())
         shared.set_commit(commit)
-        shared.record("commit", state.cause, round=str(state.id), version=str(version), s_max=s_max)
+        shared.record(tape.RoundCommitted(state.cause, round=state.id, version=version, s_max=s_max))
         shared.journal("COMMIT", {**record, "ledger": "in the snapshot"})
         names = ", ".join(push.cluster for push in accepted)
         shared.log("version", f"version {version}: {names} merged, {ledger.tokens} tokens", cause=state.cause)
@@ -607,7 +608,7 @@ class Rounds:
     def _move(self, input_name: str, to: RoundPhase, why: str = "") -> None:
         shared, state = self._shared, self._shared.round
         state.phase.move(input_name, to, shared.now_s, state.cause, why)
-        shared.record("round", state.cause, round=str(state.id), phase=to.value, input=input_name, why=why)
+        shared.record(tape.RoundMoved(state.cause, round=state.id, phase=to.value, input=input_name, why=why))
 
 
 def _local_steps(shared: SharedState, push: Push) -> int:

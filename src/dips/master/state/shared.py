@@ -32,6 +32,7 @@ from dips.core.messages import (
 )
 from dips.core.placement import Placement
 from dips.core.protocol import CURVE_KEY_BYTES
+from dips.master.state import tape
 from dips.master.state.effects import CloseLink, Effect, Halt, Log, Record, Refuse, Reply, ToSlave, WriteJournal
 from dips.master.state.ledger import CommitInfo, Ledger, canonical
 from dips.master.state.penalty_types import DetectorState, PenaltyConfig
@@ -377,9 +378,7 @@ class SharedState:
     ) -> None:
         """Reports a ROLLBACK on the tape, in the log and as an alarm."""
         now = self.ledger.version
-        self.record(
-            "rolled_back", "recovery", version=str(now), origin=str(origin), donor=donor, lost_tokens=lost_tokens
-        )
+        self.record(tape.RolledBack("recovery", version=now, origin=origin, donor=donor, lost_tokens=lost_tokens))
         how = f"its parameters come from cluster {donor}, momentum is zero" if donor else "from the slaves' snapshots"
         sentence = (
             f"ROLLBACK to version {origin}, now {now} ({how}): the slaves lost version {lost}; {lost_tokens} tokens of "
@@ -390,7 +389,7 @@ class SharedState:
     def tell_new_timeline(self, origin: Version) -> None:
         """Reports a new timeline that undoes no known version."""
         now = self.ledger.version
-        self.record("rolled_back", "recovery", version=str(now), origin=str(origin), donor=None, lost_tokens=0)
+        self.record(tape.RolledBack("recovery", version=now, origin=origin, donor=None, lost_tokens=0))
         sentence = (
             f"the run goes on from version {origin} on a new timeline, as {now}: with durability async, newer versions "
             "may have been published and lost, and only the journal that is gone would know"
@@ -479,9 +478,9 @@ class SharedState:
         """Makes the present ledger durable, together with the record of what changed it."""
         self.out.journal(kind, canonical({"kind": kind, "epoch": self.epoch} | record), self.ledger.to_json())
 
-    def record(self, kind: str, cause: str, **fields: object) -> None:
-        self.story.add(self.now_s, kind, cause, str(fields))
-        self.out.put(Record(kind, cause, fields))
+    def record(self, record: Record) -> None:
+        self.story.add(self.now_s, record.kind, record.cause, str(record.fields))
+        self.out.put(record)
 
     def log(self, key: str, sentence: str, level: int = logging.INFO, cause: str = "") -> None:
         self.out.put(Log(level, key, sentence, cause))
@@ -489,7 +488,7 @@ class SharedState:
     def alarm(self, alarm: Alarm) -> None:
         """Reports something that a person should check."""
         about = list(alarm.clusters)
-        self.record("alarm", "-", code=str(alarm.kind), clusters=about, sentence=alarm.sentence)
+        self.record(tape.AlarmRaised("-", code=str(alarm.kind), clusters=about, sentence=alarm.sentence))
         self.log(f"alarm {alarm.kind} {about}", alarm.sentence, logging.WARNING)
 
     def halt(self, exit_code: int, sentence: str) -> None:

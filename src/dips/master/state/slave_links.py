@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import Configure, KeyRole, StopSlave
+from dips.master.state import tape
 from dips.master.state.records import Slave, SlavePhase
 from dips.master.state.rounds import Rounds
 from dips.master.state.shared import SharedState
@@ -116,7 +117,7 @@ class SlaveLinks:
         # A live process dials again within this time and keeps its name.
         slave.held_until_s = shared.now_s + DIALS_AGAIN_BEATS * shared.config.settings.heartbeat_s
         shared.allowed.remove(KeyRole.SLAVE, slave.id)
-        shared.record("slave_lost", str(slave.incarnation), slave=slave.id, reason=reason)
+        shared.record(tape.SlaveLost(str(slave.incarnation), slave=slave.id, reason=reason))
         shared.log(f"slave {slave.id}", reason, logging.WARNING)
         if shared.ledger.placement is None:
             del shared.slaves[slave.id]
@@ -137,6 +138,6 @@ class SlaveLinks:
             slave.phase.move("lost", SlavePhase.ABSENT, shared.now_s, str(slave.incarnation), reason)
         slave.link = None
         shared.allowed.remove(KeyRole.SLAVE, slave.id)
-        shared.record("slave_dismissed", str(slave.incarnation), slave=slave.id, reason=reason)
+        shared.record(tape.SlaveDismissed(str(slave.incarnation), slave=slave.id, reason=reason))
         shared.log(f"slave {slave.id}", reason)
         del shared.slaves[slave.id]

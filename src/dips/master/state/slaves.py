@@ -34,6 +34,7 @@ from dips.core.messages import (
 )
 from dips.core.placement import check_measured, place
 from dips.core.protocol import PROTOCOL_MIN, agree
+from dips.master.state import tape
 from dips.master.state.effects import BeginAgain
 from dips.master.state.ledger import MAX_WHOLE
 from dips.master.state.pushes import Pushes
@@ -194,11 +195,9 @@ class SlaveRegistry:
         slave.beat_s, slave.trouble = shared.now_s, ""
         slave.phase.move("hello", SlavePhase.ATTACHED, shared.now_s, message.caller.cause_id)
         shared.record(
-            "slave_attached",
-            message.caller.cause_id,
-            slave=name,
-            incarnation=str(slave.incarnation),
-            directory=body.directory_id.hex(),
+            tape.SlaveAttached(
+                message.caller.cause_id, slave=name, incarnation=slave.incarnation, directory=body.directory_id
+            )
         )
         agreement = agree(body.hello.protocol_min, body.hello.protocol_max, body.hello.capabilities, f"slave {name}")
         hello = Hello(PROTOCOL_MIN, agreement.version, tuple(sorted(agreement.capabilities)))
@@ -331,7 +330,7 @@ class SlaveRegistry:
         if not fresh:
             return
         shared, reason = self._shared, beat.refused_connection[:MAX_REASON_CHARACTERS]
-        shared.record("refused_connections", str(slave.incarnation), slave=slave.id, count=fresh, last_reason=reason)
+        shared.record(tape.ConnectionsRefused(str(slave.incarnation), slave=slave.id, count=fresh, last_reason=reason))
         sentence = f"slave {slave.id} refused {fresh} connections at its data port ({total} in all), the last: {reason}"
         shared.log(f"refused at {slave.id}", sentence, logging.WARNING)
 
@@ -363,7 +362,7 @@ class SlaveRegistry:
             return
         slave.phase.move("ready", SlavePhase.READY, shared.now_s, cause)
         slave.version, slave.durable, slave.trouble = body.version, body.version, ""
-        shared.record("slave_ready", cause, slave=slave.id, version=str(body.version))
+        shared.record(tape.SlaveReady(cause, slave=slave.id, version=body.version))
         shared.log(f"slave {slave.id}", f"slave {slave.id} is ready at version {body.version}")
         self._rounds.slave_back()
         for push in shared.pushes():
@@ -383,7 +382,7 @@ class SlaveRegistry:
             return
         if shared.all_slaves_ready():
             shared.published = shared.kept[commit.version] = Kept(commit, shared.ledger.tokens)
-            shared.record("publish", str(commit.round), version=str(commit.version), tokens=shared.ledger.tokens)
+            shared.record(tape.VersionPublished(str(commit.round), version=commit.version, tokens=shared.ledger.tokens))
 
     def _of_link(self, link: int) -> Slave | None:
         return next((slave for slave in self._shared.slaves.values() if slave.link == link), None)

@@ -380,8 +380,8 @@ class ClusterHost(Host):
                 self.model.keep_residual(wire)
             case effects.ClearResidual():
                 self.model.clear_residual()
-            case effects.Record(kind, cause, fields):
-                self.world.tape("worker", self, kind, cause, fields)
+            case effects.Record():
+                self.world.tape("worker", self, effect.kind, effect.cause, effect.fields)
             case effects.Log(_, key, sentence):
                 self._said_lost |= key == "lost"
                 self.world.log(self.name, key, sentence)

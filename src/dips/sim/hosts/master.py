@@ -276,8 +276,8 @@ class MasterHost(MasterProcess):
             case WriteJournal(entry_id, kind, record_json, snapshot_json):
                 self._on_its_way.append(StoredEntry(self.epoch, entry_id, kind, record_json, snapshot_json))
                 self._flush()
-            case Record(kind, cause, fields):
-                self.world.tape("master", self, kind, cause, fields)
+            case Record():
+                self.world.tape("master", self, effect.kind, effect.cause, effect.fields)
             case Log(_, key, sentence):
                 self.world.log(self.name, key, sentence)
 

@@ -255,8 +255,8 @@ class SlaveHost(SlaveProcess):
         match effect:
             case effects.SendUp(body):
                 self._send(body)
-            case effects.Record(kind, cause, fields):
-                self.world.tape("slave", self, kind, cause, fields)
+            case effects.Record():
+                self.world.tape("slave", self, effect.kind, effect.cause, effect.fields)
             case effects.Log(_, key, sentence):
                 self.world.log(self.name, key, sentence)
             case effects.OpenSlot(slot):

@@ -280,8 +280,8 @@ class ClusterPart:
                 case effects.Finished():
                     self.left = True
                     outs.append(("fact", "_left", self.name, {}))
-                case effects.Record(kind, cause, fields):
-                    outs.append(("fact", kind, cause, dict(fields)))
+                case effects.Record():
+                    outs.append(("fact", effect.kind, effect.cause, effect.fields))
                 case effects.Log():
                     pass
         return outs

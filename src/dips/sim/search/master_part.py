@@ -201,8 +201,8 @@ class MasterPart:
                     outs.append(("down", link, command))
                 case CloseLink(link, refusal):
                     outs.append(("close", link, refusal))
-                case Record(kind, cause, fields):
-                    outs.append(("fact", kind, cause, dict(fields)))
+                case Record():
+                    outs.append(("fact", effect.kind, effect.cause, effect.fields))
                 case Halt(code, sentence):
                     outs.append(("halt", code, sentence))
                 case BeginAgain(at_least):

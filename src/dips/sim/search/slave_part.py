@@ -272,8 +272,8 @@ class SlavePart:
         match effect:
             case effects.SendUp(body):
                 return [("up", self.link, SlaveMessage(self.state.caller(), body))] if self.link is not None else []
-            case effects.Record(kind, cause, fields):
-                return [("fact", kind, cause, dict(fields))]
+            case effects.Record():
+                return [("fact", effect.kind, effect.cause, effect.fields)]
             case effects.CloseLink():
                 return [("hang up", self.link)]
             case effects.SavePromise(epoch):

@@ -37,7 +37,7 @@ from dips.core.messages import (
     SlaveBody,
     SnapshotInfo,
 )
-from dips.slave.state import effects, events
+from dips.slave.state import effects, events, tape
 from dips.slave.state.checks import (
     check_load,
     check_memory,
@@ -127,8 +127,7 @@ class Saving:
         self.phase.move("saved", SavePhase.IDLE, now_s, str(info.round))
         if number >= self._valid_from:
             self.durable = info.version
-        fields = {"version": str(info.version), "round": str(info.round), "digest": info.digest.hex()}
-        return [effects.Record("persisted", str(info.round), dict(fields))]
+        return [tape.VersionSaved(str(info.round), version=info.version, round=info.round, digest=info.digest)]
 
     def failed(self, refusal: Refusal, now_s: float) -> list[Effect]:
         """A save failed: wait, then try again with the version that is newest then."""
@@ -366,7 +365,7 @@ class ShardState:
         """Drop the shadow of the round, if there is one; rounds up to this one never begin again."""
         self._newest_round = max(self._newest_round, body.round)
         self._measured = None
-        out: list[Effect] = [effects.Record("aborted", cause, {"round": str(body.round), "reason": body.reason})]
+        out: list[Effect] = [tape.RoundAborted(cause, round=body.round, reason=body.reason)]
         if self.shadow is not None and self.shadow.round == body.round:
             out += self._drop_shadow(now_s)
         if self.moved is not None and self.moved[0].round == body.round:
@@ -392,35 +391,67 @@ class ShardState:
 
     def _done(self, job: Run, result: SnapshotInfo | Measured | ShardList | None, now_s: float) -> list[Effect]:
         """The tape is written before the answer that it proves: a kill between the two must leave the evidence."""
-        to = ShardPhase.READY
+        to, took_s = ShardPhase.READY, round(now_s - job.began_s, 6)
         answer: SlaveBody
         records: list[Effect] = []
         match job.command, result:
             case (Configure() | Commit()) as command, SnapshotInfo() if job.shadow is not None:
                 self.current, self.shadow, self._measured = result, None, None
                 self.saving.committed(result, command.commit_record, job.durable)
-                about = {"commit_hash": result.commit_hash.hex(), "durable": job.durable}
-                records = [_record("committed", job, now_s, result, **about)]
+                records = [
+                    tape.VersionCommitted(
+                        job.cause,
+                        took_s=took_s,
+                        version=result.version,
+                        round=result.round,
+                        digest=result.digest,
+                        commit_hash=result.commit_hash,
+                        durable=job.durable,
+                    )
+                ]
                 answer = Flipped(result.round, result.version) if isinstance(command, Commit) else self._ready()
             case Configure(origin=origin), SnapshotInfo() | None:
                 self.current = result
                 self.saving.loaded(result)
-                if origin is not None and result is not None:
-                    records = [_record("rolled_back", job, now_s, result, origin=str(origin))]
-                records.append(_record("configured", job, now_s, result))
+                loaded = tape.ShardLoaded(job.cause, took_s=took_s)
+                if result is not None:
+                    version, round_id, digest = result.version, result.round, result.digest
+                    loaded = replace(loaded, version=version, round=round_id, digest=digest)
+                    if origin is not None:
+                        records = [
+                            tape.OriginLoaded(
+                                job.cause, took_s=took_s, version=version, round=round_id, digest=digest, origin=origin
+                            )
+                        ]
+                records.append(loaded)
                 answer = self._ready()
-            case Measure(version=version), Measured():
+            case Measure(version=version) as command, Measured():
                 self._measured = answer = result
-                records = [_record("measured", job, now_s, None, version=str(version), **_sums(result.blocks))]
-            case ListShard(version=version), ShardList():
-                records = [_record("listed", job, now_s, None, version=str(version))]
+                gram, bad = _sums(result.blocks)
+                records = [
+                    tape.ShardMeasured(
+                        job.cause, took_s=took_s, round=command.round, version=version, gram=gram, nonfinite_elems=bad
+                    )
+                ]
+            case ListShard(version=version) as command, ShardList():
+                records = [tape.ShardListed(job.cause, took_s=took_s, round=command.round, version=version)]
                 answer = result
             case (Prepare() | MoveBlocks()) as command, SnapshotInfo():
                 if isinstance(command, Prepare):
                     to, self.shadow, self._prepared = ShardPhase.PREPARED, result, command
                 else:
                     to, self.moved = self._still(), (command, result)
-                records = [_record("prepared", job, now_s, result, durable=job.durable, finite=True)]
+                records = [
+                    tape.ShadowPrepared(
+                        job.cause,
+                        took_s=took_s,
+                        version=result.version,
+                        round=result.round,
+                        digest=result.digest,
+                        durable=job.durable,
+                        finite=True,
+                    )
+                ]
                 answer = Prepared(result.round, result.digest)
             case command, _:
                 raise LocalProtocolError(f"{type(command).__name__} ended with {type(result).__name__}")
@@ -536,23 +567,14 @@ def warn(key: str, sentence: str, cause: str = "") -> Effect:
     return effects.Log(logging.WARNING, key, sentence, cause)
 
 
-def _record(kind: str, job: Run, now_s: float, about: SnapshotInfo | None, **more: object) -> effects.Record:
-    fields: dict[str, object] = {"took_s": round(now_s - job.began_s, 6)}
-    if about is not None:
-        fields |= {"version": str(about.version), "round": str(about.round), "digest": about.digest.hex()}
-    elif not isinstance(job.command, Configure):
-        fields["round"] = str(job.command.round)
-    return effects.Record(kind, job.cause, fields | more)
-
-
 MAX_SUMS = 528
 """Most entries of a Gram matrix in a line of the tape, those of 32 pushes: the line stays below 20 KB."""
 
 
-def _sums(blocks: Sequence[BlockGram]) -> dict[str, object]:
+def _sums(blocks: Sequence[BlockGram]) -> tuple[list[str] | None, list[int] | None]:
     """Sums of the measurements over the blocks, for the tape: its reader can add them up to the judgement's matrix."""
     if not blocks or len(blocks[0].gram) > MAX_SUMS:
-        return {}
+        return None, None
     gram = [repr(sum(entries)) for entries in zip(*(block.gram for block in blocks), strict=True)]
     counts = [sum(entries) for entries in zip(*(block.nonfinite_elems for block in blocks), strict=True)]
-    return {"gram": gram, "nonfinite_elems": counts}
+    return gram, counts

@@ -41,7 +41,7 @@ from dips.core.messages import (
 )
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION, agree
 from dips.core.release import VERSION
-from dips.slave.state import effects, events
+from dips.slave.state import effects, events, tape
 from dips.slave.state.admission import what_is_wrong
 from dips.slave.state.effects import Effect
 from dips.slave.state.shard import ShardState
@@ -229,7 +229,7 @@ class SlaveMachine:
                 attached = self.link.promise_saved(epoch, now_s)
                 out: list[Effect] = [
                     effects.Serve(self.link.promised_epoch),
-                    effects.Record("promised", "", {"epoch": epoch}),
+                    tape.EpochPromised("", epoch=epoch),
                 ]
                 if attached:
                     out.append(effects.SendUp(Promised(epoch)))
@@ -239,8 +239,7 @@ class SlaveMachine:
                 staged = self.slots.staged(slot, digest)
                 if staged is None:
                     return []
-                fields = {"push": str(slot.push), "attempt": slot.attempt, "digest": digest.hex()}
-                about = effects.Record("staged", "", fields)
+                about = tape.StagingComplete("", push=slot.push, attempt=slot.attempt, digest=digest)
                 return [about, effects.SendUp(staged)] if self.link.attached else [about]
             case events.RecordRead(asked_by, answer):
                 is_current = self.link.attached and asked_by == self.link.incarnation
@@ -259,7 +258,7 @@ class SlaveMachine:
             sentence = f"{name} refused: {why_not}"
             out: list[Effect] = [
                 effects.Log(logging.WARNING, "command", sentence, command.cause_id),
-                effects.Record("refused_command", command.cause_id, {"command": name, "reason": why_not}),
+                tape.CommandRefused(command.cause_id, command=name, reason=why_not),
             ]
             return [*out, effects.CloseLink(sentence)] if isinstance(command.body, Welcome) else out
         if isinstance(command.body, Welcome):
@@ -279,10 +278,10 @@ class SlaveMachine:
         if why_not:
             return [
                 effects.Log(logging.ERROR, "keys", f"the master's list of data keys is refused: {why_not}", cause),
-                effects.Record("refused_command", cause, {"command": "Allow", "reason": why_not}),
+                tape.CommandRefused(cause, command="Allow", reason=why_not),
             ]
         owners = [f"{allowed.role.name.lower()} {allowed.owner}" for allowed in allow.keys]
-        return [allow, effects.Record("allowed", cause, {"owners": owners})]
+        return [allow, tape.KeysAllowed(cause, owners=owners)]
 
     def _welcomed(self, command: SlaveCommand, welcome: Welcome, now_s: float) -> list[Effect]:
         hello = welcome.hello
@@ -297,7 +296,7 @@ class SlaveMachine:
             self._mute_job = self.shard.job.number if self.shard.job else 0
             out += self.shard.cancel_move()
             out.append(effects.CloseAllSlots())
-            out.append(effects.Record("incarnation", command.cause_id, {"incarnation": str(command.incarnation)}))
+            out.append(tape.IncarnationBegun(command.cause_id, incarnation=command.incarnation))
         return [*out, effects.SavePromise(command.epoch)]
 
     # ---- commands that wait for their turn ----
@@ -350,7 +349,7 @@ class SlaveMachine:
             sentence = f"OpenStaging of push {body.push} names slot {body.slot}, this slave has {n_slots}"
             return [
                 effects.Log(logging.ERROR, "open", sentence, cause),
-                effects.Record("refused_command", cause, {"reason": sentence}),
+                tape.CommandRefused(cause, reason=sentence),
             ]
         slot = self.slots.open(body)
         if slot is None:

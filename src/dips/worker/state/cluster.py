@@ -41,6 +41,7 @@ from dips.core.messages import (
 )
 from dips.core.protocol import CAPABILITIES, MAX_LEASED_CHUNKS, PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.core.release import VERSION
+from dips.worker.state import tape
 from dips.worker.state.effects import (
     Beat,
     Delayed,
@@ -447,7 +448,7 @@ class ClusterMachine:
 
     def _rejoin(self, why: str) -> None:
         shared = self.shared
-        shared.record("fenced", incarnation=str(shared.terms.incarnation), reason=why)
+        shared.record(tape.SessionFenced(shared.cause, incarnation=shared.terms.incarnation, reason=why))
         shared.log("join", f"joining again: {why}", logging.WARNING)
         self.pushing.cancel()
         self.pulling.cancel()
@@ -554,7 +555,7 @@ class ClusterMachine:
         if self.phase in _GONE:
             return
         lost = self.unshared
-        shared.record("leaving", reason=reason, lost_steps=lost.steps, lost_tokens=lost.tokens)
+        shared.record(tape.SessionLeaving(shared.cause, reason=reason, lost_steps=lost.steps, lost_tokens=lost.tokens))
         if lost.steps:
             self._say_what_is_lost(lost, reason, error)
         deadline_s = shared.leave_deadline_s = (
@@ -603,12 +604,12 @@ class ClusterMachine:
 
     def _left(self) -> None:
         self.shared.move("left", SessionPhase.LEFT)
-        self.shared.record("left", reason=self._ending.reason)
+        self.shared.record(tape.SessionLeft(self.shared.cause, reason=self._ending.reason))
         self.shared.emit(Finished(self._ending.reason, self._ending.error))
 
     def _fail(self, error: DipsError) -> None:
         """The cluster cannot go on: leave, and let the training loop raise the error."""
-        self.shared.record("failed", reason=str(error))
+        self.shared.record(tape.SessionFailed(self.shared.cause, reason=str(error)))
         if self.phase is SessionPhase.LEAVING:
             self._left()
         elif not self.finished:

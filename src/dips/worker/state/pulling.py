@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from dips.core.errors import RemoteProtocolError
 from dips.core.ids import Version
 from dips.core.messages import BeginPullRequest, Busy, FinishPullRequest, PlacementSpec, PullGrant
+from dips.worker.state import tape
 from dips.worker.state.effects import Cancel, Done, Failed, Install, InstallMode
 from dips.worker.state.shared import SharedState
 from dips.worker.state.waiting import ExchangeStage
@@ -72,7 +73,7 @@ class Pulling:
         """Ask again after a failure. Raises RemoteProtocolError when the bytes were wrong too often in a row."""
         shared = self._shared
         shared.train_on()
-        shared.record("pull_failed", reason=event.sentence)
+        shared.record(tape.PullFailed(shared.cause, reason=event.sentence))
         shared.log("pull", f"the pull failed: {event.sentence}; trying again", logging.WARNING)
         self._corrupt = self._corrupt + 1 if event.corrupt else 0
         if self._corrupt >= MAX_CORRUPT:
@@ -109,10 +110,18 @@ class Pulling:
         elif mode is InstallMode.REBASE_FROM_PUSH and shared.terms.settings.dynamic_local_steps:
             shared.steps_towards_push = 0
         shared.record(
-            "installed", version=str(grant.version), mode=mode.name, transfer_s=event.seconds, pull_s=shared.pull_s,
-            reset_inner=plan.reset_inner, tokens=grant.tokens, local_steps=shared.terms.local_steps,
-            digest_of_slave=dict(grant.digest_of_slave),
-        )  # fmt: skip
+            tape.VersionInstalled(
+                shared.cause,
+                version=grant.version,
+                mode=mode.name,
+                transfer_s=event.seconds,
+                pull_s=shared.pull_s,
+                reset_inner=plan.reset_inner,
+                tokens=grant.tokens,
+                local_steps=shared.terms.local_steps,
+                digest_of_slave=dict(grant.digest_of_slave),
+            )
+        )
         shared.note = ""
         self._release_pin()
         self.forget()

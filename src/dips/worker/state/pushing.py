@@ -30,6 +30,7 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.core.wire import DIFFERENCES, Codec
+from dips.worker.state import tape
 from dips.worker.state.effects import (
     Cancel,
     CopyBase,
@@ -111,8 +112,11 @@ class Pushing:
         shared.steps_since_snapshot = shared.steps_towards_push = 0
         shared.emit(CopyParameters())
         shared.move(input_name, SessionPhase.BEGINNING_PUSH)
-        shared.record("push_begun", push=str(push.id), base=str(base), tokens=work.tokens, steps=work.steps,
-                    mean_loss=work.mean_loss)  # fmt: skip
+        shared.record(
+            tape.PushBegun(
+                shared.cause, push=push.id, base=base, tokens=work.tokens, steps=work.steps, mean_loss=work.mean_loss
+            )
+        )
         shared.patience.round_begins(shared.now_s)
         shared.hold(ExchangeStage.BEGIN)
         self._ask_to_begin(push)
@@ -134,7 +138,7 @@ class Pushing:
         push.in_place_of_pull = in_place_of_pull
         shared.emit(CopyBase())
         shared.move("donate", SessionPhase.BEGINNING_PUSH)
-        shared.record("donated", version=str(version), push=str(push.id))
+        shared.record(tape.VersionDonated(shared.cause, version=version, push=push.id))
         shared.log("donate", f"the run has lost version {version}: this cluster gives it back")
         self._ask_to_begin(push)
 
@@ -176,10 +180,21 @@ class Pushing:
         ticket = push.ticket
         assert ticket is not None, "a transfer begins with a ticket"
         shared.record(
-            "push_sent", push=str(push.id), attempt=ticket.attempt, base=str(push.base), fence=push.fence,
-            tokens=push.work.tokens, ranges=push.work.ranges, digest_of_slave=dict(digest_of_slave),
-            donates=str(push.donates), transfer_s=transfer_s, push_s=shared.push_s, wire=ticket.wire.name,
-        )  # fmt: skip
+            tape.PushSent(
+                shared.cause,
+                push=push.id,
+                attempt=ticket.attempt,
+                base=push.base,
+                fence=push.fence,
+                tokens=push.work.tokens,
+                ranges=push.work.ranges,
+                digest_of_slave=dict(digest_of_slave),
+                donates=push.donates,
+                transfer_s=transfer_s,
+                push_s=shared.push_s,
+                wire=ticket.wire.name,
+            )
+        )
         push.job = None
         shared.move("sent", SessionPhase.FINISHING_PUSH)
         shared.hold(ExchangeStage.FINISH)
@@ -196,7 +211,7 @@ class Pushing:
         shared.train_on()
         if event.base_gone:
             push.wanted_wire = Codec.F32
-        shared.record("push_failed", push=str(push.id), reason=event.sentence)
+        shared.record(tape.PushFailed(shared.cause, push=push.id, reason=event.sentence))
         shared.log("push", f"sending push {push.id} failed: {event.sentence}; trying again", logging.WARNING)
         shared.move("transfer failed", SessionPhase.BEGINNING_PUSH, event.sentence)
         self._try_again()
@@ -210,7 +225,7 @@ class Pushing:
                 shared.move("admitted", SessionPhase.AWAITING)
                 if push.donates is None:
                     shared.hold(ExchangeStage.VERDICT)
-                shared.record("admitted", push=str(push.id), round=str(answer.round))
+                shared.record(tape.PushInWindow(shared.cause, push=push.id, round=answer.round))
                 self._await(push.id)
             case Busy():
                 shared.move("incomplete", SessionPhase.TRANSFERRING, answer.sentence)
@@ -264,8 +279,15 @@ class Pushing:
         if verdict.kind is not VerdictKind.ABORTED:
             self._aborts = 0
         self._shared.note = ""
-        self._shared.record("verdict", push=str(verdict.push), verdict=verdict.kind.name, version=str(verdict.version),
-                          reason=verdict.reason)  # fmt: skip
+        self._shared.record(
+            tape.VerdictReceived(
+                self._shared.cause,
+                push=verdict.push,
+                verdict=verdict.kind.name,
+                version=verdict.version,
+                reason=verdict.reason,
+            )
+        )
 
     def drop(self, input_name: str, *, at_least: Version | None = None, reset_inner: bool = False) -> None:
         """Drop the steps: their ranges go back FREE, and a version replaces the parameters."""
@@ -278,7 +300,7 @@ class Pushing:
         """Handle a refusal that only a push can get."""
         shared, push = self._shared, self._must_be_open()
         shared.log("push", f"push {push.id} is refused: {refused.sentence}", logging.WARNING)
-        shared.record("push_refused", push=str(push.id), code=refused.code.name, reason=refused.sentence)
+        shared.record(tape.PushRefused(shared.cause, push=push.id, code=refused.code.name, reason=refused.sentence))
         if push.donates is not None and remedy is not Remedy.NEW_ATTEMPT:
             self._not_donated(refused.sentence)
             return
@@ -327,10 +349,18 @@ class Pushing:
         else:
             last = "none" if last_push is None else f"{last_push} undecided"
         shared.record(
-            "joined", incarnation=str(reply.incarnation), epoch=reply.epoch, seed=reply.seed, fence=reply.fence,
-            last_push=last, published=str(reply.published), run_id=reply.run_id,
-            kept_tokens=sum(item.tokens for item in reply.kept_ranges),
-        )  # fmt: skip
+            tape.SessionJoined(
+                shared.cause,
+                incarnation=reply.incarnation,
+                epoch=reply.epoch,
+                seed=reply.seed,
+                fence=reply.fence,
+                last_push=last,
+                published=reply.published,
+                run_id=reply.run_id,
+                kept_tokens=sum(item.tokens for item in reply.kept_ranges),
+            )
+        )
         shared.log("join", f"joined run {reply.run_id} as incarnation {reply.incarnation}")
         match last_push:
             case PushId() as push_id:
@@ -469,8 +499,11 @@ class Pushing:
         shared, push = self._shared, self._must_be_open()
         if verdict.push != push.id:
             raise RemoteProtocolError(f"the master sent the verdict of {verdict.push}, not of {push.id}")
-        shared.record("verdict", push=str(push.id), verdict=verdict.kind.name, version=str(verdict.version),
-                    reason=verdict.reason)  # fmt: skip
+        shared.record(
+            tape.VerdictReceived(
+                shared.cause, push=push.id, verdict=verdict.kind.name, version=verdict.version, reason=verdict.reason
+            )
+        )
         self.awaited = None
         if verdict.kind is VerdictKind.ABORTED:
             self._not_donated(verdict.reason or "its push was aborted")
@@ -484,7 +517,7 @@ class Pushing:
     def _not_donated(self, why: str) -> None:
         """The donation failed: go on with what was under way before it."""
         shared, push, aside = self._shared, self._must_be_open(), self._aside
-        shared.record("not_donated", push=str(push.id), reason=why)
+        shared.record(tape.DonationRefused(shared.cause, push=push.id, reason=why))
         shared.donate_after_s = shared.now_s + DONATE_AGAIN_S
         self._close(lambda: None)
         if aside is not None:
@@ -525,7 +558,7 @@ class Pushing:
 
     def _stale(self, stale: Stale) -> None:
         shared, push = self._shared, self._must_be_open()
-        shared.record("stale", push=str(push.id), stale_kind=stale.kind.name, reason=stale.sentence)
+        shared.record(tape.BaseStale(shared.cause, push=push.id, stale_kind=stale.kind.name, reason=stale.sentence))
         shared.log("push", f"push {push.id} is stale: {stale.sentence}", logging.WARNING)
         if push.base is not None and stale.kind is StaleKind.VERSIONS:
             self._close(shared.work.thaw)

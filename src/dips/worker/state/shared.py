@@ -331,8 +331,8 @@ class SharedState:
             self.residual = False
             self.emit(ClearResidual())
 
-    def record(self, kind: str, **fields: object) -> None:
-        self.emit(Record(kind, self.cause, fields))
+    def record(self, record: Record) -> None:
+        self.emit(record)
 
     def log(self, key: str, sentence: str, level: int = logging.INFO) -> None:
         self.emit(Log(level, key, sentence, self.cause))
