@@ -29,9 +29,17 @@ class DipsError(Exception):
 
 
 class ConfigError(DipsError):
-    """A setting, a path or a command line is wrong. The operator must act."""
+    """A setting, a path or a command line is wrong. The operator must act.
+
+    remedy: what to do, where the sentence does not say it; str() says both.
+    """
 
     exit_code = 2
+
+    def __init__(self, sentence: str, remedy: str = "") -> None:
+        super().__init__(f"{sentence}: {remedy}" if remedy else sentence)
+        self.sentence = sentence
+        self.remedy = remedy
 
 
 class Refused(DipsError):

@@ -182,8 +182,7 @@ def check_identity(wanted: WantedIdentity, now: datetime) -> tuple[Finding | Non
         ca_pem = identity.ca_pem
         wanted.check(identity)
     except ConfigError as error:
-        sentence, _, remedy = str(error).rpartition(": ")
-        return fail("keys", sentence or str(error), remedy), ca_pem
+        return fail("keys", error.sentence, error.remedy), ca_pem
     key = place / KEY_FILE
     if stat.S_IMODE(key.stat().st_mode) & 0o077:
         return warn("keys", f"{key} can be read by others of its group", f"chmod 600 {key}"), ca_pem

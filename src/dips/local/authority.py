@@ -76,8 +76,8 @@ class WantedIdentity:
         """Raise ConfigError for keys of another process."""
         if (found.role, found.name) != (self.role, self.name):
             raise ConfigError(
-                f"{self.directory} holds the keys of {found}, not of {self.role.value} {self.name}: take the directory "
-                "that `dips keys` made for it"
+                f"{self.directory} holds the keys of {found}, not of {self.role.value} {self.name}",
+                "take the directory that `dips keys` made for it",
             )
 
 

@@ -129,21 +129,21 @@ def load_identity(directory: Path, now: datetime | None = None) -> Identity:
     ca_pem, cert_pem, key_pem = (_read(directory / name) for name in (CA_FILE, CERT_FILE, KEY_FILE))
     key_file, cert_file = directory / KEY_FILE, directory / CERT_FILE
     if stat.S_IMODE(key_file.stat().st_mode) & 0o007:
-        raise ConfigError(f"{key_file} can be read or changed by every user of this machine: chmod 600 {key_file}")
+        raise ConfigError(f"{key_file} can be read or changed by every user of this machine", f"chmod 600 {key_file}")
     certificate = parse_certificate(cert_pem, str(cert_file))
     shown, held = certificate.x509.public_key(), load_private_key(key_pem, str(key_file)).public_key()
     form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     if shown.public_bytes(*form) != held.public_bytes(*form):
-        raise ConfigError(f"{key_file} does not belong to {cert_file}: take both from the same directory")
+        raise ConfigError(f"{key_file} does not belong to {cert_file}", "take both from the same directory")
     authorities = parse_authorities(ca_pem, str(directory / CA_FILE))
     if not is_signed_by(certificate.x509, authorities):
         raise ConfigError(
-            f"{cert_file} was signed by none of the authorities in {directory / CA_FILE}: it belongs to "
-            "another set of keys; take the whole directory as `dips keys` made it"
+            f"{cert_file} was signed by none of the authorities in {directory / CA_FILE}",
+            "it belongs to another set of keys; take the whole directory as `dips keys` made it",
         )
     now = now or datetime.now(UTC)
     if lapse := certificate.lapse(now):
-        raise ConfigError(f"{cert_file} {lapse}: {certificate.remedy(now)}")
+        raise ConfigError(f"{cert_file} {lapse}", certificate.remedy(now))
     return Identity(certificate.role, certificate.name, directory, ca_pem, cert_pem, key_pem)
 
 
@@ -199,8 +199,8 @@ def parse_certificate(data: bytes, where: str) -> Certificate:
         found.public_key()  # it is parsed only upon this call: a damaged key is reported here
         return Certificate(role, name, found.serial_number, begin, end, found)
     except (*SENSELESS, x509.ExtensionNotFound, ConfigError) as error:
-        why = f"{where} is not a certificate of a process of dips ({error}): make it with `dips keys`"
-        raise ConfigError(why) from error
+        why = f"{where} is not a certificate of a process of dips ({error})"
+        raise ConfigError(why, "make it with `dips keys`") from error
 
 
 def parse_authorities(pem: bytes, where: str) -> list[x509.Certificate]:
@@ -209,9 +209,9 @@ def parse_authorities(pem: bytes, where: str) -> list[x509.Certificate]:
         found = x509.load_pem_x509_certificates(pem)
         damaged = any(not is_signed_by(item, found) for item in found)
     except SENSELESS as error:
-        raise ConfigError(f"{where} holds no CA certificate ({error}): take the one that `dips keys` made") from error
+        raise ConfigError(f"{where} holds no CA certificate ({error})", "take the one that `dips keys` made") from error
     if damaged:  # TLS takes an authority as it is, and never looks at what it signed of itself
-        raise ConfigError(f"{where} is not what was signed, so it was changed: take the one that `dips keys` made")
+        raise ConfigError(f"{where} is not what was signed, so it was changed", "take the one that `dips keys` made")
     return found
 
 
@@ -231,10 +231,10 @@ def load_private_key(pem: bytes, where: str) -> ec.EllipticCurvePrivateKey:
     try:
         key = load_pem_private_key(pem, None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        why = f"{where} is not a private key without a password ({error}): make it with `dips keys`"
-        raise ConfigError(why) from error
+        why = f"{where} is not a private key without a password ({error})"
+        raise ConfigError(why, "make it with `dips keys`") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{where} is not a key on an elliptic curve: make it with `dips keys`")
+        raise ConfigError(f"{where} is not a key on an elliptic curve", "make it with `dips keys`")
     return key
 
 
@@ -250,8 +250,8 @@ def read_revoked(file: Path) -> Mapping[int, str]:
         rows = json.loads(raw)["revoked"]
         return {int(row["serial"], 16): str(row.get("reason", ""))[:200] for row in rows}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = f"{file} is not a list of revoked certificates ({error!r}): copy it from the authority again"
-        raise ConfigError(why) from error
+        why = f"{file} is not a list of revoked certificates ({error!r})"
+        raise ConfigError(why, "copy it from the authority again") from error
 
 
 def stamp_of_file(file: Path) -> tuple[int, int]:
@@ -283,7 +283,7 @@ def _read(file: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; `dips keys` makes identities") from error
     if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{file} is longer than {MAX_FILE_BYTES} bytes: it is not what `dips keys` made")
+        raise ConfigError(f"{file} is longer than {MAX_FILE_BYTES} bytes", "it is not what `dips keys` made")
     return data
 
 
