@@ -68,7 +68,7 @@ ENDS_THE_RUN = ("master.rpc.before_Stop", "master.rpc.after_Stop")
 ARROWS: tuple[str, ...] = (
     *("round.IDLE.push_admitted", "round.WINDOW.window_closed", "round.SEALED.checks_passed"),
     *("round.MEASURE.all_measured", "round.JUDGE.accepted", "round.PREPARE.all_prepared"),
-    *("round.COMMIT.all_flipped", "round.PUBLISH.verdicts_told"),
+    *("round.COMMIT.all_flipped", "round.PUBLISH.verdicts_sent"),
     *("push.TICKETED.all_slaves_staged_it", "push.STAGED.finish_push", "push.ADMITTED.window_sealed"),
     *("push.SEALED.applied", "slave.PROMISED.configure", "slave.CONFIGURING.ready", "slave.READY.lost"),
     *("slave_link.DETACHED.linked", "slave_link.GREETING.welcome", "slave_link.PROMISING.promise_saved"),

@@ -304,7 +304,7 @@ ROUND_FAILPOINTS: tuple[str, ...] = (
     "round.JUDGE.accepted",
     "round.PREPARE.all_prepared",
     "round.COMMIT.all_flipped",
-    "round.PUBLISH.verdicts_told",
+    "round.PUBLISH.verdicts_sent",
 )
 """One arrow out of each phase of a round that succeeds; the master dies just before it."""
 
