@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.fault_plan import ARROWS
+from support.kill_run import ROUND_FAILPOINTS
 from support.repository import SOURCE, modules
 
+import dips.sim.seed_run  # imports every state machine, and so every table  # noqa: F401
+from dips.core import machine
 from dips.core.observe import failpoint_names
 from dips.core.observe.failpoint_names import OBEYS, PLACEHOLDERS, TABLES, all_names, expand
+from dips.core.observe.failpoints import transition_name
 from dips.protos import clusters_pb2, operator_pb2
 
 ROLES = ("core", "master", "slave", "worker")
@@ -211,3 +216,13 @@ def test_every_table_is_known_with_the_role_that_walks_it() -> None:
 )
 def test_the_search_finds_what_it_should(source: str, needed: bool) -> None:
     assert bool(edges(ast.parse(source))) is needed
+
+
+def test_the_transitions_that_faults_are_planned_at_are_in_a_table() -> None:
+    """A renamed input would else be noticed only by the long tests, as a fault that never strikes."""
+    arrows = {
+        transition_name(table.name, start.value, name)
+        for table in machine.tables()
+        for start, name, _ in table.arrows()
+    }
+    assert {*ARROWS, *ROUND_FAILPOINTS} <= arrows
