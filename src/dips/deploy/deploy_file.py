@@ -185,8 +185,6 @@ class PodSizes:
     slave_volume_bytes: int
     master_process_bytes: int
     master_volume_bytes: int
-    needed_slave_volume_bytes: int
-    needed_master_volume_bytes: int
 
     def explain(self) -> list[str]:
         """For a person, one line each."""
@@ -225,8 +223,6 @@ def sizes_for(
         run.slave_volume or of_slave,
         _rounded(table.whole("master_memory_bytes")),
         run.master_volume or of_master,
-        of_slave,
-        of_master,
     )
 
 

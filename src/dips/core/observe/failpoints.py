@@ -90,9 +90,6 @@ class Term:
     turns: int | None = None
 
 
-FailpointSpec = Mapping[str, tuple[Term, ...]]
-
-
 def parse(text: str) -> dict[str, tuple[Term, ...]]:
     """Parse the text into terms by name.
 
