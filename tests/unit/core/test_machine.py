@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import pytest
 
 from dips.core.errors import LocalProtocolError
-from dips.core.machine import HISTORY_LENGTH, MachineHistory, Phase, TransitionTable
+from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
+from dips.core.machine import HISTORY_LENGTH, MachineHistory, Phase, Record, TransitionTable
 
 
 class Door(Enum):
@@ -111,3 +113,24 @@ def test_the_error_shows_only_the_end_of_a_long_story() -> None:
         phase.move("kick", Door.OPEN, at_s=100.0)
     assert str(caught.value).count("\n") == 30
     assert "99.000" in str(caught.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Record):
+    KIND = "sample"
+
+    push: PushId
+    base: Version | None
+    digest: bytes
+    tokens: int
+    round: RoundId | None = None
+    count: int = 0
+
+
+def test_a_line_of_a_tape_has_its_fields_as_text_and_leaves_defaults_out() -> None:
+    push = PushId(ClusterId("a"), Incarnation(1, 2), 3)
+    line = Sample("why", push=push, base=None, digest=b"\x01\xff", tokens=0)
+    assert (line.kind, line.cause) == ("sample", "why")
+    assert list(line.fields.items()) == [("push", str(push)), ("base", "None"), ("digest", "01ff"), ("tokens", 0)]
+    more = replace(line, base=Version(1, 4), round=RoundId(1, 5), count=2).fields
+    assert (more["base"], more["round"], more["count"]) == ("1:4", str(RoundId(1, 5)), 2)
