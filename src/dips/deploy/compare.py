@@ -90,7 +90,7 @@ def merge_patch(wanted: Object, live: Object) -> Object:
     """What has to change in `live`; fields that we set last time and no longer want become null."""
     try:
         last = json.loads(live.get("metadata", {}).get("annotations", {}).get(FIELDS, "{}"))
-    except ValueError:  # somebody edited it: nothing is known to be ours but what is wanted now
+    except ValueError:  # it was edited by hand: only what is wanted now is known to be ours
         last = {}
     patch = _difference(wanted, live, last)
     return patch if isinstance(patch, dict) else {}

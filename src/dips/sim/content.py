@@ -144,7 +144,7 @@ class SimulatedModel:
         return Rounded(wire, self.push, self.base, self.residual)
 
     def keep_residual(self, wire: Codec) -> None:
-        assert self._rounded(wire) == self.written, "push, base or residual is not what was sent any more"
+        assert self._rounded(wire) == self.written, "push, base or residual is no longer what was sent"
         self.residual = mixed("lost", wire.name, _token(self.push), _token(self.base), self.residual)
 
     def clear_residual(self) -> None:

@@ -136,7 +136,7 @@ class SeedRun(FaultWorld):
             self._bring_disks_back()
             if not self._publishes_again() and self._says_what_is_lost():
                 self.fired("stopped_and_said_so")
-                self.ended = "what was lost is nowhere any more, and the master says so"
+                self.ended = "what was lost no longer exists anywhere, and the master says so"
                 return
         if not self.ended and not self.violations and not self._publishes_again(0.0):
             self.violated(f"a healed run does not publish: {self.waiting_for()} (I15)")

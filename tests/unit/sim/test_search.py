@@ -20,7 +20,7 @@ from dips.sim.search.master_part import MasterPart
 from dips.sim.search.reference_model import ReferenceModel
 from dips.sim.search.searches import SEARCHES, Named, Size, by_name, run_all
 from dips.sim.search.slave_part import TORN, SlavePart, put_chunk
-from dips.sim.search.state import NOBODY, OLD, Draft, SearchState, SearchViolation
+from dips.sim.search.state import NO_MASTER, OLD, Draft, SearchState, SearchViolation
 from dips.sim.search.system import System
 from dips.slave.state.staging import Slot, StagingTable
 
@@ -150,7 +150,7 @@ def _overtaken() -> tuple[System, SearchState]:
 
 def test_a_second_master_takes_the_journal_and_the_first_lives_on() -> None:
     system, state = _overtaken()
-    assert state.old != NOBODY
+    assert state.old != NO_MASTER
     assert system.masters[state.master].epoch == system.masters[state.old].epoch + 1
     assert all(link.at == OLD for link in state.links)
 
@@ -161,7 +161,7 @@ def test_an_overtaken_master_ends_when_it_writes() -> None:
     assert outs[-1] == ("fenced off", "EVICT")
     draft = Draft(state)
     system._master(draft, ("evict", "a"), lambda part: part.evict("a"), OLD)
-    assert draft.old == NOBODY
+    assert draft.old == NO_MASTER
     assert not [link for link in draft.links.values() if link.at == OLD]
     assert system.slaves[draft.slaves[0]].link is None
 

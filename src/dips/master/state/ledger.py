@@ -73,7 +73,7 @@ class ClusterEntry:
     declared_tokens_per_s: float = 0.0
     tokens_per_s: float = 0.0  # measured between admissions
     push_interval_s: float = 0.0  # likewise
-    local_steps: int = 0  # not used any more; kept because older releases read it
+    local_steps: int = 0  # no longer used; kept because older releases read it
     pushes_applied: int = 0
     pushes_excluded: int = 0
     tokens_applied: int = 0

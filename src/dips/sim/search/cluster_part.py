@@ -102,7 +102,7 @@ class ClusterPart:
         return self._handle(effects.Done(job, refused))
 
     def unanswered(self, job: int) -> list[Out]:
-        return self._handle(effects.Failed(job, "nobody answered"))
+        return self._handle(effects.Failed(job, "no answer came"))
 
     def landed(self, slave: str, chunks: tuple[int, ...], n_chunks: int) -> list[Out]:
         """These chunks are on this slave; n_chunks: of the whole push, on all slaves."""
@@ -137,7 +137,7 @@ class ClusterPart:
         assert self.pull is not None
         transfer_id, self.pull = self.pull.id, None
         if content is None:
-            return self._handle(effects.Failed(transfer_id, "the version is not kept any more"))
+            return self._handle(effects.Failed(transfer_id, "the version is no longer kept"))
         self.buffer = content
         return self._handle(effects.Done(transfer_id, None, 1.0))
 

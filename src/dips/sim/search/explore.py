@@ -130,9 +130,7 @@ class Search:
                 if system.is_settled(state):
                     self.ends.append(number)
                 elif not n_steps:
-                    raise _Found(
-                        SearchViolation("DEADLOCK", "nothing can happen any more, and not all is done"), number
-                    )
+                    raise _Found(SearchViolation("DEADLOCK", "nothing more can happen, and not all is done"), number)
             level, depth = following, depth + 1
         result.exhausted = True
 

@@ -19,7 +19,7 @@ from dips.sim.search.state import (
     BROKEN,
     HELD,
     NEWEST,
-    NOBODY,
+    NO_MASTER,
     OLD,
     REQUEST,
     WHOLE,
@@ -172,7 +172,7 @@ class Faults(Wiring):
 
     def _do_second_master(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         """Start a second master; some slaves' streams and all calls of the old master stay with it."""
-        if state.old != NOBODY:
+        if state.old != NO_MASTER:
             return
         for written in range(len(self.masters[state.master].pending) + 1):
             for stay in product((True, False), repeat=len(self.names)):
@@ -316,7 +316,7 @@ class Faults(Wiring):
         return bool(epoch > self.masters[state.old].epoch)
 
     def _do_misroute(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
-        if state.old == NOBODY:
+        if state.old == NO_MASTER:
             return
         for call in state.calls:
             if call.stage == REQUEST and self._is_newer(state, call):

@@ -37,7 +37,7 @@ slave."""
 NEWEST, OLD = 0, 1
 """The master of a stream or call: with two live masters, the one of the newer epoch or the older one."""
 
-NOBODY = -1
+NO_MASTER = -1
 """In place of the old master's number when there is only one master."""
 
 
@@ -76,7 +76,7 @@ class SearchState(NamedTuple):
     chunks: tuple[tuple[int, int], ...]  # chunks that arrive late, by slave
     budget: tuple[int, ...]  # faults left, in the order of FAULTS, then all together
     reference: int
-    old: int = NOBODY  # a master whose epoch is past, and that does not know it; NOBODY where there is none
+    old: int = NO_MASTER  # a master whose epoch is past, and that does not know it; NO_MASTER where there is none
 
     def key(self) -> bytes:
         """A key of 128 bits for this state: among ten million states two are equal with a chance of 1e-25."""

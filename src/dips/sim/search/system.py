@@ -38,7 +38,7 @@ from dips.sim.search.state import (
     BROKEN,
     CLOSING,
     NEWEST,
-    NOBODY,
+    NO_MASTER,
     OLD,
     REQUEST,
     WHOLE,
@@ -155,7 +155,7 @@ class System(Faults):
 
     def _masters_of(self, state: SearchState) -> tuple[int, ...]:
         """The masters that answer at the master's address."""
-        return (NEWEST,) if state.old == NOBODY else (NEWEST, OLD)
+        return (NEWEST,) if state.old == NO_MASTER else (NEWEST, OLD)
 
     def _is_silent(self, message: int) -> bool:
         command = self.messages.all[message]
@@ -165,7 +165,7 @@ class System(Faults):
         for call in state.calls:
             if call.stage == REQUEST:
                 yield self._carry(state, call)
-                if state.old != NOBODY and not self._is_newer(state, call):
+                if state.old != NO_MASTER and not self._is_newer(state, call):
                     yield self._carry(state, call, OLD)
             elif call.stage == ANSWER:
                 yield self._carry(state, call)
@@ -199,7 +199,7 @@ class System(Faults):
             yield self._stray(state, link_number, message)
         for slave, message in state.chunks:
             yield self._late_chunk(state, slave, message)
-        if state.old != NOBODY:
+        if state.old != NO_MASTER:
             yield self._old_ends(state)
 
     def _time_passes(self, state: SearchState) -> Iterator[Next]:

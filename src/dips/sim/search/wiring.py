@@ -23,7 +23,7 @@ from dips.sim.search.state import (
     CLOSING,
     HELD,
     NEWEST,
-    NOBODY,
+    NO_MASTER,
     OLD,
     REQUEST,
     WHOLE,
@@ -91,7 +91,7 @@ class Wiring:
 
     def _end_old(self, draft: Draft) -> None:
         """End the process of the older epoch; connected processes notice."""
-        draft.old = NOBODY
+        draft.old = NO_MASTER
         self._disconnect(draft, OLD)
 
     def _replied(self, draft: Draft, out: Out) -> None:
@@ -187,7 +187,7 @@ class Wiring:
 
         A request that is on its way is lost unless its caller gave it up already, or another master may take it.
         """
-        two = draft.old != NOBODY or at == OLD
+        two = draft.old != NO_MASTER or at == OLD
         lost = [call for call in draft.calls if (call.at == at if call.stage != REQUEST else not two and call.call_id)]
         draft.calls = [call for call in draft.calls if call not in lost]
         draft.strays = [s for s in draft.strays if s[0] in draft.links and draft.links[s[0]].at != at]

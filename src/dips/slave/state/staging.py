@@ -35,7 +35,7 @@ class Slot:
     push: PushId
     attempt: int
     number: int
-    opening: int = 0  # counts how often slots were opened anew, so that late reports of an earlier one are recognised
+    opening: int = 0  # counts how often slots were opened again, so that late reports of an earlier one are recognised
     wire: Codec = Codec.F32  # a difference codec is decoded against the parameters of `base`
     base: Version | None = None  # the version that the push was made from; None for a seed
 
