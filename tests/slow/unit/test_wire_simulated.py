@@ -58,7 +58,7 @@ BUGS = (
             "shared.applied_as(self.open.wire)",
             "shared.applied_as(shared.config.wire if self.open.base else None)",
         ),
-        "is not what was sent any more",
+        "is no longer what was sent",
     ),
     (
         bug(
