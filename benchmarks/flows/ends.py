@@ -22,6 +22,8 @@ from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.math import outer_numba
 from dips.core.messages import AllowedKey, KeyRole, PlacementSpec, PullGrant, SlaveAddress, SnapshotInfo, Ticket
+from dips.core.net.carriers import Common, carry_pull, carry_push
+from dips.core.net.transfer import TransferSettings
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.placement import shard_bytes_needed
 from dips.slave.calculation import chunk_checksums
@@ -30,8 +32,6 @@ from dips.slave.memory import ShardMemory, ThetaBuffer
 from dips.slave.process import SWITCH_INTERVAL_S
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import Slot
-from dips.worker.data import Common, carry_pull, carry_push
-from dips.worker.transfer import TransferSettings
 from flows import baselines
 from flows.peer import process_cpu_s
 from flows.watched import ServedMetrics

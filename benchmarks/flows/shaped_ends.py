@@ -21,14 +21,14 @@ from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId
 from dips.core.layout import Layout, Parameter
 from dips.core.math import outer_numba
 from dips.core.messages import PlacementSpec, PullGrant, SlaveAddress, SnapshotInfo, Ticket
+from dips.core.net.carriers import Common, carry_pull, carry_push
+from dips.core.net.transfer import TransferSettings
 from dips.core.placement import Placement
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ThetaBuffer
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
-from dips.worker.data import Common, carry_pull, carry_push
-from dips.worker.transfer import TransferSettings
 from flows.ends import RUN, V0, parameters
 from flows.simulated import CAP_CHUNKS, FLOWS, TransferMethod
 

@@ -1,8 +1,8 @@
 """Simulates only transfers over links: compares the master's schedule with two methods without one.
 
-The real machines: dips.worker.transfer and dips.worker.flow on one side, dips.slave.state.credits on the other, orders
-by dips.master.state.schedule. Links are first come, first served, with a rate for each process and direction and one
-delay for all ways (dips.sim.network). Nothing is lost and no process dies: the simulation of whole runs
+The real machines: dips.core.net.transfer and dips.core.net.flow on one side, dips.slave.state.credits on the other,
+orders by dips.master.state.schedule. Links are first come, first served, with a rate for each process and direction
+and one delay for all ways (dips.sim.network). Nothing is lost and no process dies: the simulation of whole runs
 (dips.sim.seed_run) covers that.
 """
 
@@ -17,13 +17,13 @@ from dips.core.ids import SlaveId
 from dips.core.layout import FLOAT32_BYTES, Layout, Parameter
 from dips.core.messages import PlacementSpec, SlaveAddress
 from dips.core.net.data_header import MAX_MISSING, MissingChunk
+from dips.core.net.flow import FlowControl
+from dips.core.net.transfer import PullTransfer, PushTransfer, SlaveRequest, Transfer, TransferSettings, shares_of
 from dips.core.placement import Placement
 from dips.master.state.schedule import TransferRequest, TransferScheduler, Way
 from dips.sim.kernel import Kernel
 from dips.sim.network import LinkOccupancy, LinkPlan, ProcessRates
 from dips.slave.state.credits import Credits
-from dips.worker.flow import FlowControl
-from dips.worker.transfer import PullTransfer, PushTransfer, SlaveRequest, Transfer, TransferSettings, shares_of
 
 MIB = 1 << 20
 CAP_CHUNKS = 64

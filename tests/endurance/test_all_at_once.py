@@ -13,7 +13,7 @@ from support.whole_run import WholeRun
 
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import VerdictKind
-from dips.worker.sockets import SlaveSockets
+from dips.core.net.slave_sockets import SlaveSockets
 
 CLUSTERS, SLAVES = 8, 4
 LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (40_000 + i,), "float32", f"layers.{i}") for i in range(8)), 30_000)

@@ -19,9 +19,9 @@ from dips.core import allocator
 from dips.core.chunks import digest_of_array
 from dips.core.clock import SystemClock
 from dips.core.messages import PullGrant, Ticket
+from dips.core.net.carriers import Common, carry_pull, carry_push
+from dips.core.net.slave_sockets import SlaveSockets
 from dips.slave.memory import bytes_of
-from dips.worker.data import Common, carry_pull, carry_push
-from dips.worker.sockets import SlaveSockets
 
 MIB = 1 << 20
 QUICK = Bulk(1, 10 * MIB + 3, block_elems=1 << 32, chunk_bytes=MIB)

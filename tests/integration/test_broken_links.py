@@ -15,9 +15,9 @@ from dips.core.clock import SystemClock
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import PlacementSpec, PullGrant, SlaveAddress
-from dips.worker.data import Common, carry_pull
-from dips.worker.sockets import SlaveSockets
-from dips.worker.transfer import TURNED_AWAY_S, TransferSettings
+from dips.core.net.carriers import Common, carry_pull
+from dips.core.net.slave_sockets import SlaveSockets
+from dips.core.net.transfer import TURNED_AWAY_S, TransferSettings
 
 SILENCE_S = 20.0
 """Two of these would pass before an answer that does not come is given up."""

@@ -18,11 +18,11 @@ from dips.core.errors import RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, PlacementSpec, PullGrant, Refusal, SlaveAddress, Ticket
+from dips.core.net.carriers import Common, carry_pull, carry_push
 from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.net.transfer import TransferSettings
 from dips.worker.config import ClientConfig
-from dips.worker.data import Common, carry_pull, carry_push
 from dips.worker.shell import ClusterShell
-from dips.worker.transfer import TransferSettings
 
 N_CHUNKS = 300
 LAYOUT = Layout((Parameter("l.0.w", (N_CHUNKS * CHUNK_BYTES // 4,), "float32", "l.0"),), 16 * CHUNK_BYTES // 4)

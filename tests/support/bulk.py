@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from dips.core.ids import ClusterId, Incarnation, PushId, SlaveId
 from dips.core.layout import FLOAT32_BYTES, Layout, Parameter
 from dips.core.messages import PlacementSpec, SlaveAddress
+from dips.core.net.transfer import TransferSettings
 from dips.core.placement import Placement
-from dips.worker.transfer import TransferSettings
 
 F32 = NDArray[np.float32]
 RUN, SLAVE, EPOCH = "run", "s0", 1

@@ -34,6 +34,7 @@ from dips.core.clock import SystemClock
 from dips.core.ids import Version
 from dips.core.math import outer_numba
 from dips.core.messages import Ticket
+from dips.core.net.carriers import Common, carry_push
 from dips.core.observe.failpoints import install
 from dips.slave.connections import ConnectionGuard
 from dips.slave.data_port import Answer, DataPort
@@ -42,7 +43,6 @@ from dips.slave.landing import LandingJob
 from dips.slave.memory import ThetaBuffer, bytes_of
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
-from dips.worker.data import Common, carry_push
 
 VERSION = Version(1, 0)
 PLAIN_PIECE_BYTES = 4 << 20

@@ -26,14 +26,14 @@ from dips.core.messages import (
     SnapshotInfo,
     Ticket,
 )
+from dips.core.net.carriers import Common, carry_pull, carry_push
+from dips.core.net.transfer import PullTransfer, PushTransfer, TransferSettings
 from dips.core.net.zmq_sockets import CurvePair
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ShardMemory
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import Slot
-from dips.worker.data import Common, carry_pull, carry_push
-from dips.worker.transfer import PullTransfer, PushTransfer, TransferSettings
 
 RUN = "a-run-of-some-name"
 CHUNK_BYTES = 1 << 16

@@ -1,8 +1,8 @@
 """The arithmetic with real parameters: float32 that clusters train, merged by the slave's own code.
 
 All computations are the real ones: dips.slave.calculation on a slave's staging rows, dips.worker.vectors and
-dips.worker.wire in a cluster. Arrays that were handed on are never written again, as versions and pushes under way read
-them.
+dips.core.net.payloads in a cluster. Arrays that were handed on are never written again, as versions and pushes under
+way read them.
 
 Shapes: n elements of a whole model or of one slave's shard; vectors and parts (n,) float32, staging (slots, n).
 """
@@ -20,6 +20,7 @@ from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES, Block, Layout
 from dips.core.math import wire_numba
 from dips.core.messages import BlockGram, DataRange, Prepare
+from dips.core.net.payloads import Difference, Differences, Places
 from dips.core.placement import shard_bytes_needed
 from dips.core.wire import DIFFERENCES, Codec
 from dips.sim.arithmetic import F32, Key, ModelVector
@@ -29,7 +30,6 @@ from dips.slave.memory import ShardMemory
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.effects import InstallMode
 from dips.worker.vectors import Vectors, chunk_spans
-from dips.worker.wire import Difference, Differences, Places
 
 U8 = NDArray[np.uint8]
 

@@ -21,8 +21,8 @@ from dips.core.observe.metrics_server import MetricsServer, serve_metrics
 from dips.core.release import VERSION
 from dips.worker.checkpoint import Checkpointing
 from dips.worker.config import ClientConfig
+from dips.worker.link_counts import LinkCounts, SlaveLinkCounts, TransferDirection
 from dips.worker.pace import StepTimer
-from dips.worker.sockets import LinkCounts, SlaveLinkCounts, TransferDirection
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Cancel, Done, Effect, Event, Failed, PushRecord, Run, SendPush, Stepped
 from dips.worker.state.shared import SessionPhase

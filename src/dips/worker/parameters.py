@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dips.core.layout import Layout
+from dips.core.net.payloads import SnapshotReady
 
 
 class ParameterStore(Protocol):
@@ -30,14 +31,6 @@ class ParameterStore(Protocol):
 
     def reset_inner_optimizer(self) -> None:
         """Forget the inner optimizer's state (moments), as after non-finite parameters."""
-        ...
-
-
-class SnapshotReady(Protocol):
-    """The progress of a snapshot. May be used on any thread."""
-
-    def wait(self, start_elem: int, stop_elem: int) -> None:
-        """Return once elements [start_elem, stop_elem) are in the vector."""
         ...
 
 

@@ -27,14 +27,14 @@ from dips.core.messages import (
     PullGrant,
 )
 from dips.core.net.addresses import check_slaves_reachable
+from dips.core.net.carriers import Common, carry_pull
 from dips.core.net.security import Security
 from dips.core.net.tls_probe import check_let_in
+from dips.core.net.transfer import TransferSettings
 from dips.core.net.zmq_sockets import CurvePair, pair_for
 from dips.core.observe.tape import new_cause
 from dips.worker.control import MasterStubs, channel_to
-from dips.worker.data import Common, carry_pull
 from dips.worker.state.pulling import check_placement
-from dips.worker.transfer import TransferSettings
 
 CALL_DEADLINE_S = 10.0
 LONGEST_PAUSE_S = 1.0

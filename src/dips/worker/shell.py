@@ -27,6 +27,7 @@ from dips.core.messages import DataMode, DataPlan, DataRange, HeartbeatRequest, 
 from dips.core.model_description import Untrained
 from dips.core.net.addresses import check_slaves_reachable
 from dips.core.net.keys import security_of
+from dips.core.net.payloads import warm_up
 from dips.core.net.tls_probe import check_let_in
 from dips.core.net.zmq_sockets import CurvePair, pair_for
 from dips.core.observe.failpoints import failpoint
@@ -67,7 +68,6 @@ from dips.worker.state.effects import (
 from dips.worker.state.shared import SessionConfig
 from dips.worker.state.work import Work
 from dips.worker.vectors import Vectors, chunk_spans
-from dips.worker.wire import warm_up
 
 _starts = logging.getLogger("dips.worker")
 

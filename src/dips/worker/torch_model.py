@@ -27,7 +27,7 @@ from dips.core.errors import ConfigError
 from dips.core.layout import AVERAGED_LAYER, DEFAULT_BLOCK_ELEMS, Layout, Parameter, layer_of
 from dips.core.messages import TensorDigest
 from dips.core.model_description import MAX_TOLD, Lacking, ModelDescription, Untrained
-from dips.worker.parameters import SnapshotReady
+from dips.core.net.payloads import SnapshotReady
 
 # ---- wrapped ---------------------------------------------------------------------------------------------------------
 #

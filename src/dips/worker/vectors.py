@@ -2,7 +2,7 @@
 
 Shapes: every vector is float32 of n_elems (the layout's). Memory, in vectors: two while training waits for its push and
 pull (theta_base, and the landing place of the pull, which is theta_at_push before if that is sent from a copy), a third
-when steps were made meanwhile, one more for the residual of a difference codec (worker/wire.py).
+when steps were made meanwhile, one more for the residual of a difference codec (core/net/payloads.py).
 
 Parameters in bfloat16 or float16 hold the installed values only rounded, and that rounding is as large as a
 pseudo-gradient. theta_now of such a model is theta_installed + (its parameters - theta_installed rounded): only the
@@ -26,11 +26,11 @@ from dips.core.allocator import zeros
 from dips.core.chunks import chunks_of
 from dips.core.errors import LocalProtocolError
 from dips.core.layout import Layout
+from dips.core.net.payloads import Places, SnapshotReady, bytes_of, kernels
 from dips.core.observe.starting import Starting
 from dips.core.wire import DIFFERENCES, Codec
-from dips.worker.parameters import ParameterStore, RoundingStore, SnapshotReady, StreamingStore
+from dips.worker.parameters import ParameterStore, RoundingStore, StreamingStore
 from dips.worker.state.effects import InstallMode
-from dips.worker.wire import Places, bytes_of, kernels
 
 # ---- live ------------------------------------------------------------------------------------------------------------
 #

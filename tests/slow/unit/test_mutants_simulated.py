@@ -12,7 +12,7 @@ SEEDS = 150
 
 NO_DIGEST = Mutant(
     "the digest of a pulled share is not compared",
-    "worker.transfer:PullTransfer._verify",
+    "core.net.transfer:PullTransfer._verify",
     "if digest == self._promised.get(peer.slave):",
     "if digest:",
     ("I3",),
@@ -20,7 +20,7 @@ NO_DIGEST = Mutant(
 )
 DAMAGE_COUNTS = Mutant(
     "a damaged chunk counts as landed",
-    "worker.transfer:PullTransfer.damaged",
+    "core.net.transfer:PullTransfer.damaged",
     "answered[0].todo.append(answered[1])",
     """peer, index = answered
         peer.checksums[index] = 0

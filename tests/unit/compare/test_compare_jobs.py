@@ -107,7 +107,7 @@ def test_what_computes_a_run_is_in_its_digest_and_what_only_shows_it_is_not() ->
     modules = compare_jobs.computing_modules()
     computing = {
         "dips.compare.engine", "dips.compare.data_parallel", "dips.compare.setup", "dips.trainer.learner",
-        "dips.sim.seed_run", "dips.master.state.penalty", "dips.slave.calculation", "dips.worker.wire",
+        "dips.sim.seed_run", "dips.master.state.penalty", "dips.slave.calculation", "dips.core.net.payloads",
     }  # fmt: skip
     assert computing <= set(modules)
     assert any(name.startswith("dips.judge.") for name in modules), "the judge can end a run"

@@ -10,7 +10,7 @@ from dips.core.chunks import Chunk
 from dips.core.errors import RefusalCode
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import PlacementSpec, Refusal, SlaveAddress
-from dips.worker.transfer import (
+from dips.core.net.transfer import (
     TURNED_AWAY_S,
     PullTransfer,
     PushTransfer,

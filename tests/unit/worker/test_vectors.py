@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dips.core.errors import LocalProtocolError
 from dips.core.layout import Layout, Parameter
-from dips.worker.parameters import SnapshotReady
+from dips.core.net.payloads import SnapshotReady
 from dips.worker.state.effects import InstallMode
 from dips.worker.vectors import Live, Vectors, chunk_spans
 

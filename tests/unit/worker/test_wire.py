@@ -13,10 +13,10 @@ from dips.core.chunks import chunks_of
 from dips.core.errors import ConfigError
 from dips.core.layout import Layout, Parameter
 from dips.core.math import wire_numpy
+from dips.core.net.payloads import Difference, Differences, Parameters, Places, kernels
 from dips.core.wire import Codec, encoded_bytes
 from dips.worker.config import ClientConfig, wire_of
 from dips.worker.vectors import Vectors, chunk_spans
-from dips.worker.wire import Difference, Differences, Parameters, Places, kernels
 
 F32 = NDArray[np.float32]
 CHUNK_BYTES = 1024

@@ -12,7 +12,9 @@ from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import Caller, DataMode, DataPlan, LeaveReply, LeaveRequest, PlacementSpec, Ticket
 from dips.core.net.security import INSECURE
+from dips.core.net.transfer import SlaveProgress
 from dips.core.wire import Codec
+from dips.worker.link_counts import LinkCounts, SlaveLinkCounts, TransferDirection
 from dips.worker.metrics import (
     DATA,
     EXCHANGE,
@@ -26,12 +28,10 @@ from dips.worker.metrics import (
     heldout_families,
 )
 from dips.worker.pace import StepTimer
-from dips.worker.sockets import LinkCounts, SlaveLinkCounts, TransferDirection
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Done, Failed, Run, SendPush, Stepped
 from dips.worker.state.shared import SessionConfig
 from dips.worker.state.tape import BaseStale, SessionJoined, VerdictReceived
-from dips.worker.transfer import SlaveProgress
 
 LAYOUT = Layout((Parameter("w", (4, 4), "float32", "w"),))
 

@@ -6,7 +6,7 @@ A transfer begins at the slave with the least load of begun transfers, weighted 
 transfers take ten times as long counts a tenth. A slave with a low measured rate comes first in every turn, because its
 share ends last.
 
-The master decides only the order. How much is in flight to each slave is the worker's decision (dips.worker.flow),
+The master decides only the order. How much is in flight to each slave is the worker's decision (dips.core.net.flow),
 updated with what each slave takes; how many streams a slave serves at full rate is the slave's
 (dips.slave.state.credits). Both know the present state of a link, the master only the past. Pure: time is an argument.
 """

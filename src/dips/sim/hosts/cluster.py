@@ -15,6 +15,7 @@ from typing import Any
 from dips.core.errors import ConfigError, DipsError, RefusalCode, Refused, RemoteProtocolError
 from dips.core.ids import Incarnation
 from dips.core.messages import DataMode, HeartbeatReply, HeartbeatRequest, PullGrant
+from dips.core.net.transfer import Transfer, TransferSettings
 from dips.core.wire import Codec
 from dips.sim.arithmetic import ClusterModel
 from dips.sim.content import CLEAN, KIND_NAMES, SimulatedModel
@@ -25,7 +26,6 @@ from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import PushRecord, SendPush
 from dips.worker.state.saved import SavedSession, push_from_json, push_to_json
 from dips.worker.state.shared import Remedy, remedy_for
-from dips.worker.transfer import Transfer, TransferSettings
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 #

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from dips.core.messages import BeginPullReply, BeginPullRequest, Caller, FinishPullRequest, PullGrant
+from dips.core.net.transfer import Transfer, TransferSettings
 from dips.sim.hosts.transfer import PullCarrier
 from dips.sim.world import Call, Host, World
-from dips.worker.transfer import Transfer, TransferSettings
 
 EVERY_S = 6.0
 DEADLINE_S = 4.0

@@ -1,4 +1,4 @@
-"""Simulates the data flow's worker side: the real transfer machines (dips.worker.transfer) over lossy datagrams.
+"""Simulates the data flow's worker side: the real transfer machines (dips.core.net.transfer) over lossy datagrams.
 
 Does what dips.worker.data does on its thread: sends the machine's messages, gives it the answers, opens a
 new connection when it asks for one. Answers to an old connection are lost.
@@ -14,12 +14,7 @@ from dips.core.ids import PushId, Version
 from dips.core.layout import FLOAT32_BYTES, Layout
 from dips.core.messages import PlacementSpec, PullGrant, Ticket
 from dips.core.net.data_header import DataHeader, DataOp
-from dips.core.wire import Codec, encoded_bytes
-from dips.sim.arithmetic import Key, ModelVector, Value
-from dips.sim.content import key_of
-from dips.sim.kernel import SimulatedProcess
-from dips.sim.world import World
-from dips.worker.transfer import (
+from dips.core.net.transfer import (
     PullTransfer,
     PushTransfer,
     Reconnect,
@@ -28,6 +23,11 @@ from dips.worker.transfer import (
     TransferSettings,
     shares_of,
 )
+from dips.core.wire import Codec, encoded_bytes
+from dips.sim.arithmetic import Key, ModelVector, Value
+from dips.sim.content import key_of
+from dips.sim.kernel import SimulatedProcess
+from dips.sim.world import World
 
 Ended = Callable[[Any], None]
 

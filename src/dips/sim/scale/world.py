@@ -16,6 +16,8 @@ from dips.core.errors import LocalProtocolError, Refused
 from dips.core.ids import ClusterId
 from dips.core.layout import FLOAT32_BYTES, Layout
 from dips.core.messages import Configure, DataMode, DataPlan, DataRange, Measure, Prepare
+from dips.core.net.flow import START_CHUNKS
+from dips.core.net.transfer import MAX_SILENCE_S
 from dips.sim.disks import JournalDisk
 from dips.sim.hosts.cluster import ClusterHost
 from dips.sim.hosts.master import MasterHost
@@ -29,11 +31,9 @@ from dips.sim.scale.scenario import Scenario
 from dips.sim.world import Host, MasterProcess, SlaveProcess, World
 from dips.slave.state.checks import MIN_CHUNK_BYTES, own_blocks
 from dips.slave.state.effects import Run
-from dips.worker.flow import START_CHUNKS
 from dips.worker.state.effects import Finished
 from dips.worker.state.shared import SessionConfig, SessionPhase
 from dips.worker.state.waiting import times_of
-from dips.worker.transfer import MAX_SILENCE_S
 
 QUEUE_SHARE = 2 / 3
 """The most that all chunks in flight may take, as a share of the silence after which a transfer gives up a slave."""

@@ -16,7 +16,7 @@ from dips.core.errors import RefusalCode
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import PlacementSpec, Refusal, SlaveAddress
 from dips.core.net.data_header import MAX_MISSING, MissingChunk
-from dips.worker.transfer import (
+from dips.core.net.transfer import (
     PullTransfer,
     PushTransfer,
     SlaveRequest,

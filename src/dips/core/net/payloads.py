@@ -21,7 +21,6 @@ from dips.core.errors import ConfigError
 from dips.core.layout import FLOAT32_BYTES, Layout
 from dips.core.release import how_to_install
 from dips.core.wire import Codec, encoded_bytes
-from dips.worker.parameters import SnapshotReady
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -153,6 +152,14 @@ class Differences:
         residual = None if difference.residual is None else difference.residual[here]
         self._kernels.encode(self.codec, self._theta[here], difference.base[here], residual, payload)
         return payload.data
+
+
+class SnapshotReady(Protocol):
+    """The progress of a snapshot. May be used on any thread."""
+
+    def wait(self, start_elem: int, stop_elem: int) -> None:
+        """Return once elements [start_elem, stop_elem) are in the vector."""
+        ...
 
 
 class Gated:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.worker.flow import LEAST_CHUNKS, MOST_REQUESTS, START_CHUNKS, FlowControl
+from dips.core.net.flow import LEAST_CHUNKS, MOST_REQUESTS, START_CHUNKS, FlowControl
 
 CHUNK = 1 << 20
 CAP = 64

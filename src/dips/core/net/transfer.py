@@ -3,7 +3,7 @@
 Pure: time is an argument, messages are values, no sockets. Every chunk is idempotent, so whatever is doubtful is
 requested or sent again; nothing counts as moved before the other side (push) or the digest (pull) has confirmed it.
 
-worker/flow.py decides how much is unanswered at any moment; `window_chunks` bounds it for each slave.
+core/net/flow.py decides how much is unanswered at any moment; `window_chunks` bounds it for each slave.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dips.core.errors import RefusalCode
 from dips.core.layout import Layout
 from dips.core.messages import PlacementSpec, Refusal
 from dips.core.net.data_header import MissingChunk
-from dips.worker.flow import FlowControl
+from dips.core.net.flow import FlowControl
 
 MAX_SILENCE_S = 60.0
 MAX_SILENCES = 2

@@ -1,0 +1,349 @@
+"""Carries out the transfers that core/net/transfer.py decides, over ZeroMQ, on one thread.
+
+Parameters are sent directly from the push vector and land directly in the pull vector. Never touches live parameters,
+never shares a socket or a thread with the control flow, and never lands a byte that was not requested or whose
+checksum is wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import zmq
+
+from dips.core.chunks import Buffer, Chunk, checksum
+from dips.core.clock import Clock
+from dips.core.errors import Refused
+from dips.core.ids import PushId, Version
+from dips.core.layout import Layout
+from dips.core.messages import PullGrant, Ticket
+from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.net.payloads import (
+    F32,
+    Difference,
+    Differences,
+    Gated,
+    Parameters,
+    ParameterSource,
+    Payloads,
+    Places,
+    SnapshotReady,
+    bytes_of,
+)
+from dips.core.net.slave_sockets import SlaveSockets
+from dips.core.net.transfer import (
+    PullTransfer,
+    PushTransfer,
+    SlaveProgress,
+    SlaveRequest,
+    Transfer,
+    TransferSettings,
+    shares_of,
+)
+from dips.core.net.zmq_sockets import CurvePair
+from dips.core.observe.failpoints import FailpointAction, FailpointKind, copies, failpoint
+from dips.core.observe.logs import ChangeLogger
+from dips.core.wire import DIFFERENCES, Codec
+
+_logger = logging.getLogger("dips.data")
+
+_ways = ChangeLogger(_logger)
+"""Logs why slaves cannot be reached, by slave: once, however often a transfer is tried again."""
+
+LONGEST_POLL_S = 0.1
+"""Within this time a cancelled transfer stops."""
+
+SAID_AFTER_S = 0.3
+"""How long a slave refuses connections before that is logged."""
+
+TELL_S = 0.25
+"""Interval of progress reports during a transfer."""
+
+TOGETHER = 4
+"""Chunks that are read, and have their checksums taken, before the first of them is sent."""
+
+
+TellMoved = Callable[[Mapping[str, SlaveProgress], float], None]
+"""Called with the progress with each slave, and the time."""
+
+
+@dataclass(frozen=True)
+class Common:
+    """The common fields of a transfer's messages, and the places of blocks in the flat vector."""
+
+    run_id: str
+    epoch: int
+    cause: str
+    layout: Layout
+    settings: TransferSettings
+    checksum: Callable[[Buffer], int] = checksum  # of payloads, xxh3-64; another one only in measurements
+    curve: CurvePair | None = None  # this process's keys; None: no encryption
+    # called with the transfer's progress, a few times a second and at its end; on the data thread
+    tell: TellMoved | None = None
+
+
+class _Carrier(ABC):
+    """Carries out one transfer, until it is done, has failed, or is cancelled."""
+
+    def __init__(self, common: Common, links: SlaveSockets, transfer: Transfer, clock: Clock) -> None:
+        self._common = common
+        self._links = links
+        self._transfer = transfer
+        self._clock = clock
+        self._away_since_s = math.inf
+        self._said = False
+        self._told_s = -math.inf
+
+    def carry(self, cancelled: threading.Event) -> None:
+        try:
+            self._carry(cancelled)
+        finally:
+            self._tell(0.0)
+
+    def _carry(self, cancelled: threading.Event) -> None:
+        transfer, links, now_s = self._transfer, self._links, self._clock.monotonic_s
+        links.open(transfer.slaves)
+        while not (transfer.done or transfer.failure or cancelled.is_set()):
+            asks = []
+            for action in transfer.actions(now_s()):
+                if isinstance(action, SlaveRequest):
+                    asks.append(action)
+                else:
+                    links.reconnect(action.slave)
+            self.send(asks)
+            pause_s = transfer.next_deadline_s() - now_s()
+            for slave, header, payload in links.receive(min(max(pause_s, 0.0), LONGEST_POLL_S)):
+                self._receive(slave, header, payload)
+            for slave, why in links.turned_away():
+                self._turned_away(slave, why)
+            if self._common.tell is not None:
+                self._tell(TELL_S)
+        if transfer.done:
+            for slave in transfer.slaves:
+                _ways.report(slave, "")
+
+    def _tell(self, every_s: float) -> None:
+        """Report the progress, unless the last report was less than every_s ago."""
+        now_s = self._clock.monotonic_s()
+        if self._common.tell is not None and now_s - self._told_s >= every_s:
+            self._told_s = now_s
+            self._common.tell(self._transfer.moved(), now_s)
+
+    def _turned_away(self, slave: str, why: str) -> None:
+        """Log refused connections only if they last: the master's list may come a moment after its answer to Join."""
+        now_s = self._clock.monotonic_s()
+        self._transfer.turned_away(slave, why, now_s)
+        self._away_since_s = min(self._away_since_s, now_s)
+        if not self._said and now_s - self._away_since_s >= SAID_AFTER_S:
+            self._said = True
+            _ways.report(slave, why, logging.WARNING, self._common.cause)
+
+    @abstractmethod
+    def send(self, asks: Sequence[SlaveRequest]) -> None:
+        """Send the transfer's requests."""
+
+    @abstractmethod
+    def take(self, slave: str, header: DataHeader, payload: memoryview | None) -> None:
+        """Take a slave's answer."""
+
+    def _receive(self, slave: str, frame: bytes, payload: memoryview | None) -> None:
+        try:
+            header = DataHeader.decode(frame)
+            header.check_common(self._common.run_id)
+        except Refused as refused:
+            _logger.warning("slave %s sent an invalid message: %s", slave, refused)
+            return
+        if header.op is DataOp.REFUSED:
+            assert header.refusal is not None, "decode refuses a REFUSED without refusal"
+            self._transfer.refused(slave, header.request, header.refusal, self._clock.monotonic_s())
+        else:
+            self.take(slave, header, payload)
+
+
+class _PushCarrier(_Carrier):
+    """checksums: of chunks whose payload was seen, in this attempt or an earlier one; grows."""
+
+    def __init__(
+        self, common: Common, links: SlaveSockets, transfer: PushTransfer, clock: Clock, push: PushId, attempt: int,
+        payloads: Payloads, checksums: dict[Chunk, int],
+    ) -> None:  # fmt: skip
+        super().__init__(common, links, transfer, clock)
+        self._push_transfer = transfer
+        self._push = push
+        self._attempt = attempt
+        self._payloads = payloads
+        self._checksums = checksums
+
+    def send(self, asks: Sequence[SlaveRequest]) -> None:
+        """Send chunks. The payloads of a few are read before the first is sent: reading one evicts the interpreter's
+        code and data from the caches."""
+        together = TOGETHER if self._payloads.lasting else 1
+        for first in range(0, len(asks), together):
+            some = asks[first : first + together]
+            read = [None if ask.chunk is None else self._read(ask.chunk) for ask in some]
+            for ask, payload in zip(some, read, strict=True):
+                if ask.chunk is None or payload is None:
+                    self._send_query(ask)
+                else:
+                    self._send_chunk(ask, ask.chunk, *payload)
+
+    def _send_query(self, ask: SlaveRequest) -> None:
+        common = self._common
+        query = DataHeader(
+            common.run_id, common.epoch, DataOp.QUERY_MISSING, ask.request, self._push, self._attempt,
+            cause_id=common.cause,
+        )  # fmt: skip
+        self._links.send(ask.slave, query.encode())
+
+    def _send_chunk(self, ask: SlaveRequest, chunk: Chunk, payload: memoryview, checksum: int) -> None:
+        common = self._common
+        header = DataHeader(
+            common.run_id, common.epoch, DataOp.PUT_CHUNK, ask.request, self._push, self._attempt,
+            block=chunk.block_id, offset_bytes=chunk.offset_bytes, length_bytes=chunk.length_bytes,
+            codec=self._payloads.codec, checksum=checksum, cause_id=common.cause,
+        )  # fmt: skip
+        action = failpoint("worker.push.before_chunk")
+        for _ in range(copies(action)):
+            self._links.send(ask.slave, header.encode(), _spoilt(payload, action), copy=not self._payloads.lasting)
+
+    def take(self, slave: str, header: DataHeader, payload: memoryview | None) -> None:
+        now_s, push = self._clock.monotonic_s(), self._push_transfer
+        if header.op is DataOp.ACK:
+            push.acked(slave, header.request, header.complete, now_s, credit=header.credit)
+        elif header.op is DataOp.MISSING:
+            push.missing(slave, header.request, header.missing, header.complete, now_s, credit=header.credit)
+
+    def digests(self) -> tuple[tuple[str, bytes], ...]:
+        """The digest of each slave's share; chunks of an earlier attempt are read for it."""
+        for chunk in self._push_transfer.every_chunk():
+            if chunk not in self._checksums:
+                self._read(chunk)
+        return self._push_transfer.digests(self._checksums)
+
+    def _read(self, chunk: Chunk) -> tuple[memoryview, int]:
+        with self._payloads.lock:
+            payload = self._payloads.of(chunk)
+            checksum = self._checksums.get(chunk)
+            if checksum is None:
+                checksum = self._checksums[chunk] = self._common.checksum(payload)
+            return payload, checksum
+
+
+class _PullCarrier(_Carrier):
+    def __init__(
+        self, common: Common, links: SlaveSockets, transfer: PullTransfer, clock: Clock, version: Version, flat: F32
+    ) -> None:
+        super().__init__(common, links, transfer, clock)
+        self._pull_transfer = transfer
+        self._version = version
+        self._bytes = bytes_of(flat)
+        self._places = Places(common.layout)
+
+    def send(self, asks: Sequence[SlaveRequest]) -> None:
+        for ask in asks:
+            self._send(ask)
+
+    def _send(self, ask: SlaveRequest) -> None:
+        common, chunk = self._common, ask.chunk
+        assert chunk is not None, "a pull asks for chunks only"
+        header = DataHeader(
+            common.run_id, common.epoch, DataOp.GET_CHUNK, ask.request, version=self._version, block=chunk.block_id,
+            offset_bytes=chunk.offset_bytes, length_bytes=chunk.length_bytes, codec=Codec.F32, cause_id=common.cause,
+        )  # fmt: skip
+        self._links.send(ask.slave, header.encode())
+
+    def take(self, slave: str, header: DataHeader, payload: memoryview | None) -> None:
+        now_s = self._clock.monotonic_s()
+        chunk = self._pull_transfer.wants(slave, header.request)
+        if header.op is not DataOp.CHUNK or chunk is None:
+            return
+        action = failpoint("worker.pull.before_chunk")
+        if copies(action) == 0:
+            return
+        wrong = self._what_is_wrong(header, payload, chunk, action)
+        if wrong:
+            self._pull_transfer.damaged(slave, header.request, f"slave {slave}: {wrong}", now_s)
+            return
+        # The payload is in the cache since its checksum was taken; the copy releases the interpreter lock.
+        np.copyto(self._bytes[self._places.bytes_at(chunk)], np.frombuffer(payload or b"", np.uint8))
+        self._pull_transfer.landed(slave, header.request, header.checksum, now_s, credit=header.credit)
+
+    def _what_is_wrong(
+        self, header: DataHeader, payload: memoryview | None, chunk: Chunk, action: FailpointAction | None
+    ) -> str:
+        named = Chunk(header.block, header.offset_bytes, header.length_bytes)
+        if named != chunk or header.version != self._version or header.codec is not Codec.F32:
+            return f"it answered with {named} of version {header.version}, asked for was {chunk} of {self._version}"
+        if payload is None or payload.nbytes != chunk.length_bytes:
+            return f"the payload of {chunk} has another length"
+        right = self._common.checksum(_spoilt(payload, action)) == header.checksum
+        return "" if right else f"the checksum of {chunk} is wrong"
+
+
+def _spoilt(payload: memoryview, action: FailpointAction | None) -> memoryview:
+    """The payload, with one bit flipped when a failpoint says corrupt."""
+    if action is None or action.kind is not FailpointKind.CORRUPT:
+        return payload
+    damaged = bytearray(payload)
+    damaged[len(damaged) // 2] ^= 1
+    return memoryview(damaged)
+
+
+def carry_push(
+    context: zmq.Context[zmq.Socket[bytes]], common: Common, flat: F32 | ParameterSource, push: PushId, ticket: Ticket,
+    clock: Clock, cancelled: threading.Event, *, difference: Difference | None = None, ready: SnapshotReady | None =
+    None, checksums: dict[Chunk, int] | None = None,
+) -> tuple[PushTransfer, tuple[tuple[str, bytes], ...]]:  # fmt: skip
+    """Send a push; returns the transfer (done, failed or cancelled) and the digest of each slave's share.
+
+    flat: the whole model, unchanged until this returns, as are the vectors of `difference`, which only the ticket's
+    codec may ask for; then flat is a vector. ready: says which part of it is there; None: all. checksums: those of
+    earlier attempts of this push in this codec; takes the new ones. Raises ConfigError for an endpoint that is not
+    loopback without keys, for keys on one side only, or without numba.
+    """
+    places = Places(common.layout)
+    shares = shares_of(common.layout, ticket.placement, ticket.block_order, common.settings.chunk_bytes)
+    transfer = PushTransfer(shares, common.settings, clock.monotonic_s())
+    payloads: Payloads = Parameters(flat, places)
+    if ticket.wire in DIFFERENCES:
+        assert difference is not None, "a ticket for differences answers a push that has a base"
+        assert isinstance(flat, np.ndarray), "differences are taken from a snapshot"
+        payloads = Differences(ticket.wire, flat, difference, places, common.settings.chunk_bytes)
+    if ready is not None:
+        payloads = Gated(payloads, ready, places)
+    links = SlaveSockets(context, ticket.placement, common.settings.chunk_bytes, common.curve)
+    known = {} if checksums is None else checksums
+    carrier = _PushCarrier(common, links, transfer, clock, push, ticket.attempt, payloads, known)
+    try:
+        carrier.carry(cancelled)
+    finally:
+        links.close()
+    if not transfer.done:
+        return transfer, ()
+    failpoint("worker.push.after_last_chunk")
+    return transfer, carrier.digests()
+
+
+def carry_pull(
+    context: zmq.Context[zmq.Socket[bytes]], common: Common, flat: F32, grant: PullGrant, clock: Clock,
+    cancelled: threading.Event,
+) -> PullTransfer:  # fmt: skip
+    """Fetch a version into `flat`; when the transfer is done, every share has the digest that the grant names.
+
+    Raises ConfigError for an endpoint that is not loopback without keys, or for keys on one side only.
+    """
+    shares = shares_of(common.layout, grant.placement, grant.block_order, common.settings.chunk_bytes)
+    transfer = PullTransfer(shares, dict(grant.digest_of_slave), common.settings, clock.monotonic_s())
+    links = SlaveSockets(context, grant.placement, common.settings.chunk_bytes, common.curve)
+    try:
+        _PullCarrier(common, links, transfer, clock, grant.version, flat).carry(cancelled)
+    finally:
+        links.close()
+    failpoint("worker.pull.after_last_chunk")
+    return transfer
