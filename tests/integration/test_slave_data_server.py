@@ -325,6 +325,33 @@ def test_a_port_that_is_taken_is_said_with_the_remedy(served: Served) -> None:
         DataServer("127.0.0.1", port, "run", CHUNK_BYTES, lambda event: None, lambda error: None)
 
 
+def test_the_ports_threads_stay_on_the_processor_that_was_asked_for() -> None:
+    """libzmq's thread, which reads and writes connections, and the data thread; not the thread that made them."""
+    usual = os.sched_getaffinity(0)
+    cpu = max(usual)
+    server = DataServer("127.0.0.1", 0, "run", CHUNK_BYTES, lambda event: None, lambda error: None, cpu=cpu)
+    server.start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    try:
+        dealer.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+        dealer.connect(server.endpoint)
+        dealer.send(get_frame(0))
+        assert DataHeader.decode(dealer.recv()).op is DataOp.REFUSED  # so both threads have begun
+        placed = {}
+        for task in Path("/proc/self/task").iterdir():
+            placed[int(task.name)] = os.sched_getaffinity(int(task.name))
+    finally:
+        server.stop()
+        dealer.close(linger=0)
+        context.term()
+    assert server._thread.native_id is not None
+    assert placed[server._thread.native_id] == {cpu}
+    assert placed[threading.get_native_id()] == usual
+    if len(usual) > 1:
+        assert sum(cpus == {cpu} for cpus in placed.values()) == 3, "the data thread, libzmq's two: of sockets, reaper"
+
+
 def test_as_many_may_wait_to_be_let_in_as_the_system_allows(served: Served) -> None:
     """Else strangers in a crowd keep an honest cluster out for a second, after which its system tries again."""
     info = served.server._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)

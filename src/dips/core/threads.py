@@ -26,6 +26,11 @@ def usable_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def usable_processor_numbers() -> list[int]:
+    """Their numbers, ascending; empty where the system does not say, and places no threads."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
 class Threads:
     """A pool of n_threads, the caller's included; 0: one for each usable processor, at most MOST_THREADS."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -9,16 +11,20 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dips.core.assumptions import require
 from dips.core.config import Name
+from dips.core.errors import ConfigError
 from dips.core.net.addresses import require_loopback
 from dips.core.net.security import Address, AddressOrEmpty
 from dips.core.observe.logs import LogFormat
 from dips.core.observe.metrics_knobs import MetricsKnobs
-from dips.core.threads import usable_processors
+from dips.core.threads import usable_processor_numbers, usable_processors
 from dips.core.units import Bytes, validating
 
 GIB = 1 << 30
 
 ALL_ADDRESSES = ("0.0.0.0", "::")
+
+SHARED, OWN = "shared", "own"
+"""Values of data_cpu that are no processor's number."""
 
 
 class SlaveConfig(MetricsKnobs):
@@ -46,6 +52,11 @@ class SlaveConfig(MetricsKnobs):
         default=0,
         description="threads that check and land chunks; 0: one for every four processors, at most 4",
     )
+    data_cpu: str = Field(
+        default=SHARED,
+        description="processor of the data port's threads: shared (any), own (the last one; for a slave that has its "
+        "machine to itself), or a number",
+    )
     compute_threads: Annotated[int, Field(ge=0, le=64)] = Field(
         default=0, description="threads of the outer step; 0: one for each processor, at most 8"
     )
@@ -63,8 +74,34 @@ class SlaveConfig(MetricsKnobs):
 
     @property
     def data_threads_used(self) -> int:
-        """The number of data threads. On few processors one keeps up with the network, and a second does not help."""
+        """The number of data threads. On few processors one keeps up with the network, and a second does not help; nor
+        does it on the one processor of data_cpu.
+        """
+        if self.data_cpu != SHARED:
+            return 1
         return self.data_threads or min(4, max(1, usable_processors() // 4))
+
+    @property
+    def data_cpu_used(self) -> int | None:
+        """The processor of the data port's threads; None: the system chooses, from moment to moment.
+
+        Raises ConfigError for one on which this process may not run, and where the system places no threads.
+        """
+        if self.data_cpu == SHARED:
+            return None
+        usable = usable_processor_numbers()
+        if not usable:
+            raise ConfigError(
+                f"data_cpu is {self.data_cpu}, and this system does not let a process place its threads: leave it out"
+            )
+        if self.data_cpu == OWN:
+            return usable[-1]
+        if int(self.data_cpu) not in usable:
+            raise ConfigError(
+                f"data_cpu is {self.data_cpu}, and this process may run on {_ranges(usable)} only: give one of these, "
+                f"or {OWN} for the last of them, or {SHARED}"
+            )
+        return int(self.data_cpu)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -76,6 +113,18 @@ class SlaveConfig(MetricsKnobs):
         validating(require)("slave", dict(iter(self)))
         return self
 
+    @field_validator("data_cpu")
+    @classmethod
+    def _check_data_cpu(cls, value: str, info: ValidationInfo) -> str:
+        if value not in (SHARED, OWN) and not (value.isascii() and value.isdecimal()):
+            raise ValueError(f"{value!r} is no processor: give {SHARED}, {OWN}, or a processor's number")
+        if value != SHARED and info.data.get("data_threads", 0) > 1:
+            raise ValueError(
+                f"data_threads is {info.data['data_threads']}, and data_cpu {value} places one thread: leave "
+                f"data_threads out, or set data_cpu to {SHARED}"
+            )
+        return value
+
     @field_validator("data_host")
     @classmethod
     @validating
@@ -83,3 +132,12 @@ class SlaveConfig(MetricsKnobs):
         if info.data.get("insecure"):
             require_loopback(value, "data_host")
         return value
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as the system writes them: "0-3,8"."""
+    parts = []
+    for _, run in itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0]):
+        first, *rest = [number for _, number in run]
+        parts.append(f"{first}-{rest[-1]}" if rest else str(first))
+    return ",".join(parts)

@@ -154,6 +154,7 @@ async def _serve(
         lambda error: shell.fail_soon(error),
         config.data_threads_used,
         curve=curve,
+        cpu=config.data_cpu_used,
     )
     guard = metrics = None
     try:

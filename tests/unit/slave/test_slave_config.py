@@ -44,6 +44,9 @@ def test_sizes_are_written_with_units() -> None:
         ({"memory_bytes": -1}, "negative"),
         ({"snapshots_kept": 0}, "snapshots_kept"),
         ({"max_chunk_bytes": 10}, "max_chunk_bytes"),
+        ({"data_cpu": "last"}, "give shared, own, or a processor's number"),
+        ({"data_cpu": "-1"}, "give shared, own, or a processor's number"),
+        ({"data_cpu": "own", "data_threads": 2}, "leave data_threads out, or set data_cpu to shared"),
         ({"memory": 3}, "did you mean 'memory_bytes'"),
     ],
 )
@@ -67,3 +70,31 @@ def test_chunks_are_landed_by_one_thread_where_processors_are_few(
     monkeypatch.setattr("dips.slave.config.usable_processors", lambda: processors)
     config = SlaveConfig(run_id="run", slave_id="s0", directory=tmp_path, data_threads=asked)
     assert config.data_threads_used == used
+
+
+@pytest.mark.parametrize(
+    ("processors", "asked", "used"),
+    [({0, 1}, "shared", None), ({0, 1}, "own", 1), ({2, 3, 7}, "3", 3), ({9}, "own", 9)],
+)
+def test_the_data_ports_threads_are_placed_only_where_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, processors: set[int], asked: str, used: int | None
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: processors)
+    assert read(data_cpu=asked).data_cpu_used == used
+
+
+def test_threads_that_share_one_processor_are_not_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dips.slave.config.usable_processors", lambda: 64)
+    assert (read().data_threads_used, read(data_cpu="own").data_threads_used) == (4, 1)
+
+
+def test_a_processor_that_is_not_this_processs_is_refused_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2, 5})
+    with pytest.raises(ConfigError, match="may run on 0-2,5 only: give one of these, or own"):
+        _ = read(data_cpu="4").data_cpu_used
+
+
+def test_a_system_that_places_no_threads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.sched_getaffinity")
+    with pytest.raises(ConfigError, match="does not let a process place its threads: leave it out"):
+        _ = read(data_cpu="own").data_cpu_used
