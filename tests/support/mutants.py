@@ -212,9 +212,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a push is complete with a chunk missing",
-        "slave.state.staging:StagingTable.land",
-        "return staging.complete",
-        "return staging.n_landed >= len(staging.checksums) - 1",
+        "slave.state.staging:note_landed",
+        "return of.counts[N_LANDED] == len(of.landed)",
+        "return of.counts[N_LANDED] >= len(of.landed) - 1",
         ("ILLEGAL",),
         _bounds(chunks=2),
     ),

@@ -44,13 +44,13 @@ def measure(
     blocks belong to no norm: their sums are zero, and only their non-finite elements count.
     """
     sums, nonfinite = _piece_sums(memory, theta, slots, known, threads)
-    places = [memory.map.places[block.block_id] for block in memory.blocks]
-    first_pieces = np.array([*(place.first_piece for place in places), memory.map.n_pieces], np.int64)
+    places, ids = memory.map.places, [block.block_id for block in memory.blocks]
+    first_pieces = np.array([*(places.first_piece[i] for i in ids), memory.map.n_pieces], np.int64)
     uppers = kernels.block_totals(sums, first_pieces).T.tolist()
     first = first_pieces.tolist()
     if known is not None:
         nonfinite = np.array([known.bad(slot) for slot in slots], np.int64)
-        first = [*(place.first_chunk for place in places), memory.map.n_chunks]
+        first = [*(places.first_chunk[i] for i in ids), memory.map.n_chunks]
     ends = np.concatenate([np.zeros((len(slots), 1), np.int64), np.cumsum(nonfinite, axis=1)], axis=1)[:, first]
     bads = np.diff(ends, axis=1).T.tolist()
     return tuple(

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from dips.core.chunks import Buffer as Bytes
 from dips.core.chunks import checksum
 from dips.core.errors import RefusalCode, Refused
@@ -30,7 +32,7 @@ from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.credits import Credits
 from dips.slave.state.events import PushStaged
 from dips.slave.state.shard import to_refusal
-from dips.slave.state.staging import Landing, ShardMap, Slot, Staging, StagingTable, find_version
+from dips.slave.state.staging import Landed, Landing, ShardMap, Slot, Staging, StagingTable, find_version
 
 NOT_READY_RETRY_S = 0.5
 
@@ -111,7 +113,7 @@ class DataPort:
         self._map, self._staging = shard, staging
         self._table = self._receipts = None
         if shard is not None and staging is not None:
-            self._table = StagingTable(shard)
+            self._table = StagingTable(shard, rows_of_arrays(len(staging), shard.n_chunks))
             self._staged_of.keep(len(staging))
             self._receipts = Receipts(shard, len(staging))
 
@@ -345,6 +347,18 @@ class DataPort:
             cause_id=header.cause_id,
             credit=self._push_credits.credit(staging.slot.push, self._now_s()),
         )
+
+
+def rows_of_arrays(n_slots: int, n_chunks: int) -> Callable[[int], Landed]:
+    """The columns of each slot: rows of arrays, so that the compiled loop works on the same ones."""
+    landed, checksums = np.zeros((n_slots, n_chunks), np.uint8), np.zeros((n_slots, n_chunks), np.uint64)
+    counts = np.zeros((n_slots, 2), np.int64)
+
+    def row(number: int) -> Landed:
+        landed[number], counts[number] = 0, 0
+        return Landed(landed[number], checksums[number], counts[number])
+
+    return row
 
 
 def landed(job: LandingJob) -> Refused | None:

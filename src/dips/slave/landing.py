@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,26 +56,99 @@ assert MOST_COMPANIONS * (MOST_COMPANIONS + 1) // 2 == KEPT_PRODUCTS
 pushes land at the same moment; MEASURE computes those, so that any number of pushes needs the memory of three pairs."""
 
 
+class Sums(NamedTuple):
+    """The columns of Receipts; plain functions work on them, here and in the compiled loop (slave/serve_numba.py)."""
+
+    squared: F64  # (s, p): sums of (theta - x)^2
+    measured: I64  # (s, c): number of the theta that they were taken with, or NEVER
+    bad: I64  # (s, c): non-finite elements
+    products: F64  # (places, p): sums of (theta - x)(theta - y)
+    pair_of: I64  # (places, c): of which pair (pair_code)
+    taken_with: I64  # (places, c): as measured, or _PENDING
+
+
+def pair_code(sums: Sums, slot: int, other: int) -> int:
+    """The number of a pair of slots."""
+    return min(slot, other) * len(sums.measured) + max(slot, other)
+
+
+def note_sums(sums: Sums, slot: int, chunk: int, bad: int, theta_number: int) -> None:
+    """A chunk landed with `bad` non-finite elements; theta_number NEVER: its sums were not taken."""
+    sums.bad[slot, chunk] = bad
+    sums.measured[slot, chunk] = theta_number
+    if theta_number == NEVER:
+        give_back(sums, slot, chunk)
+
+
+def give_back(sums: Sums, slot: int, chunk: int) -> None:
+    """Release the places of a landing that took no products."""
+    for place in range(len(sums.taken_with)):
+        pair, n_slots = sums.pair_of[place, chunk], len(sums.measured)
+        if sums.taken_with[place, chunk] == _PENDING and (pair // n_slots == slot or pair % n_slots == slot):
+            sums.taken_with[place, chunk] = NEVER
+
+
+def claim(sums: Sums, code: int, chunk: int, theta_number: int) -> int:
+    """Claim a place for a pair's products of this chunk; -1 while all are in use, or soon will be."""
+    for place in range(len(sums.taken_with)):
+        number = sums.taken_with[place, chunk]
+        if number != _PENDING and number != theta_number:
+            sums.pair_of[place, chunk], sums.taken_with[place, chunk] = code, _PENDING
+            return place
+    return -1
+
+
+def claim_companions(sums: Sums, slot: int, chunk: int, theta_number: int, others: I64, places: I64) -> int:
+    """Find the other slots that have the chunk, measured with this theta, and claim places for the products with them.
+
+    others and places (MOST_COMPANIONS,) are filled; returns how many there are, none if they are many.
+    """
+    n_found = n_claimed = 0
+    for other in range(len(sums.measured)):
+        if other != slot and sums.measured[other, chunk] == theta_number:
+            if n_found == MOST_COMPANIONS:
+                return 0
+            others[n_found] = other
+            n_found += 1
+    give_back(sums, slot, chunk)
+    for i in range(n_found):
+        place = claim(sums, pair_code(sums, slot, others[i]), chunk, theta_number)
+        if place >= 0:
+            others[n_claimed], places[n_claimed] = others[i], place
+            n_claimed += 1
+    return n_claimed
+
+
+def note_products(sums: Sums, slot: int, other: int, chunk: int, theta_number: int) -> None:
+    """The products of a claimed place are taken."""
+    code = pair_code(sums, slot, other)
+    for place in range(len(sums.taken_with)):
+        if sums.pair_of[place, chunk] == code and sums.taken_with[place, chunk] == _PENDING:
+            sums.taken_with[place, chunk] = theta_number
+
+
 class Receipts:
     """Sums of every slot. theta_number: counts the versions that chunks were measured with; from 1 on."""
 
     def __init__(self, shard: ShardMap, n_slots: int) -> None:
         self.shard = shard
         self.theta_number = NEVER
-        self._squared = np.zeros((n_slots, shard.n_pieces), np.float64)
-        self._measured = np.full((n_slots, shard.n_chunks), NEVER, np.int64)
-        self._bad = np.zeros((n_slots, shard.n_chunks), np.int64)
         self.n_places = min(n_slots * (n_slots - 1) // 2, KEPT_PRODUCTS)
-        self._products = np.zeros((self.n_places, shard.n_pieces), np.float64)
-        self._pair_of = np.zeros((self.n_places, shard.n_chunks), np.int64)
-        self._taken_with = np.full((self.n_places, shard.n_chunks), NEVER, np.int64)
+        self.sums = Sums(
+            np.zeros((n_slots, shard.n_pieces), np.float64),
+            np.full((n_slots, shard.n_chunks), NEVER, np.int64),
+            np.zeros((n_slots, shard.n_chunks), np.int64),
+            np.zeros((self.n_places, shard.n_pieces), np.float64),
+            np.zeros((self.n_places, shard.n_chunks), np.int64),
+            np.full((self.n_places, shard.n_chunks), NEVER, np.int64),
+        )
         self.chunk_of_piece = _chunk_of_piece(shard)
+        self._others, self._claimed = np.zeros(MOST_COMPANIONS, np.int64), np.zeros(MOST_COMPANIONS, np.int64)
 
     @property
     def n_bytes(self) -> int:
         """Memory of all sums; part of a slave's memory_bytes (core/placement.py)."""
-        arrays = (self._squared, self._measured, self._bad, self._products, self._pair_of, self._taken_with)
-        return sum(array.nbytes for array in arrays) + self.chunk_of_piece.nbytes
+        return sum(array.nbytes for array in self.sums) + self.chunk_of_piece.nbytes
 
     def new_theta(self) -> None:
         """Another version became the current one."""
@@ -82,60 +156,31 @@ class Receipts:
 
     def clear(self, slot: int) -> None:
         """Forget a slot, for another push."""
-        self._measured[slot] = NEVER
-        n_slots = len(self._measured)
-        self._taken_with[(self._pair_of // n_slots == slot) | (self._pair_of % n_slots == slot)] = NEVER
+        sums, n_slots = self.sums, len(self.sums.measured)
+        sums.measured[slot] = NEVER
+        sums.taken_with[(sums.pair_of // n_slots == slot) | (sums.pair_of % n_slots == slot)] = NEVER
 
     def squared_of(self, slot: int, landing: Landing) -> F64:
         """The place of a chunk's sums."""
-        return self._squared[slot, landing.pieces]
+        return self.sums.squared[slot, landing.pieces]
 
     def note(self, slot: int, landing: Landing, bad: int, theta_number: int) -> None:
-        """A chunk landed with `bad` non-finite elements; theta_number NEVER: its sums were not taken."""
-        self._bad[slot, landing.index] = bad
-        self._measured[slot, landing.index] = theta_number
-        if theta_number == NEVER:
-            self._give_back(slot, landing.index)
+        """As note_sums."""
+        note_sums(self.sums, slot, landing.index, bad, theta_number)
 
     def companions(self, slot: int, landing: Landing) -> list[tuple[int, F64]]:
-        """Other slots that have the chunk, measured with this theta, with the place of the products; none if many."""
-        numbers = self._measured[:, landing.index].tolist()
-        others = [other for other, number in enumerate(numbers) if number == self.theta_number and other != slot]
-        if len(others) > MOST_COMPANIONS:
-            return []
-        self._give_back(slot, landing.index)
-        pieces = landing.pieces
-        places = [(other, self._claim(self._code(slot, other), landing.index)) for other in others]
-        return [(other, self._products[place, pieces]) for other, place in places if place is not None]
+        """As claim_companions: other slots, with the place of the products."""
+        n = claim_companions(self.sums, slot, landing.index, self.theta_number, self._others, self._claimed)
+        others, places = self._others[:n].tolist(), self._claimed[:n].tolist()
+        return [(other, self.sums.products[place, landing.pieces]) for other, place in zip(others, places, strict=True)]
 
     def note_products(self, slot: int, other: int, landing: Landing, theta_number: int) -> None:
         """The products that companions() asked for are taken."""
-        code, chunk = self._code(slot, other), landing.index
-        for place in range(self.n_places):
-            if self._pair_of[place, chunk] == code and self._taken_with[place, chunk] == _PENDING:
-                self._taken_with[place, chunk] = theta_number
+        note_products(self.sums, slot, other, landing.index, theta_number)
 
     def known(self) -> KnownReceipts:
         """The sums that are valid for the current theta."""
         return KnownReceipts(self, self.theta_number)
-
-    def _claim(self, code: int, chunk: int) -> int | None:
-        """Claim a place for a pair's products of this chunk; None while all are in use, or soon will be."""
-        for place, number in enumerate(self._taken_with[:, chunk].tolist()):
-            if number not in (_PENDING, self.theta_number):
-                self._pair_of[place, chunk], self._taken_with[place, chunk] = code, _PENDING
-                return place
-        return None
-
-    def _give_back(self, slot: int, chunk: int) -> None:
-        """Release the places of a landing that took no products."""
-        numbers = self._taken_with[:, chunk].tolist()
-        for place, number in enumerate(numbers):
-            if number == _PENDING and slot in divmod(int(self._pair_of[place, chunk]), len(self._measured)):
-                self._taken_with[place, chunk] = NEVER
-
-    def _code(self, slot: int, other: int) -> int:
-        return min(slot, other) * len(self._measured) + max(slot, other)
 
 
 @dataclass(frozen=True)
@@ -147,25 +192,25 @@ class KnownReceipts:
 
     def squared(self, slot: int) -> tuple[F64, Bools]:
         """Piece sums of (theta - x)^2, and which of them are known; both (n_pieces,)."""
-        receipts = self.receipts
-        return receipts._squared[slot], self._of_pieces(receipts._measured[slot])
+        sums = self.receipts.sums
+        return sums.squared[slot], self._of_pieces(sums.measured[slot])
 
     def products(self, slot: int, other: int) -> tuple[F64, Bools] | None:
         """Piece sums of (theta - x)(theta - y), and which of them are known; None: none was taken."""
-        receipts, sums, known = self.receipts, None, None
-        code = receipts._code(slot, other)
-        for place in range(receipts.n_places):
-            here = receipts._pair_of[place] == code
+        columns, found, known = self.receipts.sums, None, None
+        code = pair_code(columns, slot, other)
+        for place in range(self.receipts.n_places):
+            here = columns.pair_of[place] == code
             if not here.any():
                 continue
-            valid = self._of_pieces(np.where(here, receipts._taken_with[place], NEVER))
-            sums = receipts._products[place] if sums is None else np.where(valid, receipts._products[place], sums)
+            valid = self._of_pieces(np.where(here, columns.taken_with[place], NEVER))
+            found = columns.products[place] if found is None else np.where(valid, columns.products[place], found)
             known = valid if known is None else known | valid
-        return None if sums is None or known is None else (sums, known)
+        return None if found is None or known is None else (found, known)
 
     def bad(self, slot: int) -> I64:
         """Non-finite elements of each chunk (n_chunks,), in (block, offset) order; known of every complete push."""
-        counts: I64 = self.receipts._bad[slot]
+        counts: I64 = self.receipts.sums.bad[slot]
         return counts
 
     def _of_pieces(self, measured: I64) -> Bools:
@@ -179,8 +224,8 @@ def _chunk_of_piece(shard: ShardMap) -> I64:
         return np.zeros(shard.n_pieces, np.int64)
     per_chunk = n_pieces(shard.chunk_bytes // FLOAT32_BYTES)
     parts = [
-        place.first_chunk + np.arange(n_pieces(place.block.n_elems), dtype=np.int64) // per_chunk
-        for place in shard.places.values()
+        shard.places.first_chunk[block.block_id] + np.arange(n_pieces(block.n_elems), dtype=np.int64) // per_chunk
+        for block in shard.blocks
     ]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 

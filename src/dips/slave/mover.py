@@ -109,7 +109,7 @@ class Mover:
         assert memory is not None, "the state checked that the version is here"
         assert memory.current is not None, "likewise"
         array: F32 = memory.momentum if momentum else memory.current.theta
-        start = memory.map.places[block.block_id].start_byte
+        start = memory.map.places.start_byte[block.block_id]
         return bytes_of(array)[start : start + block.n_bytes]
 
     def _on_disk(self, function: Callable[..., T], *args: Any) -> T:

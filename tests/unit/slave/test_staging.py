@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from dips.core.ids import PushId, Version
 from dips.core.layout import Block
 from dips.core.net.data_header import MAX_MISSING, DataHeader, DataOp, MissingChunk
 from dips.core.wire import Codec
+from dips.slave.data_port import rows_of_arrays
 from dips.slave.state.staging import ShardMap, Slot, StagingTable, find_version
 
 CHUNK_BYTES = 1024
@@ -48,9 +50,14 @@ def put(chunk: Chunk, push: PushId = A, attempt: int = 1) -> DataHeader:
     )
 
 
-@pytest.fixture
-def table() -> StagingTable:
-    table = StagingTable(ShardMap(BLOCKS, CHUNK_BYTES))
+def arrays(shard: ShardMap) -> StagingTable:
+    """As the data port keeps it: three slots."""
+    return StagingTable(shard, rows_of_arrays(3, shard.n_chunks))
+
+
+@pytest.fixture(params=[StagingTable, arrays])
+def table(request: pytest.FixtureRequest) -> StagingTable:
+    table: StagingTable = request.param(ShardMap(BLOCKS, CHUNK_BYTES))
     table.open(Slot(A, 1, 0))
     return table
 
@@ -86,9 +93,12 @@ def test_every_chunk_has_its_own_place_without_gaps() -> None:
     assert shard.n_chunks == len(CHUNKS)
 
 
-@given(st.data())
-def test_any_order_and_any_duplicates_end_in_the_same_digest(data: st.DataObject) -> None:
-    table = StagingTable(ShardMap(BLOCKS, CHUNK_BYTES))
+@pytest.mark.parametrize("make", [StagingTable, arrays])
+@given(data=st.data())
+def test_any_order_and_any_duplicates_end_in_the_same_digest(
+    make: Callable[[ShardMap], StagingTable], data: st.DataObject
+) -> None:
+    table = make(ShardMap(BLOCKS, CHUNK_BYTES))
     staging = table.open(Slot(A, 1, 0))
     order = data.draw(st.permutations(range(len(CHUNKS))))
     completed = 0
@@ -96,7 +106,7 @@ def test_any_order_and_any_duplicates_end_in_the_same_digest(data: st.DataObject
         for _ in range(data.draw(st.integers(1, 2))):
             completed += land(table, put(CHUNKS[index]))
         repeat = data.draw(st.integers(0, len(order) - 1))
-        if staging.checksums[repeat] is not None:
+        if staging.columns.landed[repeat]:
             completed += land(table, put(CHUNKS[repeat]))
     assert completed == 1
     assert staging.complete

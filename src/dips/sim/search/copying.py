@@ -90,6 +90,10 @@ def _clone_tuple(item: tuple[Any, ...], memo: Memo) -> tuple[Any, ...]:
     return tuple([_clone(part, memo) for part in item])
 
 
+def _clone_columns(item: Any, memo: Memo) -> Any:
+    return item.__class__(*[_clone(part, memo) for part in item])
+
+
 def _clone_method(item: MethodType, memo: Memo) -> MethodType:
     return MethodType(item.__func__, _clone(item.__self__, memo))
 
@@ -119,7 +123,8 @@ class _Copiers(dict[type, Callable[[Any, Memo], Any]]):
     """The copy function of each class; a new class is copied as an ordinary object, unless it is frozen."""
 
     def __missing__(self, cls: type) -> Callable[[Any, Memo], Any]:
-        self[cls] = (lambda item, memo: item) if is_frozen(cls) else _clone_object
+        mutable = _clone_columns if issubclass(cls, tuple) else _clone_object  # a tuple with names: columns of a table
+        self[cls] = (lambda item, memo: item) if is_frozen(cls) else mutable
         return self[cls]
 
 
@@ -232,7 +237,8 @@ class _Readers(dict[type, Callable[[Any, dict[int, int]], Any]]):
         self._prints = prints
 
     def __missing__(self, cls: type) -> Callable[[Any, dict[int, int]], Any]:
-        self[cls] = self._prints._of_atom if is_frozen(cls) else self._prints._of_object
+        mutable = self._prints._of_sequence if issubclass(cls, tuple) else self._prints._of_object
+        self[cls] = self._prints._of_atom if is_frozen(cls) else mutable
         return self[cls]
 
 

@@ -7,8 +7,9 @@ of this slave's, let a second sender change a landed chunk, or call a push compl
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from dips.core.chunks import shard_digest
 from dips.core.errors import LocalProtocolError, RefusalCode, Refused
@@ -140,14 +141,69 @@ class Landing:
         return slice(self.first_piece, self.first_piece + n_pieces(self.length_bytes // FLOAT32_BYTES))
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of one block in the shard's memory."""
+# What runs for each chunk is a plain function over columns: lists in the interpreter, arrays where the compiled loop of
+# the data port (slave/serve_numba.py) runs the same function on the same columns.
 
-    block: Block
-    start_byte: int
-    first_chunk: int
-    first_piece: int
+Ints = Any
+"""A column of whole numbers: a list, or a one-dimensional array."""
+
+PIECE_BYTES = PIECE_ELEMS * FLOAT32_BYTES
+
+NOT_HELD, WRONG_OFFSET, WRONG_LENGTH = -1, -2, -3
+"""What find_chunk says of a chunk that is none of this slave's."""
+
+NEW, SAME, OTHER = 0, 1, 2
+"""What has landed of a chunk: nothing, bytes with this checksum, other bytes."""
+
+N_LANDED, LANDED_BYTES = 0, 1
+"""Places in Landed.counts."""
+
+
+class Places(NamedTuple):
+    """Where each block is in the shard's memory; indexed by block id, -1 for blocks that this slave does not hold."""
+
+    start_byte: Ints
+    n_bytes: Ints
+    first_chunk: Ints
+    first_piece: Ints
+
+
+class Landed(NamedTuple):
+    """What of one push has landed."""
+
+    landed: Ints  # of each chunk: 1 once its bytes are in memory and verified, else 0
+    checksums: Ints  # of each chunk that has landed, xxh3-64 as it was sent
+    counts: Ints  # N_LANDED chunks, LANDED_BYTES
+
+
+def find_chunk(places: Places, chunk_bytes: int, block: int, offset_bytes: int, length_bytes: int) -> int:
+    """The number of the chunk that a peer names so; NOT_HELD, WRONG_OFFSET or WRONG_LENGTH unless it is exactly one."""
+    if block < 0 or block >= len(places.start_byte) or places.start_byte[block] < 0:
+        return NOT_HELD
+    block_bytes = places.n_bytes[block]
+    if offset_bytes < 0 or offset_bytes >= block_bytes or offset_bytes % chunk_bytes != 0:
+        return WRONG_OFFSET
+    if length_bytes != min(chunk_bytes, block_bytes - offset_bytes):
+        return WRONG_LENGTH
+    return places.first_chunk[block] + offset_bytes // chunk_bytes  # type: ignore[no-any-return]
+
+
+def has_landed(of: Landed, chunk: int, checksum: int) -> int:
+    """NEW, SAME or OTHER."""
+    if not of.landed[chunk]:
+        return NEW
+    return SAME if of.checksums[chunk] == checksum else OTHER
+
+
+def note_landed(of: Landed, chunk: int, checksum: int, length_bytes: int) -> bool:
+    """Note that the verified bytes of a chunk are in memory. Returns whether this made the push complete."""
+    if of.landed[chunk]:
+        return False
+    of.checksums[chunk] = checksum
+    of.landed[chunk] = 1
+    of.counts[N_LANDED] += 1
+    of.counts[LANDED_BYTES] += length_bytes
+    return of.counts[N_LANDED] == len(of.landed)  # type: ignore[no-any-return]
 
 
 class ShardMap:
@@ -157,47 +213,52 @@ class ShardMap:
     """
 
     def __init__(self, blocks: Sequence[Block], chunk_bytes: int) -> None:
+        self.blocks = tuple(blocks)
         self.chunk_bytes = chunk_bytes
-        self.places: dict[int, Place] = {}
+        n_ids = 1 + max((block.block_id for block in blocks), default=-1)
+        self.places = Places(*([-1] * n_ids for _ in Places._fields))
         start_byte = first_chunk = first_piece = 0
         for block in blocks:
-            self.places[block.block_id] = Place(block, start_byte, first_chunk, first_piece)
+            row = (start_byte, block.n_bytes, first_chunk, first_piece)
+            for column, value in zip(self.places, row, strict=True):
+                column[block.block_id] = value
             start_byte += block.n_bytes
             first_chunk += -(-block.n_bytes // chunk_bytes)
             first_piece += n_pieces(block.n_elems)
         self.n_bytes = start_byte
         self.n_chunks = first_chunk
         self.n_pieces = first_piece
-        self._in_order = tuple(self.places.values())
+        self._first_chunks = [self.places.first_chunk[block.block_id] for block in blocks]
 
     @property
     def whole_pieces(self) -> bool:
         """Whether every chunk begins with a piece, so that it can be measured by itself."""
-        return self.chunk_bytes % (PIECE_ELEMS * FLOAT32_BYTES) == 0
+        return self.chunk_bytes % PIECE_BYTES == 0
 
     def find(self, header: DataHeader) -> Landing:
         """The chunk that a header names. Raises Refused(CHUNK) unless it is exactly one of this slave's chunks."""
-        place = self.places.get(header.block)
-        if place is None:
-            raise _chunk(header, "this slave does not hold the block: read the placement again")
-        if header.offset_bytes % self.chunk_bytes or header.offset_bytes >= place.block.n_bytes:
-            raise _chunk(
-                header,
-                f"the offset must be a multiple of {self.chunk_bytes} below the block's {place.block.n_bytes} bytes",
-            )
-        length = min(self.chunk_bytes, place.block.n_bytes - header.offset_bytes)
-        if header.length_bytes != length:
-            raise _chunk(header, f"the length is {header.length_bytes} bytes, this chunk has {length}")
-        index = place.first_chunk + header.offset_bytes // self.chunk_bytes
-        first_piece = place.first_piece + header.offset_bytes // (PIECE_ELEMS * FLOAT32_BYTES)
-        return Landing(index, place.start_byte + header.offset_bytes, length, first_piece)
+        block, offset_bytes, places = header.block, header.offset_bytes, self.places
+        index = find_chunk(places, self.chunk_bytes, block, offset_bytes, header.length_bytes)
+        if index < 0:
+            raise _chunk(header, self._what_is_wrong(index, header))
+        first_piece = places.first_piece[block] + offset_bytes // PIECE_BYTES
+        return Landing(index, places.start_byte[block] + offset_bytes, header.length_bytes, first_piece)
+
+    def _what_is_wrong(self, why: int, header: DataHeader) -> str:
+        if why == NOT_HELD:
+            return "this slave does not hold the block: read the placement again"
+        block_bytes = self.places.n_bytes[header.block]
+        if why == WRONG_OFFSET:
+            return f"the offset must be a multiple of {self.chunk_bytes} below the block's {block_bytes} bytes"
+        length = min(self.chunk_bytes, block_bytes - header.offset_bytes)
+        return f"the length is {header.length_bytes} bytes, this chunk has {length}"
 
     def chunk_at(self, index: int) -> MissingChunk:
         """Inverse of find, for the answer to QUERY_MISSING."""
         if not 0 <= index < self.n_chunks:
             raise LocalProtocolError(f"chunk {index} is not one of this shard's {self.n_chunks}")
-        place = self._in_order[bisect_right(self._in_order, index, key=lambda place: place.first_chunk) - 1]
-        return MissingChunk(place.block.block_id, (index - place.first_chunk) * self.chunk_bytes)
+        at = bisect_right(self._first_chunks, index) - 1
+        return MissingChunk(self.blocks[at].block_id, (index - self._first_chunks[at]) * self.chunk_bytes)
 
 
 @dataclass
@@ -205,27 +266,37 @@ class Staging:
     """What has landed in one slot."""
 
     slot: Slot
-    checksums: list[int | None]  # xxh3-64 of each landed chunk as it was sent, None where none has
-    n_landed: int = 0
-    landed_bytes: int = 0
+    columns: Landed
+
+    @property
+    def n_landed(self) -> int:
+        return int(self.columns.counts[N_LANDED])
+
+    @property
+    def landed_bytes(self) -> int:
+        return int(self.columns.counts[LANDED_BYTES])
 
     @property
     def complete(self) -> bool:
-        return self.n_landed == len(self.checksums)
+        return self.n_landed == len(self.columns.landed)
 
     def digest(self) -> bytes:
         """Digest of the whole shard of this push, as the sender computes it. Only for a complete one."""
-        landed = [value for value in self.checksums if value is not None]
-        if len(landed) != len(self.checksums):
-            raise LocalProtocolError(f"push {self.slot.push} has {len(landed)} of {len(self.checksums)} chunks")
-        return shard_digest(landed)
+        if not self.complete:
+            n_chunks = len(self.columns.landed)
+            raise LocalProtocolError(f"push {self.slot.push} has {self.n_landed} of {n_chunks} chunks")
+        return shard_digest(self.columns.checksums)
 
 
 class StagingTable:
-    """What has landed in each open slot of one shard. It belongs to the data port, which opens and closes as told."""
+    """What has landed in each open slot of one shard. It belongs to the data port, which opens and closes as told.
 
-    def __init__(self, shard: ShardMap) -> None:
+    row: makes or clears the columns of a slot, by its number; None: new lists.
+    """
+
+    def __init__(self, shard: ShardMap, row: Callable[[int], Landed] | None = None) -> None:
         self.shard = shard
+        self._row = row
         self._open: dict[PushId, Staging] = {}
 
     def open(self, slot: Slot) -> Staging:
@@ -236,7 +307,9 @@ class StagingTable:
             return known
         for push in [p for p, s in self._open.items() if s.slot.number == slot.number or p == slot.push]:
             del self._open[push]
-        staging = self._open[slot.push] = Staging(slot, [None] * self.shard.n_chunks)
+        n_chunks = self.shard.n_chunks
+        columns = Landed([0] * n_chunks, [0] * n_chunks, [0, 0]) if self._row is None else self._row(slot.number)
+        staging = self._open[slot.push] = Staging(slot, columns)
         return staging
 
     def close(self, push: PushId) -> None:
@@ -265,23 +338,18 @@ class StagingTable:
         if payload_bytes != expected:
             sentence = f"the payload has {payload_bytes} bytes, {header.length_bytes} of parameters take {expected}"
             raise _chunk(header, sentence)
-        before = staging.checksums[landing.index]
-        if before is not None and before != header.checksum:
+        before = has_landed(staging.columns, landing.index, header.checksum)
+        if before == OTHER:
             raise Refused(
                 RefusalCode.DIGEST,
-                f"{_what(header)}: it landed before with checksum {before:016x}, now it has "
-                f"{header.checksum:016x}; the bytes of a push never change, take a new sequence number",
+                f"{_what(header)}: it landed before with checksum {staging.columns.checksums[landing.index]:016x}, "
+                f"now it has {header.checksum:016x}; the bytes of a push never change, take a new sequence number",
             )
-        return staging, landing, before is not None
+        return staging, landing, before == SAME
 
     def land(self, staging: Staging, landing: Landing, checksum: int) -> bool:
         """Note that the verified bytes are in memory. Returns True when this made the push complete."""
-        if staging.checksums[landing.index] is None:
-            staging.checksums[landing.index] = checksum
-            staging.n_landed += 1
-            staging.landed_bytes += landing.length_bytes
-            return staging.complete
-        return False
+        return note_landed(staging.columns, landing.index, checksum, landing.length_bytes)
 
     def find(self, push: PushId | None, attempt: int) -> Staging:
         """The open staging. Raises Refused(UNKNOWN_PUSH); retry_after_s > 0 where it may still be on its way."""
@@ -302,12 +370,16 @@ class StagingTable:
     def missing(self, staging: Staging) -> tuple[MissingChunk, ...]:
         """The first MAX_MISSING chunks that have not landed, in (block, offset) order."""
         out: list[MissingChunk] = []
-        for index, value in enumerate(staging.checksums):
-            if value is None:
+        for index, landed in enumerate(staging.columns.landed):
+            if not landed:
                 out.append(self.shard.chunk_at(index))
                 if len(out) == MAX_MISSING:
                     break
         return tuple(out)
+
+    def stagings(self) -> tuple[Staging, ...]:
+        """The open stagings."""
+        return tuple(self._open.values())
 
     @property
     def n_open(self) -> int:
