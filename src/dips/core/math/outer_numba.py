@@ -47,7 +47,7 @@ from dips.core.math.simd_numba import (
     widen,
 )
 
-SIMD_XXH3 = "0ecb6ce456306ed9"
+SIMD_XXH3 = "1c0751ae1d851d1d"
 """xxh3-64 of simd_numba.py, whose code is compiled into this file's: numba's cache notices changes of this file only,
 so a change there must change something here (a test says what)."""
 
@@ -199,14 +199,14 @@ def _outer_step(
     stop: int,
 ) -> int:
     rows: I64 = slots * len(theta)
-    first = _aligned_from(out_theta, start, stop)
+    first = aligned_from(out_theta, start, stop)
     last = first + (stop - first) // (4 * VECTOR_ELEMS) * (4 * VECTOR_ELEMS)
     bad = 0
     for i in range(start, first):
         bad += _step_one(theta, momentum, staging, rows, weights, scalars, out_theta, out_momentum, i)
     aligned = address_of(out_theta) % VECTOR_BYTES == address_of(out_momentum) % VECTOR_BYTES
     if not _step_lines(theta, momentum, staging, rows, weights, scalars, out_theta, out_momentum, first, last, aligned):
-        bad += _nonfinite(out_theta[first:last]) + _nonfinite(out_momentum[first:last])
+        bad += nonfinite(out_theta[first:last]) + nonfinite(out_momentum[first:last])
     for i in range(last, stop):
         bad += _step_one(theta, momentum, staging, rows, weights, scalars, out_theta, out_momentum, i)
     return bad
@@ -336,7 +336,7 @@ def _average_step(
 
 @compiled
 def _seed_step(seed: F32, out_theta: F32, out_momentum: F32, start: int, stop: int) -> int:
-    first = _aligned_from(out_momentum, start, stop)
+    first = aligned_from(out_momentum, start, stop)
     last = first + (stop - first) // VECTOR_ELEMS * VECTOR_ELEMS
     zero = splat(np.float32(0))
     out_momentum[start:first] = np.float32(0)
@@ -361,7 +361,7 @@ def _land(dst: F32, src_address: int) -> int:
 @compiled
 def _copy(dst: F32, src: F32, start: int, stop: int) -> int:
     """dst = src on [start, stop), past the caches; returns src's non-finite elements there. A fence() must follow."""
-    first = _aligned_from(dst, start, stop)
+    first = aligned_from(dst, start, stop)
     last = first + (stop - first) // VECTOR_ELEMS * VECTOR_ELEMS
     zero = splat(np.float32(0))
     seen = zero
@@ -376,12 +376,12 @@ def _copy(dst: F32, src: F32, start: int, stop: int) -> int:
     found = np.empty(VECTOR_ELEMS, np.float32)
     store(found, 0, seen)
     if found.sum() == np.float32(0):
-        return _nonfinite(src[start:first]) + _nonfinite(src[last:stop])
-    return _nonfinite(src[start:stop])
+        return nonfinite(src[start:first]) + nonfinite(src[last:stop])
+    return nonfinite(src[start:stop])
 
 
 @compiled
-def _aligned_from(array: F32, start: int, stop: int) -> int:
+def aligned_from(array: F32, start: int, stop: int) -> int:
     """The first index of [start, stop] whose element begins a line of the cache, or stop. Float32 arrays are at
     multiples of four."""
     ahead: int = -(address_of(array) // 4 + start) % VECTOR_ELEMS
@@ -389,7 +389,7 @@ def _aligned_from(array: F32, start: int, stop: int) -> int:
 
 
 @compiled
-def _nonfinite(values: F32) -> int:
+def nonfinite(values: F32) -> int:
     """`x - x != 0` is true for NaN and both infinities only."""
     bad = 0
     for i in range(len(values)):
@@ -409,9 +409,9 @@ def _measure(src_address: int, theta: F32, squared: F64) -> int:
         start = piece * PIECE_ELEMS
         stop = min(start + PIECE_ELEMS, len(theta))
         lanes[:] = 0.0
-        _add_squares(lanes, theta, x, start, stop)
-        squared[piece] = _fold(lanes)
-        bad += _bad_in(squared[piece], x, start, stop)
+        add_squares(lanes, theta, x, start, stop)
+        squared[piece] = fold(lanes)
+        bad += bad_in(squared[piece], x, start, stop)
     return bad
 
 
@@ -424,8 +424,8 @@ def _land_measured(dst: F32, src_address: int, theta: F32, squared: F64) -> int:
         start = piece * PIECE_ELEMS
         stop = min(start + PIECE_ELEMS, len(theta))
         _copy_and_square(lanes, dst, src, theta, start, stop)
-        squared[piece] = _fold(lanes)
-        bad += _bad_in(squared[piece], src, start, stop)
+        squared[piece] = fold(lanes)
+        bad += bad_in(squared[piece], src, start, stop)
     fence()
     return bad
 
@@ -437,7 +437,7 @@ def _copy_and_square(lanes: F64, dst: F32, src: F32, theta: F32, start: int, sto
     src is in the cache, dst goes past it, and theta comes from memory: unless it is asked for ahead, it waits for the
     stores to leave. Lines of dst need not begin where lanes do: what is copied runs `ahead` of what is squared.
     """
-    ahead = _aligned_from(dst, start, stop) - start
+    ahead = aligned_from(dst, start, stop) - start
     streamed = start + (stop - start - ahead) // LANES * LANES
     for i in range(start, start + ahead):
         dst[i] = src[i]
@@ -454,8 +454,8 @@ def _copy_and_square(lanes: F64, dst: F32, src: F32, theta: F32, start: int, sto
         stream(dst, i + ahead + 16, load(src, i + ahead + 16))
     for i in range(streamed + ahead, stop):
         dst[i] = src[i]
-    _keep(lanes, s0, s1, s2, s3)
-    _add_squares(lanes, theta, src, streamed, stop)
+    keep(lanes, s0, s1, s2, s3)
+    add_squares(lanes, theta, src, streamed, stop)
 
 
 @compiled
@@ -487,10 +487,10 @@ def _product(lanes: F64, theta: F32, x: F32, y: F32, start: int, stop: int) -> f
         b2, b3 = widen(after - load(y, i + 16))
         s0, s1 = multiply_add(a0, b0, s0), multiply_add(a1, b1, s1)
         s2, s3 = multiply_add(a2, b2, s2), multiply_add(a3, b3, s3)
-    _keep(lanes, s0, s1, s2, s3)
+    keep(lanes, s0, s1, s2, s3)
     for i in range(whole, stop):
         lanes[i - whole] += np.float64(theta[i] - x[i]) * np.float64(theta[i] - y[i])
-    return _fold(lanes)
+    return fold(lanes)
 
 
 @compiled
@@ -514,9 +514,9 @@ def _measure_pieces(theta: F32, staging: F32, slots: I64, edges: I64, pieces: I6
         pair = 0
         for j in range(k):
             for other in range(j, k):
-                sums[pair, piece] = _fold(lanes[pair * LANES : (pair + 1) * LANES])
+                sums[pair, piece] = fold(lanes[pair * LANES : (pair + 1) * LANES])
                 if other == j:
-                    nonfinite[j, piece] = _bad_in(sums[pair, piece], staging[slots[j]], start, stop)
+                    nonfinite[j, piece] = bad_in(sums[pair, piece], staging[slots[j]], start, stop)
                 pair += 1
 
 
@@ -565,7 +565,7 @@ def _add_products(lanes: F64, pair: int, tile: F64, a: int, b: int, length: int)
 
 
 @compiled
-def _add_squares(lanes: F64, theta: F32, x: F32, start: int, stop: int) -> None:
+def add_squares(lanes: F64, theta: F32, x: F32, start: int, stop: int) -> None:
     """start is a multiple of LANES elements behind the piece's beginning."""
     whole = start + (stop - start) // LANES * LANES
     s0, s1, s2, s3 = load(lanes, 0), load(lanes, 8), load(lanes, 16), load(lanes, 24)
@@ -574,13 +574,13 @@ def _add_squares(lanes: F64, theta: F32, x: F32, start: int, stop: int) -> None:
         d2, d3 = widen(load(theta, i + 16) - load(x, i + 16))
         s0, s1 = multiply_add(d0, d0, s0), multiply_add(d1, d1, s1)
         s2, s3 = multiply_add(d2, d2, s2), multiply_add(d3, d3, s3)
-    _keep(lanes, s0, s1, s2, s3)
+    keep(lanes, s0, s1, s2, s3)
     for i in range(whole, stop):
         lanes[i - whole] += np.float64(theta[i] - x[i]) * np.float64(theta[i] - x[i])
 
 
 @compiled
-def _keep(lanes: F64, s0: Any, s1: Any, s2: Any, s3: Any) -> None:
+def keep(lanes: F64, s0: Any, s1: Any, s2: Any, s3: Any) -> None:
     store(lanes, 0, s0)
     store(lanes, 8, s1)
     store(lanes, 16, s2)
@@ -588,7 +588,7 @@ def _keep(lanes: F64, s0: Any, s1: Any, s2: Any, s3: Any) -> None:
 
 
 @compiled
-def _fold(lanes: F64) -> float:
+def fold(lanes: F64) -> float:
     width = LANES // 2
     while width > 0:
         for lane in range(width):
@@ -598,9 +598,9 @@ def _fold(lanes: F64) -> float:
 
 
 @compiled
-def _bad_in(squared: float, x: F32, start: int, stop: int) -> int:
+def bad_in(squared: float, x: F32, start: int, stop: int) -> int:
     """x's non-finite elements in a piece whose sum of squares this is: none where that is finite, and the finite sums
     of float32 squares cannot overflow."""
     if squared - squared == 0.0:
         return 0
-    return _nonfinite(x[start:stop])
+    return nonfinite(x[start:stop])

@@ -219,6 +219,182 @@ def address_of(typing: Any, array: Any) -> Any:
     return types.intp(array), codegen
 
 
+# ---- memory by its address ----
+#
+# Compiled loops work on memory that belongs to C (messages of a socket). Every access of theirs is one of these, or is
+# to an array of array_at: so a test can run a loop in the interpreter with twins that check each address. Addresses
+# are intp, of any alignment unless it says otherwise; words are uint64 in the machine's order.
+
+
+def _reads(n_bits: int) -> Callable[..., Any]:
+    def read(typing: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            found = builder.load(builder.inttoptr(args[0], ir.IntType(n_bits).as_pointer()), align=1)
+            return found if n_bits == 64 else builder.zext(found, ir.IntType(64))
+
+        return types.uint64(types.intp), codegen
+
+    return read
+
+
+def _writes(n_bits: int) -> Callable[..., Any]:
+    def write(typing: Any, address: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            low = args[1] if n_bits == 64 else builder.trunc(args[1], ir.IntType(n_bits))
+            builder.store(low, builder.inttoptr(args[0], ir.IntType(n_bits).as_pointer()), align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.uint64), codegen
+
+    return write
+
+
+peek8 = _intrinsic(_reads(8))
+"""peek8(address) -> uint64: the byte there."""
+
+peek32 = _intrinsic(_reads(32))
+"""peek32(address) -> uint64: the 4 bytes there."""
+
+peek64 = _intrinsic(_reads(64))
+"""peek64(address) -> uint64: the 8 bytes there."""
+
+poke8 = _intrinsic(_writes(8))
+"""poke8(address, value): writes the lowest byte of value."""
+
+poke64 = _intrinsic(_writes(64))
+"""poke64(address, value): writes all 8 bytes of value."""
+
+
+@_intrinsic
+def atomic_add(typing: Any, address: Any, value: Any) -> Any:
+    """*(int64*)address += value, as one step for all threads; the value before. The address is a multiple of 8."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], _I64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.intp, types.int64), codegen
+
+
+@_intrinsic
+def atomic_get(typing: Any, address: Any) -> Any:
+    """*(int64*)address; what its writer wrote before is visible after. The address is a multiple of 8."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(args[0], _I64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.intp), codegen
+
+
+@_intrinsic
+def mulhi_fold(typing: Any, a: Any, b: Any) -> Any:
+    """The upper xor the lower 64 bits of the 128-bit product of two uint64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide = ir.IntType(128)
+        product = builder.mul(builder.zext(args[0], wide), builder.zext(args[1], wide))
+        upper = builder.lshr(product, ir.Constant(wide, 64))
+        return builder.xor(builder.trunc(product, _I64), builder.trunc(upper, _I64))
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+# ---- vectors of 8 words of 64 bits, for the checksum ----
+
+
+class Words(types.Type):
+    """8 uint64, side by side in registers: VECTOR_BYTES."""
+
+    def __init__(self) -> None:
+        super().__init__("Words")
+
+
+_I64 = ir.IntType(64)
+_WORDS = ir.VectorType(_I64, 8)
+words = Words()
+
+
+@register_model(Words)
+class _WordsModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, fe_type: Words) -> None:
+        super().__init__(manager, fe_type, _WORDS)  # type: ignore[no-untyped-call]
+
+
+@_intrinsic
+def load_words(typing: Any, address: Any) -> Any:
+    """The VECTOR_BYTES at any address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], _WORDS.as_pointer()), align=1)
+
+    return words(types.intp), codegen
+
+
+@_intrinsic
+def store_words(typing: Any, address: Any, value: Any) -> Any:
+    """Writes VECTOR_BYTES at any address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[1], builder.inttoptr(args[0], _WORDS.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, words), codegen
+
+
+@_intrinsic
+def stream_words(typing: Any, address: Any, value: Any) -> Any:
+    """As store_words, past the caches. As for stream: a multiple of VECTOR_BYTES, and a fence() must follow."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        place = builder.inttoptr(args[0], _WORDS.as_pointer())
+        builder.store(args[1], place, align=VECTOR_BYTES).set_metadata("nontemporal", one)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, words), codegen
+
+
+@_intrinsic
+def as_words(typing: Any, value: Any) -> Any:
+    """The bytes of a vector of numbers."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _WORDS)
+
+    return words(value), codegen
+
+
+@_intrinsic
+def step_words(typing: Any, acc: Any, data: Any, secret: Any) -> Any:
+    """A stripe of xxh3, for each i: acc[i ^ 1] += data[i]; k = data[i] ^ secret[i]; acc[i] += low32(k) * high32(k)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        acc, data, secret = args
+        swapped = builder.shuffle_vector(data, data, _lanes([1, 0, 3, 2, 5, 4, 7, 6]))
+        key = builder.xor(data, secret)
+        product = builder.mul(builder.and_(key, _all_words(0xFFFFFFFF)), builder.lshr(key, _all_words(32)))
+        return builder.add(builder.add(acc, swapped), product)
+
+    return words(words, words, words), codegen
+
+
+@_intrinsic
+def scramble_words(typing: Any, acc: Any, secret: Any) -> Any:
+    """Behind each block of xxh3, for each i: acc[i] = (acc[i] ^ acc[i] >> 47 ^ secret[i]) * 0x9E3779B1."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        acc, secret = args
+        mixed = builder.xor(builder.xor(acc, builder.lshr(acc, _all_words(47))), secret)
+        prime, half = _all_words(0x9E3779B1), _all_words(32)  # in two halves: processors multiply 32 by 32 bits faster
+        low = builder.mul(builder.and_(mixed, _all_words(0xFFFFFFFF)), prime)
+        return builder.add(low, builder.shl(builder.mul(builder.lshr(mixed, half), prime), half))
+
+    return words(words, words), codegen
+
+
+def _all_words(value: int) -> Any:
+    return ir.Constant(_WORDS, [value] * 8)
+
+
 def _lanes(places: list[int]) -> Any:
     return ir.Constant(ir.VectorType(ir.IntType(32), len(places)), places)
 

@@ -16,7 +16,7 @@ from dips.core.math.simd_numba import address, array_at, compiled
 from dips.core.math.wire_numpy import F32, U8, check_wire
 from dips.core.wire import Codec, encoded_bytes
 
-SIMD_XXH3 = "0ecb6ce456306ed9"
+SIMD_XXH3 = "1c0751ae1d851d1d"
 """xxh3-64 of simd_numba.py, whose code is compiled into this file's: numba's cache notices changes of this file only,
 so a change there must change something here (a test says what)."""
 
@@ -45,7 +45,7 @@ def encode(codec: Codec, now: F32, base: F32, residual: F32 | None, payload: U8)
 def decode(codec: Codec, base: F32, payload: U8, out: F32) -> None:
     """As wire_numpy.decode, to the bit; payload may be at any address (a frame of a socket)."""
     check_wire(codec, payload, base=base, out=out)
-    _decode(int(codec), base, address(payload), out)
+    decode_at(int(codec), base, address(payload), out)
 
 
 def keep_residual(codec: Codec, now: F32, base: F32, residual: F32) -> None:
@@ -113,7 +113,9 @@ def _keep_residual(codec: int, now: F32, base: F32, residual: F32) -> None:
 
 
 @compiled
-def _decode(codec: int, base: F32, payload_address: int, out: F32) -> None:
+def decode_at(codec: int, base: F32, payload_address: int, out: F32) -> None:
+    """As decode, for compiled callers: they have checked that base and out are equally long and that the payload has
+    encoded_bytes of them; codec is the number of a difference codec."""
     n = len(base)
     blocks = (n + BLOCK - 1) // BLOCK
     scales = array_at(payload_address, blocks, np.float32)
