@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import zmq
 from support.run_for_workers import CHUNK_BYTES, RUN, DataSlave, FlatModel, RunForWorkers
 
-from dips.core.chunks import digest_of_array
+from dips.core.chunks import Chunk, chunks_of, digest_of_array
 from dips.core.clock import SystemClock
 from dips.core.errors import RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
@@ -22,6 +23,7 @@ from dips.core.net.carriers import Common, carry_pull, carry_push
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.transfer import TransferSettings
 from dips.worker.config import ClientConfig
+from dips.worker.parameters import ChunkSums
 from dips.worker.shell import ClusterShell
 
 N_CHUNKS = 300
@@ -143,7 +145,7 @@ class LiveModel(FlatModel):
     def empty(self, n_elems: int) -> np.ndarray:
         return np.full(n_elems, np.nan, np.float32)
 
-    def begin_snapshot(self, into: np.ndarray) -> None:
+    def begin_snapshot(self, into: np.ndarray, sums: ChunkSums | None = None) -> None:
         self.snapshot(into)
         self.copies += 1
 
@@ -176,6 +178,39 @@ def test_no_copy_is_made_for_a_push_while_training_waits(run: RunForWorkers) -> 
             assert model.theta.tobytes() == before.tobytes()
         assert client._vectors.n_vectors == 2
     assert model.copies == 0
+
+
+class HashedModel(LiveModel):
+    """Its parameters are copied out with checksums."""
+
+    def begin_snapshot(self, into: np.ndarray, sums: ChunkSums | None = None) -> None:
+        assert sums is not None, "each copy of this test is a push's"
+        for start in range(0, self.theta.size, 777):
+            sums.copy(self.theta[start : start + 777], start)
+
+
+def test_a_copy_that_was_hashed_is_sent_with_its_checksums(run: RunForWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slaves check them against what arrives."""
+    monkeypatch.setattr("dips.core.net.payloads.WORTH_COMPILING_BYTES", 0)
+    given: list[dict[Chunk, int]] = []
+
+    def carry(*args: Any, checksums: dict[Chunk, int], **more: Any) -> Any:
+        given.append(dict(checksums))
+        return carry_push(*args, checksums=checksums, **more)
+
+    monkeypatch.setattr("dips.worker.data.carry_push", carry)
+    run.settings = replace(run.settings, overlap="push")
+    model = HashedModel(1)
+    with ClusterShell(config(run), model, model.layout(), DataPlan(DataMode.OWN)) as client:
+        for _ in range(4):
+            model.theta += 1
+            pushed = model.theta.copy()
+            client.step(100)
+        while not run.verdicts:
+            client.step(100)
+        assert run.theta_of(next(iter(run.verdicts))).tobytes() == pushed.tobytes()
+    chunks = chunks_of(model.layout().blocks, run.settings.chunk_bytes)
+    assert list(given[0]) == chunks
 
 
 def test_a_push_that_training_does_not_wait_for_any_more_goes_on_from_a_copy(run: RunForWorkers) -> None:

@@ -207,9 +207,11 @@ class Transfers:
         return replace(common, tell=self._links.begin(direction, wire, slaves, self._clock.monotonic_s()).tell)
 
     def _checksums_of(self, push: PushId, wire: Codec) -> dict[Chunk, int]:
-        """Checksums of the chunks of earlier attempts: a push's bytes change only with its codec."""
+        """Checksums of earlier attempts' chunks, and those that were taken in the snapshot: a push's bytes change only
+        with its codec.
+        """
         if self._sums is None or self._sums[:2] != (push, wire):
-            self._sums = (push, wire, {})
+            self._sums = (push, wire, self._vectors.checksums() if wire is Codec.F32 else {})
         return self._sums[2]
 
 

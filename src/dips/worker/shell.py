@@ -448,8 +448,10 @@ class ClusterShell:
                 try:
                     # No copy is made where training is likely to wait until its push is sent, in float32.
                     settings, wire = self.settings, wire_of(self.config)
-                    waits = settings.overlap == "none" and settings.verdict_wait_s > 0 and wire not in DIFFERENCES
-                    self._vectors.snapshot(self._parameters, may_stay_live=waits)
+                    whole = wire not in DIFFERENCES
+                    waits = settings.overlap == "none" and settings.verdict_wait_s > 0 and whole
+                    chunk_bytes = settings.chunk_bytes if whole else None
+                    self._vectors.snapshot(self._parameters, may_stay_live=waits, chunk_bytes=chunk_bytes)
                 except ConfigError:
                     self._session.pushing.abandon()  # parameters that cannot be read are never sent
                     raise

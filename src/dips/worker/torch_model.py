@@ -11,9 +11,9 @@ import json
 import logging
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import combinations, groupby, pairwise
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ from dips.core.errors import ConfigError
 from dips.core.layout import AVERAGED_LAYER, DEFAULT_BLOCK_ELEMS, Layout, Parameter, layer_of
 from dips.core.messages import TensorDigest
 from dips.core.model_description import MAX_TOLD, Lacking, ModelDescription, Untrained
-from dips.core.net.payloads import SnapshotReady
+from dips.core.net.payloads import SnapshotReady, hashing_copy
+from dips.worker.parameters import ChunkSums
 
 # ---- wrapped ---------------------------------------------------------------------------------------------------------
 #
@@ -309,9 +310,10 @@ class TorchParameters:
         pinned: F32 = torch.empty(n_elems, dtype=torch.float32, pin_memory=True).numpy()
         return pinned
 
-    def begin_snapshot(self, into: F32) -> SnapshotReady | None:
+    def begin_snapshot(self, into: F32, sums: ChunkSums | None = None) -> SnapshotReady | None:
         """Begin a snapshot. On CUDA devices the copies run in parallel with the host; the next kernel that changes a
-        parameter waits for them on the device, the host never does.
+        parameter waits for them on the device, the host never does. Their checksums are left to the sender, which is
+        the first on the host to read them.
         """
         self._check_still_trained()
         self._find_buffers()
@@ -320,7 +322,11 @@ class TorchParameters:
         for device, side in self._sides.items():
             side.wait_stream(torch.cuda.current_stream(device))
         for group in self._groups:
-            events.append(self._copy_out(group, places[group.first : group.last]))
+            if sums is not None and group.device.type == "cpu":
+                self._copy_hashed(group, places[group.first : group.last], sums)
+                events.append(None)
+            else:
+                events.append(self._copy_out(group, places[group.first : group.last]))
         for device, side in self._sides.items():
             torch.cuda.current_stream(device).wait_stream(side)
         return _Copied([group.stop_elem for group in self._groups], events) if self._devices else None
@@ -333,7 +339,9 @@ class TorchParameters:
     def install(self, flat: F32) -> None:
         self.installs += 1
         self._find_buffers()
-        _copy(self._parameters, self._places(flat), beside_host=bool(self._devices))
+        # Past the caches where that pays: nothing of a large model is still in them when training reads it.
+        copy = hashing_copy(flat.nbytes) or np.copyto
+        _copy(self._parameters, self._places(flat), beside_host=bool(self._devices), copy=copy)
         wait_for(self._devices)  # the vector may be written again as soon as this returns
 
     @property
@@ -368,6 +376,19 @@ class TorchParameters:
             event = torch.cuda.Event()
             event.record(side)
             return event
+
+    def _copy_hashed(self, group: _Group, places: list[torch.Tensor], sums: ChunkSums) -> None:
+        """Copy a group on the host, in order: large plain parameters with their checksums, others many at a time."""
+        numbers = range(group.first, group.last)
+        for hashed, run in groupby(numbers, lambda i: _is_large(self._parameters[i])):
+            if hashed:
+                for i in run:
+                    sums.copy(_plain(self._parameters[i]), self._spans[i][1])
+            else:
+                several = list(run)
+                own = [self._parameters[i] for i in several]
+                _copy([places[i - group.first] for i in several], own, beside_host=False)
+                sums.copied(self._spans[several[0]][1], self._spans[several[-1]][2])
 
     def _places(self, flat: F32) -> list[torch.Tensor]:
         """Each parameter's place in a flat vector, in the parameter's shape; made together, since there may be many."""
@@ -509,17 +530,28 @@ class _Copied:
                 break
 
 
-def _copy(into: Sequence[torch.Tensor], source: Sequence[torch.Tensor], *, beside_host: bool) -> None:
-    """Copy each source. Large ones on the host by numpy: torch would wake threads that spin while they wait."""
+def _copy(
+    into: Sequence[torch.Tensor],
+    source: Sequence[torch.Tensor],
+    *,
+    beside_host: bool,
+    copy: Callable[[F32, F32], object] = np.copyto,
+) -> None:
+    """Copy each source. Large ones on the host by `copy`: torch would wake threads that spin while they wait."""
     rest: list[tuple[torch.Tensor, torch.Tensor]] = []
     for pair in zip(into, source, strict=True):
-        if pair[0].numel() >= LARGE_ELEMS and _is_plain(pair[0]) and _is_plain(pair[1]):
-            np.copyto(_plain(pair[0]), _plain(pair[1]))
+        if _is_large(pair[0]) and _is_plain(pair[1]):
+            copy(_plain(pair[0]), _plain(pair[1]))
         else:
             rest.append(pair)
     if rest:
         with torch.no_grad():
             torch._foreach_copy_([one for one, _ in rest], [other for _, other in rest], non_blocking=beside_host)
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    """Whether it is copied on its own, from or to its memory."""
+    return tensor.numel() >= LARGE_ELEMS and _is_plain(tensor)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

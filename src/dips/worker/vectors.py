@@ -23,13 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dips.core.allocator import zeros
-from dips.core.chunks import chunks_of
+from dips.core.chunks import Chunk, chunks_of
 from dips.core.errors import LocalProtocolError
 from dips.core.layout import Layout
-from dips.core.net.payloads import Places, SnapshotReady, bytes_of, kernels
+from dips.core.net.payloads import Places, SnapshotReady, bytes_of, hashing_copy, kernels
 from dips.core.observe.starting import Starting
 from dips.core.wire import DIFFERENCES, Codec
-from dips.worker.parameters import ParameterStore, RoundingStore, StreamingStore
+from dips.worker.parameters import ChunkSums, ParameterStore, RoundingStore, StreamingStore
 from dips.worker.state.effects import InstallMode
 
 # ---- live ------------------------------------------------------------------------------------------------------------
@@ -125,6 +125,7 @@ class Vectors:
         self._base: F32 | None = None
         self._push: F32 | None = None
         self._ready: SnapshotReady | None = None
+        self._sums: ChunkSums | None = None
         self._live: Live | None = None
         self._push_is_live = False
         self._push_is_base = False
@@ -183,27 +184,33 @@ class Vectors:
 
     # ---- the push ----
 
-    def snapshot(self, parameters: ParameterStore, *, may_stay_live: bool = False) -> None:
+    def snapshot(
+        self, parameters: ParameterStore, *, may_stay_live: bool = False, chunk_bytes: int | None = None
+    ) -> None:
         """theta_at_push = theta_now. No transfer may be under way: it could still write to the vector used here.
 
-        may_stay_live: training will wait, so no copy is made if the push can be sent from the parameters.
+        may_stay_live: training will wait, so no copy is made if the push can be sent from the parameters; whoever sends
+        them takes the checksums, as reading memory twice costs less than writing it. chunk_bytes: take the checksums of
+        chunks of this size while copying; None: of none, as differences will be sent.
         """
         self._settle_snapshot()
         self._free += [vector for vector in (self._push, self._pull) if vector is not None]  # a pull that was given up
         self.forget_push()
         self._push = self._pull = None
         self._push_is_base = False
+        self._sums = None
         parts = parameters.live() if may_stay_live and isinstance(parameters, StreamingStore) else None
         self._push_is_live = parts is not None
         if parts is not None:
             self._live = Live(parts)
         else:
-            self._copy_live(parameters)
+            self._copy_live(parameters, chunk_bytes)
 
     def copy_base(self) -> None:
         """theta_at_push = theta_base, to the bit, which nothing overwrites before a pull is installed."""
         self._settle_snapshot()
         self.forget_push()
+        self._sums = None
         self._push_is_base = True
 
     def sending(self) -> tuple[F32 | Live, SnapshotReady | None]:
@@ -213,6 +220,10 @@ class Vectors:
         if self._live is not None:
             return self._live, None
         return self._pushed(), self._ready
+
+    def checksums(self) -> dict[Chunk, int]:
+        """Those of theta_at_push's chunks that were taken while it was copied, chunks of the size that was given."""
+        return {} if self._sums is None else self._sums.by_chunk()
 
     def keep_push(self, parameters: ParameterStore) -> None:
         """Training goes on: if theta_at_push is only in the live parameters, copy it to a vector now."""
@@ -243,6 +254,7 @@ class Vectors:
         if push is not None:
             self._push = self._push if self._push is not None else self._take()
             np.copyto(self._push, push)
+            self._sums = None
         if residual is not None:
             np.copyto(self._residual_room(), residual)
             self._has_residual = True
@@ -329,11 +341,18 @@ class Vectors:
             self._residual = self._take()
         return self._residual
 
-    def _copy_live(self, parameters: ParameterStore) -> F32:
+    def _copy_live(self, parameters: ParameterStore, chunk_bytes: int | None = None) -> F32:
         """Copy theta_now to the push vector, or begin to."""
         self._push = self._take()
         if isinstance(parameters, StreamingStore):
-            self._ready = parameters.begin_snapshot(self._push)
+            # Where rounding is removed from the copy later, its bytes are not yet those that are sent.
+            hashed = chunk_bytes is not None and self._rounding is None
+            copy = hashing_copy(self._push.nbytes) if hashed else None
+            sums = None
+            if copy is not None and chunk_bytes is not None:
+                sums = ChunkSums(parameters.layout(), chunk_bytes, self._push, copy)
+            self._ready = parameters.begin_snapshot(self._push, sums)
+            self._sums = sums
         else:
             parameters.snapshot(self._push)
         if self._rounding is not None and self._installed is not None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from dips.core.errors import LocalProtocolError
 from dips.core.layout import Layout, Parameter
 from dips.core.net.payloads import SnapshotReady
+from dips.worker.parameters import ChunkSums
 from dips.worker.state.effects import InstallMode
 from dips.worker.vectors import Live, Vectors, chunk_spans
 
@@ -50,7 +51,7 @@ class Streaming(Flat):
         self.made += 1
         return np.full(n_elems, np.nan, np.float32)
 
-    def begin_snapshot(self, into: F32) -> SnapshotReady | None:
+    def begin_snapshot(self, into: F32, sums: ChunkSums | None = None) -> SnapshotReady | None:
         return Late(self.theta.copy(), into)
 
     def live(self) -> Sequence[F32] | None:
@@ -60,7 +61,7 @@ class Streaming(Flat):
 class Plain(Streaming):
     """Its parameters are two arrays that can be read where they are."""
 
-    def begin_snapshot(self, into: F32) -> None:
+    def begin_snapshot(self, into: F32, sums: ChunkSums | None = None) -> None:
         into[:] = self.theta
 
     def install(self, flat: F32) -> None:

@@ -2,7 +2,7 @@
 
 Shapes: every vector is the whole model's, float32 of n_elems (the layout's). A chunk's bytes are a function of theta,
 base and residual alone, so that one that is sent again is the same to the bit. numba is imported only where
-differences are sent. Raises ConfigError from kernels() when it is not installed.
+differences are sent, and for large models. Raises ConfigError from kernels() when it is not installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dips.core.chunks import Chunk
+from dips.core.chunks import Buffer, Chunk
 from dips.core.errors import ConfigError
 from dips.core.layout import FLOAT32_BYTES, Layout
 from dips.core.release import how_to_install
@@ -60,6 +60,26 @@ def warm_up(tell: Callable[[str, int, int], None]) -> None:
 
     with watched(tell, wire_numba):
         wire_numba.warm_up()
+
+
+WORTH_COMPILING_BYTES = 32 << 20
+"""Compiled code copies and carries models from this size on: below it, importing numba costs more than it saves."""
+
+HashingCopy = Callable[[Buffer, Buffer], int]
+"""Copies the second buffer into the first, which is as long; returns its checksum (core/chunks.py)."""
+
+
+def hashing_copy(n_bytes: int) -> HashingCopy | None:
+    """A copy that takes the checksum in the same pass, for models of so many bytes; None: hash what was copied."""
+    if n_bytes < WORTH_COMPILING_BYTES:
+        return None
+    try:
+        from dips.core.math.landing_numba import copy_chunk
+    except ModuleNotFoundError as error:
+        if error.name != "numba":
+            raise
+        return None
+    return copy_chunk
 
 
 def bytes_of(flat: F32) -> U8:
