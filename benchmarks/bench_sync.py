@@ -20,6 +20,16 @@ does then (Di-PS writes its snapshot) is not in the time. Nothing here judges a 
 cpu: processor seconds of all processes of a system in a round. worker: the most that a cluster's process held beyond
 its model (parameters, inner optimizer, torch, Python) at any moment. torchft and hivemind are installed into
 environments of their own under --venvs (gigabytes, once); a system that cannot be installed is left out and named.
+
+The second table says where a round's time goes. It follows the slowest cluster of each round from step to step, as the
+tapes of the run's processes tell them (tcp tells its own steps; of the others only the whole is known), so its stages
+add up to the round. wall: mean milliseconds of the stage over the counted rounds. cpu: mean milliseconds of processor
+time that all processes of a kind used meanwhile, also for clusters that were in another stage. A stage with "call" in
+its name is the way of a request to the master and back, with what both do for it.
+
+Other work on the machine lengthens a round: each waits up to --gate seconds for a moment with less than --foreign
+processors of other work. Rounds with more than that meanwhile are left out where a system has quiet ones; "quiet" says
+how many there were, and with none all are counted.
 """
 
 from __future__ import annotations
@@ -32,14 +42,16 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from peers.environments import NotInstallable
-from peers.party import Failed, Party, Turn, end_in_order
+from peers.party import WHOLE, Failed, Party, Turn, end_in_order
+from peers.stages import NotOnTape, Stage, mean
 from peers.systems import Dips, Hivemind, Plain, Tcp, Torchft
 from peers.work import TOLERANCE, expected
+from quiet import Gate
 
 OURS = "dips"
 PEERS = ("tcp", "torchft", "hivemind", "plain")
@@ -55,11 +67,14 @@ class Wrong(Exception):
 class Result:
     """Times in seconds: medians over all counted rounds of the slowest and the fastest cluster of each.
 
-    spread: (slowest - fastest) / median over the rounds. ratio: slowest_s / that of Di-PS with durability async.
+    rounds: those that count; quiet: those with little other work, of measured ones. spread: (slowest - fastest) /
+    median over the rounds. ratio: slowest_s / that of Di-PS with durability async. stages: means over the rounds.
     """
 
     name: str
     rounds: int
+    quiet: int
+    measured: int
     slowest_s: float
     fastest_s: float
     best_s: float
@@ -67,6 +82,7 @@ class Result:
     cpu_s: float
     worker_beyond_model_bytes: int
     resident_bytes: dict[str, int]
+    stages: Sequence[Stage]
     ratio: float = 0.0
 
 
@@ -76,7 +92,7 @@ class Series:
     def __init__(self, name: str, make: Callable[[Path], Party]) -> None:
         self.name = name
         self._make = make
-        self._turns: list[Turn] = []
+        self._turns: list[tuple[Turn, list[Stage]]] = []
         self._beyond: list[int] = []
         self._resident: dict[str, int] = {}
 
@@ -84,32 +100,37 @@ class Series:
     def measured(self) -> bool:
         return bool(self._turns)
 
-    def cycle(self, directory: Path, rounds: int, pause_s: float) -> None:
-        """Counts whole or not at all. Raises Failed or Wrong."""
-        turns, beyond = list[Turn](), list[int]()
+    def cycle(self, directory: Path, rounds: int, pause_s: float, gate: Gate) -> None:
+        """Counts whole or not at all. Raises Failed, Wrong or peers.stages.NotOnTape."""
+        turns, beyond = list[tuple[Turn, list[Stage]]](), list[int]()
         with self._make(directory) as party:
             for number in range(WARM_UP + rounds):
-                turn = party.turn(number, pause_s)
+                turn = party.turn(number, pause_s, gate)
                 _check(party, turn, number + 1)
                 if number >= WARM_UP:
-                    turns.append(turn)
+                    turns.append((turn, party.stages(turn)))
                     beyond += [peak - own for peak, own in zip(turn.peak_bytes, party.model_bytes, strict=True)]
             self._resident = party.resident_bytes()
         self._turns += turns
         self._beyond += beyond
 
-    def result(self) -> Result:
-        slowest = [max(turn.took_s) for turn in self._turns]
+    def result(self, gate: Gate) -> Result:
+        quiet = gate.quiet(self._turns, lambda measured: measured[0].foreign)
+        counted = quiet or self._turns
+        slowest = [max(turn.took_s) for turn, _ in counted]
         return Result(
             self.name,
+            len(counted),
+            len(quiet),
             len(self._turns),
             statistics.median(slowest),
-            statistics.median(min(turn.took_s) for turn in self._turns),
+            statistics.median(min(turn.took_s) for turn, _ in counted),
             min(slowest),
             (max(slowest) - min(slowest)) / statistics.median(slowest),
-            statistics.median(turn.cpu_s for turn in self._turns),
+            statistics.median(turn.cpu_s for turn, _ in counted),
             max(self._beyond),
             self._resident,
+            mean([stages for _, stages in counted]),
         )
 
 
@@ -154,13 +175,13 @@ def measure(options: argparse.Namespace) -> tuple[list[Result], list[str]]:
     """The results, and a sentence for each system, or cycle of it, that was left out. Raises Failed or Wrong when that
     is ours; another system that does not do the work costs its own cycle, not everybody's hours.
     """
-    series, left_out = systems(options), list[str]()
+    series, left_out, gate = systems(options), list[str](), Gate(options.gate, options.foreign)
     for cycle in range(options.cycles):
         for one in list(series):
             print(f"cycle {cycle + 1} of {options.cycles}: {one.name}", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(dir=options.directory) as folder:
                 try:
-                    one.cycle(Path(folder) / "run", options.rounds, options.pause)
+                    one.cycle(Path(folder) / "run", options.rounds, options.pause, gate)
                 except NotInstallable as why:
                     series.remove(one)
                     left_out.append(str(why))
@@ -168,23 +189,57 @@ def measure(options: argparse.Namespace) -> tuple[list[Result], list[str]]:
                     if one.name.startswith(OURS):
                         raise
                     left_out.append(f"cycle {cycle + 1} of {one.name}: {why}")
-    results = [one.result() for one in series if one.measured]
+    results = [one.result(gate) for one in series if one.measured]
     ours = next((result.slowest_s for result in results if result.name == OURS), None)
     if ours is None:
         return results, left_out
-    return [Result(**{**asdict(result), "ratio": result.slowest_s / ours}) for result in results], left_out
+    return [replace(result, ratio=result.slowest_s / ours) for result in results], left_out
 
 
 def _table(results: Sequence[Result]) -> str:
-    head = f"{'system':<18}{'rounds':>7}{'slowest s':>11}{'fastest s':>11}{'best s':>9}{'spread':>8}"
+    head = f"{'system':<18}{'rounds':>7}{'quiet':>8}{'slowest s':>11}{'fastest s':>11}{'best s':>9}{'spread':>8}"
     lines = [f"{head}{'x dips':>8}{'cpu s':>8}{'worker GB':>11}   all processes now, GB"]
     for r in results:
         times = (
             f"{r.slowest_s:>11.3f}{r.fastest_s:>11.3f}{r.best_s:>9.3f}{r.spread:>8.0%}{r.ratio:>8.2f}{r.cpu_s:>8.2f}"
         )
         held = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in r.resident_bytes.items())
-        lines.append(f"{r.name:<18}{r.rounds:>7}{times}{r.worker_beyond_model_bytes / 1e9:>11.2f}   {held}")
+        quiet = f"{r.quiet}/{r.measured}"
+        lines.append(f"{r.name:<18}{r.rounds:>7}{quiet:>8}{times}{r.worker_beyond_model_bytes / 1e9:>11.2f}   {held}")
     return "\n".join(lines)
+
+
+def _stage_tables(results: Sequence[Result]) -> str:
+    """Of each system that tells its stages; then the whole of all, against the two that ours is compared with."""
+    lines = []
+    for r in results:
+        if len(r.stages) == 1:
+            continue
+        kinds = list(r.stages[0].cpu_s)
+        whole_s, whole_cpu_s = sum(s.wall_s for s in r.stages), sum(sum(s.cpu_s.values()) for s in r.stages)
+        lines += [
+            "",
+            f"{r.name + ': stage':<34}{'wall ms':>9}{'share':>7}{'cpu ms':>9}" + "".join(f"{k:>10}" for k in kinds),
+        ]
+        lines += [
+            f"{s.name:<34}{1e3 * s.wall_s:>9.1f}{s.wall_s / whole_s:>7.0%}{1e3 * sum(s.cpu_s.values()):>9.1f}"
+            + "".join(f"{1e3 * s.cpu_s[kind]:>10.1f}" for kind in kinds)
+            for s in r.stages
+        ]
+        lines.append(f"{WHOLE:<34}{1e3 * whole_s:>9.1f}{1:>7.0%}{1e3 * whole_cpu_s:>9.1f}")
+    return "\n".join(lines)
+
+
+def against(results: Sequence[Result]) -> dict[str, float]:
+    """Medians of our rows over those of torchft and of the floor, where they were measured: time and processor time."""
+    of = {result.name: result for result in results}
+    return {
+        f"{ours}: {what} of {other}'s": getattr(of[ours], key) / getattr(of[other], key)
+        for other in ("torchft", "tcp")
+        for ours in of
+        if ours.startswith(OURS) and other in of
+        for what, key in (("time", "slowest_s"), ("cpu", "cpu_s"))
+    }
 
 
 def _listed(peers: str) -> Sequence[str]:
@@ -208,11 +263,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--hivemind-part-bytes", default="", help="hivemind's part_size_bytes")
     parser.add_argument("--venvs", type=Path, default=Path("runs/bench-venvs"), help="environments of the peers")
     parser.add_argument("--directory", type=Path, help="where servers keep their files; default: a temporary folder")
+    parser.add_argument("--gate", type=float, default=5.0, help="longest wait for a quiet machine before a round, s")
+    parser.add_argument("--foreign", type=float, default=0.3, help="processors of other work in a quiet round, at most")
     parser.add_argument("--quick", action="store_true", help="a small model and few rounds: does everything run?")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.quick:
         options.params, options.rounds, options.cycles, options.pause = 1_000_000, 2, 1, 0.1
+        options.gate = 0.0
     unknown = set(_listed(options.peers)) - set(PEERS)
     if unknown or min(options.params, options.clusters, options.slaves, options.rounds, options.cycles) < 1:
         parser.error(f"--peers takes all, none, or some of {','.join(PEERS)}; every count must be at least 1")
@@ -226,13 +284,16 @@ def main() -> int:
     setting = {
         "params": options.params, "clusters": options.clusters, "slaves": options.slaves, "pause_s": options.pause,
         "threads": options.threads, "cpus": os.cpu_count(), "load_1min": round(os.getloadavg()[0], 2),
-        "machine": platform.machine(),
+        "machine": platform.machine(), "gate_s": options.gate, "foreign": options.foreign,
     }  # fmt: skip
     if options.json:
-        print(json.dumps({"setting": setting, "left_out": left_out, "results": [asdict(r) for r in results]}, indent=2))
+        found = {"setting": setting, "left_out": left_out, "results": [asdict(r) for r in results]}
+        print(json.dumps({**found, "ratios": against(results)}, indent=2))
     else:
         print(", ".join(f"{key} {value}" for key, value in setting.items()))
         print(_table(results))
+        print(_stage_tables(results))
+        print("".join(f"\n{name:<34}{value:>6.2f}" for name, value in against(results).items()))
         for sentence in left_out:
             print(f"left out: {sentence}")
     return 0
@@ -241,5 +302,5 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (Failed, Wrong) as failed:
+    except (Failed, Wrong, NotOnTape) as failed:
         sys.exit(str(failed))

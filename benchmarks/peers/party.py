@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -15,7 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from quiet import Foreign, Gate
+
 from dips.local.child import wrapped
+from peers.stages import Clocks, Cut, Stage, stages_of
 
 HERE = Path(__file__).parent
 START_S = 180.0
@@ -24,7 +28,16 @@ START_S = 180.0
 TURN_S = 120.0
 END_S = 20.0
 WATCH_S = 0.25
-TICK_HZ = os.sysconf("SC_CLK_TCK")
+LEAD_S = 0.2
+"""Between the order to exchange and the exchange: all clusters have read the order by then."""
+
+NO_GATE = Gate(wait_s=0.0, limit=math.inf)
+KINDS = {"c": "clusters", "s": "slaves", "": "others"}
+"""Kinds of processes, by the first letter of names with a number."""
+
+WHOLE = "the whole round"
+_ALL_THREADS = 2
+"""Of Linux's numbers of processes' clocks: what clock_getcpuclockid(3) makes, which Python offers for threads only."""
 
 
 class Failed(Exception):
@@ -35,13 +48,23 @@ class Failed(Exception):
 class Turn:
     """One round. took_s: of each cluster, from the end of its inner loop until its new parameters are in place.
 
-    cpu_s: of all processes of the system meanwhile.
+    cpu_s: of all processes of the system meanwhile. foreign: processors that other work kept busy. spans: when each
+    cluster began and ended (CLOCK_MONOTONIC). told: the stages that each cluster itself has told, with their ends.
     """
 
     took_s: tuple[float, ...]
     cpu_s: float
     samples: tuple[tuple[float, ...], ...]
     peak_bytes: tuple[int, ...]
+    foreign: float
+    spans: tuple[tuple[float, float], ...]
+    told: tuple[tuple[Cut, ...], ...]
+    clocks: Clocks
+
+    @property
+    def slowest(self) -> int:
+        """The cluster that took the longest."""
+        return self.took_s.index(max(self.took_s))
 
 
 @dataclass
@@ -137,23 +160,38 @@ class Party:
 
     # ---- turns ----
 
-    def turn(self, number: int, pause_s: float) -> Turn:
-        """All clusters move, rest for pause_s (as if they computed), and exchange at the same moment."""
+    def turn(self, number: int, pause_s: float, gate: Gate = NO_GATE) -> Turn:
+        """All clusters move, rest for pause_s (as if they computed), and exchange at the same moment.
+
+        gate: how long the rest may be longer, until the machine is quiet.
+        """
         self.tell(do="move", turn=number)
         for cluster in range(self.clusters):
             self.read(f"c{cluster}", TURN_S)
-        at_s = time.monotonic() + pause_s
+        pids = self.pids()
+        time.sleep(max(0.0, pause_s - LEAD_S))
+        gate.wait(lambda: sum(_by_kind(pids).values()))
+        at_s = time.monotonic() + min(pause_s, LEAD_S)
         self.tell(do="sync", at_s=at_s)
         time.sleep(max(0.0, at_s - time.monotonic() - 0.05))
-        began_s = self._cpu_s()
-        answers = [json.loads(self.read(f"c{cluster}", TURN_S)) for cluster in range(self.clusters)]
-        cpu_s = self._cpu_s() - began_s
+        foreign = Foreign(lambda: sum(_by_kind(pids).values()))
+        with Clocks(lambda: _by_kind(pids)) as clocks:
+            answers = [json.loads(self.read(f"c{cluster}", TURN_S)) for cluster in range(self.clusters)]
         return Turn(
             tuple(answer["took_s"] for answer in answers),
-            cpu_s,
+            sum(clocks.total().values()),
             tuple(_flat(answer["sample"]) for answer in answers),
             tuple(answer["peak_bytes"] for answer in answers),
+            foreign.cores(),
+            tuple((answer["began_s"], answer["ended_s"]) for answer in answers),
+            tuple(tuple((name, ended_s) for name, ended_s in answer["stages"]) for answer in answers),
+            clocks,
         )
+
+    def stages(self, turn: Turn) -> list[Stage]:
+        """Where the time of a turn's slowest cluster went, as far as this system tells; else one stage, the whole."""
+        began_s, ended_s = turn.spans[turn.slowest]
+        return stages_of(began_s, turn.told[turn.slowest] or [(WHOLE, ended_s)], turn.clocks)
 
     def _await_ready(self) -> None:
         for cluster in range(self.clusters):
@@ -168,9 +206,6 @@ class Party:
             pipe = self.processes[f"c{cluster}"].stdin
             assert pipe is not None
             print(json.dumps(order), file=pipe, flush=True)
-
-    def _cpu_s(self) -> float:
-        return sum(_cpu_s(pid) for pids in self.pids().values() for pid in pids)
 
 
 def python() -> str:
@@ -200,9 +235,21 @@ def _tree(pid: int) -> list[int]:
     return out
 
 
+def _by_kind(pids: Mapping[str, list[int]]) -> dict[str, float]:
+    """Processor seconds so far of clusters (c0, c1, ...), slaves (s0, ...) and the others."""
+    found = dict.fromkeys(KINDS.values(), 0.0)
+    for name, several in pids.items():
+        kind = KINDS[name[0] if name[1:].isdigit() else ""]
+        found[kind] += sum(map(_cpu_s, several))
+    return found
+
+
 def _cpu_s(pid: int) -> float:
-    fields = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICK_HZ if fields else 0.0
+    """Processor time of a process since its start, kernel included; 0 once it has ended."""
+    try:
+        return time.clock_gettime(~pid << 3 | _ALL_THREADS)
+    except OSError:
+        return 0.0
 
 
 def _proportional_bytes(pid: int) -> int:

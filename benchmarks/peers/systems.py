@@ -12,7 +12,8 @@ from typing import Any
 
 from dips.core.observe.tape import read_tape
 from peers.environments import interpreter
-from peers.party import HERE, START_S, Failed, Party, python
+from peers.party import HERE, START_S, Failed, Party, Turn, python
+from peers.stages import Stage, cuts_of, stages_of
 from peers.work import OUTER_LR, OUTER_MOMENTUM
 
 FLOAT32_BYTES = 4
@@ -74,6 +75,13 @@ class Dips(Party):
     def records(self, *names: str) -> list[dict[str, Any]]:
         """What these clusters or slaves wrote on their tapes."""
         return [record for name in names for record in read_tape(self.directory / f"{name}.jsonl")]
+
+    def stages(self, turn: Turn) -> list[Stage]:
+        """From the tapes of all processes; call it once the master has told the verdicts of the turn."""
+        names = (*(f"c{number}" for number in range(self.clusters)), *(f"s{number}" for number in range(self.slaves)))
+        events = [*self.records(*names), *read_tape(self.directory / "master" / "master.tape.jsonl")]
+        began_s, ended_s = turn.spans[turn.slowest]
+        return stages_of(began_s, cuts_of(f"c{turn.slowest}", began_s, ended_s, events), turn.clocks)
 
 
 def _there(address: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -27,15 +28,27 @@ class Floor:
         self._connections = [socket.create_connection(("127.0.0.1", int(p))) for p in OPTIONS.ports.split(",")]
         edges = np.linspace(0, OPTIONS.params, len(self._connections) + 1).astype(int).tolist()
         self._parts = list(zip(self._connections, edges, edges[1:], strict=False))
+        self._stages: list[tuple[str, float]] = []
 
     def sync(self) -> None:
+        self._stages = []
         self._copy(self._out, out=True)
+        self._ended("copy out of the model")
         exchanges = [threading.Thread(target=self._exchange, args=part) for part in self._parts]
         for thread in exchanges:
             thread.start()
         for thread in exchanges:
             thread.join()
+        self._ended("send, and fetch")
         self._copy(self._out, out=False)
+        self._ended("install into the model")
+
+    def stages(self) -> list[tuple[str, float]]:
+        """Of the last sync(), each with the time of its end."""
+        return self._stages
+
+    def _ended(self, stage: str) -> None:
+        self._stages.append((stage, time.monotonic()))
 
     def _exchange(self, connection: socket.socket, begin: int, end: int) -> None:
         send(connection, self._out[begin:end].numpy().view(np.uint8).data)
@@ -57,7 +70,7 @@ class Floor:
 def connect(model: Model) -> Iterator[Exchange]:
     floor = Floor(model)
     try:
-        yield Exchange(floor.sync)
+        yield Exchange(floor.sync, stages=floor.stages)
     finally:
         floor.close()
 

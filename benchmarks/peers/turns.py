@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,13 @@ from work import SAMPLED, move, shapes
 @dataclass(frozen=True)
 class Exchange:
     """sync: called when the inner loop has ended; returns when the new parameters are in place. prepare: what may be
-    done while the inner loop still runs.
+    done while the inner loop still runs. stages: of the last sync(), each with the time (CLOCK_MONOTONIC) of its end,
+    where the worker itself can tell them.
     """
 
     sync: Callable[[], None]
     prepare: Callable[[], None] = lambda: None
+    stages: Callable[[], Sequence[tuple[str, float]]] = tuple
 
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -76,7 +78,8 @@ def serve(options: argparse.Namespace, connect: Callable[[Model], AbstractContex
                 exchange.prepare()
                 _say(answers, moved=True)
             elif order["do"] == "sync":
-                _say(answers, **_timed(exchange.sync, order["at_s"]), sample=_sample(model), peak_bytes=peak_bytes())
+                timed = _timed(exchange.sync, order["at_s"])
+                _say(answers, **timed, stages=exchange.stages(), sample=_sample(model), peak_bytes=peak_bytes())
             else:
                 break
 
@@ -99,7 +102,8 @@ def _timed(sync: Callable[[], None], at_s: float) -> dict[str, float]:
     time.sleep(max(0.0, at_s - time.monotonic()))
     began_s = time.monotonic()
     sync()
-    return {"took_s": time.monotonic() - began_s}
+    ended_s = time.monotonic()
+    return {"took_s": ended_s - began_s, "began_s": began_s, "ended_s": ended_s}
 
 
 def _move(model: Model, cluster: int, turn: int) -> None:

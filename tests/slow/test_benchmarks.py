@@ -42,7 +42,16 @@ def test_a_round_beside_a_plain_server_and_raw_tcp() -> None:
         assert 0 < row["best_s"] <= row["slowest_s"]
         assert row["fastest_s"] <= row["slowest_s"]
         assert row["resident_bytes"].keys() >= {"c0", "c1", "s0", "s1"}
+        assert row["measured"] == 2
+        assert all(stage["wall_s"] >= 0 for stage in row["stages"])
+        assert sum(stage["wall_s"] for stage in row["stages"]) > 0.999 * row["best_s"]
+        assert row["stages"][0]["cpu_s"].keys() == {"clusters", "slaves", "others"}
     assert rows["dips"]["ratio"] == 1.0
+    assert [stage["name"] for stage in rows["dips"]["stages"]][:3] == [
+        *("copy out of the model", "begin push (call)", "send")
+    ]
+    assert [stage["name"] for stage in rows["plain"]["stages"]] == ["the whole round"]
+    assert found["ratios"].keys() == {"dips: time of tcp's", "dips: cpu of tcp's"}
 
 
 def test_scaling_counts_steps_and_merged_pushes() -> None:

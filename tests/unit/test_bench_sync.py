@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.repository import ROOT
 
-OPTIONS = argparse.Namespace(cycles=2, rounds=1, pause=0.0, directory=None)
+OPTIONS = argparse.Namespace(cycles=2, rounds=1, pause=0.0, directory=None, gate=0.0, foreign=0.3)
 
 
 @pytest.fixture
@@ -56,16 +56,18 @@ def test_a_cycle_that_fails_in_its_last_round_leaves_nothing_behind(
         cycles += 1
         cycle = cycles
 
-        def turn(number: int, pause_s: float) -> object:
+        def turn(number: int, pause_s: float, gate: object) -> object:
             if (cycle, number) == (1, 3):
                 raise bench_sync.Failed("c1 ended")
-            return SimpleNamespace(took_s=(took_s[cycle],), cpu_s=1.0, peak_bytes=(5,))
+            return SimpleNamespace(took_s=(took_s[cycle],), cpu_s=1.0, peak_bytes=(5,), foreign=0.0)
 
-        return nullcontext(SimpleNamespace(turn=turn, model_bytes=[2], resident_bytes=dict))
+        stages = [bench_sync.Stage("send", 3.0, {"clusters": 1.0})]
+        party = SimpleNamespace(turn=turn, model_bytes=[2], resident_bytes=dict, stages=lambda turn: stages)
+        return nullcontext(party)
 
     series = [bench_sync.Series("torchft", make)]
     monkeypatch.setattr(bench_sync, "systems", lambda options: series)
-    (result,), left_out = bench_sync.measure(argparse.Namespace(cycles=2, rounds=2, pause=0.0, directory=None))
+    (result,), left_out = bench_sync.measure(argparse.Namespace(**{**vars(OPTIONS), "rounds": 2}))
     assert (result.rounds, result.slowest_s, result.worker_beyond_model_bytes) == (2, 3.0, 3)
     assert left_out == ["cycle 1 of torchft: c1 ended"]
 
