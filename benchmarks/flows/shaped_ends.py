@@ -22,7 +22,6 @@ from dips.core.layout import Layout, Parameter
 from dips.core.math import outer_numba
 from dips.core.messages import PlacementSpec, PullGrant, SlaveAddress, SnapshotInfo, Ticket
 from dips.core.net.carriers import Common, carry_pull, carry_push
-from dips.core.net.transfer import TransferSettings
 from dips.core.placement import Placement
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
@@ -30,7 +29,7 @@ from dips.slave.memory import ThetaBuffer
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
 from flows.ends import RUN, V0, parameters
-from flows.simulated import CAP_CHUNKS, FLOWS, TransferMethod
+from flows.simulated import TransferMethod, settings_of
 
 F32 = NDArray[np.float32]
 CHUNK_BYTES = 1 << 20
@@ -134,7 +133,7 @@ class ClusterSite:
         self._context.destroy(linger=0)
 
     def _common(self, method: str) -> Common:
-        settings = TransferSettings(CHUNK_BYTES, CAP_CHUNKS, SILENCE_S, STALL_S, FLOWS[TransferMethod(method)])
+        settings = settings_of(TransferMethod(method), CHUNK_BYTES, SILENCE_S, STALL_S)
         return Common(RUN, 1, "bench", self._layout, settings)
 
     # ---- without servers ----

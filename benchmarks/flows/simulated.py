@@ -17,7 +17,7 @@ from dips.core.ids import SlaveId
 from dips.core.layout import FLOAT32_BYTES, Layout, Parameter
 from dips.core.messages import PlacementSpec, SlaveAddress
 from dips.core.net.data_header import MAX_MISSING, MissingChunk
-from dips.core.net.flow import FlowControl
+from dips.core.net.flow import WindowRule
 from dips.core.net.transfer import PullTransfer, PushTransfer, SlaveRequest, Transfer, TransferSettings, shares_of
 from dips.core.placement import Placement
 from dips.master.state.schedule import TransferRequest, TransferScheduler, Way
@@ -42,29 +42,14 @@ class TransferMethod(Enum):
     NAIVE = "naive order"
 
 
-class FreeForAll(FlowControl):
-    """The same window to every slave at any time, without credit."""
-
-    def __init__(self, slaves: Iterable[str], chunk_bytes: int, cap_chunks: int) -> None:
-        super().__init__(slaves, chunk_bytes, cap_chunks)
-        self._each_bytes = min(FREE_CHUNKS, cap_chunks) * chunk_bytes
-
-    def may_send(self, slave: str) -> bool:
-        return self.in_flight_bytes(slave) < self._each_bytes
-
-
-class OneAfterAnother(FlowControl):
-    """Begins a slave only when the one before has everything."""
-
-    def may_send(self, slave: str) -> bool:
-        return slave == next(self.open_slaves(), slave) and self.in_flight_bytes(slave) < CAP_CHUNKS * self.chunk_bytes
-
-
-FLOWS: Mapping[TransferMethod, Callable[[Iterable[str], int, int], FlowControl]] = {
-    TransferMethod.SCHEDULED: FlowControl,
-    TransferMethod.FREE: FreeForAll,
-    TransferMethod.NAIVE: OneAfterAnother,
-}
+def settings_of(method: TransferMethod, chunk_bytes: int, silence_s: float, stall_s: float) -> TransferSettings:
+    """The settings of each transfer with this method."""
+    rule, window_chunks = {
+        TransferMethod.SCHEDULED: (WindowRule.MEASURED, CAP_CHUNKS),
+        TransferMethod.FREE: (WindowRule.EQUAL, FREE_CHUNKS),
+        TransferMethod.NAIVE: (WindowRule.ONE_BY_ONE, CAP_CHUNKS),
+    }[method]
+    return TransferSettings(chunk_bytes, window_chunks, silence_s, stall_s, rule)
 
 
 @dataclass(frozen=True)
@@ -158,9 +143,7 @@ class _Cluster:
             tuple(SlaveAddress(slave, "") for slave in course.placement.slaves), course.placement.slave_of_block, b""
         )
         shares = shares_of(course.layout, spec, order, course.race.chunk_bytes)
-        limits = TransferSettings(
-            course.race.chunk_bytes, CAP_CHUNKS, silence_s=1e6, stall_s=1e7, flow=FLOWS[course.method]
-        )
+        limits = settings_of(course.method, course.race.chunk_bytes, silence_s=1e6, stall_s=1e7)
         left = course.race.has_left.get(name, 1.0)
         self.lacking = {
             slave: {(c.block_id, c.offset_bytes) for c in chunks[: round(left * len(chunks))]}

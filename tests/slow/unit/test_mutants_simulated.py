@@ -13,7 +13,7 @@ SEEDS = 150
 NO_DIGEST = Mutant(
     "the digest of a pulled share is not compared",
     "core.net.transfer:PullTransfer._verify",
-    "if digest == self._promised.get(peer.slave):",
+    "if digest == self._promised.get(slave):",
     "if digest:",
     ("I3",),
     Bounds(),
@@ -21,12 +21,9 @@ NO_DIGEST = Mutant(
 DAMAGE_COUNTS = Mutant(
     "a damaged chunk counts as landed",
     "core.net.transfer:PullTransfer.damaged",
-    "answered[0].todo.append(answered[1])",
-    """peer, index = answered
-        peer.checksums[index] = 0
-        self._moved(peer, index, now_s)
-        if peer.n_moved == len(peer.chunks):
-            self._verify(peer)""",
+    "put_last(self.columns, lane, take_answer(self.columns, slot, now_s, 0))",
+    """if take_landed(self.columns, slot, 0, now_s, 0):
+                self._verify(lane)""",
     ("I3",),
     Bounds(),
 )

@@ -4,20 +4,81 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.core.net.flow import LEAST_CHUNKS, MOST_REQUESTS, START_CHUNKS, FlowControl
+from dips.core.net.flow import (
+    BUDGET_BYTES,
+    LEAST_CHUNKS,
+    MOST_REQUESTS,
+    START_CHUNKS,
+    Flow,
+    budget_left,
+    flow_of,
+    note_answered,
+    note_done,
+    note_lost,
+    note_sent,
+    slot_of,
+    window_left,
+)
 
 CHUNK = 1 << 20
 CAP = 64
 
 
-def flow_of(*slaves: str, cap: int = CAP) -> FlowControl:
-    return FlowControl(slaves, CHUNK, cap)
+arrays = False
+"""Whether the columns of flows are arrays."""
+
+
+@pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["lists", "arrays"])
+def _columns(request: pytest.FixtureRequest) -> None:
+    global arrays
+    arrays = request.param
+
+
+class FlowControl:
+    """The columns of one transfer's flow control, with slaves and requests by the names that a test gives them."""
+
+    def __init__(self, slaves: Iterable[str], cap: int = CAP) -> None:
+        self._lane = {slave: lane for lane, slave in enumerate(slaves)}
+        self.columns: Flow = flow_of(len(self._lane), CHUNK, cap, MOST_REQUESTS * len(self._lane), arrays=arrays)
+        self._number: dict[tuple[str, int], int] = {}
+
+    def may_send(self, slave: str) -> bool:
+        return budget_left(self.columns) and window_left(self.columns, self._lane[slave])
+
+    def sent(self, slave: str, request: int, n_bytes: int, now_s: float) -> None:
+        slot = note_sent(self.columns, self._lane[slave], 0, n_bytes, now_s)
+        self._number[slave, request] = self.columns.requests.request[slot]
+        assert slot_of(self.columns, self._lane[slave], self._number[slave, request]) == slot
+
+    def answered(self, slave: str, request: int, now_s: float, credit: int = 0) -> None:
+        """An answer that comes late, or twice, changes nothing."""
+        slot = slot_of(self.columns, self._lane[slave], self._number.get((slave, request), 999_999))
+        if slot >= 0:
+            note_answered(self.columns, slot, now_s, credit)
+
+    def lost(self, slave: str) -> None:
+        note_lost(self.columns, self._lane[slave])
+
+    def done(self, slave: str) -> None:
+        note_done(self.columns, self._lane[slave])
+
+    def window_bytes(self, slave: str) -> float:
+        return self.columns.windows.window_bytes[self._lane[slave]]
+
+    @property
+    def budget_bytes(self) -> float:
+        return self.columns.rates[BUDGET_BYTES]
+
+
+def control_of(*slaves: str, cap: int = CAP) -> FlowControl:
+    return FlowControl(slaves, cap)
 
 
 def fill(flow: FlowControl, slave: str, now_s: float = 0.0, first: int = 1, n_bytes: int = CHUNK) -> list[int]:
@@ -30,14 +91,14 @@ def fill(flow: FlowControl, slave: str, now_s: float = 0.0, first: int = 1, n_by
 
 
 def test_before_anything_is_known_no_slave_gets_more_than_half_of_what_is_sent() -> None:
-    flow = flow_of("a", "b", "c")
+    flow = control_of("a", "b", "c")
     assert len(fill(flow, "a")) == START_CHUNKS / 2
     assert len(fill(flow, "b")) == START_CHUNKS / 2
     assert not flow.may_send("c")
 
 
 def test_what_one_slave_does_not_take_is_for_another() -> None:
-    flow = flow_of("a", "b", "c")
+    flow = control_of("a", "b", "c")
     (first, *_), _ = fill(flow, "a"), fill(flow, "b", 0.0, 50)
     flow.answered("a", first, 0.1, credit=2)
     assert not flow.may_send("a")
@@ -45,20 +106,21 @@ def test_what_one_slave_does_not_take_is_for_another() -> None:
 
 
 def test_a_cap_and_a_credit_bound_a_window() -> None:
-    assert len(fill(flow_of("a", cap=3), "a")) == 3
-    flow = flow_of("a")
-    flow.answered("a", 1, 0.0, credit=5)
+    assert len(fill(control_of("a", cap=3), "a")) == 3
+    flow = control_of("a")
+    flow.sent("a", 0, 0, 0.0)
+    flow.answered("a", 0, 0.0, credit=5)
     assert len(fill(flow, "a")) == 5
     flow.answered("a", 5, 0.1)
     assert flow.window_bytes("a") == 5 * CHUNK, "silence about credit takes nothing back"
 
 
 def test_small_chunks_are_bounded_by_their_number() -> None:
-    assert len(fill(flow_of("a"), "a", n_bytes=100)) == MOST_REQUESTS
+    assert len(fill(control_of("a"), "a", n_bytes=100)) == MOST_REQUESTS
 
 
 def test_questions_take_no_room_but_tell_the_round_trip() -> None:
-    flow = flow_of("a")
+    flow = control_of("a")
     flow.sent("a", 1, 0, 0.0)
     flow.answered("a", 1, 0.05)
     assert len(fill(flow, "a", 1.0)) == START_CHUNKS
@@ -66,7 +128,7 @@ def test_questions_take_no_room_but_tell_the_round_trip() -> None:
 
 def test_windows_follow_rate_times_round_trip() -> None:
     """One chunk is answered each 10 ms, 100 ms after it was sent: 10 are on their way."""
-    flow = flow_of("a")
+    flow = control_of("a")
     for request in range(1, 200):
         flow.sent("a", request, CHUNK, 0.01 * request)
         if request > 10:
@@ -76,7 +138,7 @@ def test_windows_follow_rate_times_round_trip() -> None:
 
 
 def test_a_slave_without_delay_keeps_the_least() -> None:
-    flow = flow_of(*"abcdefgh")
+    flow = control_of(*"abcdefgh")
     for request in range(1, 50):
         flow.sent("a", request, CHUNK, 0.001 * request)
         flow.answered("a", request, 0.001 * request + 0.0005)
@@ -85,7 +147,7 @@ def test_a_slave_without_delay_keeps_the_least() -> None:
 
 
 def test_the_last_slave_gets_what_the_others_need_no_more() -> None:
-    flow = flow_of("a", "b", "c", "d")
+    flow = control_of("a", "b", "c", "d")
     for number in range(1, 2 * LEAST_CHUNKS):
         for slave in "abcd":
             flow.sent(slave, number, CHUNK, 0.01 * number)
@@ -97,7 +159,7 @@ def test_the_last_slave_gets_what_the_others_need_no_more() -> None:
 
 
 def test_what_is_lost_counts_no_more_and_its_late_answer_neither() -> None:
-    flow = flow_of("a", "b", "c")
+    flow = control_of("a", "b", "c")
     requests = fill(flow, "a")
     fill(flow, "b", 0.0, 50)
     flow.lost("a")
@@ -107,7 +169,7 @@ def test_what_is_lost_counts_no_more_and_its_late_answer_neither() -> None:
 
 
 def test_a_done_slave_frees_its_part() -> None:
-    flow = flow_of("a", "b")
+    flow = control_of("a", "b")
     fill(flow, "a")
     flow.done("a")
     assert len(fill(flow, "b")) == START_CHUNKS, "there is no other slave now"
@@ -116,7 +178,7 @@ def test_a_done_slave_frees_its_part() -> None:
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["send", "answer", "lost", "done"]))))
 def test_whatever_happens_counts_stay_true(steps: list[tuple[str, str]]) -> None:
     """Once all is answered, lost or done, both slaves may be sent to again."""
-    flow, open_requests, number = flow_of("a", "b"), {"a": list[int](), "b": list[int]()}, 0
+    flow, open_requests, number = control_of("a", "b"), {"a": list[int](), "b": list[int]()}, 0
     for at, (slave, step) in enumerate(steps):
         mine = open_requests[slave]
         if step == "send" and flow.may_send(slave):
@@ -161,7 +223,7 @@ class Road:
 
 def transfer_s(road: Road, chunks_of: dict[str, int], cap: int = CAP) -> tuple[float, dict[str, float]]:
     """Seconds for so many chunks of each slave, and when each slave had its own."""
-    flow = FlowControl(chunks_of, CHUNK, cap)
+    flow = FlowControl(chunks_of, cap)
     left, now_s, number = dict(chunks_of), 0.0, 0
     under_way: list[tuple[float, str, int]] = []
     done_s: dict[str, float] = {}
@@ -213,7 +275,7 @@ def test_a_slow_slave_does_not_hold_up_the_others() -> None:
 
 
 def test_a_window_never_needs_more_than_its_cap() -> None:
-    flow = flow_of("a", cap=8)
+    flow = control_of("a", cap=8)
     for request in range(1, 100):
         flow.sent("a", request, CHUNK, 0.001 * request)
         flow.answered("a", request, 0.001 * request + 1.0)

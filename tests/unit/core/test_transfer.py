@@ -22,7 +22,6 @@ from dips.core.net.transfer import (
     SlaveRequest,
     Transfer,
     TransferSettings,
-    _Peer,
     shares_of,
 )
 
@@ -47,10 +46,6 @@ def sum_of(chunk: Chunk) -> int:
 
 def promised() -> dict[str, bytes]:
     return {slave: shard_digest([sum_of(c) for c in sorted(chunks)]) for slave, chunks in shares().items()}
-
-
-def _bytes(peer: _Peer, index: int | None) -> int:
-    return 0 if index is None else peer.chunks[index].length_bytes
 
 
 @dataclass
@@ -79,8 +74,8 @@ class Network:
             for action in self.transfer.actions(self.now_s):
                 if isinstance(action, SlaveRequest):
                     self.send(action)
-            in_flight = max(sum(_bytes(p, i) for i in p.in_flight.values()) for p in self.transfer._peers.values())
-            self.most_in_flight = max(self.most_in_flight, in_flight)
+            in_flight = self.transfer.columns.flow.windows.bytes_in_flight
+            self.most_in_flight = max(self.most_in_flight, *in_flight)
             self.advance()
 
     def advance(self) -> None:
@@ -131,18 +126,33 @@ class Network:
         self.answer(lambda: transfer.missing(ask.slave, ask.request, missing, not missing, self.now_s))
 
 
-def push() -> PushTransfer:
-    return PushTransfer(shares(), SETTINGS, 0.0)
+arrays = False
+"""Whether the columns of transfers are arrays."""
 
 
-def pull() -> PullTransfer:
-    return PullTransfer(shares(), promised(), SETTINGS, 0.0)
+@pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["lists", "arrays"])
+def _columns(request: pytest.FixtureRequest) -> None:
+    global arrays
+    arrays = request.param
+
+
+def push(settings: TransferSettings = SETTINGS) -> PushTransfer:
+    return PushTransfer(shares(), settings, 0.0, arrays=arrays)
+
+
+def pull(
+    of: dict[str, list[Chunk]] | None = None, digests: dict[str, bytes] | None = None, settings: TransferSettings =
+    SETTINGS,
+) -> PullTransfer:  # fmt: skip
+    return PullTransfer(
+        shares() if of is None else of, promised() if digests is None else digests, settings, 0.0, arrays=arrays
+    )
 
 
 def test_a_transfer_begins_with_the_slave_that_its_schedule_names_first() -> None:
     """Else all clusters would begin with the same one, whatever their tickets say."""
     for order, first in (((0, 1, 2, 3, 4), "s0"), ((1, 0, 3, 2, 4), "s1")):
-        transfer = PullTransfer(shares_of(LAYOUT, PLACEMENT, order, CHUNK), promised(), SETTINGS, 0.0)
+        transfer = pull(shares_of(LAYOUT, PLACEMENT, order, CHUNK))
         asks = [action for action in transfer.actions(0.0) if isinstance(action, SlaveRequest)]
         assert asks[0].slave == first
         assert asks[1].slave != first, "then the next one"
@@ -151,7 +161,7 @@ def test_a_transfer_begins_with_the_slave_that_its_schedule_names_first() -> Non
 def test_the_slave_that_has_the_least_part_of_its_share_comes_first() -> None:
     """s0 has 9 chunks to give and s1 6; once both gave two, s0 lags behind, and the chunk for which there is room is
     asked of it, though s1 comes first in the order."""
-    transfer = PullTransfer(shares_of(LAYOUT, PLACEMENT, (1, 0, 3, 2, 4), CHUNK), promised(), SETTINGS, 0.0)
+    transfer = pull(shares_of(LAYOUT, PLACEMENT, (1, 0, 3, 2, 4), CHUNK))
     asks = [action for action in transfer.actions(0.0) if isinstance(action, SlaveRequest)]
     assert [ask.slave for ask in asks] == ["s1", "s0"] * 4
     for ask in asks[:4]:
@@ -279,7 +289,7 @@ def test_a_slave_that_stays_silent_is_given_up_with_its_name() -> None:
 
 
 def test_a_slow_link_earns_patience() -> None:
-    transfer = PullTransfer({"s0": shares()["s0"]}, promised(), SETTINGS, 0.0)
+    transfer = pull({"s0": shares()["s0"]})
     now_s, pending, gap_s = 0.0, [], 1.5
     while not transfer.done:
         pending += [a for a in transfer.actions(now_s) if isinstance(a, SlaveRequest)]
@@ -298,7 +308,7 @@ def test_the_first_chunk_of_a_slow_link_is_waited_for() -> None:
     layout = Layout((Parameter("w", (3 * mib // 4,), "float32", "w"),))
     placement = PlacementSpec((SlaveAddress("s0", "a"),), (0,), b"")
     settings = TransferSettings(mib, 3, silence_s=2.0, stall_s=60.0)
-    transfer = PullTransfer(shares_of(layout, placement, (0,), mib), {"s0": b""}, settings, 0.0)
+    transfer = pull(shares_of(layout, placement, (0,), mib), {"s0": b""}, settings)
     first = [a for a in transfer.actions(0.0) if isinstance(a, SlaveRequest)]
     assert len(first) == 3
     assert transfer.actions(8.4) == []
@@ -387,7 +397,7 @@ def test_a_chunk_damaged_on_the_way_here_is_asked_for_again() -> None:
 
 
 def test_a_share_with_another_digest_is_fetched_again_and_then_refused() -> None:
-    transfer = PullTransfer(shares(), {**promised(), "s1": b"x" * 16}, SETTINGS, 0.0)
+    transfer = pull(digests={**promised(), "s1": b"x" * 16})
     network = Network(transfer)
     network.run()
     assert transfer.corrupt
@@ -398,7 +408,7 @@ def test_a_share_with_another_digest_is_fetched_again_and_then_refused() -> None
 
 
 def test_a_slave_without_a_promised_digest_is_never_believed() -> None:
-    transfer = PullTransfer(shares(), {"s0": promised()["s0"]}, SETTINGS, 0.0)
+    transfer = pull(digests={"s0": promised()["s0"]})
     Network(transfer).run()
     assert transfer.corrupt
 
@@ -423,7 +433,7 @@ def test_only_wanted_chunks_may_land() -> None:
 
 
 def test_no_progress_ends_a_transfer_with_the_last_reason() -> None:
-    transfer = PushTransfer(shares(), TransferSettings(CHUNK, 3, 2.0, 5.0), 0.0)
+    transfer = push(TransferSettings(CHUNK, 3, 2.0, 5.0))
     network = Network(transfer)
     network.refuse = lambda ask, now_s: Refusal(RefusalCode.MEMORY, "no room")
     network.run()

@@ -59,9 +59,11 @@ def test_what_was_asked_is_asked_again_over_a_new_connection(transfer: Transfer)
 
 def test_the_other_slaves_go_on(transfer: Transfer) -> None:
     asked(transfer, 0.0)
-    in_flight = dict(transfer._peers["s1"].in_flight)
+    windows = transfer.columns.flow.windows
+    in_flight = windows.n_in_flight[1]
+    assert in_flight
     transfer.turned_away("s0", WHY, 0.1)
-    assert transfer._peers["s1"].in_flight == in_flight
+    assert (windows.n_in_flight[0], windows.n_in_flight[1]) == (0, in_flight)
 
 
 def test_pauses_grow_and_after_a_second_the_master_is_asked(transfer: Transfer) -> None:
@@ -71,7 +73,7 @@ def test_pauses_grow_and_after_a_second_the_master_is_asked(transfer: Transfer) 
         transfer.turned_away("s0", WHY, now_s)
         times.append(now_s)
         assert now_s <= 3 * TURNED_AWAY_S
-        now_s = max(transfer.next_deadline_s(), transfer._peers["s0"].resume_at_s)
+        now_s = max(transfer.next_deadline_s(), transfer.columns.lanes.resume_at_s[0])
     pauses = [after - before for before, after in itertools.pairwise(times)]
     assert pauses == sorted(pauses)
     assert TURNED_AWAY_S <= times[-1] <= 3 * TURNED_AWAY_S

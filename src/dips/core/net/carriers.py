@@ -221,7 +221,7 @@ class _PushCarrier(_Carrier):
 
     def digests(self) -> tuple[tuple[str, bytes], ...]:
         """The digest of each slave's share; chunks of an earlier attempt are read for it."""
-        for chunk in self._push_transfer.every_chunk():
+        for chunk in self._push_transfer.chunks:
             if chunk not in self._checksums:
                 self._read(chunk)
         return self._push_transfer.digests(self._checksums)

@@ -9,14 +9,20 @@ times the product of its own rate and round trip: it may double its part of the 
 A transfer sends to its slaves in turn, as far as budget and windows allow: a slave that takes less than its part fills
 its window and leaves the rest of the budget to the others.
 
+The state is columns, and the rules are plain functions over them: the interpreter runs them over lists, compiled loops
+inline them and run them over numpy arrays. So they raise nothing and use only what numba compiles. A slave is named by
+its lane: its place in the schedule.
+
 Pure: time is an argument.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple, TypeVar, cast
+
+import numpy as np
 
 START_CHUNKS = 16
 """Chunks in flight before a rate is known: they fill 1 Gbit/s over 130 ms with chunks of 1 MiB, and 16 MiB are not much
@@ -38,136 +44,247 @@ FORGETTING = 0.1
 
 LEAST_TRIP_S = 1e-6
 
+NONE = -1
+"""No lane, no slot, no chunk."""
 
-@dataclass(slots=True)
-class _Meter:
-    """Measures bytes answered a second, over the round trip of each request."""
+Ints = list[int]
+Floats = list[float]
+"""Columns. At run time lists, or one-dimensional numpy arrays of int64 and float64 (uint64 for checksums)."""
 
-    answered_bytes: int = 0
-    per_s: float = 0.0
-
-    def count(self, n_bytes: int, answered_at_sending: int, took_s: float) -> None:
-        self.answered_bytes += n_bytes
-        sample = (self.answered_bytes - answered_at_sending) / took_s
-        self.per_s = max(sample, self.per_s + FORGETTING * (sample - self.per_s))
+_T = TypeVar("_T", int, float)
 
 
-@dataclass(slots=True)
-class _Lane:
-    """One slave's state."""
-
-    window_bytes: float
-    meter: _Meter = field(default_factory=_Meter)
-    # (bytes, sent at, bytes answered by this slave before, by all before) by request
-    in_flight: dict[int, tuple[int, float, int, int]] = field(default_factory=dict)
-    bytes_in_flight: int = 0
-    round_trip_s: float = math.inf
-    credit_bytes: float = math.inf  # what the slave allows; infinite while it has sent no credit
-    open: bool = True
+def column(values: list[_T], dtype: type[np.generic], arrays: bool) -> list[_T]:
+    """A column with these values: the list itself, or an array of dtype."""
+    return cast(list[_T], np.array(values, dtype)) if arrays else values
 
 
-class FlowControl:
-    """Keeps the windows of one transfer. slaves: those that take part; cap_chunks: largest window, in full chunks."""
+class WindowRule(IntEnum):
+    """How much may be in flight. MEASURED is the rule above; the others are what comparisons measure it against.
 
-    def __init__(self, slaves: Iterable[str], chunk_bytes: int, cap_chunks: int) -> None:
-        self.chunk_bytes = chunk_bytes
-        self._cap_bytes = cap_chunks * chunk_bytes
-        self._lanes = {slave: _Lane(0.0) for slave in slaves}
-        self._all = _Meter()
-        self._bytes_in_flight = 0
-        self._longest_trip_s = 0.0
-        self._n_open = len(self._lanes)
-        self._budget_bytes = float(START_CHUNKS * chunk_bytes)
-        self._resize()
+    EQUAL: the largest window to every slave at any time, without budget and credit. ONE_BY_ONE: the same, and a slave
+    begins when the one before it has everything.
+    """
 
-    def may_send(self, slave: str) -> bool:
-        """Whether one more request may go to this slave now."""
-        lane = self._lanes[slave]
-        return (
-            lane.bytes_in_flight < lane.window_bytes
-            and self._bytes_in_flight < self._budget_bytes
-            and len(lane.in_flight) < MOST_REQUESTS
-        )
+    MEASURED = 0
+    EQUAL = 1
+    ONE_BY_ONE = 2
 
-    def sent(self, slave: str, request: int, n_bytes: int, now_s: float) -> None:
-        """A request was sent to this slave; n_bytes: of the chunk that travels with it or with its answer."""
-        lane = self._lanes[slave]
-        lane.in_flight[request] = (n_bytes, now_s, lane.meter.answered_bytes, self._all.answered_bytes)
-        lane.bytes_in_flight += n_bytes
-        self._bytes_in_flight += n_bytes
 
-    def answered(self, slave: str, request: int, now_s: float, credit: int = 0) -> None:
-        """An answer came, of any kind. credit: chunks that the slave allows from now on; 0: not stated."""
-        lane = self._lanes[slave]
-        if credit:
-            lane.credit_bytes = credit * self.chunk_bytes
-        sent = lane.in_flight.pop(request, None)
-        if sent is not None:
-            n_bytes, sent_s, by_slave, by_all = sent
-            lane.bytes_in_flight -= n_bytes
-            self._bytes_in_flight -= n_bytes
-            took_s = max(now_s - sent_s, LEAST_TRIP_S)
-            if took_s < lane.round_trip_s:
-                lane.round_trip_s = took_s
-                self._longest_trip_s = max(a.round_trip_s for a in self._lanes.values() if a.round_trip_s < math.inf)
-            if n_bytes:
-                lane.meter.count(n_bytes, by_slave, took_s)
-                self._all.count(n_bytes, by_all, took_s)
-                self._budget_bytes = max(
-                    START_CHUNKS * self.chunk_bytes, BUDGET_HEADROOM * self._all.per_s * self._longest_trip_s
-                )
-        self._size(lane)
+_MEASURED, _ONE_BY_ONE = int(WindowRule.MEASURED), int(WindowRule.ONE_BY_ONE)
 
-    def lost(self, slave: str) -> None:
-        """Forget the requests in flight to this slave, and begin with a new window."""
-        lane = self._lanes[slave]
-        self._bytes_in_flight -= lane.bytes_in_flight
-        self._lanes[slave] = _Lane(0.0, round_trip_s=lane.round_trip_s, open=lane.open)
-        self._size(self._lanes[slave])
 
-    def done(self, slave: str) -> None:
-        """This slave is finished: its part of the budget is for the others."""
-        lane = self._lanes[slave]
-        self._bytes_in_flight -= lane.bytes_in_flight
-        lane.in_flight.clear()
-        lane.bytes_in_flight = 0
-        lane.open = False
-        self._resize()
+class Windows(NamedTuple):
+    """One entry for each lane."""
 
-    def round_trip_s(self, slave: str) -> float | None:
-        """The shortest time from a request to its answer; None before the first one."""
-        shortest_s = self._lanes[slave].round_trip_s if slave in self._lanes else math.inf
-        return shortest_s if shortest_s < math.inf else None
+    window_bytes: Floats  # most bytes in flight
+    bytes_per_s: Floats  # answered, over the round trip of each request
+    round_trip_s: Floats  # the shortest one; infinite before the first
+    credit_bytes: Floats  # what the slave allows; infinite while it has sent no credit
+    answered_bytes: Ints
+    bytes_in_flight: Ints
+    n_in_flight: Ints
+    open: Ints  # 0 once it is done
 
-    def in_flight_bytes(self, slave: str) -> int:
-        """Bytes in flight to this slave."""
-        return self._lanes[slave].bytes_in_flight
 
-    def open_slaves(self) -> Iterator[str]:
-        """Slaves that are not done, in the schedule's order."""
-        return (slave for slave, lane in self._lanes.items() if lane.open)
+class Requests(NamedTuple):
+    """One entry for each request in flight. Request r is in slot r modulo their number, a power of two."""
 
-    def window_bytes(self, slave: str) -> float:
-        """Most bytes in flight to this slave."""
-        return self._lanes[slave].window_bytes
+    request: Ints  # its number; 0: the slot is free
+    lane: Ints
+    chunk: Ints  # as the caller named it
+    n_bytes: Ints  # of the chunk that travels with it or with its answer
+    sent_s: Floats
+    answered_by_lane: Ints  # bytes answered by its slave when it was sent
+    answered_by_all: Ints
 
-    @property
-    def budget_bytes(self) -> float:
-        """Most bytes in flight to all slaves together."""
-        return self._budget_bytes
 
-    # ---- parts ----
+class Flow(NamedTuple):
+    """The state of one transfer's flow control; counts and rates: of the transfer as a whole, by the names below."""
 
-    def _resize(self) -> None:
-        self._n_open = sum(lane.open for lane in self._lanes.values())
-        for lane in self._lanes.values():
-            self._size(lane)
+    windows: Windows
+    requests: Requests
+    counts: Ints
+    rates: Floats
 
-    def _size(self, lane: _Lane) -> None:
-        """Set a window: as much as the slave's link needs, at least its part of the budget, at most its credit."""
-        fair = max(LEAST_CHUNKS, START_CHUNKS // max(1, self._n_open)) * self.chunk_bytes
-        needed = WINDOW_HEADROOM * lane.meter.per_s * lane.round_trip_s if lane.meter.answered_bytes else 0.0
-        if lane.meter.answered_bytes < LEAST_CHUNKS * self.chunk_bytes:
-            # The first answers show the delay, not the rate. Half of START_CHUNKS: a slow slave must not hold all.
-            needed = max(needed, START_CHUNKS // 2 * self.chunk_bytes)
-        lane.window_bytes = max(1.0, min(max(fair, needed), self._cap_bytes, lane.credit_bytes))
+
+NEXT_REQUEST, BYTES_IN_FLIGHT, ANSWERED_BYTES, N_OPEN, CHUNK_BYTES, CAP_BYTES, RULE = range(7)
+"""Of counts. CAP_BYTES: the largest window of one slave."""
+
+BYTES_PER_S, LONGEST_TRIP_S, BUDGET_BYTES = range(3)
+"""Of rates. LONGEST_TRIP_S: the longest of the slaves' shortest round trips."""
+
+
+def flow_of(
+    n_lanes: int, chunk_bytes: int, cap_chunks: int, most_in_flight: int, *, rule: WindowRule = WindowRule.MEASURED,
+    arrays: bool = False,
+) -> Flow:  # fmt: skip
+    """A new transfer's flow control. cap_chunks: largest window, in full chunks.
+
+    most_in_flight: requests in flight at the same time, to all slaves together. More must never be sent.
+    """
+
+    def ints(n: int, value: int = 0) -> Ints:
+        return column([value] * n, np.int64, arrays)
+
+    def floats(n: int, value: float = 0.0) -> Floats:
+        return column([value] * n, np.float64, arrays)
+
+    windows = Windows(
+        floats(n_lanes), floats(n_lanes), floats(n_lanes, math.inf), floats(n_lanes, math.inf), ints(n_lanes),
+        ints(n_lanes), ints(n_lanes), ints(n_lanes, 1),
+    )  # fmt: skip
+    n_slots = 1 << (2 * most_in_flight - 1).bit_length()  # at most half are taken, so that the next free one is near
+    requests = Requests(
+        ints(n_slots), ints(n_slots), ints(n_slots), ints(n_slots), floats(n_slots), ints(n_slots), ints(n_slots)
+    )
+    budget_bytes = float(START_CHUNKS * chunk_bytes) if rule is WindowRule.MEASURED else math.inf
+    counts = column([1, 0, 0, n_lanes, chunk_bytes, cap_chunks * chunk_bytes, int(rule)], np.int64, arrays)
+    flow = Flow(windows, requests, counts, column([0.0, 0.0, budget_bytes], np.float64, arrays))
+    _size_all(flow)
+    return flow
+
+
+def budget_left(flow: Flow) -> bool:
+    """Whether one more request may go to some slave."""
+    return flow.counts[BYTES_IN_FLIGHT] < flow.rates[BUDGET_BYTES]
+
+
+def window_left(flow: Flow, lane: int) -> bool:
+    """Whether this slave's window takes one more request."""
+    windows = flow.windows
+    return windows.bytes_in_flight[lane] < windows.window_bytes[lane] and windows.n_in_flight[lane] < MOST_REQUESTS
+
+
+def note_sent(flow: Flow, lane: int, chunk: int, n_bytes: int, now_s: float) -> int:
+    """A request is sent to this slave: the slot that holds it. n_bytes: as in Requests."""
+    windows, requests, counts = flow.windows, flow.requests, flow.counts
+    number, mask = counts[NEXT_REQUEST], len(requests.request) - 1
+    while requests.request[number & mask] != 0:
+        number += 1  # an older request is still in the slot of this number: a number that is never sent
+    slot = number & mask
+    counts[NEXT_REQUEST] = number + 1
+    requests.request[slot] = number
+    requests.lane[slot] = lane
+    requests.chunk[slot] = chunk
+    requests.n_bytes[slot] = n_bytes
+    requests.sent_s[slot] = now_s
+    requests.answered_by_lane[slot] = windows.answered_bytes[lane]
+    requests.answered_by_all[slot] = counts[ANSWERED_BYTES]
+    windows.n_in_flight[lane] += 1
+    windows.bytes_in_flight[lane] += n_bytes
+    counts[BYTES_IN_FLIGHT] += n_bytes
+    return slot
+
+
+def slot_of(flow: Flow, lane: int, request: int) -> int:
+    """The slot of a request that is in flight to this slave; NONE for any other number."""
+    requests = flow.requests
+    slot = request & (len(requests.request) - 1)
+    if request > 0 and requests.request[slot] == request and requests.lane[slot] == lane:
+        return slot
+    return NONE
+
+
+def note_answered(flow: Flow, slot: int, now_s: float, credit: int) -> None:
+    """An answer came, of any kind; the slot is free. credit: chunks that the slave allows from now on; 0: not
+    stated."""
+    windows, requests, counts, rates = flow.windows, flow.requests, flow.counts, flow.rates
+    lane, n_bytes = requests.lane[slot], requests.n_bytes[slot]
+    requests.request[slot] = 0
+    if credit > 0:
+        windows.credit_bytes[lane] = float(credit * counts[CHUNK_BYTES])
+    windows.n_in_flight[lane] -= 1
+    windows.bytes_in_flight[lane] -= n_bytes
+    counts[BYTES_IN_FLIGHT] -= n_bytes
+    took_s = max(now_s - requests.sent_s[slot], LEAST_TRIP_S)
+    if took_s < windows.round_trip_s[lane]:
+        windows.round_trip_s[lane] = took_s
+        longest_s = took_s
+        for trip_s in windows.round_trip_s:
+            if longest_s < trip_s < math.inf:
+                longest_s = trip_s
+        rates[LONGEST_TRIP_S] = longest_s
+    if n_bytes:
+        windows.answered_bytes[lane] += n_bytes
+        answered_bytes = windows.answered_bytes[lane] - requests.answered_by_lane[slot]
+        windows.bytes_per_s[lane] = _measured(windows.bytes_per_s[lane], answered_bytes / took_s)
+        counts[ANSWERED_BYTES] += n_bytes
+        answered_bytes = counts[ANSWERED_BYTES] - requests.answered_by_all[slot]
+        rates[BYTES_PER_S] = _measured(rates[BYTES_PER_S], answered_bytes / took_s)
+        if counts[RULE] == _MEASURED:
+            needed_bytes = BUDGET_HEADROOM * rates[BYTES_PER_S] * rates[LONGEST_TRIP_S]
+            rates[BUDGET_BYTES] = max(float(START_CHUNKS * counts[CHUNK_BYTES]), needed_bytes)
+    _size(flow, lane)
+
+
+def note_lost(flow: Flow, lane: int) -> None:
+    """Forget the requests in flight to this slave, and begin with a new window."""
+    windows = flow.windows
+    _forget(flow, lane)
+    windows.bytes_per_s[lane] = 0.0
+    windows.answered_bytes[lane] = 0
+    windows.credit_bytes[lane] = math.inf
+    _size(flow, lane)
+
+
+def note_done(flow: Flow, lane: int) -> None:
+    """This slave is finished: its part of the budget is for the others."""
+    _forget(flow, lane)
+    flow.windows.open[lane] = 0
+    n_open = 0
+    for is_open in flow.windows.open:
+        n_open += is_open
+    flow.counts[N_OPEN] = n_open
+    _size_all(flow)
+
+
+# ---- parts ----
+
+
+def _forget(flow: Flow, lane: int) -> None:
+    windows, requests = flow.windows, flow.requests
+    if windows.n_in_flight[lane]:
+        for slot in range(len(requests.request)):
+            if requests.lane[slot] == lane:
+                requests.request[slot] = 0
+    flow.counts[BYTES_IN_FLIGHT] -= windows.bytes_in_flight[lane]
+    windows.bytes_in_flight[lane] = 0
+    windows.n_in_flight[lane] = 0
+
+
+def _measured(bytes_per_s: float, sample: float) -> float:
+    return max(sample, bytes_per_s + FORGETTING * (sample - bytes_per_s))
+
+
+def _size_all(flow: Flow) -> None:
+    for lane in range(len(flow.windows.open)):
+        _size(flow, lane)
+
+
+def _size(flow: Flow, lane: int) -> None:
+    """Set a window: as much as the slave's link needs, at least its part of the budget, at most its credit."""
+    windows, counts = flow.windows, flow.counts
+    chunk_bytes, cap_bytes = counts[CHUNK_BYTES], float(counts[CAP_BYTES])
+    if counts[RULE] != _MEASURED:
+        windows.window_bytes[lane] = cap_bytes
+        for before in range(lane):
+            if counts[RULE] == _ONE_BY_ONE and windows.open[before]:
+                windows.window_bytes[lane] = 0.0
+        return
+    fair_bytes = float(max(LEAST_CHUNKS, START_CHUNKS // max(1, counts[N_OPEN])) * chunk_bytes)
+    needed_bytes = 0.0
+    if windows.answered_bytes[lane]:
+        needed_bytes = WINDOW_HEADROOM * windows.bytes_per_s[lane] * windows.round_trip_s[lane]
+    if windows.answered_bytes[lane] < LEAST_CHUNKS * chunk_bytes:
+        # The first answers show the delay, not the rate. Half of START_CHUNKS: a slow slave must not hold all.
+        needed_bytes = max(needed_bytes, float(START_CHUNKS // 2 * chunk_bytes))
+    limit_bytes = min(max(fair_bytes, needed_bytes), cap_bytes, windows.credit_bytes[lane])
+    windows.window_bytes[lane] = max(1.0, limit_bytes)
+
+
+STEPS = (
+    budget_left, window_left, note_sent, slot_of, note_answered, note_lost, note_done, _forget, _measured, _size_all,
+    _size,
+)  # fmt: skip
+"""All functions that a compiled loop inlines."""

@@ -3,33 +3,50 @@
 Pure: time is an argument, messages are values, no sockets. Every chunk is idempotent, so whatever is doubtful is
 requested or sent again; nothing counts as moved before the other side (push) or the digest (pull) has confirmed it.
 
-core/net/flow.py decides how much is unanswered at any moment; `window_chunks` bounds it for each slave.
+core/net/steps.py does what is done for each chunk, here and in compiled loops, which work on the same columns; here is
+what is unusual. core/net/flow.py decides how much is unanswered at any moment; `window_chunks` bounds it for each
+slave.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dips.core.chunks import Chunk, chunks_of, shard_digest
 from dips.core.errors import RefusalCode
 from dips.core.layout import Layout
 from dips.core.messages import PlacementSpec, Refusal
 from dips.core.net.data_header import MissingChunk
-from dips.core.net.flow import FlowControl
+from dips.core.net.flow import N_OPEN, NONE, WindowRule, note_done, note_lost, slot_of
+from dips.core.net.steps import (
+    ASKED_S,
+    MAX_SILENCE_S,
+    MOVED_BYTES,
+    PROGRESS_S,
+    PUSHES,
+    QUERY,
+    begin_turns,
+    columns_of,
+    complete_lane,
+    next_deadline_s,
+    next_request,
+    put_first,
+    put_last,
+    take_ack,
+    take_answer,
+    take_landed,
+)
 
-MAX_SILENCE_S = 60.0
 MAX_SILENCES = 2
 """Silences in a row of one slave before its address is requested again: it may have come back on another port."""
 
 LEAST_BYTES_PER_S = 125_000
 """1 Mbit/s. There is no message while a chunk is under way, so a slow link seems dead for as long as that takes."""
-
-FIRST_PAUSE_S = 0.005
-"""First pause after a refusal. A ticket often reaches the worker a millisecond or two before the slave is informed."""
 
 MAX_PAUSE_S = 1.0
 
@@ -63,8 +80,7 @@ class TransferSettings:
     window_chunks: int
     silence_s: float = 3.0
     stall_s: float = 30.0
-    # makes the windows of one transfer from its slaves, chunk_bytes and window_chunks; comparisons use others
-    flow: Callable[[Iterable[str], int, int], FlowControl] = FlowControl
+    windows: WindowRule = WindowRule.MEASURED
 
     @property
     def first_silence_s(self) -> float:
@@ -72,17 +88,16 @@ class TransferSettings:
         return max(self.silence_s, 1.25 * self.chunk_bytes / LEAST_BYTES_PER_S)
 
 
-@dataclass(frozen=True)
-class SlaveRequest:
-    """One message to a slave. chunk None: a query for the missing chunks."""
+class SlaveRequest(NamedTuple):
+    """One message to a slave. chunk None: a query for the missing chunks. place: of the chunk in Transfer.chunks."""
 
     slave: str
     request: int
     chunk: Chunk | None
+    place: int
 
 
-@dataclass(frozen=True)
-class Reconnect:
+class Reconnect(NamedTuple):
     """The connection to this slave may have lost messages: open a new one; older answers do not count."""
 
     slave: str
@@ -103,71 +118,39 @@ class SlaveProgress:
 
 
 @dataclass
-class _Peer:
-    """The chunks to be moved to or from one slave, and their state."""
+class _Trouble:
+    """What went wrong with one slave."""
 
-    slave: str
-    chunks: tuple[Chunk, ...]  # in the order of the digest; all else names a chunk by its index there
-    rank: tuple[int, ...]  # its turn in the schedule
-    place: Mapping[tuple[int, int], int]
-    todo: deque[int]
-    moved: bytearray
-    last_word_s: float
-    silence_s: float
-    n_moved: int = 0
-    in_flight: dict[int, int | None] = field(default_factory=dict)
-    query: int | None = None  # the request for the missing chunks, while it is in flight
-    resume_at_s: float = -math.inf
-    pause_s: float = FIRST_PAUSE_S
-    must_query: bool = False
-    silences: int = 0
-    unknown_since_s: float = math.inf
-    away_since_s: float = math.inf
-    must_reconnect: bool = False
-    done: bool = False
-    bad_shards: int = 0
-    checksums: dict[int, int] = field(default_factory=dict)
-    carried_bytes: int = 0
-    resumed_bytes: int = 0
     reconnects: int = 0
-    refusals: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, slave: str, scheduled: Sequence[Chunk], settings: TransferSettings, now_s: float) -> _Peer:
-        """`scheduled`: its chunks in the order of the schedule."""
-        chunks = tuple(sorted(scheduled))
-        place = {(chunk.block_id, chunk.offset_bytes): i for i, chunk in enumerate(chunks)}
-        todo = deque(place[chunk.block_id, chunk.offset_bytes] for chunk in scheduled)
-        rank = [0] * len(chunks)
-        for turn, index in enumerate(todo):
-            rank[index] = turn
-        return cls(slave, chunks, tuple(rank), place, todo, bytearray(len(chunks)), now_s, settings.first_silence_s)
-
-    def scheduled(self, indices: Iterable[int]) -> deque[int]:
-        """These chunks in the order of the schedule."""
-        return deque(sorted(indices, key=self.rank.__getitem__))
+    refusals: Counter[str] = field(default_factory=Counter)  # by code
+    must_reconnect: bool = False
+    bad_shards: int = 0
 
 
-class Transfer(ABC):
+class Transfer:
     """Common part of push and pull: windows, silence, pauses, stalls. `failure` is a sentence once it failed.
 
-    base_gone: it failed because a slave no longer has the base version of this push's differences.
+    base_gone: it failed because a slave no longer has the base version of this push's differences. chunks: all of the
+    transfer, as core/net/steps.py numbers them. columns: the state; compiled loops work on it between two calls.
     """
 
-    def __init__(self, shares: Mapping[str, Sequence[Chunk]], settings: TransferSettings, now_s: float) -> None:
+    def __init__(
+        self, shares: Mapping[str, Sequence[Chunk]], settings: TransferSettings, now_s: float, *, pushes: bool, arrays:
+        bool,
+    ) -> None:  # fmt: skip
+        """arrays: the columns are numpy arrays, as compiled loops need them; else lists, which are faster here."""
         self._settings = settings
-        self._peers = {slave: _Peer.of(slave, chunks, settings, now_s) for slave, chunks in shares.items()}
-        self._open = 0
-        self.moved_bytes = 0
-        self.total_bytes = 0
-        for peer in self._peers.values():
-            peer.done = not peer.chunks
-            self._open += not peer.done
-            self.total_bytes += sum(chunk.length_bytes for chunk in peer.chunks)
-        self._flow = settings.flow(self.slaves, settings.chunk_bytes, settings.window_chunks)
-        self._last_request = 0
-        self._asked_s = now_s
-        self._progress_s = now_s
+        self._every_slave = list(shares)
+        self.slaves = [slave for slave, chunks in shares.items() if chunks]
+        """The slaves that take part, in the order of the schedule; the others have no chunks."""
+        self._lanes = {slave: lane for lane, slave in enumerate(self.slaves)}
+        self._troubles = [_Trouble() for _ in self.slaves]
+        self.columns, self.chunks, self._turns = columns_of(
+            [shares[slave] for slave in self.slaves], now_s, pushes=pushes, chunk_bytes=settings.chunk_bytes,
+            window_chunks=settings.window_chunks, rule=settings.windows, silence_s=settings.silence_s,
+            first_silence_s=settings.first_silence_s, stall_s=settings.stall_s, arrays=arrays,
+        )  # fmt: skip
+        self.total_bytes = sum(chunk.length_bytes for chunk in self.chunks)
         self._why = "no slave answered"
         self.failure = ""
         self.corrupt = False
@@ -175,26 +158,25 @@ class Transfer(ABC):
         self.reconnects = 0
 
     @property
-    def slaves(self) -> list[str]:
-        """The slaves that take part, in the order of the schedule."""
-        return [slave for slave, peer in self._peers.items() if peer.chunks]
+    def moved_bytes(self) -> int:
+        return int(self.columns.counts[MOVED_BYTES])
 
     @property
     def done(self) -> bool:
-        return not self._open and not self.failure
+        return not self.columns.flow.counts[N_OPEN] and not self.failure
 
     def moved(self) -> dict[str, SlaveProgress]:
         """The progress with each slave that takes part."""
+        lanes, trips_s = self.columns.lanes, self.columns.flow.windows.round_trip_s
         return {
-            peer.slave: SlaveProgress(
-                peer.carried_bytes,
-                peer.resumed_bytes,
-                peer.reconnects,
-                dict(peer.refusals),
-                self._flow.round_trip_s(peer.slave),
+            slave: SlaveProgress(
+                int(lanes.carried_bytes[lane]),
+                int(lanes.resumed_bytes[lane]),
+                trouble.reconnects,
+                dict(trouble.refusals),
+                float(trips_s[lane]) if trips_s[lane] < math.inf else None,
             )
-            for peer in self._peers.values()
-            if peer.chunks
+            for lane, (slave, trouble) in enumerate(zip(self.slaves, self._troubles, strict=True))
         }
 
     def actions(self, now_s: float) -> list[TransferEffect]:
@@ -202,282 +184,239 @@ class Transfer(ABC):
 
         The slave that has the least part of its share comes first, and the schedule decides between equals.
         """
-        if self.failure or not self._open:
+        columns = self.columns
+        if self._over():
             return []
-        self._asked_s = now_s
-        if now_s >= self._progress_s + self._settings.stall_s:
+        columns.times[ASKED_S] = now_s
+        if now_s >= columns.times[PROGRESS_S] + self._settings.stall_s:
             self.failure = f"no progress for {self._settings.stall_s:g} s: {self._why}"
             return []
         actions: list[TransferEffect] = []
-        for peer in self._peers.values():
-            if peer.must_reconnect and now_s >= peer.resume_at_s:
-                peer.must_reconnect = False
-                actions.append(Reconnect(peer.slave))
-            if peer.in_flight and now_s >= peer.last_word_s + peer.silence_s:  # the same sum as in next_deadline_s()
-                actions.append(self._reconnect(peer, now_s))
+        lanes, n_in_flight = columns.lanes, columns.flow.windows.n_in_flight
+        for lane, trouble in enumerate(self._troubles):
+            if trouble.must_reconnect and now_s >= lanes.resume_at_s[lane]:
+                trouble.must_reconnect = False
+                actions.append(Reconnect(self.slaves[lane]))
+            # the same sum as in next_deadline_s()
+            if n_in_flight[lane] and now_s >= lanes.last_word_s[lane] + lanes.silence_s[lane]:
+                actions.append(self._reconnect(lane, now_s))
         if self.failure:
             return []
-        ready = [peer for peer in self._peers.values() if not peer.done and now_s >= peer.resume_at_s]
-        if len(ready) > 1:
-            ready.sort(key=_begun_part)
-        return actions + list(_in_turn([self._asks(peer, now_s) for peer in ready]))
+        begin_turns(columns, now_s)
+        while (slot := next_request(columns, now_s)) != NONE:
+            actions.append(self.request_in(slot))
+        return actions
+
+    def request_in(self, slot: int) -> SlaveRequest:
+        """The request in this slot of the columns."""
+        requests = self.columns.flow.requests
+        index, slave = int(requests.chunk[slot]), self.slaves[requests.lane[slot]]
+        return SlaveRequest(slave, int(requests.request[slot]), None if index == QUERY else self.chunks[index], index)
 
     def next_deadline_s(self) -> float:
         """When actions() must be called again although no answer came; once the transfer is over, at once."""
-        if self.failure or not self._open:
-            return self._asked_s
-        deadline_s = self._progress_s + self._settings.stall_s
-        for peer in self._peers.values():
-            if peer.in_flight:
-                deadline_s = min(deadline_s, peer.last_word_s + peer.silence_s)
-            elif not peer.done and peer.resume_at_s > self._asked_s:  # else it waits for an answer to free its window
-                deadline_s = min(deadline_s, peer.resume_at_s)
-        return deadline_s
+        return float(self.columns.times[ASKED_S] if self._over() else next_deadline_s(self.columns))
 
     def refused(self, slave: str, request: int, refusal: Refusal, now_s: float) -> None:
         """The slave refuses: pause, then query what is missing. A refusal that only the master can resolve ends the
         transfer."""
-        answered = self._answered(slave, request, now_s)
-        if answered is None:
+        lane, slot = self._find(slave, request)
+        if slot == NONE:
             return
-        peer = answered[0]
-        peer.refusals[refusal.code.name] = peer.refusals.get(refusal.code.name, 0) + 1
+        refused = take_answer(self.columns, slot, now_s, 0)
+        lanes = self.columns.lanes
+        self._troubles[lane].refusals[refusal.code.name] += 1
         self._why = f"slave {slave} refuses: {refusal.sentence}"
         if refusal.code is RefusalCode.UNKNOWN_PUSH:
-            peer.unknown_since_s = min(peer.unknown_since_s, now_s)
-        if refusal.code in _FOR_THE_MASTER or now_s - peer.unknown_since_s >= UNKNOWN_S:
+            lanes.unknown_since_s[lane] = min(lanes.unknown_since_s[lane], now_s)
+        if refusal.code in _FOR_THE_MASTER or now_s - lanes.unknown_since_s[lane] >= UNKNOWN_S:
             self.failure = self._why
             self.base_gone = refusal.code is RefusalCode.BASE_GONE
-        self._start_over(peer, answered[1])
-        peer.resume_at_s = now_s + peer.pause_s
-        peer.pause_s = min(MAX_PAUSE_S, 2 * peer.pause_s)
+        self._start_over(lane, refused)
+        self._pause(lane, now_s)
 
     def turned_away(self, slave: str, sentence: str, now_s: float) -> None:
         """No connection was made, for the reason in `sentence`: its requests are lost. Pause, then retry."""
-        peer = self._peers.get(slave)
-        if peer is None or peer.done:
+        lane, lanes = self._lanes.get(slave, NONE), self.columns.lanes
+        if lane == NONE or not self.columns.flow.windows.open[lane]:
             return
         self._why = sentence
-        peer.away_since_s = min(peer.away_since_s, now_s)
-        if now_s - peer.away_since_s >= TURNED_AWAY_S:
+        lanes.away_since_s[lane] = min(lanes.away_since_s[lane], now_s)
+        if now_s - lanes.away_since_s[lane] >= TURNED_AWAY_S:
             self.failure = sentence
-        self._start_over(peer)
-        peer.reconnects += 1
-        peer.must_reconnect = True
-        peer.resume_at_s = now_s + peer.pause_s
-        peer.pause_s = min(MAX_PAUSE_S, 2 * peer.pause_s)
+        self._start_over(lane)
+        self._troubles[lane].reconnects += 1
+        self._troubles[lane].must_reconnect = True
+        self._pause(lane, now_s)
 
     # ---- parts ----
 
-    def _answered(self, slave: str, request: int, now_s: float, credit: int = 0) -> tuple[_Peer, int | None] | None:
-        """The peer and the chunk of a request that is in flight; None: a late or repeated answer."""
-        peer = self._peers.get(slave)
-        if peer is None or request not in peer.in_flight:
-            return None
-        # A slow link is allowed a longer silence: four times the longest recent gap between two answers.
-        gap_s = now_s - peer.last_word_s
-        peer.silence_s = min(MAX_SILENCE_S, max(self._settings.silence_s, 4 * gap_s, 0.9 * peer.silence_s))
-        peer.last_word_s, peer.silences, peer.away_since_s = now_s, 0, math.inf
-        self._flow.answered(slave, request, now_s, credit)
-        if request == peer.query:
-            peer.query = None
-        return peer, peer.in_flight.pop(request)
+    def _over(self) -> bool:
+        return bool(self.failure) or not self.columns.flow.counts[N_OPEN]
 
-    def _reconnect(self, peer: _Peer, now_s: float) -> Reconnect:
-        self._why = f"slave {peer.slave} answered nothing for {now_s - peer.last_word_s:.1f} s"
+    def _find(self, slave: str, request: int) -> tuple[int, int]:
+        """The lane and the slot of a request that is in flight; (NONE, NONE): a late or repeated answer."""
+        lane = self._lanes.get(slave, NONE)
+        slot = NONE if lane == NONE else slot_of(self.columns.flow, lane, request)
+        return (NONE, NONE) if slot == NONE else (lane, slot)
+
+    def _lane_chunks(self, lane: int) -> range:
+        lanes = self.columns.lanes
+        return range(lanes.first[lane], lanes.first[lane] + lanes.n_chunks[lane])
+
+    def _pause(self, lane: int, now_s: float) -> None:
+        lanes = self.columns.lanes
+        lanes.resume_at_s[lane] = now_s + lanes.pause_s[lane]
+        lanes.pause_s[lane] = min(MAX_PAUSE_S, 2 * lanes.pause_s[lane])
+
+    def _reconnect(self, lane: int, now_s: float) -> Reconnect:
+        lanes, slave = self.columns.lanes, self.slaves[lane]
+        self._why = f"slave {slave} answered nothing for {now_s - lanes.last_word_s[lane]:.1f} s"
         self.reconnects += 1
-        peer.reconnects += 1
-        peer.silences += 1
-        if peer.silences >= MAX_SILENCES:
+        self._troubles[lane].reconnects += 1
+        lanes.silences[lane] += 1
+        if lanes.silences[lane] >= MAX_SILENCES:
             self.failure = self._why
-        self._start_over(peer)
-        peer.last_word_s = now_s
-        peer.silence_s = min(MAX_SILENCE_S, 2 * peer.silence_s)
-        return Reconnect(peer.slave)
+        self._start_over(lane)
+        lanes.last_word_s[lane] = now_s
+        lanes.silence_s[lane] = min(MAX_SILENCE_S, 2 * lanes.silence_s[lane])
+        return Reconnect(slave)
 
-    def _start_over(self, peer: _Peer, refused: int | None = None) -> None:
-        """Forget all requests in flight to this slave."""
-        lost = [index for index in peer.in_flight.values() if index is not None and not peer.moved[index]]
-        if refused is not None and not peer.moved[refused]:
-            lost.insert(0, refused)
-        peer.in_flight.clear()
-        peer.query = None
-        self._flow.lost(peer.slave)
-        peer.todo.extendleft(reversed(lost))
-        peer.must_query = True
+    def _start_over(self, lane: int, refused: int = QUERY) -> None:
+        """Forget all requests in flight to this slave; their chunks are the next, after the refused one."""
+        columns = self.columns
+        numbers, in_lane = columns.flow.requests.request, columns.flow.requests.lane
+        in_flight = sorted((n, slot) for slot, n in enumerate(numbers) if n and in_lane[slot] == lane)
+        lost = [refused, *(int(columns.flow.requests.chunk[slot]) for _, slot in in_flight)]
+        note_lost(columns.flow, lane)
+        columns.lanes.query[lane] = 0
+        columns.lanes.must_query[lane] = columns.counts[PUSHES]
+        for chunk in reversed(lost):
+            if chunk != QUERY and not columns.chunks.moved[chunk]:
+                put_first(columns, lane, chunk)
 
-    def _ask_chunks(self, peer: _Peer, now_s: float) -> Iterator[SlaveRequest]:
-        """Requests for the next chunks that are not moved, as many as the window takes."""
-        todo, moved, flow = peer.todo, peer.moved, self._flow
-        while todo and flow.may_send(peer.slave):
-            index = todo.popleft()
-            if not moved[index]:
-                yield self._ask(peer, index, now_s)
-
-    def _ask(self, peer: _Peer, index: int | None, now_s: float) -> SlaveRequest:
-        if not peer.in_flight:
-            peer.last_word_s = now_s  # silence is counted from the first unanswered request
-        self._last_request += 1
-        peer.in_flight[self._last_request] = index
-        chunk = None if index is None else peer.chunks[index]
-        self._flow.sent(peer.slave, self._last_request, 0 if chunk is None else chunk.length_bytes, now_s)
-        return SlaveRequest(peer.slave, self._last_request, chunk)
-
-    @abstractmethod
-    def _asks(self, peer: _Peer, now_s: float) -> Iterator[SlaveRequest]:
-        """The requests to this slave now, which is neither done nor pausing."""
-
-    def _moved(self, peer: _Peer, index: int, now_s: float, *, carried: bool = True) -> None:
-        """Note a moved chunk. carried: it came over the link now; else it was there before."""
-        if not peer.moved[index]:
-            peer.moved[index] = 1
-            peer.n_moved += 1
-            length_bytes = peer.chunks[index].length_bytes
-            self.moved_bytes += length_bytes
-            if carried:
-                peer.carried_bytes += length_bytes
-            else:
-                peer.resumed_bytes += length_bytes
-        self._progress_s = now_s
-        peer.pause_s, peer.unknown_since_s = FIRST_PAUSE_S, math.inf
-
-    def _not_moved(self, peer: _Peer, indices: Iterable[int]) -> None:
-        for index in indices:
-            if peer.moved[index]:
-                peer.moved[index] = 0
-                peer.n_moved -= 1
-                self.moved_bytes -= peer.chunks[index].length_bytes
-
-    def _finish(self, peer: _Peer) -> None:
-        self._open -= not peer.done
-        peer.done = True
-        self._flow.done(peer.slave)
+    def _do_again(self, lane: int, chunks: Iterable[int]) -> None:
+        """These chunks are not moved; they, and no others, are to do now, in the order of the schedule."""
+        columns = self.columns
+        columns.lanes.n_todo[lane] = 0
+        for chunk in sorted(set(chunks), key=self._turns.__getitem__):
+            if columns.chunks.moved[chunk]:
+                columns.chunks.moved[chunk] = 0
+                columns.lanes.n_moved[lane] -= 1
+                columns.counts[MOVED_BYTES] -= columns.chunks.length_bytes[chunk]
+            put_last(columns, lane, chunk)
 
 
 class PushTransfer(Transfer):
     """Sends a push. Begins at each slave with a query for missing chunks, so that a new attempt sends only those."""
 
-    def __init__(self, shares: Mapping[str, Sequence[Chunk]], settings: TransferSettings, now_s: float) -> None:
-        super().__init__(shares, settings, now_s)
-        for peer in self._peers.values():
-            peer.must_query = True
+    def __init__(
+        self, shares: Mapping[str, Sequence[Chunk]], settings: TransferSettings, now_s: float, *, arrays: bool = False
+    ) -> None:
+        super().__init__(shares, settings, now_s, pushes=True, arrays=arrays)
 
     def acked(self, slave: str, request: int, complete: bool, now_s: float, *, credit: int = 0) -> None:
         """A chunk is landed and verified. `complete`: the slave holds everything. credit: see core.net.data_header."""
-        answered = self._answered(slave, request, now_s, credit)
-        if answered is None:
-            return
-        peer, index = answered
-        if index is not None:
-            self._moved(peer, index, now_s)
-        if complete:
-            self._complete(peer, now_s)
+        _, slot = self._find(slave, request)
+        if slot != NONE:
+            take_ack(self.columns, slot, complete, now_s, credit)
 
     def missing(
         self, slave: str, request: int, missing: Sequence[MissingChunk], complete: bool, now_s: float, *,
         credit: int = 0,
     ) -> None:  # fmt: skip
         """Take the slave's missing chunks; it names only so many at a time, and is asked again when those are sent."""
-        answered = self._answered(slave, request, now_s, credit)
-        if answered is None:
+        lane, slot = self._find(slave, request)
+        if slot == NONE:
             return
-        peer = answered[0]
+        take_answer(self.columns, slot, now_s, credit)
         if complete:
-            self._complete(peer, now_s)
+            complete_lane(self.columns, lane, now_s)
             return
-        lacking = [index for item in missing if (index := peer.place.get((item.block, item.offset_bytes))) is not None]
-        if len(lacking) != len(missing) or not lacking:
+        lacking = [self._place(lane, item) for item in missing]
+        if NONE in lacking or not lacking:
             self.failure = f"slave {slave} misses chunks that are not of its blocks: it has another layout or placement"
             return
-        self._not_moved(peer, lacking)
-        peer.todo = peer.scheduled(lacking)
+        self._do_again(lane, lacking)
 
-    def every_chunk(self) -> Iterator[Chunk]:
-        """All chunks of the push, slave by slave."""
-        for peer in self._peers.values():
-            yield from peer.chunks
+    def know(self, checksums: Mapping[Chunk, int]) -> None:
+        """Take checksums that are known already, for a compiled loop: it computes the others."""
+        chunks = self.columns.chunks
+        for index, chunk in enumerate(self.chunks):
+            if chunk in checksums:
+                chunks.checksum[index], chunks.known[index] = checksums[chunk], 1
+
+    def known(self) -> dict[Chunk, int]:
+        """The checksums that are known by now."""
+        chunks = self.columns.chunks
+        return {chunk: int(chunks.checksum[i]) for i, chunk in enumerate(self.chunks) if chunks.known[i]}
 
     def digests(self, checksums: Mapping[Chunk, int]) -> tuple[tuple[str, bytes], ...]:
         """The digest of the share of each slave; `checksums`: of all chunks of the push."""
         return tuple(
-            (slave, shard_digest([checksums[chunk] for chunk in peer.chunks])) for slave, peer in self._peers.items()
+            (slave, shard_digest([checksums[chunk] for chunk in self._share(slave)])) for slave in self._every_slave
         )
 
-    def _complete(self, peer: _Peer, now_s: float) -> None:
-        for index in range(len(peer.chunks)):
-            self._moved(peer, index, now_s, carried=False)
-        peer.todo.clear()
-        peer.in_flight.clear()
-        peer.query = None
-        self._finish(peer)
+    def _share(self, slave: str) -> list[Chunk]:
+        lane = self._lanes.get(slave, NONE)
+        return [] if lane == NONE else [self.chunks[index] for index in self._lane_chunks(lane)]
 
-    def _asks(self, peer: _Peer, now_s: float) -> Iterator[SlaveRequest]:
-        """A query is sent when nothing else is in flight, so its answer covers everything sent before."""
-        if peer.query is not None:
-            return
-        if not peer.must_query:
-            yield from self._ask_chunks(peer, now_s)
-        if not peer.in_flight and (peer.must_query or not peer.todo):
-            peer.must_query = False
-            ask = self._ask(peer, None, now_s)
-            peer.query = ask.request
-            yield ask
+    def _place(self, lane: int, missing: MissingChunk) -> int:
+        """The chunk that a slave names; NONE: it is none of its share."""
+        share = self._lane_chunks(lane)
+        named = (missing.block, missing.offset_bytes)
+        index = bisect_left(self.chunks, named, share.start, share.stop)
+        return index if index < share.stop and self.chunks[index][:2] == named else NONE
 
 
 class PullTransfer(Transfer):
     """Fetches a version; done only when every slave's share has the digest that the master gave."""
 
     def __init__(
-        self,
-        shares: Mapping[str, Sequence[Chunk]],
-        digest_of_slave: Mapping[str, bytes],
-        settings: TransferSettings,
-        now_s: float,
-    ) -> None:
-        super().__init__(shares, settings, now_s)
+        self, shares: Mapping[str, Sequence[Chunk]], digest_of_slave: Mapping[str, bytes], settings: TransferSettings,
+        now_s: float, *, arrays: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(shares, settings, now_s, pushes=False, arrays=arrays)
         self._promised = dict(digest_of_slave)
 
     def wants(self, slave: str, request: int) -> Chunk | None:
         """The chunk that this request asked for; None: it is not expected, do not land it."""
-        peer = self._peers.get(slave)
-        index = None if peer is None else peer.in_flight.get(request)
-        return None if peer is None or index is None else peer.chunks[index]
+        _, slot = self._find(slave, request)
+        return None if slot == NONE else self.chunks[self.columns.flow.requests.chunk[slot]]
 
     def landed(self, slave: str, request: int, checksum: int, now_s: float, *, credit: int = 0) -> None:
         """A requested chunk is in the buffer, with this checksum."""
-        answered = self._answered(slave, request, now_s, credit)
-        if answered is None or answered[1] is None:
-            return
-        peer, index = answered[0], answered[1]
-        peer.checksums[index] = checksum
-        self._moved(peer, index, now_s)
-        if peer.n_moved == len(peer.chunks):
-            self._verify(peer)
+        lane, slot = self._find(slave, request)
+        if slot != NONE and take_landed(self.columns, slot, checksum, now_s, credit):
+            self._verify(lane)
 
     def damaged(self, slave: str, request: int, sentence: str, now_s: float) -> None:
         """The payload for this request does not fit its header: ask again."""
-        answered = self._answered(slave, request, now_s)
-        if answered is not None and answered[1] is not None:
+        lane, slot = self._find(slave, request)
+        if slot != NONE:
             self._why = sentence
-            answered[0].todo.append(answered[1])
+            put_last(self.columns, lane, take_answer(self.columns, slot, now_s, 0))
 
-    def _verify(self, peer: _Peer) -> None:
-        digest = shard_digest([peer.checksums[index] for index in range(len(peer.chunks))])
-        if digest == self._promised.get(peer.slave):
-            self._finish(peer)
+    def verify(self) -> None:
+        """Compare the digests of all shares that are whole and not yet verified: a compiled loop leaves it to this."""
+        lanes = self.columns.lanes
+        for lane, is_open in enumerate(self.columns.flow.windows.open):
+            if is_open and lanes.n_moved[lane] == lanes.n_chunks[lane]:
+                self._verify(lane)
+
+    def _verify(self, lane: int) -> None:
+        share, slave, trouble = self._lane_chunks(lane), self.slaves[lane], self._troubles[lane]
+        digest = shard_digest(self.columns.chunks.checksum[share.start : share.stop])
+        if digest == self._promised.get(slave):
+            note_done(self.columns.flow, lane)
             return
-        peer.bad_shards += 1
-        sentence = f"the share of slave {peer.slave} does not have the digest that its COMMIT record names"
-        if peer.bad_shards > MAX_BAD_SHARDS:
+        trouble.bad_shards += 1
+        sentence = f"the share of slave {slave} does not have the digest that its COMMIT record names"
+        if trouble.bad_shards > MAX_BAD_SHARDS:
             self.failure, self.corrupt = sentence, True
             return
         self._why = sentence
-        self._not_moved(peer, range(len(peer.chunks)))
-        peer.checksums.clear()
-        peer.todo = peer.scheduled(range(len(peer.chunks)))
-
-    def _asks(self, peer: _Peer, now_s: float) -> Iterator[SlaveRequest]:
-        return self._ask_chunks(peer, now_s)
+        self._do_again(lane, share)
 
 
 def shares_of(
@@ -495,17 +434,3 @@ def shares_of(
         slave = names[placement.slave_of_block[block_id]]
         shares.setdefault(slave, []).extend(chunks_of([layout.blocks[block_id]], chunk_bytes))
     return shares | {name: [] for name in names if name not in shares}
-
-
-def _begun_part(peer: _Peer) -> float:
-    return (peer.n_moved + len(peer.in_flight)) / len(peer.chunks)
-
-
-def _in_turn(queues: list[Iterator[SlaveRequest]]) -> Iterator[SlaveRequest]:
-    while queues:
-        for queue in list(queues):
-            ask = next(queue, None)
-            if ask is None:
-                queues.remove(queue)
-            else:
-                yield ask

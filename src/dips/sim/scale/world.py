@@ -17,7 +17,7 @@ from dips.core.ids import ClusterId
 from dips.core.layout import FLOAT32_BYTES, Layout
 from dips.core.messages import Configure, DataMode, DataPlan, DataRange, Measure, Prepare
 from dips.core.net.flow import START_CHUNKS
-from dips.core.net.transfer import MAX_SILENCE_S
+from dips.core.net.steps import MAX_SILENCE_S
 from dips.sim.disks import JournalDisk
 from dips.sim.hosts.cluster import ClusterHost
 from dips.sim.hosts.master import MasterHost
