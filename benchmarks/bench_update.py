@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from dips.core import allocator
 from dips.core.chunks import checksum
-from dips.core.math import outer_numba, wire_numba
+from dips.core.math import landing_numba, outer_numba, wire_numba
 from dips.core.math.outer_numpy import n_pieces
 from dips.core.math.simd_numba import compiled, load, splat, store
 from dips.core.threads import usable_processors
@@ -156,11 +156,11 @@ class Bench:
             return work
 
         return {
-            ("land", 1): (size, each(lambda x, at, _: outer_numba.land(out[at], x))),
-            ("measure_landed", 1): (size, each(lambda x, at, sums: outer_numba.measure_landed(x, theta[at], sums))),
+            ("copy_chunk", 1): (size, each(lambda x, at, _: landing_numba.copy_chunk(out[at], x))),
+            ("land", 1): (size, each(lambda x, at, _: landing_numba.land_chunk(Codec.F32, out[at], x))),
             ("land_measured", 1): (
                 2 * size,
-                each(lambda x, at, sums: outer_numba.land_measured(out[at], x, theta[at], sums)),
+                each(lambda x, at, sums: landing_numba.land_chunk(Codec.F32, out[at], x, None, theta[at], sums)),
             ),
             ("products", 2): (
                 2 * size,
@@ -210,6 +210,7 @@ def measure(n_elems: int, threads: int, repeats: int) -> list[Result]:
     up."""
     outer_numba.warm_up()
     wire_numba.warm_up()
+    landing_numba.warm_up()
     bench = Bench(n_elems, threads)
     works = bench.works()
     times: dict[tuple[str, int], list[float]] = {key: [] for key in works}

@@ -1,7 +1,8 @@
 """Answers one message of the data port. It uses memory and tables, but no socket and no thread.
 
 A peer's message can never raise here: whatever is wrong with it becomes a REFUSED answer and a count. No
-byte of a payload reaches staging before the header was admitted and the checksum verified.
+byte of a payload reaches staging before the header was admitted, and none counts before its checksum was verified: it
+is copied and hashed in one pass, so what a refused chunk leaves in its place is never read, and is overwritten.
 
 A PUT has two steps: begin() decides, and returns the landing (slave/landing.py), which may run on another thread;
 end() notes its result. Everything else here belongs to one thread.

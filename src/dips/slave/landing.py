@@ -1,4 +1,4 @@
-"""Lands one chunk from a frame in its slot: checks, decodes and measures it while its bytes are in the cache.
+"""Lands one chunk from a frame in its slot: copies, decodes, checks and measures it while its bytes are in the cache.
 
 Touches bytes, never a table: the data thread (slave/data_port.py) admits the chunk before and notes the result
 afterwards. So landings of different chunks may run on several threads at once; everything that takes time here releases
@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dips.core.chunks import Buffer as Bytes
+from dips.core.chunks import checksum as xxh3_64
 from dips.core.errors import RefusalCode, Refused
 from dips.core.layout import FLOAT32_BYTES
-from dips.core.math import outer_numba as kernels
-from dips.core.math import wire_numba
+from dips.core.math.landing_numba import land_chunk
+from dips.core.math.outer_numba import products
 from dips.core.math.outer_numpy import n_pieces
 from dips.core.net.data_header import DataHeader
 from dips.core.placement import KEPT_PRODUCTS
@@ -267,9 +268,14 @@ class LandingJob:
     def run(self) -> None:
         """Land the chunk and count its non-finite elements.
 
-        Raises Refused(CHUNK) for damaged bytes; then none has landed.
+        The bytes are copied and hashed in one pass, so they are in the slot before their checksum is known. Raises
+        Refused(CHUNK) for damaged ones; then what is in the slot has no meaning, nor have the sums: the chunk counts as
+        not landed, and the right bytes overwrite it.
         """
-        found = self.checksum(self.payload)
+        wire = self.staging.slot.wire
+        found, self.bad = land_chunk(wire, self.into, self.payload, self.base, self.theta, self.squared)
+        if self.checksum is not xxh3_64:
+            found = self.checksum(self.payload)
         if found != self.header.checksum:
             header = self.header
             raise Refused(
@@ -277,21 +283,8 @@ class LandingJob:
                 f"block {header.block}, offset {header.offset_bytes} of push {header.push}: the payload's checksum "
                 f"is {found:016x}, its header says {header.checksum:016x}; send it again",
             )
-        if self.staging.slot.wire is Codec.F32:
-            values = np.frombuffer(self.payload, np.float32)
-            if self.theta is None or self.squared is None:
-                self.bad = kernels.land(self.into, values)
-            else:
-                self.bad = kernels.land_measured(self.into, values, self.theta, self.squared)
-            # What landed bypassed the caches; the frame's bytes are still in them, for the products.
-        else:
-            assert self.base is not None, "differences are admitted only while their base is in memory"
-            payload, values = np.frombuffer(self.payload, np.uint8), self.into
-            wire_numba.decode(self.staging.slot.wire, self.base, payload, self.into)
-            if self.theta is None or self.squared is None:
-                self.bad = kernels.land(self.into, self.into)
-            else:
-                self.bad = kernels.measure_landed(self.into, self.theta, self.squared)
+        # What landed bypassed the caches; the frame's bytes are still in them, for the products.
+        values = np.frombuffer(self.payload, np.float32) if wire is Codec.F32 else self.into
         for companion in self.companions:
             assert self.theta is not None, "products are taken with a theta"
-            kernels.products(self.theta, values, companion.values, companion.products)
+            products(self.theta, values, companion.values, companion.products)

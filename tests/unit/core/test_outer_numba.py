@@ -4,7 +4,6 @@ placement."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -20,13 +19,15 @@ from numba.core.dispatcher import Dispatcher
 from support.numerics import F32, Shard, assert_same_bits, random_slots
 
 from dips.core.math import outer_numba, outer_numpy, simd_numba, wire_numba
-from dips.core.math.outer_numba import AHEAD_ELEMS, TILE_ELEMS, VECTOR_ELEMS
+from dips.core.math.landing_numba import land_chunk
+from dips.core.math.outer_numba import TILE_ELEMS, VECTOR_ELEMS
 from dips.core.math.outer_numpy import LANES, PIECE_ELEMS, n_pieces
 from dips.core.math.simd_numba import VECTOR_BYTES, compiled
+from dips.core.wire import Codec
 
 SIZES = [
     *(1, 2, LANES - 1, LANES + 1, 4 * VECTOR_ELEMS, TILE_ELEMS - 1, TILE_ELEMS, 3 * TILE_ELEMS + 77),
-    *(AHEAD_ELEMS + 1, PIECE_ELEMS, PIECE_ELEMS + 1, 100_003),
+    *(PIECE_ELEMS, PIECE_ELEMS + 1, 100_003),
 ]
 
 
@@ -112,7 +113,7 @@ def test_any_float32_values(values: list[float], seed: int) -> None:
 
 
 @pytest.mark.parametrize("special", [False, True])
-def test_seed_and_land_equal_the_reference(special: bool) -> None:
+def test_a_seed_equals_the_reference(special: bool) -> None:
     shard = Shard.random(5, 2 * TILE_ELEMS + 9, slots=2, special=special)
     theta, momentum = shard.outputs()
     expected_theta, expected_momentum = shard.outputs()
@@ -120,31 +121,6 @@ def test_seed_and_land_equal_the_reference(special: bool) -> None:
     assert bad == outer_numpy.seed_step(shard.staging, 1, expected_theta, expected_momentum, 7, len(theta) - 3)
     assert_same_bits(theta, expected_theta)
     assert_same_bits(momentum, expected_momentum)
-    dst = np.zeros_like(theta)
-    assert outer_numba.land(dst, shard.staging[0]) == np.count_nonzero(~np.isfinite(shard.staging[0]))
-    assert_same_bits(dst, shard.staging[0])
-
-
-@pytest.mark.parametrize("offset_bytes", [0, 1, 2, 4])
-def test_frames_are_read_at_any_address(offset_bytes: int) -> None:
-    """Read-only ones too."""
-    values = np.array([1.5, np.nan, -0.0, np.inf, 3.0] * 300, np.float32)
-    frame = bytes(offset_bytes) + values.tobytes()
-    src = np.frombuffer(frame, np.float32, offset=offset_bytes)
-    theta, found, expected = np.ones_like(values), np.zeros(1), np.zeros(1)
-    assert outer_numpy.measure_landed(values, theta, expected) == 600
-    landings: tuple[Callable[[F32], int], ...] = (
-        lambda dst: outer_numba.land(dst, src),
-        lambda dst: outer_numba.land_measured(dst, src, theta, found),
-    )
-    for land in landings:
-        dst = np.zeros_like(values)
-        assert land(dst) == 600
-        assert_same_bits(dst, values)
-    assert_same_bits(found, expected)
-    found[:] = 0
-    assert outer_numba.measure_landed(src, theta, found) == 600
-    assert_same_bits(found, expected)
 
 
 def test_the_step_may_overwrite_its_inputs() -> None:
@@ -221,36 +197,13 @@ def _on_slaves(
 
 @pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])
 @pytest.mark.parametrize("n_elems", SIZES)
-def test_sums_on_receipt_equal_the_reference(n_elems: int, special: bool) -> None:
+def test_products_equal_the_reference(n_elems: int, special: bool) -> None:
     shard = Shard.random(n_elems, n_elems, slots=2, special=special)
     theta, (x, y) = shard.theta, shard.staging
     found, expected = np.full((2, n_pieces(n_elems)), 77.0)
     outer_numba.products(theta, x, y, found)
     outer_numpy.products(theta, x, y, expected)
     assert_same_bits(found, expected)
-    assert outer_numba.measure_landed(x, theta, found) == outer_numpy.measure_landed(x, theta, expected)
-    assert_same_bits(found, expected)
-    found[:] = 77.0
-    dst = np.zeros_like(x)
-    assert outer_numba.land_measured(dst, x, theta, found) == np.count_nonzero(~np.isfinite(x))
-    assert_same_bits(found, expected)
-    assert_same_bits(dst, x)
-
-
-@pytest.mark.parametrize("n_elems", [1, 16, LANES - 1, LANES, 2 * LANES + 5, PIECE_ELEMS, PIECE_ELEMS + 1234])
-@pytest.mark.parametrize("ahead", [1, 3, 15])
-def test_a_chunk_may_begin_anywhere_in_memory(ahead: int, n_elems: int) -> None:
-    """A block begins at any element of a shard, so theta and staging are sliced off the cache's lines."""
-    shard = Shard.random(ahead, n_elems + 2 * ahead, slots=2)
-    theta, x, y = (row[ahead : ahead + n_elems] for row in (shard.theta, *shard.staging))
-    neighbours = shard.staging[0, :ahead].tolist() + shard.staging[0, ahead + n_elems :].tolist()
-    y = y.copy()
-    found, expected = np.zeros((2, n_pieces(n_elems)))
-    assert outer_numba.land_measured(x, y, theta, found) == 0
-    assert outer_numpy.measure_landed(y, theta, expected) == 0
-    assert_same_bits(found, expected)
-    assert_same_bits(x, y)
-    assert shard.staging[0, :ahead].tolist() + shard.staging[0, ahead + n_elems :].tolist() == neighbours
 
 
 def test_pieces_measured_one_by_one_make_the_gram_of_the_block() -> None:
@@ -261,7 +214,7 @@ def test_pieces_measured_one_by_one_make_the_gram_of_the_block() -> None:
     for piece in np.random.default_rng(0).permutation(len(squared)).tolist():
         part = slice(piece * PIECE_ELEMS, min((piece + 1) * PIECE_ELEMS, n_elems))
         theta, (x, y) = shard.theta[part], shard.staging[:, part].copy()
-        outer_numba.measure_landed(x, theta, squared[piece : piece + 1])
+        land_chunk(Codec.F32, np.empty_like(x), x.tobytes(), None, theta, squared[piece : piece + 1])
         outer_numba.products(theta, x, y, mixed[piece : piece + 1])
     gram, _ = outer_numba.gram(shard.theta, shard.staging, np.arange(2), 0, n_elems)
     assert (outer_numpy.total(squared), outer_numpy.total(mixed)) == (gram[0, 0], gram[0, 1])
@@ -308,16 +261,14 @@ def _elements_behind_a_line(n_elems: int, ahead: int) -> F32:
 
 
 def test_warm_up_compiles_all_that_a_round_needs() -> None:
-    """After it, a round with real arrays (a read-only frame too) adds no specialisation."""
+    """After it, a round with real arrays adds no specialisation."""
     dispatchers = [value for value in vars(outer_numba).values() if isinstance(value, Dispatcher)]
     before = [len(dispatcher.signatures) for dispatcher in dispatchers]
     assert len(before) > 10
     both_steps(Shard.random(9, 100, slots=3), 3, 10, 90)
     both_grams(Shard.random(9, 100, slots=3), 3, 10, 90)
-    test_frames_are_read_at_any_address(4)
-    test_frames_are_read_at_any_address(1)
-    test_seed_and_land_equal_the_reference(False)
-    test_sums_on_receipt_equal_the_reference(LANES + 1, True)
+    test_a_seed_equals_the_reference(False)
+    test_products_equal_the_reference(LANES + 1, True)
     test_listed_pieces_are_measured_and_no_other(True)
     assert [len(dispatcher.signatures) for dispatcher in dispatchers] == before
 
@@ -352,15 +303,11 @@ def test_the_compiled_twin_refuses_what_the_reference_refuses() -> None:
         outer_numba.gram(shard.theta, shard.staging, np.array([0]), 0, 9)
     with pytest.raises(ValueError, match="not rows"):
         outer_numba.seed_step(shard.staging, 2, theta, momentum, 0, 8)
-    with pytest.raises(ValueError, match="src is"):
-        outer_numba.land(theta, np.zeros(9, np.float32))
     sums = np.zeros(1)
     with pytest.raises(ValueError, match="x is"):
         outer_numba.products(shard.theta, np.zeros(9, np.float32), theta, sums)
     with pytest.raises(ValueError, match="sums is"):
-        outer_numba.measure_landed(theta, shard.theta, np.zeros(2))
-    with pytest.raises(ValueError, match="theta is"):
-        outer_numba.land_measured(theta, shard.theta, np.zeros(8), sums)  # type: ignore[arg-type]
+        outer_numba.products(shard.theta, theta, theta, np.zeros(2))
     edges, pieces, nonfinite = np.array([0, 8]), np.array([0]), np.zeros((1, 1), np.int64)
     piece_sums = np.zeros((1, 1))
     for complaint, bad_edges, bad_pieces in (

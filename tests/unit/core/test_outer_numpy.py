@@ -189,9 +189,7 @@ def test_gram_adds_whole_pieces_in_the_order_of_their_offsets() -> None:
 def test_sums_on_receipt_are_those_of_gram(n_elems: int) -> None:
     shard = Shard.random(5, n_elems, slots=2)
     squared, mixed = np.zeros((2, n_pieces(n_elems)))
-    landed = np.zeros(n_elems, np.float32)
-    assert outer_numpy.land_measured(landed, shard.staging[0], shard.theta, squared) == 0
-    assert_same_bits(landed, shard.staging[0])
+    assert outer_numpy.measure_landed(shard.staging[0], shard.theta, squared) == 0
     outer_numpy.products(shard.theta, shard.staging[0], shard.staging[1], mixed)
     gram, _ = outer_numpy.gram(shard.theta, shard.staging, np.arange(2), 0, n_elems)
     assert (gram[0, 0], gram[1, 0]) == (outer_numpy.total(squared), outer_numpy.total(mixed))
@@ -223,13 +221,6 @@ def test_a_nonfinite_element_spoils_its_own_row_and_column_only() -> None:
     assert counts.tolist() == [0, 2, 0]
     finite = np.isfinite(gram)
     assert finite.tolist() == [[True, False, True], [False, False, False], [True, False, True]]
-
-
-def test_land_copies_and_counts() -> None:
-    src = np.array([1.0, np.nan, -np.inf, 2.0], np.float32)
-    dst = np.zeros(4, np.float32)
-    assert outer_numpy.land(dst, src) == 2
-    assert_same_bits(dst, src)
 
 
 def _step_arguments() -> dict[str, object]:
@@ -284,14 +275,8 @@ def test_arguments_that_do_not_fit_are_refused(changed: dict[str, object], compl
         outer_numpy.outer_step(**arguments)  # type: ignore[arg-type]
 
 
-def test_land_and_seed_refuse_what_does_not_fit() -> None:
+def test_a_seed_that_does_not_fit_is_refused() -> None:
     good = np.zeros(4, np.float32)
-    with pytest.raises(ValueError, match="src is"):
-        outer_numpy.land(good, np.zeros(5, np.float32))
-    with pytest.raises(ValueError, match="read-only"):
-        outer_numpy.land(_read_only(), np.zeros(8, np.float32))
-    with pytest.raises(ValueError, match="dimension"):
-        outer_numpy.land(np.zeros((2, 2), np.float32), np.zeros((2, 2), np.float32))
     with pytest.raises(ValueError, match="not rows of a staging"):
         outer_numpy.seed_step(np.zeros((1, 4), np.float32), 1, good, good.copy(), 0, 4)
 

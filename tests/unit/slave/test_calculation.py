@@ -13,7 +13,7 @@ from dips.core.chunks import chunks_of, digest_of_array, shard_digest
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import AVERAGED_LAYER, Layout, Parameter
-from dips.core.math import outer_numba
+from dips.core.math import outer_numba, outer_numpy
 from dips.core.math.outer_numpy import PIECE_ELEMS, average_step, gram, outer_step
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.threads import Threads
@@ -114,7 +114,7 @@ def receive(memory: ShardMemory, theta: F32, share: float, pairs: float) -> Rece
         for row in range(SLOTS):
             number = 2 if rng.random() < share else 1
             then, sums = theta[part] * np.float32(number / 2), receipts.squared_of(row, landing)
-            bad = outer_numba.measure_landed(memory.staging[row, part], then, sums)
+            bad = outer_numpy.measure_landed(memory.staging[row, part], then, sums)
             receipts.note(row, landing, bad, number)
             for other, products in receipts.companions(row, landing):
                 if number == 2 and rng.random() < pairs:

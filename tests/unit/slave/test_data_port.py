@@ -1,4 +1,4 @@
-"""The data port without sockets: whatever a peer sends becomes an answer, and only right bytes reach staging."""
+"""The data port without sockets: whatever a peer sends becomes an answer, and only right bytes count as landed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from support.slave_wire import LAYOUT, push_id
 from dips.core.chunks import Chunk, checksum, chunks_of, digest_of_array, shard_digest
 from dips.core.errors import RefusalCode
 from dips.core.ids import RoundId, Version
-from dips.core.math import wire_numpy
+from dips.core.layout import Block, Layout, Parameter
+from dips.core.math import outer_numpy, wire_numpy
+from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.messages import Refusal, SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
@@ -36,23 +38,25 @@ V0 = Version(1, 0)
 class Port:
     """A data port with one open push and one readable version."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: tuple[Block, ...] = BLOCKS, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.staged: list[PushStaged] = []
         self.port = DataPort("run", self.staged.append)
-        self.staging = np.zeros((2, LAYOUT.n_elems), np.float32)
+        n_elems = sum(block.n_elems for block in blocks)
+        self.staging = np.zeros((2, n_elems), np.float32)
         self.port.set_epoch(3)
-        self.port.set_memory(ShardMap(BLOCKS, CHUNK_BYTES), self.staging)
+        self.port.set_memory(ShardMap(blocks, chunk_bytes), self.staging)
         self.port.open(Slot(A, 1, 1, opening=5))
         info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", b"", committed=True)
-        self.buffer = ThetaBuffer(VALUES.copy(), info, chunk_checksums(VALUES, BLOCKS, CHUNK_BYTES))
+        theta = np.resize(VALUES, n_elems)
+        self.buffer = ThetaBuffer(theta, info, chunk_checksums(theta, blocks, chunk_bytes))
         self.port.set_readable({V0: self.buffer}, V0)
 
     def send(self, header: DataHeader, *payload: bytes) -> Answer:
         return self.port.answer([memoryview(header.encode()), *(memoryview(part) for part in payload)])
 
     def refused(self, header: DataHeader, *payload: bytes) -> Refusal:
-        """The refusal; nothing may have changed but the count."""
-        before, count = self.staging.copy(), self.port.refused_chunks
+        """The refusal; nothing may have changed but the count, and the bytes of a chunk whose checksum is wrong."""
+        before, count, landed = self.staging.copy(), self.port.refused_chunks, self.port.beat()
         answer = self.send(header, *payload)
         assert answer.header.op is DataOp.REFUSED
         assert answer.header.request == header.request
@@ -60,7 +64,9 @@ class Port:
         assert self.port.refused_chunks == count + 1
         early = answer.header.refusal.retry_after_s > 0
         assert early or self.port.last_refusal == answer.header.refusal.sentence
-        np.testing.assert_array_equal(self.staging, before)
+        assert self.port.beat() == replace(landed, refused_chunks=count + 1)
+        if "the payload's checksum" not in answer.header.refusal.sentence:
+            np.testing.assert_array_equal(self.staging, before)
         return answer.header.refusal
 
 
@@ -74,7 +80,8 @@ def payload(chunk: Chunk) -> bytes:
     return DATA[start : start + chunk.length_bytes]
 
 
-def put(chunk: Chunk) -> DataHeader:
+def put(chunk: Chunk, body: bytes = b"") -> DataHeader:
+    body = body or payload(chunk)
     return DataHeader(
         "run",
         3,
@@ -86,7 +93,7 @@ def put(chunk: Chunk) -> DataHeader:
         offset_bytes=chunk.offset_bytes,
         length_bytes=chunk.length_bytes,
         codec=Codec.F32,
-        checksum=checksum(payload(chunk)),
+        checksum=checksum(body),
         cause_id="why",
     )
 
@@ -176,7 +183,8 @@ def test_a_wrong_put_is_refused(port: Port, changes: dict[str, object], code: Re
     answer = port.send(header, payload(CHUNKS[0])).header
     assert answer.refusal is not None
     assert answer.refusal.code is code
-    assert not port.staging.any()
+    assert port.port.beat().staging_bytes == 0
+    assert "checksum" in changes or not port.staging.any()
     assert port.port.refused_chunks == 1
 
 
@@ -259,7 +267,7 @@ def test_any_frames_get_one_answer_and_change_nothing(frames: list[bytes]) -> No
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_damaged_message_never_lands_wrong_bytes(data: st.DataObject) -> None:
-    """Bits flipped anywhere in header and payload are seen, and nothing lands."""
+    """Bits flipped anywhere in header and payload are seen, and nothing counts as landed."""
     port = Port()
     chunk = data.draw(st.sampled_from(CHUNKS))
     frames = [bytearray(put(chunk).encode()), bytearray(payload(chunk))]
@@ -270,7 +278,8 @@ def test_a_damaged_message_never_lands_wrong_bytes(data: st.DataObject) -> None:
         return  # the same bit twice
     answer = port.port.answer([memoryview(bytes(frame)) for frame in frames])
     assert answer.header.op is DataOp.REFUSED
-    assert not port.staging.any()
+    assert port.port.beat().staging_bytes == 0
+    assert len(port.send(replace(put(CHUNKS[0]), op=DataOp.QUERY_MISSING)).header.missing) == len(CHUNKS)
 
 
 def differences(codec: Codec, chunk: Chunk) -> bytes:
@@ -328,6 +337,51 @@ def test_the_same_chunk_is_not_landed_twice_at_a_time(port: Port) -> None:
     again = port.port.begin(frames)
     assert isinstance(again, Answer)
     assert again.header.op is DataOp.ACK
+
+
+@pytest.mark.parametrize("codec", [Codec.F32, Codec.INT8])
+def test_damaged_bytes_in_the_row_count_for_nothing_and_the_right_ones_overwrite_them(codec: Codec) -> None:
+    """Bytes are copied while their checksum is taken, so a damaged chunk leaves its mark; nobody may believe it."""
+    layout = Layout((Parameter("w", (2 * PIECE_ELEMS,), "float32", "w"),))
+    port = Port(layout.blocks, 4 * PIECE_ELEMS)
+    theta = port.buffer.theta
+    sent = (theta * np.float32(1.25)).astype(np.float32)
+    bodies = {}
+    for chunk in chunks_of(layout.blocks, 4 * PIECE_ELEMS):
+        here = slice(chunk.offset_bytes // 4, (chunk.offset_bytes + chunk.length_bytes) // 4)
+        encoded = np.empty(encoded_bytes(codec, PIECE_ELEMS), np.uint8)
+        if codec is Codec.F32:
+            encoded[:] = sent[here].view(np.uint8)
+        else:
+            wire_numpy.encode(codec, sent[here], theta[here], None, encoded)
+            wire_numpy.decode(codec, theta[here], encoded, sent[here])
+        bodies[chunk] = encoded.tobytes()
+    port.port.open(Slot(A, 1, 1, opening=6, wire=codec, base=V0))
+    first, last = bodies
+    damaged = bytearray(bodies[first])
+    damaged[-1] ^= 0x40
+    header = replace(put(first, bodies[first]), codec=codec)
+    refusal = port.send(header, bytes(damaged)).header.refusal
+    assert refusal is not None
+    assert refusal.code is RefusalCode.CHUNK
+    assert port.staging[1, :PIECE_ELEMS].any(), "the test is about damaged bytes that are in the row"
+    known = port.port.known(V0)
+    assert known is not None
+    for chunk in (last, first):
+        missing = port.send(replace(header, op=DataOp.QUERY_MISSING, checksum=0)).header.missing
+        assert (chunk.block_id, chunk.offset_bytes) in [(one.block, one.offset_bytes) for one in missing]
+        assert not known.squared(1)[1][chunk.offset_bytes // (4 * PIECE_ELEMS)]
+        assert not port.staged
+        assert port.send(replace(put(chunk, bodies[chunk]), codec=codec), bodies[chunk]).header.op is DataOp.ACK
+    digest = shard_digest([checksum(body) for body in bodies.values()])
+    assert port.staged == [PushStaged(Slot(A, 1, 1, 6, codec, V0), digest)]
+    np.testing.assert_array_equal(port.staging[1], sent)
+    sums, valid = known.squared(1)
+    expected = np.empty(2)
+    assert outer_numpy.measure_landed(sent, theta, expected) == 0
+    assert valid.all()
+    np.testing.assert_array_equal(sums, expected)
+    assert known.bad(1).tolist() == [0, 0]
 
 
 def test_every_answer_about_a_transfer_says_what_may_be_in_flight(port: Port) -> None:

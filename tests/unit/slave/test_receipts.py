@@ -204,9 +204,9 @@ def test_a_damaged_chunk_leaves_nothing_known() -> None:
     answer = port.port.answer([memoryview(header.encode()), memoryview(bytes(damaged))])
     assert answer.header.op is DataOp.REFUSED
     assert not port.known().squared(0)[1].any()
-    assert not port.staging.any()
     same = port.port.answer([memoryview(replace(header, request=2).encode()), memoryview(payload)])
     assert same.header.op is DataOp.ACK
+    assert port.staging[0, : chunk.length_bytes // 4].tobytes() == payload
 
 
 @pytest.mark.parametrize("flips", [False, True])

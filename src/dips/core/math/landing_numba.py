@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from dips.core.chunks import Buffer
 from dips.core.math.outer_numba import (
-    AHEAD_ELEMS,
     LANES,
     PIECE_ELEMS,
     VECTOR_ELEMS,
@@ -71,6 +70,9 @@ U8 = NDArray[np.uint8]
 
 FLOAT32_BYTES = 4
 BLOCK_ELEMS = BLOCK_BYTES // FLOAT32_BYTES
+
+AHEAD_ELEMS = 1024
+"""How far ahead land_measured asks for theta: 4 KiB, which take longer to copy than a line takes to come."""
 
 # ---- for the interpreter ----
 

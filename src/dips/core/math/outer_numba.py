@@ -23,7 +23,6 @@ from dips.core.math.outer_numpy import (
     F64,
     I64,
     check_gram,
-    check_land,
     check_measure_pieces,
     check_multiply_pieces,
     check_pieces,
@@ -33,14 +32,11 @@ from dips.core.math.outer_numpy import (
 )
 from dips.core.math.simd_numba import (
     VECTOR_BYTES,
-    address,
     address_of,
-    array_at,
     compiled,
     fence,
     load,
     multiply_add,
-    prefetch,
     splat,
     store,
     stream,
@@ -60,9 +56,6 @@ PIECE_ELEMS = 16384
 TILE_ELEMS = 512
 """Elements that sums work on at a time, a multiple of LANES: what is copied or multiplied again is still in the first
 cache then (8 pseudo-gradients in float64: 32 KiB)."""
-
-AHEAD_ELEMS = 1024
-"""How far ahead land_measured asks for theta: 4 KiB, which take longer to copy than a line takes to come."""
 
 VECTOR_ELEMS = 16
 """VECTOR_BYTES of float32."""
@@ -144,25 +137,6 @@ def products(theta: F32, x: F32, y: F32, out: F64) -> None:
     _products(theta, x, y, out)
 
 
-def measure_landed(x: F32, theta: F32, squared: F64) -> int:
-    """As outer_numpy.measure_landed, to the bit."""
-    check_pieces(theta, squared, x=x)
-    return _measure(address(x), theta, squared)
-
-
-def land_measured(dst: F32, src: F32, theta: F32, squared: F64) -> int:
-    """As outer_numpy.land_measured; src may be read-only, and may be at any address (a frame of a socket)."""
-    check_land(dst, src)
-    check_pieces(theta, squared, x=src)
-    return _land_measured(dst, address(src), theta, squared)
-
-
-def land(dst: F32, src: F32) -> int:
-    """As outer_numpy.land; src as in land_measured."""
-    check_land(dst, src)
-    return _land(dst, address(src))
-
-
 def warm_up() -> None:
     """Compile (or load from the cache) everything for the types in use, so that the first round is not
     slow."""
@@ -177,9 +151,6 @@ def warm_up() -> None:
     multiply_pieces(theta, theta, theta, edges, pieces, squared)
     block_totals(squared.reshape(1, 1), np.array([0, 1]))
     products(theta, theta, theta, squared)
-    measure_landed(theta, theta, squared)
-    land_measured(out_theta, theta, theta, squared)
-    land(out_theta, theta)
 
 
 # ---- the outer step ----
@@ -348,14 +319,7 @@ def _seed_step(seed: F32, out_theta: F32, out_momentum: F32, start: int, stop: i
     return bad
 
 
-# ---- copies that count ----
-
-
-@compiled
-def _land(dst: F32, src_address: int) -> int:
-    bad = _copy(dst, array_at(src_address, len(dst), np.float32), 0, len(dst))
-    fence()
-    return bad
+# ---- a copy that counts ----
 
 
 @compiled
@@ -398,64 +362,6 @@ def nonfinite(values: F32) -> int:
 
 
 # ---- sums over pieces ----
-
-
-@compiled
-def _measure(src_address: int, theta: F32, squared: F64) -> int:
-    x = array_at(src_address, len(theta), np.float32)
-    lanes = np.empty(LANES, np.float64)
-    bad = 0
-    for piece in range(len(squared)):
-        start = piece * PIECE_ELEMS
-        stop = min(start + PIECE_ELEMS, len(theta))
-        lanes[:] = 0.0
-        add_squares(lanes, theta, x, start, stop)
-        squared[piece] = fold(lanes)
-        bad += bad_in(squared[piece], x, start, stop)
-    return bad
-
-
-@compiled
-def _land_measured(dst: F32, src_address: int, theta: F32, squared: F64) -> int:
-    src = array_at(src_address, len(theta), np.float32)
-    lanes = np.empty(LANES, np.float64)
-    bad = 0
-    for piece in range(len(squared)):
-        start = piece * PIECE_ELEMS
-        stop = min(start + PIECE_ELEMS, len(theta))
-        _copy_and_square(lanes, dst, src, theta, start, stop)
-        squared[piece] = fold(lanes)
-        bad += bad_in(squared[piece], src, start, stop)
-    fence()
-    return bad
-
-
-@compiled
-def _copy_and_square(lanes: F64, dst: F32, src: F32, theta: F32, start: int, stop: int) -> None:
-    """dst = src, and lanes of (theta - src)^2, on the piece [start, stop).
-
-    src is in the cache, dst goes past it, and theta comes from memory: unless it is asked for ahead, it waits for the
-    stores to leave. Lines of dst need not begin where lanes do: what is copied runs `ahead` of what is squared.
-    """
-    ahead = aligned_from(dst, start, stop) - start
-    streamed = start + (stop - start - ahead) // LANES * LANES
-    for i in range(start, start + ahead):
-        dst[i] = src[i]
-    zero = splat(np.float64(0))
-    s0, s1, s2, s3 = zero, zero, zero, zero
-    for i in range(start, streamed, LANES):
-        prefetch(theta, i + AHEAD_ELEMS)
-        prefetch(theta, i + AHEAD_ELEMS + VECTOR_ELEMS)
-        d0, d1 = widen(load(theta, i) - load(src, i))
-        d2, d3 = widen(load(theta, i + 16) - load(src, i + 16))
-        s0, s1 = multiply_add(d0, d0, s0), multiply_add(d1, d1, s1)
-        s2, s3 = multiply_add(d2, d2, s2), multiply_add(d3, d3, s3)
-        stream(dst, i + ahead, load(src, i + ahead))
-        stream(dst, i + ahead + 16, load(src, i + ahead + 16))
-    for i in range(streamed + ahead, stop):
-        dst[i] = src[i]
-    keep(lanes, s0, s1, s2, s3)
-    add_squares(lanes, theta, src, streamed, stop)
 
 
 @compiled

@@ -222,20 +222,6 @@ def measure_landed(x: F32, theta: F32, squared: F64) -> int:
     return _count_nonfinite(x)
 
 
-def land_measured(dst: F32, src: F32, theta: F32, squared: F64) -> int:
-    """land and measure_landed in one pass: dst = src, squared = products(theta, src, src)."""
-    bad = land(dst, src)
-    products(theta, src, src, squared)
-    return bad
-
-
-def land(dst: F32, src: F32) -> int:
-    """Copy src into dst, both float32 (m,); returns src's non-finite elements, counted in the same pass."""
-    check_land(dst, src)
-    dst[:] = src
-    return _count_nonfinite(dst)
-
-
 def _sum_lanes(products: F64) -> float:
     """Rows of LANES products, the last padded with zeros, which change no sum, are added one after the other;
     then lanes are folded in halves: 16, 8, 4, 2, 1."""

@@ -39,7 +39,7 @@ NONE = np.empty(0, np.float32)
 def encode(codec: Codec, now: F32, base: F32, residual: F32 | None, payload: U8) -> None:
     """As wire_numpy.encode, to the bit."""
     check_wire(codec, payload, now=now, base=base, residual=residual)
-    _encode(int(codec), now, base, NONE if residual is None else residual, address(payload))
+    encode_at(int(codec), now, base, NONE if residual is None else residual, address(payload))
 
 
 def decode(codec: Codec, base: F32, payload: U8, out: F32) -> None:
@@ -67,7 +67,9 @@ def warm_up() -> None:
 
 
 @compiled
-def _encode(codec: int, now: F32, base: F32, residual: F32, payload_address: int) -> None:
+def encode_at(codec: int, now: F32, base: F32, residual: F32, payload_address: int) -> None:
+    """As encode, for compiled callers, who have checked what check_wire does; codec: the number of a difference codec;
+    residual: NONE for none."""
     n = len(now)
     blocks = (n + BLOCK - 1) // BLOCK
     d, q = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
@@ -114,8 +116,7 @@ def _keep_residual(codec: int, now: F32, base: F32, residual: F32) -> None:
 
 @compiled
 def decode_at(codec: int, base: F32, payload_address: int, out: F32) -> None:
-    """As decode, for compiled callers: they have checked that base and out are equally long and that the payload has
-    encoded_bytes of them; codec is the number of a difference codec."""
+    """As decode, for compiled callers, as encode_at."""
     n = len(base)
     blocks = (n + BLOCK - 1) // BLOCK
     scales = array_at(payload_address, blocks, np.float32)
