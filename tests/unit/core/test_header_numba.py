@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from fuzz.mutate import EDGES, shaken
+from fuzz.mutate import shaken
 from fuzz.wire import sealed
+from support.hostile_headers import some_header
 
 from dips.core import protocol
 from dips.core.chunks import checksum
@@ -68,28 +69,6 @@ def expected_fields(header: DataHeader) -> dict[str, object]:
     for name in ("request", "complete", "credit", "momentum"):
         fields[name] = int(getattr(header, name)) or None
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def some_header(rng: random.Random) -> DataHeader:
-    """Any plain header: numbers near the edges of their widths too."""
-
-    def number(n_bits: int) -> int:
-        most = 2**n_bits - 1
-        return rng.choice((0, 1, most, min(most, rng.choice(EDGES)), rng.randrange(1 << rng.randint(1, n_bits))))
-
-    def text(most: int) -> str:
-        return "".join(chr(rng.randrange(128)) for _ in range(rng.choice((0, 1, rng.randrange(most)))))
-
-    op = rng.choice([op for op in DataOp if op is not DataOp.REFUSED])
-    with_push = op in (DataOp.PUT_CHUNK, DataOp.QUERY_MISSING) or rng.random() < 0.5
-    with_version = op in (DataOp.GET_CHUNK, DataOp.CHUNK) or rng.random() < 0.2
-    push = PushId(ClusterId(text(40)), Incarnation(number(64), number(64)), number(64))
-    return DataHeader(
-        text(60), number(62), op, number(62), push if with_push else None, number(62),
-        Version(number(64), number(64)) if with_version else None, number(32), number(62), number(62),
-        rng.choice(list(Codec)), number(64), text(60), None, (), rng.random() < 0.5, number(32),
-        rng.choice((PROTOCOL_VERSION, number(32))), rng.random() < 0.2,
-    )  # fmt: skip
 
 
 def check(frame: bytes) -> bool:
