@@ -1,14 +1,19 @@
 """The slave's end and the worker's end of bench_transfer.py: the real data port and the real carrier, no master.
 
 SlaveEnd receives pushes (and the baselines) and serves pulls; WorkerEnd is the other side. Shapes: everything is one
-float32 vector of the layout's n elements, one cluster, one slave.
+float32 vector of the layout's n elements, one cluster, one slave. torch is imported only for pushes out of a model.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import threading
 import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import zmq
@@ -26,6 +31,7 @@ from dips.core.net.carriers import Common, carry_pull, carry_push
 from dips.core.net.transfer import TransferSettings
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.placement import shard_bytes_needed
+from dips.core.threads import usable_processor_numbers
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ShardMemory, ThetaBuffer
@@ -33,13 +39,30 @@ from dips.slave.process import SWITCH_INTERVAL_S
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import Slot
 from flows import baselines
-from flows.peer import process_cpu_s
 from flows.watched import ServedMetrics
+
+if TYPE_CHECKING:
+    from flows.trainer import Trainer
 
 F32 = NDArray[np.float32]
 V0 = Version(1, 0)
-WAYS = ("plain", "without_checksum", "curve")
-"""How a data port and a carrier speak: as they do without keys, without checksums on both sides, encrypted."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a data port and a carrier speak. placed: the data port's threads on one processor, as data_cpu = own does."""
+
+    checksum: bool = True
+    curve: bool = False
+    placed: bool = False
+
+
+WAYS: Mapping[str, Way] = {
+    "plain": Way(),
+    "without_checksum": Way(checksum=False),
+    "curve": Way(curve=True),
+    "placed": Way(placed=True),
+}
 
 RUN = "bench"
 PART_ELEMS = 4 << 20
@@ -69,10 +92,15 @@ def _crashed(error: BaseException) -> None:
     raise error
 
 
-class SlaveEnd:
-    """One memory, served by one data port for each of WAYS."""
+def pin(cpus: Collection[int], usable: Collection[int]) -> None:
+    """Let the calling thread run on these processors only; none: on the usable ones again."""
+    os.sched_setaffinity(0, cpus or usable)
 
-    def __init__(self, layout: Layout, chunk_bytes: int, data_threads: int) -> None:
+
+class SlaveEnd:
+    """One memory, served by one data port for each of `ways`, names of WAYS."""
+
+    def __init__(self, layout: Layout, chunk_bytes: int, data_threads: int, ways: Sequence[str]) -> None:
         keep_freed_memory()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         outer_numba.warm_up()
@@ -81,7 +109,8 @@ class SlaveEnd:
         theta = self._memory.take().theta
         theta[:] = parameters(layout.n_elems, 0)
         sums = chunk_checksums(theta, layout.blocks, chunk_bytes)
-        self.checksums = dict.fromkeys(WAYS, sums) | {"without_checksum": [no_checksum(b"")] * len(sums)}
+        unchecked = [no_checksum(b"")] * len(sums)
+        self.checksums = {way: sums if WAYS[way].checksum else unchecked for way in ways}
         info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", shard_digest(sums), committed=True)
         self._memory.name_shadow(info, sums)
         self._memory.flip(info)
@@ -92,7 +121,8 @@ class SlaveEnd:
         self._digest = b""
         self._metrics: ServedMetrics | None = None
         self._pair = CurvePair.new()
-        self._servers = {way: self._serve(chunk_bytes, data_threads, way) for way in WAYS}
+        self._usable = usable_processor_numbers()
+        self._servers = {way: self._serve(chunk_bytes, data_threads, way) for way in ways}
         target = self._memory.staging[0]
         self._receivers: dict[str, baselines.Receiver] = {
             "tcp": baselines.TcpReceiver(target),
@@ -102,11 +132,13 @@ class SlaveEnd:
         }
 
     def _serve(self, chunk_bytes: int, data_threads: int, way: str) -> DataServer:
+        how = WAYS[way]
         server = DataServer(
             *("127.0.0.1", 0, RUN, chunk_bytes, self._note_staged, _crashed),
-            data_threads=data_threads,
-            checksum=no_checksum if way == "without_checksum" else checksum,
-            curve=self._pair if way == "curve" else None,
+            data_threads=1 if how.placed else data_threads,
+            checksum=checksum if how.checksum else no_checksum,
+            curve=self._pair if how.curve else None,
+            cpu=self._usable[-1] if how.placed else None,
         )
         assert self._memory.current is not None
         buffer = ThetaBuffer(self._memory.current.theta, self._memory.current.info, self.checksums[way])
@@ -143,6 +175,10 @@ class SlaveEnd:
     def receive(self, name: str) -> None:
         self._receivers[name].receive()
 
+    def pin(self, cpus: tuple[int, ...]) -> None:
+        """Where this thread, which receives the baselines, may run; (): anywhere."""
+        pin(cpus, self._usable)
+
     def open(self, number: int, way: str) -> None:
         """Open the staging of this push; the one before leaves the slot."""
         self._staged.clear()
@@ -178,9 +214,6 @@ class SlaveEnd:
             parts += 1
         self._parts_per_s = parts / (time.perf_counter() - began_s)
 
-    def cpu_s(self) -> float:
-        return process_cpu_s()
-
     def close(self) -> None:
         if self._metrics is not None:
             self._metrics.stop()
@@ -189,10 +222,11 @@ class SlaveEnd:
 
 
 class WorkerEnd:
-    """The cluster: `source` is what it pushes, `target` where it pulls to."""
+    """The cluster: `source` is what it pushes, `target` where it pulls to, and where a plain copy of a model lands."""
 
     def __init__(self, layout: Layout, chunk_bytes: int, window_chunks: int) -> None:
         keep_freed_memory()
+        self._usable = usable_processor_numbers()
         self._layout = layout
         self._settings = TransferSettings(chunk_bytes, window_chunks)
         self._source = zeros(layout.n_elems)
@@ -210,10 +244,16 @@ class WorkerEnd:
         """The key of the slave's encrypted port."""
         self._server_key = server_key
 
-    def push(self, number: int, endpoint: str, way: str) -> float:
-        """Seconds until every chunk was acknowledged and the digest known."""
-        began_s = time.perf_counter()
+    def pin(self, cpus: tuple[int, ...]) -> None:
+        """Where this thread, which sends the baselines, may run; (): anywhere."""
+        pin(cpus, self._usable)
+
+    def push(self, number: int, endpoint: str, way: str, source: str) -> float:
+        """Seconds until every chunk was acknowledged and the digest known. source: as bench_transfer.Row has it."""
         ticket = Ticket(1, self._placement(endpoint, way), self._order())
+        if source != "vector":
+            return self._trainer.push(push_id(number), ticket, copied=source == "copied")
+        began_s = time.perf_counter()
         transfer, digests = carry_push(
             self._context, self._common(way), self._source, push_id(number), ticket, self._clock,
             threading.Event(),
@@ -222,6 +262,12 @@ class WorkerEnd:
         assert transfer.done, transfer.failure
         assert len(digests) == 1
         return elapsed_s
+
+    @functools.cached_property
+    def _trainer(self) -> Trainer:
+        from flows.trainer import Trainer
+
+        return Trainer(self._layout, self._source, RUN, self._settings.chunk_bytes, self._settings.window_chunks)
 
     def pull(self, endpoint: str, digest: bytes, way: str) -> float:
         began_s = time.perf_counter()
@@ -234,9 +280,14 @@ class WorkerEnd:
         assert transfer.done, transfer.failure
         return elapsed_s
 
-    def send(self, name: str, port: int) -> float:
+    def send(self, name: str, port: int, source: str) -> float:
         began_s = time.perf_counter()
         match name:
+            case "tcp" if source == "copied":
+                for span in self._layout.spans:
+                    here = slice(span.start_elem, span.stop_elem)
+                    np.copyto(self._target[here], self._source[here])
+                baselines.send_tcp(self._target, port)
             case "tcp":
                 baselines.send_tcp(self._source, port)
             case "pickle":
@@ -245,19 +296,18 @@ class WorkerEnd:
                 baselines.send_grpc(self._source, port, landing=name == "grpc_protobuf")
         return time.perf_counter() - began_s
 
-    def cpu_s(self) -> float:
-        return process_cpu_s()
-
     def close(self) -> None:
+        if "_trainer" in vars(self):
+            self._trainer.close()
         self._context.destroy(linger=0)
 
     def _common(self, way: str) -> Common:
-        function = no_checksum if way == "without_checksum" else checksum
-        curve = self._pair if way == "curve" else None
+        function = checksum if WAYS[way].checksum else no_checksum
+        curve = self._pair if WAYS[way].curve else None
         return Common(RUN, 1, "bench", self._layout, self._settings, function, curve)
 
     def _placement(self, endpoint: str, way: str) -> PlacementSpec:
-        key = self._server_key if way == "curve" else b""
+        key = self._server_key if WAYS[way].curve else b""
         return PlacementSpec((SlaveAddress("s", endpoint, key),), (0,) * len(self._layout.blocks), b"")
 
     def _order(self) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ class Peer:
         self._here, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, make, args), daemon=True)
         self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
         there.close()
         self.finish()
 
@@ -66,9 +67,3 @@ def _tried(there: Connection, work: Callable[[], Any]) -> Any:
         there.send(traceback.format_exc())
         raise
     return value
-
-
-def process_cpu_s() -> float:
-    """Processor time of this process since its start, kernel included."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from quiet import Foreign, Gate
+from quiet import Foreign, Gate, processor_s
 
 from dips.local.child import wrapped
 from peers.stages import Clocks, Cut, Stage, stages_of
@@ -36,8 +36,6 @@ KINDS = {"c": "clusters", "s": "slaves", "": "others"}
 """Kinds of processes, by the first letter of names with a number."""
 
 WHOLE = "the whole round"
-_ALL_THREADS = 2
-"""Of Linux's numbers of processes' clocks: what clock_getcpuclockid(3) makes, which Python offers for threads only."""
 
 
 class Failed(Exception):
@@ -240,16 +238,8 @@ def _by_kind(pids: Mapping[str, list[int]]) -> dict[str, float]:
     found = dict.fromkeys(KINDS.values(), 0.0)
     for name, several in pids.items():
         kind = KINDS[name[0] if name[1:].isdigit() else ""]
-        found[kind] += sum(map(_cpu_s, several))
+        found[kind] += sum(map(processor_s, several))
     return found
-
-
-def _cpu_s(pid: int) -> float:
-    """Processor time of a process since its start, kernel included; 0 once it has ended."""
-    try:
-        return time.clock_gettime(~pid << 3 | _ALL_THREADS)
-    except OSError:
-        return 0.0
 
 
 def _proportional_bytes(pid: int) -> int:
