@@ -168,34 +168,39 @@ def prepare(
     Refused(NONFINITE) when an element of either is NaN or infinite.
     """
     all_slots, weights = np.asarray(slots, np.int64), np.asarray(body.weights, np.float32)
-    chunks = _edges(memory, memory.map.chunk_bytes // FLOAT32_BYTES).tolist()
+    chunks = _edges(memory, memory.map.chunk_bytes // FLOAT32_BYTES)
+    n_trained = int(np.searchsorted(chunks, memory.n_trained))
 
     def step(part: tuple[int, int]) -> tuple[int, list[int]]:
-        start, stop = chunks[part[0]], chunks[part[1]]
+        first, last = part
+        start, stop = int(chunks[first]), int(chunks[last])
         if theta is None:
             bad = kernels.seed_step(memory.staging, slots[0], out, memory.next_momentum, start, stop)
-        else:
-            middle = min(max(start, memory.n_trained), stop)
-            bad = kernels.outer_step(
-                theta,
-                memory.momentum,
-                memory.staging,
-                all_slots,
-                weights,
-                body.scale,
-                body.outer_lr,
-                body.momentum_decay,
-                body.momentum_lookahead,
-                body.gradient_weight,
-                out,
-                memory.next_momentum,
-                start,
-                middle,
-            )
-            bad += kernels.average_step(
-                theta, memory.staging, all_slots, weights, body.averaged_share, out, memory.next_momentum, middle, stop
-            )
-        return bad, [checksum(out[chunks[i] : chunks[i + 1]]) for i in range(*part)]
+            return bad, checksums_of(first, last)
+        middle = min(max(first, n_trained), last)
+        bad, checksums = kernels.step_chunks(
+            theta,
+            memory.momentum,
+            memory.staging,
+            all_slots,
+            weights,
+            body.scale,
+            body.outer_lr,
+            body.momentum_decay,
+            body.momentum_lookahead,
+            body.gradient_weight,
+            out,
+            memory.next_momentum,
+            chunks[first : middle + 1],
+        )
+        bad += kernels.average_step(
+            theta, memory.staging, all_slots, weights, body.averaged_share, out, memory.next_momentum,
+            int(chunks[middle]), stop,
+        )  # fmt: skip
+        return bad, checksums.tolist() + checksums_of(middle, last)
+
+    def checksums_of(first: int, last: int) -> list[int]:
+        return [checksum(out[chunks[i] : chunks[i + 1]]) for i in range(first, last)]
 
     done = threads.run(step, split(len(chunks) - 1, PARTS_PER_THREAD * threads.n))
     bad = sum(found for found, _ in done)

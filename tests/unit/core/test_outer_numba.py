@@ -4,7 +4,9 @@ placement."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +20,9 @@ from hypothesis import strategies as st
 from numba.core.dispatcher import Dispatcher
 from support.numerics import F32, Shard, assert_same_bits, random_slots
 
-from dips.core.math import outer_numba, outer_numpy, simd_numba, wire_numba
+from dips.core.allocator import zeros
+from dips.core.chunks import checksum
+from dips.core.math import outer_numba, outer_numpy, simd_numba, wire_numba, xxh3_numba
 from dips.core.math.landing_numba import land_chunk
 from dips.core.math.outer_numba import TILE_ELEMS, VECTOR_ELEMS
 from dips.core.math.outer_numpy import LANES, PIECE_ELEMS, n_pieces
@@ -45,6 +49,28 @@ def both_steps(shard: Shard, k: int, start: int, stop: int, scale: float = 0.4, 
             *(shard.theta, shard.momentum, shard.staging, slots, weights),
             *(scale, 0.7, 0.8, 0.75, weight, theta, momentum, start, stop),
         )
+        results.append((theta, momentum, bad))
+    assert_same_bits(results[1][0], results[0][0])
+    assert_same_bits(results[1][1], results[0][1])
+    assert results[1][2] == results[0][2]
+
+
+def memory_of(n: int, offset: int) -> F32:
+    """n elements, the first of them `offset` elements behind the beginning of a line of the cache."""
+    return zeros(n + offset)[offset:]
+
+
+def both_steps_of_chunks(shard: Shard, k: int, edges: Sequence[int], offset: int = 0) -> None:
+    """offset: elements by which the outputs begin beside a line of the cache."""
+    slots, weights = random_slots(k, k, len(shard.staging))
+    n, at = len(shard.theta), np.array(edges, np.int64)
+    results = []
+    for module in (outer_numpy, outer_numba):
+        theta, momentum = (memory_of(n, offset) for _ in range(2))
+        bad, checksums = module.step_chunks(
+            *(shard.theta, shard.momentum, shard.staging, slots, weights, 0.4, 0.7, 0.8, 0.75, 0.5, theta, momentum, at)
+        )
+        assert checksums.tolist() == [checksum(theta[a:b]) for a, b in pairwise(edges)]
         results.append((theta, momentum, bad))
     assert_same_bits(results[1][0], results[0][0])
     assert_same_bits(results[1][1], results[0][1])
@@ -99,6 +125,38 @@ def test_kernels_equal_the_reference_anywhere(
     shard = Shard.random(seed, n_elems, slots=11, special=special)
     both_steps(shard, k, start, stop, scale, weight)
     both_grams(shard, k, start, stop)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    k=st.integers(1, 5),
+    chunks=st.lists(
+        st.sampled_from([0, 1, 59, 60, 61, 255, 256, 257, 1000, 2048, 3 * 256 + 16]), min_size=1, max_size=6
+    ),
+    skipped=st.integers(0, 40),
+    offset=st.sampled_from([0, 1, 16, 24]),
+    special=st.booleans(),
+)
+def test_chunks_are_stepped_as_in_the_reference_and_have_the_checksums_of_what_is_written(
+    seed: int, k: int, chunks: list[int], skipped: int, offset: int, special: bool
+) -> None:
+    edges = list(accumulate(chunks, initial=skipped))
+    shard = Shard.random(seed, edges[-1] + 7, slots=6, special=special)
+    both_steps_of_chunks(shard, k, edges, offset)
+
+
+def test_edges_of_chunks_that_do_not_fit_are_refused() -> None:
+    shard = Shard.random(1, 100, slots=1)
+    one, weights = np.zeros(1, np.int64), np.ones(1, np.float32)
+    for edges in ([0, 101], [-1, 5], [5, 3], []):
+        for module in (outer_numpy, outer_numba):
+            theta, momentum = shard.outputs()
+            with pytest.raises(ValueError, match=r"edges are|the range"):
+                module.step_chunks(
+                    *(shard.theta, shard.momentum, shard.staging, one, weights, 1.0, 1.0, 0.0, 0.0, 1.0),
+                    *(theta, momentum, np.array(edges, np.int64)),
+                )
 
 
 @settings(deadline=None)
@@ -330,8 +388,17 @@ def test_the_compiled_twin_refuses_what_the_reference_refuses() -> None:
         outer_numba.block_totals(piece_sums, np.array([0, 2]))
 
 
-@pytest.mark.parametrize("module", [outer_numba, wire_numba])
-def test_a_change_of_the_vector_code_reaches_those_who_have_compiled_it_before(module: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("module", "name", "source"),
+    [
+        (outer_numba, "SIMD_XXH3", simd_numba), (outer_numba, "XXH3_XXH3", xxh3_numba),
+        (wire_numba, "SIMD_XXH3", simd_numba),
+    ],
+)  # fmt: skip
+def test_a_change_of_the_code_that_others_compile_in_reaches_them(
+    module: ModuleType, name: str, source: ModuleType
+) -> None:
     """Numba keeps compiled code as long as the file that it was called from stays the same."""
-    now = xxhash.xxh3_64_hexdigest(Path(simd_numba.__file__).read_bytes())
-    assert now == module.SIMD_XXH3, f"write SIMD_XXH3 = {now!r} into {module.__name__}"
+    assert source.__file__ is not None
+    now = xxhash.xxh3_64_hexdigest(Path(source.__file__).read_bytes())
+    assert now == getattr(module, name), f"write {name} = {now!r} into {module.__name__}"

@@ -22,6 +22,8 @@ from dips.core.math.outer_numpy import (
     F32,
     F64,
     I64,
+    U64,
+    check_chunks,
     check_gram,
     check_measure_pieces,
     check_multiply_pieces,
@@ -33,19 +35,29 @@ from dips.core.math.outer_numpy import (
 from dips.core.math.simd_numba import (
     VECTOR_BYTES,
     address_of,
+    as_words,
     compiled,
     fence,
     load,
+    load_words,
     multiply_add,
+    scramble_words,
     splat,
+    step_words,
     store,
+    store_words,
     stream,
     widen,
 )
+from dips.core.math.xxh3_numba import BLOCK_BYTES, LAST_SECRET, LONGEST_SHORT, SECRET, finish, xxh3
+from dips.core.math.xxh3_numba import start as start_sums
 
 SIMD_XXH3 = "1c0751ae1d851d1d"
 """xxh3-64 of simd_numba.py, whose code is compiled into this file's: numba's cache notices changes of this file only,
 so a change there must change something here (a test says what)."""
+
+XXH3_XXH3 = "a94394ca1044ab21"
+"""The same of xxh3_numba.py."""
 
 LANES = 32
 """outer_numpy.LANES, written again because numba's cache notices changes of this file only."""
@@ -59,6 +71,9 @@ cache then (8 pseudo-gradients in float64: 32 KiB)."""
 
 VECTOR_ELEMS = 16
 """VECTOR_BYTES of float32."""
+
+FLOAT32_BYTES = 4
+BLOCK_ELEMS = BLOCK_BYTES // FLOAT32_BYTES
 
 
 def outer_step(
@@ -81,6 +96,30 @@ def outer_step(
     check_step(theta, momentum, staging, slots, weights, out_theta, out_momentum, start, stop)
     scalars = np.array([scale, outer_lr, decay, lookahead, gradient_weight], np.float32)
     return _outer_step(theta, momentum, staging, slots, weights, scalars, out_theta, out_momentum, start, stop)
+
+
+def step_chunks(
+    theta: F32,
+    momentum: F32,
+    staging: F32,
+    slots: I64,
+    weights: F32,
+    scale: float,
+    outer_lr: float,
+    decay: float,
+    lookahead: float,
+    gradient_weight: float,
+    out_theta: F32,
+    out_momentum: F32,
+    edges: I64,
+) -> tuple[int, U64]:
+    """As outer_numpy.step_chunks, to the bit, in one pass where the chunks begin lines of the cache."""
+    check_chunks(theta, momentum, staging, slots, weights, out_theta, out_momentum, edges)
+    scalars = np.array([scale, outer_lr, decay, lookahead, gradient_weight], np.float32)
+    checksums = np.empty(len(edges) - 1, np.uint64)
+    return _step_chunks(
+        theta, momentum, staging, slots, weights, scalars, out_theta, out_momentum, edges, checksums
+    ), checksums
 
 
 def seed_step(staging: F32, slot: int, out_theta: F32, out_momentum: F32, start: int, stop: int) -> int:
@@ -144,16 +183,56 @@ def warm_up() -> None:
     slots, weights, squared = np.zeros(1, np.int64), np.ones(1, np.float32), np.zeros(1)
     out_theta, out_momentum = np.zeros_like(theta), np.zeros_like(theta)
     outer_step(theta, theta, staging, slots, weights, 1.0, 1.0, 0.0, 0.0, 1.0, out_theta, out_momentum, 0, LANES)
+    edges = np.array([0, LANES])
+    step_chunks(theta, theta, staging, slots, weights, 1.0, 1.0, 0.0, 0.0, 1.0, out_theta, out_momentum, edges)
     average_step(theta, staging, slots, weights, 1.0, out_theta, out_momentum, 0, LANES)
     seed_step(staging, 0, out_theta, out_momentum, 0, LANES)
     gram(theta, staging, slots, 0, LANES)
-    edges, pieces = np.array([0, LANES]), np.zeros(1, np.int64)
+    pieces = np.zeros(1, np.int64)
     multiply_pieces(theta, theta, theta, edges, pieces, squared)
     block_totals(squared.reshape(1, 1), np.array([0, 1]))
     products(theta, theta, theta, squared)
 
 
 # ---- the outer step ----
+
+
+@compiled
+def _step_chunks(
+    theta: F32,
+    momentum: F32,
+    staging: F32,
+    slots: I64,
+    weights: F32,
+    scalars: F32,
+    out_theta: F32,
+    out_momentum: F32,
+    edges: I64,
+    checksums: U64,
+) -> int:
+    """The step is bound by memory: a checksum that reads the new theta again would take a fifth of its time more, one
+    of what is in registers takes none.
+    """
+    rows: I64 = slots * len(theta)
+    acc, bad = np.empty(8, np.uint64), 0
+    for chunk in range(len(checksums)):
+        start, stop = edges[chunk], edges[chunk + 1]
+        at, n_bytes = address_of(out_theta) + FLOAT32_BYTES * start, FLOAT32_BYTES * (stop - start)
+        aligned = at % VECTOR_BYTES == 0 and (address_of(out_momentum) + FLOAT32_BYTES * start) % VECTOR_BYTES == 0
+        if not aligned or n_bytes <= LONGEST_SHORT:
+            bad += _outer_step(theta, momentum, staging, slots, weights, scalars, out_theta, out_momentum, start, stop)
+            checksums[chunk] = xxh3(at, n_bytes)
+            continue
+        n_blocks = (n_bytes - 1) // BLOCK_BYTES  # the last one is finish's
+        middle = start + n_blocks * BLOCK_ELEMS
+        start_sums(acc)
+        if not _step_lines(
+            theta, momentum, staging, rows, weights, scalars, out_theta, out_momentum, start, middle, True, acc, True
+        ):
+            bad += nonfinite(out_theta[start:middle]) + nonfinite(out_momentum[start:middle])
+        bad += _outer_step(theta, momentum, staging, slots, weights, scalars, out_theta, out_momentum, middle, stop)
+        checksums[chunk] = finish(acc, at + n_bytes, n_bytes - BLOCK_BYTES * n_blocks, n_bytes)
+    return bad
 
 
 @compiled
@@ -176,7 +255,10 @@ def _outer_step(
     for i in range(start, first):
         bad += _step_one(theta, momentum, staging, rows, weights, scalars, out_theta, out_momentum, i)
     aligned = address_of(out_theta) % VECTOR_BYTES == address_of(out_momentum) % VECTOR_BYTES
-    if not _step_lines(theta, momentum, staging, rows, weights, scalars, out_theta, out_momentum, first, last, aligned):
+    unused = np.empty(8, np.uint64)
+    if not _step_lines(
+        theta, momentum, staging, rows, weights, scalars, out_theta, out_momentum, first, last, aligned, unused, False
+    ):
         bad += nonfinite(out_theta[first:last]) + nonfinite(out_momentum[first:last])
     for i in range(last, stop):
         bad += _step_one(theta, momentum, staging, rows, weights, scalars, out_theta, out_momentum, i)
@@ -221,10 +303,13 @@ def _step_lines(
     first: int,
     last: int,
     aligned: bool,
+    acc: U64,
+    hashed: bool,
 ) -> bool:
     """_step_one for [first, last), four lines of each stream at a time; whether all that is written is finite.
 
-    aligned: both outputs begin lines of the cache at `first`, so that they may be streamed.
+    aligned: both outputs begin lines of the cache at `first`, so that they may be streamed. hashed: [first, last) are
+    whole blocks of the new theta's checksum; acc is updated by them.
 
     The merge stays in registers. A vector times zero is zero, or NaN where it is not finite: that is added up.
     """
@@ -232,6 +317,8 @@ def _step_lines(
     lookahead, gradient_weight = splat(scalars[3]), splat(scalars[4])
     zero = splat(np.float32(0))
     seen = zero
+    where, secret = address_of(acc), address_of(SECRET)
+    sums, last_secret = load_words(where), load_words(secret + LAST_SECRET)
     for i in range(first, last, 4 * VECTOR_ELEMS):
         t0, t1, t2, t3 = load(theta, i), load(theta, i + 16), load(theta, i + 32), load(theta, i + 48)
         w, x = splat(weights[0]), rows[0] + i
@@ -258,9 +345,18 @@ def _step_lines(
         _put(out_theta, i + 16, n1, aligned)
         _put(out_theta, i + 32, n2, aligned)
         _put(out_theta, i + 48, n3, aligned)
+        if hashed:
+            stripe = (i - first) % BLOCK_ELEMS // VECTOR_ELEMS
+            sums = step_words(sums, as_words(n0), load_words(secret + 8 * stripe))
+            sums = step_words(sums, as_words(n1), load_words(secret + 8 * stripe + 8))
+            sums = step_words(sums, as_words(n2), load_words(secret + 8 * stripe + 16))
+            sums = step_words(sums, as_words(n3), load_words(secret + 8 * stripe + 24))
+            if stripe == 12:
+                sums = scramble_words(sums, last_secret)
         seen = seen + ((zero * b0 + zero * b1) + (zero * b2 + zero * b3))
         seen = seen + ((zero * n0 + zero * n1) + (zero * n2 + zero * n3))
     fence()
+    store_words(where, sums)
     found = np.empty(VECTOR_ELEMS, np.float32)
     store(found, 0, seen)
     return bool(found.sum() == np.float32(0))

@@ -21,9 +21,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dips.core.chunks import checksum
+
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
 MeasurePieces = Callable[[F32, F32, I64, I64, I64, F64, I64], None]
 
 LANES = 32
@@ -82,6 +85,33 @@ def outer_step(
     out_theta[part] = new
     out_momentum[part] = buf
     return _count_nonfinite(new) + _count_nonfinite(buf)
+
+
+def step_chunks(
+    theta: F32,
+    momentum: F32,
+    staging: F32,
+    slots: I64,
+    weights: F32,
+    scale: float,
+    outer_lr: float,
+    decay: float,
+    lookahead: float,
+    gradient_weight: float,
+    out_theta: F32,
+    out_momentum: F32,
+    edges: I64,
+) -> tuple[int, U64]:
+    """outer_step on each chunk [edges[i], edges[i + 1]); the non-finite elements of all, and the checksums of the new
+    theta's chunks (core/chunks.py). Raises ValueError for arguments that do not fit.
+    """
+    check_chunks(theta, momentum, staging, slots, weights, out_theta, out_momentum, edges)
+    scalars = (scale, outer_lr, decay, lookahead, gradient_weight)
+    bad, checksums = 0, np.empty(len(edges) - 1, np.uint64)
+    for i, (start, stop) in enumerate(itertools.pairwise(edges.tolist())):
+        bad += outer_step(theta, momentum, staging, slots, weights, *scalars, out_theta, out_momentum, start, stop)
+        checksums[i] = checksum(out_theta[start:stop])
+    return bad, checksums
 
 
 def seed_step(staging: F32, slot: int, out_theta: F32, out_momentum: F32, start: int, stop: int) -> int:
@@ -257,6 +287,15 @@ def check_step(
     _require("weights", weights, _FLOAT32, slots.shape)
     check_gram(theta, staging, slots, start, stop)
     _require_writable(out_theta=out_theta, out_momentum=out_momentum)
+
+
+def check_chunks(
+    theta: F32, momentum: F32, staging: F32, slots: I64, weights: F32, out_theta: F32, out_momentum: F32, edges: I64
+) -> None:
+    """Raises ValueError unless the arguments of step_chunks fit together."""
+    if edges.ndim != 1 or edges.dtype != _INT64 or edges.size < 1 or np.any(np.diff(edges) < 0):
+        raise ValueError(f"edges are {edges!r:.80}, not ascending numbers of elements")
+    check_step(theta, momentum, staging, slots, weights, out_theta, out_momentum, int(edges[0]), int(edges[-1]))
 
 
 def check_seed(staging: F32, slot: int, out_theta: F32, out_momentum: F32, start: int, stop: int) -> None:
