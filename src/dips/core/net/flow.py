@@ -108,11 +108,12 @@ class Flow(NamedTuple):
     rates: Floats
 
 
-NEXT_REQUEST, BYTES_IN_FLIGHT, ANSWERED_BYTES, N_OPEN, CHUNK_BYTES, CAP_BYTES, RULE = range(7)
-"""Of counts. CAP_BYTES: the largest window of one slave."""
+NEXT_REQUEST, BYTES_IN_FLIGHT, ANSWERED_BYTES, N_OPEN, CHUNK_BYTES, RULE = range(6)
+"""Of counts."""
 
-BYTES_PER_S, LONGEST_TRIP_S, BUDGET_BYTES = range(3)
-"""Of rates. LONGEST_TRIP_S: the longest of the slaves' shortest round trips."""
+BYTES_PER_S, LONGEST_TRIP_S, BUDGET_BYTES, FAIR_BYTES, CAP_BYTES = range(5)
+"""Of rates. LONGEST_TRIP_S: the longest of the slaves' shortest round trips. FAIR_BYTES: what a window has at least,
+CAP_BYTES: at most."""
 
 
 def flow_of(
@@ -139,8 +140,13 @@ def flow_of(
         ints(n_slots), ints(n_slots), ints(n_slots), ints(n_slots), floats(n_slots), ints(n_slots), ints(n_slots)
     )
     budget_bytes = float(START_CHUNKS * chunk_bytes) if rule is WindowRule.MEASURED else math.inf
-    counts = column([1, 0, 0, n_lanes, chunk_bytes, cap_chunks * chunk_bytes, int(rule)], np.int64, arrays)
-    flow = Flow(windows, requests, counts, column([0.0, 0.0, budget_bytes], np.float64, arrays))
+    counts = column([1, 0, 0, n_lanes, chunk_bytes, int(rule)], np.int64, arrays)
+    flow = Flow(
+        windows,
+        requests,
+        counts,
+        column([0.0, 0.0, budget_bytes, 0.0, float(cap_chunks * chunk_bytes)], np.float64, arrays),
+    )
     _size_all(flow)
     return flow
 
@@ -193,7 +199,7 @@ def note_answered(flow: Flow, slot: int, now_s: float, credit: int) -> None:
     lane, n_bytes = requests.lane[slot], requests.n_bytes[slot]
     requests.request[slot] = 0
     if credit > 0:
-        windows.credit_bytes[lane] = float(credit * counts[CHUNK_BYTES])
+        windows.credit_bytes[lane] = float(credit) * float(counts[CHUNK_BYTES])
     windows.n_in_flight[lane] -= 1
     windows.bytes_in_flight[lane] -= n_bytes
     counts[BYTES_IN_FLIGHT] -= n_bytes
@@ -207,14 +213,15 @@ def note_answered(flow: Flow, slot: int, now_s: float, credit: int) -> None:
         rates[LONGEST_TRIP_S] = longest_s
     if n_bytes:
         windows.answered_bytes[lane] += n_bytes
-        answered_bytes = windows.answered_bytes[lane] - requests.answered_by_lane[slot]
-        windows.bytes_per_s[lane] = _measured(windows.bytes_per_s[lane], answered_bytes / took_s)
+        sample = (windows.answered_bytes[lane] - requests.answered_by_lane[slot]) / took_s
+        windows.bytes_per_s[lane] = _measured(windows.bytes_per_s[lane], sample)
         counts[ANSWERED_BYTES] += n_bytes
-        answered_bytes = counts[ANSWERED_BYTES] - requests.answered_by_all[slot]
-        rates[BYTES_PER_S] = _measured(rates[BYTES_PER_S], answered_bytes / took_s)
+        sample = (counts[ANSWERED_BYTES] - requests.answered_by_all[slot]) / took_s
+        rates[BYTES_PER_S] = _measured(rates[BYTES_PER_S], sample)
         if counts[RULE] == _MEASURED:
             needed_bytes = BUDGET_HEADROOM * rates[BYTES_PER_S] * rates[LONGEST_TRIP_S]
-            rates[BUDGET_BYTES] = max(float(START_CHUNKS * counts[CHUNK_BYTES]), needed_bytes)
+            least_bytes = float(START_CHUNKS * counts[CHUNK_BYTES])
+            rates[BUDGET_BYTES] = needed_bytes if needed_bytes > least_bytes else least_bytes
     _size(flow, lane)
 
 
@@ -254,33 +261,34 @@ def _forget(flow: Flow, lane: int) -> None:
 
 
 def _measured(bytes_per_s: float, sample: float) -> float:
-    return max(sample, bytes_per_s + FORGETTING * (sample - bytes_per_s))
+    slower = bytes_per_s + FORGETTING * (sample - bytes_per_s)
+    return sample if sample > slower else slower
 
 
 def _size_all(flow: Flow) -> None:
+    fair_chunks = max(LEAST_CHUNKS, START_CHUNKS // max(1, flow.counts[N_OPEN]))
+    flow.rates[FAIR_BYTES] = float(fair_chunks * flow.counts[CHUNK_BYTES])
     for lane in range(len(flow.windows.open)):
         _size(flow, lane)
 
 
 def _size(flow: Flow, lane: int) -> None:
     """Set a window: as much as the slave's link needs, at least its part of the budget, at most its credit."""
-    windows, counts = flow.windows, flow.counts
-    chunk_bytes, cap_bytes = counts[CHUNK_BYTES], float(counts[CAP_BYTES])
+    windows, counts, rates = flow.windows, flow.counts, flow.rates
+    cap_bytes = rates[CAP_BYTES]
     if counts[RULE] != _MEASURED:
         windows.window_bytes[lane] = cap_bytes
         for before in range(lane):
             if counts[RULE] == _ONE_BY_ONE and windows.open[before]:
                 windows.window_bytes[lane] = 0.0
         return
-    fair_bytes = float(max(LEAST_CHUNKS, START_CHUNKS // max(1, counts[N_OPEN])) * chunk_bytes)
-    needed_bytes = 0.0
-    if windows.answered_bytes[lane]:
-        needed_bytes = WINDOW_HEADROOM * windows.bytes_per_s[lane] * windows.round_trip_s[lane]
-    if windows.answered_bytes[lane] < LEAST_CHUNKS * chunk_bytes:
+    answered_bytes, size_bytes = windows.answered_bytes[lane], rates[FAIR_BYTES]
+    if answered_bytes:
+        size_bytes = max(size_bytes, WINDOW_HEADROOM * windows.bytes_per_s[lane] * windows.round_trip_s[lane])
+    if answered_bytes < LEAST_CHUNKS * counts[CHUNK_BYTES]:
         # The first answers show the delay, not the rate. Half of START_CHUNKS: a slow slave must not hold all.
-        needed_bytes = max(needed_bytes, float(START_CHUNKS // 2 * chunk_bytes))
-    limit_bytes = min(max(fair_bytes, needed_bytes), cap_bytes, windows.credit_bytes[lane])
-    windows.window_bytes[lane] = max(1.0, limit_bytes)
+        size_bytes = max(size_bytes, float(START_CHUNKS // 2 * counts[CHUNK_BYTES]))
+    windows.window_bytes[lane] = max(1.0, min(size_bytes, cap_bytes, windows.credit_bytes[lane]))
 
 
 STEPS = (

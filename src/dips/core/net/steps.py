@@ -155,10 +155,10 @@ def begin_turns(columns: Columns, now_s: float) -> None:
     """Put the slaves that may be asked now in order: the least begun part of its share first, the schedule between
     equals."""
     lanes, windows = columns.lanes, columns.flow.windows
-    in_turn, begun, resume_at_s = lanes.in_turn, lanes.begun, lanes.resume_at_s
+    in_turn, begun = lanes.in_turn, lanes.begun
     n_turns, left = 0, budget_left(columns.flow)
     for lane in range(len(in_turn)):
-        if _may_be_asked(columns, lane, left) and windows.open[lane] and now_s >= resume_at_s[lane]:
+        if windows.open[lane] and now_s >= lanes.resume_at_s[lane] and _may_be_asked(columns, lane, left):
             part = (lanes.n_moved[lane] + windows.n_in_flight[lane]) / lanes.n_chunks[lane]
             place = n_turns
             while place > 0 and begun[place - 1] > part:
@@ -177,8 +177,12 @@ def next_request(columns: Columns, now_s: float) -> int:
     One to each slave in turn, in the order of begin_turns(), so that all shares end together. A slave that may not be
     asked has no more turns until then: nobody else's turn can change that.
     """
-    counts, in_turn, left = columns.counts, columns.lanes.in_turn, budget_left(columns.flow)
+    counts = columns.counts
     turn, n_turns = counts[TURN], counts[N_TURNS]
+    if n_turns == 0:
+        return NONE
+    lanes, in_turn, left = columns.lanes, columns.lanes.in_turn, budget_left(columns.flow)
+    n_todo, must_query = lanes.n_todo, lanes.must_query
     while n_turns > 0:
         if turn == n_turns:
             turn, n_turns = 0, counts[N_NEXT_TURNS]
@@ -186,12 +190,14 @@ def next_request(columns: Columns, now_s: float) -> int:
             continue
         lane = in_turn[turn]
         turn += 1
-        slot = _ask(columns, lane, now_s) if _may_be_asked(columns, lane, left) else NONE
-        if slot != NONE:
-            in_turn[counts[N_NEXT_TURNS]] = lane
-            counts[N_NEXT_TURNS] += 1
-            counts[TURN], counts[N_TURNS] = turn, n_turns
-            return slot
+        # The first condition is part of _may_be_asked() too: it is what most slaves meet, and costs no call.
+        if (left or not n_todo[lane] or must_query[lane]) and _may_be_asked(columns, lane, left):
+            slot = _ask(columns, lane, now_s)
+            if slot != NONE:
+                in_turn[counts[N_NEXT_TURNS]] = lane
+                counts[N_NEXT_TURNS] += 1
+                counts[TURN], counts[N_TURNS] = turn, n_turns
+                return slot
     counts[N_TURNS] = 0
     return NONE
 

@@ -11,7 +11,6 @@ slave.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -298,13 +297,15 @@ class Transfer:
     def _do_again(self, lane: int, chunks: Iterable[int]) -> None:
         """These chunks are not moved; they, and no others, are to do now, in the order of the schedule."""
         columns = self.columns
-        columns.lanes.n_todo[lane] = 0
-        for chunk in sorted(set(chunks), key=self._turns.__getitem__):
-            if columns.chunks.moved[chunk]:
-                columns.chunks.moved[chunk] = 0
-                columns.lanes.n_moved[lane] -= 1
+        lanes, moved, todo = columns.lanes, columns.chunks.moved, columns.chunks.todo
+        again = sorted(set(chunks), key=self._turns.__getitem__)
+        for place, chunk in enumerate(again, lanes.first[lane]):
+            if moved[chunk]:
+                moved[chunk] = 0
+                lanes.n_moved[lane] -= 1
                 columns.counts[MOVED_BYTES] -= columns.chunks.length_bytes[chunk]
-            put_last(columns, lane, chunk)
+            todo[place] = chunk
+        lanes.next_todo[lane], lanes.n_todo[lane] = 0, len(again)
 
 
 class PushTransfer(Transfer):
@@ -314,6 +315,7 @@ class PushTransfer(Transfer):
         self, shares: Mapping[str, Sequence[Chunk]], settings: TransferSettings, now_s: float, *, arrays: bool = False
     ) -> None:
         super().__init__(shares, settings, now_s, pushes=True, arrays=arrays)
+        self._places = {chunk[:2]: place for place, chunk in enumerate(self.chunks)}
 
     def acked(self, slave: str, request: int, complete: bool, now_s: float, *, credit: int = 0) -> None:
         """A chunk is landed and verified. `complete`: the slave holds everything. credit: see core.net.data_header."""
@@ -333,8 +335,9 @@ class PushTransfer(Transfer):
         if complete:
             complete_lane(self.columns, lane, now_s)
             return
-        lacking = [self._place(lane, item) for item in missing]
-        if NONE in lacking or not lacking:
+        share, places = self._lane_chunks(lane), self._places
+        lacking = [places.get((item.block, item.offset_bytes), NONE) for item in missing]
+        if not lacking or min(lacking) < share.start or max(lacking) >= share.stop:
             self.failure = f"slave {slave} misses chunks that are not of its blocks: it has another layout or placement"
             return
         self._do_again(lane, lacking)
@@ -360,13 +363,6 @@ class PushTransfer(Transfer):
     def _share(self, slave: str) -> list[Chunk]:
         lane = self._lanes.get(slave, NONE)
         return [] if lane == NONE else [self.chunks[index] for index in self._lane_chunks(lane)]
-
-    def _place(self, lane: int, missing: MissingChunk) -> int:
-        """The chunk that a slave names; NONE: it is none of its share."""
-        share = self._lane_chunks(lane)
-        named = (missing.block, missing.offset_bytes)
-        index = bisect_left(self.chunks, named, share.start, share.stop)
-        return index if index < share.stop and self.chunks[index][:2] == named else NONE
 
 
 class PullTransfer(Transfer):
