@@ -18,7 +18,8 @@ import subprocess
 import sys
 import time
 import types as python_types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ class Outside(AssertionError):
     """An access outside the buffers, or to one in a way that is not allowed."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Span:
     """Bytes [start, stop) that may be read, and written if writable."""
 
@@ -47,6 +48,8 @@ class Span:
     writable: bool
     keep: object = None
     """What must live as long."""
+    live: bool = True
+    """False after remove(): addresses of it may still be around."""
 
 
 class Address(int):
@@ -76,6 +79,7 @@ class Memory:
     def __init__(self) -> None:
         self._spans: dict[int, Span] = {}
         self._seen: dict[tuple[int, int], Span] = {}
+        self._trusts = False
 
     def add(self, array: NDArray[Any], *, writable: bool = True) -> Address:
         """A buffer of its own, until remove()."""
@@ -84,7 +88,7 @@ class Memory:
         return Address.into(span, start)
 
     def remove(self, start: int) -> None:
-        del self._spans[start]
+        self._spans.pop(start).live = False
 
     def of_array(self, array: NDArray[Any] | ArrayAt) -> int:
         """The address of an array that the kernel has: its own bytes, no more of the array that it is a part of."""
@@ -102,17 +106,26 @@ class Memory:
     def check(self, place: int, n_bytes: int, *, write: bool = False) -> None:
         """Raises Outside unless these bytes lie in one buffer."""
         place, n_bytes = place if isinstance(place, Address) else int(place), int(n_bytes)
+        if n_bytes == 0 or self._trusts:
+            return
         spans = [place.span] if isinstance(place, Address) else [*self._spans.values(), *self._seen.values()]
         for span in spans:
-            if span.start <= place and 0 <= n_bytes <= span.stop - place:
+            if span.live and span.start <= place and 0 <= n_bytes <= span.stop - place:
                 if write and not span.writable:
                     raise Outside(f"{n_bytes} bytes would be written into a buffer that may only be read")
                 return
         near = min(spans, key=lambda span: min(abs(place - span.start), abs(place - span.stop)), default=None)
-        where = (
-            "there are no buffers" if near is None else f"{place - near.start} in one of {near.stop - near.start} bytes"
-        )
-        raise Outside(f"{'write' if write else 'read'} of {n_bytes} bytes at {where}")
+        where = "none" if near is None else f"{near.stop - near.start} bytes, the access begins at {place - near.start}"
+        raise Outside(f"{'write' if write else 'read'} of {n_bytes} bytes outside every buffer; the nearest: {where}")
+
+    @contextmanager
+    def trusting(self) -> Iterator[None]:
+        """For calls of Python, whose memory is not known here."""
+        self._trusts = True
+        try:
+            yield
+        finally:
+            self._trusts = False
 
     def may_write(self, place: int, n_bytes: int) -> bool:
         try:
