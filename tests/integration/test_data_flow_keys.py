@@ -38,6 +38,12 @@ from dips.slave.data_server import DataServer
 GET = DataHeader(RUN, 1, DataOp.GET_CHUNK, 1, version=V0, block=0, offset_bytes=0, length_bytes=CHUNK_BYTES).encode()
 
 
+@pytest.fixture(autouse=True, params=["python", "compiled"])
+def _loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test with both loops of the data port."""
+    monkeypatch.setattr(data_server, "AUTO", request.param)
+
+
 @pytest.fixture
 def port() -> Iterator[KeyedPort]:
     with KeyedPort(CurvePair.new()) as port:

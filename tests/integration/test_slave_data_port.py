@@ -33,12 +33,19 @@ from dips.core.messages import CloseStaging, Commit, Flipped, Prepared, Ready, R
 from dips.core.net.data_header import DataOp
 from dips.core.observe.tape import read_tape
 from dips.core.placement import shard_bytes_needed
+from dips.slave import data_server
 
 A = push_id("a")
 BLOCKS = list(LAYOUT.blocks)
 VALUES = np.random.default_rng(5).standard_normal(LAYOUT.n_elems).astype(np.float32)
 DIGEST = digest_of_array(VALUES, BLOCKS, 1024)
 MAX_CHUNK_BYTES = 8192
+
+
+@pytest.fixture(autouse=True, params=["python", "compiled"])
+def _loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test with both loops of the data port."""
+    monkeypatch.setattr(data_server, "AUTO", request.param)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from dips.core.messages import SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec
 from dips.slave.calculation import chunk_checksums
-from dips.slave.data_server import RECEIVE_BATCH, DataServer
+from dips.slave.data_server import RECEIVE_BATCH, DataServer, LoopName
 from dips.slave.memory import ShardMemory, ThetaBuffer
 from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.events import PushStaged
@@ -52,12 +52,14 @@ def push_id(cluster: str) -> PushId:
 class Served:
     """A data server with memory for two pushes and one version."""
 
-    def __init__(self, data_threads: int) -> None:
+    def __init__(self, data_threads: int, loop: LoopName) -> None:
         self.staged: list[PushStaged] = []
         self.is_staged = threading.Event()
         self.crashed: list[BaseException] = []
         self.server = DataServer(
-            "127.0.0.1", 0, "run", CHUNK_BYTES, self._note, self.crashed.append, data_threads=data_threads
+            *("127.0.0.1", 0, "run", CHUNK_BYTES, self._note, self.crashed.append),
+            data_threads=data_threads,
+            loop=loop,
         )
         self.server.start()
         self.memory: ShardMemory | None = ShardMemory(LAYOUT.blocks, CHUNK_BYTES, 2, 40 * LAYOUT.n_elems)
@@ -109,9 +111,9 @@ class Served:
         assert not self.crashed
 
 
-@pytest.fixture(params=[1, 3])
+@pytest.fixture(params=[(1, "python"), (3, "python"), (1, "compiled")], ids=lambda param: f"{param[1]}-{param[0]}")
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    served = Served(request.param)
+    served = Served(*request.param)
     yield served
     served.close()
 
@@ -173,7 +175,7 @@ class Queue(queue.SimpleQueue[object]):
         return super().get(block, timeout)
 
 
-@pytest.mark.parametrize("served", [3], indirect=True)
+@pytest.mark.parametrize("served", [(3, "python")], indirect=True)
 def test_a_chunk_that_is_sent_again_and_again_while_it_lands_fills_no_memory(served: Served) -> None:
     """I15: repeated messages wait for the first one's landing, and their frames with them: a few, not all."""
     server, most, n_sent = served.server, 0, 200

@@ -28,17 +28,24 @@ WIRE_DTYPES = {"float32": Codec.F32, "bfloat16": Codec.BF16, "int8": Codec.INT8,
 """The names that people use."""
 
 
-def n_scales(codec: Codec, n_elems: int) -> int:
+_F32, _BF16, _INT8, _INT4 = int(Codec.F32), int(Codec.BF16), int(Codec.INT8), int(Codec.INT4)
+
+
+# Plain functions of numbers: compiled loops run them too.
+
+
+def n_scales(codec: int, n_elems: int) -> int:
     """Float32 scales before the codes."""
-    return -(-n_elems // SCALE_BLOCK_ELEMS) if codec in (Codec.INT8, Codec.INT4) else 0
+    return (n_elems + SCALE_BLOCK_ELEMS - 1) // SCALE_BLOCK_ELEMS if codec == _INT8 or codec == _INT4 else 0
 
 
-def encoded_bytes(codec: Codec, n_elems: int) -> int:
-    """Length of the payload of n_elems elements."""
-    codes = {
-        Codec.F32: FLOAT32_BYTES * n_elems,
-        Codec.BF16: 2 * n_elems,
-        Codec.INT8: n_elems,
-        Codec.INT4: -(-n_elems // 2),
-    }
-    return FLOAT32_BYTES * n_scales(codec, n_elems) + codes[codec]
+def encoded_bytes(codec: int, n_elems: int) -> int:
+    """Length of the payload of n_elems elements; Codec.NONE has none."""
+    scales = FLOAT32_BYTES * n_scales(codec, n_elems)
+    if codec == _F32:
+        return FLOAT32_BYTES * n_elems
+    if codec == _BF16:
+        return 2 * n_elems
+    if codec == _INT8:
+        return scales + n_elems
+    return scales + (n_elems + 1) // 2 if codec == _INT4 else 0

@@ -14,8 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dips.core.chunks import Buffer as Bytes
 from dips.core.chunks import checksum
@@ -59,6 +61,39 @@ class Figures:
     staged_of: Mapping[str, int] = field(default_factory=dict)  # bytes by cluster
 
 
+class RowsOfArrays(NamedTuple):
+    """The columns of all slots, in arrays, so that the compiled loop works on the same ones. s slots, c chunks."""
+
+    landed: NDArray[np.uint8]  # (s, c)
+    checksums: NDArray[np.uint64]  # (s, c)
+    counts: NDArray[np.int64]  # (s, 2)
+
+    def cleared(self, number: int) -> Landed:
+        """The columns of a slot, for a push that begins."""
+        self.landed[number], self.counts[number] = 0, 0
+        return Landed(self.landed[number], self.checksums[number], self.counts[number])
+
+
+def rows_of_arrays(n_slots: int, n_chunks: int) -> RowsOfArrays:
+    """Of slots in which nothing has landed."""
+    shape = (n_slots, n_chunks)
+    return RowsOfArrays(np.zeros(shape, np.uint8), np.zeros(shape, np.uint64), np.zeros((n_slots, 2), np.int64))
+
+
+class View(NamedTuple):
+    """What the data port decides with, to be read. Without memory shard, table, rows, staging and receipts are None."""
+
+    epoch: int
+    shard: ShardMap | None
+    table: StagingTable | None
+    rows: RowsOfArrays | None
+    staging: F32 | None
+    receipts: Receipts | None
+    readable: Mapping[Version, ThetaBuffer]
+    current: Version | None
+    admission: Admission | None
+
+
 class DataPort:
     """Tables and counters of the data thread. staged: called once for each push that becomes complete.
 
@@ -83,6 +118,7 @@ class DataPort:
         self._map: ShardMap | None = None
         self._staging: F32 | None = None
         self._table: StagingTable | None = None
+        self._rows: RowsOfArrays | None = None
         self._receipts: Receipts | None = None
         self._readable: Mapping[Version, ThetaBuffer] = {}
         self._bytes: dict[Version, memoryview] = {}
@@ -112,9 +148,10 @@ class DataPort:
         self.close_all()
         self.set_readable({}, None)
         self._map, self._staging = shard, staging
-        self._table = self._receipts = None
+        self._table = self._rows = self._receipts = None
         if shard is not None and staging is not None:
-            self._table = StagingTable(shard, rows_of_arrays(len(staging), shard.n_chunks))
+            self._rows = rows_of_arrays(len(staging), shard.n_chunks)
+            self._table = StagingTable(shard, self._rows.cleared)
             self._staged_of.keep(len(staging))
             self._receipts = Receipts(shard, len(staging))
 
@@ -187,7 +224,7 @@ class DataPort:
         assert self._table is not None
         assert self._receipts is not None
         staging, landing, receipts = job.staging, job.landing, self._receipts
-        slot, push = staging.slot.number, staging.slot.push
+        slot = staging.slot.number
         self._under_way.discard((slot, landing.index))
         if refused is not None:
             receipts.note(slot, landing, 0, NEVER)
@@ -195,13 +232,47 @@ class DataPort:
         receipts.note(slot, landing, job.bad, job.theta_number)
         for companion in job.companions:
             receipts.note_products(slot, companion.slot, landing, job.theta_number)
-        self._staging_bytes += landing.length_bytes
-        self._staged_of.add(push.cluster, landing.length_bytes)
-        self._push_credits.note_landed(push, len(job.payload), self._now_s())
+        self.note_came(staging, landing.length_bytes, len(job.payload))
         if self._table.land(staging, landing, job.header.checksum):
-            self._push_credits.note_closed(push, self._now_s())
-            self._staged(PushStaged(staging.slot, staging.digest()))
+            self.note_complete(staging)
         return Answer(self._reply(job.header, DataOp.ACK, staging))
+
+    # ---- what was done, here or by the compiled loop ----
+
+    def note_came(self, staging: Staging, length_bytes: int, payload_bytes: int) -> None:
+        """Chunks of length_bytes of parameters landed, sent as payload_bytes."""
+        push = staging.slot.push
+        self._staging_bytes += length_bytes
+        self._staged_of.add(push.cluster, length_bytes)
+        self._push_credits.note_landed(push, payload_bytes, self._now_s())
+
+    def note_complete(self, staging: Staging) -> None:
+        """The last chunk of a push landed."""
+        self._push_credits.note_closed(staging.slot.push, self._now_s())
+        self._staged(PushStaged(staging.slot, staging.digest()))
+
+    def note_served(self, peer: bytes, n_bytes: int) -> None:
+        """So many bytes of a version go to this peer."""
+        self.served_bytes += n_bytes
+        self.served_any = True
+        self._pull_credits.note_landed(peer, n_bytes, self._now_s())
+
+    def push_credit(self, staging: Staging) -> int:
+        """Requests that the sender of this push may have unanswered."""
+        return self._push_credits.credit(staging.slot.push, self._now_s())
+
+    def pull_credit(self, peer: bytes) -> int:
+        """Likewise for a reader."""
+        return self._pull_credits.credit(peer, self._now_s())
+
+    def view(self) -> View:
+        """The tables as they are, for the compiled loop."""
+        return View(
+            *(self._epoch, self._map, self._table, self._rows, self._staging, self._receipts),
+            *(self._readable, self._current, self._admission),
+        )
+
+    # ---- figures ----
 
     def beat(self) -> SlaveBeat:
         """Counters since start and the open stagings; the control side fills in resident_bytes."""
@@ -294,11 +365,8 @@ class DataPort:
         landing = find_version(shard, header, self._readable)
         version = header.version
         assert version is not None
-        now_s = self._now_s()
         payload, chunk_sum = self._chunk(version, landing, header.momentum)
-        self.served_bytes += landing.length_bytes
-        self.served_any = True
-        self._pull_credits.note_landed(peer, landing.length_bytes, now_s)
+        self.note_served(peer, landing.length_bytes)
         return Answer(
             DataHeader(
                 self._run_id,
@@ -312,7 +380,7 @@ class DataPort:
                 codec=Codec.F32,
                 checksum=chunk_sum,
                 cause_id=header.cause_id,
-                credit=self._pull_credits.credit(peer, now_s),
+                credit=self.pull_credit(peer),
                 momentum=header.momentum,
             ),
             payload,
@@ -346,20 +414,8 @@ class DataPort:
             missing=missing,
             complete=staging.complete,
             cause_id=header.cause_id,
-            credit=self._push_credits.credit(staging.slot.push, self._now_s()),
+            credit=self.push_credit(staging),
         )
-
-
-def rows_of_arrays(n_slots: int, n_chunks: int) -> Callable[[int], Landed]:
-    """The columns of each slot: rows of arrays, so that the compiled loop works on the same ones."""
-    landed, checksums = np.zeros((n_slots, n_chunks), np.uint8), np.zeros((n_slots, n_chunks), np.uint64)
-    counts = np.zeros((n_slots, 2), np.int64)
-
-    def row(number: int) -> Landed:
-        landed[number], counts[number] = 0, 0
-        return Landed(landed[number], checksums[number], counts[number])
-
-    return row
 
 
 def landed(job: LandingJob) -> Refused | None:

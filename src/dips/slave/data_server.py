@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import queue
 import resource
@@ -23,21 +24,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Literal
 
 import zmq
 
 from dips.core.chunks import Buffer as Bytes
-from dips.core.chunks import checksum
+from dips.core.chunks import checksum as xxh3_64
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import PushId, Version
 from dips.core.messages import AllowedKey, SlaveBeat
 from dips.core.net.addresses import require_loopback
-from dips.core.net.data_header import MAX_HEADER_BYTES
+from dips.core.net.data_header import MAX_HEADER_BYTES, DataOp
+from dips.core.net.zmq_numba import ReceivedFrame, poll_items, why_not
 from dips.core.net.zmq_sockets import NOW, NOW_MORE, ZAP_ENDPOINT, CurvePair, Failure, Handshakes, Outgoing, as_server
-from dips.core.observe.failpoints import FailpointKind, failpoint
+from dips.core.observe.failpoints import FailpointKind, failpoint, hits
 from dips.slave.data_port import Answer, DataPort, Figures, landed
 from dips.slave.landing import KnownReceipts, LandingJob
 from dips.slave.memory import F32, ThetaBuffer
+from dips.slave.serve_numba import COMPLETE, NEWS, UNUSUAL, Loop
 from dips.slave.state.admission import Admission
 from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.events import PushStaged
@@ -200,6 +204,15 @@ BEAT_REFRESH_S = 0.05
 LOOK_AGAIN_MS = 1000
 """Longest wait for messages while a peer has connected and not completed its handshake."""
 
+GIVE_UP_S = 0.05
+"""Longest wait while memory is to be given up that libzmq may still read."""
+
+LoopName = Literal["auto", "compiled", "python"]
+"""Who takes the messages: slave/serve_numba.py, all but those that it leaves; or this file alone."""
+
+AUTO: LoopName = "python"
+"""What auto is, where it can be had."""
+
 KEPT_FRAMES = 3
 """Frames that are kept of one message. No correct one has more than two; the third shows that it is wrong."""
 
@@ -207,7 +220,7 @@ MOST_FRAMES = 1 << 16
 """Frames of one message that are read at most; reading and dropping so many takes 50 ms. libzmq cannot skip the rest of
 a message; closing the socket does."""
 
-DataMessage = tuple[bytes, list[zmq.Frame]]
+DataMessage = tuple[bytes, Sequence[zmq.Frame | ReceivedFrame]]
 """A peer's routing id, and the frames that it sent."""
 
 
@@ -217,8 +230,8 @@ class DataServer:
     staged, refused and crashed are called on the data thread. data_threads: of landings and of libzmq's input and
     output each. cpu: the processor of libzmq's thread and of the data thread, with data_threads = 1; None: any. What
     one of the two writes and the other reads then stays in one processor's cache. curve: encrypt with these keys, and
-    admit only keys of set_allowed(); None: neither, and loopback only. Raises ConfigError when the address cannot be
-    bound.
+    admit only keys of set_allowed(); None: neither, and loopback only. loop: _loop_for() says which there are. Raises
+    ConfigError when the address cannot be bound, or the loop cannot be had.
     """
 
     def __init__(
@@ -230,9 +243,10 @@ class DataServer:
         staged: Callable[[PushStaged], None],
         crashed: Callable[[BaseException], None],
         data_threads: int = 1,
-        checksum: Callable[[Bytes], int] = checksum,
+        checksum: Callable[[Bytes], int] = xxh3_64,
         curve: CurvePair | None = None,
         cpu: int | None = None,
+        loop: LoopName = "auto",
     ) -> None:
         if curve is None:
             require_loopback(host, "data_host")
@@ -241,6 +255,7 @@ class DataServer:
         self._curve = curve
         self._admission = Admission() if curve is not None else None
         self._port = DataPort(run_id, staged, checksum, admission=self._admission)
+        self._loop = _loop_for(loop, run_id, data_threads, checksum is xxh3_64)
         self._crashed = crashed
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ended = self._stopped = False
@@ -261,7 +276,6 @@ class DataServer:
         self._poller.register(self._wake_read, zmq.POLLIN)
         if self._gate is not None:
             self._poller.register(self._gate.socket, zmq.POLLIN)
-        self._watch()
         self._handshakes_due = True
         self._traffic_bytes = 0
         self._delivered: set[int] | None = None
@@ -271,6 +285,8 @@ class DataServer:
         self._admitted: list[tuple[bytes, LandingJob]] = []
         self._landed: queue.SimpleQueue[tuple[bytes, LandingJob, Refused | BaseException | None]] = queue.SimpleQueue()
         self._deferred: deque[DataMessage] = deque()
+        self._renew = True
+        self._watch()
         self._figures = Figures()
         self._beat_s = 0.0
         self._counters_moved = True
@@ -318,6 +334,9 @@ class DataServer:
     def _watch(self) -> None:
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._handshakes.socket, zmq.POLLIN)
+        if self._loop is not None:
+            gate = () if self._gate is None else (self._gate.socket,)
+            self._loop.watch(self._router, poll_items(self._router, self._wake_read, self._handshakes.socket, *gate))
 
     def _drop_peers(self) -> None:
         """Close every connection, with all its unread messages: they may refer to memory that goes away.
@@ -357,6 +376,11 @@ class DataServer:
         os.close(self._wake)
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether the compiled loop serves, which takes seconds to compile when it first does on this machine."""
+        return self._loop is not None
+
+    @property
     def traffic_bytes(self) -> int:
         """Most bytes that correct peers may have under way to here: a window of chunks for each staging slot, twice,
         since a peer that connects again sends again what its old connection may still hold."""
@@ -368,6 +392,8 @@ class DataServer:
         For slave/connections.py, on its own thread.
         """
         delivered, self._delivered = self._delivered, set() if on else None
+        if on != (delivered is not None):
+            self._wake_up()  # only the Python loop notes them
         return delivered or set()
 
     def refuse_connection(self, sentence: str) -> None:
@@ -464,13 +490,20 @@ class DataServer:
             return
         if self._handshakes_due:
             self._serve_handshakes()
+        loop = self._compiled()
+        if loop is not None:
+            self._turn_compiled(loop)
+            return
         more = self._receive_some()
-        now_s = time.monotonic()
-        if self._counters_moved and now_s - self._beat_s >= BEAT_REFRESH_S:
-            self._figures, self._beat_s, self._counters_moved = self._port.figures(), now_s, False
+        self._refresh_figures()
         self._handshakes_due = True  # without a wait no event reports them
         if not more:
             self._wait()
+
+    def _refresh_figures(self) -> None:
+        now_s = time.monotonic()
+        if self._counters_moved and now_s - self._beat_s >= BEAT_REFRESH_S:
+            self._figures, self._beat_s, self._counters_moved = self._port.figures(), now_s, False
 
     def _wait(self) -> None:
         timeout_ms = LOOK_AGAIN_MS if self._handshakes.unsettled else None
@@ -483,12 +516,54 @@ class DataServer:
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
 
+    # ---- the compiled loop ----
+
+    def _compiled(self) -> Loop | None:
+        """The compiled loop, unless something is on just now that only the Python loop does."""
+        return None if self._delivered is not None or "slave.data.before_answer" in hits() else self._loop
+
+    def _turn_compiled(self, loop: Loop) -> None:
+        """As the rest of _turn(), waiting included; loop: serves all messages but those that it leaves."""
+        if self._renew:
+            loop.renew(self._port)
+            self._renew = False
+        loop.give_up()
+        why = loop.serve(self._until_s(loop), BEAT_REFRESH_S)
+        self._counters_moved |= loop.settle(self._port)
+        if why == COMPLETE:
+            self._port.note_complete(loop.complete)  # before its sender hears of it, as in the Python loop
+            loop.flush()
+        elif why == UNUSUAL:
+            peer, frames, more = loop.left()
+            message = self._rest_of(peer, frames, more)
+            if message is not None:
+                self._serve(message)
+                self._land_admitted()
+        self._refresh_figures()
+        self._handshakes_due = True
+        if why == NEWS:
+            self._counters_moved = True  # by what the next turn does first
+            if loop.is_ready(1):
+                os.read(self._wake_read, 4096)
+
+    def _until_s(self, loop: Loop) -> float:
+        """When to look at other things again though no message came."""
+        now_s, until_s = time.monotonic(), math.inf
+        if self._handshakes.unsettled:
+            until_s = now_s + LOOK_AGAIN_MS / 1000
+        if loop.holds_memory:
+            until_s = min(until_s, now_s + GIVE_UP_S)
+        return min(until_s, self._beat_s + BEAT_REFRESH_S) if self._counters_moved else until_s
+
+    # ---- parts of the Python loop ----
+
     def _run_posted(self) -> None:
         """Run posted calls. They change what landings rely on, so no landing may be under way."""
         while self._under_way:
             self._finish(self._landed.get())
         while not self._posted.empty():
             self._posted.get()()
+        self._renew = True
 
     def _serve_handshakes(self) -> None:
         """Admit authorised clients, and count failed handshakes."""
@@ -520,8 +595,12 @@ class DataServer:
             peer = self._router.recv(NOW)
         except zmq.Again:
             return None
-        frames = [self._router.recv(NOW, copy=False)]
-        n_frames, more = 1, frames[0].more
+        frame = self._router.recv(NOW, copy=False)
+        return self._rest_of(peer, [frame], frame.more)
+
+    def _rest_of(self, peer: bytes, first: Sequence[zmq.Frame | ReceivedFrame], more: bool) -> DataMessage | None:
+        """The whole message; None for one of too many frames."""
+        frames, n_frames = list(first), len(first)
         while more:
             frame = self._router.recv(NOW, copy=False)
             n_frames, more = n_frames + 1, frame.more
@@ -534,7 +613,7 @@ class DataServer:
         noted = self._delivered
         if noted is not None:
             with contextlib.suppress(zmq.ZMQError):  # not every frame names its connection
-                noted.add(frames[0].get(zmq.SRCFD))
+                noted.add(int(frames[0].get(zmq.SRCFD)))
         return peer, frames
 
     def _serve(self, message: DataMessage) -> None:
@@ -546,13 +625,15 @@ class DataServer:
             self._deferred.append(message)
         elif isinstance(step, Answer):
             self._send(peer, step)
+            if self._loop is not None and step.header.op is DataOp.CHUNK:
+                self._loop.meet(self._port, peer, user)
         elif self._pool is None:
             self._admitted.append((peer, step))
         else:
             self._under_way += 1
             self._pool.submit(self._land, peer, step)
 
-    def _user_of(self, frame: zmq.Frame, admission: Admission) -> str:
+    def _user_of(self, frame: zmq.Frame | ReceivedFrame, admission: Admission) -> str:
         """The user of a message's connection. A connection whose key has left the list is closed."""
         user = str(frame.get("User-Id"))
         if not admission.listed(user) and cut(int(frame.get(zmq.SRCFD)), self._listener.getsockname()[1]):
@@ -627,6 +708,20 @@ class DataServer:
 
     def _end(self) -> None:
         self._ended = True
+
+
+def _loop_for(name: LoopName, run_id: str, data_threads: int, checks_xxh3: bool) -> Loop | None:
+    """The compiled loop; None: the Python loop serves alone. Raises ConfigError where the compiled one was asked for by
+    name and cannot be had."""
+    why_python = why_not()
+    if data_threads > 1:
+        why_python = "landings run on several threads, which only the Python loop does"
+    elif not checks_xxh3:
+        why_python = "checksums are not xxh3-64"
+    if name == "compiled" and why_python:
+        raise ConfigError(f"the data port's compiled loop cannot be had: {why_python}")
+    wanted = AUTO if name == "auto" else name
+    return None if wanted == "python" or why_python else Loop(run_id)
 
 
 def _through_failpoint(frames: list[bytes | memoryview]) -> list[list[bytes | memoryview]]:

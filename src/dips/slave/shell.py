@@ -44,7 +44,7 @@ from dips.core.observe.logs import ChangeLogger
 from dips.core.observe.starting import Starting
 from dips.core.observe.tape import Tape
 from dips.core.threads import Threads
-from dips.slave import calculation
+from dips.slave import calculation, serve_numba
 from dips.slave.data_server import DataServer
 from dips.slave.memory import F32, ShardMemory
 from dips.slave.metrics import Counts, MetricsMoment, kind_of, snapshot
@@ -110,8 +110,9 @@ class SlaveShell:
     async def warm_up(self) -> None:
         """Compile the kernels before a round needs them: compiling holds the interpreter lock."""
         starting = Starting("kernels", log, self._tape, self._clock, quiet_s=0.0)
-        with watched(starting.compiles, outer_numba, wire_numba):
-            for kernels in (outer_numba, wire_numba):
+        modules = [outer_numba, wire_numba, *([serve_numba] if self._data.is_compiled else [])]
+        with watched(starting.compiles, *modules):
+            for kernels in modules:
                 await self._loop.run_in_executor(self._outer, kernels.warm_up)
         starting.end()
 

@@ -52,7 +52,7 @@ def put(chunk: Chunk, push: PushId = A, attempt: int = 1) -> DataHeader:
 
 def arrays(shard: ShardMap) -> StagingTable:
     """As the data port keeps it: three slots."""
-    return StagingTable(shard, rows_of_arrays(3, shard.n_chunks))
+    return StagingTable(shard, rows_of_arrays(3, shard.n_chunks).cleared)
 
 
 @pytest.fixture(params=[StagingTable, arrays])

@@ -173,7 +173,7 @@ def block_totals(sums: F64, first_pieces: I64) -> F64:
 def products(theta: F32, x: F32, y: F32, out: F64) -> None:
     """As outer_numpy.products, to the bit."""
     check_pieces(theta, out, x=x, y=y)
-    _products(theta, x, y, out)
+    take_products(theta, x, y, out)
 
 
 def warm_up() -> None:
@@ -461,7 +461,8 @@ def nonfinite(values: F32) -> int:
 
 
 @compiled
-def _products(theta: F32, x: F32, y: F32, out: F64) -> None:
+def take_products(theta: F32, x: F32, y: F32, out: F64) -> None:
+    """As products, for compiled callers, who have checked what it checks."""
     lanes = np.empty(LANES, np.float64)
     for piece in range(len(out)):
         start = piece * PIECE_ELEMS

@@ -7,7 +7,7 @@ admitted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import Allow, AllowedKey, KeyRole
@@ -29,6 +29,11 @@ class Admission:
     def set_keys(self, keys: Sequence[AllowedKey]) -> None:
         """Replace the list: from now on these keys and no others are admitted."""
         self._listed = {allowed.curve_key.hex(): allowed for allowed in keys}
+
+    @property
+    def keys(self) -> Mapping[str, AllowedKey]:
+        """The list, by user id."""
+        return self._listed
 
     def user_of(self, key: bytes) -> str | None:
         """The user id of a key that is on the list; None: it is not admitted."""
