@@ -26,6 +26,8 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
+from flows.peer import Peer
+
 HUB = "hub"
 NET = "127.77.0"
 CLONE_NEWNET = 0x40000000
@@ -97,6 +99,10 @@ class ShapedNet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._tear_down()
+
+    def start(self, site: str, make: Callable[..., object], *args: Any) -> Peer:
+        """A process at this site."""
+        return Peer(made_in, self.namespace(site), make, *args)
 
     def set_rate(self, site: str, cable: Cable) -> None:
         """Give a cable other rates; its delay stays."""
@@ -199,7 +205,7 @@ def enter(namespace: str) -> None:
 
 
 def made_in(namespace: str, make: Callable[..., Any], *args: Any) -> Any:
-    """make(*args), inside; for flows.peer.Peer."""
+    """make(*args), inside."""
     enter(namespace)
     return make(*args)
 

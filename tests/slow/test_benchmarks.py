@@ -62,6 +62,12 @@ def test_scaling_counts_steps_and_merged_pushes() -> None:
     assert 0 < row["applied"] <= 1
 
 
+def test_several_ends_are_compared_with_one_pair() -> None:
+    rows = results("bench_ends.py")["results"]
+    assert [(row["way"], row["slaves"], row["clusters"]) for row in rows] == [("push", 2, 2), ("pull", 2, 2)]
+    assert all(row["cpu_s_per_gb"] > 0 and row["of_one_pair"] > 0 and row["gbytes_per_s"] > 0 for row in rows)
+
+
 def test_an_ablation_has_flows_and_rounds() -> None:
     found = results("bench_ablation.py", "--rows", "receipts", "--streams", "1", "2")
     assert {(flow["way"], flow["streams"]) for flow in found["flows"]} == {
