@@ -26,7 +26,7 @@ from dips.core.allocator import zeros
 from dips.core.chunks import Chunk, chunks_of
 from dips.core.errors import LocalProtocolError
 from dips.core.layout import Layout
-from dips.core.net.payloads import Places, SnapshotReady, bytes_of, hashing_copy, kernels
+from dips.core.net.payloads import Memory, Places, SharedLock, SnapshotReady, bytes_of, hashing_copy, kernels
 from dips.core.observe.starting import Starting
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.parameters import ChunkSums, ParameterStore, RoundingStore, StreamingStore
@@ -50,27 +50,32 @@ class Live:
     def __init__(self, parts: Sequence[F32]) -> None:
         self._parts = [bytes_of(part) for part in parts]
         self._starts = list(accumulate((part.nbytes for part in self._parts), initial=0))
+        self._memory = Memory(tuple(self._parts))
         self._copy: memoryview | None = None
         self._ended = False
-        self.lock = threading.Lock()
+        self.lock = SharedLock()
 
     def freeze(self, copy: F32) -> None:
         """Read from this equal vector from now on. The parameters may change as soon as this returns."""
-        with self.lock:
-            self._copy = bytes_of(copy).data
+        with self.lock.now():
+            self._copy, self._memory = bytes_of(copy).data, Memory((bytes_of(copy),))
 
     def end(self) -> None:
         """Forbid further reads, so that a transfer that was given up sends no half changed bytes."""
-        with self.lock:
+        with self.lock.now():
             self._ended = True
+
+    def memory(self) -> Memory:
+        """Where the flat vector is now; the caller holds the lock. Raises LocalProtocolError after end()."""
+        self._check_not_ended()
+        return self._memory
 
     def bytes_at(self, here: slice) -> memoryview:
         """These bytes of the flat vector; the caller holds the lock. A copy where they span several parts.
 
         Raises LocalProtocolError after end().
         """
-        if self._ended:
-            raise LocalProtocolError("the push was given up while it was sent")
+        self._check_not_ended()
         if self._copy is not None:
             return self._copy[here]
         first = bisect_right(self._starts, here.start) - 1
@@ -83,6 +88,10 @@ class Live:
             whole[filled : filled + piece.size] = piece
             first, begin, filled = first + 1, 0, filled + piece.size
         return whole.data
+
+    def _check_not_ended(self) -> None:
+        if self._ended:
+            raise LocalProtocolError("the push was given up while it was sent")
 
 
 # ---- vectors ---------------------------------------------------------------------------------------------------------

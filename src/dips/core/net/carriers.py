@@ -11,24 +11,27 @@ import logging
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import zmq
 
 from dips.core.chunks import Buffer, Chunk, checksum
-from dips.core.clock import Clock
-from dips.core.errors import Refused
+from dips.core.clock import Clock, SystemClock
+from dips.core.errors import ConfigError, Refused
 from dips.core.ids import PushId, Version
 from dips.core.layout import Layout
 from dips.core.messages import PullGrant, Ticket
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.payloads import (
     F32,
+    WORTH_COMPILING_BYTES,
     Difference,
     Differences,
     Gated,
+    Memory,
     Parameters,
     ParameterSource,
     Payloads,
@@ -48,8 +51,13 @@ from dips.core.net.transfer import (
 )
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.observe.failpoints import FailpointAction, FailpointKind, copies, failpoint
+from dips.core.observe.failpoints import hits as failpoint_hits
 from dips.core.observe.logs import ChangeLogger
-from dips.core.wire import DIFFERENCES, Codec
+from dips.core.release import how_to_install
+from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
+
+if TYPE_CHECKING:
+    from dips.core.net.carry_numba import Loop, PushLoop
 
 _logger = logging.getLogger("dips.data")
 
@@ -69,6 +77,8 @@ TOGETHER = 4
 """Chunks that are read, and have their checksums taken, before the first of them is sent."""
 
 
+LoopChoice = Literal["auto", "compiled", "python"]
+
 TellMoved = Callable[[Mapping[str, SlaveProgress], float], None]
 """Called with the progress with each slave, and the time."""
 
@@ -86,10 +96,42 @@ class Common:
     curve: CurvePair | None = None  # this process's keys; None: no encryption
     # called with the transfer's progress, a few times a second and at its end; on the data thread
     tell: TellMoved | None = None
+    # compiled: the usual messages by core/net/carry_numba.py; auto: that, where it can be and is worth it
+    loop: LoopChoice = "auto"
+
+
+def _is_compiled(common: Common, clock: Clock, wire_bytes: int, place: str) -> bool:
+    """Whether a transfer of so many bytes is carried by a compiled loop. place: the failpoint of each chunk.
+
+    Raises ConfigError where a compiled loop is asked for and cannot be had.
+    """
+    if common.loop == "python":
+        return False
+    if common.loop == "auto":
+        is_usual = common.checksum is checksum and isinstance(clock, SystemClock) and place not in failpoint_hits()
+        if wire_bytes < WORTH_COMPILING_BYTES or not is_usual:
+            return False
+    try:
+        from dips.core.net import zmq_numba
+    except ModuleNotFoundError as error:
+        if error.name not in ("numba", "llvmlite"):
+            raise
+        why_not = f"numba is not installed: {how_to_install('worker')}"
+    else:
+        why_not = zmq_numba.why_not()
+    if why_not and common.loop == "compiled":
+        raise ConfigError(f"there is no compiled loop for this transfer: {why_not}")
+    return not why_not
 
 
 class _Carrier(ABC):
-    """Carries out one transfer, until it is done, has failed, or is cancelled."""
+    """Carries out one transfer, until it is done, has failed, or is cancelled.
+
+    With a compiled loop (set by the subclass; the transfer's columns are arrays then) chunks are sent and usual answers
+    are taken there. Whatever is unusual is done here, by the code that does everything without one.
+    """
+
+    _loop: Loop | None = None
 
     def __init__(self, common: Common, links: SlaveSockets, transfer: Transfer, clock: Clock) -> None:
         self._common = common
@@ -111,14 +153,14 @@ class _Carrier(ABC):
         links.open(transfer.slaves)
         while not (transfer.done or transfer.failure or cancelled.is_set()):
             asks = []
-            for action in transfer.actions(now_s()):
+            for action in transfer.actions(now_s(), requests=self._loop is None):
                 if isinstance(action, SlaveRequest):
                     asks.append(action)
                 else:
                     links.reconnect(action.slave)
             self.send(asks)
             pause_s = transfer.next_deadline_s() - now_s()
-            for slave, header, payload in links.receive(min(max(pause_s, 0.0), LONGEST_POLL_S)):
+            for slave, header, payload in self._messages(min(max(pause_s, 0.0), LONGEST_POLL_S)):
                 self._receive(slave, header, payload)
             for slave, why in links.turned_away():
                 self._turned_away(slave, why)
@@ -127,6 +169,22 @@ class _Carrier(ABC):
         if transfer.done:
             for slave in transfer.slaves:
                 _ways.report(slave, "")
+
+    def _messages(self, pause_s: float) -> Iterator[tuple[str, bytes, memoryview | None]]:
+        """The answers that arrive within pause_s and are for Python: (slave, header, payload)."""
+        if self._loop is None:
+            yield from self._links.receive(pause_s)
+            return
+        why = self._run(self._loop, self._clock.monotonic_s() + pause_s)
+        self._links.look()
+        if why == self._loop.UNUSUAL:
+            yield self._loop.message()
+        elif why == self._loop.FAILED:
+            yield from self._links.receive(0.0)  # raises what is wrong
+
+    def _run(self, loop: Loop, until_s: float) -> int:
+        """Run the compiled loop; returns why it ended."""
+        return loop.run(until_s)
 
     def _tell(self, every_s: float) -> None:
         """Report the progress, unless the last report was less than every_s ago."""
@@ -167,18 +225,19 @@ class _Carrier(ABC):
 
 
 class _PushCarrier(_Carrier):
-    """checksums: of chunks whose payload was seen, in this attempt or an earlier one; grows."""
+    """The checksums of chunks whose payload was seen stand in the transfer's columns."""
 
     def __init__(
         self, common: Common, links: SlaveSockets, transfer: PushTransfer, clock: Clock, push: PushId, attempt: int,
-        payloads: Payloads, checksums: dict[Chunk, int],
+        payloads: Payloads, loop: PushLoop | None,
     ) -> None:  # fmt: skip
         super().__init__(common, links, transfer, clock)
         self._push_transfer = transfer
         self._push = push
         self._attempt = attempt
         self._payloads = payloads
-        self._checksums = checksums
+        self._loop = self._push_loop = loop
+        self._memory: Memory | None = None
 
     def send(self, asks: Sequence[SlaveRequest]) -> None:
         """Send chunks. The payloads of a few are read before the first is sent: reading one evicts the interpreter's
@@ -186,7 +245,7 @@ class _PushCarrier(_Carrier):
         together = TOGETHER if self._payloads.lasting else 1
         for first in range(0, len(asks), together):
             some = asks[first : first + together]
-            read = [None if ask.chunk is None else self._read(ask.chunk) for ask in some]
+            read = [None if ask.chunk is None else self._read(ask.place) for ask in some]
             for ask, payload in zip(some, read, strict=True):
                 if ask.chunk is None or payload is None:
                     self._send_query(ask)
@@ -221,27 +280,63 @@ class _PushCarrier(_Carrier):
 
     def digests(self) -> tuple[tuple[str, bytes], ...]:
         """The digest of each slave's share; chunks of an earlier attempt are read for it."""
-        for chunk in self._push_transfer.chunks:
-            if chunk not in self._checksums:
-                self._read(chunk)
-        return self._push_transfer.digests(self._checksums)
+        for index, known in enumerate(self._transfer.columns.chunks.known):
+            if not known:
+                self._read(index)
+        return self._push_transfer.digests(self._push_transfer.known())
 
-    def _read(self, chunk: Chunk) -> tuple[memoryview, int]:
+    def _read(self, index: int) -> tuple[memoryview, int]:
+        chunks = self._transfer.columns.chunks
         with self._payloads.lock:
-            payload = self._payloads.of(chunk)
-            checksum = self._checksums.get(chunk)
-            if checksum is None:
-                checksum = self._checksums[chunk] = self._common.checksum(payload)
-            return payload, checksum
+            payload = self._payloads.of(self._transfer.chunks[index])
+            if not chunks.known[index]:
+                chunks.checksum[index], chunks.known[index] = self._common.checksum(payload), 1
+            return payload, int(chunks.checksum[index])
+
+    def _run(self, loop: Loop, until_s: float) -> int:
+        assert self._push_loop is not None, "this is called for the loop of a push"
+        loop, payloads = self._push_loop, self._payloads
+        with payloads.lock:
+            self._show_memory(loop, payloads.memory())
+            why = loop.run(until_s)
+        if why == loop.IDLE:
+            why = loop.wait()
+        elif why == loop.SEND:
+            self._send_for(loop)
+        return why
+
+    def _show_memory(self, loop: PushLoop, memory: Memory) -> None:
+        if memory is self._memory:
+            return
+        self._memory = memory
+        if memory.difference is not None:
+            loop.write_differences(memory.parts[0], memory.difference)
+        else:
+            loop.read_from(memory.parts)
+
+    def _send_for(self, loop: PushLoop) -> None:
+        """Do what the loop asks for: wait for a chunk, which it then sends, or send a query."""
+        request = self._push_transfer.request_in(loop.slot)
+        if request.chunk is None:
+            loop.sent()
+            self._send_query(request)
+        else:
+            self._payloads.wait(request.chunk)
+            loop.ready(request.place)
 
 
 class _PullCarrier(_Carrier):
+    """momentum: of the version, instead of its parameters."""
+
     def __init__(
-        self, common: Common, links: SlaveSockets, transfer: PullTransfer, clock: Clock, version: Version, flat: F32
-    ) -> None:
+        self, common: Common, links: SlaveSockets, transfer: PullTransfer, clock: Clock, version: Version, flat: F32,
+        loop: Loop | None, *, momentum: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(common, links, transfer, clock)
+        self._loop = loop
         self._pull_transfer = transfer
         self._version = version
+        self._momentum = momentum
         self._bytes = bytes_of(flat)
         self._places = Places(common.layout)
 
@@ -249,12 +344,19 @@ class _PullCarrier(_Carrier):
         for ask in asks:
             self._send(ask)
 
+    def _run(self, loop: Loop, until_s: float) -> int:
+        why = loop.run(until_s)
+        if why == loop.WHOLE:
+            self._pull_transfer.verify()
+        return why
+
     def _send(self, ask: SlaveRequest) -> None:
         common, chunk = self._common, ask.chunk
         assert chunk is not None, "a pull asks for chunks only"
         header = DataHeader(
             common.run_id, common.epoch, DataOp.GET_CHUNK, ask.request, version=self._version, block=chunk.block_id,
             offset_bytes=chunk.offset_bytes, length_bytes=chunk.length_bytes, codec=Codec.F32, cause_id=common.cause,
+            momentum=self._momentum,
         )  # fmt: skip
         self._links.send(ask.slave, header.encode())
 
@@ -278,7 +380,8 @@ class _PullCarrier(_Carrier):
         self, header: DataHeader, payload: memoryview | None, chunk: Chunk, action: FailpointAction | None
     ) -> str:
         named = Chunk(header.block, header.offset_bytes, header.length_bytes)
-        if named != chunk or header.version != self._version or header.codec is not Codec.F32:
+        is_asked_for = header.version == self._version and header.momentum == self._momentum
+        if named != chunk or not is_asked_for or header.codec is not Codec.F32:
             return f"it answered with {named} of version {header.version}, asked for was {chunk} of {self._version}"
         if payload is None or payload.nbytes != chunk.length_bytes:
             return f"the payload of {chunk} has another length"
@@ -307,42 +410,66 @@ def carry_push(
     earlier attempts of this push in this codec; takes the new ones. Raises ConfigError for an endpoint that is not
     loopback without keys, for keys on one side only, or without numba.
     """
-    places = Places(common.layout)
-    shares = shares_of(common.layout, ticket.placement, ticket.block_order, common.settings.chunk_bytes)
-    transfer = PushTransfer(shares, common.settings, clock.monotonic_s())
+    places, settings = Places(common.layout), common.settings
+    shares = shares_of(common.layout, ticket.placement, ticket.block_order, settings.chunk_bytes)
     payloads: Payloads = Parameters(flat, places)
     if ticket.wire in DIFFERENCES:
         assert difference is not None, "a ticket for differences answers a push that has a base"
         assert isinstance(flat, np.ndarray), "differences are taken from a snapshot"
-        payloads = Differences(ticket.wire, flat, difference, places, common.settings.chunk_bytes)
+        payloads = Differences(ticket.wire, flat, difference, places, settings.chunk_bytes)
     if ready is not None:
         payloads = Gated(payloads, ready, places)
-    links = SlaveSockets(context, ticket.placement, common.settings.chunk_bytes, common.curve)
-    known = {} if checksums is None else checksums
-    carrier = _PushCarrier(common, links, transfer, clock, push, ticket.attempt, payloads, known)
+    n_bytes = encoded_bytes(payloads.codec, common.layout.n_elems)
+    compiled = _is_compiled(common, clock, n_bytes, "worker.push.before_chunk")
+    transfer = PushTransfer(shares, settings, clock.monotonic_s(), arrays=compiled)
+    if checksums is not None:
+        transfer.know(checksums)
+    links = SlaveSockets(context, ticket.placement, settings.chunk_bytes, common.curve)
+    loop = None
+    if compiled:
+        from dips.core.net.carry_numba import PushLoop, texts_of
+
+        texts = texts_of(common.run_id, push, common.cause)
+        loop = PushLoop(transfer, links, common.epoch, texts, ticket.attempt, places, payloads)
+    carrier = _PushCarrier(common, links, transfer, clock, push, ticket.attempt, payloads, loop)
     try:
         carrier.carry(cancelled)
+        if not transfer.done:
+            return transfer, ()
+        failpoint("worker.push.after_last_chunk")
+        return transfer, carrier.digests()
     finally:
         links.close()
-    if not transfer.done:
-        return transfer, ()
-    failpoint("worker.push.after_last_chunk")
-    return transfer, carrier.digests()
+        if loop is not None:
+            loop.close()
+        if checksums is not None:
+            checksums.update(transfer.known())
 
 
 def carry_pull(
     context: zmq.Context[zmq.Socket[bytes]], common: Common, flat: F32, grant: PullGrant, clock: Clock,
-    cancelled: threading.Event,
+    cancelled: threading.Event, *, momentum: bool = False,
 ) -> PullTransfer:  # fmt: skip
     """Fetch a version into `flat`; when the transfer is done, every share has the digest that the grant names.
 
-    Raises ConfigError for an endpoint that is not loopback without keys, or for keys on one side only.
+    momentum: fetch that instead of the parameters; the digests are of it too. Raises ConfigError for an endpoint that
+    is not loopback without keys, for keys on one side only, or without numba where the loop must be compiled.
     """
     shares = shares_of(common.layout, grant.placement, grant.block_order, common.settings.chunk_bytes)
-    transfer = PullTransfer(shares, dict(grant.digest_of_slave), common.settings, clock.monotonic_s())
+    compiled = _is_compiled(common, clock, flat.nbytes, "worker.pull.before_chunk")
+    transfer = PullTransfer(
+        shares, dict(grant.digest_of_slave), common.settings, clock.monotonic_s(), arrays=compiled
+    )  # fmt: skip
     links = SlaveSockets(context, grant.placement, common.settings.chunk_bytes, common.curve)
+    loop = None
+    if compiled:
+        from dips.core.net.carry_numba import PullLoop, texts_of
+
+        texts, places = texts_of(common.run_id, grant.version, common.cause), Places(common.layout)
+        loop = PullLoop(transfer, links, common.epoch, texts, places, bytes_of(flat), momentum=momentum)
+    carrier = _PullCarrier(common, links, transfer, clock, grant.version, flat, loop, momentum=momentum)
     try:
-        _PullCarrier(common, links, transfer, clock, grant.version, flat).carry(cancelled)
+        carrier.carry(cancelled)
     finally:
         links.close()
     failpoint("worker.pull.after_last_chunk")

@@ -8,8 +8,8 @@ differences are sent, and for large models. Raises ConfigError from kernels() wh
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from dips.core.wire import Codec, encoded_bytes
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
+I64 = NDArray[np.int64]
 
 
 class Kernels(Protocol):
@@ -101,6 +102,10 @@ class Places:
     def __init__(self, layout: Layout) -> None:
         self._start_elem = [block.start_elem for block in layout.blocks]
 
+    def first_bytes(self, blocks: I64, offsets_bytes: I64) -> I64:
+        """Where chunks at these offsets of these blocks begin, in bytes."""
+        return np.array(self._start_elem, np.int64)[blocks] * FLOAT32_BYTES + offsets_bytes
+
     def bytes_at(self, chunk: Chunk) -> slice:
         """The chunk's bytes."""
         begin = self._start_elem[chunk.block_id] * FLOAT32_BYTES + chunk.offset_bytes
@@ -112,22 +117,75 @@ class Places:
         return slice(begin, begin + chunk.length_bytes // FLOAT32_BYTES)
 
 
+class SharedLock:
+    """A lock whose holder may keep it for long: it looks at `wanted`, and whoever wants it comes before it again."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._lock = threading.Lock()
+        self.wanted = np.zeros(1, np.int64)
+        """Not 0 while now() waits. Compiled code reads it."""
+
+    def __enter__(self) -> None:
+        with self._turn:
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    @contextmanager
+    def now(self) -> Iterator[None]:
+        """As `with` the lock itself, and its holder is told."""
+        with self._turn:
+            self.wanted[0] = 1
+            try:
+                self._lock.acquire()
+            finally:
+                self.wanted[0] = 0
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where the payloads of a push come from, for a loop that reads them without this module.
+
+    parts: their bytes, one after the other, are the flat vector; they stay valid while the payloads' lock is held.
+    """
+
+    parts: tuple[U8, ...]
+    difference: Difference | None = None  # of parts, which then are one vector
+
+
 class Payloads(Protocol):
     """The payload of each chunk of a push."""
 
     codec: Codec
     lasting: bool  # its memory is not written again for another chunk
-    lock: AbstractContextManager[object]  # held from of() until the checksum is taken
+    gated: bool  # wait() must be called before a chunk is read
+    lock: AbstractContextManager[object]  # held from of() until the checksum is taken, or while memory() is used
 
     def of(self, chunk: Chunk) -> memoryview: ...
+
+    def wait(self, chunk: Chunk) -> None:
+        """Return once the chunk may be read; of() does so too."""
+        ...
+
+    def memory(self) -> Memory:
+        """The same object as before, unless the payloads have moved. The caller holds the lock."""
+        ...
 
 
 class ParameterSource(Protocol):
     """A source of parameters as bytes (worker/vectors.py)."""
 
-    lock: threading.Lock
+    lock: SharedLock
 
     def bytes_at(self, here: slice) -> memoryview: ...
+
+    def memory(self) -> Memory: ...
 
 
 class Parameters:
@@ -135,25 +193,35 @@ class Parameters:
 
     codec = Codec.F32
     lasting = True
+    gated = False
 
     def __init__(self, theta: F32 | ParameterSource, places: Places) -> None:
         self.lock: AbstractContextManager[object] = nullcontext()
         self._read: Callable[[slice], memoryview]
+        self._memory: Callable[[], Memory]
         if isinstance(theta, np.ndarray):
-            self._read = bytes_of(theta).data.__getitem__
+            whole = Memory((bytes_of(theta),))
+            self._read, self._memory = bytes_of(theta).data.__getitem__, lambda: whole
         else:
-            self._read, self.lock = theta.bytes_at, theta.lock
+            self._read, self._memory, self.lock = theta.bytes_at, theta.memory, theta.lock
         self._places = places
 
     def of(self, chunk: Chunk) -> memoryview:
         """The chunk's memory in theta."""
         return self._read(self._places.bytes_at(chunk))
 
+    def wait(self, chunk: Chunk) -> None:
+        """Theta is there."""
+
+    def memory(self) -> Memory:
+        return self._memory()
+
 
 class Differences:
     """Payloads of theta - base + residual in fewer bits; each is valid until the next one is made."""
 
     lasting = False
+    gated = False
 
     def __init__(self, codec: Codec, theta: F32, difference: Difference, places: Places, chunk_bytes: int) -> None:
         """Raises ConfigError without numba."""
@@ -164,6 +232,7 @@ class Differences:
         self._places = places
         self._kernels = kernels()
         self._room = np.empty(encoded_bytes(codec, chunk_bytes // FLOAT32_BYTES), np.uint8)
+        self._memory = Memory((bytes_of(theta),), difference)
 
     def of(self, chunk: Chunk) -> memoryview:
         """The chunk's payload, encoded again at each call."""
@@ -172,6 +241,12 @@ class Differences:
         residual = None if difference.residual is None else difference.residual[here]
         self._kernels.encode(self.codec, self._theta[here], difference.base[here], residual, payload)
         return payload.data
+
+    def wait(self, chunk: Chunk) -> None:
+        """Theta is there."""
+
+    def memory(self) -> Memory:
+        return self._memory
 
 
 class SnapshotReady(Protocol):
@@ -185,6 +260,8 @@ class SnapshotReady(Protocol):
 class Gated:
     """Payloads of a push vector that is still being written: each waits for its part of the snapshot."""
 
+    gated = True
+
     def __init__(self, payloads: Payloads, ready: SnapshotReady, places: Places) -> None:
         self.codec, self.lasting, self.lock = payloads.codec, payloads.lasting, payloads.lock
         self._payloads = payloads
@@ -193,6 +270,12 @@ class Gated:
 
     def of(self, chunk: Chunk) -> memoryview:
         """The chunk's payload, once its part of the snapshot is complete."""
+        self.wait(chunk)
+        return self._payloads.of(chunk)
+
+    def wait(self, chunk: Chunk) -> None:
         here = self._places.elems_at(chunk)
         self._ready.wait(here.start, here.stop)
-        return self._payloads.of(chunk)
+
+    def memory(self) -> Memory:
+        return self._payloads.memory()

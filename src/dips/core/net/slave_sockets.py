@@ -6,7 +6,8 @@ With keys it connects only to the owner of the key that the master named for a s
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import zmq
 
@@ -51,6 +52,8 @@ class SlaveSockets:
         self._news: list[str] = []
         self._poller = zmq.Poller()
         self._outgoing = Outgoing()
+        self.changes = 0
+        """How often a socket was opened or closed, for the owner of what dealer() and monitors() said."""
 
     def open(self, slaves: Sequence[str]) -> None:
         """Connect. Raises ConfigError for keys on one side only, and without keys for an endpoint not on loopback."""
@@ -83,6 +86,7 @@ class SlaveSockets:
         self._poller.register(self._handshakes[slave].socket, zmq.POLLIN)
         dealer.connect(address.data_endpoint)
         self._sockets[slave] = dealer
+        self.changes += 1
         self._poller.register(dealer, zmq.POLLIN)
 
     def send(self, slave: str, header: Header, payload: Payload | None = None, *, copy: bool = False) -> None:
@@ -108,7 +112,7 @@ class SlaveSockets:
         A message of more than two frames is invalid: it is read and dropped.
         """
         ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
-        self._news = [slave for slave, handshakes in self._handshakes.items() if handshakes.socket in ready]
+        self._note_news(ready)
         for slave, dealer in list(self._sockets.items()):
             while dealer in ready and self._sockets.get(slave) is dealer:
                 try:
@@ -125,8 +129,20 @@ class SlaveSockets:
                 while payload.more:
                     payload = dealer.recv(copy=False)
 
+    def dealer(self, slave: str) -> zmq.Socket[bytes] | None:
+        """The slave's socket, to be used beside this object until the next change; None: there is none."""
+        return self._sockets.get(slave)
+
+    def monitors(self) -> list[zmq.Socket[bytes]]:
+        """Sockets that are readable when there is news for look()."""
+        return [handshakes.socket for handshakes in self._handshakes.values()]
+
+    def look(self) -> None:
+        """What receive() does besides receiving, for who receives beside this object."""
+        self._note_news({monitor: zmq.POLLIN for monitor in self.monitors() if monitor.poll(0)})
+
     def turned_away(self) -> Iterator[tuple[str, str]]:
-        """(slave, why) for each socket whose connection failed by the last receive(); reconnect() tries again.
+        """(slave, why) for each socket whose connection failed by the last receive() or look(): reconnect() it.
 
         Once for each socket: later reports of libzmq follow from the first.
         """
@@ -142,7 +158,11 @@ class SlaveSockets:
             self._drop(slave)
         self._outgoing.clear()
 
+    def _note_news(self, ready: Mapping[Any, int]) -> None:
+        self._news = [slave for slave, handshakes in self._handshakes.items() if handshakes.socket in ready]
+
     def _drop(self, slave: str) -> None:
+        self.changes += 1
         self._away.discard(slave)
         dealer, handshakes = self._sockets.pop(slave, None), self._handshakes.pop(slave, None)
         if handshakes is not None:

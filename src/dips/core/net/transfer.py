@@ -178,10 +178,11 @@ class Transfer:
             for lane, (slave, trouble) in enumerate(zip(self.slaves, self._troubles, strict=True))
         }
 
-    def actions(self, now_s: float) -> list[TransferEffect]:
+    def actions(self, now_s: float, *, requests: bool = True) -> list[TransferEffect]:
         """The effects to carry out now: a chunk to each slave in turn, so that all shares end together, within windows.
 
-        The slave that has the least part of its share comes first, and the schedule decides between equals.
+        The slave that has the least part of its share comes first, and the schedule decides between equals. requests:
+        False leaves them to a compiled loop.
         """
         columns = self.columns
         if self._over():
@@ -201,6 +202,8 @@ class Transfer:
                 actions.append(self._reconnect(lane, now_s))
         if self.failure:
             return []
+        if not requests:
+            return actions
         begin_turns(columns, now_s)
         while (slot := next_request(columns, now_s)) != NONE:
             actions.append(self.request_in(slot))
