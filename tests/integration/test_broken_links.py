@@ -15,7 +15,7 @@ from dips.core.clock import SystemClock
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import PlacementSpec, PullGrant, SlaveAddress
-from dips.core.net.carriers import Common, carry_pull
+from dips.core.net.carriers import Common, LoopChoice, carry_pull
 from dips.core.net.slave_sockets import SlaveSockets
 from dips.core.net.transfer import TURNED_AWAY_S, TransferSettings
 
@@ -71,15 +71,16 @@ def test_a_link_says_that_its_slave_is_gone(context: zmq.Context[zmq.Socket[byte
     assert "has ended" in told[0][1]
 
 
+@pytest.mark.parametrize("loop", ["python", "compiled"])
 def test_a_transfer_from_a_slave_that_died_is_given_up_long_before_its_silence(
-    context: zmq.Context[zmq.Socket[bytes]],
+    context: zmq.Context[zmq.Socket[bytes]], loop: LoopChoice
 ) -> None:
     slave = Mute()
     grant = PullGrant(
         Version(1, 1), 0, 1, slave.placement, (0,), (("s0", b"d"),), 0, 0, None, 4096, 1, "run"
     )  # fmt: skip
     settings = TransferSettings(4096, 4, SILENCE_S, 10 * SILENCE_S)
-    common = Common("run", 1, "cause", LAYOUT, settings)
+    common = Common("run", 1, "cause", LAYOUT, settings, loop=loop)
 
     def hear_and_die() -> None:
         slave.hears()

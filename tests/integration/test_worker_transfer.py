@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from dips.core.errors import RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, PlacementSpec, PullGrant, Refusal, SlaveAddress, Ticket
+from dips.core.net import carriers
 from dips.core.net.carriers import Common, carry_pull, carry_push
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.transfer import TransferSettings
@@ -47,8 +49,11 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     context.destroy(linger=0)
 
 
-def common() -> Common:
-    return Common(RUN, 1, "a/1", LAYOUT, PATIENT)
+@pytest.fixture(params=["python", "compiled"])
+def common(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Common:
+    """Of transfers that the given loop carries; those of a ClusterShell as well."""
+    monkeypatch.setattr(carriers, "WORTH_COMPILING_BYTES", 0 if request.param == "compiled" else math.inf)
+    return Common(RUN, 1, "a/1", LAYOUT, PATIENT, loop=request.param)
 
 
 def placement(slave: DataSlave) -> PlacementSpec:
@@ -59,11 +64,13 @@ def theta() -> np.ndarray:
     return np.random.default_rng(1).normal(size=LAYOUT.n_elems).astype(np.float32)
 
 
-def test_a_push_of_many_chunks_sends_each_once(slave: DataSlave, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_a_push_of_many_chunks_sends_each_once(
+    slave: DataSlave, context: zmq.Context[zmq.Socket[bytes]], common: Common
+) -> None:
     """Found by measuring: with a queue just above the window some sends were refused, and cost a silence each."""
     flat = theta()
     ticket = Ticket(1, placement(slave), ORDER)
-    transfer, digests = carry_push(context, common(), flat, PUSH, ticket, SystemClock(), threading.Event())
+    transfer, digests = carry_push(context, common, flat, PUSH, ticket, SystemClock(), threading.Event())
     assert transfer.done
     assert transfer.reconnects == 0
     puts = [(h.block, h.offset_bytes) for h in slave.heard if h.op is DataOp.PUT_CHUNK]
@@ -73,24 +80,25 @@ def test_a_push_of_many_chunks_sends_each_once(slave: DataSlave, context: zmq.Co
 
 
 def test_a_later_attempt_reads_no_chunk_that_the_slave_has(
-    slave: DataSlave, context: zmq.Context[zmq.Socket[bytes]]
+    slave: DataSlave, context: zmq.Context[zmq.Socket[bytes]], common: Common
 ) -> None:
     flat, known = theta(), dict[object, int]()
     stop = threading.Event()
 
     def cancel(header: DataHeader) -> None:
         if header.op is DataOp.PUT_CHUNK and len(slave.heard) > N_CHUNKS // 2:
+            slave.mute = True
             stop.set()
 
     slave.hook = cancel
     first = Ticket(1, placement(slave), ORDER)
-    transfer, _ = carry_push(context, common(), flat, PUSH, first, SystemClock(), stop, checksums=known)  # type: ignore[arg-type]
+    transfer, _ = carry_push(context, common, flat, PUSH, first, SystemClock(), stop, checksums=known)  # type: ignore[arg-type]
     assert not transfer.done
-    slave.hook = lambda header: None
+    slave.hook, slave.mute = lambda header: None, False
     held = set(slave.landed[PUSH])
     second = Ticket(2, placement(slave), ORDER)
     transfer, digests = carry_push(
-        context, common(), flat, PUSH, second, SystemClock(), threading.Event(), checksums=known  # type: ignore[arg-type]
+        context, common, flat, PUSH, second, SystemClock(), threading.Event(), checksums=known  # type: ignore[arg-type]
     )  # fmt: skip
     assert transfer.done
     sent = {(h.block, h.offset_bytes) for h in slave.heard if h.op is DataOp.PUT_CHUNK and h.attempt == 2}
@@ -99,7 +107,9 @@ def test_a_later_attempt_reads_no_chunk_that_the_slave_has(
     assert dict(digests) == {"s0": digest_of_array(flat, LAYOUT.blocks, CHUNK_BYTES)}
 
 
-def test_a_pull_of_many_chunks_asks_for_each_once(slave: DataSlave, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_a_pull_of_many_chunks_asks_for_each_once(
+    slave: DataSlave, context: zmq.Context[zmq.Socket[bytes]], common: Common
+) -> None:
     flat, version = theta(), Version(1, 3)
     slave.versions[version] = flat
     digest = digest_of_array(flat, LAYOUT.blocks, CHUNK_BYTES)
@@ -107,7 +117,7 @@ def test_a_pull_of_many_chunks_asks_for_each_once(slave: DataSlave, context: zmq
         version, 0, 1, placement(slave), ORDER, (("s0", digest),), 0, 1, None, CHUNK_BYTES, 1, RUN
     )  # fmt: skip
     into = np.zeros_like(flat)
-    transfer = carry_pull(context, common(), into, grant, SystemClock(), threading.Event())
+    transfer = carry_pull(context, common, into, grant, SystemClock(), threading.Event())
     assert transfer.done
     assert transfer.reconnects == 0
     assert into.tobytes() == flat.tobytes()
@@ -125,11 +135,11 @@ class Gate:
 
 
 def test_a_chunk_is_sent_only_once_its_part_of_the_snapshot_is_there(
-    slave: DataSlave, context: zmq.Context[zmq.Socket[bytes]]
+    slave: DataSlave, context: zmq.Context[zmq.Socket[bytes]], common: Common
 ) -> None:
     gate = Gate()
     ticket = Ticket(1, placement(slave), ORDER)
-    transfer, _ = carry_push(context, common(), theta(), PUSH, ticket, SystemClock(), threading.Event(), ready=gate)
+    transfer, _ = carry_push(context, common, theta(), PUSH, ticket, SystemClock(), threading.Event(), ready=gate)
     assert transfer.done
     n = CHUNK_BYTES // 4
     assert gate.waited == [(i * n, (i + 1) * n) for i in range(N_CHUNKS)]
@@ -164,6 +174,7 @@ def run() -> Iterator[RunForWorkers]:
     run.close()
 
 
+@pytest.mark.usefixtures("common")
 def test_no_copy_is_made_for_a_push_while_training_waits(run: RunForWorkers) -> None:
     run.settings = replace(run.settings, verdict_wait_s=60.0)
     model = LiveModel(1)
@@ -213,6 +224,7 @@ def test_a_copy_that_was_hashed_is_sent_with_its_checksums(run: RunForWorkers, m
     assert list(given[0]) == chunks
 
 
+@pytest.mark.usefixtures("common")
 def test_a_push_that_training_does_not_wait_for_any_more_goes_on_from_a_copy(run: RunForWorkers) -> None:
     run.settings = replace(run.settings, verdict_wait_s=0.5)
     released = threading.Event()
@@ -244,6 +256,7 @@ def test_a_push_that_training_does_not_wait_for_any_more_goes_on_from_a_copy(run
         assert model.theta.tobytes() == (pushed + (moved - pushed)).tobytes()
 
 
+@pytest.mark.usefixtures("common")
 def test_a_loop_that_interrupts_its_wait_and_goes_on_changes_nothing_of_its_push(
     run: RunForWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +290,7 @@ def test_a_loop_that_interrupts_its_wait_and_goes_on_changes_nothing_of_its_push
         assert model.theta.tobytes() == (pushed + (moved - pushed)).tobytes()
 
 
+@pytest.mark.usefixtures("common")
 @pytest.mark.parametrize("kind", [FlatModel, LiveModel])
 def test_training_that_goes_on_while_a_version_lands_keeps_its_steps(run: RunForWorkers, kind: type[FlatModel]) -> None:
     """In the waiting mode a pull lands where theta_at_push was; when the wait is over first, that is saved in time."""

@@ -13,6 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -121,7 +122,22 @@ def _is_compiled(common: Common, clock: Clock, wire_bytes: int, place: str) -> b
         why_not = zmq_numba.why_not()
     if why_not and common.loop == "compiled":
         raise ConfigError(f"there is no compiled loop for this transfer: {why_not}")
+    if not why_not:
+        _warm_up()
     return not why_not
+
+
+@lru_cache(maxsize=1)
+def _warm_up() -> None:
+    """Compile the loops, or load them: once for each process, and said where it takes long."""
+    from dips.core.math.compiling import watched
+    from dips.core.net import carry_numba
+
+    def tell(kernel: str, number: int, n_kernels: int) -> None:
+        _logger.info("compiling transfers, once for each machine: %s, %d of %d", kernel, number, n_kernels)
+
+    with watched(tell, carry_numba):
+        carry_numba.warm_up()
 
 
 class _Carrier(ABC):
