@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -340,7 +341,8 @@ def test_a_pull_of_momentum_asks_for_it(common: Common, slaves: list[Slave], pul
 
 def test_loops_are_ready_after_a_warm_up() -> None:
     carry_numba.warm_up()
-    compiled = [len(loop.signatures) for loop in (carry_numba.push, carry_numba.pull)]  # type: ignore[attr-defined]
+    loops: list[Any] = [carry_numba.push, carry_numba.pull]
+    compiled = [len(loop.signatures) for loop in loops]
     assert compiled == [1, 1], "and transfers of every kind run what was compiled then"
 
 

@@ -93,7 +93,7 @@ from dips.core.net.zmq_numba import (
 )
 from dips.core.wire import encoded_bytes
 
-COMPILED_IN_XXH3 = "x"
+COMPILED_IN_XXH3 = "d9b6b98b0efc11bb"
 """xxh3-64 of the files whose code is compiled into this file's: numba's cache notices changes of this file only, so a
 change there must change something here (a test says what)."""
 
