@@ -12,8 +12,7 @@ from support.hostile_headers import changed_headers
 
 from dips.core.chunks import checksum
 from dips.core.math import landing_numba, xxh3_numba
-from dips.core.math.outer_numba import LANES
-from dips.core.math.outer_numpy import n_pieces
+from dips.core.math.outer_numpy import LANES, n_pieces
 from dips.core.math.simd_numba import address, compiled, peek64, poke8
 from dips.core.net import header_numba
 from dips.core.wire import DIFFERENCES, Codec, encoded_bytes

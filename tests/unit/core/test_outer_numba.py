@@ -7,14 +7,9 @@ import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-import numba
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba.core.dispatcher import Dispatcher
@@ -22,11 +17,11 @@ from support.numerics import F32, Shard, assert_same_bits, random_slots
 
 from dips.core.allocator import zeros
 from dips.core.chunks import checksum
-from dips.core.math import outer_numba, outer_numpy, simd_numba, wire_numba, xxh3_numba
+from dips.core.math import outer_numba, outer_numpy
 from dips.core.math.landing_numba import land_chunk
 from dips.core.math.outer_numba import TILE_ELEMS, VECTOR_ELEMS
 from dips.core.math.outer_numpy import LANES, PIECE_ELEMS, n_pieces
-from dips.core.math.simd_numba import VECTOR_BYTES, compiled
+from dips.core.math.simd_numba import VECTOR_BYTES
 from dips.core.wire import Codec
 
 SIZES = [
@@ -331,20 +326,9 @@ def test_warm_up_compiles_all_that_a_round_needs() -> None:
     assert [len(dispatcher.signatures) for dispatcher in dispatchers] == before
 
 
-def test_both_twins_mean_the_same_lanes_and_pieces() -> None:
-    assert (outer_numba.LANES, outer_numba.PIECE_ELEMS) == (LANES, PIECE_ELEMS)
+def test_tiles_are_whole_lanes_and_pieces_whole_tiles() -> None:
     assert 4 * VECTOR_ELEMS == VECTOR_BYTES
     assert PIECE_ELEMS % TILE_ELEMS == TILE_ELEMS % LANES == 0
-
-
-def test_without_a_folder_for_the_cache_it_compiles_all_the_same() -> None:
-    """A function without a file is what numba finds no cache folder for, as in a read-only image without a
-    home."""
-    namespace: dict[str, Any] = {}
-    exec("def twice(x):\n    return 2 * x", namespace)
-    with pytest.raises(RuntimeError, match="cannot cache"):
-        numba.njit(cache=True)(namespace["twice"])
-    assert compiled(namespace["twice"])(21) == 42
 
 
 def test_the_compiled_twin_refuses_what_the_reference_refuses() -> None:
@@ -386,19 +370,3 @@ def test_the_compiled_twin_refuses_what_the_reference_refuses() -> None:
         )
     with pytest.raises(ValueError, match="pieces up to"):
         outer_numba.block_totals(piece_sums, np.array([0, 2]))
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "source"),
-    [
-        (outer_numba, "SIMD_XXH3", simd_numba), (outer_numba, "XXH3_XXH3", xxh3_numba),
-        (wire_numba, "SIMD_XXH3", simd_numba),
-    ],
-)  # fmt: skip
-def test_a_change_of_the_code_that_others_compile_in_reaches_them(
-    module: ModuleType, name: str, source: ModuleType
-) -> None:
-    """Numba keeps compiled code as long as the file that it was called from stays the same."""
-    assert source.__file__ is not None
-    now = xxhash.xxh3_64_hexdigest(Path(source.__file__).read_bytes())
-    assert now == getattr(module, name), f"write {name} = {now!r} into {module.__name__}"

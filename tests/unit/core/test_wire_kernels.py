@@ -172,6 +172,5 @@ def test_warm_up_compiles_every_codec() -> None:
 
 
 def test_both_twins_mean_the_same_blocks() -> None:
-    assert wire_numba.BLOCK == SCALE_BLOCK_ELEMS
     smallest = np.array([wire_numpy.SMALLEST], np.float32).view(np.int32)
     assert int(smallest[0]) == wire_numba.SMALLEST_BITS

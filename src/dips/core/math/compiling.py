@@ -1,14 +1,261 @@
-"""Reports which kernel numba is compiling; those that it loads from its cache are not reported."""
+"""Compiles kernels with numba and keeps the code on disk, so that a machine compiles each of them once.
+
+Numba itself keeps a function's code as long as the function's own file stays the same. But a kernel has the code and
+the constants of other files compiled into it. So here the code is kept for the content of the function's file and of
+every file of dips that this one imports, directly or not: a change of any of them compiles it again. The key also has
+the processor's name and features, and the versions of Python and numba.
+
+The folder is NUMBA_CACHE_DIR if that is set and can be written, else the __pycache__ beside the file, else numba's
+folder in the user's cache; where none can be written, code is compiled again at every start, and a warning says so.
+One process at a time compiles: the others wait for it at a lock file and load what it made. The lock is the operating
+system's, so it ends with the process that holds it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
+import logging
+import os
+import re
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any, ParamSpec, TypeVar
 
-from numba.core import event
+import numba
+import xxhash
+from numba.core import event, sigutils
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    InTreeCacheLocator,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+)
+from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LOCK_NAME = "dips-kernels.lock"
+
+_log = logging.getLogger("dips.kernels")
+
+# ---- for kernels ----
+
+
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """numba.njit, with the type of the function kept for the type checker; never fastmath."""
+    kernel: Any = numba.njit(nogil=True, fastmath=False, error_model="numpy")(function)
+    _keep_on_disk(kernel, function)
+    result: Callable[P, R] = kernel
+    return result
+
+
+def callback(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """numba.cfunc: a C function, compiled or loaded at once."""
+
+    def wrapped(function: Callable[..., Any]) -> Any:
+        kernel: Any = CFunc(function, sigutils.normalize_signature(signature), {}, {})  # type: ignore[no-untyped-call]
+        _keep_on_disk(kernel, function)
+        kernel.compile()
+        return kernel
+
+    return wrapped
+
+
+def _keep_on_disk(kernel: Any, function: Callable[..., Any]) -> None:
+    try:
+        kernel._cache = _Cache(function)  # type: ignore[no-untyped-call]
+        kernel.compile = _turn.taken_for(kernel.compile)
+    except RuntimeError:  # no folder can be written: the same code, compiled again at every start
+        kernel.compile = _not_kept(kernel.compile)
+
+
+def _not_kept(compile: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_and_say_so(*given: Any) -> Any:
+        _say_once("no folder for compiled code can be written, so every start compiles it again: set NUMBA_CACHE_DIR")
+        return compile(*given)
+
+    return compile_and_say_so
+
+
+@functools.cache
+def _say_once(sentence: str) -> None:
+    _log.warning("kernels: %s", sentence)
+
+
+# ---- when code is stale ----
+
+_ROOT = Path(__file__).parents[2]
+"""The folder of the package dips."""
+
+_IMPORTS = re.compile(r"^(?:from (dips[.\w]*) import (\([^)]*\)|.*)|import (dips[.\w]*))", re.MULTILINE)
+_NAMES = re.compile(r"(\w+)(?: as \w+)?")
+
+
+def sources_of(path: Path) -> list[Path]:
+    """The file and every file of dips that it imports when it is imported, directly or not, in a fixed order."""
+    found, todo = {path}, [path]
+    while todo:
+        new = _imports_of(todo.pop()) - found
+        found |= new
+        todo += new
+    return sorted(found)
+
+
+@functools.cache
+def _imports_of(path: Path) -> set[Path]:
+    modules: list[str] = []
+    for package, names, module in _IMPORTS.findall(_text_of(path).decode()):
+        modules += [module] if module else [package, *(f"{package}.{name}" for name in _NAMES.findall(names))]
+    places = [_ROOT.parent.joinpath(*module.split(".")) for module in modules]
+    files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
+    return {file for file in files if file.exists()}
+
+
+@functools.cache
+def _text_of(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+@functools.cache
+def stamp_of(path: Path) -> str:
+    """Changes whenever code that was compiled from this file may be stale."""
+    hashed = xxhash.xxh3_128()
+    for source in sources_of(path):
+        hashed.update(f"{source.relative_to(_ROOT) if source.is_relative_to(_ROOT) else source.name}\0".encode())
+        hashed.update(_text_of(source))
+    return hashed.hexdigest()
+
+
+class _Stamped:
+    """Beside one of numba's locators, which say in which folder the code of a function is kept."""
+
+    def __init__(self, function: Callable[..., Any], file: str) -> None:
+        super().__init__(function, file)  # type: ignore[call-arg]
+        self._stamp = stamp_of(Path(file))
+
+    def get_source_stamp(self) -> str:
+        return self._stamp
+
+    def ensure_cache_path(self) -> None:
+        _ensure(self.get_cache_path())  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _ensure(folder: str) -> None:
+    """Raises OSError if the folder cannot be made or nothing can be written into it."""
+    os.makedirs(folder, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+
+
+class _Beside(_Stamped, InTreeCacheLocator):
+    pass
+
+
+class _Given(_Stamped, UserProvidedCacheLocator):
+    pass
+
+
+class _OfUser(_Stamped, UserWideCacheLocator):
+    pass
+
+
+class _Code(CompileResultCacheImpl):
+    _locator_classes = [_Given, _Beside, _OfUser]  # noqa: RUF012 - numba's name and type
+
+
+class _Cache(FunctionCache):
+    """The code of one function on disk. What is not there is compiled in turn."""
+
+    _impl_class = _Code
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = self._load(sig, target_context)
+        if found is None and _turn.take():
+            found = self._load(sig, target_context)
+        return found
+
+    def _load(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except Exception as error:  # a machine that lost power leaves half a file, which may end in any error
+            _say_once(f"code in {self.cache_path} cannot be read and is compiled again: {error!r}")
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+        except OSError as error:
+            _say_once(f"compiled code cannot be kept, so the next start compiles it again: {error}")
+
+
+# ---- one process at a time ----
+
+
+class _Turn:
+    """The right to compile on this machine, from the first kernel that is not on disk until the outermost compilation
+    ends. Used under numba's own lock, which lets one thread of a process compile."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+        self._nested = 0
+
+    def taken_for(self, compile: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function; when it is over, the turn that was taken meanwhile ends, also when it raised."""
+
+        def in_turn(*given: Any) -> Any:
+            with global_compiler_lock:
+                self._nested += 1
+                try:
+                    return compile(*given)
+                finally:
+                    self._nested -= 1
+                    if self._nested == 0 and self._file is not None:
+                        self._file.close()
+                        self._file = None
+
+        return in_turn
+
+    def take(self) -> bool:
+        """Wait for it. False if this process had it already, or if there is nothing to wait at."""
+        if self._file is not None:
+            return False
+        path = _lock_path()
+        if path is None:
+            return False
+        try:
+            self._file = path.open("ab")
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _log.info("kernels: another process on this machine compiles them; waiting for it (%s)", path)
+                fcntl.flock(self._file, fcntl.LOCK_EX)
+        except OSError as error:  # a file system without locks: then two processes may compile the same
+            _log.warning("kernels: %s cannot be locked: %s", path, error)
+            return False
+        return True
+
+
+_turn = _Turn()
+
+
+@functools.cache
+def _lock_path() -> Path | None:
+    """One for all kernels of the machine that are kept in the same place."""
+    try:
+        return Path(_Cache(compiled).cache_path) / LOCK_NAME  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return None
+
+
+# ---- progress ----
 
 _COMPILES = "numba:compile"
 
@@ -18,7 +265,8 @@ TellKernel = Callable[[str, int, int], None]
 
 @contextlib.contextmanager
 def watched(tell: TellKernel, *modules: ModuleType) -> Iterator[None]:
-    """While this lasts, call `tell` for each kernel of these modules when its compilation begins, on that thread."""
+    """While this lasts, call `tell` for each kernel of these modules when its compilation begins, on that thread; those
+    that are loaded from disk are not reported."""
     kernels = {
         found.py_func
         for module in modules

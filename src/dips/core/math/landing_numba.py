@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dips.core.chunks import Buffer
+from dips.core.layout import FLOAT32_BYTES
 from dips.core.math.outer_numba import (
-    LANES,
-    PIECE_ELEMS,
     VECTOR_ELEMS,
     add_squares,
     aligned_from,
@@ -29,7 +28,7 @@ from dips.core.math.outer_numba import (
     keep,
     nonfinite,
 )
-from dips.core.math.outer_numpy import F32, F64, check_land, check_pieces
+from dips.core.math.outer_numpy import F32, F64, LANES, PIECE_ELEMS, check_land, check_pieces
 from dips.core.math.simd_numba import (
     VECTOR_BYTES,
     address,
@@ -68,7 +67,6 @@ from dips.core.wire import DIFFERENCES, Codec
 
 U8 = NDArray[np.uint8]
 
-FLOAT32_BYTES = 4
 BLOCK_ELEMS = BLOCK_BYTES // FLOAT32_BYTES
 
 AHEAD_ELEMS = 1024

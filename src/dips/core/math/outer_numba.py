@@ -7,9 +7,7 @@ into one rounding unless the product is exact, never start threads of its own (a
 for gram at edges of pieces; the interpreter lock is released, and no result depends on how the range is split), and
 never touch memory that the checks of outer_numpy have not passed.
 
-Compiled at the first use, or by warm_up(). Numba keeps the result in NUMBA_CACHE_DIR if that is set, else
-next to this file, else in the user's cache folder; where none can be written, it is compiled again at each
-start (seconds).
+Compiled at the first use, or by warm_up(), and kept on disk (core/math/compiling.py).
 """
 
 from __future__ import annotations
@@ -22,6 +20,8 @@ from dips.core.math.outer_numpy import (
     F32,
     F64,
     I64,
+    LANES,
+    PIECE_ELEMS,
     U64,
     check_chunks,
     check_gram,
@@ -51,19 +51,6 @@ from dips.core.math.simd_numba import (
 )
 from dips.core.math.xxh3_numba import BLOCK_BYTES, LAST_SECRET, LONGEST_SHORT, SECRET, finish, xxh3
 from dips.core.math.xxh3_numba import start as start_sums
-
-SIMD_XXH3 = "1c0751ae1d851d1d"
-"""xxh3-64 of simd_numba.py, whose code is compiled into this file's: numba's cache notices changes of this file only,
-so a change there must change something here (a test says what)."""
-
-XXH3_XXH3 = "a94394ca1044ab21"
-"""The same of xxh3_numba.py."""
-
-LANES = 32
-"""outer_numpy.LANES, written again because numba's cache notices changes of this file only."""
-
-PIECE_ELEMS = 16384
-"""outer_numpy.PIECE_ELEMS, for the same reason."""
 
 TILE_ELEMS = 512
 """Elements that sums work on at a time, a multiple of LANES: what is copied or multiplied again is still in the first

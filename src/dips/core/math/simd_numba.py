@@ -3,17 +3,14 @@
 A kernel that must keep eight streams of memory under way names its loads and stores here; `+`, `-` and `*` of two
 vectors work on their elements, and each rounds once. The width is one of the language, not of the machine: LLVM cuts a
 vector into what the processor has.
-
-Numba's cache notices changes of a kernel's own file only, so kernels carry the checksum of this one (SIMD_XXH3).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-import numba
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
@@ -21,22 +18,10 @@ from numba.extending import intrinsic, lower_builtin, models, register_model, ty
 from numba.np.arrayobj import populate_array
 from numpy.typing import NDArray
 
+from dips.core.math.compiling import compiled as compiled
+
 VECTOR_BYTES = 64
 """A line of the cache: a vector that is streamed to memory must fill it."""
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """numba.njit, with the type of the function kept for the type checker; never fastmath."""
-    options: dict[str, Any] = {"nogil": True, "fastmath": False, "error_model": "numpy"}
-    result: Callable[P, R]
-    try:
-        result = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder for a cache can be written: the same code, compiled again at every start
-        result = numba.njit(**options)(function)
-    return result
 
 
 def _intrinsic(function: Callable[..., Any]) -> Any:

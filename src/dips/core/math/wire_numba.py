@@ -2,7 +2,7 @@
 
 A chunk is worked on in blocks of 64 elements, which is what one scale covers; a last shorter one is padded with zeros,
 which change no scale. It must never use fastmath, never start threads (the interpreter lock is released), and never
-touch memory that the checks of wire_numpy have not passed. Compiled and cached as core/math/outer_numba.py.
+touch memory that the checks of wire_numpy have not passed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,8 @@ from numpy.typing import NDArray
 
 from dips.core.math.simd_numba import address, array_at, compiled
 from dips.core.math.wire_numpy import F32, U8, check_wire
+from dips.core.wire import SCALE_BLOCK_ELEMS as BLOCK
 from dips.core.wire import Codec, encoded_bytes
-
-SIMD_XXH3 = "1c0751ae1d851d1d"
-"""xxh3-64 of simd_numba.py, whose code is compiled into this file's: numba's cache notices changes of this file only,
-so a change there must change something here (a test says what)."""
-
-BLOCK = 64
-"""wire.SCALE_BLOCK_ELEMS, written again because numba's cache notices changes of this file only."""
 
 SMALLEST_BITS = (127 - 100) << 23
 """wire_numpy.SMALLEST as the bits of a float32, which order as the numbers do."""

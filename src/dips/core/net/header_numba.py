@@ -32,10 +32,6 @@ from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.core.wire import Codec
 from dips.protos import common_pb2, data_pb2
 
-COMPILED_IN_XXH3 = "80f7e240fcd12f53"
-"""xxh3-64 of the files whose code and constants are compiled into this file's: numba's cache notices changes of this
-file only, so a change there must change something here (a test says what)."""
-
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 

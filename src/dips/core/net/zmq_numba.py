@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding  # type: ignore[import-untyped]
-import numba
 import numpy as np
 import zmq
 from llvmlite import ir
@@ -28,10 +27,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from dips.core.math.compiling import callback
 from dips.core.math.simd_numba import address, address_of, atomic_add, compiled, peek8
-
-SIMD_XXH3 = "1c0751ae1d851d1d"
-"""xxh3-64 of simd_numba.py, whose code is compiled into this file's, as in core/math/outer_numba.py."""
 
 MESSAGE_BYTES = 64
 """Of a zmq_msg_t."""
@@ -204,18 +201,12 @@ def user_is(message: int, user: NDArray[np.uint8]) -> bool:
     return bool(peek8(place + len(user)) == np.uint64(0))
 
 
-def _callback(function: Callable[[int, int], None]) -> Any:
-    """A C function that libzmq calls on its own threads."""
-    signature = types.void(types.intp, types.intp)
-    try:
-        return numba.cfunc(signature, cache=True)(function)
-    except RuntimeError:  # no folder for a cache can be written
-        return numba.cfunc(signature)(function)
-
-
-@_callback
+@callback(types.void(types.intp, types.intp))
 def freed(data: int, hint: int) -> None:
-    """libzmq no longer reads a payload that zmq_msg_init_data() took: count it. hint: the address of an int64."""
+    """libzmq calls it, on any of its threads, when it has read a payload that zmq_msg_init_data() took: count it.
+
+    hint: the address of an int64.
+    """
     atomic_add(hint, 1)
 
 
