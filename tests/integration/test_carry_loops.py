@@ -6,12 +6,10 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 import zmq
 from support.run_for_workers import CHUNK_BYTES, RUN, DataSlave
 
@@ -20,9 +18,9 @@ from dips.core.clock import ManualClock, SystemClock
 from dips.core.errors import ConfigError, RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.layout import Block, Layout, Parameter
-from dips.core.math import landing_numba, simd_numba, wire_numba, wire_numpy, xxh3_numba
+from dips.core.math import wire_numpy
 from dips.core.messages import PlacementSpec, PullGrant, Refusal, SlaveAddress, Ticket
-from dips.core.net import carriers, carry_numba, flow, header_numba, steps, zmq_numba
+from dips.core.net import carriers, carry_numba, zmq_numba
 from dips.core.net.carriers import Common, LoopChoice, carry_pull, carry_push
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.payloads import Difference
@@ -344,15 +342,6 @@ def test_loops_are_ready_after_a_warm_up() -> None:
     loops: list[Any] = [carry_numba.push, carry_numba.pull]
     compiled = [len(loop.signatures) for loop in loops]
     assert compiled == [1, 1], "and transfers of every kind run what was compiled then"
-
-
-def test_a_change_of_what_is_compiled_in_reaches_those_who_have_compiled_it_before() -> None:
-    """Numba keeps compiled code as long as the file that it was called from stays the same."""
-    now = xxhash.xxh3_64()
-    inlined = (simd_numba, xxh3_numba, landing_numba, wire_numba, zmq_numba, header_numba, flow, steps)
-    for module in inlined:
-        now.update(Path(str(module.__file__)).read_bytes())
-    assert now.hexdigest() == carry_numba.COMPILED_IN_XXH3, f"write COMPILED_IN_XXH3 = {now.hexdigest()!r}"
 
 
 # ---- which loop ----

@@ -26,8 +26,8 @@ from numba.extending import register_jitable
 from numpy.typing import NDArray
 
 from dips.core.math.landing_numba import land, land_difference, land_difference_measured, land_measured
-from dips.core.math.outer_numba import LANES, take_products
-from dips.core.math.outer_numpy import n_pieces
+from dips.core.math.outer_numba import take_products
+from dips.core.math.outer_numpy import LANES, n_pieces
 from dips.core.math.simd_numba import address, address_of, array_at, compiled, peek8
 from dips.core.messages import KeyRole
 from dips.core.net.header_numba import (

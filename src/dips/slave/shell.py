@@ -19,7 +19,7 @@ from dips.core.chunks import shard_digest
 from dips.core.clock import Clock
 from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import Incarnation
-from dips.core.math import outer_numba, wire_numba
+from dips.core.math import landing_numba, outer_numba, wire_numba
 from dips.core.math.compiling import watched
 from dips.core.messages import (
     Allow,
@@ -110,7 +110,7 @@ class SlaveShell:
     async def warm_up(self) -> None:
         """Compile the kernels before a round needs them: compiling holds the interpreter lock."""
         starting = Starting("kernels", log, self._tape, self._clock, quiet_s=0.0)
-        modules = [outer_numba, wire_numba, *([serve_numba] if self._data.is_compiled else [])]
+        modules = [outer_numba, wire_numba, landing_numba, *([serve_numba] if self._data.is_compiled else [])]
         with watched(starting.compiles, *modules):
             for kernels in modules:
                 await self._loop.run_in_executor(self._outer, kernels.warm_up)

@@ -77,10 +77,10 @@ def _keep_on_disk(kernel: Any, function: Callable[..., Any]) -> None:
         kernel.compile = _not_kept(kernel.compile)
 
 
-def _not_kept(compile: Callable[..., Any]) -> Callable[..., Any]:
+def _not_kept(make_code: Callable[..., Any]) -> Callable[..., Any]:
     def compile_and_say_so(*given: Any) -> Any:
         _say_once("no folder for compiled code can be written, so every start compiles it again: set NUMBA_CACHE_DIR")
-        return compile(*given)
+        return make_code(*given)
 
     return compile_and_say_so
 
@@ -207,14 +207,14 @@ class _Turn:
         self._file: IO[bytes] | None = None
         self._nested = 0
 
-    def taken_for(self, compile: Callable[..., Any]) -> Callable[..., Any]:
+    def taken_for(self, make_code: Callable[..., Any]) -> Callable[..., Any]:
         """The same function; when it is over, the turn that was taken meanwhile ends, also when it raised."""
 
         def in_turn(*given: Any) -> Any:
             with global_compiler_lock:
                 self._nested += 1
                 try:
-                    return compile(*given)
+                    return make_code(*given)
                 finally:
                     self._nested -= 1
                     if self._nested == 0 and self._file is not None:

@@ -93,10 +93,6 @@ from dips.core.net.zmq_numba import (
 )
 from dips.core.wire import encoded_bytes
 
-COMPILED_IN_XXH3 = "d9b6b98b0efc11bb"
-"""xxh3-64 of the files whose code is compiled into this file's: numba's cache notices changes of this file only, so a
-change there must change something here (a test says what)."""
-
 for _rule in (*flow.STEPS, *steps.STEPS):
     register_jitable(_rule)
 
