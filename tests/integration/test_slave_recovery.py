@@ -9,7 +9,7 @@ import json
 import os
 import threading
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +277,21 @@ class SlowDisk:
             real(disk, *what)
 
         monkeypatch.setattr(LocalDisk, "overwrite", overwrite)
+
+
+async def test_a_version_that_is_on_the_disk_is_told_without_waiting_for_the_next_beat(
+    late_master: MasterForSlaves, config: SlaveConfig
+) -> None:
+    """The master begins no round while disks are too far behind, as far as it knows."""
+    late_master.settings = replace(late_master.settings, heartbeat_s=10 * WAIT_S)
+    async with slave_here(serving(config, late_master)):
+        slave, n_beats = await seeded(late_master, 1), 0
+        for v in (1, 2):
+            await slave.step(v)
+            async with asyncio.timeout(WAIT_S):
+                while (await slave.link.beat(n_beats)).durable != Version(1, v):
+                    n_beats += 1
+        slave.client.close()
 
 
 async def test_async_rounds_run_ahead_of_the_disk_by_one_and_never_write_what_is_being_saved(

@@ -6,6 +6,7 @@ Runs on the event loop and does no arithmetic and no disk work, so that a beat i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from dataclasses import replace
@@ -36,7 +37,7 @@ FIRST_COMMAND_S = 10.0
 """When the master sends no command for so long after hello, the slave connects again."""
 
 NEWS_S = 0.5
-"""Shortest interval between two beats, however many connections the data port refuses."""
+"""Shortest interval between two beats that tell of refused connections, however many there are."""
 
 FOR_GOOD = frozenset(
     {
@@ -73,9 +74,11 @@ class Control:
         self._call: Attachment | None = None
         self._welcomed = False
         self._reported_refused = 0
+        self._saved = asyncio.Event()
         self._closing: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         shell.send = self._send
         shell.close_link = self._close_link
+        shell.saved = self._saved.set
 
     async def run(self) -> None:
         """Attach, and attach again, until cancelled."""
@@ -178,11 +181,14 @@ class Control:
         while True:
             welcome = self._shell.state.link.welcome
             due_s = loop.time() + (welcome.settings.heartbeat_s if welcome is not None else FIRST_WAIT_S)
-            # Early when the data port refused a connection, so that the master's log has it within a second.
-            while (left_s := due_s - loop.time()) > 0:
-                await asyncio.sleep(min(NEWS_S, left_s))
+            # Early when the data port refused a connection, so that the master's log has it within a second, and when a
+            # version is on the disk: with durability async the next rounds may wait for that.
+            while (left_s := due_s - loop.time()) > 0 and not self._saved.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._saved.wait(), min(NEWS_S, left_s))
                 if self._data.beat().refused_connections != self._reported_refused:
                     break
+            self._saved.clear()
             self._shell.note_refusals()
             if self._shell.state.link.attached:
                 beat = replace(with_resident_bytes(self._data.beat()), durable=self._shell.state.shard.saving.durable)

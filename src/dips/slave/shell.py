@@ -105,6 +105,8 @@ class SlaveShell:
         self._counts = Counts(clock)
         self.send: Callable[[SlaveMessage], None] | None = None
         self.close_link: Callable[[str], None] | None = None
+        self.saved: Callable[[], None] | None = None
+        """Called when a version was written behind the rounds (durability async): the next beat says so."""
         self.ended: asyncio.Future[str] = self._loop.create_future()
 
     async def warm_up(self) -> None:
@@ -457,6 +459,8 @@ class SlaveShell:
             if not saving.done():
                 saving.set_result(None)
         self.handle(event)
+        if self.saved is not None:
+            self.saved()
 
     async def _later(self, delay_s: float, event: events.Event) -> None:
         await asyncio.sleep(delay_s)
