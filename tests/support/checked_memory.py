@@ -203,12 +203,12 @@ class Twins:
             self._know(original, twin)
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The twin of a compiled function. Overflow of uint64, which is meant, is not a warning in it."""
+        """The twin of a compiled function. As in compiled code, overflow and NaN are no warnings in it."""
         twin = self._of(function)
 
         def run(*arguments: Any) -> Any:
             try:
-                with np.errstate(over="ignore"):
+                with np.errstate(all="ignore"):
                     return twin(*arguments)
             finally:
                 self.memory.forget()

@@ -57,7 +57,7 @@ class FakeSocket:
     sent: list[list[bytes]] = field(default_factory=list)
     refuses: Callable[[], int] = lambda: 0
     """Asked before the first frame of each message that is sent: an errno, or 0."""
-    _rest: deque[tuple[bytes, bool, str]] = field(default_factory=deque)
+    rest: deque[tuple[bytes, bool, str]] = field(default_factory=deque)
     _parts: list[bytes] = field(default_factory=list)
 
 
@@ -159,12 +159,12 @@ class CheckedZmq:
         message, end = self._at(place, _State.LIVE), self._sockets[int(socket)]
         if flags != zmq.DONTWAIT:
             raise Misused("zmq_msg_recv would wait")
-        if not end._rest and end.inbox:
+        if not end.rest and end.inbox:
             frames, user = end.inbox.popleft()
-            end._rest.extend((frame, index + 1 < len(frames), user) for index, frame in enumerate(frames))
-        if not end._rest:
+            end.rest.extend((frame, index + 1 < len(frames), user) for index, frame in enumerate(frames))
+        if not end.rest:
             return self._fail(zmq.EAGAIN)
-        frame, message.more, user = end._rest.popleft()
+        frame, message.more, user = end.rest.popleft()
         message.user = np.frombuffer(user.encode() + b"\0", np.uint8) if user else None
         self._drop(message, _State.LIVE)
         self._fill(message, np.frombuffer(frame, np.uint8).copy(), writable=False)
@@ -188,7 +188,7 @@ class CheckedZmq:
             at = place + index * POLL_ITEM.itemsize
             item = np.frombuffer(self.memory.read(at, POLL_ITEM.itemsize), POLL_ITEM).copy()
             end = self._sockets.get(int(item["socket"][0]))
-            item["revents"] = zmq.POLLIN if end is not None and (end.inbox or end._rest) else 0
+            item["revents"] = zmq.POLLIN if end is not None and (end.inbox or end.rest) else 0
             ready += bool(item["revents"][0])
             self.memory.write(at, item.tobytes())
         return ready or self.polled(int(timeout_ms))

@@ -1,0 +1,318 @@
+"""The same messages to a data port, and to one behind the compiled loop; both must answer the same and hold the same.
+
+Behind it the loop runs in one of two ways, in both of which no access outside its buffers goes unnoticed: as twins over
+a libzmq that checks (support/checked_zmq.py), or compiled, with real sockets, where everything that it reads or writes
+lies between pages that nobody may touch; the latter in a process of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from numpy.typing import NDArray
+from support.checked_memory import Guarded, Memory, Twins
+from support.checked_zmq import CheckedZmq
+from support.hostile_data import PUSHES, V0, Traffic, every_flip
+from support.slave_wire import LAYOUT, RUN, push_id
+
+from dips.core.chunks import checksum
+from dips.core.errors import Refused
+from dips.core.ids import RoundId
+from dips.core.math import xxh3_numba
+from dips.core.math.simd_numba import address
+from dips.core.messages import SnapshotInfo
+from dips.core.net import zmq_numba
+from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.net.zmq_numba import FREED, POLL_ITEM, new_messages, poll_items
+from dips.core.wire import Codec
+from dips.slave import serve_numba
+from dips.slave.calculation import chunk_checksums
+from dips.slave.data_port import DataPort
+from dips.slave.landing import Sums
+from dips.slave.memory import F32, ThetaBuffer
+from dips.slave.serve_numba import COMPLETE, IDLE, UNUSUAL, Loop
+from dips.slave.state.events import PushStaged
+from dips.slave.state.staging import ShardMap, Slot
+
+
+class Differs(AssertionError):
+    """The loop did something else than the port alone."""
+
+
+class Port:
+    """A data port with a push in each slot and a version to read, in this memory."""
+
+    def __init__(self, traffic: Traffic, rows: F32, theta: F32) -> None:
+        self.rows, self.staged = rows, list[PushStaged]()
+        rows[:] = 0
+        self.port = DataPort(RUN, self.staged.append, now_s=lambda: 0.0)
+        self.port.set_epoch(traffic.epoch)
+        self.port.set_memory(ShardMap(LAYOUT.blocks, traffic.chunk_bytes), rows)
+        info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", b"", committed=True)
+        buffer = ThetaBuffer(theta, info, chunk_checksums(theta, LAYOUT.blocks, traffic.chunk_bytes))
+        self.port.set_readable({V0: buffer}, V0)
+        for number, (cluster, codec) in enumerate(PUSHES.items()):
+            base = None if codec is Codec.F32 else V0
+            self.port.open(Slot(push_id(cluster), 1, number, opening=1, wire=codec, base=base))
+
+    def answer(self, frames: Sequence[bytes | memoryview], peer: bytes) -> list[bytes]:
+        """The frames of the answer."""
+        answer = self.port.answer([memoryview(frame) for frame in frames], peer)
+        return [answer.header.encode(), *([] if answer.payload is None else [bytes(answer.payload)])]
+
+    def facts(self) -> object:
+        """What must be the same whoever served."""
+        figures = self.port.figures()
+        return figures.beat, figures.refused, figures.staged_of, self.port.last_refusal, self.staged
+
+    def sums(self) -> Sums:
+        """What was noted of landed chunks."""
+        receipts = self.port.view().receipts
+        assert receipts is not None
+        return receipts.sums
+
+
+class BehindLoop(ABC):
+    """A port behind the compiled loop, served one message at a time; `served` counts those that the loop answered."""
+
+    def __init__(self, port: Port, loop: Loop) -> None:
+        self.port, self.loop, self.served, self.left = port, loop, 0, 0
+        loop.renew(port.port)
+
+    def answer(self, frames: Sequence[bytes]) -> list[bytes]:
+        """The frames of the answer, as data_server's _turn_compiled() finds it."""
+        self.put_in(frames)
+        why = self.loop.serve(-math.inf, 0.0)
+        any_served = self.loop.settle(self.port.port)
+        if why == UNUSUAL:
+            self.left += 1
+            return self._answer_what_was_left(frames)
+        if why == COMPLETE:
+            self.port.port.note_complete(self.loop.complete)
+            self.loop.flush()
+        elif why != IDLE:
+            raise Differs(f"serve() returned {why} after one message")
+        if not any_served:
+            raise Differs("serve() says nothing of the message")
+        self.served += 1
+        return self.take_out()
+
+    def _answer_what_was_left(self, frames: Sequence[bytes]) -> list[bytes]:
+        peer, first, more = self.loop.left()
+        if [frame.bytes for frame in first] != list(frames[: len(first)]) or more != (len(first) < len(frames)):
+            raise Differs("the loop left other frames than it was sent")
+        del first
+        gc.collect(0)
+        if more:
+            self.drop_rest()
+        header, *_ = answer = self.port.answer(frames, peer)
+        if DataHeader.decode(header).op is DataOp.CHUNK:
+            self.loop.meet(self.port.port, peer, "")
+        return answer
+
+    @abstractmethod
+    def put_in(self, frames: Sequence[bytes]) -> None:
+        """Have a peer send a message."""
+
+    @abstractmethod
+    def drop_rest(self) -> None:
+        """Receive the further frames of a message that the loop left."""
+
+    @abstractmethod
+    def take_out(self) -> list[bytes]:
+        """The answer that the peer received."""
+
+
+PEER = b"peer1"
+
+Replaced = Mapping[Any, Callable[..., Any]]
+
+
+class TwinLoop(BehindLoop):
+    """The loop's source in the interpreter, over a libzmq that checks. Use as a context."""
+
+    def __init__(self, traffic: Traffic, rows: F32, theta: F32, instead: Replaced) -> None:
+        self._memory = Memory()
+        self._zmq = CheckedZmq(self._memory)
+        self._end = self._zmq.socket()
+        for array in (rows, theta):
+            self._memory.add(array)
+        twins = Twins(self._memory, self._zmq.functions, {xxh3_numba.xxh3: self._checksum, **instead})
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(serve_numba, "serve", twins.of(serve_numba.serve))
+        self._patch.setattr(serve_numba, "flush", twins.of(serve_numba.flush))
+        self._python = self._zmq.for_python()
+        loop = Loop(RUN)
+        items = np.zeros(1, POLL_ITEM).view(np.recarray)  # whose elements have attributes, as numba's do
+        items["socket"] = self._end.underlying
+        router: Any = self._end
+        loop.watch(router, items)
+        self._lent = self._memory.add(loop._lent.counts)
+        super().__init__(Port(traffic, rows, theta), loop)
+
+    def _checksum(self, place: int, n_bytes: int) -> np.uint64:
+        """As xxh3, which has a test of its own."""
+        return np.uint64(checksum(self._memory.read(place, n_bytes)))
+
+    def __enter__(self) -> TwinLoop:
+        self._python.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        gc.collect()  # of frames that were taken over
+        self._python.__exit__(None, None, None)
+        self._patch.undo()
+
+    @property
+    def n_open(self) -> int:
+        """Messages that nobody closed."""
+        return self._zmq.n_open
+
+    def put_in(self, frames: Sequence[bytes]) -> None:
+        self._end.inbox.append(([PEER, *frames], ""))
+
+    def drop_rest(self) -> None:
+        self._end.rest.clear()
+
+    def take_out(self) -> list[bytes]:
+        ((peer, *frames),) = self._end.sent
+        self._end.sent.clear()
+        assert peer == PEER
+        return frames
+
+
+class GuardedLoop(BehindLoop):
+    """The compiled loop over real sockets, on guarded memory. Use as a context."""
+
+    def __init__(self, traffic: Traffic, rows: F32, theta: F32, instead: Replaced) -> None:
+        assert not instead, "what is compiled cannot be replaced"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router, self._dealer = self._context.socket(zmq.ROUTER), self._context.socket(zmq.DEALER)
+        self._router.bind("inproc://port")
+        self._dealer.setsockopt(zmq.ROUTING_ID, PEER)
+        self._dealer.connect("inproc://port")
+        self._message, self._counts, self._sent = new_messages(1), np.zeros(1, np.int64), 0
+        self._rooms = [Guarded(1 << 18, at_end=index % 2 == 0) for index in range(2 * MOST_FRAMES)]
+        loop = Loop(RUN)
+        scratch = loop._scratch
+        loop._scratch = scratch._replace(**{name: _in_guards(array) for name, array in scratch._asdict().items()})
+        loop.watch(self._router, _in_guards(poll_items(self._router)))
+        super().__init__(Port(traffic, rows, theta), loop)
+
+    def __enter__(self) -> GuardedLoop:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._context.destroy(linger=0)
+
+    def put_in(self, frames: Sequence[bytes]) -> None:
+        """Each frame is received where it lies: inproc does not copy."""
+        gc.collect(0)
+        if self._counts[0] != self._sent:
+            raise Differs(f"{self._sent - self._counts[0]} frames were not closed")
+        message, socket = address(self._message), self._dealer.underlying
+        for index, frame in enumerate(frames):
+            room = self._rooms[2 * index + self.served % 2].bytes
+            place = room[len(room) - len(frame) :] if self.served % 2 == 0 else room[: len(frame)]
+            place[:] = np.frombuffer(frame, np.uint8)
+            zmq_numba._call("zmq_msg_init_data", message, address(place), len(frame), FREED, address(self._counts))
+            more = zmq.SNDMORE if index + 1 < len(frames) else 0
+            zmq_numba._call("zmq_msg_send", message, socket, int(zmq.DONTWAIT) | int(more))
+            self._sent += 1
+
+    def drop_rest(self) -> None:
+        while self._router.recv(copy=False).more:
+            pass
+
+    def take_out(self) -> list[bytes]:
+        return self._dealer.recv_multipart(zmq.DONTWAIT)
+
+
+MOST_FRAMES = 8
+
+
+def _in_guards(array: NDArray[Any]) -> NDArray[Any]:
+    """A copy of the array that ends where guarded memory ends."""
+    room = Guarded(array.nbytes)
+    copy: NDArray[Any] = room.bytes.view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+class Both:
+    """A port behind a loop and one alone."""
+
+    def __init__(
+        self, traffic: Traffic, behind: type[TwinLoop] | type[GuardedLoop], instead: Replaced | None = None
+    ) -> None:
+        """instead: as of Twins, to see that it is found out."""
+        self._traffic, self._kind, self._instead = traffic, behind, instead or {}
+        rows, theta = (Guarded(4 * n * LAYOUT.n_elems).array(np.float32) for n in (len(PUSHES), 1))
+        theta[:] = np.arange(LAYOUT.n_elems, dtype=np.float32)
+        self._rows, self._theta = rows.reshape(len(PUSHES), -1), theta
+        self.served = self.left = 0
+
+    def feed(self, messages: Iterable[Sequence[bytes]]) -> None:
+        """Raises Differs for the first message that is answered in another way, and Outside or Misused."""
+        traffic, theta = self._traffic, self._theta
+        alone = Port(traffic, np.zeros_like(self._rows), theta)
+        with self._kind(traffic, self._rows, theta, self._instead) as behind:
+            for frames in messages:
+                expected, found = alone.answer(frames, PEER), behind.answer(frames)
+                if _without_credit(found) != _without_credit(expected):
+                    raise Differs(f"{told(frames)} is answered with {told(found)} instead of {told(expected)}")
+                if behind.port.facts() != alone.facts():
+                    raise Differs(f"after {told(frames)} the port holds {behind.port.facts()}, not {alone.facts()}")
+            if not np.array_equal(self._rows, alone.rows):
+                raise Differs("other bytes landed")
+            for name, of_loop, of_port in zip(Sums._fields, behind.port.sums(), alone.sums(), strict=True):
+                if not np.array_equal(of_loop, of_port):
+                    raise Differs(f"other sums were taken: {name}")
+            self.served += behind.served
+            self.left += behind.left
+
+
+def _without_credit(answer: Sequence[bytes]) -> tuple[DataHeader, list[bytes]]:
+    """The loop gives the credit that was due before its message."""
+    header = DataHeader.decode(answer[0])
+    return replace(header, credit=0), list(answer[1:])
+
+
+def told(frames: Sequence[bytes]) -> str:
+    """For people: the header, and how long the others are."""
+    try:
+        header = repr(DataHeader.decode(frames[0])) if frames else "nothing"
+    except Refused as refused:
+        header = f"{frames[0].hex()} ({refused.sentence})"
+    return f"{header} with {[len(frame) for frame in frames[1:]]} bytes"
+
+
+# ---- for a process of its own ----
+
+
+def flip_every_bit(chunk_bytes: int) -> None:
+    """All that every_flip() yields, to the compiled loop."""
+    traffic = Traffic(chunk_bytes)
+    both = Both(traffic, GuardedLoop)
+    both.feed(every_flip(traffic, random.Random(1)))
+    assert both.left > 1000
+
+
+def send_hostile(chunk_bytes: int, seed: int, n: int, each: int = 2000) -> None:
+    """n hostile messages to the compiled loop, which begins anew after each so many."""
+    traffic, rng = Traffic(chunk_bytes), random.Random(seed)
+    both = Both(traffic, GuardedLoop)
+    for first in range(0, n, each):
+        both.feed(traffic.hostile(rng) for _ in range(min(each, n - first)))
+    print(f"{both.served} messages served by the loop, {both.left} left to Python")
+    assert both.served > n // 20
+    assert both.left > n // 20

@@ -1,0 +1,78 @@
+"""The data port's compiled loop, run as twins: hostile messages are answered as by the port alone, and no access of the
+loop is outside its buffers. tests/integration/test_serve_guarded.py has the compiled form."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import islice
+
+import pytest
+from support.checked_memory import Outside
+from support.checked_zmq import Misused
+from support.hostile_data import Traffic, every_flip
+from support.served_port import Both, Differs, TwinLoop
+
+from dips.core.net import header_numba
+from dips.core.wire import encoded_bytes
+from dips.slave.state.staging import find_chunk
+
+WITHOUT_SUMS, WITH_SUMS = 1024, 65536
+"""Chunks of whole pieces are measured when they land."""
+
+
+@pytest.mark.parametrize("chunk_bytes", [WITHOUT_SUMS, WITH_SUMS])
+def test_right_messages_are_served_by_the_loop(chunk_bytes: int) -> None:
+    traffic, rng = Traffic(chunk_bytes), random.Random(1)
+    both = Both(traffic, TwinLoop)
+    both.feed(traffic.right(rng) for _ in range(300))
+    assert both.served > 150
+
+
+@pytest.mark.parametrize("chunk_bytes", [WITHOUT_SUMS, WITH_SUMS])
+def test_hostile_messages_touch_nothing_outside(chunk_bytes: int) -> None:
+    traffic, rng = Traffic(chunk_bytes), random.Random(2)
+    both = Both(traffic, TwinLoop)
+    both.feed(traffic.hostile(rng) for _ in range(1500))
+    assert both.left > 500
+
+
+def test_flipped_bits_touch_nothing_outside() -> None:
+    """One of seven of them; the compiled form takes all."""
+    traffic = Traffic(WITHOUT_SUMS)
+    both = Both(traffic, TwinLoop)
+    both.feed(islice(every_flip(traffic, random.Random(1)), 0, None, 7))
+    assert both.left > 500
+
+
+class AnyLength(int):
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+def takes_any_length(codec: int, n_elems: int) -> int:
+    return AnyLength()
+
+
+def finds_every_chunk(places: object, chunk_bytes: int, block: int, offset_bytes: int, length_bytes: int) -> int:
+    return 1
+
+
+def is_always_ours(value: object, length: object, run_id: object) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("of", "careless"),
+    [
+        (encoded_bytes, takes_any_length),
+        (find_chunk, finds_every_chunk),
+        (header_numba.is_ours, is_always_ours),
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_a_loop_that_checks_less_is_found_out(of: Callable[..., object], careless: Callable[..., object]) -> None:
+    traffic, rng = Traffic(WITHOUT_SUMS), random.Random(3)
+    both = Both(traffic, TwinLoop, {of: careless})
+    with pytest.raises((Outside, Misused, Differs)):
+        both.feed(traffic.hostile(rng) for _ in range(1000))
