@@ -21,10 +21,11 @@ spread: (slowest - fastest) / median of the times.
 
 CPU seconds are of the whole process, kernel included; on loopback the sender also pays for most of the receiver's
 protocol work. A push includes checksums, the sums of squares that MEASURE needs, the slave's acknowledgements and the
-digest. compute_kept: how much of the slave's outer step (one thread) is left while pushes bring it 10 Gbit/s, or what
-the machine can beside it; compute_kept_beside_tcp: the same with raw TCP, which is the floor, since the sender wants a
-part of this machine too. push_kept_while_scraped: pushes one after the other while the slave's metrics are scraped each
-second, over those while nobody asks, in turns; scrape_cpu_s: processor time of the slave for one scrape.
+digest. compute_kept_beside_push: how much of the slave's outer step (one thread) is left while pushes bring it 10
+Gbit/s, or what the machine can beside it; the same with the Python loop, and with raw TCP, which is the floor, since
+the sender wants a part of this machine too. push_kept_while_scraped: pushes one after the other while the slave's
+metrics are scraped each second, over those while nobody asks, in turns; scrape_cpu_s: processor time of the slave for
+one scrape.
 
 "tuned" in the first line names every setting that is not as a run has it by default, and where it was set.
 """
@@ -82,14 +83,18 @@ ROWS: Mapping[str, Row] = {
     "push": Row("a push", "plain"),
     "push_copy": Row("a worker's snapshot of a torch model, then its push", "plain", "copied"),
     "push_live": Row("a worker's push from a torch model's own memory, as while its loop waits", "plain", "live"),
+    "push_python": Row("a push with the Python loop at both ends", "python"),
     "push_placed": Row("a push to a slave with data_cpu = own", "placed"),
     "push_copy_placed": Row("snapshot and push, to a slave with data_cpu = own", "placed", "copied"),
     "push_without_checksum": Row("a push without checksums at both ends", "without_checksum"),
     "push_curve": Row("a push with keys: CURVE, each frame XSalsa20-Poly1305, on libzmq's own threads", "curve"),
+    "push_curve_python": Row("the same with the Python loop at both ends", "curve_python"),
     "pull": Row("a pull", "plain"),
+    "pull_python": Row("a pull with the Python loop at both ends", "python"),
     "pull_placed": Row("a pull from a slave with data_cpu = own", "placed"),
     "pull_without_checksum": Row("a pull without checksums at both ends", "without_checksum"),
     "pull_curve": Row("a pull with keys", "curve"),
+    "pull_curve_python": Row("the same with the Python loop at both ends", "curve_python"),
 }
 FLOORS = ("tcp", "tcp_pinned")
 BASELINES = ("tcp", "grpc_bytes", "grpc_protobuf", "pickle")
@@ -137,13 +142,14 @@ class Bench:
         self._chunk_bytes = options.chunk_kib << 10
         self._gate = Gate(options.gate, options.foreign)
         ways = [way for way in WAYS if way == "plain" or any(ROWS[name].way == way for name in names)]
-        self._slave = Peer(SlaveEnd, self.layout, self._chunk_bytes, options.data_threads, tuple(ways))
-        self._worker = Peer(WorkerEnd, self.layout, self._chunk_bytes, options.window_chunks)
+        self._slave = Peer(SlaveEnd, self.layout, self._chunk_bytes, options.data_threads, tuple(ways), options.loop)
+        self._worker = Peer(WorkerEnd, self.layout, self._chunk_bytes, options.window_chunks, options.loop)
+        self.slave_is_compiled: bool = self._slave.call("is_compiled", "plain").value
         self._pushes = 0
         self._ports = {name: self._slave.call("port", name).value for name in BASELINES}
         self._endpoints = {way: self._slave.call("endpoint", way).value for way in ways}
         self._digests = {way: self._slave.call("digest", way).value for way in ways}
-        if "curve" in ways:
+        if any(WAYS[way].curve for way in ways):
             self._worker.call("trust", self._slave.call("allow", self._worker.call("key").value).value)
 
     def sample(self, name: str) -> Sample:
@@ -343,6 +349,7 @@ def _foreign(sample: Sample) -> float:
 
 
 COMPARED = (
+    *((f"{way}{curve}", f"{way}{curve}_python") for way in ("push", "pull") for curve in ("", "_curve")),
     *(("push_curve", "push"), ("pull_curve", "pull")),
     *((ours, other) for other in ("grpc_bytes", "grpc_protobuf", "pickle") for ours in ("push", "pull")),
 )
@@ -377,7 +384,9 @@ def _known(ratio: float | None) -> str:
 def tuned(options: argparse.Namespace, names: Collection[str]) -> str:
     """Settings that are not a run's defaults, and where they were set."""
     run = Settings()
-    usual = {"chunk_kib": run.chunk_bytes >> 10, "window_chunks": run.window_chunks, "data_threads": 1}
+    usual = {
+        "chunk_kib": run.chunk_bytes >> 10, "window_chunks": run.window_chunks, "data_threads": 1, "loop": "auto",
+    }  # fmt: skip
     found = [
         f"--{key.replace('_', '-')} {getattr(options, key)} (usually {value}) on the command line"
         for key, value in usual.items()
@@ -421,6 +430,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--data-threads", type=int, default=1, help="threads of the slave's data port (default 1)")
     parser.add_argument("--repeats", type=int, help="measurements of each (default 7, quick 3)")
+    parser.add_argument(
+        "--loop",
+        choices=("auto", "compiled", "python"),
+        default="auto",
+        help="of all other pushes and pulls than ..._python",
+    )
     parser.add_argument("--rows", default="", help="some of the rows above, with commas between; default: all")
     parser.add_argument("--gate", type=float, help="longest wait for a quiet machine, s (default 3, quick 0)")
     parser.add_argument(
@@ -447,8 +462,9 @@ def main() -> None:
     kept: dict[str, float] = {}
     if not options.without_spells:
         print("compute_kept and scrapes", file=sys.stderr, flush=True)
-        steps = bench.compute_kept(*((1.0, 1) if options.quick else (2.0, 5)), ("push", "tcp"))
-        kept = {"compute_kept": steps["push"], "compute_kept_beside_tcp": steps["tcp"]}
+        beside = [name for name in ("push", "push_python", "tcp") if name in options.rows]
+        steps = bench.compute_kept(*((1.0, 1) if options.quick else (2.0, 5)), beside)
+        kept = {f"compute_kept_beside_{name}": share for name, share in steps.items()}
         kept["push_kept_while_scraped"] = bench.kept_while_scraped(*((1.0, 1) if options.quick else (3.0, 3)))
         kept["scrape_cpu_s"] = bench.scrape_cpu_s()
     bench.close()
@@ -464,6 +480,7 @@ def main() -> None:
         "load_1min": round(os.getloadavg()[0], 2),
         "machine": platform.machine(),
         "zmq": zmq.zmq_version(),
+        "slave_serves": "compiled" if bench.slave_is_compiled else "in Python",
         "tuned": tuned(options, results),
     }
     if options.json:

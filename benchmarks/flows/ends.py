@@ -33,7 +33,7 @@ from dips.core.net.zmq_sockets import CurvePair
 from dips.core.placement import shard_bytes_needed
 from dips.core.threads import usable_processor_numbers
 from dips.slave.calculation import chunk_checksums
-from dips.slave.data_server import DataServer
+from dips.slave.data_server import DataServer, LoopName
 from dips.slave.memory import ShardMemory, ThetaBuffer
 from dips.slave.process import SWITCH_INTERVAL_S
 from dips.slave.state.events import PushStaged
@@ -50,18 +50,27 @@ V0 = Version(1, 0)
 
 @dataclass(frozen=True)
 class Way:
-    """How a data port and a carrier speak. placed: the data port's threads on one processor, as data_cpu = own does."""
+    """How a data port and a carrier speak. placed: the data port's threads on one processor, as data_cpu = own does.
+    python: the Python loop at both ends.
+    """
 
     checksum: bool = True
     curve: bool = False
     placed: bool = False
+    python: bool = False
+
+    def loop(self, usual: LoopName) -> LoopName:
+        """Of both ends. usual: where this way does not decide it. Only the Python loop goes without checksums."""
+        return "python" if self.python or not self.checksum else usual
 
 
 WAYS: Mapping[str, Way] = {
     "plain": Way(),
+    "python": Way(python=True),
+    "placed": Way(placed=True),
     "without_checksum": Way(checksum=False),
     "curve": Way(curve=True),
-    "placed": Way(placed=True),
+    "curve_python": Way(curve=True, python=True),
 }
 
 RUN = "bench"
@@ -98,9 +107,11 @@ def pin(cpus: Collection[int], usable: Collection[int]) -> None:
 
 
 class SlaveEnd:
-    """One memory, served by one data port for each of `ways`, names of WAYS."""
+    """One memory, served by one data port for each of `ways`, names of WAYS. loop: of those that leave it open."""
 
-    def __init__(self, layout: Layout, chunk_bytes: int, data_threads: int, ways: Sequence[str]) -> None:
+    def __init__(
+        self, layout: Layout, chunk_bytes: int, data_threads: int, ways: Sequence[str], loop: LoopName
+    ) -> None:
         keep_freed_memory()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         outer_numba.warm_up()
@@ -122,7 +133,7 @@ class SlaveEnd:
         self._metrics: ServedMetrics | None = None
         self._pair = CurvePair.new()
         self._usable = usable_processor_numbers()
-        self._servers = {way: self._serve(chunk_bytes, data_threads, way) for way in ways}
+        self._servers = {way: self._serve(chunk_bytes, data_threads, way, loop) for way in ways}
         target = self._memory.staging[0]
         self._receivers: dict[str, baselines.Receiver] = {
             "tcp": baselines.TcpReceiver(target),
@@ -131,7 +142,7 @@ class SlaveEnd:
             "pickle": baselines.PickleReceiver(target),
         }
 
-    def _serve(self, chunk_bytes: int, data_threads: int, way: str) -> DataServer:
+    def _serve(self, chunk_bytes: int, data_threads: int, way: str, loop: LoopName) -> DataServer:
         how = WAYS[way]
         server = DataServer(
             *("127.0.0.1", 0, RUN, chunk_bytes, self._note_staged, _crashed),
@@ -139,6 +150,7 @@ class SlaveEnd:
             checksum=checksum if how.checksum else no_checksum,
             curve=self._pair if how.curve else None,
             cpu=self._usable[-1] if how.placed else None,
+            loop=how.loop(loop),
         )
         assert self._memory.current is not None
         buffer = ThetaBuffer(self._memory.current.theta, self._memory.current.info, self.checksums[way])
@@ -155,8 +167,14 @@ class SlaveEnd:
 
     def allow(self, key: bytes) -> bytes:
         """Let the cluster with this key in; returns this slave's own."""
-        self._servers["curve"].set_allowed([AllowedKey(KeyRole.CLUSTER, push_id(0).cluster, key)])
+        for way, server in self._servers.items():
+            if WAYS[way].curve:
+                server.set_allowed([AllowedKey(KeyRole.CLUSTER, push_id(0).cluster, key)])
         return self._pair.public
+
+    def is_compiled(self, way: str) -> bool:
+        """Whether the compiled loop serves this way."""
+        return self._servers[way].is_compiled
 
     def endpoint(self, way: str) -> str:
         return self._servers[way].endpoint
@@ -224,8 +242,9 @@ class SlaveEnd:
 class WorkerEnd:
     """The cluster: `source` is what it pushes, `target` where it pulls to, and where a plain copy of a model lands."""
 
-    def __init__(self, layout: Layout, chunk_bytes: int, window_chunks: int) -> None:
+    def __init__(self, layout: Layout, chunk_bytes: int, window_chunks: int, loop: LoopName) -> None:
         keep_freed_memory()
+        self._loop = loop
         self._usable = usable_processor_numbers()
         self._layout = layout
         self._settings = TransferSettings(chunk_bytes, window_chunks)
@@ -304,7 +323,8 @@ class WorkerEnd:
     def _common(self, way: str) -> Common:
         function = checksum if WAYS[way].checksum else no_checksum
         curve = self._pair if WAYS[way].curve else None
-        return Common(RUN, 1, "bench", self._layout, self._settings, function, curve)
+        loop = WAYS[way].loop(self._loop)
+        return Common(RUN, 1, "bench", self._layout, self._settings, function, curve, loop=loop)
 
     def _placement(self, endpoint: str, way: str) -> PlacementSpec:
         key = self._server_key if WAYS[way].curve else b""

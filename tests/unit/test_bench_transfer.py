@@ -64,7 +64,7 @@ def test_without_two_processors_the_floor_is_where_the_system_puts_it() -> None:
 
 
 def test_what_is_not_as_usual_is_named() -> None:
-    usual = argparse.Namespace(chunk_kib=1024, window_chunks=64, data_threads=1)
+    usual = argparse.Namespace(chunk_kib=1024, window_chunks=64, data_threads=1, loop="auto")
     assert tuned(usual, ["tcp", "push"]) == "nothing"
     assert "--chunk-kib 512 (usually 1024)" in tuned(argparse.Namespace(**{**vars(usual), "chunk_kib": 512}), ["tcp"])
 
