@@ -210,7 +210,7 @@ GIVE_UP_S = 0.05
 LoopName = Literal["auto", "compiled", "python"]
 """Who takes the messages: slave/serve_numba.py, all but those that it leaves; or this file alone."""
 
-AUTO: LoopName = "python"
+AUTO: LoopName = "compiled"
 """What auto is, where it can be had."""
 
 KEPT_FRAMES = 3

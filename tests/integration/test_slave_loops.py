@@ -1,0 +1,486 @@
+"""The data port's two loops say the same of every message, and leave the same memory, sums and counts behind."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import zmq
+
+from dips.core.chunks import checksum, chunks_of, shard_digest
+from dips.core.errors import ConfigError, RefusalCode
+from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
+from dips.core.layout import Layout, Parameter
+from dips.core.math import wire_numpy
+from dips.core.math.outer_numpy import PIECE_ELEMS
+from dips.core.messages import AllowedKey, KeyRole, SlaveBeat, SnapshotInfo
+from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.net.zmq_sockets import CurvePair, as_client
+from dips.core.observe.failpoints import armed
+from dips.core.wire import Codec, encoded_bytes
+from dips.slave import serve_numba
+from dips.slave.calculation import chunk_checksums
+from dips.slave.data_server import BEAT_REFRESH_S, DataServer, LoopName
+from dips.slave.memory import ThetaBuffer
+from dips.slave.state.events import PushStaged
+from dips.slave.state.staging import ShardMap, Slot
+
+WAIT_S = 60.0
+RUN = "run"
+LAYOUT = Layout(
+    tuple(
+        Parameter(f"layers.{i}.weight", (n,), "float32", f"layers.{i}")
+        for i, n in enumerate((5 * PIECE_ELEMS + 77, 3, PIECE_ELEMS))
+    )
+)
+"""Blocks of 6, 1 and 1 pieces."""
+
+BLOCKS = LAYOUT.blocks
+WHOLE_PIECES, PARTS_OF_PIECES = 2 * PIECE_ELEMS * 4, 20_000
+V0, V1 = Version(1, 0), Version(1, 1)
+RNG = np.random.default_rng(21)
+THETA = {version: RNG.standard_normal(LAYOUT.n_elems, np.float32) for version in (V0, V1)}
+N_SLOTS = 5
+
+
+def push_id(row: int) -> PushId:
+    return PushId(ClusterId(f"c{row}"), Incarnation(1, 1), 1)
+
+
+def values_of(row: int) -> np.ndarray:
+    values = np.random.default_rng(row).standard_normal(LAYOUT.n_elems, np.float32)
+    values[row * 1000] = np.nan if row % 2 else 1.0
+    return values
+
+
+VALUES = [values_of(row) for row in range(N_SLOTS)]
+CODECS = (Codec.F32, Codec.BF16, Codec.F32, Codec.INT8, Codec.INT4)
+"""Of the push in each slot."""
+
+
+class End:
+    """A data server with a push open in every slot and two versions, and peers of it."""
+
+    def __init__(
+        self,
+        loop: LoopName,
+        chunk_bytes: int = WHOLE_PIECES,
+        codecs: Sequence[Codec] = CODECS,
+        current: Version | None = V0,
+        curve: CurvePair | None = None,
+    ) -> None:
+        self.chunk_bytes, self.codecs, self.curve = chunk_bytes, codecs, curve
+        self.chunks = chunks_of(BLOCKS, chunk_bytes)
+        self.staged: list[PushStaged] = []
+        self.crashed: list[BaseException] = []
+        self.left_to_python = 0
+        self.server = DataServer(
+            "127.0.0.1", 0, RUN, chunk_bytes, self.staged.append, self.crashed.append, curve=curve, loop=loop
+        )
+        self._count_messages()
+        self.server.start()
+        self.staging = np.zeros((N_SLOTS, LAYOUT.n_elems), np.float32)
+        self.server.set_epoch(2)
+        self.server.set_memory(ShardMap(BLOCKS, chunk_bytes), self.staging, lambda: None)
+        self.serve(current)
+        for row, codec in enumerate(codecs):
+            base = V0 if codec is not Codec.F32 else None
+            self.server.open(Slot(push_id(row), 1, row, 1, codec, base))
+        self.settle()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._peers: list[zmq.Socket[bytes]] = []
+        self._first: zmq.Socket[bytes] | None = None
+
+    def _count_messages(self) -> None:
+        real = self.server._port.begin
+
+        def begin(*arguments: object) -> object:
+            self.left_to_python += 1
+            return real(*arguments)  # type: ignore[arg-type]
+
+        self.server._port.begin = begin  # type: ignore[assignment, method-assign]
+
+    def serve(self, current: Version | None) -> None:
+        def buffer(version: Version) -> ThetaBuffer:
+            info = SnapshotInfo(version, RoundId(1, 1), b"", b"", b"", committed=True)
+            theta = THETA[version]
+            return ThetaBuffer(theta, info, chunk_checksums(theta, BLOCKS, self.chunk_bytes), -theta)
+
+        self.server.set_readable({version: buffer(version) for version in THETA}, lambda: None, current)
+        self.settle()
+
+    def settle(self) -> None:
+        """Until the data thread has done what it was told."""
+        done = threading.Event()
+        self.server._post(done.set)
+        assert done.wait(WAIT_S)
+
+    def peer(self, pair: CurvePair | None = None) -> zmq.Socket[bytes]:
+        dealer = self.context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+        dealer.setsockopt(zmq.SNDTIMEO, int(WAIT_S * 1000))
+        dealer.setsockopt(zmq.LINGER, 0)
+        if pair is not None and self.curve is not None:
+            as_client(dealer, pair, self.curve.public)
+        dealer.connect(self.server.endpoint)
+        self._peers.append(dealer)
+        return dealer
+
+    def ask(self, frames: Sequence[bytes], peer: zmq.Socket[bytes] | None = None) -> tuple[DataHeader, list[bytes]]:
+        """The answer to one message, without its credit, which is a matter of time."""
+        if peer is None:
+            peer = self._first = self._first or self.peer()
+        peer.send_multipart(frames)
+        head, *rest = peer.recv_multipart()
+        return replace(DataHeader.decode(head), credit=0), rest
+
+    def put(self, row: int, index: int, request: int = 1) -> list[bytes]:
+        chunk, codec = self.chunks[index], self.codecs[row]
+        start = BLOCKS[chunk.block_id].start_elem + chunk.offset_bytes // 4
+        here = slice(start, start + chunk.length_bytes // 4)
+        payload = VALUES[row][here].view(np.uint8)
+        if codec is not Codec.F32:
+            payload = np.zeros(encoded_bytes(codec, chunk.length_bytes // 4), np.uint8)
+            wire_numpy.encode(codec, VALUES[row][here], THETA[V0][here], None, payload)
+        header = DataHeader(
+            *(RUN, 2, DataOp.PUT_CHUNK, request, push_id(row), 1, None, chunk.block_id, chunk.offset_bytes),
+            *(chunk.length_bytes, codec, checksum(payload.tobytes()), f"cause-{request}"),
+        )
+        return [header.encode(), payload.tobytes()]
+
+    def get(self, index: int, version: Version = V0, request: int = 1, momentum: bool = False) -> list[bytes]:
+        chunk = self.chunks[index]
+        header = DataHeader(
+            RUN, 1, DataOp.GET_CHUNK, request, version=version, block=chunk.block_id, offset_bytes=chunk.offset_bytes,
+            length_bytes=chunk.length_bytes, cause_id="why", momentum=momentum,
+        )  # fmt: skip
+        return [header.encode()]
+
+    def counts(self) -> tuple[SlaveBeat, dict[str, int], dict[str, int], list[PushStaged]]:
+        self.settle()
+        figures = self.server._port.figures()
+        return figures.beat, dict(figures.refused), dict(figures.staged_of), self.staged
+
+    def close(self) -> None:
+        self.server.stop()
+        for peer in self._peers:
+            peer.close(linger=0)
+        self.context.term()
+        assert not self.crashed
+
+
+MakeEnd = Callable[..., End]
+
+
+@pytest.fixture
+def end() -> Iterator[MakeEnd]:
+    ends: list[End] = []
+
+    def make(loop: LoopName, **options: object) -> End:
+        ends.append(End(loop, **options))  # type: ignore[arg-type]
+        return ends[-1]
+
+    yield make
+    for made in ends:
+        made.close()
+
+
+@pytest.fixture
+def both(end: MakeEnd) -> tuple[End, End]:
+    return end("python"), end("compiled")
+
+
+def assert_same(python: End, compiled: End) -> None:
+    """What both have landed, summed and counted."""
+    assert compiled.counts() == python.counts()
+    np.testing.assert_array_equal(compiled.staging.view(np.uint32), python.staging.view(np.uint32))
+    ours, theirs = (end.server._port.view() for end in (python, compiled))
+    assert ours.rows is not None
+    assert theirs.rows is not None
+    for mine, other in zip(ours.rows, theirs.rows, strict=True):
+        np.testing.assert_array_equal(other, mine)
+    assert ours.receipts is not None
+    assert theirs.receipts is not None
+    for mine, other in zip(ours.receipts.sums, theirs.receipts.sums, strict=True):
+        np.testing.assert_array_equal(other.view(np.uint64), mine.view(np.uint64))
+
+
+@pytest.mark.parametrize("chunk_bytes", [WHOLE_PIECES, PARTS_OF_PIECES])
+@pytest.mark.parametrize("current", [V0, V1, None])
+def test_pushes_of_every_codec_land_and_are_summed_alike(
+    end: MakeEnd, chunk_bytes: int, current: Version | None
+) -> None:
+    """Chunk by chunk in any order, each twice now and then, products between pushes included, and a version that flips
+    in the middle."""
+    python, compiled = (end(loop, chunk_bytes=chunk_bytes, current=current) for loop in ("python", "compiled"))
+    todo = [(row, index) for row in range(N_SLOTS) for index in range(len(python.chunks))]
+    random.Random(4).shuffle(todo)
+    for n, (row, index) in enumerate(todo):
+        if n == len(todo) // 2 and current is V0:
+            for one in (python, compiled):
+                one.serve(V1)
+        for _ in range(1 + (n % 3 == 0)):
+            expected = python.ask(python.put(row, index, n))
+            assert expected[0].op is DataOp.ACK
+            assert compiled.ask(compiled.put(row, index, n)) == expected
+    assert len(compiled.staged) == N_SLOTS
+    assert_same(python, compiled)
+    assert python.left_to_python >= len(todo)
+    assert compiled.left_to_python == 0
+
+
+def test_a_version_is_read_alike_and_only_a_readers_first_request_is_left_to_python(both: tuple[End, End]) -> None:
+    python, compiled = both
+    for version in (V0, V1):
+        for index in range(len(python.chunks)):
+            expected = python.ask(python.get(index, version))
+            assert expected[0].checksum == checksum(expected[1][0])
+            assert compiled.ask(compiled.get(index, version)) == expected
+    assert compiled.left_to_python == 1
+    assert_same(python, compiled)
+
+
+def odd_messages(end: End, rng: random.Random) -> Iterator[list[bytes]]:
+    """Whatever is not usual, one of each, and nearly right ones."""
+    put, payload = end.put(0, 1)
+    get = DataHeader.decode(end.get(1)[0])
+    header = DataHeader.decode(put)
+    query = replace(header, op=DataOp.QUERY_MISSING, codec=Codec.NONE, checksum=0)
+    yield [query.encode()]
+    yield end.get(1, momentum=True)
+    changes: dict[str, tuple[object, ...]] = {
+        "epoch": (1, 9, 2**64 - 1),
+        "attempt": (0, 2),
+        "push": (push_id(7),),
+        "block": (1, 9, 2**32 - 1),
+        "offset_bytes": (4, 2**40, 2**63),
+        "length_bytes": (4, 2**63),
+        "run_id": ("", "no"),
+        "codec": (Codec.INT8, Codec.NONE),
+        "protocol": (9,),
+        "checksum": (5,),
+        "cause_id": ("ü" * 90, "c" * 600),
+        "request": (2**64 - 1,),
+        "credit": (3,),
+        "op": (DataOp.ACK, DataOp.MISSING),
+    }
+    for name, value in ((name, value) for name, values in changes.items() for value in values):
+        yield [replace(header, **{name: value}).encode(), payload]  # type: ignore[arg-type]
+        yield [replace(get, **{name: value}).encode()]  # type: ignore[arg-type]
+    yield [replace(get, version=Version(3, 3)).encode()]
+    yield from ([put], [put, payload, b""], [put, payload[:-4]], [put, payload + b"1234"], [get.encode(), b""], [b""])
+    yield [put, payload[:-1] + bytes([payload[-1] ^ 1])]
+    yield [put[:-1] + b"0", payload]
+    yield [b"x"] * 6
+    for _ in range(300):
+        right = rng.choice([end.put(0, 2), end.put(3, 1), end.get(2), [query.encode()]])
+        body = bytearray(right[0][:-10])
+        for _ in range(rng.randrange(3)):
+            body[rng.randrange(len(body))] = rng.randrange(256)
+        sealed = bytes(body) + b"\x91\x01" + checksum(bytes(body)).to_bytes(8, "little")
+        yield [sealed, *right[1:]]
+
+
+@pytest.mark.parametrize("landed", [False, True])
+def test_whatever_is_not_usual_is_answered_alike(both: tuple[End, End], landed: bool) -> None:
+    """Refusals have the same code and the same words, and what was right among them landed at both."""
+    python, compiled = both
+    if landed:
+        for one in both:
+            one.ask(one.put(0, 1))
+    for frames in odd_messages(python, random.Random(2)):
+        expected = python.ask(frames)
+        assert compiled.ask(frames) == expected
+    for row in range(N_SLOTS):
+        for index in range(len(python.chunks)):
+            assert compiled.ask(compiled.put(row, index)) == python.ask(python.put(row, index))
+    assert {event.slot.push for event in compiled.staged} == {push_id(row) for row in range(N_SLOTS)}
+    assert sum(python.counts()[1].values()) > 100
+    for row, values in ((0, VALUES[0]), (2, VALUES[2])):
+        np.testing.assert_array_equal(compiled.staging[row], values)
+    assert_same(python, compiled)
+
+
+def test_a_damaged_chunk_counts_as_nothing_until_the_right_bytes_come(end: MakeEnd) -> None:
+    compiled = end("compiled")
+    compiled.ask(compiled.put(2, 0))  # another push has the chunk: products would be taken
+    put, payload = compiled.put(0, 0)
+    damaged = bytearray(payload)
+    damaged[1000] ^= 64
+    refused, _ = compiled.ask([put, bytes(damaged)])
+    assert refused.refusal is not None
+    assert refused.refusal.code is RefusalCode.CHUNK
+    known = compiled.server.known(V0)
+    assert known is not None
+    assert not known.squared(0)[1].any()
+    assert known.products(0, 2) is None or not known.products(0, 2)[1].any()  # type: ignore[index]
+    assert compiled.counts()[0].progress[0].landed_bytes == 0
+    assert compiled.ask([put, payload])[0].op is DataOp.ACK
+    products = known.products(0, 2)
+    assert products is not None
+    assert products[1].sum() == 2
+
+
+def test_ten_thousand_senseless_messages_leave_a_port_that_takes_a_push(end: MakeEnd) -> None:
+    """Nobody waits for their answers, so they come as fast as they can be read."""
+    compiled, rng = end("compiled"), random.Random(12)
+    shapes = list(odd_messages(compiled, rng))
+    stranger = compiled.peer()
+    reads = threading.Thread(target=lambda: [stranger.recv_multipart() for _ in range(10_000)])
+    reads.start()
+    for _ in range(10_000):
+        frames = [bytes(rng.randbytes(rng.randrange(80))) if rng.random() < 0.3 else f for f in rng.choice(shapes)]
+        stranger.send_multipart(frames)
+    reads.join(WAIT_S)
+    assert not reads.is_alive()
+    for index in range(len(compiled.chunks)):
+        assert compiled.ask(compiled.put(4, index))[0].op is DataOp.ACK
+    assert push_id(4) in {event.slot.push for event in compiled.staged}
+
+
+def test_keys_are_compared_and_another_clusters_push_is_refused_with_the_same_words(end: MakeEnd) -> None:
+    answers = []
+    for loop in ("python", "compiled"):
+        one = end(loop, curve=CurvePair.new())
+        owner, other, reader = (CurvePair.new() for _ in range(3))
+        one.server.set_allowed(
+            [
+                AllowedKey(KeyRole.CLUSTER, push_id(0).cluster, owner.public),
+                AllowedKey(KeyRole.CLUSTER, push_id(1).cluster, other.public),
+                AllowedKey(KeyRole.READER, push_id(0).cluster, reader.public),
+            ]
+        )
+        one.settle()
+        peers = [one.peer(pair) for pair in (owner, other, reader)]
+        answers.append([one.ask(one.put(0, index), peer) for index in range(3) for peer in peers])
+        answers[-1] += [one.ask(one.get(index), peer) for index in range(3) for peer in peers]
+        left_to_python = one.left_to_python
+        one.server.set_allowed([])
+        one.settle()
+        peers[0].send_multipart(one.get(0))
+        deadline_s = time.monotonic() + WAIT_S
+        while "left the master's list" not in one.server.beat().refused_connection:
+            assert time.monotonic() < deadline_s
+            time.sleep(BEAT_REFRESH_S)
+    assert left_to_python == 6 + 3, "two refused senders of each chunk, and each reader's first request"
+    assert answers[0] == answers[1]
+    refusals = {answer[0].refusal.sentence for answer in answers[1] if answer[0].refusal is not None}
+    assert refusals == {
+        f"push {push_id(0)} is not cluster c1's: a cluster sends its own pushes only",
+        f"push {push_id(0)} is not reader c0's: a cluster sends its own pushes only",
+    }
+
+
+def test_a_port_that_is_stopped_while_it_is_busy_ends(end: MakeEnd) -> None:
+    """Peers send and ask without a pause, one reads nothing; memory that libzmq still reads lives until its end."""
+    compiled = end("compiled")
+    stop = threading.Event()
+    lazy = compiled.peer()
+    lazy.setsockopt(zmq.RCVHWM, 1)
+
+    def flood() -> None:
+        with compiled.context.socket(zmq.DEALER) as peer:
+            peer.setsockopt(zmq.LINGER, 0)
+            peer.connect(compiled.server.endpoint)
+            number = 0
+            while not stop.is_set():
+                number += 1
+                frames = compiled.get(number % 3) if number % 2 else compiled.put(0, number % 3)
+                try:
+                    peer.send_multipart(frames, zmq.NOBLOCK)
+                    while True:
+                        peer.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    time.sleep(0)
+
+    threads = [threading.Thread(target=flood) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(60):
+        lazy.send_multipart(compiled.get(number % 3))
+    until_s = time.monotonic() + WAIT_S
+    while compiled.server.beat().served_bytes < 100 * WHOLE_PIECES:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    compiled.server.stop()
+    stop.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def test_versions_that_change_while_they_are_read_never_give_wrong_bytes_with_a_right_checksum(end: MakeEnd) -> None:
+    compiled = end("compiled")
+    peer = compiled.peer()
+    for turn in range(40):
+        versions = (V0, V1) if turn % 2 else (V1, V0)
+        for index in range(len(compiled.chunks)):
+            peer.send_multipart(compiled.get(index, versions[index % 2], index))
+        compiled.serve(versions[0])
+        for _ in compiled.chunks:
+            head, body = peer.recv_multipart()
+            header = DataHeader.decode(head)
+            assert header.checksum == checksum(body)
+            assert header.version == versions[header.request % 2]
+            start = 4 * BLOCKS[header.block].start_elem + header.offset_bytes
+            assert body == THETA[header.version].view(np.uint8)[start : start + header.length_bytes].tobytes()
+
+
+@pytest.mark.parametrize("what", ["failpoint", "deliveries"])
+def test_what_only_the_python_loop_does_is_left_to_it(end: MakeEnd, what: str) -> None:
+    compiled = end("compiled")
+    compiled.ask(compiled.put(0, 0))
+    assert compiled.left_to_python == 0
+    if what == "failpoint":
+        with armed("slave.data.before_answer=1*drop->off"):
+            compiled.settle()
+            peer = compiled.peer()
+            peer.send_multipart(compiled.put(0, 1, 1))
+            assert compiled.ask(compiled.put(0, 2, 2), peer)[0].request == 2
+    else:
+        assert compiled.server.note_deliveries(True) == set()
+        compiled.settle()
+        compiled.ask(compiled.put(0, 1))
+        delivered = compiled.server.note_deliveries(False)
+        assert len(delivered) == 1
+    python = compiled.left_to_python
+    assert python > 0
+    compiled.settle()
+    compiled.ask(compiled.put(0, 3))
+    assert compiled.left_to_python == python
+
+
+def test_readers_without_number_are_served(end: MakeEnd) -> None:
+    """More than are known at a time, and some with long names of their own."""
+    compiled = end("compiled")
+    for number in range(serve_numba.MOST_PEERS + 5):
+        peer = compiled.context.socket(zmq.DEALER)
+        peer.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+        if number % 50 == 0:
+            peer.setsockopt(zmq.ROUTING_ID, b"a-name-of-my-own-%d" % number)
+        peer.connect(compiled.server.endpoint)
+        for index in (1, 1):
+            header, (body,) = compiled.ask(compiled.get(index, V1), peer)
+            assert header.checksum == checksum(body)
+        peer.close(linger=0)
+
+
+def test_a_compiled_loop_that_cannot_be_had_is_refused_by_name() -> None:
+    for options in ({"data_threads": 2}, {"checksum": lambda payload: 0}):
+        with pytest.raises(ConfigError, match="compiled loop cannot be had"):
+            DataServer("127.0.0.1", 0, RUN, 1024, lambda e: None, lambda e: None, loop="compiled", **options)
+
+
+def test_a_digest_is_that_of_the_chunks_as_they_were_sent(end: MakeEnd) -> None:
+    compiled = end("compiled")
+    sums = []
+    for index in range(len(compiled.chunks)):
+        frames = compiled.put(3, index)
+        sums.append(DataHeader.decode(frames[0]).checksum)
+        compiled.ask(frames)
+    assert compiled.staged == [PushStaged(Slot(push_id(3), 1, 3, 1, Codec.INT8, V0), shard_digest(sums))]
