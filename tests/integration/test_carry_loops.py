@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from support import keyed_port
 from support.run_for_workers import CHUNK_BYTES, RUN, DataSlave
 
 from dips.core.chunks import checksum, chunks_of, digest_of_array
@@ -25,8 +26,10 @@ from dips.core.net.carriers import Common, LoopChoice, carry_pull, carry_push
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.payloads import Difference
 from dips.core.net.transfer import PullTransfer, PushTransfer, TransferSettings
+from dips.core.net.zmq_sockets import CurvePair
 from dips.core.observe import failpoints
 from dips.core.wire import Codec, encoded_bytes
+from dips.slave.data_server import LoopName
 
 N_CHUNKS = 60
 SIZE_ELEMS = N_CHUNKS * CHUNK_BYTES // 4
@@ -342,6 +345,26 @@ def test_loops_are_ready_after_a_warm_up() -> None:
     loops: list[Any] = [carry_numba.push, carry_numba.pull]
     compiled = [len(loop.signatures) for loop in loops]
     assert compiled == [1, 1], "and transfers of every kind run what was compiled then"
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+@pytest.mark.parametrize("of_slave", ["python", "compiled"])
+def test_each_loop_of_a_worker_speaks_with_each_of_a_slave(common: Common, of_slave: LoopName, with_keys: bool) -> None:
+    """With a real data port, which measures and verifies what it lands."""
+    own, other = (CurvePair.new() if with_keys else None for _ in range(2))
+    with keyed_port.KeyedPort(own, loop=of_slave) as port:
+        cluster = keyed_port.Cluster("a", other, port, loop=common.loop)
+        if with_keys:
+            port.allow(cluster)
+        port.open("a")
+        assert cluster.push().done
+        port.settle()
+        flat, layout = keyed_port.pushed("a"), keyed_port.LAYOUT
+        assert port.staged == {keyed_port.push_id("a"): digest_of_array(flat, layout.blocks, keyed_port.CHUNK_BYTES)}
+        transfer, fetched = cluster.pull()
+        assert transfer.done
+        assert is_compiled(transfer) is (common.loop == "compiled")
+        assert fetched.tobytes() == keyed_port.THETA.tobytes()
 
 
 # ---- which loop ----

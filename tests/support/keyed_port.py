@@ -26,11 +26,11 @@ from dips.core.messages import (
     SnapshotInfo,
     Ticket,
 )
-from dips.core.net.carriers import Common, carry_pull, carry_push
+from dips.core.net.carriers import Common, LoopChoice, carry_pull, carry_push
 from dips.core.net.transfer import PullTransfer, PushTransfer, TransferSettings
 from dips.core.net.zmq_sockets import CurvePair
 from dips.slave.calculation import chunk_checksums
-from dips.slave.data_server import DataServer
+from dips.slave.data_server import DataServer, LoopName
 from dips.slave.memory import ShardMemory
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import Slot
@@ -65,14 +65,16 @@ def fresh_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 class KeyedPort:
-    """One slave's data port; curve None: without keys. `with` ends it."""
+    """One slave's data port; curve None: without keys. loop: of DataServer. `with` ends it."""
 
-    def __init__(self, curve: CurvePair | None) -> None:
+    def __init__(self, curve: CurvePair | None, *, loop: LoopName = "auto") -> None:
         outer_numba.warm_up()
         self.curve = curve
         self.staged: dict[PushId, bytes] = {}
         self.crashed: list[BaseException] = []
-        self.server = DataServer("127.0.0.1", 0, RUN, CHUNK_BYTES, self._note, self.crashed.append, curve=curve)
+        self.server = DataServer(
+            "127.0.0.1", 0, RUN, CHUNK_BYTES, self._note, self.crashed.append, curve=curve, loop=loop
+        )  # fmt: skip
         self._memory = ShardMemory(LAYOUT.blocks, CHUNK_BYTES, 3, 60 * LAYOUT.n_elems)
         self._memory.take().theta[:] = THETA
         sums = chunk_checksums(THETA, LAYOUT.blocks, CHUNK_BYTES)
@@ -133,6 +135,7 @@ class Cluster:
     endpoint: str | None = None
     server_key: bytes | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
+    loop: LoopChoice = "auto"
 
     @property
     def public(self) -> bytes:
@@ -159,7 +162,7 @@ class Cluster:
         return transfer, flat
 
     def _common(self) -> Common:
-        return Common(RUN, 1, "cause", LAYOUT, SETTINGS, curve=self.curve)
+        return Common(RUN, 1, "cause", LAYOUT, SETTINGS, curve=self.curve, loop=self.loop)
 
     def _placement(self) -> PlacementSpec:
         key = self.server_key
