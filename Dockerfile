@@ -79,8 +79,7 @@ RUN python requirements.py slave >needed.txt \
 FROM common AS slave
 COPY --from=slave-packages /opt/dips/venv /opt/dips/venv
 COPY --from=package /opt/dips/venv /opt/dips/venv
-RUN NUMBA_CACHE_DIR=/opt/dips/kernels python -c \
- "from dips.core.math import outer_numba, wire_numba; outer_numba.warm_up(); wire_numba.warm_up()"
+RUN NUMBA_CACHE_DIR=/opt/dips/kernels dips warm-up
 USER 10001:10001
 CMD ["dips", "slave", "--help"]
 

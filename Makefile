@@ -167,6 +167,7 @@ $(DEMO_STAMP): $(TORCH_STAMP)
 	@$(RENAMED)
 	$(PIP) --editable '.[demo]'
 	$(COMPILE)
+	$(BIN)/dips warm-up
 	@touch $@
 
 # Coverage-guided fuzzing runs only where atheris can be installed; the rest needs nothing more.
@@ -179,4 +180,5 @@ $(DEV_STAMP): $(TORCH_STAMP)
 	@$(RENAMED)
 	$(PIP) --editable '.[dev]'
 	$(COMPILE)
+	$(BIN)/dips warm-up
 	@touch $(DEMO_STAMP) $@

@@ -31,9 +31,6 @@ OF_PROCESSES = ("tests/integration/", "tests/slow/", "tests/faults/", "tests/end
 WITHOUT_PROCESSES = ("tests/slow/unit/",)
 WISHES = ("--faults", "--endurance")
 
-WARM_UP = "from dips.core.math import outer_numba, wire_numba; outer_numba.warm_up(); wire_numba.warm_up()"
-
-
 LISTED = Path(__file__).with_name("second_tries.txt")
 """Tests that may need a second try: on each line a name, two spaces, # and the reason. Lines that begin with # are for
 readers."""
@@ -69,7 +66,7 @@ class Notes:
 def main(arguments: Sequence[str], of_processes: Sequence[str] = OF_PROCESSES) -> int:
     keep_bytecode()
     # Compiled once and kept, before processes that wait for each other all compile at the same moment.
-    subprocess.check_call([sys.executable, "-c", WARM_UP])
+    subprocess.check_call([sys.executable, "-m", "dips.cli", "warm-up"])
     notes = Notes()
     code = int(pytest.main(["--require-passed", *_beside_each_other(arguments), *arguments], plugins=[notes]))
     say_longest(notes.seconds)

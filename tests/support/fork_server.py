@@ -207,11 +207,12 @@ def _import_everything() -> None:
     import dips.cli.main
     import dips.master.process
     import dips.slave.process
-    from dips.core.math import outer_numba, wire_numba
+    from dips.core.math import landing_numba, outer_numba, wire_numba
 
     del support, dips
     outer_numba.warm_up()
     wire_numba.warm_up()
+    landing_numba.warm_up()
 
 
 def _run_child(key: str, order: dict[str, Any]) -> None:

@@ -240,6 +240,14 @@ COMMANDS: tuple[Command, ...] = (
         ),
     ),
     Command(
+        "warm-up",
+        "warm_up",
+        "warm_up",
+        "Compile what slaves and workers run as machine code, once for a machine.",
+        _ROLES,
+        ("dips warm-up", "NUMBA_CACHE_DIR=/var/cache/dips dips warm-up --json"),
+    ),
+    Command(
         "export",
         "model",
         "export",

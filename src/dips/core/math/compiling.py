@@ -227,9 +227,10 @@ class _Turn:
         """Wait for it. False if this process had it already, or if there is nothing to wait at."""
         if self._file is not None:
             return False
-        path = _lock_path()
-        if path is None:
+        kept_in = folder()
+        if kept_in is None:
             return False
+        path = kept_in / LOCK_NAME
         try:
             self._file = path.open("ab")
             try:
@@ -247,10 +248,10 @@ _turn = _Turn()
 
 
 @functools.cache
-def _lock_path() -> Path | None:
-    """One for all kernels of the machine that are kept in the same place."""
+def folder() -> Path | None:
+    """Where code is kept that is compiled from files beside this one, and the lock of all; None: nowhere."""
     try:
-        return Path(_Cache(compiled).cache_path) / LOCK_NAME  # type: ignore[no-untyped-call]
+        return Path(_Cache(compiled).cache_path)  # type: ignore[no-untyped-call]
     except RuntimeError:
         return None
 
