@@ -53,7 +53,7 @@ from dips.slave.push_evidence import PushEvidence
 from dips.slave.ring import SnapshotStore, disk_refusal
 from dips.slave.state import effects, events
 from dips.slave.state.checks import own_blocks
-from dips.slave.state.fetching import cancelled
+from dips.slave.state.moves import cancelled
 from dips.slave.state.shard import to_refusal
 from dips.slave.state.slave import SlaveMachine
 

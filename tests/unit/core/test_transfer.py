@@ -340,6 +340,7 @@ def test_what_only_the_master_can_settle_fails_at_once(code: RefusalCode) -> Non
     network.refuse = lambda ask, now_s: Refusal(code, "not here")
     network.run()
     assert "not here" in network.transfer.failure
+    assert network.transfer.refusal is code
     assert network.now_s < 1
 
 
@@ -405,6 +406,13 @@ def test_a_share_with_another_digest_is_fetched_again_and_then_refused() -> None
     assert "slave s1" in transfer.failure
     assert sum(a.slave == "s1" for a in network.asks) == 3 * len(shares()["s1"])
     assert sum(a.slave == "s0" for a in network.asks) == len(shares()["s0"])
+
+
+def test_parts_of_shares_have_no_digest_of_their_own() -> None:
+    transfer = PullTransfer(shares(), None, SETTINGS, 0.0, arrays=arrays)
+    Network(transfer).run()
+    assert transfer.done
+    assert transfer.moved_bytes == LAYOUT.n_bytes
 
 
 def test_a_slave_without_a_promised_digest_is_never_believed() -> None:

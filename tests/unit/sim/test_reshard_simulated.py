@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dips.master.state.reshard import Reshard
+from dips.sim.content import key_of
 from dips.sim.faults import reshard as fault_reshard
 from dips.sim.hosts.move import SimulatedMove
 from dips.sim.seed_run import SeedOutcome, SeedRun
@@ -79,7 +80,7 @@ def test_a_slave_that_trusts_what_it_has_put_together_is_found(monkeypatch: pyte
 
     def take_wrongly(self: SimulatedMove, chunks: list[Any], memory: Any) -> None:
         take(self, chunks, memory)
-        self._values |= {(chunk, True): self._values[chunk, False] for chunk in chunks}
+        self._values |= {(key, True): self._values[key, False] for key in map(key_of, chunks)}
 
     monkeypatch.setattr(SimulatedMove, "_take", take_wrongly)
     monkeypatch.setattr("dips.sim.hosts.move.shard_digest", lambda sums: Anything())

@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import zmq
 
-from dips.core.chunks import Buffer, Chunk, checksum
+from dips.core.chunks import Buffer, Chunk, checksum, chunks_of
 from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import PushId, Version
-from dips.core.layout import Layout
+from dips.core.layout import Block, Layout
 from dips.core.messages import PullGrant, Ticket
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.payloads import (
     F32,
     WORTH_COMPILING_BYTES,
+    BlockPlaces,
     Difference,
     Differences,
     Gated,
@@ -342,11 +343,11 @@ class _PushCarrier(_Carrier):
 
 
 class _PullCarrier(_Carrier):
-    """momentum: of the version, instead of its parameters."""
+    """momentum: of the version, instead of its parameters. places: of the chunks in `flat`."""
 
     def __init__(
         self, common: Common, links: SlaveSockets, transfer: PullTransfer, clock: Clock, version: Version, flat: F32,
-        loop: Loop | None, *, momentum: bool = False,
+        places: Places | BlockPlaces, loop: Loop | None, *, momentum: bool,
     ) -> None:  # fmt: skip
         super().__init__(common, links, transfer, clock)
         self._loop = loop
@@ -354,7 +355,7 @@ class _PullCarrier(_Carrier):
         self._version = version
         self._momentum = momentum
         self._bytes = bytes_of(flat)
-        self._places = Places(common.layout)
+        self._places = places
 
     def send(self, asks: Sequence[SlaveRequest]) -> None:
         for ask in asks:
@@ -472,21 +473,43 @@ def carry_pull(
     is not loopback without keys, for keys on one side only, or without numba where the loop must be compiled.
     """
     shares = shares_of(common.layout, grant.placement, grant.block_order, common.settings.chunk_bytes)
-    compiled = _is_compiled(common, clock, flat.nbytes, "worker.pull.before_chunk")
-    transfer = PullTransfer(
-        shares, dict(grant.digest_of_slave), common.settings, clock.monotonic_s(), arrays=compiled
-    )  # fmt: skip
+    digests, places = dict(grant.digest_of_slave), Places(common.layout)
     links = SlaveSockets(context, grant.placement, common.settings.chunk_bytes, common.curve)
+    try:
+        transfer = _pull(
+            links, common, flat, shares, digests, places, grant.version, clock, cancelled, momentum=momentum
+        )
+    finally:
+        links.close()
+    failpoint("worker.pull.after_last_chunk")
+    return transfer
+
+
+def carry_block(
+    links: SlaveSockets, common: Common, flat: F32, source: str, block: Block, version: Version, clock: Clock,
+    cancelled: threading.Event, *, momentum: bool,
+) -> PullTransfer:  # fmt: skip
+    """Fetch one block of a version, or of its momentum, from the slave that holds it, into `flat`, which is as long.
+
+    The digest of the shard that it becomes part of is the caller's to compare. links: to the slaves; they stay open.
+    Raises ConfigError as carry_pull() does.
+    """
+    shares = {source: chunks_of([block], common.settings.chunk_bytes)}
+    return _pull(links, common, flat, shares, None, BlockPlaces(), version, clock, cancelled, momentum=momentum)
+
+
+def _pull(
+    links: SlaveSockets, common: Common, flat: F32, shares: Mapping[str, Sequence[Chunk]], digests: Mapping[str, bytes]
+    | None, places: Places | BlockPlaces, version: Version, clock: Clock, cancelled: threading.Event, *, momentum: bool,
+) -> PullTransfer:  # fmt: skip
+    compiled = _is_compiled(common, clock, flat.nbytes, "worker.pull.before_chunk")
+    transfer = PullTransfer(shares, digests, common.settings, clock.monotonic_s(), arrays=compiled)
     loop = None
     if compiled:
         from dips.core.net.carry_numba import PullLoop, texts_of
 
-        texts, places = texts_of(common.run_id, grant.version, common.cause), Places(common.layout)
+        texts = texts_of(common.run_id, version, common.cause)
         loop = PullLoop(transfer, links, common.epoch, texts, places, bytes_of(flat), momentum=momentum)
-    carrier = _PullCarrier(common, links, transfer, clock, grant.version, flat, loop, momentum=momentum)
-    try:
-        carrier.carry(cancelled)
-    finally:
-        links.close()
-    failpoint("worker.pull.after_last_chunk")
+    carrier = _PullCarrier(common, links, transfer, clock, version, flat, places, loop, momentum=momentum)
+    carrier.carry(cancelled)
     return transfer

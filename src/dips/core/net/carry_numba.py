@@ -61,7 +61,7 @@ from dips.core.net.header_numba import (
     write_get_chunk,
     write_put_chunk,
 )
-from dips.core.net.payloads import Difference, Parameters, Payloads, Places, SharedLock, bytes_of
+from dips.core.net.payloads import BlockPlaces, Difference, Parameters, Payloads, Places, SharedLock, bytes_of
 from dips.core.net.slave_sockets import SlaveSockets
 from dips.core.net.steps import QUERY, Columns, begin_turns, next_deadline_s, next_request, take_ack, take_landed
 from dips.core.net.transfer import PullTransfer, PushTransfer, Transfer, TransferSettings, shares_of
@@ -634,10 +634,10 @@ class PullLoop(Loop):
     """The loop of a pull."""
 
     def __init__(
-        self, transfer: Transfer, sockets: SlaveSockets, epoch: int, texts: Texts, places: Places, flat: U8, *,
-        momentum: bool,
+        self, transfer: Transfer, sockets: SlaveSockets, epoch: int, texts: Texts, places: Places | BlockPlaces, flat:
+        U8, *, momentum: bool,
     ) -> None:  # fmt: skip
-        """flat: the whole vector's bytes, where chunks land."""
+        """flat: the bytes of the vector in which chunks land, at their places."""
         super().__init__(transfer, sockets, epoch, texts)
         self._numbers[IS_MOMENTUM] = momentum
         self._flat = flat

@@ -117,6 +117,18 @@ class Places:
         return slice(begin, begin + chunk.length_bytes // FLOAT32_BYTES)
 
 
+class BlockPlaces:
+    """The places of a block's chunks in a vector that holds this block alone."""
+
+    def first_bytes(self, blocks: I64, offsets_bytes: I64) -> I64:
+        """As Places.first_bytes()."""
+        return offsets_bytes
+
+    def bytes_at(self, chunk: Chunk) -> slice:
+        """The chunk's bytes."""
+        return slice(chunk.offset_bytes, chunk.offset_bytes + chunk.length_bytes)
+
+
 class SharedLock:
     """A lock whose holder may keep it for long: it looks at `wanted`, and whoever wants it comes before it again."""
 

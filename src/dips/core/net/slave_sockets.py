@@ -56,9 +56,11 @@ class SlaveSockets:
         """How often a socket was opened or closed, for the owner of what dealer() and monitors() said."""
 
     def open(self, slaves: Sequence[str]) -> None:
-        """Connect. Raises ConfigError for keys on one side only, and without keys for an endpoint not on loopback."""
+        """Connect to those to which there is no connection. Raises ConfigError for keys on one side only, and without
+        keys for an endpoint not on loopback."""
         for slave in slaves:
-            if self._addresses[slave].data_endpoint:
+            is_open = slave in self._sockets and slave not in self._away
+            if self._addresses[slave].data_endpoint and not is_open:
                 _check_keys(self._addresses[slave], self._curve)
                 self.reconnect(slave)
 

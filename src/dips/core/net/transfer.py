@@ -129,8 +129,8 @@ class _Trouble:
 class Transfer:
     """Common part of push and pull: windows, silence, pauses, stalls. `failure` is a sentence once it failed.
 
-    base_gone: it failed because a slave no longer has the base version of this push's differences. chunks: all of the
-    transfer, as core/net/steps.py numbers them. columns: the state; compiled loops work on it between two calls.
+    refusal: the one that ended it; None: it ended otherwise, or goes on. chunks: all of the transfer, as
+    core/net/steps.py numbers them. columns: the state; compiled loops work on it between two calls.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Transfer:
         self._why = "no slave answered"
         self.failure = ""
         self.corrupt = False
-        self.base_gone = False
+        self.refusal: RefusalCode | None = None
         self.reconnects = 0
 
     @property
@@ -163,6 +163,11 @@ class Transfer:
     @property
     def done(self) -> bool:
         return not self.columns.flow.counts[N_OPEN] and not self.failure
+
+    @property
+    def base_gone(self) -> bool:
+        """It failed because a slave no longer has the base version of this push's differences."""
+        return self.refusal is RefusalCode.BASE_GONE
 
     def moved(self) -> dict[str, SlaveProgress]:
         """The progress with each slave that takes part."""
@@ -232,8 +237,7 @@ class Transfer:
         if refusal.code is RefusalCode.UNKNOWN_PUSH:
             lanes.unknown_since_s[lane] = min(lanes.unknown_since_s[lane], now_s)
         if refusal.code in _FOR_THE_MASTER or now_s - lanes.unknown_since_s[lane] >= UNKNOWN_S:
-            self.failure = self._why
-            self.base_gone = refusal.code is RefusalCode.BASE_GONE
+            self.failure, self.refusal = self._why, refusal.code
         self._start_over(lane, refused)
         self._pause(lane, now_s)
 
@@ -372,11 +376,12 @@ class PullTransfer(Transfer):
     """Fetches a version; done only when every slave's share has the digest that the master gave."""
 
     def __init__(
-        self, shares: Mapping[str, Sequence[Chunk]], digest_of_slave: Mapping[str, bytes], settings: TransferSettings,
-        now_s: float, *, arrays: bool = False,
+        self, shares: Mapping[str, Sequence[Chunk]], digest_of_slave: Mapping[str, bytes] | None, settings:
+        TransferSettings, now_s: float, *, arrays: bool = False,
     ) -> None:  # fmt: skip
+        """digest_of_slave: of each share; None: of parts of shares, whose digests the caller compares together."""
         super().__init__(shares, settings, now_s, pushes=False, arrays=arrays)
-        self._promised = dict(digest_of_slave)
+        self._promised = None if digest_of_slave is None else dict(digest_of_slave)
 
     def wants(self, slave: str, request: int) -> Chunk | None:
         """The chunk that this request asked for; None: it is not expected, do not land it."""
@@ -404,6 +409,9 @@ class PullTransfer(Transfer):
                 self._verify(lane)
 
     def _verify(self, lane: int) -> None:
+        if self._promised is None:
+            note_done(self.columns.flow, lane)
+            return
         share, slave, trouble = self._lane_chunks(lane), self.slaves[lane], self._troubles[lane]
         digest = shard_digest(self.columns.chunks.checksum[share.start : share.stop])
         if digest == self._promised.get(slave):

@@ -446,7 +446,7 @@ class ClusterHost(Host):
             self.deliver(effects.Done(job, result, 0.1))
 
     def _start_pull(self, job: int, grant: PullGrant) -> None:
-        self._carriers[job] = carrier = PullCarrier(
+        self._carriers[job] = carrier = PullCarrier.of_grant(
             self.world, self, self.world.plan.layout, self._limits(grant.chunk_bytes, PULL_WINDOW_CHUNKS), grant,
             lambda result: self._pulled(job, grant, result),
         )  # fmt: skip

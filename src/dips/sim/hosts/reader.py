@@ -38,7 +38,9 @@ class ReaderHost(Host):
             return
         grant, plan = result.answer, self.world.plan
         settings = TransferSettings(grant.chunk_bytes, WINDOW_CHUNKS, plan.data_silence_s, plan.data_stall_s)
-        PullCarrier(self.world, self, plan.layout, settings, grant, lambda values: self._read(grant, values)).pump()
+        PullCarrier.of_grant(
+            self.world, self, plan.layout, settings, grant, lambda values: self._read(grant, values)
+        ).pump()
 
     def _read(self, grant: PullGrant, values: Any) -> None:
         if not isinstance(values, Transfer):

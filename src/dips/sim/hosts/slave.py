@@ -47,7 +47,7 @@ from dips.slave.ring import Ring
 from dips.slave.state import effects, events
 from dips.slave.state.admission import Admission
 from dips.slave.state.checks import own_blocks
-from dips.slave.state.fetching import cancelled
+from dips.slave.state.moves import cancelled
 from dips.slave.state.shard import to_refusal
 from dips.slave.state.slave import SlaveMachine
 

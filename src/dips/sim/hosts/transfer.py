@@ -1,6 +1,6 @@
-"""Simulates the data flow's worker side: the real transfer machines (dips.core.net.transfer) over lossy datagrams.
+"""Simulates the asking side of the data flow: the real transfer machines (dips.core.net.transfer) over lossy datagrams.
 
-Does what dips.worker.data does on its thread: sends the machine's messages, gives it the answers, opens a
+Does what dips.core.net.carriers does on its thread: sends the machine's messages, gives it the answers, opens a
 new connection when it asks for one. Answers to an old connection are lost.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dips.core.chunks import Chunk
 from dips.core.ids import PushId, Version
 from dips.core.layout import FLOAT32_BYTES, Layout
 from dips.core.messages import PlacementSpec, PullGrant, Ticket
@@ -71,6 +70,11 @@ class Carrier:
         if due_s < self._timer_s or self._timer_s <= now_s:
             self._timer_s = due_s
             self.world.kernel.at(due_s + 1e-6, self.owner, self._rang)
+
+    def stop(self) -> None:
+        """End before the transfer is over; `ended` is not called."""
+        self.over = True
+        self.release()
 
     def result(self) -> Any:
         raise LookupError("only pushes and pulls have a result")
@@ -179,29 +183,34 @@ class PushCarrier(Carrier):
 
 
 class PullCarrier(Carrier):
-    """Fetches the version of a grant."""
+    """Fetches chunks of a version. momentum: of that instead of its parameters."""
 
     def __init__(
-        self,
-        world: World,
-        owner: SimulatedProcess,
-        layout: Layout,
-        settings: TransferSettings,
-        grant: PullGrant,
-        ended: Ended,
-    ) -> None:
-        shares = shares_of(layout, grant.placement, grant.block_order, settings.chunk_bytes)
-        self._machine = PullTransfer(shares, dict(grant.digest_of_slave), settings, world.kernel.now_s)
-        super().__init__(world, owner, self._machine, grant.placement, grant.run_id, grant.epoch, ended)
-        self._version: Version = grant.version
+        self, world: World, owner: SimulatedProcess, transfer: PullTransfer, placement: PlacementSpec, run_id: str,
+        epoch: int, version: Version, ended: Ended, *, momentum: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(world, owner, transfer, placement, run_id, epoch, ended)
+        self._machine = transfer
+        self._version = version
+        self._momentum = momentum
         self._values: dict[Key, Value] = {}
+
+    @classmethod
+    def of_grant(
+        cls, world: World, owner: SimulatedProcess, layout: Layout, settings: TransferSettings, grant: PullGrant, ended:
+        Ended,
+    ) -> PullCarrier:  # fmt: skip
+        """Fetches the version of a grant."""
+        shares = shares_of(layout, grant.placement, grant.block_order, settings.chunk_bytes)
+        transfer = PullTransfer(shares, dict(grant.digest_of_slave), settings, world.kernel.now_s)
+        return cls(world, owner, transfer, grant.placement, grant.run_id, grant.epoch, grant.version, ended)
 
     def message(self, ask: SlaveRequest) -> tuple[DataHeader, Value]:
         chunk = ask.chunk
         assert chunk is not None, "a pull asks for chunks only"
         header = DataHeader(
             self.run_id, self.epoch, DataOp.GET_CHUNK, ask.request, None, 0, self._version, chunk.block_id,
-            chunk.offset_bytes, chunk.length_bytes, Codec.F32,
+            chunk.offset_bytes, chunk.length_bytes, Codec.F32, momentum=self._momentum,
         )  # fmt: skip
         return header, None
 
@@ -210,7 +219,8 @@ class PullCarrier(Carrier):
         chunk = self._machine.wants(slave, header.request)
         if header.op is not DataOp.CHUNK or chunk is None:
             return
-        if Chunk(header.block, header.offset_bytes, header.length_bytes) != chunk or header.version != self._version:
+        named = (header.block, header.offset_bytes, header.length_bytes, header.version, header.momentum)
+        if named != (*chunk, self._version, self._momentum):
             self._machine.damaged(slave, header.request, f"slave {slave} answered with another chunk", now_s)
         elif self.world.plan.arithmetic.checksum(value) != header.checksum:
             self._machine.damaged(slave, header.request, f"slave {slave}: the checksum of {chunk} is wrong", now_s)

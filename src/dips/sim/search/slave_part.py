@@ -40,7 +40,7 @@ from dips.sim.search.bounds import BLOCK_BYTES, LAYOUT, RUN, T0_S
 from dips.sim.search.copying import Out, share
 from dips.sim.search.master_part import keep_no_story
 from dips.slave.state import effects, events
-from dips.slave.state.fetching import cancelled
+from dips.slave.state.moves import cancelled
 from dips.slave.state.slave import SlaveMachine
 from dips.slave.state.staging import ShardMap, Slot, Staging, StagingTable
 
