@@ -76,10 +76,11 @@ def warmed(tell: Callable[[str], None]) -> Iterator[Warmed]:
     Raises ConfigError if compiled code cannot be kept on disk, ModuleNotFoundError without numba.
     """
     from dips.core.math import compiling
-    from dips.core.net import zmq_numba
 
     if compiling.folder() is None:
         raise ConfigError("no folder for compiled code can be written, so nothing can be prepared: set NUMBA_CACHE_DIR")
+    from dips.core.net import zmq_numba  # which compiles something at its import
+
     for name in MODULES:
         if name in OVER_ZMQ and not zmq_numba.available():
             yield Warmed(name, 0, 0.0, zmq_numba.why_not())

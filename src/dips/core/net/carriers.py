@@ -1,8 +1,8 @@
 """Carries out the transfers that core/net/transfer.py decides, over ZeroMQ, on one thread.
 
 Parameters are sent directly from the push vector and land directly in the pull vector. Never touches live parameters,
-never shares a socket or a thread with the control flow, and never lands a byte that was not requested or whose
-checksum is wrong.
+never shares a socket or a thread with the control flow, never lands a byte that was not requested, and counts none as
+landed whose checksum is wrong.
 """
 
 from __future__ import annotations

@@ -1,0 +1,111 @@
+"""core/math/simd_numba.py: memory by its address. Its vectors are tested with the kernels that use them."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dips.core.math.simd_numba import (
+    address,
+    as_words,
+    atomic_add,
+    atomic_get,
+    compiled,
+    load,
+    load_words,
+    mulhi_fold,
+    peek8,
+    peek32,
+    peek64,
+    poke8,
+    poke64,
+    store_words,
+)
+
+WORD = 0xF1E2D3C4B5A69788
+
+
+@compiled
+def peeked(at: int) -> tuple[int, int, int]:
+    return peek8(at), peek32(at), peek64(at)
+
+
+@compiled
+def poked(at: int, low: int, high: int) -> None:
+    poke8(at, np.uint64(low))
+    poke64(at + 1, np.uint64(high))
+
+
+@compiled
+def counted(at: int, n: int) -> int:
+    last = 0
+    for _ in range(n):
+        last = atomic_add(at, 3)
+    return last
+
+
+@compiled
+def counter(at: int) -> int:
+    found: int = atomic_get(at)
+    return found
+
+
+@compiled
+def folded(a: int, b: int) -> int:
+    found: int = mulhi_fold(np.uint64(a), np.uint64(b))
+    return found
+
+
+@compiled
+def moved(into: int, at: int) -> None:
+    store_words(into, load_words(at))
+
+
+@compiled
+def bytes_of_floats(into: int, values: np.ndarray) -> None:
+    store_words(into, as_words(load(values, 0)))
+
+
+@pytest.mark.parametrize("shift", range(9))
+def test_memory_is_read_and_written_at_any_address_and_nowhere_else(shift: int) -> None:
+    memory = np.full(32, 7, np.uint8)
+    at = address(memory) + shift
+    poked(at, 0x1FF, WORD)
+    wanted = b"\xff" + WORD.to_bytes(8, "little")
+    assert memory.tobytes() == bytes([7]) * shift + wanted + bytes([7]) * (32 - shift - len(wanted))
+    assert peeked(at) == (0xFF, int.from_bytes(wanted[:4], "little"), int.from_bytes(wanted[:8], "little"))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 33])
+def test_vectors_of_words_move_64_bytes_at_any_address(shift: int) -> None:
+    source, target = np.arange(128, dtype=np.uint8), np.zeros(192, np.uint8)
+    moved(address(target) + 64 + shift, address(source) + shift)
+    assert target[64 + shift : 128 + shift].tobytes() == source[shift : shift + 64].tobytes()
+    assert not target[: 64 + shift].any()
+    assert not target[128 + shift :].any()
+
+
+def test_the_bytes_of_a_vector_of_floats_are_kept() -> None:
+    values, target = np.linspace(-3, 9, 16, dtype=np.float32), np.zeros(64, np.uint8)
+    bytes_of_floats(address(target), values)
+    assert target.tobytes() == values.tobytes()
+
+
+def test_threads_that_count_at_once_lose_nothing() -> None:
+    place = np.zeros(1, np.int64)
+    threads = [threading.Thread(target=counted, args=(address(place), 20_000)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counter(address(place)) == place[0] == 3 * 4 * 20_000
+    assert counted(address(place), 1) == 3 * 4 * 20_000, "the value before"
+
+
+@given(a=st.integers(0, 2**64 - 1), b=st.integers(0, 2**64 - 1))
+def test_both_halves_of_the_product_are_folded(a: int, b: int) -> None:
+    assert folded(np.uint64(a), np.uint64(b)) == (a * b >> 64) ^ (a * b & (2**64 - 1))  # type: ignore[arg-type]
