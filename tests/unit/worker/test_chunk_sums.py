@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import dips.core.math
 from dips.core.chunks import Chunk, checksum, chunks_of
 from dips.core.layout import Layout, Parameter
 from dips.core.math.landing_numba import copy_chunk
+from dips.core.net import payloads
 from dips.core.net.payloads import hashing_copy
 from dips.worker.parameters import ChunkSums
 from dips.worker.torch_model import TorchParameters, _groups
@@ -215,6 +218,18 @@ def test_a_push_that_is_sent_from_the_parameters_has_none_before_it_is_sent() ->
 def test_small_models_are_copied_without_numba() -> None:
     assert hashing_copy(32 << 20) is copy_chunk
     assert hashing_copy((32 << 20) - 1) is None
+
+
+def test_where_numba_is_not_installed_a_model_is_copied_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    payloads._hashing_copy.cache_clear()
+    for name in ("landing_numba", "compiling"):
+        monkeypatch.delitem(sys.modules, f"dips.core.math.{name}", raising=False)
+        monkeypatch.delattr(dips.core.math, name, raising=False)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    try:
+        assert hashing_copy(1 << 40) is None
+    finally:
+        payloads._hashing_copy.cache_clear()
 
 
 @pytest.mark.usefixtures("small")

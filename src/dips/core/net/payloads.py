@@ -7,10 +7,12 @@ differences are sent, and for large models. Raises ConfigError from kernels() wh
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +23,8 @@ from dips.core.errors import ConfigError
 from dips.core.layout import FLOAT32_BYTES, Layout
 from dips.core.release import how_to_install
 from dips.core.wire import Codec, encoded_bytes
+
+_logger = logging.getLogger("dips.data")
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -72,15 +76,27 @@ HashingCopy = Callable[[Buffer, Buffer], int]
 
 def hashing_copy(n_bytes: int) -> HashingCopy | None:
     """A copy that takes the checksum in the same pass, for models of so many bytes; None: hash what was copied."""
-    if n_bytes < WORTH_COMPILING_BYTES:
-        return None
+    return _hashing_copy() if n_bytes >= WORTH_COMPILING_BYTES else None
+
+
+@lru_cache(maxsize=1)
+def _hashing_copy() -> HashingCopy | None:
+    """Compiled, or loaded: once for each process, and said where it takes long. None without numba."""
     try:
-        from dips.core.math.landing_numba import copy_chunk
+        from dips.core.math import landing_numba
+        from dips.core.math.compiling import watched
     except ModuleNotFoundError as error:
-        if error.name != "numba":
+        if error.name not in ("numba", "llvmlite"):
             raise
         return None
-    return copy_chunk
+
+    def tell(kernel: str, number: int, n_kernels: int) -> None:
+        if number == 1:
+            _logger.info("compiling the copy of a model, once for each machine")
+
+    with watched(tell, landing_numba):
+        landing_numba.copy_chunk(bytearray(1), bytes(1))
+    return landing_numba.copy_chunk
 
 
 def bytes_of(flat: F32) -> U8:
