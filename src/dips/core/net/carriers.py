@@ -66,6 +66,9 @@ _logger = logging.getLogger("dips.data")
 _ways = ChangeLogger(_logger)
 """Logs why slaves cannot be reached, by slave: once, however often a transfer is tried again."""
 
+_loops = ChangeLogger(_logger)
+"""Logs why there are no compiled loops, by the choice that was made."""
+
 LONGEST_POLL_S = 0.1
 """Within this time a cancelled transfer stops."""
 
@@ -123,6 +126,8 @@ def _is_compiled(common: Common, clock: Clock, wire_bytes: int, place: str) -> b
         why_not = zmq_numba.why_not()
     if why_not and common.loop == "compiled":
         raise ConfigError(f"there is no compiled loop for this transfer: {why_not}")
+    said = f"the interpreter carries transfers, which takes more processor time: {why_not}" if why_not else ""
+    _loops.report(common.loop, said)
     if not why_not:
         _warm_up()
     return not why_not

@@ -198,25 +198,21 @@ def _send_push(
     columns: Columns, links: Links, held: Held, source: Source, texts: Texts, scratch: Scratch, numbers: I64,
     free_function: int,
 ) -> int:  # fmt: skip
-    """Send what may be sent; returns how many chunks were, or NONE for a slot that Python must send."""
+    """Send what may be sent; returns how many chunks were. numbers[SLOT]: see SEND."""
     begin_turns(columns, now_s())
-    n_sent = 0
+    requests, slot = columns.flow.requests, numbers[SLOT]
     while True:
-        slot = numbers[SLOT]
-        numbers[SLOT] = NONE
         if slot == NONE:
             slot = next_request(columns, now_s())
-        if slot == NONE:
+        if slot == NONE or requests.chunk[slot] == QUERY or source.ready[requests.chunk[slot]] == 0:
             break
-        chunk = columns.flow.requests.chunk[slot]
-        if chunk == QUERY or source.ready[chunk] == 0:
-            numbers[SLOT] = slot
-            return NONE
-        lane = columns.flow.requests.lane[slot]
+        lane = requests.lane[slot]
         place = held.stop[lane] % MOST_REQUESTS
-        held.slot[lane, place], held.request[lane, place] = slot, columns.flow.requests.request[slot]
+        held.slot[lane, place], held.request[lane, place] = slot, requests.request[slot]
         held.stop[lane] += 1
-        n_sent += _send_held(columns, links, held, source, texts, scratch, numbers, free_function, lane)
+        slot = NONE
+    numbers[SLOT] = slot
+    n_sent = 0
     for lane in range(len(links.socket)):
         n_sent += _send_held(columns, links, held, source, texts, scratch, numbers, free_function, lane)
     return n_sent
@@ -443,7 +439,7 @@ def push(
         if began_s >= end_s or atomic_get(address_of(source.wanted)) != 0:
             return AGAIN
         n_sent = _send_push(columns, links, held, source, texts, scratch, numbers, free_function)
-        if n_sent == NONE:
+        if numbers[SLOT] != NONE:
             return SEND
         n_heard = _hear_push(columns, links, texts, scratch, numbers)
         if n_heard == NONE:
