@@ -29,6 +29,7 @@ from dips.core.messages import (
 from dips.core.net.carriers import Common, LoopChoice, carry_pull, carry_push
 from dips.core.net.transfer import PullTransfer, PushTransfer, TransferSettings
 from dips.core.net.zmq_sockets import CurvePair
+from dips.slave import serve_numba
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer, LoopName
 from dips.slave.memory import ShardMemory
@@ -69,6 +70,8 @@ class KeyedPort:
 
     def __init__(self, curve: CurvePair | None, *, loop: LoopName = "auto") -> None:
         outer_numba.warm_up()
+        if loop != "python":
+            serve_numba.warm_up()
         self.curve = curve
         self.staged: dict[PushId, bytes] = {}
         self.crashed: list[BaseException] = []

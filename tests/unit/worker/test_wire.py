@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from dips.core.chunks import chunks_of
 from dips.core.errors import ConfigError
 from dips.core.layout import Layout, Parameter
 from dips.core.math import wire_numpy
-from dips.core.net.payloads import Difference, Differences, Parameters, Places, kernels
+from dips.core.net.payloads import Difference, Differences, Parameters, Places, SharedLock, kernels
 from dips.core.wire import Codec, encoded_bytes
 from dips.worker.config import ClientConfig, wire_of
 from dips.worker.vectors import Vectors, chunk_spans
@@ -123,3 +124,28 @@ def test_wire_types_by_name(name: str, codec: Codec) -> None:
 def test_an_unknown_wire_type_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'int2' is none of float32, bfloat16, int8, int4"):
         ClientConfig(wire_dtype="int2")
+
+
+def test_a_lock_that_is_kept_for_long_goes_to_whoever_wants_it() -> None:
+    """Its holder takes it again and again, and lets go when it is wanted: as a loop that sends from live parameters."""
+    lock, ended = SharedLock(), threading.Event()
+    turns = 0
+
+    def hold() -> None:
+        nonlocal turns
+        while not ended.is_set():
+            with lock:
+                turns += 1
+                while not lock.wanted[0] and not ended.is_set():
+                    pass
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    for _ in range(20):
+        with lock.now():
+            seen = turns
+            assert not lock.wanted[0]
+        assert turns >= seen
+    ended.set()
+    holder.join()
+    assert turns > 0

@@ -131,13 +131,15 @@ FAILED = 6
 
 # ---- what a loop works on ----
 
-EPOCH, ATTEMPT, CODEC_NUMBER, MAY_WAIT, IS_MOMENTUM, NOW, BASE, RESIDUAL, N_SOCKETS, SLOT, N_FRAMES, LANE, WAIT_MS = (
-    range(13)
-)
-N_NUMBERS = 13
-"""Indices of a loop's numbers. NOW, BASE, RESIDUAL: addresses of a difference's vectors, RESIDUAL 0: there is none.
-N_SOCKETS: of Links.items, the others are monitors. SLOT: see SEND; a loop sends the chunk of a slot that it finds there
-first. MAY_WAIT: 0 where IDLE is wanted instead of a wait, which may last WAIT_MS. The rest: see the codes."""
+EPOCH, ATTEMPT, CODEC_NUMBER, IS_MOMENTUM, NOW, BASE, RESIDUAL = range(7)
+N_SOCKETS, MAY_WAIT, WAIT_MS, SLOT, SLOT_REQUEST, N_FRAMES, LANE = range(7, 14)
+N_NUMBERS = 14
+"""Indices of a loop's numbers.
+
+NOW, BASE, RESIDUAL: addresses of a difference's vectors, RESIDUAL 0: there is none. N_SOCKETS: of Links.items, the
+others are monitors. MAY_WAIT: 0 where IDLE is wanted instead of a wait, which may then last WAIT_MS. SLOT: of SEND; if
+it still holds the request SLOT_REQUEST, the next run begins with it. N_FRAMES, LANE: see the codes.
+"""
 
 SENT, BACK = 0, 1
 """Columns of Links.handed."""
@@ -201,6 +203,8 @@ def _send_push(
     """Send what may be sent; returns how many chunks were. numbers[SLOT]: see SEND."""
     begin_turns(columns, now_s())
     requests, slot = columns.flow.requests, numbers[SLOT]
+    if slot != NONE and requests.request[slot] != numbers[SLOT_REQUEST]:
+        slot = NONE  # it was given up meanwhile
     while True:
         if slot == NONE:
             slot = next_request(columns, now_s())
@@ -212,6 +216,8 @@ def _send_push(
         held.stop[lane] += 1
         slot = NONE
     numbers[SLOT] = slot
+    if slot != NONE:
+        numbers[SLOT_REQUEST] = requests.request[slot]
     n_sent = 0
     for lane in range(len(links.socket)):
         n_sent += _send_held(columns, links, held, source, texts, scratch, numbers, free_function, lane)
