@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -54,8 +52,6 @@ def warm_up(as_json: Annotated[bool, typer.Option("--json", help="JSON on standa
     second. `make` and the image build do this; do it again after an update, or let the first start do it. While one
     process compiles, others wait for it.
     """
-    if not as_json:
-        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     tell = _tell if not as_json else lambda sentence: None
     done = []
     for one in warmed(tell):

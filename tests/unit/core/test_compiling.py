@@ -105,6 +105,7 @@ def test_who_comes_second_waits_says_so_and_loads(tmp_path: Path) -> None:
         process = started(tmp_path)
         assert process.stdout is not None
         assert "another process on this machine compiles them; waiting" in process.stdout.readline()
+        assert process.stdout.readline() == "compiles by another process, waiting\n"
         for code in tmp_path.glob("*/*.away"):
             code.rename(code.with_suffix(""))
     assert said(process) == mine[1:]

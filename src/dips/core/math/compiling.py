@@ -237,6 +237,8 @@ class _Turn:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 _log.info("kernels: another process on this machine compiles them; waiting for it (%s)", path)
+                for watcher in _watchers:
+                    watcher.waits()
                 fcntl.flock(self._file, fcntl.LOCK_EX)
         except OSError as error:  # a file system without locks: then two processes may compile the same
             _log.warning("kernels: %s cannot be locked: %s", path, error)
@@ -263,11 +265,17 @@ _COMPILES = "numba:compile"
 TellKernel = Callable[[str, int, int], None]
 """(name of the kernel that is compiled now, kernels begun, kernels that there are)."""
 
+WAITS = "by another process, waiting"
+"""Told instead of a kernel's name: compiling 3 of 34 (by another process, waiting)."""
+
+_watchers: list[_Listener] = []
+
 
 @contextlib.contextmanager
 def watched(tell: TellKernel, *modules: ModuleType) -> Iterator[None]:
-    """While this lasts, call `tell` for each kernel of these modules when its compilation begins, on that thread; those
-    that are loaded from disk are not reported."""
+    """While this lasts, call `tell` for each kernel of these modules when its compilation begins, on that thread, and
+    with WAITS instead of a name when another process's is waited for. Those that are loaded from disk are not reported.
+    """
     kernels = {
         found.py_func
         for module in modules
@@ -276,9 +284,11 @@ def watched(tell: TellKernel, *modules: ModuleType) -> Iterator[None]:
     }
     listener = _Listener(tell, kernels)
     event.register(_COMPILES, listener)  # type: ignore[no-untyped-call]
+    _watchers.append(listener)
     try:
         yield
     finally:
+        _watchers.remove(listener)
         event.unregister(_COMPILES, listener)  # type: ignore[no-untyped-call]
 
 
@@ -287,6 +297,9 @@ class _Listener(event.Listener):
         self._tell = tell
         self._kernels = kernels
         self._begun: set[Any] = set()
+
+    def waits(self) -> None:
+        self._tell(WAITS, len(self._begun), len(self._kernels))
 
     def on_start(self, event: Any) -> None:
         function = event.data["dispatcher"].py_func
