@@ -282,13 +282,18 @@ def _siblings(cpu: int) -> set[int]:
     return {number for ends in ranges for number in range(ends[0], ends[-1] + 1)}
 
 
-def measure(bench: Bench, names: Sequence[str], repeats: int) -> dict[str, list[Sample]]:
-    """Everything once in each repeat; one more repeat to warm up."""
+def measure(bench: Bench, names: Sequence[str], repeats: int, seconds: float) -> dict[str, list[Sample]]:
+    """Everything once in each repeat; one more repeat to warm up. After so many seconds no further repeat begins, but
+    one is always made.
+    """
     samples: dict[str, list[Sample]] = {name: [] for name in names}
     began_s = time.monotonic()
     for repeat in range(repeats + 1):
+        past_s = time.monotonic() - began_s
+        if repeat > 1 and past_s > seconds:
+            break
         what = f"repeat {repeat} of {repeats}" if repeat else "warming up"
-        print(f"{what}, {len(names)} rows, {time.monotonic() - began_s:.0f} s", file=sys.stderr, flush=True)
+        print(f"{what}, {len(names)} rows, {past_s:.0f} s", file=sys.stderr, flush=True)
         for name, found in samples.items():
             sample = bench.sample(name)
             if repeat > 0:
@@ -436,6 +441,7 @@ def _arguments() -> argparse.Namespace:
         default="auto",
         help="of all other pushes and pulls than ..._python",
     )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further repeat after so long")
     parser.add_argument("--rows", default="", help="some of the rows above, with commas between; default: all")
     parser.add_argument("--gate", type=float, help="longest wait for a quiet machine, s (default 3, quick 0)")
     parser.add_argument(
@@ -458,7 +464,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     options = _arguments()
     bench = Bench(options, options.rows)
-    samples = measure(bench, options.rows, options.repeats)
+    samples = measure(bench, options.rows, options.repeats, options.seconds)
     kept: dict[str, float] = {}
     if not options.without_spells:
         print("compute_kept and scrapes", file=sys.stderr, flush=True)
@@ -472,7 +478,7 @@ def main() -> None:
     results = summaries(samples, bench.layout.n_bytes, gate)
     found = {**ratios(results), **kept}
     setting = {
-        **{key: value for key, value in vars(options).items() if key not in ("json", "quick", "rows")},
+        **{key: value for key, value in vars(options).items() if key not in ("json", "quick", "rows", "seconds")},
         "counted": "quiet samples" if counts_quiet(samples, gate) else "all samples, too few were quiet",
         "floor": FLOORS[-1] if FLOORS[-1] in results else FLOORS[0],
         "pinned_to": "slave {}, worker {}".format(*(cpus[0] for cpus in bench.cpus)) if bench.cpus[0] else "-",
