@@ -73,7 +73,7 @@ class Traffic:
             case 0:
                 pass
             case 1 | 2:
-                frames[0] = _with_odd_fields(rng, frames[0])
+                frames[0] = with_odd_fields(rng, frames[0])
             case 3:
                 frames[0] = sealed(shaken(rng, [frames[0][:-TRAILER_BYTES]])[:2000])
             case 4:
@@ -87,7 +87,7 @@ class Traffic:
         return frames
 
 
-def _with_odd_fields(rng: random.Random, frame: bytes) -> bytes:
+def with_odd_fields(rng: random.Random, frame: bytes) -> bytes:
     """Up to three fields are something that the wire can carry, with the trailer of these bytes."""
     header = DataHeader.decode(frame)
     changes: dict[str, Any] = {}
