@@ -8,15 +8,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dips.core.net.flow import (
     BUDGET_BYTES,
     LEAST_CHUNKS,
     MOST_REQUESTS,
+    NONE,
     START_CHUNKS,
     Flow,
+    WindowRule,
     budget_left,
     flow_of,
     note_answered,
@@ -175,6 +177,41 @@ def test_a_done_slave_frees_its_part() -> None:
     assert len(fill(flow, "b")) == START_CHUNKS, "there is no other slave now"
 
 
+def test_a_number_whose_slot_is_still_taken_is_never_sent() -> None:
+    flow = flow_of(2, CHUNK, CAP, 2, arrays=arrays)
+    n_slots = len(flow.requests.request)
+    old, numbers = note_sent(flow, 0, 7, CHUNK, 0.0), []
+    for _ in range(3 * n_slots):
+        slot = note_sent(flow, 1, 8, CHUNK, 0.0)
+        numbers.append(int(flow.requests.request[slot]))
+        assert slot_of(flow, 1, numbers[-1]) == slot != old
+        assert slot_of(flow, 0, numbers[-1]) == NONE, "it was sent to another slave"
+        note_answered(flow, slot, 0.1, 0)
+        assert slot_of(flow, 1, numbers[-1]) == NONE, "it is answered"
+    assert numbers == sorted(set(numbers))
+    assert {number % n_slots for number in numbers} == set(range(n_slots)) - {1 % n_slots}
+    assert slot_of(flow, 0, 1) == old
+    for never in (0, -1, 1 + n_slots, 2**63 - 1, -(2**63)):
+        assert slot_of(flow, 0, never) == NONE
+
+
+def test_the_rules_that_comparisons_use() -> None:
+    equal, one_by_one = (
+        flow_of(2, CHUNK, 40, 100, rule=rule, arrays=arrays) for rule in (WindowRule.EQUAL, WindowRule.ONE_BY_ONE)
+    )
+    for _ in range(40):
+        for lane in (0, 1):
+            assert budget_left(equal)
+            assert window_left(equal, lane)
+            note_sent(equal, lane, 0, CHUNK, 0.0)
+    assert not window_left(equal, 0)
+    assert window_left(one_by_one, 0)
+    assert not window_left(one_by_one, 1)
+    note_done(one_by_one, 0)
+    assert window_left(one_by_one, 1)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["send", "answer", "lost", "done"]))))
 def test_whatever_happens_counts_stay_true(steps: list[tuple[str, str]]) -> None:
     """Once all is answered, lost or done, both slaves may be sent to again."""
