@@ -439,7 +439,7 @@ def _arguments() -> argparse.Namespace:
         "--loop",
         choices=("auto", "compiled", "python"),
         default="auto",
-        help="of all other pushes and pulls than ..._python",
+        help="of pushes and pulls, but ..._python; models are sent as a worker does",
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further repeat after so long")
     parser.add_argument("--rows", default="", help="some of the rows above, with commas between; default: all")
