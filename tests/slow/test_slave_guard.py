@@ -13,6 +13,7 @@ from support.data_port_process import WAIT_S, GuardedPort
 from support.slave_wire import LAYOUT, DataClient, push_id
 
 from dips.core.chunks import digest_of_array
+from dips.slave.data_server import LoopName
 
 A = push_id("a")
 BLOCKS = list(LAYOUT.blocks)
@@ -54,17 +55,20 @@ def told(port: GuardedPort, count: str, at_least: int, why: str = "") -> None:
         time.sleep(0.02)
 
 
-@pytest.fixture(scope="module")
-def filled_port() -> Iterator[GuardedPort]:
+LOOPS: tuple[LoopName, ...] = ("python", "compiled")
+
+
+@pytest.fixture(scope="module", params=LOOPS)
+def filled_port(request: pytest.FixtureRequest) -> Iterator[GuardedPort]:
     """For those who fill its memory. It stays near its budget for a while, and cuts whoever brings bytes meanwhile."""
-    with GuardedPort(ROOM_BYTES) as port:
+    with GuardedPort(ROOM_BYTES, loop=request.param) as port:
         yield port
 
 
-@pytest.fixture(scope="module")
-def port() -> Iterator[GuardedPort]:
+@pytest.fixture(scope="module", params=LOOPS)
+def port(request: pytest.FixtureRequest) -> Iterator[GuardedPort]:
     """For those whose messages are small, and judged by their frames."""
-    with GuardedPort(ROOM_BYTES) as port:
+    with GuardedPort(ROOM_BYTES, loop=request.param) as port:
         yield port
 
 
@@ -106,8 +110,9 @@ async def test_a_message_of_many_frames_is_one_refusal(port: GuardedPort) -> Non
     told(port, "chunks", before + 1)
 
 
-async def test_connections_beyond_the_table_of_files_are_cut_and_honest_peers_come_back() -> None:
-    with GuardedPort(256 << 20, n_files=200) as port:
+@pytest.mark.parametrize("loop", LOOPS)
+async def test_connections_beyond_the_table_of_files_are_cut_and_honest_peers_come_back(loop: LoopName) -> None:
+    with GuardedPort(256 << 20, n_files=200, loop=loop) as port:
         strangers = hostile.garbage_connections(port.endpoint, (b"\xff" for _ in range(400)))
         try:
             told(port, "connections", 1, "files that this slave may open")

@@ -1,10 +1,10 @@
 """Processes at both ends of a data port, without a master: python -m support.data_port_process ROLE ARGUMENTS.
 
-`bulk BULK`: a slave's port with one open push, for what support.bulk sends. `guarded ROOM_BYTES FILES`: a port with its
-connection guard and a limit on open files. Both say their endpoint, then answer each line of their input with a line of
-JSON, and end with their input; `BulkPort` and `GuardedPort` are what a test sees. `push BULK ENDPOINT WINDOW`: the
-cluster's side; it pushes all of BULK and prints the digest of what the slave holds then. DIPS_FAILPOINTS may kill it on
-the way; its successor goes on from where the slave stands.
+`bulk BULK`: a slave's port with one open push, for what support.bulk sends. `guarded ROOM_BYTES FILES LOOP`: a port
+with its connection guard and a limit on open files. Both say their endpoint, then answer each line of their input with
+a line of JSON, and end with their input; `BulkPort` and `GuardedPort` are what a test sees. `push BULK ENDPOINT
+WINDOW`: the cluster's side; it pushes all of BULK and prints the digest of what the slave holds then. DIPS_FAILPOINTS
+may kill it on the way; its successor goes on from where the slave stands.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from dips.core import allocator
 from dips.core.chunks import checksum, chunks_of, shard_digest
 from dips.core.clock import SystemClock
 from dips.core.ids import Version
-from dips.core.math import outer_numba
+from dips.core.math import landing_numba, outer_numba
 from dips.core.messages import Ticket
 from dips.core.net.carriers import Common, carry_push
 from dips.core.observe.failpoints import install
+from dips.slave import serve_numba
 from dips.slave.connections import ConnectionGuard
 from dips.slave.data_port import Answer, DataPort
-from dips.slave.data_server import DataServer
+from dips.slave.data_server import DataServer, LoopName
 from dips.slave.landing import LandingJob
 from dips.slave.memory import ThetaBuffer, bytes_of
 from dips.slave.state.events import PushStaged
@@ -116,8 +117,8 @@ class BulkPort(_PortProcess):
 class GuardedPort(_PortProcess):
     """Push "a" of support.slave_wire is open in it. limit_bytes: the guard's budget."""
 
-    def __init__(self, room_bytes: int, n_files: int = 1024) -> None:
-        super().__init__("guarded", str(room_bytes), str(n_files))
+    def __init__(self, room_bytes: int, n_files: int = 1024, loop: LoopName = "auto") -> None:
+        super().__init__("guarded", str(room_bytes), str(n_files), loop)
         self.limit_bytes: int = self._first["limit_bytes"]
 
     def count(self) -> dict[str, Any]:
@@ -210,12 +211,15 @@ class _Remembering(DataServer):
         super().refuse_connection(sentence)
 
 
-def _guarded(room_bytes: str, n_files: str) -> int:
+def _guarded(room_bytes: str, n_files: str, loop: LoopName) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(n_files), int(n_files)))
     allocator.keep_freed_memory()
     outer_numba.warm_up()
     layout = slave_wire.LAYOUT
-    server = _Remembering("127.0.0.1", 0, slave_wire.RUN, GUARDED_CHUNK_BYTES, lambda staged: None, _crashed)
+    server = _Remembering("127.0.0.1", 0, slave_wire.RUN, GUARDED_CHUNK_BYTES, lambda staged: None, _crashed, loop=loop)
+    if server.is_compiled:
+        serve_numba.warm_up()
+        landing_numba.warm_up()  # so that nothing is loaded after the guard has looked at what there is
     ready = threading.Event()
     rows = allocator.zeros(GUARDED_SLOTS, layout.n_elems)
     server.start()
