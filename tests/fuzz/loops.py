@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 
+from support.carried_twice import answer_hostile
 from support.checked_memory import in_child
 from support.served_port import send_hostile
 
 EACH = 50_000
 """Messages of one process: about ten seconds."""
+
+TRANSFERS = 5
+"""Of each kind, in one process: about as long. A worker's loops run as twins beside the Python loop."""
 
 CHUNK_BYTES = (1024, 65536)
 """Chunks of the latter are measured when they land."""
@@ -22,6 +26,10 @@ def feed_for(seconds: float, seed: int) -> list[str]:
         trouble = in_child(send_hostile, chunk_bytes, turn_seed, EACH, timeout_s=600.0)
         if trouble:
             found.append(f"send_hostile({chunk_bytes}, {turn_seed}, {EACH}): {trouble}")
+        trouble = in_child(answer_hostile, turn_seed, TRANSFERS, timeout_s=600.0)
+        if trouble:
+            found.append(f"answer_hostile({turn_seed}, {TRANSFERS}): {trouble}")
         n += 1
-    print(f"compiled loops: {n * EACH} messages, {len(found)} of {n} processes ended badly", flush=True)
+    told = f"{n * EACH} messages to a slave's, {3 * n * TRANSFERS} transfers of a worker's"
+    print(f"compiled loops: {told}; {len(found)} of {2 * n} processes ended badly", flush=True)
     return found

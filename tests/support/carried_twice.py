@@ -7,6 +7,7 @@ compiled loop runs as twins over a libzmq that checks (support/checked_memory.py
 from __future__ import annotations
 
 import gc
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -320,3 +321,14 @@ class Transfers:
             stack.enter_context(libzmq.for_python())
             stack.callback(gc.collect)
             yield libzmq, memory
+
+
+# ---- for a process of its own ----
+
+
+def answer_hostile(seed: int, n_transfers: int) -> None:
+    """So many transfers of each kind, each with a seed of its own."""
+    logging.disable(logging.CRITICAL)
+    for number in range(n_transfers):
+        for kind in ("pull", "push", "INT8"):
+            Transfers(kind, seed + number).run(n_hostile=100)
