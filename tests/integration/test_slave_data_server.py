@@ -26,6 +26,7 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec
+from dips.slave import serve_numba
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import RECEIVE_BATCH, DataServer, LoopName
 from dips.slave.memory import ShardMemory, ThetaBuffer
@@ -109,6 +110,11 @@ class Served:
             peer.close(linger=0)
         self.context.term()
         assert not self.crashed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    serve_numba.warm_up()
 
 
 @pytest.fixture(params=[(1, "python"), (3, "python"), (1, "compiled")], ids=lambda param: f"{param[1]}-{param[0]}")

@@ -177,6 +177,11 @@ class End:
 MakeEnd = Callable[..., End]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    serve_numba.warm_up()
+
+
 @pytest.fixture
 def end() -> Iterator[MakeEnd]:
     ends: list[End] = []
