@@ -77,7 +77,7 @@ def test_what_is_pushed_is_there_once_and_comes_back(
         assert push.done, push.failure
         (digest,) = (held for _, held in digests)
         assert digest == digest_of_array(flat, bulk.layout.blocks, bulk.chunk_bytes)
-        assert slave.ask("count") == {"received": bulk.n_bytes, "refusal": "", "staged": digest.hex()}
+        assert slave.ask("count") == {"received": bulk.n_chunks, "refusal": "", "staged": digest.hex()}
         assert slave.ask("serve") == {"digest": digest.hex()}
 
         flat.fill(np.nan)

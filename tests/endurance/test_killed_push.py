@@ -33,7 +33,7 @@ def push(endpoint: str, spec: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def settled(slave: BulkPort) -> int:
-    """What has arrived, once what a dead sender left in the sockets has been read."""
+    """How many chunks have arrived, once what a dead sender left in the sockets has been read."""
     received, same_since_s = -1, time.monotonic()
     while time.monotonic() - same_since_s < 1.0:
         time.sleep(0.05)
@@ -59,6 +59,6 @@ def test_what_has_arrived_is_never_sent_again(kills: int) -> None:
         count = slave.ask("count")
     assert arrived == sorted(arrived)
     assert 0 < arrived[0]
-    assert arrived[-1] < BULK.n_bytes, "the last kill came before the end"
-    assert count["received"] == BULK.n_bytes, "payload of every chunk, once"
+    assert arrived[-1] < BULK.n_chunks, "the last kill came before the end"
+    assert count["received"] == BULK.n_chunks, "every chunk, once"
     assert count["staged"] == last.stdout.strip()

@@ -42,6 +42,7 @@ from dips.slave.data_port import Answer, DataPort
 from dips.slave.data_server import DataServer, LoopName
 from dips.slave.landing import LandingJob
 from dips.slave.memory import ThetaBuffer, bytes_of
+from dips.slave.serve_numba import N_SERVED, Loop
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
 
@@ -139,7 +140,7 @@ class GuardedPort(_PortProcess):
 
 
 class _BulkSlave:
-    """A data server for one push, with the payload bytes of all messages that came, whatever became of them."""
+    """A data server for one push, which counts the chunks that came, whatever became of them."""
 
     def __init__(self, bulk: Bulk) -> None:
         self._bulk = bulk
@@ -147,30 +148,35 @@ class _BulkSlave:
         self._rows = allocator.zeros(1, bulk.n_elems)
         self._staged: queue.SimpleQueue[PushStaged] = queue.SimpleQueue()
         self._digest = ""
-        self._received_bytes = 0
+        self._received = 0
         self._count_messages()
-        # Not the compiled loop: what that serves, and a chunk that came twice, is not seen by _count_messages().
-        self.server = DataServer("127.0.0.1", 0, RUN, bulk.chunk_bytes, self._staged.put, _crashed, loop="python")
+        self.server = DataServer("127.0.0.1", 0, RUN, bulk.chunk_bytes, self._staged.put, _crashed)
         self.server.start()
         self.server.set_epoch(EPOCH)
         self.server.set_memory(ShardMap(self._blocks, bulk.chunk_bytes), self._rows, lambda: None)
         self.server.open(Slot(PUSH, 1, 0, 1))
 
     def _count_messages(self) -> None:
-        slave, real = self, DataPort.begin
+        slave, begin_here, serve_compiled = self, DataPort.begin, Loop.serve
 
         def begin(
             self: DataPort, frames: Sequence[memoryview], peer: bytes = b"", user: str = ""
         ) -> Answer | LandingJob | None:
-            slave._received_bytes += sum(len(frame) for frame in frames[1:])
-            return real(self, frames, peer, user)
+            slave._received += len(frames) > 1
+            return begin_here(self, frames, peer, user)
+
+        def serve(self: Loop, until_s: float, refresh_s: float) -> int:
+            why = serve_compiled(self, until_s, refresh_s)
+            slave._received += int(self._told[N_SERVED])
+            return why
 
         DataPort.begin = begin  # type: ignore[method-assign]
+        Loop.serve = serve  # type: ignore[method-assign]
 
     def count(self) -> dict[str, Any]:
         while not self._staged.empty():
             self._digest = self._staged.get().digest.hex()
-        return {"received": self._received_bytes, "refusal": self.server.last_refusal, "staged": self._digest}
+        return {"received": self._received, "refusal": self.server.last_refusal, "staged": self._digest}
 
     def serve(self) -> dict[str, Any]:
         data, sums = bytes_of(self._rows[0]), []
@@ -194,6 +200,7 @@ class _BulkSlave:
 
 def _bulk(bulk: str) -> int:
     outer_numba.warm_up()
+    serve_numba.warm_up()
     slave = _BulkSlave(Bulk.from_json(bulk))
     _say(endpoint=slave.server.endpoint)
     for line in sys.stdin:
@@ -216,6 +223,7 @@ def _guarded(room_bytes: str, n_files: str, loop: LoopName) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(n_files), int(n_files)))
     allocator.keep_freed_memory()
     outer_numba.warm_up()
+    serve_numba.warm_up()
     layout = slave_wire.LAYOUT
     server = _Remembering("127.0.0.1", 0, slave_wire.RUN, GUARDED_CHUNK_BYTES, lambda staged: None, _crashed, loop=loop)
     if server.is_compiled:
