@@ -245,7 +245,7 @@ COMMANDS: tuple[Command, ...] = (
         "warm_up",
         "Compile what slaves and workers run as machine code, once for a machine.",
         _ROLES,
-        ("dips warm-up", "NUMBA_CACHE_DIR=/var/cache/dips dips warm-up --json"),
+        ("dips warm-up", "dips warm-up --json"),
     ),
     Command(
         "export",
