@@ -20,12 +20,8 @@ from dips.core.ids import PushId
 from dips.core.layout import Layout
 from dips.core.messages import Caller, PlacementSpec, PullGrant, Settings
 from dips.core.net.carriers import Common, carry_pull, carry_push
-from dips.core.net.payloads import (
-    Difference,
-)
-from dips.core.net.transfer import (
-    TransferSettings,
-)
+from dips.core.net.payloads import Difference
+from dips.core.net.transfer import TransferSettings
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.link_counts import LinkCounts, TransferDirection

@@ -99,7 +99,6 @@ for _rule in (*flow.STEPS, *steps.STEPS):
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]
-F32Array = NDArray[np.float32]
 
 LEAD = 2
 """Most chunks of a lane in libzmq's hands. More would be read, and have their checksums taken, long before they leave:

@@ -18,7 +18,7 @@ from dips.core.net.data_header import MAX_HEADER_BYTES
 from dips.core.net.flow import MOST_REQUESTS
 from dips.core.net.zmq_sockets import NOW, NOW_MORE, CurvePair, Failure, Handshakes, Outgoing, as_client
 
-_logger = logging.getLogger("dips.worker.data")
+_logger = logging.getLogger("dips.data")
 
 HANDSHAKE_MS = 5_000
 RECONNECT_MS, MAX_RECONNECT_MS = 50, 1_000
