@@ -7,6 +7,10 @@ medians of the processor seconds, of all processes together and kernel included,
 
     python benchmarks/bench_ends.py [--slaves 1 2 4 8] [--clusters 1 2 3 4] [--mib N] [--repeats R] [--quick] [--json]
 
+What the ratio contains beside the bytes: each transfer costs 1 to 2 ms for each slave (connection, question, digest),
+so small models compare worse; slaves also take the products between the pushes of several clusters, which MEASURE would
+take later; and on one machine all ends share its caches.
+
 cpu s/GB and of one pair: of the processor, which is what a run with machines of its own for each role pays. GB/s: of
 all clusters together, until the slowest has ended; on one machine all ends share its processors, so this says only how
 many they are. Other work on the machine makes a transfer dearer: each waits up to --gate seconds for a moment with less

@@ -25,6 +25,7 @@ def _first(n: int) -> dict[str, ProcessRates]:
 def races(way: Way, delay_s: float) -> dict[str, Race]:
     """The races of the table; 1 Gbit/s unless noted."""
     eight = {f"c{i}": _GBIT for i in range(8)}
+    two, wide = dict.fromkeys(("a", "b"), _GBIT), {name: ProcessRates(2e9, 2e9) for name in _first(4)}
     late = {"slow": 0.0, "a": 1.0, "b": 1.4, "c": 1.9}
     cast: dict[str, tuple[dict[str, ProcessRates], dict[str, ProcessRates], dict[str, float]]] = {
         "4 clusters, one at 0.1, 4 slaves": (_FOUR, _first(4), {}),
@@ -35,10 +36,14 @@ def races(way: Way, delay_s: float) -> dict[str, Race]:
         "8 clusters, 4 slaves": (eight, _first(4), {}),
         "8 clusters, 16 slaves": (eight, _first(16), {}),
     }
+    of_ranks = {
+        "2 clusters of 4 ranks, 4 slaves": _first(4),
+        "the same, slaves at 2": wide,
+    }
     return {
         name: Race(clusters, slaves, delay_s, way=way, begins_s=begins)
         for name, (clusters, slaves, begins) in cast.items()
-    }
+    } | {name: Race(two, slaves, delay_s, way=way, ranks=dict.fromkeys(two, 4)) for name, slaves in of_ranks.items()}
 
 
 def slowdowns(race: Race, method: TransferMethod) -> dict[str, float]:

@@ -30,6 +30,7 @@ from flows.peer import Peer
 
 HUB = "hub"
 NET = "127.77.0"
+LAN, LAN_NET = "lan0", "10.77.0"
 CLONE_NEWNET = 0x40000000
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
@@ -69,13 +70,17 @@ def require_root() -> None:
 class ShapedNet:
     """A context in which the sites exist.
 
-    prefix: of the namespaces' names. congestion: TCP's algorithm in them; empty: the system's own.
+    prefix: of the namespaces' names. congestion: TCP's algorithm in them; empty: the system's own. cluster: sites that
+    are joined by a second network, the device LAN in each, without limits.
     """
 
-    def __init__(self, cables: Mapping[str, Cable], prefix: str, congestion: str = "") -> None:
+    def __init__(
+        self, cables: Mapping[str, Cable], prefix: str, congestion: str = "", cluster: Sequence[str] = ()
+    ) -> None:
         self._cables = dict(cables)
         self._prefix = prefix
         self._congestion = congestion
+        self._cluster = tuple(cluster)
         self._numbers = {name: number for number, name in enumerate(cables, start=1)}
         self._relay: multiprocessing.process.BaseProcess | None = None
         self._lifeline: Connection | None = None
@@ -85,6 +90,10 @@ class ShapedNet:
 
     def address(self, site: str) -> str:
         return f"{NET}.{self._numbers[site]}"
+
+    def lan_address(self, site: str) -> str:
+        """Of a site of the cluster, in its second network."""
+        return f"{LAN_NET}.{self._numbers[site]}"
 
     def __enter__(self) -> Self:
         require_root()
@@ -130,6 +139,20 @@ class ShapedNet:
             self._start_relay(delayed)
         for site in self._cables:
             self._configure(site)
+        self._join_cluster(hub)
+
+    def _join_cluster(self, hub: str) -> None:
+        if not self._cluster:
+            return
+        _run(f"ip -n {hub} link add bridge1 type bridge")
+        _run(f"ip -n {hub} link set bridge1 up")
+        for site in self._cluster:
+            port, space = f"lan{self._numbers[site]}", self.namespace(site)
+            _run(f"ip -n {hub} link add {port} type veth peer name {LAN} netns {space}")
+            _run(f"ip -n {hub} link set {port} master bridge1")
+            _run(f"ip -n {hub} link set {port} up")
+            _run(f"ip -n {space} addr add {self.lan_address(site)}/24 dev {LAN}")
+            _run(f"ip -n {space} link set {LAN} up")
 
     def _start_relay(self, delayed: Sequence[tuple[str, str, str, float]]) -> None:
         context = multiprocessing.get_context("spawn")

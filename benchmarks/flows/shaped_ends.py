@@ -7,6 +7,7 @@ Everything is one float32 vector of the layout's n elements; slave i holds block
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
+from dips.core.allocator import keep_freed_memory, zeros
 from dips.core.chunks import shard_digest
 from dips.core.clock import SystemClock
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId
@@ -26,6 +28,7 @@ from dips.core.placement import Placement
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer
 from dips.slave.memory import ThetaBuffer
+from dips.slave.process import SWITCH_INTERVAL_S
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
 from flows.ends import RUN, V0, parameters
@@ -60,6 +63,8 @@ class SlaveSite:
     """A slave's data port, with one staging slot for each cluster and one version to pull."""
 
     def __init__(self, host: str, index: int, n_elems: int, n_slaves: int, n_clusters: int) -> None:
+        keep_freed_memory()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         outer_numba.warm_up()
         layout = layout_of(n_elems, n_slaves)
         blocks = [layout.blocks[index]]
@@ -67,7 +72,7 @@ class SlaveSite:
         checksums = chunk_checksums(theta, blocks, CHUNK_BYTES)
         self._digest = shard_digest(checksums)
         info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", self._digest, committed=True)
-        staging = np.zeros((n_clusters, blocks[0].n_elems), np.float32)
+        staging = zeros(n_clusters, blocks[0].n_elems)
         self._server = DataServer(host, 0, RUN, CHUNK_BYTES, self._staged, lambda error: None)
         self._server.start()
         done = threading.Event()
@@ -96,10 +101,11 @@ class ClusterSite:
     """A cluster's carrier: `source` is what it pushes, `target` where it pulls to."""
 
     def __init__(self, name: str, n_elems: int, endpoints: Endpoints, digests: tuple[bytes, ...]) -> None:
+        keep_freed_memory()
         self._name = name
         self._layout = layout_of(n_elems, len(endpoints))
         self._source = parameters(self._layout.n_elems, 99)
-        self._target = np.ones(self._layout.n_elems, np.float32)  # touched: page faults are not what is measured
+        self._target = zeros(self._layout.n_elems)
         slaves = tuple(SlaveAddress(slave, endpoint) for slave, endpoint in endpoints)
         self._placement = PlacementSpec(slaves, tuple(range(len(slaves))), b"")
         self._digests = tuple((slave, digest) for (slave, _), digest in zip(endpoints, digests, strict=True))
@@ -111,7 +117,7 @@ class ClusterSite:
         """Seconds until every chunk was acknowledged. Raises RuntimeError for a transfer that failed."""
         began_s = time.perf_counter()
         ticket = Ticket(1, self._placement, order)
-        transfer, _ = carry_push(
+        transfer = carry_push(
             self._context, self._common(method), self._source, push_id(self._name, number), ticket, self._clock,
             self._never,
         )  # fmt: skip

@@ -21,6 +21,7 @@ from dips.core.clock import SystemClock
 from dips.core.messages import PullGrant, Ticket
 from dips.core.net.carriers import Common, carry_pull, carry_push
 from dips.core.net.slave_sockets import SlaveSockets
+from dips.core.net.transfer import digests_of
 from dips.slave.memory import bytes_of
 
 MIB = 1 << 20
@@ -72,10 +73,10 @@ def test_what_is_pushed_is_there_once_and_comes_back(
 
         began_s = time.perf_counter()
         ticket = Ticket(1, bulk.placement(slave.endpoint), order)
-        push, digests = carry_push(context, common, flat, PUSH, ticket, clock, threading.Event())
+        push = carry_push(context, common, flat, PUSH, ticket, clock, threading.Event())
         took_s["push"] = time.perf_counter() - began_s
         assert push.done, push.failure
-        (digest,) = (held for _, held in digests)
+        ((_, digest),) = digests_of(bulk.layout, ticket.placement, bulk.chunk_bytes, push.known())
         assert digest == digest_of_array(flat, bulk.layout.blocks, bulk.chunk_bytes)
         assert slave.ask("count") == {"received": bulk.n_chunks, "refusal": "", "staged": digest.hex()}
         assert slave.ask("serve") == {"digest": digest.hex()}

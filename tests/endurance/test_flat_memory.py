@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.cluster_process import command
+from support.fork_server import ForkedProcess
 from support.repository import TESTS
 from support.whole_run import WholeRun, wait_until
 
@@ -45,7 +46,7 @@ def clusters(run: WholeRun) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
             process.wait()
 
 
-def wait_for_version(run: WholeRun, processes: Collection[subprocess.Popen[bytes]], v: int) -> None:
+def wait_for_version(run: WholeRun, processes: Collection[subprocess.Popen[bytes] | ForkedProcess], v: int) -> None:
     def dead() -> bool:
         return any(process.poll() is not None for process in processes)
 

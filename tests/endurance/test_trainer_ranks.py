@@ -1,37 +1,66 @@
-"""Trainers that people have, on two ranks under DistributedDataParallel, as torchrun starts them: one cluster."""
+"""Trainers that people have, on two ranks, as torchrun starts them: one cluster, whatever each rank holds.
+
+With gloo on CPUs. What a trainer refuses to do there is marked: support/trainer_ranks.py switches its check off.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.dips_command import ROOT, ended, started
-from support.run_for_workers import RunForWorkers
-from support.trainer_models import LENGTH, applied_tokens
+from support.run_for_workers import LAYOUT, RunForWorkers
+from support.trainer_models import LENGTH, applied_tokens, same_cut
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dips.worker.torch_model import TorchParameters
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.endurance]
 
 CHILD = ROOT / "tests" / "support" / "trainer_ranks.py"
 RANKS, STEPS = 2, 18
-STEP_TOKENS = RANKS * 2 * 2 * LENGTH
-"""Two ranks, two batches a step, two rows each."""
+RANK_TOKENS = 2 * 2 * LENGTH
+"""Of a step: two batches, two rows each."""
 
 TRAIN_S = 60.0
-KINDS = ["hugging_face", "lightning", "accelerate"]
+KINDS = {
+    "hugging_face-ddp": 2, "lightning-ddp": 2, "accelerate-ddp": 2,
+    "lightning-fsdp": 2, "accelerate-own-fsdp": 2, "hugging_face-loaded-fsdp": 2,
+    "hugging_face-fsdp": 2, "accelerate-prepared-fsdp": 2,  # Accelerate cuts on accelerators only
+    "lightning-tp": 1,
+    "hugging_face-loaded-tp": 1,  # Accelerate knows it on accelerators only
+}  # fmt: skip
+"""How many ranks have data of their own: tensor-parallel ranks see the same."""
+
+LLAMA = LlamaConfig(
+    vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=16,
+)  # fmt: skip
 
 PUSHED_STEPS = (0, *(4,) * (STEPS // 4), STEPS % 4)
 """Of each push: the seed, every four steps, and what is left when the loop ends."""
 
 
-@pytest.fixture
-def run() -> Iterator[RunForWorkers]:
-    run = RunForWorkers()
-    yield run
-    run.close()
+@contextmanager
+def run_for(kind: str, folder: Path) -> Iterator[RunForWorkers]:
+    """A run of the model that this kind trains; a Llama's lies in folder/llama."""
+    layout = LAYOUT
+    if kind.startswith("hugging_face") and not kind.endswith("ddp"):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LLAMA)
+        model.save_pretrained(folder / "llama")
+        layout = same_cut(TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1)).layout().parameters)
+    run = RunForWorkers(layout=layout)
+    try:
+        yield run
+    finally:
+        run.close()
 
 
 def train(run: RunForWorkers, kind: str, folder: Path, *killed: int) -> tuple[int, str]:
@@ -58,27 +87,54 @@ def assert_one_cluster(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_are_one_cluster_with_the_tokens_of_both(run: RunForWorkers, tmp_path: Path, kind: str) -> None:
-    code, said = train(run, kind, tmp_path)
-    assert code == 0, said[-3000:]
-    assert_one_cluster(tmp_path)
-    assert applied_tokens(run) == [steps * STEP_TOKENS for steps in PUSHED_STEPS]
-    assert tuple(push.steps for push in run.pushes) == PUSHED_STEPS
-    assert (len(run.joins), len(run.leaves)) == (1, 1)
+def test_two_ranks_are_one_cluster_with_the_tokens_of_both(tmp_path: Path, kind: str) -> None:
+    with run_for(kind, tmp_path) as run:
+        code, said = train(run, kind, tmp_path)
+        assert code == 0, said[-3000:]
+        assert assert_one_cluster(tmp_path)["is_cut"] == (not kind.endswith("ddp"))
+        assert applied_tokens(run) == [steps * KINDS[kind] * RANK_TOKENS for steps in PUSHED_STEPS]
+        assert tuple(push.steps for push in run.pushes) == PUSHED_STEPS
+        assert (len(run.joins), len(run.leaves)) == (1, 1)
 
 
-@pytest.mark.parametrize(("kind", "killed"), [("hugging_face", 0), ("lightning", 1)])
-def test_a_rank_is_killed_and_both_go_on_from_the_checkpoints_of_both(
-    run: RunForWorkers, tmp_path: Path, kind: str, killed: int
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "killed"),
+    [
+        ("hugging_face-ddp", 0),
+        ("lightning-ddp", 1),
+        ("hugging_face-fsdp", 1),
+        ("lightning-fsdp", 0),
+        ("lightning-tp", 1),
+    ],
+)
+def test_a_rank_is_killed_and_both_go_on_from_the_checkpoints_of_both(tmp_path: Path, kind: str, killed: int) -> None:
     """After step 7, in mid-round: a push of 4 steps was applied, the checkpoints are of step 5."""
-    code, said = train(run, kind, tmp_path, killed, 7)
-    assert code != 0
-    assert "SIGKILL" in said, said[-3000:]
-    assert applied_tokens(run) == [0, 4 * STEP_TOKENS]
-    (tmp_path / "lives").write_text("1")
-    code, said = train(run, kind, tmp_path, killed, 7)
-    assert code == 0, said[-3000:]
-    assert "resumed from checkpoint" in said, said[-3000:]
-    assert_one_cluster(tmp_path)
-    assert applied_tokens(run) == [steps * STEP_TOKENS for steps in PUSHED_STEPS], "none is lost, none counted twice"
+    with run_for(kind, tmp_path) as run:
+        code, said = train(run, kind, tmp_path, killed, 7)
+        assert code != 0
+        assert "SIGKILL" in said, said[-3000:]
+        assert applied_tokens(run) == [0, 4 * KINDS[kind] * RANK_TOKENS]
+        (tmp_path / "lives").write_text("1")
+        code, said = train(run, kind, tmp_path, killed, 7)
+        assert code == 0, said[-3000:]
+        assert "resumed from checkpoint" in said, said[-3000:]
+        assert_one_cluster(tmp_path)
+        tokens = [steps * KINDS[kind] * RANK_TOKENS for steps in PUSHED_STEPS]
+        assert applied_tokens(run) == tokens, "none is lost, none counted twice"
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("hugging_face-uncut-fsdp", "dips: fsdp is set, and FSDP2 has not cut the model"),
+        ("lightning-endless", "dips: min_epochs and min_steps would train on"),
+    ],
+)
+def test_what_cannot_be_a_cluster_is_one_sentence(tmp_path: Path, kind: str, says: str) -> None:
+    with run_for(kind, tmp_path) as run:
+        code, said = train(run, kind, tmp_path)  # torchrun ends the other rank, if the first one's end is earlier
+        assert code != 0
+        assert says in said, said[-3000:]
+        assert "exitcode  : 2 " in said.partition("Root Cause")[2], said[-3000:]
+        assert "ConfigError" not in said, "no stack trace"
+        assert run.joins == []

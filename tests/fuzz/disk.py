@@ -379,7 +379,8 @@ def untrained_list() -> Target:
 
 def fill_file() -> Target:
     """What a person gives `dips export --fill`, in safetensors."""
-    state = serialized({"w": np.arange(N, dtype=np.float32), "b": np.zeros((2, 3), np.float32)}, {"format": "pt"})
+    tensors = {"w": np.arange(N, dtype=np.float32), "b": np.zeros((2, 3), np.float32)}
+    state = b"".join(serialized(tensors, {"format": "pt"}))
 
     def feed(data: bytes) -> str:
         path = fresh("fill") / "state.safetensors"

@@ -92,6 +92,7 @@ def headers() -> list[bytes]:
     made = [
         DataHeader(RUN, 1, DataOp.PUT_CHUNK, 1, **pushed, checksum=checksum(bytes(1024))),  # type: ignore[arg-type]
         DataHeader(RUN, 1, DataOp.QUERY_MISSING, 2, push=push_id("a"), attempt=1),
+        DataHeader(RUN, 1, DataOp.QUERY_MISSING, 2, push=push_id("a"), attempt=1, block=2, offset_bytes=1024),
         DataHeader(RUN, 1, DataOp.GET_CHUNK, 3, version=V0, block=1, length_bytes=1024, codec=Codec.F32),
         DataHeader(RUN, 1, DataOp.ACK, 4, push=push_id("a"), attempt=1, credit=4),
         DataHeader(RUN, 1, DataOp.REFUSED, 5, refusal=to_refusal(Refused(RefusalCode.CHUNK, "no"))),

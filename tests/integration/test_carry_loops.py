@@ -24,8 +24,8 @@ from dips.core.messages import PlacementSpec, PullGrant, Refusal, SlaveAddress, 
 from dips.core.net import carriers, carry_numba, zmq_numba
 from dips.core.net.carriers import Common, LoopChoice, carry_pull, carry_push
 from dips.core.net.data_header import DataHeader, DataOp
-from dips.core.net.payloads import Difference
-from dips.core.net.transfer import PullTransfer, PushTransfer, TransferSettings
+from dips.core.net.payloads import Difference, SnapshotReady
+from dips.core.net.transfer import PullTransfer, PushTransfer, TransferSettings, digests_of
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.observe import failpoints
 from dips.core.wire import Codec, encoded_bytes
@@ -95,7 +95,7 @@ def part(flat: np.ndarray, slave: Slave) -> np.ndarray:
     return np.concatenate([flat[block.start_elem : block.stop_elem] for block in slave.blocks])
 
 
-Push = Callable[..., tuple[PushTransfer, tuple[tuple[str, bytes], ...]]]
+Push = Callable[..., PushTransfer]
 Pull = Callable[..., PullTransfer]
 
 
@@ -103,11 +103,14 @@ Pull = Callable[..., PullTransfer]
 def push(context: Context, slaves: list[Slave]) -> Push:
     def push(
         common: Common, flat: np.ndarray, *, away: bool = False, wire: Codec = Codec.F32, attempt: int = 1,
-        cancelled: threading.Event | None = None, difference: Difference | None = None,
-    ) -> tuple[PushTransfer, tuple[tuple[str, bytes], ...]]:  # fmt: skip
+        cancelled: threading.Event | None = None, difference: Difference | None = None, ready: SnapshotReady | None =
+        None,
+    ) -> PushTransfer:  # fmt: skip
         ticket = Ticket(attempt, placement(slaves, away=away), ORDER, wire=wire)
         cancelled = cancelled or threading.Event()
-        return carry_push(context, common, flat, PUSH, ticket, SystemClock(), cancelled, difference=difference)
+        return carry_push(
+            context, common, flat, PUSH, ticket, SystemClock(), cancelled, difference=difference, ready=ready
+        )
 
     return push
 
@@ -124,10 +127,10 @@ def pull(context: Context, slaves: list[Slave]) -> Pull:
     return pull
 
 
-def assert_pushed(flat: np.ndarray, slaves: list[Slave], digests: tuple[tuple[str, bytes], ...]) -> None:
+def assert_pushed(flat: np.ndarray, slaves: list[Slave], transfer: PushTransfer) -> None:
     for slave in slaves:
         assert slave.share(PUSH).tobytes() == part(flat, slave).tobytes()
-    assert dict(digests) == {
+    assert dict(digests_of(LAYOUT, placement(slaves), CHUNK_BYTES, transfer.known())) == {
         slave.slave_id: digest_of_array(part(flat, slave), slave.blocks, CHUNK_BYTES) for slave in slaves
     }
 
@@ -142,10 +145,10 @@ def test_a_chunk_that_is_refused_is_sent_again(common: Common, slaves: list[Slav
     flat, refuses = vector(1), once(7, 8, 20)
     damaged = Refusal(RefusalCode.CHUNK, "the checksum is wrong")
     slaves[0].hook = lambda header: damaged if header.op is DataOp.PUT_CHUNK and refuses() else None
-    transfer, digests = push(common, flat)
+    transfer = push(common, flat)
     assert transfer.done
     assert transfer.moved()["s0"].refusals["CHUNK"] >= 1
-    assert_pushed(flat, slaves, digests)
+    assert_pushed(flat, slaves, transfer)
 
 
 def test_a_push_survives_a_silence_and_sends_only_the_rest(common: Common, slaves: list[Slave], push: Push) -> None:
@@ -158,11 +161,11 @@ def test_a_push_survives_a_silence_and_sends_only_the_rest(common: Common, slave
             threading.Timer(0.2, setattr, (slaves[1], "mute", False)).start()
 
     slaves[1].hook = fall_silent
-    transfer, digests = push(replace(common, settings=BRIEF), flat)
+    transfer = push(replace(common, settings=BRIEF), flat)
     assert heard.is_set()
     assert transfer.done, transfer.failure
     assert transfer.reconnects >= 1
-    assert_pushed(flat, slaves, digests)
+    assert_pushed(flat, slaves, transfer)
     assert sum(header.op is DataOp.QUERY_MISSING for header in slaves[1].heard) >= 2
 
 
@@ -202,10 +205,10 @@ def test_a_slow_slave_holds_nobody_else_up(common: Common, slaves: list[Slave], 
             assert first_is_done.wait(60.0)
 
     slaves[0].hook, slaves[1].hook = note, wait
-    transfer, digests = push(common, flat)
+    transfer = push(common, flat)
     assert transfer.done
     assert transfer.reconnects == 0
-    assert_pushed(flat, slaves, digests)
+    assert_pushed(flat, slaves, transfer)
 
 
 def _flip(frames: list[bytes]) -> list[list[bytes]]:
@@ -257,9 +260,9 @@ def test_rubbish_between_the_answers_changes_nothing(
     into = np.zeros_like(flat)
     for slave in slaves:
         slave.spoil = with_rubbish
-    transfer, digests = push(common, flat)
+    transfer = push(common, flat)
     assert transfer.done
-    assert_pushed(flat, slaves, digests)
+    assert_pushed(flat, slaves, transfer)
     fetched = pull(common, flat, into)
     assert fetched.done
     assert into.tobytes() == flat.tobytes()
@@ -287,9 +290,40 @@ def test_differences_are_those_of_the_reference(
 ) -> None:
     now, base = vector(8), vector(9)
     residual = vector(10) * np.float32(0.01) if with_residual else None
-    transfer, digests = push(common, now, wire=codec, difference=Difference(base, residual))
+    transfer = push(common, now, wire=codec, difference=Difference(base, residual))
     assert transfer.done
-    assert len(digests) == 2
+    assert len(transfer.known()) == len(transfer.chunks)
+    assert_differences(codec, now, base, residual, slaves)
+
+
+class Snapshot:
+    """A snapshot of `source` that is written only as far as somebody waits for it."""
+
+    def __init__(self, source: np.ndarray) -> None:
+        self.vector, self._source = np.zeros_like(source), source
+
+    def wait(self, start_elem: int, stop_elem: int) -> None:
+        self.vector[start_elem:stop_elem] = self._source[start_elem:stop_elem]
+
+
+def test_differences_to_a_snapshot_that_is_still_written_are_taken_once_it_is_there(
+    common: Common, slaves: list[Slave], push: Push
+) -> None:
+    now, base, residual = vector(17), vector(18), vector(19) * np.float32(0.01)
+    snapshot, refuses = Snapshot(now), once(5, 30)
+    damaged = Refusal(RefusalCode.CHUNK, "the checksum is wrong")
+    slaves[0].hook = lambda header: damaged if header.op is DataOp.PUT_CHUNK and refuses() else None
+    transfer = push(common, snapshot.vector, wire=Codec.BF16, difference=Difference(base, residual), ready=snapshot)
+    assert transfer.done
+    assert is_compiled(transfer) is (common.loop == "compiled")
+    assert transfer.moved()["s0"].refusals["CHUNK"] >= 1
+    assert_differences(Codec.BF16, now, base, residual, slaves)
+
+
+def assert_differences(
+    codec: Codec, now: np.ndarray, base: np.ndarray, residual: np.ndarray | None, slaves: list[Slave]
+) -> None:
+    """Each slave has its chunks as the reference encodes them."""
     for slave in slaves:
         assert slave.codecs[PUSH] is codec
         for chunk in chunks_of(slave.blocks, CHUNK_BYTES):
@@ -310,23 +344,22 @@ def test_a_cancelled_push_ends_though_nobody_answers(common: Common, slaves: lis
             cancelled.set()
 
     slaves[0].hook = slaves[1].hook = never_answer
-    transfer, digests = push(common, vector(11), cancelled=cancelled)
+    transfer = push(common, vector(11), cancelled=cancelled)
     assert not transfer.done
     assert not transfer.failure
-    assert digests == ()
 
 
 def test_a_slave_that_is_away_ends_the_push_and_keeps_what_went_elsewhere(
     common: Common, slaves: list[Slave], push: Push
 ) -> None:
     flat = vector(12)
-    transfer, _ = push(replace(common, settings=BRIEF), flat, away=True)
+    transfer = push(replace(common, settings=BRIEF), flat, away=True)
     assert "s1 answered nothing" in transfer.failure
     assert transfer.moved()["s0"].carried_bytes == part(flat, slaves[0]).nbytes
-    again, digests = push(common, flat, attempt=2)
+    again = push(common, flat, attempt=2)
     assert again.done
     assert again.moved()["s0"].carried_bytes == 0
-    assert_pushed(flat, slaves, digests)
+    assert_pushed(flat, slaves, again)
 
 
 def test_a_pull_of_momentum_asks_for_it(common: Common, slaves: list[Slave], pull: Pull) -> None:
@@ -380,10 +413,10 @@ def test_large_transfers_are_compiled(
 ) -> None:
     monkeypatch.setattr(carriers, "WORTH_COMPILING_BYTES", worth_bytes)
     common, flat = Common(RUN, 1, "a/1", LAYOUT, QUIET), vector(14)
-    assert is_compiled(push(common, flat)[0]) is expected
+    assert is_compiled(push(common, flat)) is expected
     assert is_compiled(pull(common, flat, np.zeros_like(flat))) is expected
     with failpoints.armed("worker.push.before_chunk=off"):
-        assert not is_compiled(push(common, flat, attempt=2)[0])
+        assert not is_compiled(push(common, flat, attempt=2))
     with failpoints.armed("worker.pull.before_chunk=off"):
         assert not is_compiled(pull(common, flat, np.zeros_like(flat)))
 
@@ -409,12 +442,12 @@ def test_without_libzmq_s_functions_python_carries_and_a_compiled_loop_is_refuse
         carried(Common(RUN, 1, "a/1", LAYOUT, QUIET, loop=loop))
 
 
-def test_memory_of_payloads_is_kept_until_libzmq_gave_it_back() -> None:
+def test_memory_of_payloads_is_kept_until_libzmq_gave_it_back_and_another_transfer_begins(pull: Pull) -> None:
     out, back = np.array([[3, 2]], np.int64), np.array([[4, 4]], np.int64)
     kept = len(carry_numba._parked)
     carry_numba._park(out, "memory")
     carry_numba._park(back, "other memory")
     assert len(carry_numba._parked) == kept + 1
     out[0, carry_numba.BACK] += 1
-    carry_numba._park(back, "other memory")
+    pull(Common(RUN, 1, "a/1", LAYOUT, QUIET, loop="compiled"), vector(15), vector(16))
     assert not [memory for _, memory in carry_numba._parked if memory == "memory"]

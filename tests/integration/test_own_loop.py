@@ -34,6 +34,9 @@ tk_max = "80k"
 def test_own_loop_as_two_clusters_while_master_and_slave_get_sigterm(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(RUN.format(directory=tmp_path / "run"))
+    own_loop = tmp_path / "own_loop.py"  # its own 200 steps may be over on a fast machine before the master is back
+    own_loop.write_text(OWN_LOOP.read_text().replace("steps=200", "steps=100_000"))
+    assert "steps=100_000" in own_loop.read_text()
     log, run_dir = tmp_path / "up.log", tmp_path / "run"
     logs = {name: tmp_path / f"{name}.log" for name in "ab"}
     with dips_started("up", file, log=log) as up:
@@ -41,8 +44,8 @@ def test_own_loop_as_two_clusters_while_master_and_slave_get_sigterm(tmp_path: P
         there = {"DIPS_MASTER": master_file(run_dir)["address"]}
         of = {name: {**there, "DIPS_CLUSTER": name, "DIPS_KEYS": str(run_dir / "keys" / name)} for name in "ab"}
         with (
-            started(sys.executable, OWN_LOOP, log=logs["a"], cwd=tmp_path, **of["a"]) as a,
-            started(sys.executable, OWN_LOOP, log=logs["b"], cwd=tmp_path, **of["b"]) as b,
+            started(sys.executable, own_loop, log=logs["a"], cwd=tmp_path, **of["a"]) as a,
+            started(sys.executable, own_loop, log=logs["b"], cwd=tmp_path, **of["b"]) as b,
         ):
             until(lambda: "version 1:" in logs["a"].read_text(), "a version", log=logs["a"])
             for name in ("s0", "master"):  # not sent by their supervisor: it starts them again

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +27,8 @@ from dips.slave import serve_numba
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import BEAT_REFRESH_S, DataServer, LoopName
 from dips.slave.memory import ThetaBuffer
+from dips.slave.state.checks import MAX_WINDOW_CHUNKS
+from dips.slave.state.credits import HELD
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
 
@@ -350,21 +352,46 @@ def test_ten_thousand_senseless_messages_leave_a_port_that_takes_a_push(end: Mak
     assert push_id(4) in {event.slot.push for event in compiled.staged}
 
 
+def test_ten_thousand_readers_come_and_go_and_each_is_answered(end: MakeEnd) -> None:
+    """Forty times as many as the loop knows at a time. They come in crowds, and leave without a word."""
+    compiled, smallest, crowd = end("compiled"), 1, 100
+    expected = compiled.ask(compiled.get(smallest))
+    left_to_python = compiled.left_to_python
+    for _ in range(10_000 // crowd):
+        readers = [compiled.peer() for _ in range(crowd)]
+        for _ in range(2):
+            for reader in readers:
+                reader.send_multipart(compiled.get(smallest))
+            for reader in readers:
+                head, *payload = reader.recv_multipart()
+                assert (replace(DataHeader.decode(head), credit=0), payload) == expected
+        for reader in readers:
+            reader.close()
+    first_requests = compiled.left_to_python - left_to_python  # of a crowd again where the loop's table was full
+    assert 10_000 <= first_requests < 15_000
+    assert compiled.ask(compiled.get(smallest)) == expected
+    for index in range(len(compiled.chunks)):
+        assert compiled.ask(compiled.put(4, index))[0].op is DataOp.ACK
+    assert push_id(4) in {event.slot.push for event in compiled.staged}
+
+
 def test_keys_are_compared_and_another_clusters_push_is_refused_with_the_same_words(end: MakeEnd) -> None:
     answers = []
     for loop in ("python", "compiled"):
         one = end(loop, curve=CurvePair.new())
-        owner, other, reader = (CurvePair.new() for _ in range(3))
+        owner, rank_1, other, reader = (CurvePair.new() for _ in range(4))
         one.server.set_allowed(
             [
                 AllowedKey(KeyRole.CLUSTER, push_id(0).cluster, owner.public),
+                AllowedKey(KeyRole.CLUSTER, push_id(0).cluster, rank_1.public),
                 AllowedKey(KeyRole.CLUSTER, push_id(1).cluster, other.public),
                 AllowedKey(KeyRole.READER, push_id(0).cluster, reader.public),
             ]
         )
         one.settle()
-        peers = [one.peer(pair) for pair in (owner, other, reader)]
-        answers.append([one.ask(one.put(0, index), peer) for index in range(3) for peer in peers])
+        peers = [one.peer(pair) for pair in (owner, rank_1, other, reader)]
+        by_turns = [(peers[::-1] if index % 2 else peers, index) for index in range(3)]  # both ranks land chunks
+        answers.append([one.ask(one.put(0, index), peer) for order, index in by_turns for peer in order])
         answers[-1] += [one.ask(one.get(index), peer) for index in range(3) for peer in peers]
         left_to_python = one.left_to_python
         one.server.set_allowed([])
@@ -374,13 +401,69 @@ def test_keys_are_compared_and_another_clusters_push_is_refused_with_the_same_wo
         while "left the master's list" not in one.server.beat().refused_connection:
             assert time.monotonic() < deadline_s
             time.sleep(BEAT_REFRESH_S)
-    assert left_to_python == 6 + 3, "two refused senders of each chunk, and each reader's first request"
+    assert left_to_python == 6, "two refused senders of each chunk"
     assert answers[0] == answers[1]
     refusals = {answer[0].refusal.sentence for answer in answers[1] if answer[0].refusal is not None}
     assert refusals == {
         f"push {push_id(0)} is not cluster c1's: a cluster sends its own pushes only",
         f"push {push_id(0)} is not reader c0's: a cluster sends its own pushes only",
     }
+
+
+@pytest.mark.parametrize("loop", ["python", "compiled"])
+def test_the_ranks_of_a_cluster_are_one_stream_of_a_pull(end: MakeEnd, loop: LoopName) -> None:
+    """They take one place of those that run at full rate."""
+    one = end(loop, curve=CurvePair.new())
+    one.server._port._now_s = lambda: 0.0
+    cluster = {name: [CurvePair.new() for _ in range(n)] for name, n in (("c0", 5), ("c1", 1), ("c2", 3), ("c3", 1))}
+    allow(one, cluster)
+    peers = {name: [one.peer(pair) for pair in pairs] for name, pairs in cluster.items()}
+    for name in cluster:
+        for peer in peers[name]:
+            one.ask(one.get(1), peer)
+        one.settle()  # the compiled loop tells what it served after a while
+    assert one.server._port._pull_credits.n_streams == len(cluster)
+    credits = {name: {credit_of(one, peer) for peer in peers[name]} for name in cluster}
+    assert credits == {"c0": {MAX_WINDOW_CHUNKS}, "c1": {MAX_WINDOW_CHUNKS}, "c2": {HELD}, "c3": {HELD}}
+    for row, name in enumerate(cluster):  # of a push all ranks are one stream, too; c3 and c4 have least to send
+        credits[name] = {credit_of(one, peer, one.put(row, 0)) for peer in peers[name]}
+    assert credits == {"c0": {HELD}, "c1": {HELD}, "c2": {HELD}, "c3": {MAX_WINDOW_CHUNKS}}
+
+
+def allow(end: End, cluster: Mapping[str, Sequence[CurvePair]]) -> None:
+    """Admit these ranks' keys."""
+    pairs = [(name, pair) for name, ranks in cluster.items() for pair in ranks]
+    end.server.set_allowed([AllowedKey(KeyRole.CLUSTER, name, pair.public) for name, pair in pairs])
+    end.settle()
+
+
+def credit_of(end: End, peer: zmq.Socket[bytes], frames: Sequence[bytes] = ()) -> int:
+    """What the answer to a message gives, by default to a read."""
+    peer.send_multipart(frames or end.get(1))
+    return DataHeader.decode(peer.recv_multipart()[0]).credit
+
+
+def test_every_rank_of_a_large_cluster_is_served_without_python(end: MakeEnd) -> None:
+    """More of them than the loop knows readers without keys; their key table stays as long as the list does."""
+    compiled, slots = end("compiled", curve=CurvePair.new()), N_SLOTS
+    ranks = [CurvePair.new() for _ in range(serve_numba.MOST_PEERS + 5)]
+    few = compiled.server.traffic_bytes
+    allow(compiled, {push_id(4).cluster: ranks, "other": [CurvePair.new()]})
+    assert few == 2 * slots * MAX_WINDOW_CHUNKS * compiled.chunk_bytes
+    assert compiled.server.traffic_bytes == few + 2 * (len(ranks) - MAX_WINDOW_CHUNKS) * compiled.chunk_bytes
+    loop = compiled.server._loop
+    assert loop is not None
+    tables = []
+    for rank, pair in enumerate(ranks):
+        peer = compiled.peer(pair)
+        header, (body,) = compiled.ask(compiled.get(1), peer)
+        assert header.checksum == checksum(body)
+        tables.append(loop._keys)  # that of the new list: it has let this rank in
+        if rank < len(compiled.chunks):
+            assert compiled.ask(compiled.put(4, rank), peer)[0].op is DataOp.ACK
+    assert push_id(4) in {event.slot.push for event in compiled.staged}
+    assert compiled.left_to_python == 0
+    assert all(table is tables[0] for table in tables)
 
 
 def test_a_port_that_is_stopped_while_it_is_busy_ends(end: MakeEnd) -> None:

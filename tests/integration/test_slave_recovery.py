@@ -48,6 +48,7 @@ from dips.core.messages import (
     Staged,
 )
 from dips.core.observe.tape import read_tape
+from dips.core.placement import MEMORY_FILES
 from dips.slave import ring
 from dips.slave.config import SlaveConfig
 from dips.slave.disk import LocalDisk
@@ -143,6 +144,29 @@ def on_tape(config: SlaveConfig, kind: str) -> list[dict[str, object]]:
 
 def committed(infos: Sequence[SnapshotInfo]) -> list[str]:
     return [str(info.version) for info in infos if info.committed]
+
+
+async def test_rounds_with_memory_in_files_publish_the_same_bits(tmp_path: Path) -> None:
+    found: dict[str, list[bytes]] = {}
+    for which in MEMORY_FILES:
+        settings = Settings(heartbeat_s=0.05, chunk_bytes=CHUNK_BYTES, memory_files=which)
+        async with MasterForSlaves(settings=settings) as master:
+            async with slave_here(slave_config(tmp_path / which, master.address)):
+                slave = await seeded(master, 4)
+                found[which] = [(await slave.client.pull(Version(1, v))).tobytes() for v in (2, 3)]
+                slave.client.close()
+    assert found["stagings"] == found["versions"] == found["none"]
+
+
+async def test_a_setting_that_this_release_does_not_know_is_refused(tmp_path: Path) -> None:
+    settings = Settings(heartbeat_s=0.05, chunk_bytes=CHUNK_BYTES, memory_files="tape")
+    async with MasterForSlaves(settings=settings) as master, slave_here(slave_config(tmp_path, master.address)):
+        slave = await meet(master)
+        slave.link.send(configure_for(PLACEMENT))
+        refused = await slave.link.expect(ConfigureRefused)
+        assert refused.refusal.code is RefusalCode.CONFIG
+        assert "memory_files is 'tape'" in refused.refusal.sentence
+        slave.client.close()
 
 
 async def test_it_goes_back_to_a_version_under_a_new_name_and_stays_there(

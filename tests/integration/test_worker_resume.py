@@ -23,6 +23,7 @@ from dips.core.messages import BeginPushRequest, DataMode, DataPlan, VerdictKind
 from dips.core.observe import failpoints
 from dips.core.observe.tape import read_tape
 from dips.worker import torch_model
+from dips.worker.checkpoint import Checkpointing
 from dips.worker.checkpoint_files import read_record
 from dips.worker.config import ClientConfig
 from dips.worker.parameters import ParameterStore
@@ -71,7 +72,7 @@ def checkpoint(run: RunForWorkers, client: ClusterShell, folder: Path) -> None:
 
 
 def written(client: ClusterShell) -> bool:
-    assert client._checkpoints is not None
+    assert isinstance(client._checkpoints, Checkpointing)
     writing = client._checkpoints._writing
     return writing is None or writing.done()
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from support.run_for_workers import CHUNK_BYTES, RUN, DataSlave, FlatModel, RunForWorkers
+from support.run_for_workers import CHUNK_BYTES, RUN, DataSlave, FlatModel, RunForWorkers, part_of
 
 from dips.core.chunks import Chunk, chunks_of, digest_of_array
 from dips.core.clock import SystemClock
@@ -23,7 +23,7 @@ from dips.core.messages import DataMode, DataPlan, PlacementSpec, PullGrant, Ref
 from dips.core.net import carriers
 from dips.core.net.carriers import Common, carry_pull, carry_push
 from dips.core.net.data_header import DataHeader, DataOp
-from dips.core.net.transfer import TransferSettings
+from dips.core.net.transfer import TransferSettings, digests_of
 from dips.worker.config import ClientConfig
 from dips.worker.parameters import ChunkSums
 from dips.worker.shell import ClusterShell
@@ -70,13 +70,14 @@ def test_a_push_of_many_chunks_sends_each_once(
     """Found by measuring: with a queue just above the window some sends were refused, and cost a silence each."""
     flat = theta()
     ticket = Ticket(1, placement(slave), ORDER)
-    transfer, digests = carry_push(context, common, flat, PUSH, ticket, SystemClock(), threading.Event())
+    transfer = carry_push(context, common, flat, PUSH, ticket, SystemClock(), threading.Event())
     assert transfer.done
     assert transfer.reconnects == 0
     puts = [(h.block, h.offset_bytes) for h in slave.heard if h.op is DataOp.PUT_CHUNK]
     assert len(puts) == len(set(puts)) == N_CHUNKS
     assert slave.share(PUSH).tobytes() == flat.tobytes()
-    assert dict(digests) == {"s0": digest_of_array(flat, LAYOUT.blocks, CHUNK_BYTES)}
+    digests = digests_of(LAYOUT, placement(slave), CHUNK_BYTES, transfer.known())
+    assert digests == (("s0", digest_of_array(flat, LAYOUT.blocks, CHUNK_BYTES)),)
 
 
 def test_a_later_attempt_reads_no_chunk_that_the_slave_has(
@@ -92,19 +93,20 @@ def test_a_later_attempt_reads_no_chunk_that_the_slave_has(
 
     slave.hook = cancel
     first = Ticket(1, placement(slave), ORDER)
-    transfer, _ = carry_push(context, common, flat, PUSH, first, SystemClock(), stop, checksums=known)  # type: ignore[arg-type]
+    transfer = carry_push(context, common, flat, PUSH, first, SystemClock(), stop, checksums=known)  # type: ignore[arg-type]
     assert not transfer.done
     slave.hook, slave.mute = lambda header: None, False
     held = set(slave.landed[PUSH])
     second = Ticket(2, placement(slave), ORDER)
-    transfer, digests = carry_push(
+    transfer = carry_push(
         context, common, flat, PUSH, second, SystemClock(), threading.Event(), checksums=known  # type: ignore[arg-type]
     )  # fmt: skip
     assert transfer.done
     sent = {(h.block, h.offset_bytes) for h in slave.heard if h.op is DataOp.PUT_CHUNK and h.attempt == 2}
     assert held
     assert not sent & held
-    assert dict(digests) == {"s0": digest_of_array(flat, LAYOUT.blocks, CHUNK_BYTES)}
+    digests = digests_of(LAYOUT, placement(slave), CHUNK_BYTES, transfer.known())
+    assert digests == (("s0", digest_of_array(flat, LAYOUT.blocks, CHUNK_BYTES)),)
 
 
 def test_a_pull_of_many_chunks_asks_for_each_once(
@@ -139,7 +141,7 @@ def test_a_chunk_is_sent_only_once_its_part_of_the_snapshot_is_there(
 ) -> None:
     gate = Gate()
     ticket = Ticket(1, placement(slave), ORDER)
-    transfer, _ = carry_push(context, common, theta(), PUSH, ticket, SystemClock(), threading.Event(), ready=gate)
+    transfer = carry_push(context, common, theta(), PUSH, ticket, SystemClock(), threading.Event(), ready=gate)
     assert transfer.done
     n = CHUNK_BYTES // 4
     assert gate.waited == [(i * n, (i + 1) * n) for i in range(N_CHUNKS)]
@@ -187,7 +189,7 @@ def test_no_copy_is_made_for_a_push_while_training_waits(run: RunForWorkers) -> 
             assert client.version == Version(1, number)
             assert run.theta_of(list(run.verdicts)[-1]).tobytes() == before.tobytes()
             assert model.theta.tobytes() == before.tobytes()
-        assert client._vectors.n_vectors == 2
+        assert part_of(client).vectors.n_vectors == 2
     assert model.copies == 0
 
 
@@ -305,7 +307,7 @@ def test_training_that_goes_on_while_a_version_lands_keeps_its_steps(run: RunFor
             model.theta += 1
             client.step(100)
         end_s = time.monotonic() + 60
-        while client._vectors.n_vectors < 3:  # the wait was over before the version was there
+        while part_of(client).vectors.n_vectors < 3:  # the wait was over before the version was there
             assert time.monotonic() < end_s, "training waited for a pull longer than it may"
             client.step(100)
             time.sleep(0.01)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.run_for_workers import CHUNK_BYTES, LAYOUT, FlatModel, RunForWorkers
+from support.run_for_workers import CHUNK_BYTES, LAYOUT, FlatModel, RunForWorkers, part_of
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
@@ -80,9 +80,10 @@ def test_rounds_in_fewer_bits_with_error_feedback(run: RunForWorkers, wire_dtype
             assert run.theta_of(push).tobytes() == rounded(codec, pushed, base, residual).tobytes()
             residual = np.zeros_like(base) if residual is None else residual
             keep(codec, pushed, base, residual)
-            assert client._vectors.residual is not None
-            assert client._vectors.residual.tobytes() == residual.tobytes()
-        assert client._vectors.n_vectors == 3, "theta_base, the push that becomes the pull, the residual"
+            kept = part_of(client).vectors.residual
+            assert kept is not None
+            assert kept.tobytes() == residual.tobytes()
+        assert part_of(client).vectors.n_vectors == 3, "theta_base, the push that becomes the pull, the residual"
     payload_bytes = sum(len(p) for slave in run.slaves for p in slave.landed[push].values())
     assert payload_bytes == sum(encoded_bytes(codec, stop - start) for start, stop in SPANS)
 
@@ -93,13 +94,15 @@ def test_a_residual_outlives_the_process(run: RunForWorkers, tmp_path: Path) -> 
     with driver(run, model, "int8", **knobs) as client:
         train(client, model, 1)
         client.checkpoint_if_due()
-        assert client._vectors.residual is not None
-        residual = client._vectors.residual.copy()
+        kept = part_of(client).vectors.residual
+        assert kept is not None
+        residual = kept.copy()
     again = FlatModel(2)
     with driver(run, again, "int8", resume_required=True, **knobs) as client:
         assert client.resumed
-        assert client._vectors.residual is not None
-        assert client._vectors.residual.tobytes() == residual.tobytes()
+        kept = part_of(client).vectors.residual
+        assert kept is not None
+        assert kept.tobytes() == residual.tobytes()
 
 
 def test_a_push_whose_base_is_gone_is_sent_again_as_parameters(run: RunForWorkers) -> None:
@@ -129,4 +132,4 @@ def test_a_push_whose_base_is_gone_is_sent_again_as_parameters(run: RunForWorker
         for slave in run.slaves:
             parts = [pushed[block.start_elem : block.stop_elem] for block in slave.blocks]
             assert slave.versions[Version(1, 1)].tobytes() == np.concatenate(parts).tobytes()
-        assert client._vectors.residual is None, "float32 loses nothing"
+        assert part_of(client).vectors.residual is None, "float32 loses nothing"

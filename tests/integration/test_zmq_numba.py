@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -29,8 +29,8 @@ from dips.core.net.zmq_numba import (
     is_ready,
     new_messages,
     now_s,
+    number_of_user,
     poll_items,
-    user_is,
     zmq_errno,
     zmq_msg_close,
     zmq_msg_data,
@@ -217,6 +217,10 @@ def test_facts_of_a_received_frame(ends: tuple[Socket, Socket]) -> None:
     assert data
 
 
+def users(listed: Sequence[bytes]) -> NDArray[np.uint8]:
+    return np.array([list(user) for user in listed], np.uint8).reshape(len(listed), -1 if listed else 7)
+
+
 def test_the_user_id_is_compared_whole(context: zmq.Context[Socket]) -> None:
     """As an authenticator gives it to a connection."""
     from zmq.auth.thread import ThreadAuthenticator
@@ -234,14 +238,17 @@ def test_the_user_id_is_compared_whole(context: zmq.Context[Socket]) -> None:
             messages = new_messages(1)
             assert received(server, messages) == 1
             place = address(messages)
-            for user, right in (
-                (b"user-12", True),
-                (b"user-1", False),
-                (b"user-123", False),
-                (b"user-13", False),
-                (b"", False),
+            for listed, number in (
+                ((b"user-12",), 0),
+                ((b"user-11", b"user-12"), 1),
+                ((b"user-00", b"user-11", b"user-12", b"user-13", b"vser-12"), 2),
+                ((b"user-11", b"user-13"), -1),
+                ((b"user-1",), -1),
+                ((b"user-123",), -1),
+                ((b"",), -1),
+                ((), -1),
             ):
-                assert user_is(place, np.frombuffer(user, np.uint8)) == right
+                assert number_of_user(place, users(listed)) == number
             assert ReceivedFrame(messages, 0).get("User-Id") == "user-12"
     finally:
         authenticator.stop()
@@ -252,8 +259,8 @@ def test_no_user_id_is_nobody(ends: tuple[Socket, Socket]) -> None:
     dealer.send(b"x")
     messages = new_messages(2)
     assert received(router, messages) == 2
-    assert not user_is(address(messages), np.frombuffer(b"user", np.uint8))
-    assert not user_is(address(messages), np.frombuffer(b"", np.uint8))
+    assert number_of_user(address(messages), users([b"user"])) == -1
+    assert number_of_user(address(messages), users([b""])) == -1
     frames = [ReceivedFrame(messages, index) for index in range(2)]
     assert frames[1].bytes == b"x"
 

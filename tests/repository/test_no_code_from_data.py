@@ -18,6 +18,10 @@ METHODS = frozenset(
 )
 
 
+WRITTEN = frozenset({("worker/parallel/shard_files.py", "torch.save")})
+"""File and call that write what torch's own tools read; nothing in the package reads it."""
+
+
 def harms(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, what) of everything that could run what somebody else wrote."""
     for node in ast.walk(tree):
@@ -36,7 +40,12 @@ def harms(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_no_module_runs_what_it_reads(package: str) -> None:
     files = [file for file in (SOURCE / package).rglob("*.py") if "__pycache__" not in file.parts]
     assert files
-    found = [f"{file.relative_to(ROOT)}:{line}: {what}" for file in files for line, what in harms(tree_of(file))]
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {what}"
+        for file in files
+        for line, what in harms(tree_of(file))
+        if (file.relative_to(SOURCE).as_posix(), what) not in WRITTEN
+    ]
     assert found == []
 
 

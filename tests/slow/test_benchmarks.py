@@ -14,6 +14,7 @@ from support.repository import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 WAIT_S = 500
+NOT_POSSIBLE = 2
 WORK = runpy.run_path(str(BENCHMARKS / "peers" / "work.py"))
 SWITCHES = runpy.run_path(str(BENCHMARKS / "peers" / "switches.py"))["ROWS"]
 
@@ -66,6 +67,36 @@ def test_several_ends_are_compared_with_one_pair() -> None:
     rows = results("bench_ends.py")["results"]
     assert [(row["way"], row["slaves"], row["clusters"]) for row in rows] == [("push", 2, 2), ("pull", 2, 2)]
     assert all(row["cpu_s_per_gb"] > 0 and row["of_one_pair"] > 0 and row["gbytes_per_s"] > 0 for row in rows)
+
+
+def test_exchanges_of_two_ranks_are_compared_with_memory_and_gloo() -> None:
+    found = results("bench_exchange.py")
+    rows = {(row["kind"], row["way"]): row for row in found["results"]}
+    assert list(rows) == [(kind, way) for kind in ("ddp", "fsdp", "tp") for way in ("collect", "spread")]
+    assert all(row["exchange_s"] > 0 and row["of_floor"] > 0 for row in rows.values())
+    assert rows["ddp", "collect"]["sent"] == 0
+    assert rows["ddp", "spread"]["sent"] == 1
+    assert all(1 <= plan["largest"] < 1.5 and plan["n_copies"] > 0 for plan in found["plans"])
+
+
+def test_ranks_have_links_of_their_own() -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "bench_ranks.py"), "--quick", "--json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+    if done.returncode == NOT_POSSIBLE:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = json.loads(done.stdout)["results"]
+    assert (one["ranks"], two["ranks"]) == (1, 2)
+    for row in (one, two):
+        assert row["rounds"] == 2
+        assert row["push_s"] > 0
+        assert row["pull_s"] > 0
+        assert 0 < row["added_bytes"] < row["alone_bytes"]
+    assert one["push_faster"] == one["pull_faster"] == 1
+    assert two["push_faster"] > 0
+    assert two["model_bytes"] < one["model_bytes"]
 
 
 def test_an_ablation_has_flows_and_rounds() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import zmq
 from support.byte_tap import ByteTap
+from support.run_for_workers import part_of
 from support.whole_run import LAYOUT, NumpyCluster, WholeRun, wait_until
 
 from dips.core.errors import DipsError
@@ -135,7 +136,7 @@ def a_foreign_key_is_turned_away(run: WholeRun) -> None:
 
 
 def the_revoked_one_is_refused_on_both_planes(run: WholeRun, bad: NumpyCluster, authority: Authority) -> None:
-    (slave,), pair = addresses(run), bad.driver._transfers._curve
+    (slave,), pair = addresses(run), part_of(bad.driver)._transfers._curve
     assert pair is not None
     began_s = time.monotonic()
     with authority.locked():

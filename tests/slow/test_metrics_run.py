@@ -32,6 +32,8 @@ ABSENT = {
     "dips_worker_refused_calls_total",
     "dips_slave_refused_messages_total",  # nobody need be refused
     "dips_master_push_landed_bytes",  # while a push is open
+    "dips_worker_rank_bytes_total",
+    "dips_worker_rank_transfer_seconds",  # of clusters of several ranks
 }
 """What need not have a series in this run; the families are there all the same."""
 

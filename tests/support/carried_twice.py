@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 from fuzz.mutate import shaken
 from fuzz.wire import sealed
-from support.checked_memory import Memory, Twins
+from support.checked_memory import Memory, Twins, in_guards
 from support.checked_zmq import CheckedZmq, FakeSocket
 from support.hostile_data import V0, with_odd_fields
 from support.slave_wire import RUN, placement_over, push_id
 
 from dips.core.chunks import Chunk, checksum, shard_digest
+from dips.core.clock import Clock
 from dips.core.errors import RefusalCode
 from dips.core.layout import Layout, Parameter
 from dips.core.math import xxh3_numba
@@ -32,7 +33,7 @@ from dips.core.net import carry_numba, zmq_numba
 from dips.core.net.carriers import Common, _Carrier, _PullCarrier, _PushCarrier
 from dips.core.net.data_header import DataHeader, DataOp, MissingChunk
 from dips.core.net.payloads import F32, Difference, Differences, Parameters, Payloads, Places, bytes_of
-from dips.core.net.transfer import PullTransfer, PushTransfer, SlaveRequest, Transfer, TransferSettings, shares_of
+from dips.core.net.transfer import PullTransfer, PushTransfer, SlaveRequest, Transfer, TransferSettings, chunks_by_slave
 from dips.core.wire import Codec
 
 CHUNK_BYTES = 1024
@@ -196,11 +197,11 @@ class Transfers:
         """instead: as of Twins, to see that it is found out."""
         self._rng, self._kind, self._instead = random.Random(seed), kind, instead or {}
         numbers = np.random.default_rng(seed)
-        self._theta, self._base = numbers.standard_normal((2, LAYOUT.n_elems)).astype(np.float32)
+        self._theta, self._base = map(in_guards, numbers.standard_normal((2, LAYOUT.n_elems)).astype(np.float32))
         placement = placement_over(*SLAVES, layout=LAYOUT)
         spec = PlacementSpec(tuple(SlaveAddress(name, "tcp://x") for name in SLAVES), placement.slave_of_block, b"")
         self.n_answers = self.n_done = 0
-        self._shares, self._places = shares_of(LAYOUT, spec, ORDER, CHUNK_BYTES), Places(LAYOUT)
+        self._shares, self._places = chunks_by_slave(LAYOUT, spec, ORDER, CHUNK_BYTES), Places(LAYOUT)
 
     def run(self, n_hostile: int) -> None:
         """Answer n_hostile times with hostile bytes most often, then rightly until the end. Raises Differs, and what
@@ -210,8 +211,10 @@ class Transfers:
         plain_sockets = {name: FakeSocket(1 + number) for number, name in enumerate(SLAVES)}
         with self._twins(time, [into[1], self._theta, self._base]) as (libzmq, memory):
             sockets = {name: libzmq.socket() for name in SLAVES}
-            plain = End(lambda links: self._carrier(links, time, into[0], None), plain_sockets, time)
-            twin = End(lambda links: self._carrier(links, time, into[1], memory), sockets, time)
+            plain = End(lambda links: self._carrier(links, time, into[0], compiled=False), plain_sockets, time)
+            twin = End(lambda links: self._carrier(links, time, into[1], compiled=True), sockets, time)
+            if isinstance(twin.carrier._loop, carry_numba.PushLoop):
+                memory.add(twin.carrier._loop._links.handed)
             slaves = {name: Slave(self._rng, self._theta, self._shares[name]) for name in SLAVES}
             asked: list[tuple[str, list[bytes]]] = []
             n_answers = 0
@@ -269,14 +272,13 @@ class Transfers:
                     raise Differs(f"{part}.{field} is {list(b)}, not {list(a)}")
         return sent
 
-    def _carrier(self, links: Any, time: Time, into: F32, memory: Memory | None) -> _Carrier:
-        """memory: of the twins, for the compiled loop; None: the Python loop."""
+    def _carrier(self, links: Any, time: Clock, into: F32, *, compiled: bool) -> _Carrier:
         common = Common(RUN, EPOCH, CAUSE, LAYOUT, SETTINGS)
-        arrays, now_s, loop = memory is not None, time.monotonic_s(), None
+        arrays, now_s, loop = compiled, time.monotonic_s(), None
         if self._kind == "pull":
             digests = {name: self._digest(name) for name in SLAVES}
             pull = PullTransfer(self._shares, digests, SETTINGS, now_s, arrays=arrays)
-            if memory is not None:
+            if compiled:
                 texts = carry_numba.texts_of(RUN, V0, CAUSE)
                 loop = carry_numba.PullLoop(pull, links, EPOCH, texts, self._places, bytes_of(into), momentum=False)
             return _PullCarrier(common, links, pull, time, V0, into, self._places, loop, momentum=False)
@@ -286,10 +288,9 @@ class Transfers:
             payloads = Differences(Codec[self._kind], self._theta, difference, self._places, CHUNK_BYTES)
         push = PushTransfer(self._shares, SETTINGS, now_s, arrays=arrays)
         push_loop = None
-        if memory is not None:
+        if compiled:
             texts = carry_numba.texts_of(RUN, PUSH, CAUSE)
             push_loop = carry_numba.PushLoop(push, links, EPOCH, texts, ATTEMPT, self._places, payloads)
-            memory.add(push_loop._links.handed)
         return _PushCarrier(common, links, push, time, PUSH, ATTEMPT, payloads, push_loop)
 
     def _digest(self, slave: str) -> bytes:

@@ -386,6 +386,13 @@ def guarded(data: bytes, *, at_end: bool = True) -> NDArray[np.uint8]:
     return buffer.bytes
 
 
+def in_guards(array: NDArray[Any]) -> NDArray[Any]:
+    """A copy of the array that ends where guarded memory ends."""
+    copy: NDArray[Any] = Guarded(array.nbytes).bytes.view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
 def _protect(start: int, n_bytes: int, access: int) -> None:
     if _libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(n_bytes), access) != 0:
         raise OSError(ctypes.get_errno(), "mprotect")

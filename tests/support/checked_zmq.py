@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -72,6 +72,9 @@ class CheckedZmq:
         self._errno = 0
         self.polled: Callable[[int], int] = lambda timeout_ms: 0
         """Called when a poll finds nothing: how many items became ready then."""
+        self.is_late = False
+        """Whether payloads that were sent stay in its hands until give_back()."""
+        self._sent: deque[_Message] = deque()
         names = [name for name in dir(self) if name.startswith("zmq_")]
         self.functions: dict[str, Callable[..., int]] = {name: getattr(self, name) for name in names}
 
@@ -84,6 +87,13 @@ class CheckedZmq:
     def n_open(self) -> int:
         """Messages for which zmq_msg_close() is still to be called."""
         return sum(message.state is _State.LIVE for message in self._messages.values())
+
+    def give_back(self) -> bool:
+        """Give back the payload that has been in its hands the longest. Returns whether there was one."""
+        if self._sent:
+            self._drop(self._sent.popleft(), _State.CLOSED)
+            return True
+        return False
 
     @contextmanager
     def for_python(self) -> Iterator[None]:
@@ -175,6 +185,9 @@ class CheckedZmq:
         data = message.data.tobytes()
         if self._send(int(socket), data, int(flags)) < 0:
             return -1
+        if self.is_late and message.hint:
+            self._sent.append(replace(message))
+            message.data, message.hint = np.zeros(0, np.uint8), 0
         self._drop(message, _State.EMPTY)
         return len(data)
 

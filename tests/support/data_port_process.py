@@ -35,6 +35,7 @@ from dips.core.ids import Version
 from dips.core.math import landing_numba, outer_numba
 from dips.core.messages import Ticket
 from dips.core.net.carriers import Common, carry_push
+from dips.core.net.transfer import digests_of
 from dips.core.observe.failpoints import install
 from dips.slave import serve_numba
 from dips.slave.connections import ConnectionGuard
@@ -257,12 +258,13 @@ def _push(text: str, endpoint: str, window_chunks: str) -> int:
     ticket = Ticket(1, bulk.placement(endpoint), blocks)
     common = Common(RUN, EPOCH, "bulk", bulk.layout, bulk.settings(int(window_chunks)))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    transfer, digests = carry_push(context, common, flat, PUSH, ticket, SystemClock(), threading.Event())
+    transfer = carry_push(context, common, flat, PUSH, ticket, SystemClock(), threading.Event())
     context.destroy(linger=0)
     if not transfer.done:
         print(transfer.failure, file=sys.stderr)
         return 1
-    print(dict(digests)["s0"].hex())
+    ((_, digest),) = digests_of(bulk.layout, ticket.placement, bulk.chunk_bytes, transfer.known())
+    print(digest.hex())
     return 0
 
 

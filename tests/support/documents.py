@@ -20,7 +20,9 @@ _SPAN = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 _ASSIGNMENT = re.compile(r"[A-Z_]+=")
-_HEADER_COMMAND = re.compile(r"(?:^|[:?])\s*((?:[A-Z_]+=\S+ )*(?:dips|python) \S.*?)(?=\s{2,}|$)", re.MULTILINE)
+_HEADER_COMMAND = re.compile(
+    r"(?:^|[:?])\s*((?:[A-Z_]+=\S+ )*(?:dips|python|torchrun) \S.*?)(?=\s{2,}|$)", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,9 @@ class ForkedProcess:
 class ForkServer:
     """Use as a context manager; its children end with it. Safe for several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, torch: bool = False) -> None:
+        """torch: its children may be ranks of support.parallel_process."""
+        self._words = ["torch"] if torch else []
         self._key = secrets.token_hex(8)
         self._children: dict[int, ForkedProcess] = {}
         self._started: list[int] = []
@@ -79,7 +81,7 @@ class ForkServer:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
         environment["PYTHONPATH"] = os.pathsep.join((str(ROOT / "tests"), environment.get("PYTHONPATH", "")))
         self._parent = subprocess.Popen(
-            [sys.executable, "-m", "support.fork_server", self._key],
+            [sys.executable, "-m", "support.fork_server", self._key, *self._words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -106,7 +108,8 @@ class ForkServer:
             self._control.close()
 
     def start(self, name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> ForkedProcess:
-        """arguments: of `dips`, or ["cluster", ...] for a cluster of support.cluster_process."""
+        """arguments: of `dips`, or ["cluster", ...] for a cluster of support.cluster_process, ["rank", ...]
+        for one of support.parallel_process."""
         assert self._parent.stdin is not None
         order = {"name": name, "arguments": list(arguments), "log": str(log), "environment": dict(environment)}
         with self._ordering, self._changed:
@@ -153,9 +156,13 @@ def _control_address(key: str, pid: int) -> str:
 # ---- the parent process, and its children ----
 
 
-def main(key: str) -> None:
+def main(key: str, *imported: str) -> None:
     """Fork a child for each line on stdin, and report starts and ends on stdout. Ends with its input."""
     _import_everything()
+    if "torch" in imported:
+        import support.parallel_process
+
+        del support
     wake_reader, wake = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(wake_reader, False)
@@ -229,6 +236,8 @@ def _run_child(key: str, order: dict[str, Any]) -> None:
         threading.Thread(target=_take_orders, args=(key,), name="failpoints", daemon=True).start()
         code = _work(order["arguments"])
     except SystemExit as ending:
+        if isinstance(ending.code, str):
+            print(ending.code, file=sys.stderr)
         code = ending.code if isinstance(ending.code, int) else 0 if ending.code is None else 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -244,6 +253,10 @@ def _work(arguments: list[str]) -> int:
         from support.cluster_process import main as cluster
 
         return cluster(arguments[1:])
+    if arguments[0] == "rank":
+        from support.parallel_process import main as rank
+
+        return rank(arguments[1:])
     from dips.cli.main import main as command
 
     sys.argv = ["dips", *arguments]
@@ -274,4 +287,4 @@ def _take_orders(key: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -60,7 +60,12 @@ class Traffic:
         if what < 0.3:
             return [self.get(chunk, request).encode()]
         if what < 0.35:
-            query = DataHeader(RUN, self.epoch, DataOp.QUERY_MISSING, request, push_id(rng.choice("abcd")), 1)
+            start = (chunk.block_id, chunk.offset_bytes) if rng.random() < 0.5 else (0, 0)
+            block, offset_bytes = start if rng.random() < 0.8 else (rng.randrange(2**32), rng.randrange(2**64))
+            query = DataHeader(
+                RUN, self.epoch, DataOp.QUERY_MISSING, request, push_id(rng.choice("abcd")), 1, block=block,
+                offset_bytes=offset_bytes,
+            )  # fmt: skip
             return [query.encode()]
         cluster = rng.choice("abcd")
         payload = self.payload(rng, cluster, chunk)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dips.core.chunks import shard_digest
 from dips.core.clock import SystemClock
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
-from dips.core.layout import Layout, Parameter
+from dips.core.layout import Block, Layout, Parameter
 from dips.core.math import outer_numba
 from dips.core.messages import (
     AllowedKey,
@@ -29,6 +29,7 @@ from dips.core.messages import (
 from dips.core.net.carriers import Common, LoopChoice, carry_pull, carry_push
 from dips.core.net.transfer import PullTransfer, PushTransfer, TransferSettings
 from dips.core.net.zmq_sockets import CurvePair
+from dips.core.wire import Codec
 from dips.slave import serve_numba
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import DataServer, LoopName
@@ -68,7 +69,11 @@ def fresh_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 class KeyedPort:
     """One slave's data port; curve None: without keys. loop: of DataServer. `with` ends it."""
 
-    def __init__(self, curve: CurvePair | None, *, loop: LoopName = "auto") -> None:
+    def __init__(
+        self, curve: CurvePair | None, *, loop: LoopName = "auto", blocks: Sequence[Block] = LAYOUT.blocks, theta: F32 =
+        THETA, chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:  # fmt: skip
+        """blocks: those that it holds. theta: of these, one after the other; what it serves."""
         outer_numba.warm_up()
         if loop != "python":
             serve_numba.warm_up()
@@ -76,11 +81,11 @@ class KeyedPort:
         self.staged: dict[PushId, bytes] = {}
         self.crashed: list[BaseException] = []
         self.server = DataServer(
-            "127.0.0.1", 0, RUN, CHUNK_BYTES, self._note, self.crashed.append, curve=curve, loop=loop
+            "127.0.0.1", 0, RUN, chunk_bytes, self._note, self.crashed.append, curve=curve, loop=loop
         )  # fmt: skip
-        self._memory = ShardMemory(LAYOUT.blocks, CHUNK_BYTES, 3, 60 * LAYOUT.n_elems)
-        self._memory.take().theta[:] = THETA
-        sums = chunk_checksums(THETA, LAYOUT.blocks, CHUNK_BYTES)
+        self._memory = ShardMemory(blocks, chunk_bytes, 3, 60 * theta.size + (8 << 20))
+        self._memory.take().theta[:] = theta
+        sums = chunk_checksums(theta, blocks, chunk_bytes)
         self.digest = shard_digest(sums)
         info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", self.digest, committed=True)
         self._memory.name_shadow(info, sums)
@@ -100,10 +105,18 @@ class KeyedPort:
         self.server.set_allowed([*keys, *(AllowedKey(KeyRole.READER, c.name, c.public) for c in readers)])
         self.settle()
 
-    def open(self, cluster: str) -> None:
-        self.server.open(Slot(push_id(cluster), 1, self._slots, 1))
+    def open(self, cluster: str, wire: Codec = Codec.F32) -> None:
+        """Open a slot for the cluster's push. wire: differences are to the version that is served."""
+        base = None if wire is Codec.F32 else V0
+        self.server.open(Slot(push_id(cluster), 1, self._slots, 1, wire, base))
         self._slots += 1
         self.settle()
+
+    def landed(self, slot: int) -> F32:
+        """What was opened as this slot, in the order of opening, holds."""
+        assert self._memory.staging is not None
+        row: F32 = self._memory.staging[slot]
+        return row
 
     def settle(self) -> None:
         done = threading.Event()
@@ -150,7 +163,7 @@ class Cluster:
         name = of or self.name
         ticket = Ticket(1, self._placement(), ORDER)
         with fresh_context() as context:
-            transfer, _ = carry_push(
+            transfer = carry_push(
                 context, self._common(), pushed(name), push_id(name), ticket, SystemClock(), self.cancelled
             )
         return transfer

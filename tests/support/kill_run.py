@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from support.cluster_process import command as cluster_command
+from support.fork_server import ForkedProcess
 from support.repository import ROOT
 from support.whole_run import LEASED, WholeRun, option_words, wait_until
 
@@ -120,7 +121,7 @@ class KillRun(WholeRun):
             self._died("master", fired, self.fired_log("master").stat().st_mtime)
             assert self.lives["master"] < MAX_LIVES, f"the master dies again and again: {self.log('master')}"
 
-    def _up_or_dead(self, where: Path, process: subprocess.Popen[bytes]) -> bool:
+    def _up_or_dead(self, where: Path, process: subprocess.Popen[bytes] | ForkedProcess) -> bool:
         self._wake_stopped()
         serves = where.exists() and json.loads(where.read_text())["pid"] == process.pid
         return serves or process.poll() is not None

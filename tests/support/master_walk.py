@@ -56,7 +56,7 @@ CALLS_KEPT = 400
 KINDS = {EARLIER: REPEATED_WEIGHT} | {
     name: RARE_WEIGHT if name in RARE else REPEATED_WEIGHT if name in REPEATED else 1.0
     for name in sorted(register.FAULTS)
-    if name not in NEVER and name not in reshard.FAULTS
+    if name not in NEVER and name not in reshard.FAULTS and name not in register.OF_RANKS
 }
 
 

@@ -250,7 +250,43 @@ MUTANTS: tuple[Mutant, ...] = (
         ("I2", "I5", "I9", "ILLEGAL", "DEADLOCK"),
         _bounds("reshard", slaves=1, add=("s1",)),
     ),
+    Mutant(
+        "staged after one rank's bytes",
+        "slave.state.staging:note_landed",
+        "return of.counts[N_LANDED] == len(of.landed)",
+        "return of.counts[N_LANDED] >= (len(of.landed) + 1) // 2",
+        ("ILLEGAL",),
+        _bounds(slaves=1, ranks=2),
+    ),
+    Mutant(
+        "two owners",
+        "worker.parallel.ownership:shares_of_ranks",
+        "Share(edges[firsts[owners == rank]], edges[lasts[owners == rank]])",
+        "Share(edges[firsts[owners >= rank]], edges[lasts[owners >= rank]])",
+        ("OWNERS",),
+        _bounds(slaves=1, ranks=2),
+    ),
 )
+
+TWO_CHECKS: tuple[Mutant, Mutant] = (
+    Mutant(
+        "a chunk of any life of the cluster is taken",
+        "slave.state.staging:StagingTable.find",
+        "self._open.get(push) if push is not None else None",
+        "next((s for p, s in self._open.items() if push is not None and p.cluster == push.cluster), None)",
+        ("I9",),
+        _bounds("orphan_rank", ranks=2, chunks=2),
+    ),
+    Mutant(
+        "digests of a push are not compared",
+        "master.state.pushes:Pushes._admit",
+        "push.claimed.get(s) != digest",
+        "False",
+        ("I9",),
+        _bounds("orphan_rank", ranks=2, chunks=2),
+    ),
+)
+"""Each stops what a rank of an earlier life sends: only without both of them an invariant breaks."""
 
 
 def _of_judge(name: str, target: str, old: str, new: str) -> Mutant:

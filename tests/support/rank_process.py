@@ -24,6 +24,7 @@ sys.path.insert(0, str(__import__("pathlib").Path(__file__).parents[1]))
 from support.trainer_models import LENGTH, Model, same_cut
 
 from dips.worker import torch_model
+from dips.worker.parallel import agreement
 
 STEPS = 10
 
@@ -40,7 +41,8 @@ def train(kind: str, rank: int) -> dict[str, object]:
     """ddp: replicas, whose ranks were given other values after they were wrapped. own: replicas with other values that
     are averaged by hand. The others are shards, each a rank's own part of a tensor-parallel model: `shards` with other
     values, `shapes` with other shapes, `group` under DistributedDataParallel over this rank alone, `seed` with values
-    that are equal as long as no step is made. sigterm: replicas, of which rank 1 gets a SIGTERM after six steps.
+    that are equal as long as no step is made. waits: replicas. sigterm: likewise, of which rank 1 gets a SIGTERM after
+    six steps.
     """
     model = Model(seed=0 if kind == "seed" else rank)
     if kind == "shapes" and rank == 1:
@@ -49,7 +51,7 @@ def train(kind: str, rank: int) -> dict[str, object]:
     if kind == "group":
         alone = [dist.new_group([each]) for each in range(2)][rank]
         trained = DistributedDataParallel(model, process_group=alone)
-    if kind == "sigterm":
+    if kind in ("sigterm", "waits"):
         trained = DistributedDataParallel(model)
     if kind == "ddp":
         trained = DistributedDataParallel(model)
@@ -75,7 +77,7 @@ def train(kind: str, rank: int) -> dict[str, object]:
 
 def main(rank: int, store: str, *kinds: str) -> None:
     torch.set_num_threads(1)
-    torch_model.Layout = same_cut  # type: ignore[attr-defined, assignment]
+    torch_model.Layout = agreement.Layout = same_cut  # type: ignore[attr-defined, assignment]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     for kind in kinds:
         try:

@@ -59,8 +59,11 @@ from dips.core.messages import (
 from dips.core.net.codec_protobuf import encode, from_message, to_message
 from dips.core.net.data_header import DataHeader, DataOp, MissingChunk
 from dips.core.net.grpc_calls import REFUSAL_KEY
+from dips.core.protocol import RANKS
 from dips.core.wire import Codec, encoded_bytes
 from dips.protos import clusters_pb2_grpc
+from dips.worker.model_part import ModelPart
+from dips.worker.shell import ClusterShell
 
 F32 = NDArray[np.float32]
 RUN = "run"
@@ -68,6 +71,12 @@ CHUNK_BYTES = 4096
 N_ELEMS = 6000
 LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (N_ELEMS,), "float32", f"layers.{i}") for i in range(5)), 4000)
 """5 layers of 2 blocks of 4 and 2 chunks."""
+
+
+def part_of(shell: ClusterShell) -> ModelPart:
+    """The part of a cluster of one process."""
+    assert isinstance(shell._part, ModelPart)
+    return shell._part
 
 
 class FlatModel:
@@ -202,7 +211,9 @@ class DataSlave:
         chunks = chunks_of(self.blocks, CHUNK_BYTES)
         lacking = [c for c in chunks if (c.block_id, c.offset_bytes) not in landed]
         op = DataOp.ACK if header.op is DataOp.PUT_CHUNK else DataOp.MISSING
-        missing = tuple(MissingChunk(c.block_id, c.offset_bytes) for c in lacking) if op is DataOp.MISSING else ()
+        begin = (header.block, header.offset_bytes)
+        listed = [c for c in lacking if (c.block_id, c.offset_bytes) >= begin] if op is DataOp.MISSING else []
+        missing = tuple(MissingChunk(c.block_id, c.offset_bytes) for c in listed)
         return [[DataHeader(RUN, header.epoch, op, header.request, missing=missing, complete=not lacking).encode()]]
 
     def _chunk(self, header: DataHeader) -> list[bytes]:
@@ -232,10 +243,12 @@ class RefuseCall(Exception):
 class RunForWorkers:
     """Master and two slaves. `decide(push_id)` gives each push its verdict's kind; None: not decided yet."""
 
-    def __init__(self, settings: Settings | None = None, theta: F32 | None = None) -> None:
-        half = len(LAYOUT.blocks) // 2
-        indices = tuple(0 if block.block_id < half else 1 for block in LAYOUT.blocks)
-        self.slaves = [DataSlave(f"s{i}", [b for b in LAYOUT.blocks if indices[b.block_id] == i]) for i in range(2)]
+    def __init__(self, settings: Settings | None = None, theta: F32 | None = None, *, layout: Layout = LAYOUT) -> None:
+        """theta: of the version that is published already; None: the first cluster seeds the run."""
+        half = len(layout.blocks) // 2
+        indices = tuple(0 if block.block_id < half else 1 for block in layout.blocks)
+        self.layout = layout
+        self.slaves = [DataSlave(f"s{i}", [b for b in layout.blocks if indices[b.block_id] == i]) for i in range(2)]
         self._indices = indices
         self.settings = settings or Settings(
             sync_every_steps=4, heartbeat_s=0.05, verdict_wait_s=5.0, chunk_bytes=CHUNK_BYTES, window_chunks=4
@@ -305,7 +318,7 @@ class RunForWorkers:
 
     def theta_of(self, push: PushId) -> F32:
         """What the slaves hold of a push, as one vector."""
-        theta = np.empty(LAYOUT.n_elems, np.float32)
+        theta = np.empty(self.layout.n_elems, np.float32)
         base = next((request.base for request in self.pushes if self._id(request, request.seq) == push), None)
         for slave in self.slaves:
             share, start = slave.share(push, None if base is None else slave.versions[base]), 0
@@ -339,8 +352,8 @@ class RunForWorkers:
         self.n += 1
         last = next(reversed(self.verdicts.values()), None)
         return JoinReply(
-            self.epoch, Incarnation(self.epoch, self.n), Hello(1, 1), self.settings, self.version is None, self.fence,
-            last, self.version, self.tokens, self.settings.sync_every_steps, RUN, request.held_ranges,
+            self.epoch, Incarnation(self.epoch, self.n), Hello(1, 1, (RANKS,)), self.settings, self.version is None,
+            self.fence, last, self.version, self.tokens, self.settings.sync_every_steps, RUN, request.held_ranges,
         )  # fmt: skip
 
     def _Heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
@@ -358,7 +371,7 @@ class RunForWorkers:
             self.pushes.append(request)
         self.attempts[push] = self.attempts.get(push, 0) + 1
         return BeginPushReply(
-            Ticket(self.attempts[push], self._placement(), tuple(range(len(LAYOUT.blocks))), request.wire)
+            Ticket(self.attempts[push], self._placement(), tuple(range(len(self.layout.blocks))), request.wire)
         )
 
     def _FinishPush(self, request: FinishPushRequest) -> FinishPushReply:
@@ -399,8 +412,8 @@ class RunForWorkers:
         digests = tuple((s.slave_id, digest_of_array(s.versions[version], b, CHUNK_BYTES)) for s, b in blocks)
         return BeginPullReply(
             PullGrant(
-                version, self.fence, 1, self._placement(), tuple(range(len(LAYOUT.blocks))), digests, self.tokens,
-                self.settings.sync_every_steps, LAYOUT if request.reader else None, CHUNK_BYTES, self.epoch, RUN,
+                version, self.fence, 1, self._placement(), tuple(range(len(self.layout.blocks))), digests, self.tokens,
+                self.settings.sync_every_steps, self.layout if request.reader else None, CHUNK_BYTES, self.epoch, RUN,
             )
         )  # fmt: skip
 

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from numpy.typing import NDArray
-from support.checked_memory import Guarded, Memory, Twins
+from support.checked_memory import Guarded, Memory, Twins, in_guards
 from support.checked_zmq import CheckedZmq
 from support.hostile_data import PUSHES, V0, Traffic, every_flip
 from support.slave_wire import LAYOUT, RUN, push_id
@@ -29,10 +28,11 @@ from dips.core.errors import Refused
 from dips.core.ids import RoundId
 from dips.core.math import xxh3_numba
 from dips.core.math.simd_numba import address
-from dips.core.messages import SnapshotInfo
+from dips.core.messages import AllowedKey, KeyRole, SnapshotInfo
 from dips.core.net import zmq_numba
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.zmq_numba import FREED, POLL_ITEM, new_messages, poll_items
+from dips.core.protocol import CURVE_KEY_BYTES
 from dips.core.wire import Codec
 from dips.slave import serve_numba
 from dips.slave.calculation import chunk_checksums
@@ -40,6 +40,7 @@ from dips.slave.data_port import DataPort
 from dips.slave.landing import Sums
 from dips.slave.memory import F32, ThetaBuffer
 from dips.slave.serve_numba import COMPLETE, IDLE, UNUSUAL, Loop
+from dips.slave.state.admission import Admission
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
 
@@ -48,13 +49,30 @@ class Differs(AssertionError):
     """The loop did something else than the port alone."""
 
 
-class Port:
-    """A data port with a push in each slot and a version to read, in this memory."""
+KEYS = [
+    AllowedKey(role, owner, bytes([number]) * CURVE_KEY_BYTES)
+    for number, (role, owner) in enumerate(
+        [*((KeyRole.CLUSTER, name) for name in "aabc"), (KeyRole.READER, "a"), (KeyRole.SLAVE, "s1")]
+    )
+]
+"""Two ranks of a cluster, two clusters of one process, a reader with a cluster's name, and another slave."""
 
-    def __init__(self, traffic: Traffic, rows: F32, theta: F32) -> None:
-        self.rows, self.staged = rows, list[PushStaged]()
+USERS = ("", *(allowed.curve_key.hex() for allowed in KEYS[:3]), "ff" * CURVE_KEY_BYTES, "00", "00" * 40,
+         *(allowed.curve_key.hex() for allowed in KEYS[3:]))  # fmt: skip
+"""Of connections of a port with KEYS: those, keys that are not listed, shorter and longer ids, and one without."""
+
+
+class Port:
+    """A data port with a push in each slot and a version to read, in this memory. keyed: it admits KEYS, and messages
+    come from `user`."""
+
+    def __init__(self, traffic: Traffic, rows: F32, theta: F32, keyed: bool) -> None:
+        self.rows, self.staged, self.user = rows, list[PushStaged](), ""
         rows[:] = 0
-        self.port = DataPort(RUN, self.staged.append, now_s=lambda: 0.0)
+        admission = Admission() if keyed else None
+        if admission is not None:
+            admission.set_keys(KEYS)
+        self.port = DataPort(RUN, self.staged.append, now_s=lambda: 0.0, admission=admission)
         self.port.set_epoch(traffic.epoch)
         self.port.set_memory(ShardMap(LAYOUT.blocks, traffic.chunk_bytes), rows)
         info = SnapshotInfo(V0, RoundId(1, 1), b"", b"", b"", committed=True)
@@ -66,7 +84,7 @@ class Port:
 
     def answer(self, frames: Sequence[bytes | memoryview], peer: bytes) -> list[bytes]:
         """The frames of the answer."""
-        answer = self.port.answer([memoryview(frame) for frame in frames], peer)
+        answer = self.port.answer([memoryview(frame) for frame in frames], peer, self.user)
         return [answer.header.encode(), *([] if answer.payload is None else [bytes(answer.payload)])]
 
     def facts(self) -> object:
@@ -116,7 +134,7 @@ class BehindLoop(ABC):
             self.drop_rest()
         header, *_ = answer = self.port.answer(frames, peer)
         if DataHeader.decode(header).op is DataOp.CHUNK:
-            self.loop.meet(self.port.port, peer, "")
+            self.loop.meet(self.port.port, peer)
         return answer
 
     @abstractmethod
@@ -140,7 +158,7 @@ Replaced = Mapping[Any, Callable[..., Any]]
 class TwinLoop(BehindLoop):
     """The loop's source in the interpreter, over a libzmq that checks. Use as a context."""
 
-    def __init__(self, traffic: Traffic, rows: F32, theta: F32, instead: Replaced) -> None:
+    def __init__(self, traffic: Traffic, rows: F32, theta: F32, keyed: bool, instead: Replaced) -> None:
         self._memory = Memory()
         self._zmq = CheckedZmq(self._memory)
         self._end = self._zmq.socket()
@@ -157,7 +175,7 @@ class TwinLoop(BehindLoop):
         router: Any = self._end
         loop.watch(router, items)
         self._lent = self._memory.add(loop._lent.counts)
-        super().__init__(Port(traffic, rows, theta), loop)
+        super().__init__(Port(traffic, rows, theta, keyed), loop)
 
     def _checksum(self, place: int, n_bytes: int) -> np.uint64:
         """As xxh3, which has a test of its own."""
@@ -178,7 +196,7 @@ class TwinLoop(BehindLoop):
         return self._zmq.n_open
 
     def put_in(self, frames: Sequence[bytes]) -> None:
-        self._end.inbox.append(([PEER, *frames], ""))
+        self._end.inbox.append(([PEER, *frames], self.port.user))
 
     def drop_rest(self) -> None:
         self._end.rest.clear()
@@ -193,8 +211,9 @@ class TwinLoop(BehindLoop):
 class GuardedLoop(BehindLoop):
     """The compiled loop over real sockets, on guarded memory. Use as a context."""
 
-    def __init__(self, traffic: Traffic, rows: F32, theta: F32, instead: Replaced) -> None:
+    def __init__(self, traffic: Traffic, rows: F32, theta: F32, keyed: bool, instead: Replaced) -> None:
         assert not instead, "what is compiled cannot be replaced"
+        assert not keyed, "connections inside of a process have no keys"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router, self._dealer = self._context.socket(zmq.ROUTER), self._context.socket(zmq.DEALER)
         self._router.bind("inproc://port")
@@ -204,9 +223,9 @@ class GuardedLoop(BehindLoop):
         self._rooms = [Guarded(1 << 18, at_end=index % 2 == 0) for index in range(2 * MOST_FRAMES)]
         loop = Loop(RUN)
         scratch = loop._scratch
-        loop._scratch = scratch._replace(**{name: _in_guards(array) for name, array in scratch._asdict().items()})
-        loop.watch(self._router, _in_guards(poll_items(self._router)))
-        super().__init__(Port(traffic, rows, theta), loop)
+        loop._scratch = scratch._replace(**{name: in_guards(array) for name, array in scratch._asdict().items()})
+        loop.watch(self._router, in_guards(poll_items(self._router)))
+        super().__init__(Port(traffic, rows, theta, keyed), loop)
 
     def __enter__(self) -> GuardedLoop:
         return self
@@ -240,22 +259,15 @@ class GuardedLoop(BehindLoop):
 MOST_FRAMES = 8
 
 
-def _in_guards(array: NDArray[Any]) -> NDArray[Any]:
-    """A copy of the array that ends where guarded memory ends."""
-    room = Guarded(array.nbytes)
-    copy: NDArray[Any] = room.bytes.view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
-
-
 class Both:
     """A port behind a loop and one alone."""
 
     def __init__(
-        self, traffic: Traffic, behind: type[TwinLoop] | type[GuardedLoop], instead: Replaced | None = None
-    ) -> None:
-        """instead: as of Twins, to see that it is found out."""
-        self._traffic, self._kind, self._instead = traffic, behind, instead or {}
+        self, traffic: Traffic, behind: type[TwinLoop] | type[GuardedLoop], instead: Replaced | None = None, *,
+        keyed: bool = False,
+    ) -> None:  # fmt: skip
+        """instead: as of Twins, to see that it is found out. keyed: messages come from all USERS in turn."""
+        self._traffic, self._kind, self._instead, self._keyed = traffic, behind, instead or {}, keyed
         rows, theta = (Guarded(4 * n * LAYOUT.n_elems).array(np.float32) for n in (len(PUSHES), 1))
         theta[:] = np.arange(LAYOUT.n_elems, dtype=np.float32)
         self._rows, self._theta = rows.reshape(len(PUSHES), -1), theta
@@ -264,9 +276,11 @@ class Both:
     def feed(self, messages: Iterable[Sequence[bytes]]) -> None:
         """Raises Differs for the first message that is answered in another way, and Outside or Misused."""
         traffic, theta = self._traffic, self._theta
-        alone = Port(traffic, np.zeros_like(self._rows), theta)
-        with self._kind(traffic, self._rows, theta, self._instead) as behind:
-            for frames in messages:
+        alone = Port(traffic, np.zeros_like(self._rows), theta, self._keyed)
+        with self._kind(traffic, self._rows, theta, self._keyed, self._instead) as behind:
+            for number, frames in enumerate(messages):
+                if self._keyed:
+                    alone.user = behind.port.user = USERS[number % len(USERS)]
                 expected, found = alone.answer(frames, PEER), behind.answer(frames)
                 if _without_credit(found) != _without_credit(expected):
                     raise Differs(f"{told(frames)} is answered with {told(found)} instead of {told(expected)}")

@@ -7,11 +7,29 @@ from typing import Any
 import numpy as np
 import torch
 from support.run_for_workers import LAYOUT, RunForWorkers
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import Dataset
 
 from dips.core.layout import Layout
 
 LENGTH = 8
+
+
+class Layer(torch.nn.Module):
+    """Its loss, also where a rank has a part of its parameter."""
+
+    def __init__(self, w: torch.Tensor) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(w)
+
+    def forward(self, wanted: torch.Tensor, dropout: torch.nn.Module) -> torch.Tensor:
+        w: torch.Tensor = self.w
+        if not isinstance(w, DTensor):
+            loss: torch.Tensor = (dropout(w) - wanted).square().mean()
+            return loss
+        part = (dropout(w.to_local()) - wanted).square().sum() / w.numel()
+        whole: torch.Tensor = DTensor.from_local(part, w.device_mesh, [Partial()]).full_tensor()
+        return whole
 
 
 class Model(torch.nn.Module):
@@ -20,18 +38,22 @@ class Model(torch.nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(5))
-        for layer in self.layers:
-            layer.w = torch.nn.Parameter(torch.randn(6000, generator=generator))
+        self.layers = torch.nn.ModuleList(Layer(torch.randn(6000, generator=generator)) for _ in range(5))
         self.dropout = torch.nn.Dropout(0.1)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         wanted = input_ids.float().mean()
-        loss = torch.stack([(self.dropout(layer.w) - wanted).square().mean() for layer in self.layers]).mean()
-        return {"loss": loss}
+        return {"loss": torch.stack([layer(wanted, self.dropout) for layer in self.layers]).mean()}
 
     def flat(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        return torch.cat([layer.get_parameter("w").detach() for layer in self.layers]).numpy().copy()
+        return flat_of(self)
+
+
+def flat_of(model: torch.nn.Module) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """All of its parameters. Where ranks have parts, all of them call it."""
+    held = (parameter.detach() for parameter in model.parameters())
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in held]
+    return torch.cat([each.flatten() for each in whole]).numpy().copy()
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -47,7 +69,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def same_cut(parameters: Any, block_elems: int) -> Layout:
+def same_cut(parameters: Any, block_elems: int = 0) -> Layout:
     """The fake run cuts layers into smaller blocks than the default."""
     return Layout(parameters, LAYOUT.block_elems)
 

@@ -19,6 +19,7 @@ from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
+from support.fork_server import ForkedProcess, ForkServer
 
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, StatusReply, Verdict
@@ -137,14 +138,17 @@ class WholeRun:
         n_slaves: int = 2,
         plan: DataPlan | None = None,
         keys: Path | None = None,
+        server: ForkServer | None = None,
         **master: object,
     ) -> None:
-        """keys: the folder of an authority with an identity for each process and for `operator`; None: insecure."""
+        """keys: the folder of an authority with an identity for each process and for `operator`; None: insecure.
+        server: forks the processes; without, each is started from nothing."""
         self.directory = directory
         self.plan = plan or DataPlan(DataMode.OWN)
         self.n_slaves = n_slaves
         self.keys = keys
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
+        self._server = server
         self._master = {
             "sync_every": 4,
             "heartbeat_s": 0.5,
@@ -226,9 +230,13 @@ class WholeRun:
         wait_until(lambda: self.version() >= v, f"version {v} was not published: see {self.directory}")
 
     def log(self, name: str) -> str:
-        return (self.directory / f"{name}.log").read_text()[-2000:]
+        path = self.directory / f"{name}.log"
+        return path.read_text()[-2000:] if path.exists() else ""
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> None:
+        if self._server is not None:
+            self.processes[name] = self._server.start(name, arguments, self.directory / f"{name}.log", {})
+            return
         environment = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
         with (self.directory / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(

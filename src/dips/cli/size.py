@@ -30,7 +30,9 @@ RATES = (
 
 _HEADINGS = {
     "shard_params": "Slave, each of {slaves}",
+    "slots_held": "What a slave's host of {slave_ram} holds",
     "measure_bytes": "Master",
+    "share_params": "Rank, each of {ranks} of a cluster",
     "cluster_memory_bytes": "Cluster, each of {clusters}",
     "push_bytes": "Transfers",
     "update_s": "Update",
@@ -73,7 +75,12 @@ def to_json(sizes: SizeTable) -> dict[str, object]:
 
 def told(sizes: SizeTable) -> Iterator[str]:
     """The table, line by line."""
-    counts = {"slaves": sizes.knobs.slaves, "clusters": sizes.knobs.clusters}
+    counts = {
+        "slaves": sizes.knobs.slaves,
+        "ranks": sizes.knobs.ranks,
+        "clusters": sizes.knobs.clusters,
+        "slave_ram": format_bytes(sizes.knobs.slave_ram or 0),
+    }
     for row in sizes.rows.values():
         if row.key in _HEADINGS:
             yield f"\n{_HEADINGS[row.key].format(**counts)}"

@@ -11,8 +11,11 @@ import contextlib
 import ctypes
 import math
 import mmap
+import os
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +51,23 @@ def zeros(*shape: int, touched: Callable[[int], None] | None = None) -> F32:
         if touched is not None:
             touched(piece.nbytes)
     return flat.reshape(shape)
+
+
+def zeros_in_file(directory: Path, *shape: int) -> F32:
+    """A float32 array of zeros in a file without a name, whose blocks are reserved and freed with the array.
+
+    The system keeps its pages in memory while there is room, and writes and drops them when there is none. Raises
+    OSError when the disk has no room or the directory cannot be used, MemoryError as zeros() does.
+    """
+    n_bytes = 4 * math.prod(shape)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        # A page of a hole that finds no block on a full disk later would end the process (SIGBUS).
+        os.posix_fallocate(file.fileno(), 0, max(1, n_bytes))
+        try:
+            pages = mmap.mmap(file.fileno(), max(1, n_bytes), flags=mmap.MAP_SHARED)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(f"{n_bytes} bytes of a file cannot be mapped: {error}") from error
+    return np.frombuffer(pages, np.uint8)[:n_bytes].view(np.float32).reshape(shape)
 
 
 def _mapped(n_bytes: int) -> NDArray[np.uint8]:

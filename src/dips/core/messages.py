@@ -129,6 +129,8 @@ class Settings:
     overlap: str = "none"  # "none", "push" or "full": what a cluster trains through
     verdict_wait_measured: bool = False  # wait as long as recent exchanges took; verdict_wait_s at most
     frozen: str = "same"  # "same", "parameters" or "any": which untrained tensors must be equal in all clusters
+    # "none", "stagings" or "versions": what slaves keep in files on their disk in place of memory of their own
+    memory_files: str = "none"
 
 
 # ---- data.proto ----
@@ -168,6 +170,8 @@ class JoinRequest:
     buffers: tuple[TensorDigest, ...] = ()  # buffers that are not part of the layout
     process_id: bytes = b""  # drawn once for this process: another one may not take its name while this one runs
     host: str = ""  # where it runs, for people: host name and process number
+    rank_keys: tuple[bytes, ...] = ()  # as curve_key, of each other rank of this cluster
+    pushers: int = 0  # ranks that send and fetch parts of each transfer; 0: 1
 
 
 @dataclass(frozen=True)
@@ -210,6 +214,7 @@ class HeartbeatRequest:
     pull_s: float = 0.0
     base: Version | None = None
     note: str = ""  # why it waits, in a sentence
+    late_ranks: tuple[int, ...] = ()  # its ranks whose part of the transfer under way is late
 
 
 @dataclass(frozen=True)
@@ -528,6 +533,8 @@ class ClusterStatus:
     direction_alarm: bool = False  # its direction differs from the others'
     tokens_per_step: float = 0.0  # of its accepted pushes and, before the first, of its beats; 0: unknown
     draining: bool = False  # it was asked to finish its push and leave; the note has the reason
+    ranks: int = 0  # its processes that push and pull, each a share; 0: it is away
+    late_ranks: tuple[int, ...] = ()  # those whose part of the transfer under way is late
 
 
 @dataclass(frozen=True)
@@ -937,7 +944,7 @@ class AllowedKey:
 
     role: KeyRole
     owner: str  # cluster id, the reader's name, or slave id
-    curve_key: bytes  # 32 bytes; of one owner only
+    curve_key: bytes  # 32 bytes; of one owner only, which has one for each of its ranks
 
 
 @dataclass(frozen=True)

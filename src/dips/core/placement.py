@@ -19,6 +19,13 @@ BYTES_PER_ELEM_FIXED = 20
 BYTES_PER_ELEM_SLOT = 4
 """One staging slot, or one pinned version."""
 
+MEMORY_FILES = ("none", "stagings", "versions")
+"""What a slave keeps in files that the system maps, in place of memory of its own (the master's setting memory_files):
+nothing; the staging slots; these and theta of all versions (docs/storage.md)."""
+
+_MOMENTUM_BYTES = 8
+"""Momentum v and v+1, which is never in a file: every outer step reads and writes all of it."""
+
 KEPT_PRODUCTS = 3
 """Pairs of pushes whose products a slave keeps of each chunk (slave/landing.py)."""
 
@@ -47,9 +54,23 @@ class Placement:
         return [block for block in layout.blocks if self.slave_of_block[block.block_id] == index]
 
 
-def memory_bytes_needed(n_elems: int, staging_slots: int, pins: int) -> int:
-    """Memory of a slave that holds n_elems, for the parameters themselves."""
-    return n_elems * (BYTES_PER_ELEM_FIXED + BYTES_PER_ELEM_SLOT * (staging_slots + pins))
+def memory_bytes_needed(n_elems: int, staging_slots: int, pins: int, files: str = "none") -> int:
+    """Memory of a slave that holds n_elems, for the parameters themselves. files: one of MEMORY_FILES."""
+    return n_elems * _bytes_per_elem(staging_slots, pins) - file_bytes_needed(n_elems, staging_slots, pins, files)
+
+
+def file_bytes_needed(n_elems: int, staging_slots: int, pins: int, files: str) -> int:
+    """The part of a slave's parameters that is in files. files: one of MEMORY_FILES."""
+    of_elem = {
+        "none": 0,
+        "stagings": BYTES_PER_ELEM_SLOT * staging_slots,
+        "versions": _bytes_per_elem(staging_slots, pins) - _MOMENTUM_BYTES,
+    }
+    return n_elems * of_elem[files]
+
+
+def _bytes_per_elem(staging_slots: int, pins: int) -> int:
+    return BYTES_PER_ELEM_FIXED + BYTES_PER_ELEM_SLOT * (staging_slots + pins)
 
 
 def table_bytes_needed(n_pieces: int, n_chunks: int, staging_slots: int, pins: int) -> int:
@@ -61,36 +82,43 @@ def table_bytes_needed(n_pieces: int, n_chunks: int, staging_slots: int, pins: i
     return n_pieces * of_piece + n_chunks * of_chunk
 
 
-def shard_bytes_needed(blocks_elems: Iterable[int], chunk_bytes: int, staging_slots: int, pins: int) -> int:
+def shard_bytes_needed(
+    blocks_elems: Iterable[int], chunk_bytes: int, staging_slots: int, pins: int, files: str = "none"
+) -> int:
     """The memory_bytes that a slave with blocks of these numbers of elements needs."""
     n_elems = pieces = chunks = 0
     for elems in blocks_elems:
         n_elems += elems
         pieces += n_pieces(elems)
         chunks += -(-elems * FLOAT32_BYTES // chunk_bytes)
-    arrays = memory_bytes_needed(n_elems, staging_slots, pins)
+    arrays = memory_bytes_needed(n_elems, staging_slots, pins, files)
     return arrays + table_bytes_needed(pieces, chunks, staging_slots, pins)
 
 
 def place(
-    layout: Layout, memory_bytes: Sequence[tuple[SlaveId, int]], staging_slots: int, pins: int, chunk_bytes: int
+    layout: Layout,
+    memory_bytes: Sequence[tuple[SlaveId, int]],
+    staging_slots: int,
+    pins: int,
+    chunk_bytes: int,
+    files: str = "none",
 ) -> Placement:
     """Assign the blocks to the slaves, largest first, each to the slave with the most free elements left.
 
     memory_bytes: each slave's stated memory. Slaves of equal memory end up with nearly equal loads.
     Raises Refused(MEMORY) when a block finds no room.
     """
-    per_elem = memory_bytes_needed(1, staging_slots, pins)
+    per_elem = memory_bytes_needed(1, staging_slots, pins, files)
     slaves = tuple(slave for slave, _ in sorted(memory_bytes))
     free_bytes = [total for _, total in sorted(memory_bytes)]
     capacity = [total // per_elem for total in free_bytes]
     used = [0] * len(slaves)
     slave_of_block = [0] * len(layout.blocks)
     for block in sorted(layout.blocks, key=lambda b: (-b.n_elems, b.block_id)):
-        needed = shard_bytes_needed([block.n_elems], chunk_bytes, staging_slots, pins)
+        needed = shard_bytes_needed([block.n_elems], chunk_bytes, staging_slots, pins, files)
         room = [i for i in range(len(slaves)) if free_bytes[i] >= needed]
         if not room:
-            whole = shard_bytes_needed((b.n_elems for b in layout.blocks), chunk_bytes, staging_slots, pins)
+            whole = shard_bytes_needed((b.n_elems for b in layout.blocks), chunk_bytes, staging_slots, pins, files)
             raise Refused(RefusalCode.MEMORY, _too_big(layout, whole, sum(n for _, n in memory_bytes), len(slaves)))
         best = min(room, key=lambda i: (used[i] / capacity[i], i))
         slave_of_block[block.block_id] = best
@@ -116,7 +144,7 @@ def _too_big(layout: Layout, needed_bytes: int, stated_bytes: int, n_slaves: int
     return (
         f"the model has {layout.n_elems} elements and needs {needed_bytes} bytes on the slaves, and whole blocks find "
         f"no room on the {n_slaves} slaves, which state {stated_bytes} bytes: start more slaves, raise their "
-        "memory_bytes, or lower the master's max_clusters"
+        "memory_bytes, lower the master's max_clusters, or set its memory_files"
     )
 
 
@@ -169,6 +197,7 @@ def redeal(
     staging_slots: int,
     pins: int,
     chunk_bytes: int,
+    files: str = "none",
 ) -> Placement:
     """The placement on these slaves, each with its stated memory, that moves few blocks and spreads them evenly.
 
@@ -182,7 +211,7 @@ def redeal(
     loads = {slave: _SlaveLoad(slave, stated) for slave, stated in sorted(memory_bytes)}
     unplaced: list[Need] = []
     for block in layout.blocks:
-        need = (shard_bytes_needed([block.n_elems], chunk_bytes, staging_slots, pins), block.block_id)
+        need = (shard_bytes_needed([block.n_elems], chunk_bytes, staging_slots, pins, files), block.block_id)
         load = loads.get(before.slaves[before.slave_of_block[block.block_id]])
         if load is not None:
             load.put(need)

@@ -23,13 +23,22 @@ def codec_capability(codec: Codec) -> str:
     return f"codec-{codec.name.lower()}"
 
 
+RANKS = "ranks"
+"""The capability of a master and a slave that know a cluster whose ranks each send and fetch a part of a transfer."""
+
 CAPABILITIES: frozenset[str] = frozenset(
-    {"resume-chunks", codec_capability(Codec.F32), *(codec_capability(codec) for codec in DIFFERENCES)}
+    {"resume-chunks", RANKS, codec_capability(Codec.F32), *(codec_capability(codec) for codec in DIFFERENCES)}
 )
 """What this build can do beyond the bare protocol; peers use the intersection."""
 
 CURVE_KEY_BYTES = 32
 """Of a public key of the data flow, as every message carries it."""
+
+MAX_RANKS = 1024
+"""Ranks of one cluster. Each has a data key and a connection to every slave."""
+
+MAX_ALLOWED_KEYS = 16_384
+"""Keys in the list that every slave gets: one for each rank, reader and slave, at most 200 bytes each."""
 
 FINISH_HOLD_S = 5.0
 """How long the master holds a FinishPush while a slave's STAGED is still on its way. Callers wait longer for an answer,

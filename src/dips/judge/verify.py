@@ -276,10 +276,10 @@ class Summary(TypedDict):
     verified: dict[str, int]
 
 
-def verify_or_say(run_dir: Path) -> Summary:
-    """Verify a run and return the summary, also when its records cannot be read."""
+def verify_or_say(run_dir: Path, *, replay: bool = False) -> Summary:
+    """Verify a run and return the summary, also when its records cannot be read. replay: as in verify_run()."""
     try:
-        report = verify_run(run_dir)
+        report = verify_run(run_dir, replay)
     except DipsError as error:
         return {"verify": f"unreadable: {error}", "verified": {}}
     return {"verify": report.verdict, "verified": report.counts()}

@@ -21,6 +21,7 @@ from dips.core.errors import ConfigError
 from dips.core.layout import DEFAULT_BLOCK_ELEMS, MAX_ELEMS
 from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.placement import KEPT_PRODUCTS
+from dips.core.protocol import MAX_RANKS
 from dips.core.units import BitsPerSecond, Bytes, Count
 from dips.core.wire import DIFFERENCES, SCALE_BLOCK_ELEMS, WIRE_DTYPES, encoded_bytes
 from dips.sim.scale.scenario import BytesPerSecond
@@ -29,8 +30,8 @@ from dips.sim.scale.scenario import BytesPerSecond
 #
 # Computes a quantity from the text of the formula that is shown, so that the two cannot disagree.
 #
-# A formula is a sum of products in Python's notation over names and numbers, with min, max and ceil. It must never be
-# more than that: nothing is called, looked up or compared but what is listed here.
+# A formula is a sum of products in Python's notation over names and numbers, with min, max, ceil and floor. It must
+# never be more than that: nothing is called, looked up or compared but what is listed here.
 
 
 _OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
@@ -39,7 +40,7 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-_FUNCTIONS: Mapping[str, Callable[..., float]] = {"min": min, "max": max, "ceil": math.ceil}
+_FUNCTIONS: Mapping[str, Callable[..., float]] = {"min": min, "max": max, "ceil": math.ceil, "floor": math.floor}
 
 CONSTANTS: Mapping[str, float] = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -118,7 +119,16 @@ class SizeKnobs(Knobs):
     params: Annotated[Count, Field(ge=1, le=MAX_ELEMS)] = Field(description="Parameters of the model")
     clusters: int = Field(ge=1, le=1024, description="Clusters that train at the same time")
     slaves: int = Field(ge=1, le=1024, description="Slaves that share the model")
-    link: Rate = Field(description="Rate of a cluster's link to the slaves' site, each way, such as 10gbps")
+    ranks: int = Field(
+        1,
+        ge=1,
+        le=MAX_RANKS,
+        description="Ranks of each cluster, of any parallelism; each pushes and pulls its own share of the model",
+    )
+    link: Rate = Field(
+        description="Rate of a cluster's link to the slaves' site, each way, such as 10gbps; with --ranks, of each "
+        "rank's own"
+    )
     slave_link: Rate | None = Field(None, description="Network card of one slave, each way (default: as --link)")
     wire: Annotated[str, BeforeValidator(_wire)] = Field(
         "float32", description="How pushes are written: float32 (fp32), bfloat16 (bf16), int8 or int4"
@@ -139,6 +149,12 @@ class SizeKnobs(Knobs):
         None, ge=1, le=1024, description="Staging slots of a slave, as the master's (default: as --clusters)"
     )
     pinned_versions: int = Field(2, ge=0, le=1024, description="Older versions kept for readers, as the master's")
+    memory_files: Literal["none", "stagings", "versions"] = Field(
+        "none", description="What slaves keep in files on their disk in place of memory, as the master's"
+    )
+    slave_ram: Annotated[Bytes, Field(gt=0)] | None = Field(
+        None, description="Memory of a slave's host, such as 125GB: print what it holds (default: it is not asked)"
+    )
     snapshots_kept: int = Field(3, ge=1, le=1000, description="Snapshots on a slave's disk, as the slave's")
     checkpoints_kept: int = Field(2, ge=1, description="Checkpoints on a cluster's disk, as the worker's")
     optimizer_bytes: float = Field(
@@ -177,6 +193,8 @@ class SizeKnobs(Knobs):
                 f"max_clusters is {self.max_clusters}, and {self.clusters} clusters are to train: raise it, or leave "
                 "it out"
             )
+        if self.params < self.ranks:
+            raise ValueError(f"{self.params} parameters cannot be divided among {self.ranks} ranks: give fewer ranks")
         if self.chunk_bytes % 4:
             raise ValueError(f"chunk_bytes is {self.chunk_bytes}: use a multiple of 4, the size of a parameter")
         return self
@@ -189,7 +207,7 @@ class SizeTable:
         self.knobs = knobs
         self.rows: dict[str, Quantity] = {}
         self._inputs = _inputs(knobs)
-        for section in (_slave, _master, _cluster, _transfers, _update, _round):
+        for section in (_slave, _host, _master, _cluster, _transfers, _update, _round):
             for key, what, unit, formula, note in section(knobs):
                 self._add(key, what, unit, formula, note)
         self.remarks = tuple(_remarks(self))
@@ -238,6 +256,7 @@ def _inputs(knobs: SizeKnobs) -> Mapping[str, float]:
     return {
         **given,
         "slots": slots,
+        "slave_ram": knobs.slave_ram or 0,
         "slave_link": knobs.slave_link or knobs.link,
         "tokens_per_s": knobs.tokens_per_s or PAPER_TOKENS_PER_S * PAPER_PARAMS / knobs.params,
         # Bytes of one parameter in a push, scales included.
@@ -250,7 +269,19 @@ def _inputs(knobs: SizeKnobs) -> Mapping[str, float]:
     }
 
 
-def _slave(_: SizeKnobs) -> Iterator[SizeRow]:
+_OF_PARAM = {
+    "none": "20 + 4 * slots + 4 * pinned_versions",
+    "stagings": "20 + 4 * pinned_versions",
+    "versions": "8",
+}
+"""A slave's own memory for each parameter, by memory_files; _IN_FILES: what is in files."""
+
+_IN_FILES = {"stagings": "4 * slots", "versions": "12 + 4 * slots + 4 * pinned_versions"}
+
+
+def _slave(knobs: SizeKnobs) -> Iterator[SizeRow]:
+    # The ranks of a cluster divide its window of chunks, and have one chunk each at least.
+    window = "64" if knobs.ranks <= 64 else "ranks"
     yield (
         "shard_params",
         "parameters of one slave, at most",
@@ -270,14 +301,14 @@ def _slave(_: SizeKnobs) -> Iterator[SizeRow]:
         "slave_memory_bytes",
         "memory_bytes of a slave",
         "bytes",
-        "1.01 * (shard_params * (20 + 4 * slots + 4 * pinned_versions) + tables_bytes) + MiB",
+        f"1.01 * (shard_params * ({_OF_PARAM[knobs.memory_files]}) + tables_bytes) + MiB",
         "the setting; 1 % for blocks that end short where a layer ends",
     )
     yield (
         "slave_process_bytes",
         "memory of a slave's process",
         "bytes",
-        "slave_memory_bytes + 90 * MiB + 2 * slots * 64 * chunk_bytes + 256 * MiB",
+        f"slave_memory_bytes + 90 * MiB + 2 * slots * {window} * chunk_bytes + 256 * MiB",
         "base, messages under way and room in addition to the setting (docs/budgets.md)",
     )
     yield (
@@ -287,13 +318,50 @@ def _slave(_: SizeKnobs) -> Iterator[SizeRow]:
         "(snapshots_kept + 1) * (8 * shard_params + 4096)",
         "claimed when the model is known; without record_pushes",
     )
+    if knobs.memory_files != "none":
+        yield (
+            "slave_file_bytes",
+            f"files of a slave's memory (memory_files {knobs.memory_files})",
+            "bytes",
+            f"shard_params * ({_IN_FILES[knobs.memory_files]})",
+            "they have no names, and are freed with the process; the system keeps their pages in memory that is free",
+        )
     yield (
         "slave_volume_bytes",
         "volume of a slave",
         "bytes",
-        "1.06 * slave_ring_bytes + 256 * MiB",
+        "1.06 * (slave_ring_bytes + slave_file_bytes) + 256 * MiB"
+        if knobs.memory_files != "none"
+        else "1.06 * slave_ring_bytes + 256 * MiB",
         "5 % that ext4 keeps back, 1 % for its own tables; manifests, and tapes for a while",
     )
+
+
+def _host(knobs: SizeKnobs) -> Iterator[SizeRow]:
+    """What slave_ram holds. Durability needs no memory: nothing is copied for "async" either (docs/storage.md)."""
+    if knobs.slave_ram is None:
+        return
+    room = "slave_ram - 347 * MiB - 1.01 * tables_bytes"
+    of_slot = "4.04 * shard_params + 128 * chunk_bytes"
+    for suffix, pins, about in (("", " + 4 * pinned_versions", "with these pins"), ("_no_pins", "", "without pins")):
+        yield (
+            f"slots_held{suffix}",
+            f"staging slots in slave_ram (memory_files none), {about}",
+            "",
+            f"max(0, floor(({room} - 1.01 * shard_params * (20{pins})) / ({of_slot})))",
+            "as many clusters, durability sync or async",
+        )
+    for files, of_param in _OF_PARAM.items():
+        hot = {"none": "", "stagings": "", "versions": " + 4"}[files]
+        yield (
+            f"slaves_{files}",
+            f"slaves with slave_ram that hold the run, memory_files {files}",
+            "",
+            f"ceil(1.01 * params * ({of_param}{hot}) / max(1, {room} - 128 * slots * chunk_bytes - 1.01 *"
+            f" block_params * ({of_param}{hot})))",
+            "for all slots and pins, durability sync or async"
+            + ("; with room for the current version, which every pull and push reads" if hot else ""),
+        )
 
 
 def _master(_: SizeKnobs) -> Iterator[SizeRow]:
@@ -321,14 +389,18 @@ def _master(_: SizeKnobs) -> Iterator[SizeRow]:
 
 
 def _cluster(knobs: SizeKnobs) -> Iterator[SizeRow]:
+    # theta_base and theta_at_push, in whose place the pulled version lands as long as training waits.
     vectors = 8 if knobs.overlap == "none" else 12
+    if knobs.ranks > 1:
+        yield from _ranks(vectors)
+        return
     yield (
         "cluster_memory_bytes",
         "memory on the hosts of one cluster, for Di-PS",
         "bytes",
-        f"params * ({vectors} + 2 * residual_bytes + 12 + optimizer_bytes) + slaves * 64 * chunk_bytes",
-        "with the training itself not counted: base and push vectors, the copy that checkpoints are written from, and "
-        "chunks under way",
+        f"params * ({vectors} + 2 * residual_bytes + 12 + optimizer_bytes) + slaves * 64 * chunk_bytes + 80 * MiB",
+        "with the training itself not counted: base and push vectors, the copy that checkpoints are written from, "
+        "chunks under way, and libraries with compiled code",
     )
     yield (
         "cluster_disk_bytes",
@@ -339,23 +411,62 @@ def _cluster(knobs: SizeKnobs) -> Iterator[SizeRow]:
     )
 
 
+def _ranks(vectors: int) -> Iterator[SizeRow]:
+    """A cluster of several ranks. Shares are the same for every parallelism (worker/parallel/ownership.py). vectors:
+    bytes a parameter, of all vectors but the residual.
+    """
+    yield (
+        "share_params",
+        "parameters that one rank owns, with even shares",
+        "",
+        "min(params, params / ranks + chunk_bytes / 4)",
+        "whole chunks; for every parallelism, as shares do not depend on it",
+    )
+    yield (
+        "share_most_params",
+        "parameters that one rank owns, at most",
+        "",
+        "min(params, 1.1 * params / ranks + chunk_bytes / 4)",
+        "where ranks hold parts of different sizes",
+    )
+    for suffix, about in (("", "with even shares"), ("_most", "at most")):
+        yield (
+            f"rank_memory{suffix}_bytes",
+            f"host memory of one rank, for Di-PS, {about}",
+            "bytes",
+            f"share{suffix}_params * ({vectors} + residual_bytes) + 4 * 8 * MiB + 16 * ranks"
+            f" + min(slaves * max(1, 64 / ranks) * chunk_bytes, 4 * share{suffix}_params) + 80 * MiB",
+            "base and push vectors, residual; buckets of the exchange among ranks; chunks under way; libraries with "
+            "compiled code",
+        )
+    yield (
+        "cluster_memory_bytes",
+        "memory on the hosts of one cluster, for Di-PS",
+        "bytes",
+        "ranks * rank_memory_bytes",
+        "of all ranks together; with the training itself, and copies that checkpoints are written from, not counted",
+    )
+
+
 def _transfers(knobs: SizeKnobs) -> Iterator[SizeRow]:
     yield "push_bytes", "bytes of one push", "bytes", "params * wire_bytes", ""
     yield "pull_bytes", "bytes of one pull", "bytes", "params * 4", "parameters travel back as float32"
     crypto = ", 8 * crypto_rate" if knobs.keys else ""
+    disk = ", 8 * disk_rate" if knobs.memory_files != "none" else ""
     yield (
         "slaves_rate",
         "what all slaves take or give together",
         "bits/s",
-        f"slaves * min(link_share * slave_link, 8 * slave_rate{crypto})",
+        f"slaves * min(link_share * slave_link, 8 * slave_rate{crypto}{disk})",
         "",
     )
+    of_ranks = "ranks * " if knobs.ranks > 1 else ""
     yield (
         "alone_rate",
         "rate of a cluster that moves alone",
         "bits/s",
-        f"min(link_share * link, slaves_rate{crypto})",
-        "",
+        f"min({of_ranks}link_share * link, slaves_rate{crypto.replace('8', f'{of_ranks}8')})",
+        "each rank has a link of its own; up to 1.1 times as slow where shares are uneven" if of_ranks else "",
     )
     yield "together_rate", "rate of each when all move", "bits/s", "min(alone_rate, slaves_rate / clusters)", ""
     for what in ("push", "pull"):
@@ -369,12 +480,16 @@ def _transfers(knobs: SizeKnobs) -> Iterator[SizeRow]:
         )
 
 
-def _update(_: SizeKnobs) -> Iterator[SizeRow]:
+def _update(knobs: SizeKnobs) -> Iterator[SizeRow]:
+    # Where memory for them is short, pushes are read back from their files, and with them theta of v and v+1.
+    paged = {"none": "", "stagings": " + 4 * shard_params * {k} / disk_rate"}.get(
+        knobs.memory_files, " + 4 * shard_params * ({k} + 2) / disk_rate"
+    )
     yield (
         "update_s",
         "update with one cluster's push",
         "s",
-        "4 * shard_params * (1 + 1 + 4 + 1) / memory_rate + 8 * shard_params / disk_rate",
+        "4 * shard_params * (1 + 1 + 4 + 1) / memory_rate + 8 * shard_params / disk_rate" + paged.format(k=1),
         "MEASURE reads 1 + k vectors (at most: sums are mostly taken on receipt), the step moves 4 + k, and the "
         "snapshot follows",
     )
@@ -382,7 +497,8 @@ def _update(_: SizeKnobs) -> Iterator[SizeRow]:
         "update_together_s",
         "update with a push of every cluster",
         "s",
-        "4 * shard_params * (1 + clusters + 4 + clusters) / memory_rate + 8 * shard_params / disk_rate",
+        "4 * shard_params * (1 + clusters + 4 + clusters) / memory_rate + 8 * shard_params / disk_rate"
+        + paged.format(k="clusters"),
         "",
     )
     yield (

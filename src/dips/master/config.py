@@ -139,6 +139,11 @@ class MasterConfig(MetricsKnobs):
     pinned_versions: int = Field(
         2, ge=0, le=1024, description="Older versions that slaves keep for readers; 4 bytes a parameter each"
     )
+    memory_files: Literal["none", "stagings", "versions"] = Field(
+        "none",
+        description="What slaves keep in files on their disk, mapped, in place of memory of their own; stagings: the "
+        "pushes, 4 bytes a parameter and cluster; versions: these and the parameters of all versions",
+    )
     max_message_bytes: Bytes = Field(64 << 20, description="Largest control message that is accepted")
 
     preset: str = Field(
@@ -270,6 +275,7 @@ class MasterConfig(MetricsKnobs):
             outer_momentum=penalty.outer_momentum,
             preset=self.preset,
             durability=self.durability,
+            memory_files=self.memory_files,
             max_message_bytes=self.max_message_bytes,
             ticket_ttl_s=self.times()["ticket_ttl_s"],
             round_timeout_s=self.round_timeout_s,

@@ -64,6 +64,10 @@ METRICS: tuple[Spec, ...] = (
     Spec("slaves", "gauge", "Slaves by state: ready, attached (not ready yet), away", "all ready", ("state",)),
     Spec("slaves_expected", "gauge", "Slaves that rounds need", "equal to slaves{state=\"ready\"}"),
     Spec("cluster_up", "gauge", "1 while the cluster is a member (joined, beating)", "1", _CLUSTER),
+    Spec("cluster_ranks", "gauge", "Ranks of the cluster, each of which pushes and pulls its share",
+         "constant while the cluster is live", _CLUSTER, "", "the cluster is live"),
+    Spec("cluster_late_ranks", "gauge", "Ranks that the cluster's transfer waits for, long after the others are done",
+         "0", _CLUSTER, "", "the cluster is live"),
     Spec("cluster_draining", "gauge", "1 while the cluster is asked to finish and leave", "0", _CLUSTER),
     Spec("cluster_quarantined", "gauge", "1 while the cluster's pushes were rejected several times in a row", "0",
          _CLUSTER),
@@ -491,6 +495,8 @@ def _cluster(families: Families, now: MetricsMoment, cluster: ClusterStatus) -> 
     behind = cluster.base.behind(now.view.status.published) if cluster.base is not None else None
     for metric, value in (
         ("cluster_up", flag(alive)),
+        ("cluster_ranks", cluster.ranks if alive else None),
+        ("cluster_late_ranks", len(cluster.late_ranks) if alive else None),
         ("cluster_draining", flag(cluster.draining)),
         ("cluster_quarantined", flag(cluster.quarantined)),
         ("cluster_beat_age_seconds", cluster.beat_age_s + now.late_s if alive else None),

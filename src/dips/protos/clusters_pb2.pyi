@@ -22,7 +22,7 @@ STALE_FENCE: StaleKind
 STALE_TIMELINE: StaleKind
 
 class JoinRequest(_message.Message):
-    __slots__ = ("caller", "hello", "layout", "layout_hash", "data_plan", "declared_tokens_per_s", "held_ranges", "curve_key", "frozen", "buffers", "process_id", "host")
+    __slots__ = ("caller", "hello", "layout", "layout_hash", "data_plan", "declared_tokens_per_s", "held_ranges", "curve_key", "frozen", "buffers", "process_id", "host", "rank_keys", "pushers")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,8 @@ class JoinRequest(_message.Message):
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    RANK_KEYS_FIELD_NUMBER: _ClassVar[int]
+    PUSHERS_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     hello: _common_pb2.Hello
     layout: _common_pb2.Layout
@@ -47,7 +49,9 @@ class JoinRequest(_message.Message):
     buffers: _containers.RepeatedCompositeFieldContainer[TensorDigest]
     process_id: bytes
     host: str
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., data_plan: _Optional[_Union[_common_pb2.DataPlan, _Mapping]] = ..., declared_tokens_per_s: _Optional[float] = ..., held_ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ..., curve_key: _Optional[bytes] = ..., frozen: _Optional[_Iterable[_Union[TensorDigest, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[TensorDigest, _Mapping]]] = ..., process_id: _Optional[bytes] = ..., host: _Optional[str] = ...) -> None: ...
+    rank_keys: _containers.RepeatedScalarFieldContainer[bytes]
+    pushers: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., layout_hash: _Optional[bytes] = ..., data_plan: _Optional[_Union[_common_pb2.DataPlan, _Mapping]] = ..., declared_tokens_per_s: _Optional[float] = ..., held_ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ..., curve_key: _Optional[bytes] = ..., frozen: _Optional[_Iterable[_Union[TensorDigest, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[TensorDigest, _Mapping]]] = ..., process_id: _Optional[bytes] = ..., host: _Optional[str] = ..., rank_keys: _Optional[_Iterable[bytes]] = ..., pushers: _Optional[int] = ...) -> None: ...
 
 class TensorDigest(_message.Message):
     __slots__ = ("name", "digest")
@@ -88,7 +92,7 @@ class JoinReply(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., settings: _Optional[_Union[_common_pb2.Settings, _Mapping]] = ..., seed: _Optional[bool] = ..., fence: _Optional[int] = ..., verdict: _Optional[_Union[_common_pb2.Verdict, _Mapping]] = ..., undecided: _Optional[_Union[_common_pb2.PushId, _Mapping]] = ..., published: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens: _Optional[int] = ..., local_steps: _Optional[int] = ..., run_id: _Optional[str] = ..., kept_ranges: _Optional[_Iterable[_Union[_common_pb2.DataRange, _Mapping]]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("caller", "phase", "steps", "tokens_per_s", "steps_per_s", "loss", "push_s", "pull_s", "base", "note")
+    __slots__ = ("caller", "phase", "steps", "tokens_per_s", "steps_per_s", "loss", "push_s", "pull_s", "base", "note", "late_ranks")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +103,7 @@ class HeartbeatRequest(_message.Message):
     PULL_S_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    LATE_RANKS_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     phase: str
     steps: int
@@ -109,7 +114,8 @@ class HeartbeatRequest(_message.Message):
     pull_s: float
     base: _common_pb2.Version
     note: str
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., phase: _Optional[str] = ..., steps: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., push_s: _Optional[float] = ..., pull_s: _Optional[float] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., note: _Optional[str] = ...) -> None: ...
+    late_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., phase: _Optional[str] = ..., steps: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., push_s: _Optional[float] = ..., pull_s: _Optional[float] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., note: _Optional[str] = ..., late_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("epoch", "published", "tokens", "local_steps", "stop", "phase", "donate")

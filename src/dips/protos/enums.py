@@ -62,7 +62,7 @@ class DataOp(IntEnum):
     """The operations of data-flow messages: requests and answers."""
 
     PUT_CHUNK = 1  # worker -> slave, with payload
-    QUERY_MISSING = 2  # worker -> slave: which chunks of this push are not here yet?
+    QUERY_MISSING = 2  # worker -> slave: which chunks of this push, from block and offset_bytes on, are not here yet?
     GET_CHUNK = 3  # worker -> slave, or slave -> slave
     ACK = 4  # slave -> worker: the chunk of PUT_CHUNK has arrived and is verified
     MISSING = 5  # slave -> worker

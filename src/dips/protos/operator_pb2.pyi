@@ -83,7 +83,7 @@ class OperatorReply(_message.Message):
     def __init__(self, sentence: _Optional[str] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("cluster_id", "incarnation", "alive", "phase", "beat_age_s", "steps", "tokens_per_s", "steps_per_s", "loss", "base", "tokens_applied", "pushes_applied", "pushes_excluded", "pushes_aborted", "incarnations", "last_verdict", "last_reason", "local_steps", "last_norm", "last_z", "last_cosine", "quarantined", "leased_tokens", "note", "steps_total", "cosine_usual", "cosine_rounds", "direction_alarm", "tokens_per_step", "draining")
+    __slots__ = ("cluster_id", "incarnation", "alive", "phase", "beat_age_s", "steps", "tokens_per_s", "steps_per_s", "loss", "base", "tokens_applied", "pushes_applied", "pushes_excluded", "pushes_aborted", "incarnations", "last_verdict", "last_reason", "local_steps", "last_norm", "last_z", "last_cosine", "quarantined", "leased_tokens", "note", "steps_total", "cosine_usual", "cosine_rounds", "direction_alarm", "tokens_per_step", "draining", "ranks", "late_ranks")
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,8 @@ class ClusterStatus(_message.Message):
     DIRECTION_ALARM_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    LATE_RANKS_FIELD_NUMBER: _ClassVar[int]
     cluster_id: str
     incarnation: _common_pb2.Incarnation
     alive: bool
@@ -144,7 +146,9 @@ class ClusterStatus(_message.Message):
     direction_alarm: bool
     tokens_per_step: float
     draining: bool
-    def __init__(self, cluster_id: _Optional[str] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ..., beat_age_s: _Optional[float] = ..., steps: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens_applied: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_excluded: _Optional[int] = ..., pushes_aborted: _Optional[int] = ..., incarnations: _Optional[int] = ..., last_verdict: _Optional[str] = ..., last_reason: _Optional[str] = ..., local_steps: _Optional[int] = ..., last_norm: _Optional[float] = ..., last_z: _Optional[float] = ..., last_cosine: _Optional[float] = ..., quarantined: _Optional[bool] = ..., leased_tokens: _Optional[int] = ..., note: _Optional[str] = ..., steps_total: _Optional[int] = ..., cosine_usual: _Optional[float] = ..., cosine_rounds: _Optional[int] = ..., direction_alarm: _Optional[bool] = ..., tokens_per_step: _Optional[float] = ..., draining: _Optional[bool] = ...) -> None: ...
+    ranks: int
+    late_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, cluster_id: _Optional[str] = ..., incarnation: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., alive: _Optional[bool] = ..., phase: _Optional[str] = ..., beat_age_s: _Optional[float] = ..., steps: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens_applied: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_excluded: _Optional[int] = ..., pushes_aborted: _Optional[int] = ..., incarnations: _Optional[int] = ..., last_verdict: _Optional[str] = ..., last_reason: _Optional[str] = ..., local_steps: _Optional[int] = ..., last_norm: _Optional[float] = ..., last_z: _Optional[float] = ..., last_cosine: _Optional[float] = ..., quarantined: _Optional[bool] = ..., leased_tokens: _Optional[int] = ..., note: _Optional[str] = ..., steps_total: _Optional[int] = ..., cosine_usual: _Optional[float] = ..., cosine_rounds: _Optional[int] = ..., direction_alarm: _Optional[bool] = ..., tokens_per_step: _Optional[float] = ..., draining: _Optional[bool] = ..., ranks: _Optional[int] = ..., late_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SlaveStatus(_message.Message):
     __slots__ = ("slave_id", "incarnation", "alive", "phase", "beat_age_s", "data_endpoint", "version", "staging_bytes", "served_bytes", "refused_chunks", "resident_bytes", "incarnations", "durable", "refused_connections", "trouble")

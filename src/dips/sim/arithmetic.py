@@ -91,6 +91,10 @@ class ShardArithmetic(Protocol):
         """Take chunk number `index` of the shard."""
         ...
 
+    def landed(self, slot: int, index: int) -> Value:
+        """What the slot has of chunk number `index`, which has landed."""
+        ...
+
     def measure(self, theta: Part, slots: Sequence[int]) -> tuple[BlockGram, ...]: ...
 
     def directions(

@@ -54,6 +54,8 @@ class Checks:
     applied: set[str] = field(default_factory=set)
     published: Version | None = None
     ever_published: set[Version] = field(default_factory=set)
+    owners: dict[tuple[str, int], dict[Chunk, int]] = field(default_factory=dict)
+    """Of a cluster of several ranks, in one life: which of them sends each chunk."""
 
     def __post_init__(self) -> None:
         plan = self.world.plan
@@ -69,6 +71,21 @@ class Checks:
         if before == [push, wire] and known != digest:
             self.world.violated(f"push {push} is sent with other bytes than before")
         self.sent[push.cluster] = (push, wire, digest)
+
+    def part_sent(self, push: PushId, life: int, rank: int, chunks: Sequence[Chunk]) -> None:
+        """Check that one rank of a cluster owns each chunk of its pushes."""
+        owners = self.owners.setdefault((push.cluster, life), {})
+        for chunk in chunks:
+            if (owner := owners.setdefault(chunk, rank)) != rank:
+                self.world.violated(f"ranks {owner} and {rank} of {push.cluster} both own {chunk} of push {push}")
+                return
+
+    def staged(self, slave: str, push: PushId, wire: Codec, values: Mapping[Key, Value | None]) -> None:
+        """A slave says that it has all of a push."""
+        for key, value in values.items():
+            if value is None:
+                self.world.violated(f"slave {slave} has staged push {push}, whose chunk {key} has not landed")
+                return
 
     def journalled(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
         """Take a durable record of the journal."""
@@ -161,6 +178,20 @@ class ContentChecks(Checks):
         if known != vector:
             self.world.violated(f"push {push} is sent with other bytes than before")
         self.pushes[push] = vector.rounded if isinstance(vector, Written) else vector
+
+    def staged(self, slave: str, push: PushId, wire: Codec, values: Mapping[Key, Value | None]) -> None:
+        """Check that a slave that has all of a push has what was sent, whoever sent it."""
+        super().staged(slave, push, wire, values)
+        vector = self.first.get((push, wire))
+        if vector is None:
+            self.world.violated(f"slave {slave} has staged push {push} as {wire.name}, which no cluster sent")
+            return
+        sent = vector.rounded if isinstance(vector, Written) else vector
+        for chunk in self.chunks:
+            value = values.get(key_of(chunk))
+            if value is not None and value != sent.value(chunk):
+                self.world.violated(f"slave {slave} has staged push {push} with another content of {chunk}")
+                return
 
     def journalled(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
         """Check a durable record: a COMMIT must merge exactly the pushes that it names."""

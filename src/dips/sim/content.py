@@ -239,6 +239,9 @@ class SymbolShard:
     def land(self, slot: int, index: int, value: int) -> None:
         self._rows[slot][index] = value
 
+    def landed(self, slot: int, index: int) -> int:
+        return self._rows[slot][index]
+
     def measure(self, theta: tuple[int, ...], slots: Sequence[int]) -> tuple[BlockGram, ...]:
         return tuple(
             gram_of(block, [self._rows[slot][index] for slot in slots])

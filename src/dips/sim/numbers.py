@@ -147,6 +147,10 @@ class NumberShard:
         start, stop = self._spans[index]
         self._memory.staging[slot, start:stop] = value
 
+    def landed(self, slot: int, index: int) -> F32:
+        start, stop = self._spans[index]
+        return self._memory.staging[slot, start:stop]
+
     def measure(self, theta: F32, slots: Sequence[int]) -> tuple[BlockGram, ...]:
         return calculation.measure(self._memory, theta, slots)
 

@@ -131,6 +131,14 @@ class SimulatedRunPlan:
     wires: tuple[Codec, ...] = ()
     """The wire type that each cluster asks for, cluster by cluster; none: all float32."""
 
+    pushers: tuple[int, ...] = ()
+    """The ranks of each cluster, cluster by cluster and again from the first: each sends and fetches its share of every
+    transfer; none: all clusters have one."""
+
+    later_pushers: tuple[int, ...] = ()
+    """The ranks of a cluster whose process begins again: for its second life, the third, and so on, and again from the
+    first; none: as many as in its first."""
+
     retry_max_s: float = 2.0
     slave_memory_bytes: int = 1 << 20
     max_chunk_bytes: int = 1 << 16
@@ -207,7 +215,13 @@ class SimulatedRunPlan:
         return self.config.settings.durability
 
     def session_config(
-        self, name: str, run_id: str = "", curve_key: bytes = b"", process_id: bytes = b""
+        self,
+        name: str,
+        run_id: str = "",
+        curve_key: bytes = b"",
+        process_id: bytes = b"",
+        rank_keys: tuple[bytes, ...] = (),
+        pushers: int = 1,
     ) -> SessionConfig:
         return SessionConfig(
             ClusterId(name),
@@ -222,6 +236,8 @@ class SimulatedRunPlan:
             durable_pushes=self.checkpoints,
             wire=self.wires[self._number(name)] if self.wires else Codec.F32,
             curve_key=curve_key,
+            rank_keys=rank_keys,
+            pushers=pushers,
             process_id=process_id,
         )
 
@@ -229,6 +245,12 @@ class SimulatedRunPlan:
         """The most tokens of one step."""
         leased = self.data.mode is DataMode.LEASED
         return self.tokens_per_step if leased else self.usual_tokens(name, BATCH_GROWS_AFTER + 1)
+
+    def pushers_of(self, name: str, life: int) -> int:
+        """The ranks of this cluster in its first life, or a later one."""
+        if life > 1 and self.later_pushers:
+            return self.later_pushers[(life - 2) % len(self.later_pushers)]
+        return self.pushers[self._number(name) % len(self.pushers)] if self.pushers else 1
 
     def step_s_of(self, name: str) -> float:
         """Seconds of one inner step of this cluster; a spare one is like another."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dips.core.chunks import Chunk
 from dips.core.ids import PushId, Version, parse_version
 from dips.core.messages import ClusterRequest, OperatorRequest, SnapshotInfo
 from dips.core.observe.seen import Arrow, Seen
@@ -68,7 +69,8 @@ class SeedOutcome:
 class SeedRun(FaultWorld):
     """One run from its start through faults to its end.
 
-    plan: what the seed would choose, unless given. planned: names of faults to use in place of the seed's choice."""
+    plan: what the seed would choose, unless given. planned: names of faults to use in place of the seed's choice.
+    pushers, later_pushers: the ranks of each cluster, in place of the plan's; none: as the plan says."""
 
     def __init__(
         self,
@@ -76,15 +78,20 @@ class SeedRun(FaultWorld):
         tell: bool = False,
         plan: SimulatedRunPlan | None = None,
         planned: tuple[str, ...] | None = None,
+        pushers: tuple[int, ...] = (),
+        later_pushers: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(seed, tell, plan)
+        super().__init__(seed, tell, plan, pushers, later_pushers)
         self._planned = planned
         self.seen = Seen()
         self.checks = ContentChecks(self) if self.plan.arithmetic.remembers else Checks(self)
         self.judge = Judge(self)
         self.budgets = Budgets(self)
         self.waits = VerdictWaits(self)
-        self.waits.judging = bool(self.plan.sabotaged) and set(planned or ()) <= set(register.OF_ONE_CLUSTER)
+        self.waits.judging = bool(self.plan.sabotaged) and set(planned or ()) <= {
+            *register.OF_ONE_CLUSTER,
+            *register.OF_RANKS,
+        }
         self.names = NameChecks(self)
         self._handled = 0
         self._published_since_heal = False
@@ -216,6 +223,8 @@ class SeedRun(FaultWorld):
         self.masters[0].dies_in_flush = False
         for cluster in self.clusters.values():
             cluster.next_push_kind = CLEAN
+            if cluster.ranks is not None:
+                cluster.ranks.heal()
         for host in (*self.masters[:1], *self.slaves.values(), *self.clusters.values()):
             host.resume()
             if not host.alive:
@@ -287,6 +296,12 @@ class SeedRun(FaultWorld):
 
     def pushing(self, push: PushId, wire: Codec, vector: ModelVector) -> None:
         self.checks.pushing(push, wire, vector)
+
+    def part_sent(self, push: PushId, life: int, rank: int, chunks: Sequence[Chunk]) -> None:
+        self.checks.part_sent(push, life, rank, chunks)
+
+    def staged(self, slave: str, push: PushId, wire: Codec, values: Mapping[Key, Value | None]) -> None:
+        self.checks.staged(slave, push, wire, values)
 
     def pulled(self, name: str, version: Version, values: Mapping[Key, Value]) -> None:
         self.checks.pulled(name, version, values)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from dips.core.machine import TransitionTable, tables
 from dips.core.observe.seen import Arrow, Seen, arrows_of, note
@@ -192,13 +193,14 @@ def _bounds(totals: Totals) -> list[str]:
 # ---- failures ----
 
 
-def complaints(totals: Totals) -> list[str]:
+def complaints(totals: Totals, pushers: tuple[int, ...] = (), later: tuple[int, ...] = ()) -> list[str]:
     """Sentences about what makes the runs a failure."""
+    ranks = _option("--pushers", pushers) + _option("--later-pushers", later)
     said = [
-        f"seed {seed}: {sentence}\n    its event history: python -m dips.sim.seeds --seed {seed} --trace"
+        f"seed {seed}: {sentence}\n    its event history: python -m dips.sim.seeds --seed {seed} --trace{ranks}"
         for seed, sentence in totals.failures
     ]
-    said += _faults_that_never_fired(totals)
+    said += _faults_that_never_fired(totals, ranks=max((*pushers, *later), default=1) > 1)
     if totals.seeds >= SEEDS_FOR_PHASES:
         killed_in = {phase for (_, phase), n in totals.counts.kills.items() if n}
         said += [f"no process was killed in phase {phase} of the round" for phase in PHASES if phase not in killed_in]
@@ -208,10 +210,14 @@ def complaints(totals: Totals) -> list[str]:
     return said
 
 
-def _faults_that_never_fired(totals: Totals) -> list[str]:
+def _option(name: str, values: tuple[int, ...]) -> str:
+    return f" {name} {' '.join(map(str, values))}" if values else ""
+
+
+def _faults_that_never_fired(totals: Totals, *, ranks: bool) -> list[str]:
     counts, many = totals.counts, totals.seeds >= SEEDS_FOR_FAULTS
     said = []
-    for name in register.names():
+    for name in register.names(ranks=ranks):
         planned = counts.planned[name]
         if not counts.fired[name] and (many or planned >= PLANNED_ENOUGH):
             said.append(f"fault {name} never fired ({planned} were planned)")
@@ -233,13 +239,15 @@ PROGRESS_EVERY = 500
 """Seeds between two lines on standard error."""
 
 
-def run_one(seed: int) -> tuple[SeedOutcome, float]:
-    """Run one seed; returns its result and the processor time, in seconds."""
+def run_one(seed: int, pushers: tuple[int, ...] = (), later: tuple[int, ...] = ()) -> tuple[SeedOutcome, float]:
+    """Run one seed; returns its result and the processor time, in seconds. pushers, later: as SimulatedRunPlan's
+    pushers and later_pushers.
+    """
     note()
     began_s = time.process_time()
     gc.disable()  # a run is short, with few megabytes of garbage: collecting it would cost a tenth of the time
     try:
-        outcome = SeedRun(seed).run()
+        outcome = SeedRun(seed, pushers=pushers, later_pushers=later).run()
     except Exception as error:
         raise RuntimeError(f"the simulator itself failed in seed {seed}") from error
     finally:
@@ -247,20 +255,20 @@ def run_one(seed: int) -> tuple[SeedOutcome, float]:
     return outcome, time.process_time() - began_s
 
 
-def run_some(seeds: Sequence[int]) -> list[tuple[SeedOutcome, float]]:
-    return [run_one(seed) for seed in seeds]
+def run_some(pushers: tuple[int, ...], later: tuple[int, ...], seeds: Sequence[int]) -> list[tuple[SeedOutcome, float]]:
+    return [run_one(seed, pushers, later) for seed in seeds]
 
 
-def run_all(seeds: Sequence[int], jobs: int) -> Totals:
+def run_all(seeds: Sequence[int], jobs: int, pushers: tuple[int, ...] = (), later: tuple[int, ...] = ()) -> Totals:
     """Run all seeds on `jobs` processes; the order of the results does not depend on them."""
     totals = Totals()
     chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
     if jobs <= 1:
-        batches: Iterable[list[tuple[SeedOutcome, float]]] = map(run_some, chunks)
+        batches: Iterable[list[tuple[SeedOutcome, float]]] = map(partial(run_some, pushers, later), chunks)
         _add_all(totals, batches)
         return totals
     with ProcessPoolExecutor(jobs) as pool:
-        _add_all(totals, pool.map(run_some, chunks))
+        _add_all(totals, pool.map(partial(run_some, pushers, later), chunks))
     return totals
 
 
@@ -274,9 +282,9 @@ def _add_all(totals: Totals, batches: Iterable[list[tuple[SeedOutcome, float]]])
                 print(f"{totals.seeds} seeds, {len(totals.failures)} failed", file=sys.stderr, flush=True)
 
 
-def tell(seed: int, trace: bool) -> int:
+def tell(seed: int, trace: bool, pushers: tuple[int, ...] = (), later: tuple[int, ...] = ()) -> int:
     """Run and print one seed; with `trace`, all its events."""
-    outcome = SeedRun(seed, tell=trace).run()
+    outcome = SeedRun(seed, tell=trace, pushers=pushers, later_pushers=later).run()
     for line in outcome.story:
         print(line)
     print(
@@ -291,13 +299,13 @@ def tell(seed: int, trace: bool) -> int:
     return 1 if outcome.violations else 0
 
 
-def run(seeds: int, first: int = 0, jobs: int = 2) -> int:
+def run(seeds: int, first: int = 0, jobs: int = 2, pushers: tuple[int, ...] = (), later: tuple[int, ...] = ()) -> int:
     """Simulate `seeds` seeds and print what they showed; returns the exit code."""
     began_s = time.monotonic()
-    totals = run_all(range(first, first + seeds), jobs)
+    totals = run_all(range(first, first + seeds), jobs, pushers, later)
     print("\n".join(report(totals)))
     print(f"took {time.monotonic() - began_s:.0f} s on {jobs} processes", flush=True)
-    wrong = complaints(totals)
+    wrong = complaints(totals, pushers, later)
     if wrong:
         print("\n".join(wrong), flush=True)
     return 1 if wrong else 0
@@ -308,12 +316,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=200, help="how many seeds (200)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (0)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
+    parser.add_argument(
+        "--pushers",
+        type=int,
+        nargs="+",
+        default=(),
+        choices=range(1, 9),
+        metavar="N",
+        help="ranks of each cluster, cluster by cluster and again from the first (1)",
+    )
+    parser.add_argument(
+        "--later-pushers",
+        type=int,
+        nargs="+",
+        default=(),
+        choices=range(1, 9),
+        metavar="N",
+        help="ranks of a cluster that begins again, life by life and again from the first (as in its first life)",
+    )
     parser.add_argument("--seed", type=int, help="only this one")
     parser.add_argument("--trace", action="store_true", help="with --seed: print its event history")
     options = parser.parse_args(arguments)
+    ranks = tuple(options.pushers), tuple(options.later_pushers)
     if options.seed is not None:
-        return tell(options.seed, options.trace)
-    return run(options.seeds, options.first, options.jobs)
+        return tell(options.seed, options.trace, *ranks)
+    return run(options.seeds, options.first, options.jobs, *ranks)
 
 
 if __name__ == "__main__":

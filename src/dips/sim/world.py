@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dips.core.chunks import Chunk
 from dips.core.errors import Refused
 from dips.core.ids import Incarnation, PushId, Version
 from dips.core.messages import ClusterRequest, Refusal, SlaveMessage, SnapshotInfo
@@ -212,6 +213,16 @@ class World:
 
     def pushing(self, push: PushId, wire: Codec, vector: ModelVector) -> None:
         """A cluster begins to send this push, written so."""
+
+    def chunk_sent(self, push: PushId, attempt: int, rank: int, chunk: Chunk) -> None:
+        """A rank of a cluster of several sends this chunk in this attempt of a push."""
+
+    def part_sent(self, push: PushId, life: int, rank: int, chunks: Sequence[Chunk]) -> None:
+        """A rank of a cluster of several has sent these chunks of a push: all of its part. life: of the cluster."""
+
+    def staged(self, slave: str, push: PushId, wire: Codec, values: Mapping[Key, Value | None]) -> None:
+        """A slave has all of its part of this push, written so. values: what it has of each of its chunks; None:
+        nothing."""
 
     def pulled(self, name: str, version: Version, values: Mapping[Key, Value]) -> None:
         """A process has pulled a whole version."""

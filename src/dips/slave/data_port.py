@@ -39,6 +39,10 @@ from dips.slave.state.staging import Landed, Landing, ShardMap, Slot, Staging, S
 
 NOT_READY_RETRY_S = 0.5
 
+Reader = str | bytes
+"""Whose pull it is: the owner of the connection's key, such as all ranks of a cluster; without keys the connection's
+routing id."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -125,7 +129,7 @@ class DataPort:
         self._current: Version | None = None
         self._under_way: set[tuple[int, int]] = set()
         self._push_credits: Credits[PushId] = Credits(MAX_WINDOW_CHUNKS)
-        self._pull_credits: Credits[bytes] = Credits(MAX_WINDOW_CHUNKS)
+        self._pull_credits: Credits[Reader] = Credits(MAX_WINDOW_CHUNKS)
         self._staging_bytes = 0
         self.served_bytes = 0
         self.served_any = False
@@ -215,7 +219,7 @@ class DataPort:
             _check_frames(header, len(frames))
             if self._admission is not None:
                 self._admission.check(user, header)
-            return self._serve(header, frames, peer)
+            return self._serve(header, frames, peer if self._admission is None else self._admission.owner(user))
         except Refused as refused:
             return self._refuse(request, refused)
 
@@ -251,19 +255,19 @@ class DataPort:
         self._push_credits.note_closed(staging.slot.push, self._now_s())
         self._staged(PushStaged(staging.slot, staging.digest()))
 
-    def note_served(self, peer: bytes, n_bytes: int) -> None:
-        """So many bytes of a version go to this peer."""
+    def note_served(self, reader: Reader, n_bytes: int) -> None:
+        """So many bytes of a version go to this reader."""
         self.served_bytes += n_bytes
         self.served_any = True
-        self._pull_credits.note_landed(peer, n_bytes, self._now_s())
+        self._pull_credits.note_landed(reader, n_bytes, self._now_s())
 
     def push_credit(self, staging: Staging) -> int:
-        """Requests that the sender of this push may have unanswered."""
+        """Requests that each sender of this push may have unanswered."""
         return self._push_credits.credit(staging.slot.push, self._now_s())
 
-    def pull_credit(self, peer: bytes) -> int:
-        """Likewise for a reader."""
-        return self._pull_credits.credit(peer, self._now_s())
+    def pull_credit(self, reader: Reader) -> int:
+        """Likewise for each connection of a reader."""
+        return self._pull_credits.credit(reader, self._now_s())
 
     def view(self) -> View:
         """The tables as they are, for the compiled loop."""
@@ -304,11 +308,11 @@ class DataPort:
             self.last_refusal = refused.sentence
         return Answer(DataHeader(self._run_id, self._epoch, DataOp.REFUSED, request, refusal=to_refusal(refused)))
 
-    def _serve(self, header: DataHeader, frames: Sequence[memoryview], peer: bytes) -> Answer | LandingJob | None:
+    def _serve(self, header: DataHeader, frames: Sequence[memoryview], reader: Reader) -> Answer | LandingJob | None:
         if self._map is None or self._table is None:
             raise Refused(RefusalCode.BUSY, "this slave has no memory yet: it is starting", NOT_READY_RETRY_S)
         if header.op is DataOp.GET_CHUNK:
-            return self._get(header, self._map, peer)
+            return self._get(header, self._map, reader)
         if header.epoch < self._epoch:
             raise Refused(
                 RefusalCode.STALE_EPOCH,
@@ -361,12 +365,12 @@ class DataPort:
             )
         return base
 
-    def _get(self, header: DataHeader, shard: ShardMap, peer: bytes) -> Answer:
+    def _get(self, header: DataHeader, shard: ShardMap, reader: Reader) -> Answer:
         landing = find_version(shard, header, self._readable)
         version = header.version
         assert version is not None
         payload, chunk_sum = self._chunk(version, landing, header.momentum)
-        self.note_served(peer, landing.length_bytes)
+        self.note_served(reader, landing.length_bytes)
         return Answer(
             DataHeader(
                 self._run_id,
@@ -380,7 +384,7 @@ class DataPort:
                 codec=Codec.F32,
                 checksum=chunk_sum,
                 cause_id=header.cause_id,
-                credit=self.pull_credit(peer),
+                credit=self.pull_credit(reader),
                 momentum=header.momentum,
             ),
             payload,
@@ -401,7 +405,7 @@ class DataPort:
 
     def _reply(self, header: DataHeader, op: DataOp, staging: Staging) -> DataHeader:
         assert self._table is not None
-        missing = self._table.missing(staging) if op is DataOp.MISSING else ()
+        missing = self._table.missing(staging, header.block, header.offset_bytes) if op is DataOp.MISSING else ()
         return DataHeader(
             self._run_id,
             self._epoch,

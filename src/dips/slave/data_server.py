@@ -382,8 +382,9 @@ class DataServer:
 
     @property
     def traffic_bytes(self) -> int:
-        """Most bytes that correct peers may have under way to here: a window of chunks for each staging slot, twice,
-        since a peer that connects again sends again what its old connection may still hold."""
+        """Most bytes that correct peers may have under way to here: a window of chunks for each staging slot, and one
+        for each rank by which a listed cluster has more than those; twice, since a peer that connects again sends again
+        what its old connection may still hold."""
         return self._traffic_bytes
 
     def note_deliveries(self, on: bool) -> set[int]:
@@ -422,9 +423,7 @@ class DataServer:
         def change() -> None:
             served, self._port.served_any = self._port.served_any, False
             self._port.set_memory(shard, staging)
-            self._traffic_bytes = 0
-            if shard is not None and staging is not None:
-                self._traffic_bytes = 2 * len(staging) * MAX_WINDOW_CHUNKS * shard.chunk_bytes
+            self._reckon_traffic()
             if served:
                 self._drop_peers()
             done()
@@ -441,7 +440,21 @@ class DataServer:
         """Admit these keys and no others; for a port with keys only."""
         admission = self._admission
         assert admission is not None, "the state machine refuses a list where no keys are used"
-        self._post(lambda: admission.set_keys(keys))
+
+        def change() -> None:
+            admission.set_keys(keys)
+            self._reckon_traffic()
+
+        self._post(change)
+
+    def _reckon_traffic(self) -> None:
+        """See traffic_bytes. The ranks of a cluster divide its window, and each has one chunk at least."""
+        shard, staging = self._port.view().shard, self._port.view().staging
+        if shard is None or staging is None:
+            self._traffic_bytes = 0
+            return
+        more = self._admission.n_keys_above(MAX_WINDOW_CHUNKS) if self._admission is not None else 0
+        self._traffic_bytes = 2 * (len(staging) * MAX_WINDOW_CHUNKS + more) * shard.chunk_bytes
 
     def open(self, slot: Slot) -> None:
         self._post(lambda: self._port.open(slot))
@@ -626,7 +639,7 @@ class DataServer:
         elif isinstance(step, Answer):
             self._send(peer, step)
             if self._loop is not None and step.header.op is DataOp.CHUNK:
-                self._loop.meet(self._port, peer, user)
+                self._loop.meet(self._port, peer)
         elif self._pool is None:
             self._admitted.append((peer, step))
         else:
@@ -741,7 +754,7 @@ def _through_failpoint(frames: list[bytes | memoryview]) -> list[list[bytes | me
 
 
 def with_resident_bytes(beat: SlaveBeat) -> SlaveBeat:
-    """Fill in this process's resident memory, as the kernel counts it."""
+    """Fill in this process's resident memory without mapped files, as the kernel counts it."""
     with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[1])
-    return replace(beat, resident_bytes=pages * PAGE_BYTES)
+        _, resident, shared, *_ = file.read().split()
+    return replace(beat, resident_bytes=(int(resident) - int(shared)) * PAGE_BYTES)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,18 @@ RING_BUFFERS = 3
 """Buffers for theta of v, v-1 and v+1; pins need more."""
 
 BUSY_RETRY_S = 0.5
+
+DISK_RETRY_S = 1.0
+"""Wait before room or a write that the disk refused is asked for again, where it is."""
+
+
+@dataclass(frozen=True)
+class MemoryFiles:
+    """Where a slave keeps what is not in memory of its own: files without names, in its directory (docs/storage.md)."""
+
+    directory: Path
+    which: str = "none"  # one of core/placement.py's MEMORY_FILES
+    pins: int = 0  # versions besides v and v-1 for which there is room on the disk
 
 
 @dataclass
@@ -56,21 +69,28 @@ class ShardMemory:
         staging_slots: int,
         memory_bytes: int,
         touched: Callable[[int, int], None] | None = None,
+        files: MemoryFiles | None = None,
     ) -> None:
-        """touched: called with (bytes made so far, bytes in all) while the memory is made."""
+        """touched: called with (bytes made so far, bytes in all) while the memory is made. files: None: all is in
+        memory. Raises Refused(DISK) where they find no room.
+        """
+        self._files = files or MemoryFiles(Path())
+        which = self._files.which
         self.blocks = tuple(blocks)
         self.map = ShardMap(blocks, chunk_bytes)
         self.n_elems = self.map.n_bytes // FLOAT32_BYTES
         self.n_trained = sum(block.n_elems for block in blocks if not block.averaged)
         """Elements [0, n_trained) are trained: averaged blocks have the highest ids, so that they come last."""
         elems = (block.n_elems for block in blocks)
-        spare = memory_bytes - shard_bytes_needed(elems, chunk_bytes, staging_slots, pins=0)
+        spare = memory_bytes - shard_bytes_needed(elems, chunk_bytes, staging_slots, pins=0, files=which)
         if spare < 0:
             raise Refused(
                 RefusalCode.MEMORY,
                 f"{self.n_elems} elements do not fit {memory_bytes} bytes: raise this slave's memory_bytes",
             )
-        self.max_buffers = RING_BUFFERS + spare // max(1, self.map.n_bytes + BYTES_PER_CHECKSUM * self.map.n_chunks)
+        of_buffer = (0 if which == "versions" else self.map.n_bytes) + BYTES_PER_CHECKSUM * self.map.n_chunks
+        more = spare // max(1, of_buffer)
+        self.max_buffers = RING_BUFFERS + (min(more, self._files.pins) if which == "versions" else more)
         of_bytes, done_bytes = (staging_slots + RING_BUFFERS + 2) * self.map.n_bytes, 0
 
         def touched_some(n_bytes: int) -> None:
@@ -79,8 +99,14 @@ class ShardMemory:
             if touched is not None:
                 touched(done_bytes, of_bytes)
 
-        self.staging = _touched((staging_slots, self.n_elems), touched_some)
-        self._buffers = [ThetaBuffer(_touched((self.n_elems,), touched_some)) for _ in range(RING_BUFFERS)]
+        if which == "none":
+            self.staging = _touched((staging_slots, self.n_elems), touched_some)
+        else:
+            self.staging = self._in_file(staging_slots, self.n_elems)
+            touched_some(self.staging.nbytes)
+        self._buffers: list[ThetaBuffer] = []
+        for _ in range(RING_BUFFERS):
+            self._buffers.append(self._buffer(touched_some))
         self._momentum = [_touched((self.n_elems,), touched_some) for _ in range(2)]
         self.samples: dict[Version, F32] = {}  # some elements of the versions measured last (slave/calculation.py)
         self.current: ThetaBuffer | None = None
@@ -134,7 +160,7 @@ class ShardMemory:
                 "memory_bytes or wait for the pulls to end",
                 BUSY_RETRY_S,
             )
-        self._buffers.append(ThetaBuffer(_touched((self.n_elems,))))
+        self._buffers.append(self._buffer())
         self.shadow = self._buffers[-1]
         return self.shadow
 
@@ -173,6 +199,28 @@ class ShardMemory:
         for buffer in self._leaving:
             buffer.info = None
         self._leaving = []
+
+    def _buffer(self, touched: Callable[[int], None] | None = None) -> ThetaBuffer:
+        if self._files.which != "versions":
+            return ThetaBuffer(_touched((self.n_elems,), touched))
+        theta = self._in_file(self.n_elems)
+        if touched is not None:
+            touched(theta.nbytes)
+        return ThetaBuffer(theta)
+
+    def _in_file(self, *shape: int) -> F32:
+        directory, n_bytes = self._files.directory, FLOAT32_BYTES * math.prod(shape)
+        try:
+            return allocator.zeros_in_file(directory, *shape)
+        except MemoryError as error:
+            raise Refused(RefusalCode.MEMORY, f"{error}: raise the limit of this slave's address space") from error
+        except OSError as error:
+            raise Refused(
+                RefusalCode.DISK,
+                f"{directory} has no room for {n_bytes} bytes of memory_files: {error.strerror}; "
+                "free space on the slave's disk, or set the master's memory_files to none",
+                DISK_RETRY_S,
+            ) from error
 
     def _sort_out(self) -> None:
         keep: dict[Version, ThetaBuffer] = {}

@@ -21,7 +21,7 @@ from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import SnapshotInfo
 from dips.core.observe.failpoints import failpoint
 from dips.slave.disk import TEMPORARY, DirectoryLock, Disk, LocalDisk, Promise, claim, replace_durably
-from dips.slave.memory import F32, bytes_of
+from dips.slave.memory import DISK_RETRY_S, F32, bytes_of
 from dips.slave.snapshot_files import (
     HEADER_BYTES,
     Manifest,
@@ -39,9 +39,6 @@ from dips.slave.snapshot_files import (
 )
 
 Key = tuple[Version, RoundId]
-
-DISK_RETRY_S = 1.0
-"""Wait before a write that the disk refused is tried again, where it is."""
 
 SPARE_FILES = 1
 """Files in addition to the kept ones: the file of the shadow, while a round is open."""

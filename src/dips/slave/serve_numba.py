@@ -17,7 +17,7 @@ core/math/simd_numba.py, core/math/landing_numba.py and core/net/zmq_numba.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ from dips.core.math.landing_numba import land, land_difference, land_difference_
 from dips.core.math.outer_numba import take_products
 from dips.core.math.outer_numpy import LANES, n_pieces
 from dips.core.math.simd_numba import address, address_of, array_at, compiled, peek8
-from dips.core.messages import KeyRole
+from dips.core.messages import AllowedKey, KeyRole
 from dips.core.net.header_numba import (
     ATTEMPT,
     BLOCK,
@@ -70,8 +70,8 @@ from dips.core.net.zmq_numba import (
     is_ready,
     new_messages,
     now_s,
+    number_of_user,
     poll_items,
-    user_is,
     zmq_errno,
     zmq_msg_close,
     zmq_msg_data,
@@ -87,7 +87,7 @@ from dips.core.net.zmq_numba import (
 )
 from dips.core.wire import encoded_bytes, n_scales
 from dips.slave import landing
-from dips.slave.data_port import DataPort, View, rows_of_arrays
+from dips.slave.data_port import DataPort, Reader, View, rows_of_arrays
 from dips.slave.landing import (
     MOST_COMPANIONS,
     NEVER,
@@ -97,6 +97,7 @@ from dips.slave.landing import (
     note_products,
     note_sums,
 )
+from dips.slave.state.admission import owner_of
 from dips.slave.state.staging import (
     N_LANDED,
     NEW,
@@ -133,7 +134,8 @@ PUSH_BYTES, VERSION_BYTES, USER_BYTES = 256, 32, 64
 """A push whose id is longer, as bytes, is served by Python. A version is two numbers, a user id is a key."""
 
 MOST_PEERS = 256
-"""Readers that are known at a time; others are served by Python."""
+"""Readers of a port without keys, all on this machine, that are known at a time; Python serves the others. With keys
+the list says who they are, and each is served here."""
 
 ANSWER_BYTES = 2 * PLAIN_BYTES
 """An answer repeats texts of a plain request and adds two numbers."""
@@ -164,7 +166,7 @@ class Rows(NamedTuple):
     attempt: I64  # (s,)
     codec: I64  # (s,)
     base: I64  # (s,): address of the parameters that differences are relative to; 0 where they are not here
-    owner: I64  # (s,): the cluster's number in Keys; -1: no listed key is its
+    owner: I64  # (s,): the cluster's number (Keys.owner); -1: no listed key is its
     credit: I64  # (s,)
     landed: U8  # (s, c), this and the next two: the columns of all slots (staging.Landed)
     checksums: U64  # (s, c)
@@ -184,17 +186,17 @@ class Versions(NamedTuple):
 class Keys(NamedTuple):
     """The listed keys; k of them, none for a port without keys."""
 
-    user: U8  # (k, USER_BYTES)
-    owner: I64  # (k,): number of the cluster whose pushes it may write; -1 for others
+    user: U8  # (k, USER_BYTES), ascending
+    owner: I64  # (k,): number of its owner, the same for all keys of a cluster's ranks
 
 
-class Peers(NamedTuple):
-    """Readers; MOST_PEERS places, the used ones first."""
+class Readers(NamedTuple):
+    """Who reads versions; r of them: the owners of keys, by number, or MOST_PEERS places for connections without keys,
+    the used ones first."""
 
-    id: U64  # short_id() of the routing id; 0: unused
-    user: I64  # number in Keys; without keys -1
-    credit: I64
-    came: I64  # bytes served since Loop.settle
+    peer: U64  # (MOST_PEERS,): short_id() of the routing id; 0: unused. (0,) with keys
+    credit: I64  # (r,)
+    came: I64  # (r,): bytes served since Loop.settle
 
 
 class Tables(NamedTuple):
@@ -213,7 +215,7 @@ class Tables(NamedTuple):
     rows: Rows
     versions: Versions
     keys: Keys
-    peers: Peers
+    readers: Readers
 
 
 class Scratch(NamedTuple):
@@ -337,7 +339,9 @@ def _put(tables: Tables, scratch: Scratch, head: int, body: int) -> tuple[int, b
     """Land a chunk. Returns the push's row and whether this made it complete; row -1: it is left to Python."""
     value, rows, places, sums = scratch.value, tables.rows, tables.places, tables.sums
     row = _row_of(rows, value, scratch.length)
-    if row < 0 or value[EPOCH] < tables.epoch or (tables.keyed and not _is_owner(tables.keys, rows.owner[row], head)):
+    if row < 0 or value[EPOCH] < tables.epoch:
+        return -1, False
+    if tables.keyed and (rows.owner[row] < 0 or rows.owner[row] != _owner(tables.keys, head)):
         return -1, False
     block, offset_bytes, length_bytes, codec = value[BLOCK], value[OFFSET_BYTES], value[LENGTH_BYTES], value[CODEC]
     chunk = find_chunk(places, tables.chunk_bytes, block, offset_bytes, length_bytes)
@@ -399,12 +403,10 @@ def _row_of(rows: Rows, value: I64, length: I64) -> int:
 
 
 @compiled
-def _is_owner(keys: Keys, owner: int, head: int) -> bool:
-    """Whether the message came by a connection whose key may write this cluster's pushes."""
-    for index in range(len(keys.owner)):
-        if owner >= 0 and keys.owner[index] == owner and user_is(head, keys.user[index]):
-            return True
-    return False
+def _owner(keys: Keys, head: int) -> int:
+    """The owner's number of the key by whose connection the message came; -1: it is not listed."""
+    number = number_of_user(head, keys.user)
+    return int(keys.owner[number]) if number >= 0 else -1
 
 
 @compiled
@@ -417,11 +419,9 @@ def _part_of(sums: F64, row: int, first: int, n: int) -> Any:
 def _get(tables: Tables, scratch: Scratch, peer: int, head: int, body: int, lent: I64, free: int) -> int:
     """Make the answer to a request for a chunk: its header in scratch.answer, its payload in `body`. Returns the
     header's length; -1: it is left to Python."""
-    value, length, versions, peers = scratch.value, scratch.length, tables.versions, tables.peers
-    reader = _reader(peers, short_id(peer))
+    value, length, versions, readers = scratch.value, scratch.length, tables.versions, tables.readers
+    reader = _owner(tables.keys, head) if tables.keyed else _reader(readers, short_id(peer))
     if reader < 0 or value[MOMENTUM]:
-        return -1
-    if tables.keyed and not user_is(head, tables.keys.user[peers.user[reader]]):
         return -1
     block, offset_bytes, length_bytes = value[BLOCK], value[OFFSET_BYTES], value[LENGTH_BYTES]
     chunk = find_chunk(tables.places, tables.chunk_bytes, block, offset_bytes, length_bytes)
@@ -429,13 +429,13 @@ def _get(tables: Tables, scratch: Scratch, peer: int, head: int, body: int, lent
         return -1
     for index in range(len(versions.address)):
         if same(value[VERSION], length[VERSION], versions.version[index, : versions.version_bytes[index]]):
-            checksum, credit = versions.checksums[index, chunk], peers.credit[reader]
+            checksum, credit = versions.checksums[index, chunk], readers.credit[reader]
             n = write_chunk(scratch.answer, tables.run_id, tables.epoch, value, length, checksum, credit)
             place = versions.address[index] + tables.places.start_byte[block] + offset_bytes
             if n < 0 or zmq_msg_init_data(body, place, length_bytes, free, address_of(lent) + 8 * FREED_AGAIN) < 0:
                 return -1
             lent[SENT] += 1
-            peers.came[reader] += length_bytes
+            readers.came[reader] += length_bytes
             return n
     return -1
 
@@ -453,11 +453,11 @@ def short_id(message: int) -> Any:
 
 
 @compiled
-def _reader(peers: Peers, number: Any) -> int:
-    for index in range(len(peers.id)):
-        if peers.id[index] == np.uint64(0):
+def _reader(readers: Readers, number: Any) -> int:
+    for index in range(len(readers.peer)):
+        if readers.peer[index] == np.uint64(0):
             return -1
-        if peers.id[index] == number:
+        if readers.peer[index] == number:
             return index
     return -1
 
@@ -582,9 +582,10 @@ class Loop:
         self._items = np.zeros(0, POLL_ITEM)
         self._router: zmq.Socket[bytes] | None = None
         self._stagings: list[Staging | None] = []
-        self._readers: list[tuple[bytes, str]] = []
-        self._users: dict[str, int] = {}
-        self._peers = Peers(np.zeros(MOST_PEERS, np.uint64), *np.zeros((3, MOST_PEERS), np.int64))
+        self._listed: Mapping[str, AllowedKey] | None = None
+        self._keys, self._owners = _keys_of({})
+        self._names: list[Reader] = []
+        self._readers = _no_readers(MOST_PEERS, 0)
         self._checksums: dict[Any, tuple[Any, U64]] = {}
         self._arrays: list[Any] = []
         self._tables = self._tables_of(View(0, None, None, None, None, None, {}, None, None))
@@ -595,8 +596,8 @@ class Loop:
             self._parked.append(self._lent)
             self._lent = Lent()
             self._lent.keep(self._arrays)
-            self._readers.clear()
-            self._peers.id[:] = 0
+            if self._listed is None:
+                self._forget_peers()
         self._router, self._items = router, items
 
     @property
@@ -645,42 +646,43 @@ class Loop:
         return bool(self._items[index]["revents"])
 
     def settle(self, port: DataPort) -> bool:
-        """Have the port count what the last call did, and tell peers' new credits. Returns whether it did anything."""
+        """Have the port count what the last call did, and take the new credits. Returns whether it did anything."""
         if not self._told[N_SERVED]:
             return False
-        rows, peers = self._tables.rows, self._peers
+        rows, readers = self._tables.rows, self._readers
         for row in np.flatnonzero(rows.came[:, 1]).tolist():
             staging = self._stagings[row]
             assert staging is not None
             port.note_came(staging, *rows.came[row].tolist())
             rows.came[row] = 0
-        for place in np.flatnonzero(peers.came).tolist():
-            port.note_served(self._readers[place][0], int(peers.came[place]))
-            peers.came[place] = 0
-        self._give_credits(port)
+        for number in np.flatnonzero(readers.came).tolist():
+            port.note_served(self._names[number], int(readers.came[number]))
+            readers.came[number] = 0
+        self._give_credits(port, reads=bool(self._told[SERVED_BYTES]))
         return True
 
-    def _give_credits(self, port: DataPort) -> None:
+    def _give_credits(self, port: DataPort, *, reads: bool) -> None:
         for row, staging in enumerate(self._stagings):
             if staging is not None:
                 self._tables.rows.credit[row] = port.push_credit(staging)
-        if self._told[SERVED_BYTES]:
-            for place, (peer, _) in enumerate(self._readers):
-                self._peers.credit[place] = port.pull_credit(peer)
+        if reads:
+            for number, reader in enumerate(self._names):
+                self._readers.credit[number] = port.pull_credit(reader)
 
-    def meet(self, port: DataPort, peer: bytes, user: str) -> None:
-        """A reader whose request Python has just served: its next ones are served here."""
-        number = self._users.get(user, -1)
-        if not 1 <= len(peer) <= 7 or (self._tables.keyed and number < 0):
+    def meet(self, port: DataPort, peer: bytes) -> None:
+        """A reader whose request Python has just served: its next ones are served here. With keys they are already."""
+        if self._listed is not None or not 1 <= len(peer) <= 7 or peer in self._names:
             return
-        at = next((i for i, (known, _) in enumerate(self._readers) if known == peer), len(self._readers))
-        if at == MOST_PEERS:
-            self._readers.clear()
-            self._peers.id[:], at = 0, 0
-        self._readers[at:] = [(peer, user), *self._readers[at + 1 :]]
-        self._peers.credit[at], self._peers.came[at] = port.pull_credit(peer), 0
-        self._peers.user[at] = number
-        self._peers.id[at] = int.from_bytes(bytes([len(peer)]) + peer, "big")
+        if len(self._names) == MOST_PEERS:
+            self._forget_peers()
+        number = len(self._names)
+        self._names.append(peer)
+        self._readers.credit[number] = port.pull_credit(peer)
+        self._readers.peer[number] = int.from_bytes(bytes([len(peer)]) + peer, "big")
+
+    def _forget_peers(self) -> None:
+        self._names.clear()
+        self._readers.peer[:] = 0
 
     # ---- making the tables ----
 
@@ -688,10 +690,10 @@ class Loop:
         """The port's tables changed."""
         self._tables = self._tables_of(port.view())
         self._lent.keep(self._arrays)
-        self._give_credits(port)
+        self._give_credits(port, reads=True)
 
     def _tables_of(self, view: View) -> Tables:
-        keys, owners = self._keys(view)
+        self._take_keys(view)
         shard, staging, receipts = view.shard, view.staging, view.receipts
         served = shard is not None and staging is not None and _is_plain(staging, len(staging) * shard.n_bytes)
         self._arrays, self._stagings = [], []
@@ -699,7 +701,7 @@ class Loop:
             no_shard = ShardMap((), PIECE_BYTES)
             return Tables(
                 self._run_id, view.epoch, view.admission is not None, PIECE_BYTES, 0, 0, 0, NEVER, _places(no_shard),
-                Receipts(no_shard, 0).sums, self._rows(view, owners), self._versions(view, no_shard), keys, self._peers,
+                Receipts(no_shard, 0).sums, self._rows(view), self._versions(view, no_shard), self._keys, self._readers,
             )  # fmt: skip
         versions, current = self._versions(view, shard), view.readable.get(view.current) if view.current else None
         theta = current.theta if current is not None and _is_plain(current.theta, shard.n_bytes) else None
@@ -708,26 +710,19 @@ class Loop:
         return Tables(
             self._run_id, view.epoch, view.admission is not None, shard.chunk_bytes, address(staging), shard.n_bytes,
             address(theta) if theta is not None else 0, receipts.theta_number if measured else NEVER, _places(shard),
-            receipts.sums, self._rows(view, owners), versions, keys, self._peers,
+            receipts.sums, self._rows(view), versions, self._keys, self._readers,
         )  # fmt: skip
 
-    def _keys(self, view: View) -> tuple[Keys, dict[str, int]]:
-        """The listed keys, and the number of each cluster. Readers that are no longer listed are forgotten."""
-        listed = view.admission.keys if view.admission is not None else {}
-        owners: dict[str, int] = {}
-        keys = Keys(np.zeros((len(listed), USER_BYTES), np.uint8), np.full(len(listed), -1, np.int64))
-        for index, (user, allowed) in enumerate(listed.items()):
-            keys.user[index] = np.frombuffer(user.encode(), np.uint8)
-            if allowed.role is KeyRole.CLUSTER:
-                keys.owner[index] = owners.setdefault(allowed.owner, len(owners))
-        users = {user: index for index, user in enumerate(listed)}
-        if users != self._users:
-            self._users = users
-            self._readers.clear()
-            self._peers.id[:] = 0
-        return keys, owners
+    def _take_keys(self, view: View) -> None:
+        """Make the tables of the listed keys, if the list is another one: it may have thousands."""
+        if view.admission is None or view.admission.keys is self._listed:
+            return
+        self._listed = view.admission.keys
+        self._keys, self._owners = _keys_of(self._listed)
+        self._names = list(self._owners)
+        self._readers = _no_readers(0, len(self._names))
 
-    def _rows(self, view: View, owners: dict[str, int]) -> Rows:
+    def _rows(self, view: View) -> Rows:
         arrays = view.rows or rows_of_arrays(0, 0)
         n_slots = len(arrays.landed)
         self._stagings = [None] * n_slots
@@ -744,7 +739,7 @@ class Loop:
             self._stagings[row] = staging
             rows.open[row], rows.attempt[row], rows.codec[row] = 1, slot.attempt, slot.wire
             rows.push[row, : len(push)], rows.push_bytes[row] = push, len(push)
-            rows.owner[row] = owners.get(slot.push.cluster, -1)
+            rows.owner[row] = self._owners.get(owner_of(KeyRole.CLUSTER, slot.push.cluster), -1)
             base = view.readable.get(slot.base) if slot.base is not None else None
             if base is not None and view.shard is not None and _is_plain(base.theta, view.shard.n_bytes):
                 rows.base[row] = address(base.theta)
@@ -774,6 +769,19 @@ class Loop:
 def _is_plain(array: Any, n_bytes: int) -> bool:
     """Whether the array is so many bytes of float32, one after the other."""
     return bool(array.dtype == np.float32 and array.flags.c_contiguous and array.nbytes == n_bytes)
+
+
+def _keys_of(listed: Mapping[str, AllowedKey]) -> tuple[Keys, dict[str, int]]:
+    """The table of these keys, by user id, and their owners' numbers."""
+    owners: dict[str, int] = {}
+    users = sorted(listed)
+    owner = [owners.setdefault(owner_of(listed[user].role, listed[user].owner), len(owners)) for user in users]
+    user = np.array(bytearray("".join(users), "ascii"), np.uint8).reshape(-1, USER_BYTES)
+    return Keys(user, np.array(owner, np.int64)), owners
+
+
+def _no_readers(n_peers: int, n_owners: int) -> Readers:
+    return Readers(np.zeros(n_peers, np.uint64), *np.zeros((2, n_peers or n_owners), np.int64))
 
 
 def _places(shard: ShardMap) -> Places:

@@ -46,7 +46,7 @@ from dips.core.observe.tape import Tape
 from dips.core.threads import Threads
 from dips.slave import calculation, serve_numba
 from dips.slave.data_server import DataServer
-from dips.slave.memory import F32, ShardMemory
+from dips.slave.memory import F32, MemoryFiles, ShardMemory
 from dips.slave.metrics import Counts, MetricsMoment, kind_of, snapshot
 from dips.slave.mover import Mover
 from dips.slave.push_evidence import PushEvidence
@@ -315,7 +315,8 @@ class SlaveShell:
         await self._on(self._disk, self._ring.make, sum(block.n_elems for block in blocks))
         slots, room = body.staging_slots, self._memory_bytes
         starting = Starting("memory", log, self._tape, self._clock)
-        memory = await self._on(self._outer, ShardMemory, blocks, run.chunk_bytes, slots, room, starting.touched)
+        files = MemoryFiles(self._store.directory, run.memory_files, body.pinned_versions)
+        memory = await self._on(self._outer, ShardMemory, blocks, run.chunk_bytes, slots, room, starting.touched, files)
         starting.end()
         current = None if run.source is None else await self._fill(memory, body, run.source)
         await self._serve_memory(memory)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +23,17 @@ from dips.core.clock import Clock
 from dips.core.errors import ConfigError
 from dips.core.observe.tape import Tape
 from dips.core.units import format_bytes
-from dips.worker.checkpoint_files import Checkpoint, CheckpointStore, RawTensor
+from dips.worker.checkpoint_files import Checkpoint, CheckpointError, CheckpointStore, Manifest, RawTensor
 from dips.worker.config import ClientConfig
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Delayed, Done, Event, InstallMode, PushRecord
 from dips.worker.state.saved import SavedSession, SavedStateError
 from dips.worker.vectors import Vectors
+
+if TYPE_CHECKING:  # these need torch
+    from dips.worker.parallel.rank_checkpoints import CheckpointOfRanks
+    from dips.worker.parallel.shard_files import SavedShards
 
 _logger = logging.getLogger("dips.worker.checkpoint")
 
@@ -54,9 +58,34 @@ class InnerState(Protocol):
 
     def restore(self, skeleton: Any, tensors: Mapping[str, RawTensor]) -> None: ...
 
+    def restore_of_ranks(self, state: Mapping[str, Any], saved: SavedShards) -> None:
+        """Likewise, from what several ranks captured (parallel/rank_state.py)."""
+        ...
+
+
+class Checkpoints(Protocol):
+    """What the shell of a cluster uses: the checkpoints of its one process, or those of all ranks.
+
+    written_s: when the last one was complete; NaN: none was. on_written: called with the seconds that each took to be
+    written, on any thread; for metrics.
+    """
+
+    written_s: float
+    on_written: Callable[[float], None] | None
+
+    def resume(self, session: ClusterMachine, label: str | None = None) -> bool: ...
+
+    def take_if_due(self, session: ClusterMachine, cause: str) -> None: ...
+
+    def take_now(self, session: ClusterMachine, cause: str, label: str) -> bool: ...
+
+    def record_push(self, job: int, record: PushRecord) -> None: ...
+
+    def close(self) -> None: ...
+
 
 class Checkpointing:
-    """Handles one cluster's directory of checkpoints, from start to close."""
+    """Handles the directory of checkpoints of a cluster of one process, from start to close."""
 
     def __init__(
         self,
@@ -74,26 +103,20 @@ class Checkpointing:
         self._parameters = parameters
         self._vectors = vectors
         self._inner = inner
-        self._deliver = deliver
         self._tape = tape
         self._clock = clock
         self._store = CheckpointStore(directory, config.checkpoints_kept)
-        self._copies = _Copies(vectors)
+        self._copies = VectorCopies(vectors)
         self._writer = ThreadPoolExecutor(1, "dips-checkpoint")
-        self._recorder = ThreadPoolExecutor(1, "dips-push-record")
+        self._recorder = PushRecorder(self._store, deliver)
         self._writing: Future[bool] | None = None
         self.written_s = math.nan
-        """When the last checkpoint was written; NaN: none was."""
         self.on_written: Callable[[float], None] | None = None
-        """Called on the writing thread with the seconds that each write took; for metrics."""
         self._due_s = clock.monotonic_s() + config.checkpoint_every_s
-        self._closed = threading.Event()
-        self._wanted: PushRecord | None = None
 
     def close(self) -> None:
         """Wait for the write under way, end both threads and unlock the directory."""
-        self._closed.set()
-        self._recorder.shutdown(wait=True)
+        self._recorder.close()
         self._writer.shutdown(wait=True)
         self._store.close()
 
@@ -106,9 +129,7 @@ class Checkpointing:
         label: the newest of those that take_now() took under this label. Raises ConfigError when there is none though
         one is required, or when it does not fit.
         """
-        checkpoint, sentences = self._store.newest(label)
-        for sentence in sentences:
-            _logger.warning("%s; trying the one before it", sentence)
+        checkpoint = self._newest(label)
         where = self._store.directory
         if checkpoint is None:
             if self._config.resume_required:
@@ -121,9 +142,16 @@ class Checkpointing:
         newest, sentence = self._store.newest_push()
         if sentence:
             _logger.warning("%s; the checkpoint alone is used", sentence)
-        saved = _saved(checkpoint, where)
+        saved = saved_in(checkpoint, where)
         session.resume(saved, newest)
-        self._put_back(checkpoint, with_residual=session.shared.residual)
+        if isinstance(checkpoint, Checkpoint):
+            put_back(checkpoint, self._parameters, self._vectors, with_residual=session.shared.residual)
+            if self._inner is not None:
+                tensors = checkpoint.tensors.items()
+                named = {name.removeprefix(_INNER): tensor for name, tensor in tensors if name.startswith(_INNER)}
+                self._inner.restore(checkpoint.content.get("state"), named)
+        else:
+            checkpoint.put_back(self._parameters, self._vectors, self._inner, with_residual=session.shared.residual)
         self._tape.write(
             "resumed", f"{saved.cluster_id}/join", number=checkpoint.number, seq=saved.seq, base=str(saved.base),
             fence=saved.base_fence, incarnation=str(saved.incarnation), pending_tokens=saved.pending.tokens,
@@ -135,16 +163,22 @@ class Checkpointing:
         )  # fmt: skip
         return True
 
-    def _put_back(self, checkpoint: Checkpoint, *, with_residual: bool) -> None:
-        tensors, n_elems = checkpoint.tensors, self._parameters.layout().n_elems
-        at_push = _vector(checkpoint, "theta_at_push", n_elems) if "theta_at_push" in tensors else None
-        residual = _vector(checkpoint, "residual", n_elems) if with_residual else None
-        installed = _vector(checkpoint, "theta_installed", n_elems) if "theta_installed" in tensors else None
-        self._parameters.install(_vector(checkpoint, "theta", n_elems))
-        self._vectors.restore(_vector(checkpoint, "theta_base", n_elems), at_push, residual, installed)
-        if self._inner is not None:
-            named = {name.removeprefix(_INNER): t for name, t in tensors.items() if name.startswith(_INNER)}
-            self._inner.restore(checkpoint.content.get("state"), named)
+    def _newest(self, label: str | None) -> Checkpoint | CheckpointOfRanks | None:
+        """The newest that can be used; a warning about each newer one."""
+        for manifest in self._store.manifests(label):
+            sentence = manifest
+            if isinstance(manifest, Manifest):
+                try:
+                    if manifest.files_of_ranks is None:
+                        return self._store.read(manifest)
+                    # Not before it is needed, and not in a process without torch.
+                    from dips.worker.parallel.rank_checkpoints import CheckpointOfRanks
+
+                    return CheckpointOfRanks(self._store.directory, manifest)
+                except (CheckpointError, MemoryError) as error:
+                    sentence = self._store.cannot_be_used(manifest.number, error)
+            _logger.warning("%s; trying the one before it", sentence)
+        return None
 
     # ---- between two steps ----
 
@@ -205,13 +239,31 @@ class Checkpointing:
         _logger.debug("checkpoint %d: %s in %.2f s", written.number, format_bytes(written.n_bytes), write_s)
         return True
 
-    # ---- before a push's number is used ----
-
     def record_push(self, job: int, record: PushRecord) -> None:
+        """As PushRecorder.record()."""
+        self._recorder.record(job, record)
+
+
+class PushRecorder:
+    """Makes the record of each push durable on a thread of its own, so that it never waits for a large file."""
+
+    def __init__(self, store: CheckpointStore, deliver: Callable[[Event], None]) -> None:
+        """deliver is called on the recording thread."""
+        self._store = store
+        self._deliver = deliver
+        self._thread = ThreadPoolExecutor(1, "dips-push-record")
+        self._closed = threading.Event()
+        self._wanted: PushRecord | None = None
+
+    def record(self, job: int, record: PushRecord) -> None:
         """Make the record durable, then deliver Done; a newer record replaces one that waits."""
         self._wanted = record
         if not self._closed.is_set():
-            self._recorder.submit(self._record, job, record)
+            self._thread.submit(self._record, job, record)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.shutdown(wait=True)
 
     def _record(self, job: int, record: PushRecord) -> None:
         pause_s = FIRST_PAUSE_S
@@ -228,7 +280,7 @@ class Checkpointing:
                 return
 
 
-class _Copies:
+class VectorCopies:
     """Copies of the flat vectors, made on the training thread for the writer, each only when it has changed.
 
     theta_base changes with the base, theta_at_push with the number of the push; both are in the saved session. The
@@ -267,6 +319,17 @@ class _Copies:
         return copy
 
 
+def put_back(checkpoint: Checkpoint, parameters: ParameterStore, vectors: Vectors, *, with_residual: bool) -> None:
+    """Make a checkpoint's vectors those of this process, and its theta live. Raises ConfigError where they are of
+    another length."""
+    tensors, n_elems = checkpoint.tensors, vectors.n_elems
+    at_push = _vector(checkpoint, "theta_at_push", n_elems) if "theta_at_push" in tensors else None
+    residual = _vector(checkpoint, "residual", n_elems) if with_residual else None
+    installed = _vector(checkpoint, "theta_installed", n_elems) if "theta_installed" in tensors else None
+    parameters.install(_vector(checkpoint, "theta", n_elems))
+    vectors.restore(_vector(checkpoint, "theta_base", n_elems), at_push, residual, installed)
+
+
 def _raw(vector: F32) -> RawTensor:
     return RawTensor("F32", vector.shape, vector.view(np.uint8))
 
@@ -279,7 +342,8 @@ def _vector(checkpoint: Checkpoint, name: str, n_elems: int) -> F32:
     return raw.data.view(np.float32)
 
 
-def _saved(checkpoint: Checkpoint, where: Path) -> SavedSession:
+def saved_in(checkpoint: Checkpoint | CheckpointOfRanks | Manifest, where: Path) -> SavedSession:
+    """The session in it. Raises ConfigError for one of another release."""
     try:
         return SavedSession.from_json(checkpoint.content.get("session"))
     except SavedStateError as error:

@@ -8,7 +8,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,22 @@ def read_tensors(path: Path, stamp: CheckpointStamp) -> dict[str, RawTensor]:
             return _read(path, file, stamp)
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+
+
+def check_file(path: Path, stamp: CheckpointStamp) -> None:
+    """Read a file and compare every byte of it. Raises CheckpointError when it is not the one that was stamped."""
+    whole, n_bytes = xxhash.xxh3_128(), 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            while piece := file.read(IO_BYTES):
+                whole.update(piece)
+                n_bytes += len(piece)
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+    if n_bytes != stamp.n_bytes:
+        raise CheckpointError(f"{path.name} has {n_bytes} bytes, {stamp.n_bytes} were written: it is torn")
+    if whole.hexdigest() != stamp.xxh3_128:
+        raise CheckpointError(f"{path.name}: its bytes are not those that were written")
 
 
 def safetensors_header(tensors: Mapping[str, RawTensor], metadata: Mapping[str, str]) -> bytes:
@@ -184,7 +201,7 @@ def _canonical(body: Mapping[str, Any]) -> bytes:
 # ---- durable writes ----
 
 
-def write_durably(path: Path, parts: Sequence[memoryview]) -> CheckpointStamp:
+def write_durably(path: Path, parts: Iterable[memoryview]) -> CheckpointStamp:
     """Replace a file as a whole: temporary file, flush, rename, flush of the directory.
 
     Raises OSError; the temporary file is then removed, and the file is the old one or the complete new one.
@@ -239,7 +256,26 @@ def _write_parts(path: Path, parts: Iterable[memoryview]) -> CheckpointStamp:
 FORMAT = "dips-checkpoint-1"
 _LOCK = "lock"
 _PUSH = "push.json"
-_NAME = re.compile(r"checkpoint-(\d{8,})\.(json|safetensors)\Z")
+_FOLDER = "ranks"
+_NAME = re.compile(r"checkpoint-(\d{8,})\.(json|safetensors|ranks)\Z")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is said of a checkpoint by its last file, whose presence makes it one.
+
+    content: the writer's JSON. stored: of its tensors' file, or, of several ranks, those of their folder.
+    """
+
+    number: int
+    content: Mapping[str, Any]
+    stored: Mapping[str, Any]
+
+    @property
+    def files_of_ranks(self) -> Sequence[Any] | None:
+        """What several ranks have written, file by file; None: one process has written it."""
+        files = self.stored.get("files_of_ranks")
+        return files if isinstance(files, list) else None
 
 
 @dataclass(frozen=True)
@@ -250,6 +286,26 @@ class Checkpoint:
     content: Mapping[str, Any]  # the writer's JSON
     tensors: Mapping[str, RawTensor]
     n_bytes: int = 0  # of the tensors' file
+
+
+def read_manifest(directory: Path, number: int) -> Manifest:
+    """Raises CheckpointError when it cannot be read or is not what was written."""
+    body = read_record(_path(directory, number, "json"))
+    content, stored = body.get("content"), body.get("tensors")
+    if body.get("format") != FORMAT or not isinstance(content, dict):
+        raise CheckpointError(f"it is of the form {body.get('format')!r}, this release reads {FORMAT!r}")
+    if not isinstance(stored, dict):
+        raise CheckpointError("its manifest does not describe its tensors")
+    return Manifest(number, content, stored)
+
+
+def folder_of_ranks(directory: Path, number: int) -> Path:
+    """Where several ranks write the tensors of a checkpoint."""
+    return _path(directory, number, _FOLDER)
+
+
+def _path(directory: Path, number: int, kind: str) -> Path:
+    return directory / f"checkpoint-{number:08d}.{kind}"
 
 
 class CheckpointStore:
@@ -276,12 +332,14 @@ class CheckpointStore:
                 "--checkpoint-dir of its own"
             ) from error
         # A crash leaves temporary files, and tensors without a manifest.
-        whole = set(self.numbers())
-        orphans = [self._path(n, "safetensors") for n in self._named("safetensors") if n not in whole]
-        for path in [*directory.glob(".tmp-*"), *orphans]:
+        numbers = set(self.numbers())
+        started = {*self._named("safetensors"), *self._named(_FOLDER)}
+        self._next = max([0, *numbers, *started]) + 1
+        for path in directory.glob(".tmp-*"):
             with contextlib.suppress(OSError):
                 path.unlink()
-        self._next = max([0, *self.numbers(), *self._named("safetensors")]) + 1
+        for number in started - numbers:
+            self._remove(number)
 
     def close(self) -> None:
         """Unlock the directory. May be called twice."""
@@ -315,10 +373,34 @@ class CheckpointStore:
         except OSError:
             self._remove(number)  # tensors alone would only take space, on a full disk
             raise
-        failpoint("worker.checkpoint.before_prune")
-        for old in self.numbers()[: -self._kept]:
-            self._remove(old)
+        self._prune()
         return Checkpoint(number, content, tensors, stamp.n_bytes)
+
+    def begin_folder(self) -> int:
+        """Make the folder in which several ranks will write; returns the number of their checkpoint. Raises OSError."""
+        number = self._next
+        self._next += 1
+        folder_of_ranks(self.directory, number).mkdir()
+        return number
+
+    def commit_folder(self, number: int, content: Mapping[str, Any], files: Sequence[Any]) -> None:
+        """Make what all ranks have written the newest checkpoint; files: of each rank, as Manifest.files_of_ranks will
+        return them. Raises OSError, and then there is none of this number.
+        """
+        body = {"format": FORMAT, "number": number, "content": content, "tensors": {"files_of_ranks": list(files)}}
+        try:
+            fsync_directory(folder_of_ranks(self.directory, number))
+            fsync_directory(self.directory)
+            failpoint("worker.checkpoint.before_manifest")
+            write_record(self._path(number, "json"), body)
+        except OSError:
+            self._remove(number)
+            raise
+        self._prune()
+
+    def drop_folder(self, number: int) -> None:
+        """Remove what ranks have begun to write."""
+        self._remove(number)
 
     def record_push(self, record: PushRecord) -> None:
         """Make the newest push's record durable, replacing the one before. Raises OSError."""
@@ -329,27 +411,46 @@ class CheckpointStore:
     # ---- reading ----
 
     def newest(self, label: str | None = None) -> tuple[Checkpoint | None, list[str]]:
-        """The newest complete checkpoint, and a sentence about each newer one that cannot be used.
+        """The newest complete checkpoint of one process, and a sentence about each newer one that cannot be used.
 
         label: only those whose content has this `label`; None: any.
         """
         sentences: list[str] = []
+        for manifest in self.manifests(label):
+            if isinstance(manifest, str):
+                sentences.append(manifest)
+                continue
+            try:
+                return self.read(manifest), sentences
+            except (CheckpointError, MemoryError) as error:
+                sentences.append(self.cannot_be_used(manifest.number, error))
+        return None, sentences
+
+    def manifests(self, label: str | None = None) -> Iterator[Manifest | str]:
+        """What is said of each checkpoint, newest first; a sentence in place of what cannot be read. label: only those
+        whose content has this `label`; None: any.
+        """
         for number in reversed(self.numbers()):
             try:
-                body = read_record(self._path(number, "json"))
-                content, stored = body.get("content"), body.get("tensors")
-                if body.get("format") != FORMAT or not isinstance(content, dict):
-                    raise CheckpointError(f"it is of the form {body.get('format')!r}, this release reads {FORMAT!r}")
-                if label is not None and content.get("label") != label:
-                    continue
-                if not isinstance(stored, dict) or not isinstance(stored.get("n_bytes"), int):
-                    raise CheckpointError("its manifest does not describe its tensors")
-                stamp = CheckpointStamp(stored["n_bytes"], str(stored.get("xxh3_128")))
-                tensors = read_tensors(self._path(number, "safetensors"), stamp)
-                return Checkpoint(number, content, tensors, stamp.n_bytes), sentences
+                manifest = read_manifest(self.directory, number)
             except (CheckpointError, MemoryError) as error:
-                sentences.append(f"checkpoint {number} in {self.directory} cannot be used: {error}")
-        return None, sentences
+                yield self.cannot_be_used(number, error)
+                continue
+            if label is None or manifest.content.get("label") == label:
+                yield manifest
+
+    def read(self, manifest: Manifest) -> Checkpoint:
+        """The checkpoint of one process, every byte of it checked. Raises CheckpointError."""
+        stored, number = manifest.stored, manifest.number
+        if not isinstance(stored.get("n_bytes"), int):
+            raise CheckpointError("its manifest does not describe its tensors")
+        stamp = CheckpointStamp(stored["n_bytes"], str(stored.get("xxh3_128")))
+        tensors = read_tensors(self._path(number, "safetensors"), stamp)
+        return Checkpoint(number, manifest.content, tensors, stamp.n_bytes)
+
+    def cannot_be_used(self, number: int, why: object) -> str:
+        """The sentence about it."""
+        return f"checkpoint {number} in {self.directory} cannot be used: {why}"
 
     def newest_push(self) -> tuple[PushRecord | None, str]:
         """The push that was recorded last; None with a sentence when its record cannot be used."""
@@ -364,7 +465,12 @@ class CheckpointStore:
     # ---- removing files ----
 
     def _path(self, number: int, kind: str) -> Path:
-        return self.directory / f"checkpoint-{number:08d}.{kind}"
+        return _path(self.directory, number, kind)
+
+    def _prune(self) -> None:
+        failpoint("worker.checkpoint.before_prune")
+        for old in self.numbers()[: -self._kept]:
+            self._remove(old)
 
     def _named(self, kind: str) -> list[int]:
         matches = (_NAME.match(path.name) for path in self.directory.iterdir())
@@ -375,3 +481,4 @@ class CheckpointStore:
         with contextlib.suppress(OSError):
             for kind in ("json", "safetensors"):
                 self._path(number, kind).unlink(missing_ok=True)
+            shutil.rmtree(folder_of_ranks(self.directory, number), ignore_errors=True)

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import zmq
 
@@ -21,11 +21,13 @@ from dips.core.layout import Layout
 from dips.core.messages import Caller, PlacementSpec, PullGrant, Settings
 from dips.core.net.carriers import Common, carry_pull, carry_push
 from dips.core.net.payloads import Difference
-from dips.core.net.transfer import TransferSettings
+from dips.core.net.transfer import Transfer, TransferSettings, digests_of
 from dips.core.net.zmq_sockets import CurvePair
+from dips.core.share import Share
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.link_counts import LinkCounts, TransferDirection
-from dips.worker.state.effects import Done, Event, Failed, SendPush
+from dips.worker.parallel.part_ends import PartEnd
+from dips.worker.state.effects import DigestOfSlave, Done, Event, Failed, SendPush
 from dips.worker.state.waiting import Times
 from dips.worker.vectors import F32, Vectors
 
@@ -120,11 +122,30 @@ class DataThread:
 
 
 PULL_WINDOW_CHUNKS = 64
-"""Most chunks requested at a time from one slave in a pull; pushes use the master's window_chunks."""
+"""Most chunks requested at a time from one slave in a cluster's pull; pushes use the master's window_chunks."""
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank of a cluster carries. ended: gets the end of each of its parts, on the data thread.
+
+    n_ranks: ranks that push and pull at the same time. They divide a cluster's window of chunks on each slave, for
+    which its memory for messages was reckoned.
+    """
+
+    rank: int
+    share: Share
+    ended: Callable[[PartEnd], None]
+    n_ranks: int = 1
 
 
 class Transfers:
-    """Runs one transfer at a time. `deliver` is called on the data thread. curve: this process's keys, if any."""
+    """Runs one transfer at a time. `deliver` is called on the data thread. curve: this process's keys, if any.
+
+    A process that has all of the model delivers Done or Failed. A rank of several carries its share, and gives the end
+    of its part to `of_rank.ended` instead: with the checksums of all its chunks, from which whoever has all ranks' ends
+    computes the digests (worker/parallel/part_ends.py). A transfer that was cancelled has no end.
+    """
 
     def __init__(
         self,
@@ -134,8 +155,10 @@ class Transfers:
         clock: Clock,
         curve: CurvePair | None = None,
         links: LinkCounts | None = None,
+        of_rank: RankShare | None = None,
     ) -> None:
-        """links: counts the traffic; None: it is not counted."""
+        """vectors: of the whole model, or of of_rank's share. links: counts the traffic; None: it is not counted."""
+        self._of_rank = of_rank
         self._curve = curve
         self._links = links
         self._layout = layout
@@ -146,44 +169,45 @@ class Transfers:
         self._sums: tuple[PushId, Codec, dict[Chunk, int]] | None = None
 
     def push(self, job: int, push: SendPush, caller: Caller, settings: Settings, times: Times) -> None:
-        """Send the push vector; ends in Done with the digests, or in Failed."""
+        """Send the push vector; ends in Done with the digests, or in Failed, or as a part."""
         vectors, clock, ticket = self._vectors, self._clock, push.ticket
         (flat, ready), wire = vectors.sending(), ticket.wire
         difference = Difference(vectors.base, vectors.residual) if wire in DIFFERENCES else None
-        limits = _settings(settings.chunk_bytes, settings.window_chunks, times)
-        common = Common(caller.run_id, caller.epoch, caller.cause_id, self._layout, limits, curve=self._curve)
+        n_ranks = 1 if self._of_rank is None else self._of_rank.n_ranks
+        limits = _settings(settings.chunk_bytes, window_of_rank(settings.window_chunks, n_ranks), times)
+        common = self._common(caller.run_id, caller.epoch, caller.cause_id, limits)
         checksums = self._checksums_of(push.push, wire)
 
         def carry(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
             began_s = clock.monotonic_s()
             counted = self._counted(common, TransferDirection.PUSH, ticket.placement, wire)
-            transfer, digests = carry_push(
+            transfer = carry_push(
                 context, counted, flat, push.push, ticket, clock, cancelled, difference=difference, ready=ready,
                 checksums=checksums,
             )  # fmt: skip
-            if transfer.done:
-                self._deliver(Done(job, digests, clock.monotonic_s() - began_s))
-            elif transfer.failure:
-                self._deliver(Failed(job, transfer.failure, base_gone=transfer.base_gone))
 
-        self._thread.run(job, carry, lambda why: self._deliver(Failed(job, why)))
+            def digests() -> tuple[tuple[str, bytes], ...]:
+                order, known = ticket.block_order, transfer.known()
+                return digests_of(self._layout, ticket.placement, settings.chunk_bytes, known, order)
+
+            self._end(job, transfer, clock.monotonic_s() - began_s, digests)
+
+        self._thread.run(job, carry, lambda why: self._failed(job, why))
 
     def pull(self, job: int, grant: PullGrant, flat: F32, cause: str, times: Times) -> None:
-        """Fetch into `flat`; ends in Done or Failed."""
+        """Fetch into `flat`; ends in Done or Failed, or as a part, whose digests nobody has compared yet."""
         clock = self._clock
-        limits = _settings(grant.chunk_bytes, PULL_WINDOW_CHUNKS, times)
-        common = Common(grant.run_id, grant.epoch, cause, self._layout, limits, curve=self._curve)
+        n_ranks = 1 if self._of_rank is None else self._of_rank.n_ranks
+        limits = _settings(grant.chunk_bytes, window_of_rank(PULL_WINDOW_CHUNKS, n_ranks), times)
+        common = self._common(grant.run_id, grant.epoch, cause, limits)
 
         def carry(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
             began_s = clock.monotonic_s()
             counted = self._counted(common, TransferDirection.PULL, grant.placement, Codec.F32)
             transfer = carry_pull(context, counted, flat, grant, clock, cancelled)
-            if transfer.done:
-                self._deliver(Done(job, None, clock.monotonic_s() - began_s))
-            elif transfer.failure:
-                self._deliver(Failed(job, transfer.failure, corrupt=transfer.corrupt))
+            self._end(job, transfer, clock.monotonic_s() - began_s, lambda: None)
 
-        self._thread.run(job, carry, lambda why: self._deliver(Failed(job, why)))
+        self._thread.run(job, carry, lambda why: self._failed(job, why))
 
     def settle(self) -> None:
         """Cancel the running transfer; returns once no transfer reads or writes a vector."""
@@ -194,6 +218,27 @@ class Transfers:
 
     def close(self) -> None:
         self._thread.close()
+
+    def _common(self, run_id: str, epoch: int, cause: str, limits: TransferSettings) -> Common:
+        common = Common(run_id, epoch, cause, self._layout, limits, curve=self._curve)
+        of_rank = self._of_rank
+        return common if of_rank is None else replace(common, share=of_rank.share, rank=of_rank.rank)
+
+    def _end(self, job: int, transfer: Transfer, seconds: float, result: Callable[[], DigestOfSlave | None]) -> None:
+        """Deliver the end of a transfer, unless it was cancelled. result: of a Done."""
+        if transfer.failure:
+            self._failed(job, transfer.failure, base_gone=transfer.base_gone, corrupt=transfer.corrupt)
+        elif transfer.done and self._of_rank is not None:
+            rank, ended = self._of_rank.rank, self._of_rank.ended
+            ended(PartEnd(job, rank, checksums=transfer.known(), seconds=seconds))
+        elif transfer.done:
+            self._deliver(Done(job, result(), seconds))
+
+    def _failed(self, job: int, why: str, *, base_gone: bool = False, corrupt: bool = False) -> None:
+        if self._of_rank is not None:
+            self._of_rank.ended(PartEnd(job, self._of_rank.rank, why, base_gone=base_gone, corrupt=corrupt))
+        else:
+            self._deliver(Failed(job, why, base_gone=base_gone, corrupt=corrupt))
 
     def _counted(self, common: Common, direction: TransferDirection, placement: PlacementSpec, wire: Codec) -> Common:
         """The same Common, with progress reported to the counts. On the data thread, which owns them."""
@@ -209,6 +254,13 @@ class Transfers:
         if self._sums is None or self._sums[:2] != (push, wire):
             self._sums = (push, wire, self._vectors.checksums() if wire is Codec.F32 else {})
         return self._sums[2]
+
+
+def window_of_rank(window_chunks: int, n_ranks: int) -> int:
+    """Most chunks of one rank that are unanswered by one slave: a slave's memory is reckoned for the window of a
+    cluster, and so is that of all its ranks together.
+    """
+    return max(1, window_chunks // n_ranks)
 
 
 def _settings(chunk_bytes: int, window_chunks: int, times: Times) -> TransferSettings:

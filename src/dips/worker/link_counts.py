@@ -1,7 +1,8 @@
 """Counts the traffic on the links to the slaves in all transfers of this process, on the thread that transfers.
 
 Owned by the data thread, which makes a new immutable view a few times a second during a transfer; readers get the
-last one. Bytes are those on the wire: a push of differences has fewer than its parameters.
+last one. Bytes are those on the wire: a push of differences has fewer than its parameters. Of a cluster of several
+ranks the leader also counts what each of them has moved, on the training thread.
 """
 
 from __future__ import annotations
@@ -31,6 +32,20 @@ class SlaveLinkCounts:
     reconnects: int = 0
     refusals: Mapping[str, int] = field(default_factory=dict)  # by code
     round_trip_s: float | None = None
+
+
+@dataclass(frozen=True)
+class RankCounts:
+    """Counts of one rank of this cluster, of transfers that are done. n_bytes, seconds: by direction; the seconds are
+    those of its part of the newest transfer.
+    """
+
+    n_bytes: Mapping[TransferDirection, int] = field(default_factory=dict)
+    seconds: Mapping[TransferDirection, float] = field(default_factory=dict)
+
+    def with_part(self, direction: TransferDirection, n_bytes: int, seconds: float) -> RankCounts:
+        moved = self.n_bytes.get(direction, 0) + n_bytes
+        return RankCounts({**self.n_bytes, direction: moved}, {**self.seconds, direction: seconds})
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,8 @@ class LinkCounts:
 
     def __init__(self) -> None:
         self._view: Mapping[str, SlaveLinkCounts] = {}
+        self.ranks: Mapping[int, RankCounts] = {}
+        """Of each rank, on the leader of several; from any thread, never changed afterwards."""
 
     @property
     def view(self) -> Mapping[str, SlaveLinkCounts]:
@@ -82,6 +99,11 @@ class LinkCounts:
 
     def show(self, links: Mapping[str, SlaveLinkCounts]) -> None:
         self._view = links
+
+    def ranks_moved(self, direction: TransferDirection, parts: Mapping[int, tuple[int, float]]) -> None:
+        """A transfer of all ranks is done. parts: bytes and seconds of each."""
+        known = {rank: self.ranks.get(rank, RankCounts()) for rank in parts}
+        self.ranks = {rank: known[rank].with_part(direction, *part) for rank, part in parts.items()}
 
     def begin(self, direction: TransferDirection, wire: Codec, slaves: Iterable[str], now_s: float) -> Transferring:
         """A transfer with these slaves begins; those of an earlier placement are forgotten."""

@@ -19,7 +19,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -27,23 +28,29 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from dips.core.config import load
 from dips.core.errors import TERMINATED, ConfigError
 from dips.core.ids import Version
+from dips.core.layout import Layout
 from dips.core.messages import DataMode, DataPlan, Verdict
+from dips.core.model_description import Untrained
 from dips.core.net.security import VARIABLES
 from dips.core.observe.failpoints import install
+from dips.core.observe.logs import end_with_one_sentence
 from dips.core.wire import WIRE_DTYPES
 from dips.worker.config import SECTION, ClientConfig, check
-from dips.worker.parallel.ranks import Ranks, StepNews, ranks_here
-from dips.worker.shell import ClusterShell, is_orderly, reason_of
+from dips.worker.parallel.held import Held, Shards, held_here, refuse_ranks_outside
+from dips.worker.parallel.joining import loop_of_ranks
+from dips.worker.parallel.rank_loop import RankLoop
+from dips.worker.parallel.ranks import Ranks, ranks_here
+from dips.worker.shell import ClusterShell, OtherRanks, is_orderly, reason_of
 from dips.worker.step_checks import Losses, TokenCheck
 from dips.worker.torch_model import (
     TorchParameters,
     description_of,
-    is_replica_on_all_ranks,
     plain_model,
     plain_optimizer,
     refuse_shards,
@@ -135,10 +142,17 @@ class DiLoCo:
     holds them; with "average" the run averages those that a state_dict holds, and an exported model has them. All
     clusters of a run give the same.
 
-    Several processes of torch.distributed are one cluster if each holds all of the model (DistributedDataParallel): all
-    of them enter and step together, rank 0 talks to the master, and their tokens are added up. Their checkpoints are
-    the trainer's (docs/integrations.md). Ranks whose parameters differ are refused, at the start and before each push;
-    replicas: they hold the whole model each, and get rank 0's values where theirs are others at the start.
+    Several processes of torch.distributed are one cluster, of any parallelism that torch has (docs/parallel.md): all of
+    them enter and step together, and each pushes and pulls its own part of the model. model, optimizer: what this rank
+    holds and steps; lists, for a pipeline's interleaved stages: a step is counted when all of the optimizers have made
+    one. group: the process group or DeviceMesh of the cluster's ranks, where they are only a part of
+    torch.distributed's world. data_mesh: the DeviceMesh or process group of the ranks that train on different data,
+    whose tokens are added up; else it follows from how the model is cut. shards: what local tensors are in the full
+    model, where torch does not know it (dips.ShardOf by local name). order: the names of the full model in its order,
+    where it does not follow from the ranks'. master_parameters: float32 copies, by name in the full model, that are
+    pushed and pulled in place of parameters in fewer bits. Ranks that hold the same elements with other values are
+    refused, at the start and before each push; replicas: they hold the whole model each, and get rank 0's values where
+    theirs are others at the start.
 
     Raises ConfigError for settings that cannot work; entering raises Refused when the run does not take this cluster
     (another model, say) and RetryLater when no master answers.
@@ -151,8 +165,8 @@ class DiLoCo:
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         tokens_per_step: int,
         steps: int | None = None,
@@ -173,11 +187,21 @@ class DiLoCo:
         state: HasState | Mapping[str, HasState] | None = None,
         replicas: bool = False,
         buffers: str = "own",
+        group: Any = None,
+        data_mesh: Any = None,
+        shards: Shards | Sequence[Shards] | None = None,
+        order: Sequence[str] | None = None,
+        master_parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
+        end_with_one_sentence()  # again: init_process_group() puts a hook around ours that would swallow the sentence
         _check_arguments(tokens_per_step, steps, wire_dtype, buffers)
-        self._model = plain_model(model)
-        self._replicas = replicas or is_replica_on_all_ranks(model)
-        self._optimizer = plain_optimizer(optimizer)
+        self._models = [model] if isinstance(model, torch.nn.Module) else list(model)
+        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._optimizers = [plain_optimizer(each) for each in given]
+        self._stepped: set[torch.optim.Optimizer] = set()
+        self._replicas = replicas
+        self._group = group
+        self._parallel = _Parallel(data_mesh, shards, order, master_parameters)
         self._tokens_per_step = tokens_per_step
         self._steps_wanted = steps
         self._buffers = buffers
@@ -188,14 +212,11 @@ class DiLoCo:
         self._token_check: TokenCheck | None = None
         self._hooks: list[RemovableHandle] = []
         self._sigterm = Sigterm(self._received_sigterm)
-        self._ends = False
         self._in_step = self._asked = self._warned_of_end = False
         self._shell: ClusterShell | None = None
         self._config: ClientConfig | None = None
-        self._parameters: TorchParameters | None = None
-        self._ranks: Ranks | None = None
-        self._news = StepNews()
-        self.steps = self._steps_compared = 0
+        self._together: RankLoop | None = None
+        self.steps = 0
         self._own_tokens = 0
         self._state = state
         self._asks_done = False
@@ -223,27 +244,28 @@ class DiLoCo:
                     },
                 ).value
             )
-        _refuse_steps_before_entering(self._optimizer)
+        for each in self._optimizers:
+            _refuse_steps_before_entering(each)
 
     def __enter__(self) -> DiLoCo:
-        _may_step(self._optimizer)
-        if self._config is None:
+        for optimizer in self._optimizers:
+            _may_step(optimizer)
+        self._sigterm.install()
+        try:
+            self._join()
+        except BaseException:
+            self._sigterm.give_back()
+            raise
+        if not self.active:
+            self._sigterm.give_back()
             _logger.info("DIPS_MASTER is not set: training alone, nothing is shared")
-        else:
-            self._sigterm.install()
-            try:
-                self._ranks = ranks_here()
-                self._parameters = self._checked_parameters(self._ranks)
-                self._join(self._config, self._parameters)
-            except BaseException:
-                self._close_ranks()
-                self._sigterm.give_back()
-                raise
-            if self._config.check_tokens:
-                self._token_check = TokenCheck()
-                self._token_check.begin(self._model)
-        self._hooks.append(self._optimizer.register_step_pre_hook(self._before_step))
-        self._hooks.append(self._optimizer.register_step_post_hook(self._after_step))
+        elif self._config is not None and self._config.check_tokens:
+            self._token_check = TokenCheck()
+            for model in self._models:
+                self._token_check.begin(plain_model(model))
+        for optimizer in self._optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
         self._use, self._was_used = _Use.ENTERED, False
         return self
 
@@ -255,97 +277,134 @@ class DiLoCo:
             self._token_check.end()
         while self._hooks:
             self._hooks.pop().remove()
-        # Inside of a step parameters are incomplete; ranks that do not leave together cannot compare theirs.
-        whole = is_orderly(kind) and not self._in_step and (kind is None or self._ranks is None)
+        reason = "SIGTERM" if self._sigterm.caught else reason_of(kind, error)
         try:
-            if kind is None and self._ranks is not None and self._parameters is not None:
-                # Rank 0 may push as it leaves: the ranks' parameters are compared, as before any push.
-                self._ranks.meet(0, False, leaves=True)
-                if not self.run_ended and self.steps > self._steps_compared:
-                    self._ranks.compare(self._parameters)
-        except BaseException as raised:
-            kind, error, whole = type(raised), raised, False
-            raise
+            if self._together is not None:
+                self._leave_together(self._together, kind, reason)
+            elif self._shell is not None:
+                # Inside of a step parameters are incomplete.
+                self._shell.close(reason, push_pending=is_orderly(kind) and not self._in_step)
         finally:
-            self._leave(reason_of(kind, error), whole, together=kind is None)
-        released = self._shell is not None and self._shell.released
-        if kind is None and (self._sigterm.caught or self._ends) and not released:
+            self._sigterm.give_back()
+        if kind is None and (self._sigterm.caught or self._ends) and not self.released:
             raise self._end_of_process()
 
-    def _leave(self, reason: str, push_pending: bool, together: bool) -> None:
-        """Leave the run. together: all ranks leave, and keep one model."""
+    def _leave_together(self, together: RankLoop, kind: type[BaseException] | None, reason: str) -> None:
+        """Leave the run with all ranks, or without them after an error: then their parameters cannot be shared."""
         try:
-            if self._shell is not None:
-                self._shell.close("SIGTERM" if self._sigterm.caught else reason, push_pending=push_pending)
-            if together and self._ranks is not None:
-                self._follow_the_first(self._ranks)
+            if kind is None:
+                together.leave(reason, self._losses.take(time.monotonic(), True), wants_to_leave=self._sigterm.caught)
+        except BaseException as raised:
+            reason = reason_of(type(raised), raised)
+            raise
         finally:
-            self._close_ranks()
-            self._sigterm.give_back()
+            together.close(reason)
+
+    @property
+    def _ends(self) -> bool:
+        """Whether the ranks leave together for a SIGTERM that came to any of them."""
+        return self._together is not None and self._together.news.ends
 
     def _received_sigterm(self) -> None:
-        """Called in the signal handler. A wait ends at once; several ranks all learn it at the next step."""
-        if self._shell is not None and self._ranks is None:
+        """Called in the signal handler. A wait ends at once; the other ranks learn it when they meet."""
+        if self._shell is not None:
             self._shell.request_stop("SIGTERM")
 
     def _end_of_process(self) -> SystemExit:
         _logger.warning("SIGTERM: this cluster has left the run, and this process ends with exit code %d", TERMINATED)
         return SystemExit(TERMINATED)
 
-    def _close_ranks(self) -> None:
-        ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            ranks.close()
+    @property
+    def released(self) -> bool:
+        """Whether the run itself let this cluster go."""
+        if self._together is not None:
+            return self._together.news.released
+        return self._shell is not None and self._shell.released
 
-    def _checked_parameters(self, ranks: Ranks | None) -> TorchParameters:
-        """The model's parameters; all ranks enter with the same ones, or none does."""
-        parameters: TorchParameters | Exception
-        try:
-            refuse_shards(self._model, self._optimizer)
-            parameters = TorchParameters(self._model, self._optimizer, buffers=self._buffers)
-        except Exception as error:
-            parameters = error
+    def _join(self) -> None:
+        """Join the run, alone or with the other ranks. Does nothing where no rank has a master."""
+        ranks, config = ranks_here(self._group), self._config
         if ranks is not None:
-            ranks.agree(parameters, replicas=self._replicas)
-        if isinstance(parameters, Exception):
-            raise parameters
-        return parameters
-
-    def _join(self, config: ClientConfig, parameters: TorchParameters) -> None:
-        """Rank 0 joins, seeds or pulls; then all ranks have its parameters."""
-        install("worker", enabled=config.failpoints)
-        ranks = self._ranks
-        if ranks is not None and self._keeps_own_checkpoints and config.checkpoint_dir is not None:
-            raise ConfigError(
-                "a loop of several ranks keeps no checkpoints of its own: leave out checkpoint_dir, or use the "
-                "callback for your trainer, whose checkpoints hold every rank"
-            )
-        if ranks is None or ranks.is_first:
             try:
-                self._shell = self._driver_for(config, parameters)
-                self._shell.__enter__()
+                self._join_with(ranks, config)
             except BaseException:
-                if ranks is not None:
-                    ranks.tell(StepNews(failed=True))
+                ranks.close()
                 raise
-        if ranks is not None:
-            self._follow_the_first(ranks, enters=True)
+        elif config is not None:
+            install("worker", enabled=config.failpoints)
+            self._shell = self._shell_of_one(config)
+            self._shell.__enter__()
 
-    def _driver_for(self, config: ClientConfig, parameters: TorchParameters) -> ClusterShell:
-        inner = TorchState(self._model, self._optimizer, {"steps": _Steps(self), **_named(self._state)})
-        plan = DataPlan(DataMode.OWN)
-        untrained = untrained_of(self._model, parameters.ids)
-        parameters.describe(description_of(self._model, parameters.ids, untrained))
-        if own := running_statistics(self._model, parameters.ids):
+    def _shell_of_one(self, config: ClientConfig) -> ClusterShell:
+        """The shell of a cluster of one process."""
+        model, optimizer = self._only_one()
+        refuse_shards(model, optimizer)
+        if self._group is not None:
+            refuse_ranks_outside(self._models, [dist.get_rank()])
+        parameters = TorchParameters(model, optimizer, buffers=self._buffers)
+        untrained = untrained_of(model, parameters.ids)
+        parameters.describe(description_of(model, parameters.ids, untrained))
+        self._say_what_is_own(running_statistics(model, parameters.ids))
+        inner = TorchState(model, optimizer, {"steps": _Steps(self), **_named(self._state)}, buffers=self._buffers)
+        return ClusterShell(
+            config, parameters, parameters.layout(), DataPlan(DataMode.OWN),
+            inner=inner, resume_label=self._resume_label, untrained=untrained,
+        )  # fmt: skip
+
+    def _only_one(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """Raises ConfigError for what only several ranks can have."""
+        if len(self._models) > 1 or len(self._optimizers) > 1 or self._parallel != _Parallel():
+            raise ConfigError(
+                "several modules or optimizers, data_mesh, shards, order and master_parameters are for the ranks of "
+                "torch.distributed, and this process is alone: call torch.distributed.init_process_group() before the "
+                "loop is entered, or give one module and one optimizer"
+            )
+        return plain_model(self._models[0]), self._optimizers[0]
+
+    def _join_with(self, ranks: Ranks, config: ClientConfig | None) -> None:
+        given, settings = self._parallel, {} if config is None else {"steps": self._steps_wanted}
+        state = {"steps": _Steps(self), **_named(self._state)}
+        together = loop_of_ranks(
+            ranks, config, lambda config: self._held(config, ranks), self._optimizers, state, self._shell_of_ranks,
+            settings=settings, wants_to_leave=lambda: self._sigterm.caught,
+            keeps_only_state=not self._keeps_own_checkpoints, order=given.order, replicas=self._replicas,
+        )  # fmt: skip
+        if together is None:
+            ranks.close()
+            return
+        self._together, self._shell = together, together.shell
+        try:
+            together.enter()
+        except BaseException:
+            self._together = self._shell = None
+            raise
+
+    def _held(self, config: ClientConfig, ranks: Ranks) -> Held:
+        """What this rank holds. Raises ConfigError for what it cannot share."""
+        given = self._parallel
+        return held_here(
+            self._models, self._optimizers, buffers=self._buffers, shards=given.shards,
+            master_parameters=given.master_parameters, data_mesh=given.data_mesh, of_world=ranks.of_world,
+        )  # fmt: skip
+
+    def _shell_of_ranks(
+        self, others: OtherRanks, layout: Layout, untrained: Untrained, trained: frozenset[int]
+    ) -> ClusterShell:
+        """The leader's shell."""
+        assert self._config is not None, "the ranks have a master"
+        for model in self._models:
+            self._say_what_is_own(running_statistics(plain_model(model), trained))
+        return ClusterShell(
+            self._config, others, layout, DataPlan(DataMode.OWN), resume_label=self._resume_label, untrained=untrained
+        )
+
+    def _say_what_is_own(self, own: Sequence[str]) -> None:
+        if own:
             _logger.warning(
                 "the model keeps running statistics (%r and %d more), which are not part of the run: an exported model "
                 'lacks them, unless all clusters enter the loop with buffers="average"',
                 own[0], len(own) - 1,
             )  # fmt: skip
-        return ClusterShell(
-            config, parameters, parameters.layout(), plan,
-            inner=inner, resume_label=self._resume_label, untrained=untrained,
-        )  # fmt: skip
 
     def count(self, tokens: int, loss: float | torch.Tensor = math.nan) -> None:
         """Set the tokens of the next optimizer.step(), in place of tokens_per_step; loss as in report().
@@ -380,9 +439,8 @@ class DiLoCo:
                 self._must_be_entered("done")
             return True
         self._asks_done = self._was_used = True
-        if self._shell is not None:
-            self._shell.checkpoint_if_due()
-        if self._sigterm.caught and self._ranks is None:
+        self._checkpoint_if_due()
+        if self._sigterm.caught and self._together is None:
             return True
         return self.run_ended or (self._steps_wanted is not None and self.steps >= self._steps_wanted)
 
@@ -396,28 +454,49 @@ class DiLoCo:
     def run_ended(self) -> bool:
         """Whether the run has ended for this cluster: steps from now on are not shared."""
         self._asked = True
-        if self._ranks is not None:
-            return self._news.done  # the same on every rank
+        if self._together is not None:
+            return self._together.news.done  # the same on every rank
         return self._shell is not None and self._shell.done
+
+    def _checkpoint_if_due(self) -> None:
+        if not self._keeps_own_checkpoints:
+            return
+        if self._together is not None:
+            loss, leaves = (lambda: self._losses.take(time.monotonic(), True)), self._sigterm.caught
+            self._together.checkpoint_if_due(loss, wants_to_leave=leaves)
+        elif self._shell is not None:
+            self._shell.checkpoint_if_due()
+
+    def _checkpoint_now(self, label: str) -> bool:
+        """Take a checkpoint under a label, on all ranks after the same step. Returns whether there is one; of several
+        ranks only the first knows.
+        """
+        if self._together is not None:
+            loss, leaves = (lambda: self._losses.take(time.monotonic(), True)), self._sigterm.caught
+            return self._together.checkpoint(label, loss, wants_to_leave=leaves)
+        return self._shell is not None and self._shell.checkpoint_now(label)
 
     @property
     def active(self) -> bool:
         """Whether this loop takes part in a run."""
-        return self._shell is not None or self._ranks is not None
+        return self._shell is not None or self._together is not None
 
     @property
     def version(self) -> Version | None:
         """The last pulled version; None when training alone."""
-        if self._shell is not None:
-            return self._shell.version
-        return Version(self._news.timeline, self._news.version) if self._news.timeline else None
+        if self._together is not None:
+            news = self._together.news
+            return Version(news.timeline, news.version) if news.timeline else None
+        return None if self._shell is None else self._shell.version
 
     @property
     def progress(self) -> int:
-        """Tokens that the whole run has trained on, as far as known here; without a run, those of this loop's steps."""
-        if self._shell is not None:
-            return self._shell.progress
-        return self._news.progress if self._ranks is not None else self._own_tokens
+        """Tokens that the whole run has trained on, as far as known here (by several ranks, when they met last);
+        without a run, those of this loop's steps.
+        """
+        if self._together is not None:
+            return self._together.news.progress
+        return self._own_tokens if self._shell is None else self._shell.progress
 
     @property
     def last_verdict(self) -> Verdict | None:
@@ -425,77 +504,53 @@ class DiLoCo:
 
     @property
     def shell(self) -> ClusterShell | None:
-        """The shell, for everything else; None when training alone."""
+        """The shell, for everything else; None when training alone, and on a rank that is not the first."""
         return self._shell
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._in_step = True
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepped.add(optimizer)
+        if len(self._stepped) < len(self._optimizers):
+            return
+        self._stepped.clear()
         tokens = self._next_tokens or self._tokens_per_step
-        self._next_tokens, self._was_used, loss = None, True, math.nan
-        near = self._shell is not None and self._shell.push_is_near
-        if self._shell is not None:
-            loss = self._losses.take(time.monotonic(), near)
+        self._next_tokens, self._was_used = None, True
         if self._token_check is not None:
             self._token_check.stepped(tokens)
         self.steps += 1
-        if self._ranks is not None:
-            tokens, near, self._ends = self._ranks.meet(tokens, near, wants_to_leave=self._sigterm.caught)
         self._own_tokens += tokens
-        if self._ranks is not None:
-            self._step_together(self._ranks, tokens, loss, near or self._ends)
+        if self._together is not None:
+            self._step_together(self._together, tokens)
         elif self._shell is not None:
+            loss = self._losses.take(time.monotonic(), self._shell.push_is_near)
             self._shell.step(tokens, loss=loss)
-        if self._shell is not None and self._keeps_own_checkpoints and not self._asks_done:
-            self._shell.checkpoint_if_due()  # for a loop that never reads `done`
+        if not self._asks_done:
+            self._checkpoint_if_due()  # for a loop that never reads `done`
         self._in_step = False
         asked, ended = self._asked, self.run_ended
         self._asked = False
-        if (self._ends or (self._sigterm.caught and self._ranks is None)) and not asked:
+        alone = self._together is None or self._together.news.done  # nobody else must hear of a SIGTERM any longer
+        if (self._ends or (self._sigterm.caught and alone and self.active)) and not asked:
             raise self._end_of_process()  # a loop that does not read `done` would go on
         if ended and not asked and not self._warned_of_end:
             self._warned_of_end = True
             _logger.warning("the run has ended for this cluster: ask `sync.done`; steps from now on are not shared")
 
-    def _step_together(self, ranks: Ranks, tokens: int, loss: float, may_push: bool) -> None:
-        """Rank 0 steps in the run; the others get the result, and take its parameters if they were replaced.
+    def _step_together(self, together: RankLoop, tokens: int) -> None:
+        near = together.push_is_near
+        together.step(tokens, lambda: self._losses.take(time.monotonic(), near), wants_to_leave=self._sigterm.caught)
 
-        may_push: the same on all ranks; a push begins at no other step, as the ranks are compared before it.
-        """
-        assert self._parameters is not None, "set with the ranks"
-        if may_push:
-            ranks.compare(self._parameters)
-            self._steps_compared = self.steps
-        try:
-            if self._shell is not None:
-                if self._ends:
-                    self._shell.request_stop("SIGTERM")
-                self._shell.step(tokens, loss=loss, may_push=may_push)
-        except BaseException:
-            ranks.tell(StepNews(failed=True))
-            raise
-        self._follow_the_first(ranks)
 
-    def _follow_the_first(self, ranks: Ranks, *, enters: bool = False) -> None:
-        """All ranks take rank 0's news, its parameters where those were replaced (enters: in any case), and its resets
-        of the optimizer: replicas stay equal only if their optimizers do.
-        """
-        assert self._parameters is not None, "set with the ranks"
-        before, self._news = StepNews() if enters else self._news, ranks.tell(self._facts())
-        if enters or self._news.installs != before.installs:
-            ranks.spread(self._parameters.tensors)
-        if self._news.resets != before.resets and self._shell is None:
-            self._parameters.reset_inner_optimizer()
+@dataclass(frozen=True)
+class _Parallel:
+    """What a user says of a rank's part of the model; as in DiLoCo."""
 
-    def _facts(self) -> StepNews | None:
-        """The news that rank 0 sends to the others; None on those."""
-        shell, parameters = self._shell, self._parameters
-        if shell is None or parameters is None:
-            return None
-        base = shell.version
-        at = (base.timeline, base.v) if base is not None else (0, 0)
-        return StepNews(parameters.installs, parameters.resets, shell.done, *at, shell.progress)
+    data_mesh: Any = None
+    shards: Shards | Sequence[Shards] | None = None
+    order: Sequence[str] | None = None
+    master_parameters: Mapping[str, torch.Tensor] | None = None
 
 
 def _refuse_steps_before_entering(optimizer: torch.optim.Optimizer) -> None:

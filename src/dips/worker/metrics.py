@@ -1,4 +1,5 @@
-"""The metrics of a cluster's process; docs/metrics.md is made from this list. Labels: slaves of the run, fixed words.
+"""The metrics of a cluster's process; docs/metrics.md is made from this list. Labels: slaves of the run, ranks of the
+cluster, fixed words.
 
 HELDOUT has the metrics of `dips eval --follow`, which does not train.
 """
@@ -19,9 +20,9 @@ from dips.core.net.security import INSECURE, Security
 from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Spec, flag
 from dips.core.observe.metrics_server import MetricsServer, serve_metrics
 from dips.core.release import VERSION
-from dips.worker.checkpoint import Checkpointing
+from dips.worker.checkpoint import Checkpoints
 from dips.worker.config import ClientConfig
-from dips.worker.link_counts import LinkCounts, SlaveLinkCounts, TransferDirection
+from dips.worker.link_counts import LinkCounts, RankCounts, SlaveLinkCounts, TransferDirection
 from dips.worker.pace import StepTimer
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Cancel, Done, Effect, Event, Failed, PushRecord, Run, SendPush, Stepped
@@ -35,6 +36,7 @@ PREFIX = "dips_worker_"
 
 _SLAVE = ("slave",)
 _LINK = ("slave", "direction")
+_RANK = ("rank", "direction")
 
 METRICS: tuple[Spec, ...] = (
     # ---- the session ----
@@ -85,6 +87,10 @@ METRICS: tuple[Spec, ...] = (
          "the link's delay", _SLAVE, "s", "there was a transfer"),
     Spec("link_reconnects_total", "counter", "New connections after the slave was silent or closed one", "no increase",
          _SLAVE),
+    Spec("rank_bytes_total", "counter", "Parameter bytes that each rank moved in transfers of all ranks that are done",
+         "alike for all ranks", _RANK, "bytes", "the cluster has several ranks, and a transfer was done"),
+    Spec("rank_transfer_seconds", "gauge", "Time of each rank's part of the newest such transfer",
+         "alike for all ranks", _RANK, "s", "the cluster has several ranks, and a transfer was done"),
     Spec("link_refusals_total", "counter", "Requests that the slave refused, by code (docs/protocol.md)",
          "UNKNOWN_PUSH a few, when a ticket is faster than its opening", ("slave", "code")),
     # ---- checkpoints ----
@@ -259,7 +265,7 @@ class Collector:
         self,
         view: View,
         counted: Instruments,
-        links: Mapping[str, SlaveLinkCounts],
+        links: LinkCounts,
         checkpoint_s: float,
         answered_s: float | None,
         now_s: float,
@@ -277,7 +283,8 @@ class Collector:
             now_waiting_s = now_s - view.waiting_since_s if what == view.waiting else 0.0
             families.set("waited_seconds_total", seconds + now_waiting_s, what)
         _training(families, view)
-        _links(families, links)
+        _links(families, links.view)
+        _ranks(families, links.ranks)
         return families
 
 
@@ -303,6 +310,14 @@ def _links(families: Families, links: Mapping[str, SlaveLinkCounts]) -> None:
         families.set("link_reconnects_total", link.reconnects, slave)
         for code, count in sorted({**_UNREFUSED, **link.refusals}.items()):
             families.set("link_refusals_total", count, slave, code)
+
+
+def _ranks(families: Families, ranks: Mapping[int, RankCounts]) -> None:
+    for rank, counts in sorted(ranks.items()):
+        for direction, n_bytes in counts.n_bytes.items():
+            families.set("rank_bytes_total", n_bytes, str(rank), direction.value)
+        for direction, seconds in counts.seconds.items():
+            families.set("rank_transfer_seconds", seconds, str(rank), direction.value)
 
 
 # ---- the evaluator ----
@@ -353,7 +368,7 @@ class Metrics:
         self,
         config: ClientConfig,
         security: Security,
-        checkpoints: Checkpointing | None,
+        checkpoints: Checkpoints | None,
         answered_s: Callable[[], float | None],
     ) -> None:
         """Answer scrapes from now on. answered_s: called on their threads. Raises ConfigError as MetricsServer does."""
@@ -365,7 +380,7 @@ class Metrics:
         def collect() -> Families:
             written_s = checkpoints.written_s if checkpoints is not None else math.nan
             now_s = self._clock.monotonic_s()
-            return collector.families(self._view, self.counts.made, self.links.view, written_s, answered_s(), now_s)
+            return collector.families(self._view, self.counts.made, self.links, written_s, answered_s(), now_s)
 
         self._server = serve_metrics(
             config, security, collect, role="cluster", name=config.cluster_id, run=config.run_id

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import NamedTuple
 
 WINDOW_STEPS = 32
 """Steps in the window: enough to smooth over a slow step, few enough to follow a change of speed within one round."""
+
+
+class _Steps(NamedTuple):
+    tokens: int
+    computing_s: float
+    loss: float
+    steps: int
 
 
 class StepTimer:
     """Measures computing time from resume() to the next stepped(), without the pauses between. Times in seconds."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[int, float, float]] = deque(maxlen=WINDOW_STEPS)
+        self._steps: deque[_Steps] = deque(maxlen=WINDOW_STEPS)
         self._resumed_s: float | None = None
         self._paused_s = 0.0
         self._warm = False
@@ -26,26 +34,28 @@ class StepTimer:
         """The loop waited this long for data."""
         self._paused_s += seconds
 
-    def stepped(self, tokens: int, loss: float, now_s: float) -> None:
-        """A step ended. The first one is left out: it includes compilation and first allocations."""
+    def stepped(self, tokens: int, loss: float, now_s: float, steps: int = 1) -> None:
+        """A step ended, or several since resume(), on all these tokens. The first one is left out: it includes
+        compilation and first allocations.
+        """
         if self._resumed_s is not None and self._warm:
-            self._steps.append((tokens, max(0.0, now_s - self._resumed_s - self._paused_s), loss))
+            self._steps.append(_Steps(tokens, max(0.0, now_s - self._resumed_s - self._paused_s), loss, steps))
         self._warm, self._resumed_s = True, None
 
     @property
     def tokens_per_s(self) -> float:
-        return self._rate(sum(tokens for tokens, _, _ in self._steps))
+        return self._rate(sum(each.tokens for each in self._steps))
 
     @property
     def steps_per_s(self) -> float:
-        return self._rate(len(self._steps))
+        return self._rate(sum(each.steps for each in self._steps))
 
     @property
     def loss(self) -> float:
         """Mean of the finite losses in the window, nats per token; NaN when there is none."""
-        known = [loss for _, _, loss in self._steps if math.isfinite(loss)]
+        known = [each.loss for each in self._steps if math.isfinite(each.loss)]
         return sum(known) / len(known) if known else math.nan
 
     def _rate(self, amount: float) -> float:
-        seconds = sum(computing_s for _, computing_s, _ in self._steps)
+        seconds = sum(each.computing_s for each in self._steps)
         return amount / seconds if seconds > 0 else 0.0

@@ -15,9 +15,10 @@ import queue
 import secrets
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
+from typing import Protocol
 
 from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, LocalProtocolError
@@ -30,16 +31,17 @@ from dips.core.net.keys import security_of
 from dips.core.net.payloads import warm_up
 from dips.core.net.tls_probe import check_let_in
 from dips.core.net.zmq_sockets import CurvePair, pair_for
-from dips.core.observe.failpoints import failpoint
 from dips.core.observe.logs import ChangeLogger
 from dips.core.observe.starting import Starting
 from dips.core.observe.tape import Tape
 from dips.core.wire import DIFFERENCES
-from dips.worker.checkpoint import Checkpointing, InnerState
+from dips.worker.checkpoint import Checkpointing, Checkpoints, InnerState
+from dips.worker.commands import Command, Fetch, KeepPush, Send, ShareOut, Snapshot
 from dips.worker.config import ClientConfig, check, given_times, wire_of
 from dips.worker.control import Heartbeat, MasterClient
-from dips.worker.data import Transfers
+from dips.worker.link_counts import LinkCounts
 from dips.worker.metrics import DATA, EXCHANGE, Metrics
+from dips.worker.model_part import ModelPart, Part
 from dips.worker.pace import StepTimer
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.cluster import ClusterMachine
@@ -67,7 +69,6 @@ from dips.worker.state.effects import (
 )
 from dips.worker.state.shared import SessionConfig
 from dips.worker.state.work import Work
-from dips.worker.vectors import Vectors, chunk_spans
 
 _starts = logging.getLogger("dips.worker")
 
@@ -78,13 +79,42 @@ WORTH_A_LINE_S = 2.0
 """A shorter wait happens in every round and is not logged."""
 
 
+@dataclass(frozen=True)
+class OtherRanks:
+    """The leader's cluster of several ranks. keys: the other ranks' of the data flow; curve: the leader's own.
+    checkpoints: of all ranks; None: they keep none.
+    """
+
+    n_ranks: int
+    curve: CurvePair | None
+    keys: tuple[bytes, ...]
+    part: LeadersPart
+    checkpoints: RanksCheckpoints | None = None
+
+
+class RanksCheckpoints(Checkpoints, Protocol):
+    """The checkpoints of all ranks."""
+
+    def begin(self, deliver: Callable[[Event], None], tape: Tape) -> None:
+        """Before anything else: where the ends of records go, and the event record."""
+        ...
+
+
+class LeadersPart(Part, Protocol):
+    """The part that all ranks follow."""
+
+    def begin(self, deliver: Callable[[Event], None], tape: Tape, links: LinkCounts | None) -> None:
+        """Before anything else: where events go, the event record, and what counts the leader's own traffic."""
+        ...
+
+
 class ClusterShell:
     """Runs one cluster in the run. Only request_stop() may be called by several threads."""
 
     def __init__(
         self,
         config: ClientConfig,
-        parameters: ParameterStore,
+        parameters: ParameterStore | OtherRanks,
         layout: Layout,
         data_plan: DataPlan,
         *,
@@ -96,27 +126,24 @@ class ClusterShell:
     ) -> None:
         """Make the shell; opens no connection yet. Raises ConfigError for settings that cannot work.
 
-        layout: parameters.layout(). inner: further state in checkpoints, besides parameters and session. tape: where
+        parameters: this process's, which hold all of layout; or the ranks that hold it together, of which this one is
+        the leader. inner: further state in checkpoints, besides parameters and session. tape: where
         records go; None: config.tape, closed by close(). resume_label: resume from the checkpoint that checkpoint_now()
         took under it. untrained: the model's other tensors, for the master to compare; None: none.
         """
         self.config = check(config)
         self.security = security_of(config, f"cluster {config.cluster_id}")
-        self._parameters = parameters
         self._clock: Clock = clock or SystemClock()
-        curve = pair_for(self.security)
-        self._session = ClusterMachine(_session_config(config, layout, data_plan, curve, untrained or Untrained()))
+        ranks = parameters if isinstance(parameters, OtherRanks) else None
+        curve = pair_for(self.security) if ranks is None else ranks.curve
+        session = _session_config(config, layout, data_plan, curve, untrained or Untrained())
+        if ranks is not None:
+            session = replace(session, rank_keys=ranks.keys, pushers=ranks.n_ranks)
+        self._session = ClusterMachine(session)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._log = ChangeLogger(logging.getLogger("dips.worker"))
         self._owns_tape = tape is None
         self.tape = tape or Tape(config.tape, "worker", config.cluster_id, self._clock, may_lose=True)
-        self._layout = layout
-        self._vectors = Vectors(
-            layout.n_elems,
-            parameters,
-            lambda: Starting("memory", _starts, self.tape, self._clock, quiet_s=0.0),
-            n_trained=layout.n_trained,
-        )
         if wire_of(config) in DIFFERENCES:
             if layout.n_trained < layout.n_elems:
                 raise ConfigError(
@@ -132,16 +159,24 @@ class ClusterShell:
         if config.metrics_listen is not None:
             self._metrics = Metrics(self._session, self._pace, self._clock)
         links = self._metrics.links if self._metrics is not None else None
-        self._transfers = Transfers(layout, self._vectors, self._events.put, self._clock, curve, links)
-        self._checkpoints: Checkpointing | None = None
-        if config.checkpoint_dir is not None:
-            self._checkpoints = Checkpointing(
-                config.checkpoint_dir, config, parameters, self._vectors, inner, self._events.put, self.tape,
-                self._clock,
-            )  # fmt: skip
+        self._checkpoints: Checkpoints | None = None
+        if isinstance(parameters, OtherRanks):
+            self._part: Part = parameters.part
+            parameters.part.begin(self._events.put, self.tape, links)
+            if parameters.checkpoints is not None:
+                parameters.checkpoints.begin(self._events.put, self.tape)
+                self._checkpoints = parameters.checkpoints
+        else:
+            part = self._part = ModelPart(parameters, layout, self._events.put, self._clock, self.tape, curve, links)
+            if config.checkpoint_dir is not None:
+                self._checkpoints = Checkpointing(
+                    config.checkpoint_dir, config, parameters, part.vectors, inner, self._events.put, self.tape,
+                    self._clock,
+                )  # fmt: skip
         self._client = MasterClient(config.master, self.security, self._events.put)
         self._heartbeat = Heartbeat(config.master, self.security, self._events.put, self._clock)
         self._resume_label = resume_label
+        self._chunk_bytes = 0
         self._finished: Finished | None = None
         self._raised = False
         self._closed = False
@@ -165,12 +200,10 @@ class ClusterShell:
         self._settle(Started())
         self._pace.resume(self._clock.monotonic_s())
 
-    def step(
-        self, tokens: int, ranges: Sequence[DataRange] = (), loss: float = math.nan, *, may_push: bool = True
-    ) -> None:
+    def step(self, tokens: int, ranges: Sequence[DataRange] = (), loss: float = math.nan, *, steps: int = 1) -> None:
         """Report an inner step on `tokens` tokens (leased mode: those of `ranges`); loss in nats per token.
 
-        may_push: a push that becomes due before the next step may begin; else it waits for a step where it may.
+        steps: made since the last report, on all these tokens; more than steps_to_push of them make a push late.
         May block (bounded by the master's verdict_wait_s) and may replace the parameters. Raises ConfigError for a
         count below 1, LocalProtocolError for ranges that are not held, and whatever ends this cluster's part.
         """
@@ -178,9 +211,9 @@ class ClusterShell:
             return
         if tokens < 1:
             raise ConfigError(f"a step counts {tokens} tokens: give the number of tokens it was trained on, at least 1")
-        self.steps += 1
-        self._pace.stepped(tokens, loss, self._clock.monotonic_s())
-        self._settle(Stepped(tokens, tuple(ranges), loss, may_push))
+        self.steps += steps
+        self._pace.stepped(tokens, loss, self._clock.monotonic_s(), steps)
+        self._settle(Stepped(tokens, tuple(ranges), loss, steps=steps))
         self._pace.resume(self._clock.monotonic_s())
 
     def lease(self, tokens: int) -> list[DataRange]:
@@ -257,7 +290,7 @@ class ClusterShell:
             self._leave(reason, push_pending)
         finally:
             self._heartbeat.close()
-            self._transfers.close()
+            self._part.close()
             self._client.close()
             if self._checkpoints is not None:
                 self._checkpoints.close()
@@ -306,6 +339,11 @@ class ClusterShell:
         return not self.done and self._session.push_is_near
 
     @property
+    def steps_to_push(self) -> int:
+        """How many steps may be reported together next; 1 where each step may matter."""
+        return self._session.steps_to_push
+
+    @property
     def version(self) -> Version | None:
         """The base: the last pulled version."""
         return self._session.shared.base
@@ -314,6 +352,11 @@ class ClusterShell:
     def tokens_global(self) -> int:
         """Tokens applied by the whole run, as far as known here."""
         return self._session.shared.terms.tokens
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens after which the run ends; 0: unknown."""
+        return self.settings.tk_max_tokens
 
     @property
     def progress(self) -> int:
@@ -375,6 +418,7 @@ class ClusterShell:
     def _settle(self, first: Event | None = None) -> None:
         """Handle `first` and the arrived events; wait while the session must wait; raise the error that ended it."""
         with self._training_goes_on():
+            self._part.look()
             if first is not None:
                 self._handle(first)
             while not self._events.empty():
@@ -399,16 +443,21 @@ class ClusterShell:
             self._metrics.waits(DATA if key == "data" else EXCHANGE)
         now_s = self._clock.monotonic_s()
         pause_s = min(LONGEST_WAIT_S, max(0.0, self._session.next_deadline_s() - now_s))
+        looks_after_s = self._part.look_every_s
         try:
-            self._handle(self._events.get(timeout=pause_s))
+            self._handle(self._events.get(timeout=min(pause_s, looks_after_s)))
         except queue.Empty:
-            self._handle(Tick())
+            self._part.look()
+            if pause_s <= looks_after_s:
+                self._handle(Tick())
 
     def _leave(self, reason: str, push_pending: bool) -> None:
         try:
             with self._training_goes_on():
                 if not self.done:
-                    self._handle(StopWanted(reason, push_pending))
+                    self._handle(StopWanted(reason, push_pending and not self._part.alone))
+                if not self.done and self._part.alone:
+                    self._handle(StopWanted(reason, push_pending=False))  # the open push is given up: nobody can pull
                 while not self.done and self._clock.monotonic_s() < self._session.gives_up_s:
                     self._wait("wait")
         except KeyboardInterrupt:
@@ -441,32 +490,17 @@ class ClusterShell:
         match effect:
             case Run():
                 self._begin(effect)
-            case Cancel(job):
-                self._transfers.cancel(job)
             case CopyParameters():
-                self._transfers.settle()
                 try:
                     # No copy is made where training is likely to wait until its push is sent, in float32.
-                    settings, wire = self.settings, wire_of(self.config)
-                    whole = wire not in DIFFERENCES
+                    settings, whole = self.settings, wire_of(self.config) not in DIFFERENCES
                     waits = settings.overlap == "none" and settings.verdict_wait_s > 0 and whole
-                    chunk_bytes = settings.chunk_bytes if whole else None
-                    self._vectors.snapshot(self._parameters, may_stay_live=waits, chunk_bytes=chunk_bytes)
+                    self._do(Snapshot(may_stay_live=waits, whole=whole))
                 except ConfigError:
                     self._session.pushing.abandon()  # parameters that cannot be read are never sent
                     raise
-            case Install(mode, reset_inner):
-                failpoint("worker.install.before_swap")
-                self._vectors.install(self._parameters, mode)
-                if reset_inner:
-                    self._parameters.reset_inner_optimizer()
-                failpoint("worker.install.after_swap")
-            case CopyBase():
-                self._vectors.copy_base()
-            case KeepResidual(wire):
-                self._vectors.keep_residual(wire, chunk_spans(self._layout, self.settings.chunk_bytes))
-            case ClearResidual():
-                self._vectors.clear_residual()
+            case Cancel() | Install() | CopyBase() | KeepResidual() | ClearResidual():
+                self._do(effect)
             case Record():
                 self.tape.write(effect.kind, effect.cause, **effect.fields)
             case Log():
@@ -484,18 +518,23 @@ class ClusterShell:
             case SendPush() as push:
                 check_slaves_reachable(self.config.master, push.ticket.placement.slaves)
                 caller, times = session.shared.terms.caller(run.cause), session.shared.terms.times
-                self._transfers.push(run.job, push, caller, self.settings, times)
+                self._do(Send(run.job, push.push, push.ticket, caller, self.settings, times))
             case PullGrant() as grant:
                 check_slaves_reachable(self.config.master, grant.placement.slaves)
                 plan = session.pulling.plan
                 assert plan is not None, "a pull has a plan"
-                landing = self._vectors.landing(
-                    push_is_live=session.shared.steps_since_snapshot == 0,
-                    push_is_needed=plan.mode is InstallMode.REBASE_FROM_PUSH,
-                )
-                self._transfers.pull(run.job, grant, landing, run.cause, session.shared.terms.times)
+                live, needed = session.shared.steps_since_snapshot == 0, plan.mode is InstallMode.REBASE_FROM_PUSH
+                self._do(Fetch(run.job, grant, run.cause, session.shared.terms.times, live, needed))
             case request:
                 self._client.start(run.job, request, run.deadline_s)
+
+    def _do(self, command: Command) -> None:
+        """Have all ranks carry out a command."""
+        chunk_bytes = self.settings.chunk_bytes
+        if chunk_bytes != self._chunk_bytes and not isinstance(command, Cancel):
+            self._part.do(ShareOut(chunk_bytes))
+            self._chunk_bytes = chunk_bytes
+        self._part.do(command)
 
     @contextlib.contextmanager
     def _training_goes_on(self) -> Iterator[None]:
@@ -506,10 +545,8 @@ class ClusterShell:
             # If theta_at_push is only in the parameters, and still needed, it is copied now.
             plan = self._session.pulling.plan
             rebases = plan is not None and plan.mode is InstallMode.REBASE_FROM_PUSH
-            if self._session.pushing.open is not None or rebases:
-                self._vectors.keep_push(self._parameters)
-            else:
-                self._vectors.forget_push()
+            if self._part.push_is_live:
+                self._part.do(KeepPush(needed=self._session.pushing.open is not None or rebases))
 
     def _update_heartbeat(self) -> None:
         shared = self._session.shared
@@ -526,6 +563,7 @@ class ClusterShell:
             pull_s=shared.pull_s,
             base=shared.base,
             note=shared.note,
+            late_ranks=tuple(self._part.late_ranks),
         )
         self._heartbeat.tell(request, shared.terms.settings)
 

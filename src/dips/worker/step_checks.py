@@ -29,21 +29,21 @@ _logger = logging.getLogger("dips")
 
 
 class TokenCheck:
-    """Counts a model's inputs from begin() to end()."""
+    """Counts inputs of models from begin() to end()."""
 
     def __init__(self) -> None:
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
         self._elems = 0
         self._unknown = self._told = False
 
     def begin(self, model: torch.nn.Module) -> None:
+        """Count this model's inputs; of several, all together."""
         if not isinstance(model, torch.jit.ScriptModule):
-            self._hook = model.register_forward_pre_hook(self._called, with_kwargs=True)
+            self._hooks.append(model.register_forward_pre_hook(self._called, with_kwargs=True))
 
     def end(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def stepped(self, tokens: int) -> None:
         """Check a step against the model's inputs since the last one.

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,15 +50,14 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
     return list(_with_wrappers(model))[-1]
 
 
-def is_replica_on_all_ranks(model: torch.nn.Module) -> bool:
-    """Whether DistributedDataParallel wraps the model and gave all processes the same parameters.
-
-    One over a part of the processes, together with shards of tensor or pipeline parallelism, did not.
+def replica_ranks(model: torch.nn.Module) -> Sequence[int]:
+    """The ranks of torch.distributed's world to which DistributedDataParallel gave the same parameters; none where it
+    does not wrap the model.
     """
-    return any(
-        isinstance(each, DistributedDataParallel) and each.process_group.size() == dist.get_world_size()
-        for each in _with_wrappers(model)
-    )
+    for each in _with_wrappers(model):
+        if isinstance(each, DistributedDataParallel):
+            return dist.get_process_group_ranks(each.process_group)
+    return ()
 
 
 def _with_wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -85,15 +85,15 @@ def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def refuse_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError for a model or an optimizer state that no single process holds completely."""
+    """Raises ConfigError for shards of the model or of the optimizer's state that are no DTensors."""
     kinds = {type(module).__name__ for module in model.modules()} & _SHARDED_MODELS
     kinds |= {type(optimizer).__name__} & _SHARDED_OPTIMIZERS
     if type(optimizer).__module__.split(".")[0] == "deepspeed":
         kinds.add("DeepSpeed")
     if kinds:
         raise ConfigError(
-            f"{sorted(kinds)[0]} cuts the model or its optimizer state into shards, which this release does not "
-            "gather: train on one device, or on several with DistributedDataParallel, where each holds all of it"
+            f"{sorted(kinds)[0]} cuts the model or its optimizer state into shards in a form of its own: use FSDP2 "
+            "(torch.distributed.fsdp.fully_shard), whose shards a cluster pushes and pulls, or DistributedDataParallel"
         )
 
 
@@ -116,18 +116,33 @@ _MOVING = (
 """Modules whose buffers are running statistics: they differ between clusters from the first step on."""
 
 
+class UntrainedTensor(NamedTuple):
+    """A frozen parameter or a buffer. has_contents: it counts with its values, which training does not move."""
+
+    name: str
+    tensor: torch.Tensor
+    is_buffer: bool
+    has_contents: bool
+
+
+def untrained_tensors(model: torch.nn.Module, trained: Set[int]) -> list[UntrainedTensor]:
+    """Every parameter and buffer of the model that is not among `trained` (ids of tensors), tied ones once."""
+    moving = moving_buffers(model)
+    frozen = [UntrainedTensor(name, p, False, True) for name, p in model.named_parameters() if id(p) not in trained]
+    named = [(name, b) for name, b in model.named_buffers() if id(b) not in trained]
+    return frozen + [UntrainedTensor(name, b, True, id(b) not in moving) for name, b in named]
+
+
 def untrained_of(model: torch.nn.Module, trained: Set[int]) -> Untrained:
-    """Every parameter and buffer of the model that is not among `trained` (ids of tensors), tied ones once.
+    """Digests of every parameter and buffer of the model that is not among `trained` (ids of tensors), tied ones once.
 
     Contents of running statistics are left out, and so are those that cannot be read (on the meta device, say), which
     is logged.
     """
-    moving = moving_buffers(model)
-    frozen = [(name, p) for name, p in model.named_parameters() if id(p) not in trained]
-    buffers = [(name, b) for name, b in model.named_buffers() if id(b) not in trained]
+    listed = untrained_tensors(model, trained)
     return Untrained(
-        tuple(TensorDigest(name, _digest(name, p, contents=True)) for name, p in frozen),
-        tuple(TensorDigest(name, _digest(name, b, contents=id(b) not in moving)) for name, b in buffers),
+        tuple(TensorDigest(each.name, digest_of(each.name, each)) for each in listed if not each.is_buffer),
+        tuple(TensorDigest(each.name, digest_of(each.name, each)) for each in listed if each.is_buffer),
     )
 
 
@@ -142,17 +157,24 @@ def moving_buffers(model: torch.nn.Module) -> set[int]:
     return {id(b) for m in model.modules() if isinstance(m, _MOVING) for b in m.buffers(recurse=False)}
 
 
-def _digest(name: str, tensor: torch.Tensor, *, contents: bool) -> int:
-    digest = xxhash.xxh3_64(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    if contents:
+def digest_of(name: str, untrained: UntrainedTensor) -> int:
+    """name: for the log."""
+    tensor = local(untrained.tensor)
+    digest = begun_digest(tensor.dtype, tensor.shape)
+    if untrained.has_contents:
         try:
-            _add(digest, tensor.detach())
+            _add(digest, tensor)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             _logger.warning(
                 "the values of %r cannot be read and are not compared with other clusters': %s", name, error
             )
             return xxhash.xxh3_64_intdigest(f"{tensor.dtype} {list(tensor.shape)} unread".encode())
     return int(digest.intdigest())
+
+
+def begun_digest(dtype: torch.dtype, shape: Sequence[int]) -> xxhash.xxh3_64:
+    """The digest of a tensor before the bytes of its elements, in logical order."""
+    return xxhash.xxh3_64(f"{dtype} {list(shape)}".encode())
 
 
 def _add(digest: xxhash.xxh3_64, tensor: torch.Tensor) -> None:
@@ -233,7 +255,10 @@ LARGE_ELEMS = 1 << 15
 ONE_THREAD_ELEMS = 1 << 15
 """Torch computes on so many elements without waking other threads, which would spin while they wait."""
 
-_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Those of the layout's, by name."""
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TorchParameters:
@@ -259,12 +284,14 @@ class TorchParameters:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._model = model
         self._optimizer = optimizer
-        self._buffers = _averaged_buffers(model) if buffers == "average" else {}
+        self._buffers = averaged_buffers(model) if buffers == "average" else {}
         held = {name: module.get_buffer(key) for name, (module, key) in self._buffers.items()}
-        rows = [_described(name, p) for name, p in named.items()]
-        rows += [_as_averaged(name, buffer) for name, buffer in held.items()]
+        for name, p in named.items():
+            _refuse_shard(name, p)
+        rows = [described(name, p) for name, p in named.items()]
+        rows += [as_averaged(name, buffer) for name, buffer in held.items()]
         layout = Layout(tuple(rows), block_elems)
-        _refuse_shared_memory(named)
+        refuse_shared_memory(named)
         self._layout = replace(layout, description=description)
         tensors: dict[str, torch.Tensor] = {**named, **held}
         self._spans = [(tensors[s.parameter.name], s.start_elem, s.stop_elem) for s in self._layout.spans]
@@ -275,7 +302,8 @@ class TorchParameters:
                 "was moved to its device"
             )
         self._groups = _groups(self._spans)
-        self._narrow = _narrow(self._spans[: len(named)])  # a statistic is pushed unchanged
+        trained = self._spans[: len(named)]  # a statistic is pushed unchanged
+        self._narrow = narrow_runs((tensor.dtype, start, stop) for tensor, start, stop in trained)
         self._devices = {group.device for group in self._groups if group.device.type == "cuda"}
         self._sides = {device: torch.cuda.Stream(device) for device in self._devices}
         self.installs = self.resets = 0
@@ -349,16 +377,7 @@ class TorchParameters:
         return bool(self._narrow)
 
     def add_rounded_off(self, flat: F32, installed: F32, start_elem: int, stop_elem: int) -> None:
-        """For bfloat16 and float16: rounds to nearest even, as the copies of install() do."""
-        first_run = bisect_right(self._narrow, start_elem, key=lambda run: run.stop_elem)
-        for run in self._narrow[first_run:]:
-            stop = min(run.stop_elem, stop_elem)
-            for start in range(max(run.start_elem, start_elem), stop, ONE_THREAD_ELEMS):
-                here = slice(start, min(start + ONE_THREAD_ELEMS, stop))
-                now, was = torch.from_numpy(flat[here]), torch.from_numpy(installed[here])
-                now.sub_(was.to(run.dtype)).add_(was)
-            if run.stop_elem >= stop_elem:
-                break
+        add_rounded_off(self._narrow, flat, installed, start_elem, stop_elem)
 
     def live(self) -> Sequence[F32] | None:
         self._check_still_trained()
@@ -443,7 +462,7 @@ class _Group:
     stop_elem: int
 
 
-def _averaged_buffers(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
+def averaged_buffers(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
     """Name -> (module, attribute) of the floating-point buffers in a state_dict, tied ones once.
 
     Those that hold infinities (a mask) are constants, which have no mean: each cluster keeps its own.
@@ -464,14 +483,15 @@ def _averaged_buffers(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module
                     f"buffer {name!r} {why}: load or clone it before the loop is entered, or register it with "
                     "persistent=False"
                 )
-            if not buffer.isfinite().all():
+            if not local(buffer).isfinite().all():
                 _logger.info("buffer %r holds infinities or NaN, so that it is not averaged", name)
                 continue
             found[name] = (module, key)
     return found
 
 
-def _as_averaged(name: str, buffer: torch.Tensor) -> Parameter:
+def as_averaged(name: str, buffer: torch.Tensor) -> Parameter:
+    """The row of an averaged buffer in the layout. Raises ConfigError for a dtype that has no mean."""
     dtype = _DTYPE_NAMES.get(buffer.dtype)
     if dtype is None:
         raise ConfigError(
@@ -494,24 +514,37 @@ def _groups(spans: Sequence[tuple[torch.Tensor, int, int]]) -> list[_Group]:
 
 
 @dataclass(frozen=True)
-class _Narrow:
-    """Adjacent elements of the flat vector whose parameters have this dtype of 16 bits."""
+class Narrow:
+    """Adjacent elements of a flat vector whose parameters have this dtype of 16 bits."""
 
     dtype: torch.dtype
     start_elem: int
     stop_elem: int
 
 
-def _narrow(spans: Sequence[tuple[torch.Tensor, int, int]]) -> list[_Narrow]:
-    """All such spans, in flat order; none for a model in float32."""
-    runs: list[_Narrow] = []
-    for parameter, start, stop in spans:
-        if parameter.dtype is torch.float32:
+def narrow_runs(runs: Iterable[tuple[torch.dtype, int, int]]) -> list[Narrow]:
+    """Those of 16 bits, of runs (dtype, start, stop) in flat order; none for a model in float32."""
+    narrow: list[Narrow] = []
+    for dtype, start, stop in runs:
+        if dtype is torch.float32:
             continue
-        if runs and (runs[-1].dtype, runs[-1].stop_elem) == (parameter.dtype, start):
-            start = runs.pop().start_elem
-        runs.append(_Narrow(parameter.dtype, start, stop))
-    return runs
+        if narrow and (narrow[-1].dtype, narrow[-1].stop_elem) == (dtype, start):
+            start = narrow.pop().start_elem
+        narrow.append(Narrow(dtype, start, stop))
+    return narrow
+
+
+def add_rounded_off(narrow: Sequence[Narrow], flat: F32, installed: F32, start_elem: int, stop_elem: int) -> None:
+    """As RoundingStore's. bfloat16 and float16 are rounded to nearest even, as the copies of install() do."""
+    first_run = bisect_right(narrow, start_elem, key=lambda run: run.stop_elem)
+    for run in narrow[first_run:]:
+        stop = min(run.stop_elem, stop_elem)
+        for start in range(max(run.start_elem, start_elem), stop, ONE_THREAD_ELEMS):
+            here = slice(start, min(start + ONE_THREAD_ELEMS, stop))
+            now, was = torch.from_numpy(flat[here]), torch.from_numpy(installed[here])
+            now.sub_(was.to(run.dtype)).add_(was)
+        if run.stop_elem >= stop_elem:
+            break
 
 
 class _Copied:
@@ -571,12 +604,27 @@ def wait_for(devices: Iterable[torch.device]) -> None:
         torch.cuda.synchronize(device)
 
 
-def _described(name: str, parameter: torch.nn.Parameter) -> Parameter:
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that this process holds; any other tensor as it is. Shares its memory, needs no message."""
+    if not hasattr(tensor, "device_mesh"):
+        return tensor.detach()
+    with torch.no_grad():
+        part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def _refuse_shard(name: str, parameter: torch.nn.Parameter) -> None:
     if hasattr(parameter, "device_mesh"):
         raise ConfigError(
-            f"parameter {name!r} is sharded over devices, which this release does not gather: use one device, or "
-            "replicas whose parameters are whole (DistributedDataParallel)"
+            f"parameter {name!r} is sharded over devices, and this cluster is one process: start all ranks with "
+            "DIPS_MASTER, or use one device"
         )
+
+
+def described(name: str, parameter: torch.Tensor) -> Parameter:
+    """The row of a trained tensor in the layout; of a shard with its global shape. Raises ConfigError for a tensor that
+    cannot be copied to and from a flat vector.
+    """
     if torch.nn.parameter.is_lazy(parameter):
         raise ConfigError(
             f"parameter {name!r} has no shape yet, as its module is lazy: pass a batch through the model, then make "
@@ -601,7 +649,7 @@ def _described(name: str, parameter: torch.nn.Parameter) -> Parameter:
     return Parameter(name, tuple(parameter.shape), dtype, layer_of(name))
 
 
-def _refuse_shared_memory(named: Mapping[str, torch.nn.Parameter]) -> None:
+def refuse_shared_memory(named: Mapping[str, torch.Tensor]) -> None:
     """Raises ConfigError for memory with two places in the flat vector, which may hold different values for it.
 
     Two parameters over exactly the same memory are tied, and get equal updates.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ import torch
 from dips.core.errors import ConfigError
 from dips.worker.checkpoint_files import RawTensor
 from dips.worker.torch_model import wait_for
+
+if TYPE_CHECKING:  # that module imports this one
+    from dips.worker.parallel.shard_files import SavedShards
 
 _TORCH_NAMES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
@@ -147,15 +150,18 @@ class TorchState:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         parts: Mapping[str, HasState] | None = None,
+        *,
+        buffers: str = "own",
     ) -> None:
-        """parts: the loop's own things."""
+        """parts: the loop's own things. buffers: as in DiLoCo."""
+        self._of_ranks = model, optimizer, dict(parts or {}), buffers
         self._parts: dict[str, HasState] = {
             "optimizer": optimizer,
             "buffers": _Buffers(model),
             **{f"loop.{name}": part for name, part in (parts or {}).items()},
             "random": RandomState(),
         }
-        self._copies: dict[str, _Copy] = {}
+        self._copies = HostCopies()
 
     def capture(self) -> tuple[Any, dict[str, RawTensor]]:
         """Copy the state of all parts. The result is valid until the next capture().
@@ -167,11 +173,9 @@ class TorchState:
         raw: dict[str, RawTensor] = {}
         for name, tensor in tensors.items():
             source = torch.from_numpy(np.array(tensor)) if isinstance(tensor, np.ndarray) else tensor.detach()
-            copy = self._copies.get(name)
-            if copy is None or not copy.fits(source):
-                copy = self._copies[name] = _Copy(name, source)
-            raw[name] = copy.take(source)
-        wait_for({item.device for item in tensors.values() if isinstance(item, torch.Tensor) and item.is_cuda})
+            refuse_unknown(name, source)
+            raw[name] = raw_of(self._copies.take(name, source))
+        self._copies.wait()
         return skeleton, raw
 
     def restore(self, skeleton: Any, tensors: Mapping[str, RawTensor]) -> None:
@@ -192,26 +196,57 @@ class TorchState:
                     "model, optimizer and loop, or without --resume"
                 ) from error
 
+    def restore_of_ranks(self, state: Mapping[str, Any], saved: SavedShards) -> None:
+        """Give every part the state that several ranks captured (parallel/rank_state.py). Raises ConfigError where it
+        does not fit, CheckpointError for what is not there.
+        """
+        from dips.worker.parallel.agreement import Alone, agree
+        from dips.worker.parallel.held import held_here
+        from dips.worker.parallel.rank_state import RankState
 
-class _Copy:
-    """Host memory for one tensor; pinned when it comes from a GPU, so that the copy goes at the link's speed."""
+        model, optimizer, parts, buffers = self._of_ranks
+        agreed = agree(Alone(), held_here([model], [optimizer], buffers=buffers), {})
+        assert agreed is not None, "one that holds its model has a place"
+        RankState(Alone(), agreed, [optimizer], parts).restore(state, saved)
 
-    def __init__(self, name: str, source: torch.Tensor) -> None:
-        if source.dtype not in _TORCH_NAMES or source.layout is not torch.strided:
-            raise StateTreeError(f"the state at {name!r} is a tensor of {source.dtype}, which a checkpoint cannot hold")
-        self.is_pinned = source.is_cuda
-        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=self.is_pinned)
-        self._raw = RawTensor(
-            _TORCH_NAMES[source.dtype], tuple(source.shape), self._host.reshape(-1).view(torch.uint8).numpy()
-        )
 
-    def fits(self, source: torch.Tensor) -> bool:
-        same = self._host.shape == source.shape and self._host.dtype == source.dtype
-        return same and self.is_pinned == source.is_cuda
+class HostCopies:
+    """Copies of tensors in host memory that is reused; pinned for those that come from a GPU, so that they are copied
+    at the link's speed.
+    """
 
-    def take(self, source: torch.Tensor) -> RawTensor:
-        self._host.copy_(source, non_blocking=self.is_pinned)
-        return self._raw
+    def __init__(self) -> None:
+        self._copies: dict[str, torch.Tensor] = {}
+        self._devices: set[torch.device] = set()
+
+    def take(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor; the copy is complete after wait(), and valid until the next take() of this name."""
+        copy = self._copies.get(name)
+        if copy is None or (copy.shape, copy.dtype, copy.is_pinned()) != (source.shape, source.dtype, source.is_cuda):
+            copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            self._copies[name] = copy
+        with torch.no_grad():
+            copy.copy_(source, non_blocking=source.is_cuda)
+        if source.is_cuda:
+            self._devices.add(source.device)
+        return copy
+
+    def wait(self) -> None:
+        """Return once all copies are complete."""
+        wait_for(self._devices)
+        self._devices = set()
+
+
+def refuse_unknown(name: str, tensor: torch.Tensor) -> None:
+    """Raises StateTreeError for a type of elements, or a layout, that a checkpoint cannot hold."""
+    if tensor.dtype not in _TORCH_NAMES or tensor.layout is not torch.strided:
+        raise StateTreeError(f"the state at {name!r} is a tensor of {tensor.dtype}, which a checkpoint cannot hold")
+
+
+def raw_of(tensor: torch.Tensor) -> RawTensor:
+    """The memory of a contiguous tensor on the host."""
+    data = tensor.reshape(-1).view(torch.uint8).numpy()
+    return RawTensor(_TORCH_NAMES[tensor.dtype], tuple(tensor.shape), data)
 
 
 class _Buffers:

@@ -28,6 +28,7 @@ from dips.core.errors import LocalProtocolError
 from dips.core.layout import Layout
 from dips.core.net.payloads import Memory, Places, SharedLock, SnapshotReady, bytes_of, hashing_copy, kernels
 from dips.core.observe.starting import Starting
+from dips.core.share import Share
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.parameters import ChunkSums, ParameterStore, RoundingStore, StreamingStore
 from dips.worker.state.effects import InstallMode
@@ -148,6 +149,11 @@ class Vectors:
     # ---- vectors that may be read ----
 
     @property
+    def n_elems(self) -> int:
+        """Of each vector."""
+        return self._n_elems
+
+    @property
     def base(self) -> F32:
         """theta_base; of any content before the first install() or restore()."""
         if self._base is None:
@@ -164,6 +170,11 @@ class Vectors:
     def pull(self) -> F32:
         """The vector in which the pulled version lands, or has landed."""
         return self.landing()
+
+    @property
+    def push_is_live(self) -> bool:
+        """Whether theta_at_push is in the live parameters alone, so that keep_push() comes before they change."""
+        return self._push_is_live
 
     @property
     def residual(self) -> F32 | None:
@@ -417,8 +428,9 @@ class _Exact:
                 self._is_exact[piece] = True
 
 
-def chunk_spans(layout: Layout, chunk_bytes: int) -> list[tuple[int, int]]:
-    """First and last-plus-one element of every chunk in the flat vector."""
-    places = Places(layout)
-    elems = (places.elems_at(chunk) for chunk in chunks_of(layout.blocks, chunk_bytes))
+def chunk_spans(layout: Layout, chunk_bytes: int, share: Share | None = None) -> list[tuple[int, int]]:
+    """First and last-plus-one element of every chunk in the flat vector, or in the share's own one."""
+    places = Places(layout, share)
+    chunks = chunks_of(layout.blocks, chunk_bytes) if share is None else share.chunks(layout, chunk_bytes)
+    elems = map(places.elems_at, chunks)
     return [(here.start, here.stop) for here in elems]

@@ -29,12 +29,19 @@ def test_every_invariant_holds_after_every_step(first: int) -> None:
     assert sum(outcome.published for outcome in outcomes) >= len(outcomes)
 
 
+@pytest.mark.parametrize("first", range(8000, 8000 + N_SEEDS // 2, IN_ONE_TEST))
+def test_every_invariant_holds_where_clusters_have_several_ranks(first: int) -> None:
+    outcomes = [run_seeds.run_one(seed, (2, 3, 1), (3, 2))[0] for seed in range(first, first + IN_ONE_TEST)]
+    assert {outcome.seed: outcome.violations for outcome in outcomes if outcome.violations} == {}
+    assert sum(outcome.published for outcome in outcomes) >= len(outcomes)
+
+
 @pytest.mark.parametrize("kind", sorted(register.FAULTS))
 def test_every_kind_of_fault_strikes(kind: str) -> None:
     """Planned five times over, in a few seeds: it is counted, and nothing breaks."""
     fired: Counter[str] = Counter()
     for seed in SMALL_ONES:
-        outcome = SeedRun(seed, planned=(kind,) * 5).run()
+        outcome = SeedRun(seed, planned=(kind,) * 5, pushers=(2,) if kind in register.OF_RANKS else ()).run()
         assert outcome.violations == ()
         fired.update(outcome.fired)
         if fired[kind]:

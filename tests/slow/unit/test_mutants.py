@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from support.mutants import MUTANTS, Mutant, planted
+from support.mutants import MUTANTS, TWO_CHECKS, Mutant, planted
 
 from dips.sim.search.__main__ import story
 from dips.sim.search.bounds import Bounds
 from dips.sim.search.explore import Result, Search
+from dips.sim.search.searches import by_name
 
 MAX_STATES = 40_000
 """More than any of these bounds has without a mutant."""
@@ -45,6 +46,22 @@ def test_the_same_search_is_clean_without_the_bug(mutant: Mutant) -> None:
     result = _without_mutant(mutant.bounds)
     assert result.violation is None, str(result.violation)
     assert result.exhausted
+
+
+def test_what_a_rank_of_an_earlier_life_sends_is_stopped_twice() -> None:
+    """With both bugs it is merged; a rank that is killed, or a late chunk, does not show that."""
+    first, second = TWO_CHECKS
+    for mutant in TWO_CHECKS:
+        with planted(mutant):
+            alone = Search(mutant.bounds, MAX_STATES).run()
+        assert alone.violation is None, str(alone.violation)
+        assert alone.exhausted
+    with planted(first), planted(second):
+        both = Search(first.bounds, MAX_STATES).run()
+        others = [Search(by_name(name).bounds, MAX_STATES).run() for name in ("ranks-kill-rank", "late-chunk")]
+    assert both.violation is not None
+    assert both.violation.name == "I9", str(both.violation)
+    assert [other.violation for other in others] == [None, None]
 
 
 def test_the_bugs_that_must_be_found_are_among_them() -> None:

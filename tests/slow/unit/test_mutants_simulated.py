@@ -1,7 +1,10 @@
-"""Planted bugs that only damage on the wire brings to light: the simulator finds them, by the invariant."""
+"""Planted bugs that only damage on the wire, or several ranks, bring to light: the simulator finds them."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
+import pytest
 from support.mutants import Mutant, planted
 
 from dips.sim.search.bounds import Bounds
@@ -29,9 +32,9 @@ DAMAGE_COUNTS = Mutant(
 )
 
 
-def _first_violation() -> tuple[int, str] | None:
+def _first_violation(pushers: tuple[int, ...] = ()) -> tuple[int, str] | None:
     for seed in range(SEEDS):
-        violations = SeedRun(seed).run().violations
+        violations = SeedRun(seed, pushers=pushers).run().violations
         if violations:
             return seed, violations[0]
     return None
@@ -64,3 +67,63 @@ def test_a_wrong_share_of_averaged_buffers_is_noticed() -> None:
     seed, sentence = found
     assert sentence.endswith("than what was merged"), sentence
     assert SeedRun(seed).run().violations == (), "the same seed is clean without the bug"
+
+
+def bug(name: str, target: str, old: str, new: str) -> Mutant:
+    return Mutant(name, target, old, new, (), Bounds())
+
+
+OF_RANKS = {
+    "two owners": (
+        (
+            bug(
+                "two owners",
+                "worker.parallel.ownership:shares_of_ranks",
+                "Share(edges[firsts[owners == rank]], edges[lasts[owners == rank]])",
+                "Share(edges[firsts[owners >= rank]], edges[lasts[owners >= rank]])",
+            ),
+        ),
+        "both own",
+    ),
+    "staged after one rank's bytes": (
+        (
+            bug(
+                "half of the chunks are all",
+                "slave.state.staging:note_landed",
+                "of.counts[N_LANDED] == len(of.landed)",
+                "of.counts[N_LANDED] == (len(of.landed) + 1) // 2",
+            ),
+            bug(
+                "a digest of what has landed",
+                "slave.state.staging:Staging.digest",
+                "if not self.complete:",
+                "if False:",
+            ),
+        ),
+        "has not landed",
+    ),
+    "one rank's end is the cluster's": (
+        (
+            bug(
+                "one end is enough",
+                "worker.parallel.part_ends:combined",
+                "if len({end.rank for end in ends}) < n_ranks:",
+                "if not ends:",
+            ),
+        ),
+        "does not publish",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_RANKS)
+def test_a_bug_of_several_ranks_is_noticed(name: str) -> None:
+    mutants, words = OF_RANKS[name]
+    with ExitStack() as stack:
+        for mutant in mutants:
+            stack.enter_context(planted(mutant))
+        found = _first_violation(pushers=(2,))
+    assert found is not None
+    seed, sentence = found
+    assert words in sentence, sentence
+    assert SeedRun(seed, pushers=(2,)).run().violations == (), "the same seed is clean without the bug"

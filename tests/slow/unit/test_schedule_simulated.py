@@ -68,6 +68,26 @@ def test_the_schedule_is_never_worse_than_the_others(way: Way, delay_s: float) -
         assert means[TransferMethod.SCHEDULED] <= 1.1 * min(means.values()), name
 
 
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("delay_s", DELAYS_S)
+def test_ranks_of_two_clusters_keep_out_of_each_others_way(way: Way, delay_s: float) -> None:
+    """2 clusters of 4 ranks, 4 slaves that are just wide enough for all: each takes hardly longer than alone."""
+    race = races(way, delay_s)["the same, slaves at 2"]
+    found = {method: list(slowdowns(race, method).values()) for method in TransferMethod}
+    assert max(found[TransferMethod.SCHEDULED]) <= 1.16
+    least = (3.0 if way is Way.PUSH else 1.3) * mean(found[TransferMethod.SCHEDULED])
+    assert mean(found[TransferMethod.NAIVE]) >= least
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3, 4])
+def test_ranks_with_a_link_each_fetch_and_send_as_many_times_faster(n_ranks: int) -> None:
+    wide = {f"s{i}": ProcessRates(4 * GBIT, 4 * GBIT) for i in range(4)}
+    for way in Way:
+        one = Race({"a": LINK}, wide, 0.0002, model_bytes=192 * MIB, way=way)
+        took_s = [run(race, TransferMethod.SCHEDULED)["a"] for race in (one, replace(one, ranks={"a": n_ranks}))]
+        assert took_s[0] >= 0.9 * n_ranks * took_s[1]
+
+
 def test_a_push_that_is_nearly_done_is_let_through() -> None:
     """One slave; the last to come has a tenth of the others' bytes left, as after a broken attempt."""
     race = Race(dict.fromkeys("abcd", LINK), {"s0": LINK}, 0.0002, has_left={"d": 0.1})

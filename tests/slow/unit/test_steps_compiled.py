@@ -99,4 +99,4 @@ def test_compiled_steps_leave_the_same_columns(compiled: dict[str, Any], pushing
         else:
             whole = steps.take_landed(plain, slot, CHECKSUM, now_s, credit)
             assert compiled["take_landed"](fast, slot, np.uint64(CHECKSUM), now_s, credit) == whole
-    assert made[0].moved_bytes == made[0].total_bytes == made[1].moved_bytes
+    assert all(all(transfer.columns.chunks.moved) for transfer in made)

@@ -67,7 +67,7 @@ BUGS = (
             "base = self.readable.get(slot.base) if slot.base is not None else None",
             "base = self.current",
         ),
-        "than what was merged",
+        "with another content",
     ),
 )
 

@@ -22,12 +22,12 @@ from dips.core.math.landing_numba import copy_hashed
 from dips.core.math.wire_numba import encode_at
 from dips.core.math.xxh3_numba import xxh3
 from dips.core.messages import PlacementSpec, Refusal, SlaveAddress
-from dips.core.net import carry_numba
+from dips.core.net import carry_numba, flow
 from dips.core.net.carry_numba import PullLoop, PushLoop, texts_of
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.payloads import Difference, Differences, Parameters, Payloads, Places, bytes_of
 from dips.core.net.slave_sockets import SlaveSockets
-from dips.core.net.transfer import PullTransfer, PushTransfer, TransferSettings, shares_of
+from dips.core.net.transfer import PullTransfer, PushTransfer, TransferSettings, chunks_by_slave
 from dips.core.net.zmq_numba import EAGAIN, EINTR, FREED, is_ready
 from dips.core.wire import Codec
 
@@ -37,7 +37,7 @@ LAYOUT = Layout((Parameter("w", (CHUNK_BYTES // 4 * N_CHUNKS - 5,), "float32", "
 PLACEMENT = PlacementSpec(
     (SlaveAddress("s0", "x"), SlaveAddress("s1", "x")), tuple(b.block_id % 2 for b in LAYOUT.blocks), b""
 )
-SHARES = shares_of(LAYOUT, PLACEMENT, range(len(LAYOUT.blocks)), CHUNK_BYTES)
+SHARES = chunks_by_slave(LAYOUT, PLACEMENT, range(len(LAYOUT.blocks)), CHUNK_BYTES)
 SETTINGS = TransferSettings(CHUNK_BYTES, 4, silence_s=1e6, stall_s=1e6)
 PUSH, VERSION = PushId(ClusterId("a"), Incarnation(1, 1), 1), Version(1, 2)
 FOREVER_S = 1e12
@@ -154,7 +154,7 @@ def test_a_push_reads_its_payloads_and_nothing_else() -> None:
     pusher.loop.read_from([bytes_of(flat)])
     assert pusher.finish() == set()
     assert sorted(b"".join(payload for _, payload in port.heard)) == sorted(flat.tobytes())
-    assert pusher.transfer.moved_bytes == flat.nbytes
+    assert all(pusher.transfer.columns.chunks.moved)
     assert (pusher.loop._links.handed[:, carry_numba.SENT] == pusher.loop._links.handed[:, carry_numba.BACK]).all()
     assert port.zmq.n_open == 0
 
@@ -197,7 +197,8 @@ def test_a_queue_that_is_full_loses_a_chunk_and_no_memory() -> None:
     while (why := pusher.run()) == carry_numba.SEND:
         pusher.loop.sent()
     assert why == carry_numba.AGAIN
-    lost_bytes = flat.nbytes - pusher.transfer.moved_bytes
+    chunks = pusher.transfer.columns.chunks
+    lost_bytes = sum(n for n, moved in zip(chunks.length_bytes, chunks.moved, strict=True) if not moved)
     assert CHUNK_BYTES < lost_bytes <= 2 * CHUNK_BYTES
     assert port.zmq.n_open == 0
 
@@ -209,6 +210,59 @@ def _until_nothing_comes(port: Port) -> Callable[[int], int]:
         return port._answer_all(timeout_ms) or port.zmq._fail(EINTR)
 
     return polled
+
+
+def test_a_lane_has_no_more_chunks_in_libzmq_s_hands_than_it_may_and_waits_longer_for_each() -> None:
+    """Slaves answer at once, but payloads come back late: at each third poll the oldest one."""
+    flat, port = vector(9), Port(acknowledge)
+    pusher = Pusher(port, Parameters(flat, PLACES), [bytes_of(flat)])
+    pusher.loop.read_from([bytes_of(flat)])
+    held, handed, waits_ms = pusher.loop._held, pusher.loop._links.handed, list[int]()
+    held.first[:] = held.stop[:] = flow.MOST_REQUESTS - 2  # the ring's end is passed
+    port.zmq.is_late = True
+
+    def polled(timeout_ms: int) -> int:
+        out = handed[:, carry_numba.SENT] - handed[:, carry_numba.BACK]
+        assert (out <= carry_numba.LEAD).all()
+        waits_ms.append(timeout_ms)
+        answered = port._answer_all(timeout_ms)
+        if len(waits_ms) % 3 == 0:
+            port.zmq.give_back()
+        return answered
+
+    port.zmq.polled = polled
+    assert pusher.finish() == set()
+    while port.zmq.give_back():
+        pass
+    assert sorted(b"".join(payload for _, payload in port.heard)) == sorted(flat.tobytes())
+    assert (held.first == held.stop).all()
+    assert (held.first > flow.MOST_REQUESTS).all()
+    assert (handed[:, carry_numba.SENT] == handed[:, carry_numba.BACK]).all()
+    while_nothing_came = [carry_numba.SHORTEST_WAIT_MS, 2 * carry_numba.SHORTEST_WAIT_MS]
+    assert any(waits_ms[n : n + 2] == while_nothing_came for n in range(len(waits_ms)))
+    assert port.zmq.n_open == 0
+
+
+def test_a_request_that_was_given_up_while_it_waited_for_libzmq_is_not_sent() -> None:
+    flat, port = vector(10), Port(acknowledge)
+    pusher = Pusher(port, Parameters(flat, PLACES), [bytes_of(flat)])
+    pusher.loop.read_from([bytes_of(flat)])
+    port.zmq.is_late = True
+    port.zmq.polled = _until_nothing_comes(port)
+    assert pusher.run() == carry_numba.AGAIN
+    held, lane = pusher.loop._held, 0
+    waiting = set(held.request[lane, held.first[lane] : held.stop[lane]].tolist())
+    assert waiting
+    pusher.transfer._start_over(lane)  # as after a silence
+    pusher.transfer.columns.lanes.must_query[lane] = 0
+    port.zmq.is_late = False
+    while port.zmq.give_back():
+        pass
+    port.zmq.polled = port._answer_all
+    assert pusher.finish() == set()
+    assert not waiting & {header.request for header, _ in port.heard}
+    assert all(pusher.transfer.columns.chunks.moved)
+    assert port.zmq.n_open == 0
 
 
 def rubbish(rng: random.Random, right: list[bytes]) -> list[bytes]:
@@ -255,7 +309,7 @@ def test_a_push_survives_whatever_is_answered(seed: int) -> None:
     pusher = Pusher(port, Parameters(flat, PLACES), [bytes_of(flat)])
     pusher.loop.read_from([bytes_of(flat)])
     assert pusher.finish() == {carry_numba.UNUSUAL}
-    assert pusher.transfer.moved_bytes == flat.nbytes
+    assert all(pusher.transfer.columns.chunks.moved)
     assert port.zmq.n_open == 0
 
 
@@ -299,5 +353,5 @@ def test_a_pull_writes_only_where_the_chunk_that_it_asked_for_belongs(seed: int)
         _hear(port, loop, why)
         n_whole += why == carry_numba.WHOLE
     assert into.tobytes() == flat.tobytes()
-    assert transfer.moved_bytes == flat.nbytes
+    assert all(transfer.columns.chunks.moved)
     assert port.zmq.n_open == 0

@@ -24,7 +24,7 @@ from dips.core.net.zmq_numba import (
     ReceivedFrame,
     is_ready,
     new_messages,
-    user_is,
+    number_of_user,
     zmq_errno,
     zmq_msg_close,
     zmq_msg_data,
@@ -114,7 +114,7 @@ def receive_for(user: NDArray[np.uint8], socket: int, messages: Messages) -> boo
     zmq_msg_recv(place, socket, DONTWAIT)
     zmq_msg_init(place + MESSAGE_BYTES)
     zmq_msg_move(place + MESSAGE_BYTES, place)
-    return user_is(place + MESSAGE_BYTES, user)
+    return number_of_user(place + MESSAGE_BYTES, user.reshape(1, -1)) == 0
 
 
 @compiled

@@ -6,6 +6,7 @@ import dis
 import fcntl
 import importlib
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,15 +67,44 @@ def test_another_processor_compiles_for_itself_and_spoils_nothing(tmp_path: Path
     assert said(started(tmp_path)) == mine[1:]
 
 
-def test_half_a_file_is_compiled_again(tmp_path: Path) -> None:
-    """As a machine that lost its power leaves it."""
+NUMBAS = pickle.dumps(numba.__version__)
+
+
+@pytest.mark.parametrize(
+    ("files", "content", "error"),
+    [
+        ("*.nbc", b"", "EOFError"),
+        ("*.nbi", NUMBAS, "EOFError"),
+        ("*.nbi", NUMBAS + b"cdips\nGone\n.", "AttributeError"),
+    ],
+    ids=["code", "list of what is kept", "a type that this release does not have"],
+)
+def test_what_cannot_be_read_is_compiled_again(tmp_path: Path, files: str, content: bytes, error: str) -> None:
+    """As a machine that lost its power leaves it, or an earlier release."""
     mine = said(started(tmp_path))
-    for code in tmp_path.glob("*/*.nbc"):
-        code.write_bytes(b"")
+    for kept in tmp_path.glob(f"*/{files}"):
+        kept.write_bytes(content)
     again = said(started(tmp_path))
-    assert "is compiled again: EOFError" in again[0]
+    assert f"is compiled again: {error}" in again[0]
     assert again[1:] == mine
     assert said(started(tmp_path)) == mine[1:]
+
+
+def test_code_of_an_earlier_release_is_not_run_though_the_disk_was_full_after_an_upgrade(tmp_path: Path) -> None:
+    """Numba has then written in its list that the code is of the new release, and the code is still the old one."""
+    run = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import release; print(release.kernel(1))"
+    full = (
+        "from numba.core.caching import IndexDataCacheFile\n"
+        "def no_space(*_): raise OSError(28, 'No space left on device')\n"
+        "IndexDataCacheFile._save_data = no_space\n"
+    )
+    text = "from dips.core.math.compiling import compiled\n@compiled\ndef kernel(x):\n    return x + {}\n"
+    (tmp_path / "release.py").write_text(text.format(1))
+    assert said(started(tmp_path, run)) == ["2"]
+    (tmp_path / "release.py").write_text(text.format(20))
+    warning, result = said(started(tmp_path, full + run))
+    assert ("cannot be kept" in warning, result) == (True, "21")
+    assert said(started(tmp_path, run)) == ["21"]
 
 
 def test_without_a_folder_for_the_code_it_compiles_all_the_same_and_says_so_once(

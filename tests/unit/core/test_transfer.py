@@ -22,7 +22,8 @@ from dips.core.net.transfer import (
     SlaveRequest,
     Transfer,
     TransferSettings,
-    shares_of,
+    chunks_by_slave,
+    digests_of,
 )
 
 CHUNK = 16
@@ -36,7 +37,7 @@ RTT_S = 0.1
 
 
 def shares() -> dict[str, list[Chunk]]:
-    return shares_of(LAYOUT, PLACEMENT, ORDER, CHUNK)
+    return chunks_by_slave(LAYOUT, PLACEMENT, ORDER, CHUNK)
 
 
 def sum_of(chunk: Chunk) -> int:
@@ -152,7 +153,7 @@ def pull(
 def test_a_transfer_begins_with_the_slave_that_its_schedule_names_first() -> None:
     """Else all clusters would begin with the same one, whatever their tickets say."""
     for order, first in (((0, 1, 2, 3, 4), "s0"), ((1, 0, 3, 2, 4), "s1")):
-        transfer = pull(shares_of(LAYOUT, PLACEMENT, order, CHUNK))
+        transfer = pull(chunks_by_slave(LAYOUT, PLACEMENT, order, CHUNK))
         asks = [action for action in transfer.actions(0.0) if isinstance(action, SlaveRequest)]
         assert asks[0].slave == first
         assert asks[1].slave != first, "then the next one"
@@ -161,7 +162,7 @@ def test_a_transfer_begins_with_the_slave_that_its_schedule_names_first() -> Non
 def test_the_slave_that_has_the_least_part_of_its_share_comes_first() -> None:
     """s0 has 9 chunks to give and s1 6; once both gave two, s0 lags behind, and the chunk for which there is room is
     asked of it, though s1 comes first in the order."""
-    transfer = pull(shares_of(LAYOUT, PLACEMENT, (1, 0, 3, 2, 4), CHUNK))
+    transfer = pull(chunks_by_slave(LAYOUT, PLACEMENT, (1, 0, 3, 2, 4), CHUNK))
     asks = [action for action in transfer.actions(0.0) if isinstance(action, SlaveRequest)]
     assert [ask.slave for ask in asks] == ["s1", "s0"] * 4
     for ask in asks[:4]:
@@ -180,7 +181,7 @@ def test_shares_follow_the_schedule_and_cover_every_byte_once() -> None:
 
 
 def test_blocks_that_the_schedule_forgets_are_sent_too() -> None:
-    split = shares_of(LAYOUT, PLACEMENT, (2, 2, 99), CHUNK)
+    split = chunks_by_slave(LAYOUT, PLACEMENT, (2, 2, 99), CHUNK)
     assert sum(len(chunks) for chunks in split.values()) == 15
 
 
@@ -194,14 +195,13 @@ def test_a_clean_push_asks_first_and_then_sends_each_chunk_once() -> None:
     assert len(sent) == len(set(sent)) == 15
     assert [c for c in sent if c in shares()["s0"]] == shares()["s0"], "in the order of the schedule"
     assert 0 < network.most_in_flight < (SETTINGS.window_chunks + 1) * CHUNK
-    assert transfer.moved_bytes == transfer.total_bytes == LAYOUT.n_bytes
+    assert all(transfer.columns.chunks.moved)
     assert transfer.reconnects == 0
 
 
 def test_the_digest_counts_chunks_in_block_order_whatever_the_schedule() -> None:
-    transfer = push()
     every = {c: sum_of(c) for chunks in shares().values() for c in chunks}
-    assert dict(transfer.digests(every)) == promised()
+    assert digests_of(LAYOUT, PLACEMENT, CHUNK, every) == tuple(promised().items())
 
 
 def test_a_new_attempt_sends_only_what_is_missing() -> None:
@@ -308,7 +308,7 @@ def test_the_first_chunk_of_a_slow_link_is_waited_for() -> None:
     layout = Layout((Parameter("w", (3 * mib // 4,), "float32", "w"),))
     placement = PlacementSpec((SlaveAddress("s0", "a"),), (0,), b"")
     settings = TransferSettings(mib, 3, silence_s=2.0, stall_s=60.0)
-    transfer = pull(shares_of(layout, placement, (0,), mib), {"s0": b""}, settings)
+    transfer = pull(chunks_by_slave(layout, placement, (0,), mib), {"s0": b""}, settings)
     first = [a for a in transfer.actions(0.0) if isinstance(a, SlaveRequest)]
     assert len(first) == 3
     assert transfer.actions(8.4) == []
@@ -412,7 +412,7 @@ def test_parts_of_shares_have_no_digest_of_their_own() -> None:
     transfer = PullTransfer(shares(), None, SETTINGS, 0.0, arrays=arrays)
     Network(transfer).run()
     assert transfer.done
-    assert transfer.moved_bytes == LAYOUT.n_bytes
+    assert all(transfer.columns.chunks.moved)
 
 
 def test_a_slave_without_a_promised_digest_is_never_believed() -> None:
@@ -429,7 +429,8 @@ def test_late_and_unasked_answers_change_nothing() -> None:
     assert not transfer.done
     transfer.missing("s0", asks[0].request, (), True, 0.1)
     transfer.missing("s0", asks[0].request, (), True, 0.1)
-    assert transfer.moved_bytes == sum(c.length_bytes for c in shares()["s0"])
+    moved = [c for c, moved in zip(transfer.chunks, transfer.columns.chunks.moved, strict=True) if moved]
+    assert moved == sorted(shares()["s0"])
 
 
 def test_only_wanted_chunks_may_land() -> None:

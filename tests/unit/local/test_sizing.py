@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from dips.cli import main
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import DEFAULT_BLOCK_ELEMS, Layout, Parameter
-from dips.core.placement import memory_bytes_needed, place, shard_bytes_needed, table_bytes_needed
+from dips.core.placement import (
+    MEMORY_FILES,
+    file_bytes_needed,
+    memory_bytes_needed,
+    place,
+    shard_bytes_needed,
+    table_bytes_needed,
+)
 from dips.core.wire import WIRE_DTYPES, encoded_bytes
 from dips.local.sizing import SizeKnobs, SizeTable, names_of, size, value_of
 from dips.sim.scale import rates
@@ -20,6 +31,11 @@ from dips.slave.connections import ROOM_BYTES
 from dips.slave.ring import SPARE_FILES
 from dips.slave.snapshot_files import file_bytes
 from dips.slave.state.checks import MAX_WINDOW_CHUNKS
+from dips.worker.data import PULL_WINDOW_CHUNKS, window_of_rank
+from dips.worker.parallel.exchange import BUCKET_BYTES
+from dips.worker.parallel.ownership import MOST, Piece, shares_of_ranks
+from dips.worker.state.effects import InstallMode
+from dips.worker.vectors import Vectors
 
 PAPER = {"params": "100e9", "clusters": 9, "slaves": 16, "link": "10gbps"}
 
@@ -31,14 +47,42 @@ def sizes(**given: Any) -> SizeTable:
 # ---- the formulas are the code's ----
 
 
+@pytest.mark.parametrize("files", MEMORY_FILES)
 @pytest.mark.parametrize(("slots", "pins"), [(1, 0), (2, 2), (9, 2), (40, 5)])
-def test_memory_of_a_slave_is_what_placing_counts(slots: int, pins: int) -> None:
-    found = sizes(clusters=slots, pinned_versions=pins)
+def test_memory_of_a_slave_is_what_placing_counts(slots: int, pins: int, files: str) -> None:
+    found = sizes(clusters=slots, pinned_versions=pins, memory_files=files)
     shard = found.whole("shard_params")
     tables = table_bytes_needed(math.ceil(shard / 16384), math.ceil(4 * shard / (1 << 20)), slots, pins)
     assert found["tables_bytes"].value == tables
-    needed = memory_bytes_needed(shard, slots, pins) + tables
+    needed = memory_bytes_needed(shard, slots, pins, files) + tables
     assert found["slave_memory_bytes"].value == pytest.approx(1.01 * needed + (1 << 20))
+    in_files = found["slave_file_bytes"].value if files != "none" else 0
+    assert in_files == file_bytes_needed(shard, slots, pins, files)
+    assert found["slave_volume_bytes"].value > (found["slave_ring_bytes"].value + in_files) / 0.95
+
+
+@pytest.mark.parametrize("ram", ["125GB", "512GB", "2TB"])
+def test_what_a_host_holds_fits_it_and_one_more_does_not(ram: str) -> None:
+    asked = sizes(slave_ram=ram)
+    n_bytes = asked.input("slave_ram")
+    for key, pins in (("slots_held", 2), ("slots_held_no_pins", 0)):
+        held = asked.whole(key)
+        # The records of pieces and chunks, under 1 %, are those of as many slots as were given.
+        if held:
+            assert sizes(clusters=held, pinned_versions=pins)["slave_process_bytes"].value < 1.002 * n_bytes
+        assert sizes(clusters=held + 1, pinned_versions=pins)["slave_process_bytes"].value > 0.998 * n_bytes
+    for files in MEMORY_FILES:
+        slaves = asked.whole(f"slaves_{files}")
+        found = sizes(slaves=slaves, memory_files=files)
+        hot = 4.04 * found["shard_params"].value if files == "versions" else 0
+        assert found["slave_process_bytes"].value + hot < 1.002 * n_bytes
+
+
+def test_sixteen_hosts_of_125_gb_hold_the_papers_nine_clusters_with_versions_in_files() -> None:
+    asked = sizes(slave_ram="125GB")
+    assert asked.whole("slots_held") == 0
+    assert asked.whole("slaves_none") > asked.whole("slaves_stagings") > 16 > asked.whole("slaves_versions")
+    assert sizes(memory_files="versions")["slave_process_bytes"].value < 125e9 / 2
 
 
 @pytest.mark.parametrize(
@@ -97,6 +141,84 @@ def test_a_checkpoint_of_adamw_is_twenty_bytes_a_parameter() -> None:
     assert sizes(params=10**9, optimizer_bytes=0)["cluster_disk_bytes"].value == 3 * 12 * 10**9
 
 
+# ---- clusters of several ranks ----
+
+
+@pytest.mark.parametrize("ranks", [2, 7, 32])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_share_is_at_most_what_is_stated(ranks: int, uneven: bool) -> None:
+    layout = Layout((Parameter("w", (40_000, 1024), "float32", "w"),))
+    chunk_bytes = 1 << 16
+    found = sizes(params=layout.n_elems, slaves=2, ranks=ranks, chunk_bytes=chunk_bytes)
+    first = 30_000 if uneven else 40_000 // ranks
+    cuts = [0, *(first + (40_000 - first) * n // (ranks - 1) for n in range(ranks))]
+    held = [[Piece(0, (a, 0), (b - a, 1024))] for a, b in pairwise(cuts)]
+    shares = [share.n_elems for share in shares_of_ranks(layout, held, chunk_bytes)]
+    assert sum(shares) == layout.n_elems
+    assert max(shares) <= found["share_most_params" if uneven else "share_params"].value
+    assert found["share_most_params"].value <= MOST[0] / MOST[1] * layout.n_elems / ranks + chunk_bytes // 4
+
+
+@pytest.mark.parametrize("overlap", ["none", "push", "full"])
+def test_a_rank_keeps_vectors_of_its_share_as_one_process_does_of_the_model(overlap: str) -> None:
+    store = CopiedParameters()
+    vectors = Vectors(4, store)
+    vectors.landing()
+    vectors.install(store, InstallMode.REPLACE)
+    vectors.snapshot(store, may_stay_live=True)
+    vectors.landing(push_is_live=overlap == "none", push_is_needed=True)  # the parameters are still theta_at_push
+    found = sizes(ranks=32, overlap=overlap)
+    share = found["share_params"].value
+    moving = min(16 * window_of_rank(PULL_WINDOW_CHUNKS, 32) * (1 << 20), 4 * share)
+    assert found["rank_memory_bytes"].value == pytest.approx(
+        4 * vectors.n_vectors * share + 4 * BUCKET_BYTES + 16 * 32 + moving + (80 << 20)
+    )
+    assert (
+        sizes(ranks=32, overlap=overlap, wire="int8")["rank_memory_bytes"].value
+        == found["rank_memory_bytes"].value + 4 * share
+    )
+
+
+class CopiedParameters:
+    """A ParameterStore whose parameters cannot be sent from where they are, as those of a share."""
+
+    def layout(self) -> Layout:
+        return Layout((Parameter("w", (4,), "float32", "w"),))
+
+    def snapshot(self, into: NDArray[np.float32]) -> None:
+        into[:] = 1
+
+    def install(self, flat: NDArray[np.float32]) -> None:
+        assert flat.size == 4
+
+    def reset_inner_optimizer(self) -> None:
+        raise AssertionError("nobody asks for it")
+
+
+def test_each_rank_adds_its_link_until_the_slaves_are_full() -> None:
+    one, four = sizes(), sizes(ranks=4)
+    assert four["push_s"].value == pytest.approx(one["push_s"].value / 4)
+    assert four["pull_s"].value == pytest.approx(one["pull_s"].value / 4)
+    assert sizes(ranks=32)["alone_rate"].value == one["slaves_rate"].value
+    fast = sizes(ranks=4, link="100gbps", slave_link="100gbps")
+    assert fast["alone_rate"].value == pytest.approx(4 * 8 * 1.2e9), "each rank's own encryption"
+
+
+def test_the_page_has_what_the_command_prints_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["size", "--params", "100e9", "--clusters", "9", "--slaves", "16", "--link", "10gbps", "--ranks", "32"]
+    assert main.run(words) == 0
+    told = capsys.readouterr().out
+    of_rank = told[told.index("Rank, each of 32") : told.index("Cluster, each of 9")].strip()
+    assert of_rank in (Path(__file__).parents[3] / "docs" / "sizing.md").read_text()
+
+
+def test_a_cluster_needs_what_its_ranks_need() -> None:
+    many = sizes(ranks=32)
+    assert many["cluster_memory_bytes"].value == 32 * many["rank_memory_bytes"].value
+    assert many["rank_memory_most_bytes"].value < 1.1 * many["rank_memory_bytes"].value
+    assert "share_params" not in sizes(ranks=1).rows
+
+
 # ---- what limits a transfer ----
 
 
@@ -133,8 +255,9 @@ def test_speed_is_the_papers_in_proportion_unless_it_is_given() -> None:
 # ---- what is told ----
 
 
-def test_a_value_is_its_formula_with_the_numbers_that_are_shown() -> None:
-    for row in sizes().rows.values():
+@pytest.mark.parametrize("ranks", [1, 32])
+def test_a_value_is_its_formula_with_the_numbers_that_are_shown(ranks: int) -> None:
+    for row in sizes(ranks=ranks).rows.values():
         assert list(row.numbers) == names_of(row.formula)
         assert value_of(row.formula, row.numbers) == row.value
         assert math.isfinite(row.value)
@@ -163,6 +286,8 @@ def test_nothing_is_said_where_nothing_is_to_be_minded() -> None:
     [
         ({"params": 0}, "greater than or equal to 1"),
         ({"params": 10, "slaves": 16}, "cannot be divided among 16 slaves"),
+        ({"params": 10, "slaves": 1, "ranks": 11}, "cannot be divided among 11 ranks"),
+        ({"ranks": 0}, "greater than or equal to 1"),
         ({"params": "many"}, "is not a count"),
         ({"link": 0}, "greater than 0"),
         ({"link": "10GBps"}, "is not a rate"),
@@ -188,6 +313,8 @@ def test_the_command_prints_each_number_with_its_formula(capsys: pytest.CaptureF
     assert "update with one cluster's push: 1 min 50 s" in told
     assert "--disk-rate 2.74e+09: " in told
     assert "measured: docs/performance.md" in told
+    assert main.run([*words, "--ranks", "32"]) == 0
+    assert "Rank, each of 32 of a cluster" in capsys.readouterr().out
     assert main.run([*words, "--wire", "bf16", "--disk-rate", "1 GB/s", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["given"]["wire"] == "bfloat16"

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.master_bench import Bench, BenchSlave, refused_with
 
 from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import SlaveId
 from dips.core.messages import (
     Allow,
     BeginPullRequest,
     Caller,
     EvictRequest,
     FinishPullRequest,
+    Hello,
     KeyRole,
     SlaveBeat,
 )
+from dips.core.protocol import MAX_ALLOWED_KEYS, MAX_RANKS, RANKS
 from dips.master.state.events import Revoked
-from dips.master.state.shared import AllowList
+from dips.master.state.shared import KEPT_FOR_SLAVES, AllowList
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 
@@ -72,6 +77,132 @@ def test_a_new_process_of_a_cluster_takes_the_place_of_the_old_one() -> None:
     master.join("a", curve_key=OTHER)
     last = [command for command in master.slaves[0].commands if isinstance(command, Allow)][-1]
     assert [allowed.curve_key for allowed in last.keys if allowed.owner == "a"] == [OTHER]
+
+
+RANK_1, RANK_2 = b"1" * 32, b"2" * 32
+
+
+def keys_of(slave: BenchSlave, cluster: str) -> list[bytes]:
+    """The cluster's keys on the list that the slave heard last."""
+    last = [command for command in slave.commands if isinstance(command, Allow)][-1]
+    return [allowed.curve_key for allowed in last.keys if allowed.owner == cluster]
+
+
+def bench_of_ranks(**config: Any) -> Bench:
+    """A run with keys, whose slaves know clusters of several ranks."""
+    master = Bench(encrypted=True, **config)
+    for slave in master.slaves:
+        slave.hello = Hello(1, 1, (RANKS,))
+    return master.running("a")
+
+
+def test_every_rank_of_a_cluster_is_on_the_list_until_the_cluster_is_gone() -> None:
+    master = bench_of_ranks()
+    master.join("b", rank_keys=(RANK_2, RANK_1), pushers=3)
+    for slave in master.slaves:
+        assert keys_of(slave, "b") == [master.key_of("b"), RANK_1, RANK_2]
+        assert keys_of(slave, "a") == [master.key_of("a")]
+    master.join("b", curve_key=KEY, rank_keys=(OTHER,), pushers=2)
+    assert keys_of(master.slaves[0], "b") == [KEY, OTHER], "its processes are others now"
+    master.leave("b")
+    assert keys_of(master.slaves[0], "b") == []
+
+
+@pytest.mark.parametrize(
+    ("rank_keys", "pushers", "why"),
+    [
+        ((), 2, "2 ranks and brings 0 data keys"),
+        ((RANK_1,), 0, "1 ranks and brings 1 data keys"),
+        ((RANK_1, RANK_2), 2, "2 ranks and brings 2 data keys"),
+        ((RANK_1, b"short"), 3, "a data key of 5 bytes"),
+        ((RANK_1, RANK_1), 3, "one data key for two ranks"),
+        ((b"b".ljust(32, b"."),), 2, "one data key for two ranks"),
+        ((RANK_1, b"a".ljust(32, b".")), 3, "the data key of cluster 'a'"),
+        ((RANK_1, b"s0".ljust(32, b".")), 3, "the data key of slave 's0'"),
+    ],
+)
+def test_keys_of_ranks_that_cannot_be_are_refused(rank_keys: tuple[bytes, ...], pushers: int, why: str) -> None:
+    master = bench_of_ranks()
+    with refused_with(RefusalCode.KEY) as caught:
+        master.join("b", rank_keys=rank_keys, pushers=pushers)
+    assert why in str(caught.value)
+    assert "b" not in master.state.shared.members
+    assert told(master.slaves[0]) == ["cluster a", "slave s0", "slave s1"]
+
+
+def test_nobody_may_bring_the_key_of_a_rank() -> None:
+    master = bench_of_ranks()
+    master.join("b", rank_keys=(RANK_1,), pushers=2)
+    with refused_with(RefusalCode.KEY) as caught:
+        master.join("c", curve_key=RANK_1)
+    assert "the data key of cluster 'b'" in str(caught.value)
+
+
+def test_the_number_of_ranks_and_of_keys_in_the_list_is_bounded() -> None:
+    master = bench_of_ranks(max_clusters=32)
+    with refused_with(RefusalCode.CONFIG):
+        master.join("b", rank_keys=ranks_of("b", MAX_RANKS + 1), pushers=MAX_RANKS + 1)
+    for number in range(MAX_ALLOWED_KEYS // MAX_RANKS - 1):
+        master.join(f"c{number}", rank_keys=ranks_of(f"c{number}", MAX_RANKS), pushers=MAX_RANKS)
+    with refused_with(RefusalCode.BUSY) as caught:
+        master.join("b", rank_keys=ranks_of("b", MAX_RANKS), pushers=MAX_RANKS)
+    assert f"at most {MAX_ALLOWED_KEYS - KEPT_FOR_SLAVES}" in str(caught.value)
+    assert len(master.state.shared.allowed.keys()) <= MAX_ALLOWED_KEYS
+    assert master.join("b").epoch == 1
+
+
+def test_several_ranks_are_refused_where_a_slave_is_of_an_earlier_release() -> None:
+    """Also at the first Join, before any slave is ready."""
+    master = Bench(encrypted=True)
+    master.slaves[0].hello = Hello(1, 1, (RANKS,))
+    master.slaves[1].hello = Hello(1, 1, ())
+    master.attach_all()
+    with refused_with(RefusalCode.CONFIG) as caught:
+        master.join("a", rank_keys=(RANK_1,), pushers=2)
+    assert "slave s1 runs a release that does not know such clusters" in str(caught.value)
+
+
+def test_a_slave_of_an_earlier_release_is_refused_while_a_cluster_of_several_ranks_is_here() -> None:
+    master = bench_of_ranks()
+    master.join("b", rank_keys=(RANK_1,), pushers=2)
+    slave = master.slaves[1]
+    slave.die()
+    slave.hello, slave.reattaches = Hello(1, 1, ()), False
+    slave.attach()
+    refusal = master.closed[slave.link]
+    assert refusal.code is RefusalCode.CONFIG
+    assert refusal.sentence == (
+        "slave 's1' runs a release that does not know clusters of several ranks, and cluster 'b' has 2: install the "
+        "same release of dips on all slaves"
+    )
+    assert master.state.shared.slaves[SlaveId("s1")].link is None
+    master.leave("b")
+    slave.attach()
+    assert master.state.shared.slaves[SlaveId("s1")].link is not None, "clusters of one process do without"
+
+
+def ranks_of(cluster: str, ranks: int) -> tuple[bytes, ...]:
+    """Keys of all ranks but the first."""
+    return tuple(f"{cluster} {rank}".encode().ljust(32, b".") for rank in range(1, ranks))
+
+
+def test_ranks_without_keys_bring_none() -> None:
+    master = Bench()
+    for slave in master.slaves:
+        slave.hello = Hello(1, 1, (RANKS,))
+    master.running("a")
+    with refused_with(RefusalCode.KEY):
+        master.join("b", rank_keys=(RANK_1,), pushers=2)
+    master.join("b", pushers=2)
+    assert master.state.shared.members["b"].pushers == 2
+    assert master.state.shared.members["a"].pushers == 1
+
+
+def test_a_cluster_of_several_ranks_needs_slaves_that_know_it() -> None:
+    master = bench().running("a")
+    with refused_with(RefusalCode.CONFIG) as caught:
+        master.join("b", rank_keys=(RANK_1,), pushers=2)
+    assert "slave s0 runs a release that does not know" in str(caught.value)
 
 
 def test_the_same_process_that_joins_again_changes_nothing() -> None:

@@ -10,9 +10,11 @@ from support.master_bench import LEASED, Bench
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
-from dips.core.messages import ClusterStatus
+from dips.core.messages import ClusterStatus, Hello
 from dips.core.observe.metrics_server import NotNow
+from dips.core.protocol import RANKS
 from dips.master.metrics import METRICS, PREFIX, Collector, Counts, Metrics, Rising, clusters_shown
+from dips.master.state.status import status
 from dips.master.state.tape import (
     AlarmRaised,
     ClusterLeft,
@@ -68,6 +70,26 @@ def test_a_served_state_machine_has_a_snapshot(run: Scraped) -> None:
     moment = metrics.snapshot(run.bench.now_s)
     assert moment.view.status.epoch == 1
     assert [cluster.cluster_id for cluster in moment.view.status.clusters] == ["a", "b"]
+
+
+def test_status_and_metrics_say_how_many_ranks_a_cluster_has(tmp_path: Path) -> None:
+    bench = Bench()
+    for slave in bench.slaves:
+        slave.hello = Hello(1, 1, (RANKS,))
+    run = Scraped(bench.running("a"), tmp_path)
+    bench.join("b", pushers=3)
+    assert [cluster.ranks for cluster in status(bench.state.shared).clusters] == [1, 3]
+    found = run.scrape()
+    assert (found["cluster_ranks", "a"], found["cluster_ranks", "b"]) == (1, 3)
+    assert found["cluster_late_ranks", "b"] == 0
+    bench.beat("b", late_ranks=(2, 1, 2, 3, 5000))  # more than once, no rank of this cluster, and of none
+    assert run.scrape()["cluster_late_ranks", "b"] == 2
+    assert status(bench.state.shared).clusters[1].late_ranks == (1, 2)
+    bench.leave("b")
+    assert ("cluster_ranks", "b") not in run.scrape()
+    assert ("cluster_late_ranks", "b") not in run.scrape()
+    assert status(bench.state.shared).clusters[1].late_ranks == ()
+    assert [cluster.ranks for cluster in status(bench.state.shared).clusters] == [1, 0]
 
 
 def test_members_versions_and_tokens(run: Scraped) -> None:

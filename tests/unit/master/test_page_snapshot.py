@@ -54,6 +54,13 @@ def test_a_run_that_trains_is_well() -> None:
     assert cluster_of(state, "b")["loss"] is None
 
 
+def test_ranks_and_those_that_are_late_are_shown() -> None:
+    bench = Bench().running("a")
+    bench.beat("a", late_ranks=(0,))
+    a = cluster_of(state_of(bench), "a")
+    assert (a["ranks"], a["late_ranks"]) == (1, [0])
+
+
 def test_a_cluster_that_is_evicted_is_bad_and_the_sentence_says_so() -> None:
     bench = Bench().running("a", "b")
     bench.silent.add("b")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.master_bench import Bench
 
 from dips.core.ids import SlaveId
-from dips.core.messages import SlaveBeat, StagingProgress, Ticket
+from dips.core.messages import Hello, SlaveBeat, StagingProgress, Ticket
 from dips.core.placement import Placement
+from dips.core.protocol import RANKS
 from dips.master.state.schedule import TransferRequest, TransferScheduler, Way
 
 ROUND_S = 100.0
@@ -72,6 +73,58 @@ def test_a_transfer_that_begins_again_is_not_in_its_own_way() -> None:
     assert [visits(scheduler.begin(request(0), placement), placement)[0] for _ in range(3)] == [0, 0, 0]
 
 
+def of_ranks(number: int, pushers: int, slowness: float = 1.0) -> TransferRequest:
+    return TransferRequest(f"c{number}", Way.PUSH, number, slowness * ROUND_S, ROUND_S, pushers)
+
+
+def begins_of(order: tuple[int, ...], placement: Placement, pushers: int) -> list[int]:
+    """Where each rank begins, each with the order rotated by its number."""
+    slaves = visits(order, placement)
+    return [slaves[rank % len(slaves)] for rank in range(pushers)]
+
+
+@pytest.mark.parametrize(("pushers", "clusters"), [(2, 2), (2, 4), (4, 2), (3, 4), (6, 2)])
+def test_ranks_of_all_clusters_are_spread_evenly_over_slaves(pushers: int, clusters: int) -> None:
+    placement = placement_of(3, 3, 3, 3)
+    scheduler = TransferScheduler()
+    starts: list[int] = []
+    for number in range(clusters):
+        starts += begins_of(scheduler.begin(of_ranks(number, pushers), placement), placement, pushers)
+    assert [starts.count(slave) for slave in range(4)] == [pushers * clusters // 4] * 4
+
+
+def test_one_rank_begins_where_the_fewest_of_other_clusters_began() -> None:
+    placement = placement_of(1, 1, 1, 1)
+    scheduler = TransferScheduler()
+    scheduler.begin(of_ranks(0, 3), placement)
+    assert begins_of(scheduler.begin(of_ranks(4, 1), placement), placement, 1) == [3]
+    assert begins_of(scheduler.begin(of_ranks(1, 2), placement), placement, 2) == [1, 2], "the third at slave 3 alone"
+    scheduler.end("c0")
+    assert begins_of(scheduler.begin(of_ranks(8, 1), placement), placement, 1) == [0]
+
+
+def test_a_cluster_of_many_ranks_counts_as_one_cluster() -> None:
+    """Its ranks share its measured rate: all of them meet as much as the one rank of another cluster does."""
+    placement = placement_of(1, 1)
+    scheduler = TransferScheduler()
+    scheduler.begin(of_ranks(0, 2), placement)
+    scheduler.begin(of_ranks(1, 1), placement)
+    assert begins_of(scheduler.begin(of_ranks(3, 1), placement), placement, 1) == [0]
+
+
+def test_the_masters_tickets_count_the_ranks_of_a_cluster() -> None:
+    master = Bench(n_slaves=2)
+    for slave in master.slaves:
+        slave.hello = Hello(1, 1, (RANKS,))
+    master.running("a")
+    master.join("b", pushers=2)
+    master.pull("b")
+    ticket = master.begin_push("b")
+    assert isinstance(ticket, Ticket)
+    (loads,) = [loads for way, loads in master.state.shared.schedule._begun.values() if way is Way.PUSH]
+    assert loads == {0: 0.5, 1: 0.5}
+
+
 def test_pushes_and_pulls_do_not_meet() -> None:
     placement = placement_of(1, 1)
     scheduler = TransferScheduler()
@@ -121,18 +174,20 @@ def test_a_beat_without_traffic_and_a_restarted_slave_measure_nothing() -> None:
     assert scheduler.speed("s0", Way.PULL) == 1.0
 
 
+@settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 5), st.sampled_from(Way), st.floats(0, 50)), max_size=12),
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from(Way), st.floats(0, 50), st.integers(1, 9)), max_size=12),
     st.lists(st.integers(1, 4), min_size=1, max_size=5),
     st.floats(0.0, 100.0),
 )
 def test_every_order_names_every_block_once(
-    begun: list[tuple[int, Way, float]], blocks: list[int], fastest_s: float
+    begun: list[tuple[int, Way, float, int]], blocks: list[int], fastest_s: float
 ) -> None:
     placement = placement_of(*blocks)
     scheduler = TransferScheduler()
-    for number, way, slowness in begun:
-        order = scheduler.begin(TransferRequest(f"c{number}", way, number, slowness * 10, fastest_s), placement)
+    for number, way, slowness, pushers in begun:
+        request = TransferRequest(f"c{number}", way, number, slowness * 10, fastest_s, pushers)
+        order = scheduler.begin(request, placement)
         assert sorted(order) == list(range(sum(blocks)))
 
 

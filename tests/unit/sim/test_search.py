@@ -12,11 +12,13 @@ from support.repository import ROOT
 
 from dips.core.errors import LocalProtocolError
 from dips.core.ids import ClusterId, Incarnation, PushId
+from dips.core.messages import PlacementSpec, Ticket
 from dips.sim.search.__main__ import main, never_struck, read_counts
 from dips.sim.search.bounds import BLOCK_BYTES, FAULTS, Bounds
 from dips.sim.search.copying import BLIND, Arena, Fingerprints, clone
 from dips.sim.search.explore import Result, Search, facts_of, judge
 from dips.sim.search.master_part import MasterPart
+from dips.sim.search.ranks_part import OpenTransfer, Ranks, shares_of
 from dips.sim.search.reference_model import ReferenceModel
 from dips.sim.search.searches import SEARCHES, Named, Size, by_name, run_all
 from dips.sim.search.slave_part import TORN, SlavePart, put_chunk
@@ -202,6 +204,48 @@ def test_a_reshard_ends_on_the_slaves_that_were_asked_for() -> None:
         assert placement is not None
         placed.add((placement.slaves, state.budget[FAULTS.index("reshard")]))
     assert placed == {(("s0",), 1), (("s1",), 0)}, "moved where it was asked for, and only there"
+
+
+# ---- several ranks ----
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("ranks", [[0, 1], [0, 1]]), ("three-ranks", [[0], [1, 1], [0]])])
+def test_each_chunk_is_of_one_rank(name: str, blocks: list[list[int]]) -> None:
+    bounds = by_name(name).bounds
+    shares = shares_of(bounds.ranks, bounds.chunk_bytes).of_rank
+    assert [sorted(chunk.block_id for chunk in share) for share in shares] == blocks
+    assert len(frozenset().union(*shares)) == sum(map(len, shares)) == 4
+
+
+def test_a_follower_may_send_its_part_of_an_attempt_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = Search(by_name("ranks-drop-transfer").bounds)
+    behind: set[tuple[int, int]] = set()
+
+    def look(state: SearchState) -> None:
+        ranks = search.system.clusters[state.clusters[0]].ranks
+        if isinstance(ranks.job, OpenTransfer):
+            attempts = [transfer.ticket.attempt for rank, transfer in ranks.sends() if rank]
+            behind.update((attempt, ranks.job.ticket.attempt) for attempt in attempts)
+
+    monkeypatch.setattr(search.system, "check", look)
+    assert search.run().exhausted
+    assert behind == {(1, 1), (1, 2), (2, 2)}
+
+
+def test_a_follower_is_one_given_up_push_behind_at_most() -> None:
+    ranks = Ranks(by_name("ranks").bounds)
+    push = PushId(ClusterId("a"), Incarnation(1, 1), 1)
+    unheard = []
+    for attempt in range(1, 4):
+        ranks.begin(OpenTransfer(attempt, push, Ticket(attempt, PlacementSpec((), (), b""), ()), 1, ("a1",)))
+        unheard.append([order and order.id for order in ranks.orders[1]])
+        ranks.cancel()
+    assert unheard == [[1], [1, None, 2], [2, None, 3]]
+    heard = []
+    while ranks.orders[1]:
+        ranks.hear(1)
+        heard.append(ranks.carries[1])
+    assert [job and job.id for job in heard] == [3, None]
 
 
 # ---- what is remembered ----

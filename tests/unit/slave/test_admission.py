@@ -12,8 +12,9 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, Version
 from dips.core.messages import Allow, AllowedKey, KeyRole, SlaveHello
 from dips.core.net.data_header import DataHeader, DataOp
-from dips.slave.state import effects
-from dips.slave.state.admission import MAX_ALLOWED, Admission, what_is_wrong
+from dips.core.protocol import MAX_ALLOWED_KEYS
+from dips.slave.state import effects, tape
+from dips.slave.state.admission import Admission, what_is_wrong
 
 KEY_A, KEY_B, KEY_R = (bytes([i]) * 32 for i in (1, 2, 3))
 LIST = (
@@ -51,6 +52,25 @@ def test_a_push_is_touched_by_its_own_cluster_alone(admission: Admission) -> Non
     assert "not reader a's" in refusal_of(admission, KEY_R, PUSH_A)
 
 
+def test_every_rank_of_a_cluster_may_touch_its_push_and_no_other(admission: Admission) -> None:
+    ranks = [b"r" * 32, b"s" * 32]
+    admission.set_keys([*LIST, *(AllowedKey(KeyRole.CLUSTER, "a", key) for key in ranks)])
+    for key in ranks:
+        admission.check(key.hex(), PUSH_A)
+        assert "not cluster a's" in refusal_of(admission, key, replace(PUSH_A, push=push_id("b")))
+        assert "only slaves may read the momentum" in refusal_of(admission, key, replace(GET, momentum=True))
+    admission.set_keys(LIST)
+    assert "no longer on the master's list" in refusal_of(admission, ranks[0], PUSH_A)
+
+
+def test_a_cluster_with_several_keys_is_named_once_on_the_tape() -> None:
+    bench = SlaveBench(curve_key=b"k" * 32)
+    bench.attach()
+    out = bench.command(Allow((*LIST, AllowedKey(KeyRole.CLUSTER, "a", b"r" * 32))))
+    (allowed,) = only(out, tape.KeysAllowed)
+    assert allowed.fields["owners"] == ["cluster a", "cluster b", "reader a"]
+
+
 def test_whoever_is_on_the_list_may_read(admission: Admission) -> None:
     for allowed in LIST:
         assert admission.user_of(allowed.curve_key) == allowed.curve_key.hex()
@@ -79,8 +99,9 @@ def test_a_key_that_left_is_refused_from_the_next_message_on(admission: Admissio
         ((AllowedKey(KeyRole.CLUSTER, "a", b"short"),), "32 bytes"),
         ((AllowedKey(KeyRole.CLUSTER, "", KEY_A),), "owner"),
         ((AllowedKey(KeyRole.CLUSTER, "a" * 200, KEY_A),), "owner"),
-        ((LIST[0], AllowedKey(KeyRole.CLUSTER, "b", KEY_A)), "two owners"),
-        (tuple(AllowedKey(KeyRole.READER, "r", i.to_bytes(32)) for i in range(MAX_ALLOWED + 1)), "at most"),
+        ((LIST[0], AllowedKey(KeyRole.CLUSTER, "b", KEY_A)), "one key twice"),
+        ((LIST[0], LIST[0]), "one key twice"),
+        (tuple(AllowedKey(KeyRole.READER, "r", i.to_bytes(32)) for i in range(MAX_ALLOWED_KEYS + 1)), "at most"),
     ],
 )
 def test_a_list_that_makes_no_sense_is_refused(keys: tuple[AllowedKey, ...], why: str) -> None:

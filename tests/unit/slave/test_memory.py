@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,8 +15,8 @@ from support.slave_wire import LAYOUT
 from dips.core.errors import LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
-from dips.core.placement import memory_bytes_needed, shard_bytes_needed
-from dips.slave.memory import ShardMemory, ThetaBuffer, bytes_of
+from dips.core.placement import file_bytes_needed, memory_bytes_needed, shard_bytes_needed
+from dips.slave.memory import MemoryFiles, ShardMemory, ThetaBuffer, bytes_of
 
 BLOCKS = LAYOUT.blocks
 N = LAYOUT.n_elems
@@ -146,8 +150,59 @@ def test_spans_cover_the_memory_in_block_order() -> None:
     assert spans[-1][2] == N
 
 
-def test_a_slave_without_blocks_works() -> None:
-    memory = ShardMemory([], 1024, SLOTS, 0)
+# ---- in files ----
+
+
+@pytest.mark.parametrize("which", ["stagings", "versions"])
+def test_what_is_in_files_is_not_in_the_stated_memory(tmp_path: Path, which: str) -> None:
+    elems = [block.n_elems for block in BLOCKS]
+    needed = shard_bytes_needed(elems, 1024, SLOTS, 0, which)
+    assert needed == stated(0) - file_bytes_needed(N, SLOTS, 0, which)
+    files = MemoryFiles(tmp_path, which)
+    memory = ShardMemory(BLOCKS, 1024, SLOTS, needed, files=files)
+    assert memory.n_bytes == memory_bytes_needed(N, SLOTS, 0)
+    assert list(tmp_path.iterdir()) == [], "the files have no names"
+    with pytest.raises(Refused, match="raise this slave's memory_bytes"):
+        ShardMemory(BLOCKS, 1024, SLOTS, needed - 1, files=files)
+
+
+@pytest.mark.parametrize("which", ["stagings", "versions"])
+def test_versions_and_stagings_in_files_are_as_those_in_memory(tmp_path: Path, which: str) -> None:
+    needed = shard_bytes_needed([block.n_elems for block in BLOCKS], 1024, SLOTS, 1, which)
+    memory = ShardMemory(BLOCKS, 1024, SLOTS, needed, files=MemoryFiles(tmp_path, which, pins=1))
+    assert memory.staging.shape == (SLOTS, N)
+    assert not memory.staging.any()
+    memory.staging[1] = 7.0
+    publish(memory, 0)
+    memory.pin([Version(1, 0)])
+    for v in range(1, 5):
+        publish(memory, v)
+        assert (memory.readable()[Version(1, 0)].theta == 0).all()
+    assert (memory.staging[1] == 7.0).all()
+    assert not memory.staging[0].any()
+    memory.pin([Version(1, 0), Version(1, 3)])
+    publish(memory, 5)
+    with pytest.raises(Refused, match="pinned") as caught:
+        memory.take()
+    assert caught.value.code is RefusalCode.BUSY, "one pin has room, in memory and in files"
+
+
+def test_a_disk_without_room_for_them_is_refused_with_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(Refused, match=f"no room for {4 * SLOTS * N} bytes") as caught:
+        ShardMemory(BLOCKS, 1024, SLOTS, stated(0), files=MemoryFiles(tmp_path, "stagings"))
+    assert caught.value.code is RefusalCode.DISK
+    assert caught.value.retry_after_s > 0
+
+
+@pytest.mark.parametrize("which", ["none", "stagings", "versions"])
+def test_a_slave_without_blocks_works(tmp_path: Path, which: str) -> None:
+    memory = ShardMemory([], 1024, SLOTS, 0, files=MemoryFiles(tmp_path, which))
     for v in range(3):
         publish(memory, v)
     assert memory.n_bytes == 0

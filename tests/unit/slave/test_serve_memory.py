@@ -37,6 +37,17 @@ def test_hostile_messages_touch_nothing_outside(chunk_bytes: int) -> None:
     assert both.left > 500
 
 
+@pytest.mark.parametrize("chunk_bytes", [WITHOUT_SUMS, WITH_SUMS])
+def test_keys_are_looked_up_inside_of_their_table(chunk_bytes: int) -> None:
+    """Every listed key but those of another cluster pushes and reads; ids that are not listed are left to Python."""
+    traffic, rng = Traffic(chunk_bytes), random.Random(4)
+    both = Both(traffic, TwinLoop, keyed=True)
+    both.feed(traffic.right(rng) for _ in range(600))
+    assert both.served > 100
+    assert both.left > 200
+    both.feed(traffic.hostile(rng) for _ in range(500))
+
+
 def test_flipped_bits_touch_nothing_outside() -> None:
     """One of seven of them; the compiled form takes all."""
     traffic = Traffic(WITHOUT_SUMS)

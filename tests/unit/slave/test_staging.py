@@ -126,6 +126,19 @@ def test_what_is_missing_is_exactly_what_did_not_land(landed: set[int]) -> None:
     assert staging.complete is (not left)
 
 
+@given(st.sets(st.integers(0, len(CHUNKS) - 1)), st.integers(0, 2**32 - 1) | st.integers(0, 12), st.data())
+def test_what_is_missing_is_named_from_any_place_on(landed: set[int], block: int, data: st.DataObject) -> None:
+    """Also from one that no block has: the place comes over a socket."""
+    offset_bytes = data.draw(st.integers(0, 2000) | st.integers(0, 2**64 - 1))
+    table = StagingTable(ShardMap(BLOCKS, CHUNK_BYTES))
+    staging = table.open(Slot(A, 1, 0))
+    for index in landed:
+        land(table, put(CHUNKS[index]))
+    left = [MissingChunk(c.block_id, c.offset_bytes) for i, c in enumerate(CHUNKS) if i not in landed]
+    behind = [item for item in left if (item.block, item.offset_bytes) >= (block, offset_bytes)]
+    assert list(table.missing(staging, block, offset_bytes)) == behind
+
+
 def test_one_answer_names_at_most_max_missing_chunks() -> None:
     big = [Block(0, "l", 0, 256 * (MAX_MISSING + 5))]
     table = StagingTable(ShardMap(big, CHUNK_BYTES))

@@ -22,7 +22,9 @@ from dips.worker.checkpoint_files import (
     CheckpointError,
     CheckpointStamp,
     CheckpointStore,
+    Manifest,
     RawTensor,
+    folder_of_ranks,
     read_tensors,
     write_tensors,
 )
@@ -295,6 +297,40 @@ def test_death_between_any_two_steps_leaves_the_old_or_the_new(
             write(after, 4)
             assert value_of(after) == 4
         seen.add(value)
+        if not died:
+            break
+    assert steps > 10
+    assert seen == {2, 3}
+
+
+def write_as_ranks(store: CheckpointStore) -> None:
+    number = store.begin_folder()
+    folder = folder_of_ranks(store.directory, number)
+    stamps = [write_tensors(folder / f"__{rank}_0.distcp", tensors(rank)) for rank in range(2)]
+    store.commit_folder(number, {"value": number}, [stamp.n_bytes for stamp in stamps])
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_death_between_any_two_steps_of_several_ranks_leaves_the_old_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, power: bool
+) -> None:
+    seen: set[int] = set()
+    for steps in range(1000):
+        folder = tmp_path / str(steps)
+        died = dies(folder, monkeypatch, write_as_ranks, steps, power)
+        with CheckpointStore(folder, kept=2) as after:
+            newest = next(iter(after.manifests()))
+            assert isinstance(newest, Manifest)
+            folders = [folder_of_ranks(folder, 3)] if newest.number == 3 else []
+            assert list(folder.glob("*.ranks")) == folders, "a folder without a manifest is cleaned away"
+            assert all(len(list(each.glob("__*.distcp"))) == 2 for each in folders)
+            if newest.number == 2:
+                assert value_of(after) == 2
+            write_as_ranks(after)
+            write_as_ranks(after)
+            assert [each.number for each in after.manifests() if isinstance(each, Manifest)] == after.numbers()[::-1]
+            assert len(list(folder.glob("*.ranks"))) == 2, "no more than are kept"
+        seen.add(newest.number)
         if not died:
             break
     assert steps > 10

@@ -42,7 +42,7 @@ from dips.core.messages import (
     StaleKind,
     VerdictKind,
 )
-from dips.core.protocol import MAX_LEASED_CHUNKS, PROTOCOL_VERSION
+from dips.core.protocol import MAX_LEASED_CHUNKS, PROTOCOL_VERSION, RANKS
 from dips.worker.state.effects import (
     Beat,
     Cancel,
@@ -222,6 +222,26 @@ def test_a_master_of_another_protocol_is_left() -> None:
     assert life.finished is not None
     assert isinstance(life.finished.error, Refused)
     assert life.finished.error.code is RefusalCode.PROTOCOL_VERSION
+
+
+def test_join_names_the_other_ranks_and_their_keys() -> None:
+    keys = (b"1" * 32, b"2" * 32)
+    life = ClusterBench(session_config(curve_key=b"0" * 32, rank_keys=keys, pushers=3))
+    life.say(Started())
+    request = life.answer(JoinRequest, replace(life.join_reply(), hello=Hello(1, 1, (RANKS,))))
+    assert isinstance(request, JoinRequest)
+    assert (request.curve_key, request.rank_keys, request.pushers) == (b"0" * 32, keys, 3)
+    assert life.finished is None
+
+
+def test_a_cluster_of_several_ranks_leaves_a_master_that_does_not_know_them() -> None:
+    life = ClusterBench(session_config(pushers=2))
+    life.say(Started())
+    life.answer(JoinRequest, replace(life.join_reply(), hello=Hello(1, 1, ("codec-f32",))))
+    life.left()
+    assert life.finished is not None
+    assert isinstance(life.finished.error, ConfigError)
+    assert "this cluster has 2 ranks" in str(life.finished.error)
 
 
 # ---- waiting, bounded ----
@@ -460,29 +480,16 @@ def test_a_step_must_account_for_its_tokens() -> None:
     assert life.session.shared.work.tokens == 0
 
 
-def test_a_push_begins_only_at_a_step_where_it_may(life: ClusterBench) -> None:
-    """Between steps whose ranks were not compared nothing is pushed, whatever arrives."""
+def test_a_push_is_near_before_the_step_that_makes_it_due(life: ClusterBench) -> None:
     life.train(life.local_steps - 2)
     assert not life.session.push_is_near
+    assert life.session.steps_to_push == 2
     life.train(1)
     assert life.session.push_is_near
-    life.say(Stepped(TOKENS, may_push=False))
-    life.pass_s(100)
-    assert not life.asks(BeginPushRequest)
-    assert life.session.push_is_near
-    life.say(Stepped(TOKENS, may_push=True))
-    assert life.asked(BeginPushRequest).steps == life.local_steps + 1
+    life.train(1)
+    assert life.asked(BeginPushRequest).steps == life.local_steps
     assert not life.session.push_is_near
-
-
-def test_a_push_that_was_aborted_later_waits_for_a_step_where_it_may_begin(life: ClusterBench) -> None:
-    life.awaiting()
-    life.say(Stepped(TOKENS, may_push=False))
-    life.decide(VerdictKind.ABORTED)
-    assert phase_of(life) is SessionPhase.TRAINING
-    assert life.session.push_is_near
-    life.say(Stepped(TOKENS, may_push=True))
-    assert life.asked(BeginPushRequest).steps == life.local_steps + 2
+    assert life.session.steps_to_push == 1, "while a push is under way every step may matter"
 
 
 def test_own_data_pushes_name_no_ranges(life: ClusterBench) -> None:

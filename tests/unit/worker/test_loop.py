@@ -6,12 +6,14 @@ import logging
 import math
 import subprocess
 import sys
+from typing import Any, cast
 
 import pytest
 import torch
 
 import dips
-from dips.core.errors import ConfigError
+from dips.core.errors import TERMINATED, ConfigError
+from dips.worker.parallel.orders import GoOn
 from dips.worker.step_checks import Losses
 
 
@@ -54,6 +56,32 @@ def test_without_steps_it_never_ends_by_itself() -> None:
         for _ in range(3):
             step(model, optimizer)
             assert not sync.done
+
+
+class Ranks:
+    """Other ranks, one of which got a SIGTERM, as all hear where they meet for a checkpoint."""
+
+    push_is_near, shell = False, None
+
+    def __init__(self) -> None:
+        self.news = GoOn()
+
+    def step(self, tokens: int, loss: object, *, wants_to_leave: bool) -> None: ...
+
+    def checkpoint_if_due(self, loss: object, *, wants_to_leave: bool) -> None:
+        self.news = GoOn(done=True, ends=True)
+
+
+def test_a_sigterm_of_another_rank_that_is_heard_at_a_checkpoint_ends_this_one_in_the_same_step() -> None:
+    """In the next one it would wait for the ranks that have ended."""
+    model, optimizer = make()
+    with dips.DiLoCo(model, optimizer, tokens_per_step=10) as sync:
+        sync._together = cast(Any, Ranks())
+        with pytest.raises(SystemExit) as ended:
+            step(model, optimizer)
+        sync._together = None
+    assert ended.value.code == TERMINATED
+    assert sync.steps == 1
 
 
 def test_count_overrides_the_next_step_only() -> None:

@@ -18,7 +18,7 @@ from dips.core.net.transfer import (
     SlaveRequest,
     Transfer,
     TransferSettings,
-    shares_of,
+    chunks_by_slave,
 )
 
 LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (10,), "float32", f"layers.{i}") for i in range(2)))
@@ -28,7 +28,7 @@ WHY = "slave s0 does not know this key"
 
 
 def shares() -> dict[str, list[Chunk]]:
-    return shares_of(LAYOUT, PLACEMENT, (0, 1), 16)
+    return chunks_by_slave(LAYOUT, PLACEMENT, (0, 1), 16)
 
 
 @pytest.fixture(params=["push", "pull"])

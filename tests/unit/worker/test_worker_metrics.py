@@ -14,7 +14,7 @@ from dips.core.messages import Caller, DataMode, DataPlan, LeaveReply, LeaveRequ
 from dips.core.net.security import INSECURE
 from dips.core.net.transfer import SlaveProgress
 from dips.core.wire import Codec
-from dips.worker.link_counts import LinkCounts, SlaveLinkCounts, TransferDirection
+from dips.worker.link_counts import LinkCounts, TransferDirection
 from dips.worker.metrics import (
     DATA,
     EXCHANGE,
@@ -48,12 +48,12 @@ def counts() -> Counts:
 def scraped(
     view: View,
     counts: Counts,
-    links: dict[str, SlaveLinkCounts] | None = None,
+    links: LinkCounts | None = None,
     checkpoint_s: float = math.nan,
     answered_s: float | None = None,
     now_s: float = 100.0,
 ) -> dict[tuple[str, ...], float]:
-    families = Collector("a").families(view, counts.made, links or {}, checkpoint_s, answered_s, now_s)
+    families = Collector("a").families(view, counts.made, links or LinkCounts(), checkpoint_s, answered_s, now_s)
     labels = {PREFIX + spec.name: spec.labels for spec in METRICS}
     found = {}
     for family in families:
@@ -168,7 +168,7 @@ def test_links_add_up_over_transfers_and_forget_slaves_of_an_earlier_placement(c
     push.tell({"s0": SlaveProgress(800, 100, 0, {}, 0.25), "s1": SlaveProgress(800, 0, 1, {"BUSY": 3}, 0.5)}, 2.0)
     again = links.begin(TransferDirection.PUSH, Codec.F32, ["s0", "s1"], 10.0)
     again.tell({"s0": SlaveProgress(200, 0, 0, {}, 0.1), "s1": SlaveProgress(0, 0, 1, {"BUSY": 1}, None)}, 11.0)
-    found = scraped(counts.view(session(), StepTimer()), counts, dict(links.view))
+    found = scraped(counts.view(session(), StepTimer()), counts, links)
     assert found["link_bytes_total", "s0", "push"] == 1000
     assert found["link_bytes_total", "s0", "pull"] == 0
     assert found["link_resumed_bytes_total", "s0"] == 100
@@ -176,10 +176,22 @@ def test_links_add_up_over_transfers_and_forget_slaves_of_an_earlier_placement(c
     assert found["link_bytes_per_second", "s1", "push"] == 400.0  # of the transfer before: nothing moved since
     assert found["link_round_trip_seconds", "s0"] == 0.1
     assert found["link_reconnects_total", "s1"] == 2
+    assert not [key for key in found if key[0].startswith("rank_")], "this process is alone"
     assert found["link_refusals_total", "s1", "BUSY"] == 4
     assert found["link_refusals_total", "s1", "CHUNK"] == 0, "there before the first one, or nobody sees it rise"
     links.begin(TransferDirection.PULL, Codec.F32, ["s1"], 20.0).tell({"s1": SlaveProgress(50, 0, 0, {}, None)}, 21.0)
     assert set(links.view) == {"s1"}
+
+
+def test_what_each_rank_moved_adds_up_over_transfers(counts: Counts) -> None:
+    links = LinkCounts()
+    links.ranks_moved(TransferDirection.PUSH, {0: (100, 2.0), 1: (90, 2.5)})
+    links.ranks_moved(TransferDirection.PUSH, {0: (100, 1.0), 1: (90, 3.5)})
+    links.ranks_moved(TransferDirection.PULL, {0: (200, 4.0), 1: (180, 4.0)})
+    found = scraped(counts.view(session(), StepTimer()), counts, links)
+    assert (found["rank_bytes_total", "0", "push"], found["rank_bytes_total", "1", "push"]) == (200, 180)
+    assert found["rank_bytes_total", "1", "pull"] == 180
+    assert (found["rank_transfer_seconds", "0", "push"], found["rank_transfer_seconds", "1", "push"]) == (1.0, 3.5)
 
 
 def test_bytes_are_those_on_the_wire() -> None:

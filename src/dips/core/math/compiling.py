@@ -31,6 +31,7 @@ from numba.core import event, sigutils
 from numba.core.caching import (
     CompileResultCacheImpl,
     FunctionCache,
+    IndexDataCacheFile,
     InTreeCacheLocator,
     UserProvidedCacheLocator,
     UserWideCacheLocator,
@@ -71,7 +72,7 @@ def callback(signature: Any) -> Callable[[Callable[..., Any]], Any]:
 
 def _keep_on_disk(kernel: Any, function: Callable[..., Any]) -> None:
     try:
-        kernel._cache = _Cache(function)  # type: ignore[no-untyped-call]
+        kernel._cache = _Cache(function)
         kernel.compile = _turn.taken_for(kernel.compile)
     except RuntimeError:  # no folder can be written: the same code, compiled again at every start
         kernel.compile = _not_kept(kernel.compile)
@@ -171,10 +172,33 @@ class _Code(CompileResultCacheImpl):
     _locator_classes = [_Given, _Beside, _OfUser]  # noqa: RUF012 - numba's name and type
 
 
+class _Files(IndexDataCacheFile):
+    """Numba's list of the code of one function, and a file for each piece of code, which says what it is itself.
+
+    Numba writes the list before the code, under names that earlier code had. So a process that ends in between, or
+    whose disk is full, leaves a list that names the code of an earlier release, or of other types.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        super().save(key, (*self._is_of(key), data))  # type: ignore[no-untyped-call]
+
+    def load(self, key: Any) -> Any:
+        found = super().load(key)  # type: ignore[no-untyped-call]
+        return found[-1] if found is not None and found[:-1] == self._is_of(key) else None
+
+    def _is_of(self, key: Any) -> tuple[Any, ...]:
+        return self._version, self._source_stamp, key
+
+
 class _Cache(FunctionCache):
     """The code of one function on disk. What is not there is compiled in turn."""
 
     _impl_class = _Code
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        impl = self._impl
+        self._cache_file = _Files(self.cache_path, impl.filename_base, impl.locator.get_source_stamp())  # type: ignore[no-untyped-call]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         found = self._load(sig, target_context)
@@ -185,13 +209,22 @@ class _Cache(FunctionCache):
     def _load(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
-        except Exception as error:  # a machine that lost power leaves half a file, which may end in any error
+        except Exception as error:
+            # A machine that lost power leaves half a file, and an earlier release may leave a type that is no longer
+            # there: both may end in any error.
             _say_once(f"code in {self.cache_path} cannot be read and is compiled again: {error!r}")
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
+        save = super().save_overload
         try:
-            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+            try:
+                save(sig, data)  # type: ignore[no-untyped-call]
+            except OSError:
+                raise
+            except Exception:  # numba adds to the list of what is kept, and cannot read it either (see _load())
+                self._cache_file.flush()  # type: ignore[no-untyped-call]
+                save(sig, data)  # type: ignore[no-untyped-call]
         except OSError as error:
             _say_once(f"compiled code cannot be kept, so the next start compiles it again: {error}")
 
@@ -253,7 +286,7 @@ _turn = _Turn()
 def folder() -> Path | None:
     """Where code is kept that is compiled from files beside this one, and the lock of all; None: nowhere."""
     try:
-        return Path(_Cache(compiled).cache_path)  # type: ignore[no-untyped-call]
+        return Path(_Cache(compiled).cache_path)
     except RuntimeError:
         return None
 

@@ -24,7 +24,7 @@ from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import PushId, Version
 from dips.core.layout import Block, Layout
-from dips.core.messages import PullGrant, Ticket
+from dips.core.messages import PlacementSpec, PullGrant, Ticket
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.payloads import (
     F32,
@@ -49,13 +49,14 @@ from dips.core.net.transfer import (
     SlaveRequest,
     Transfer,
     TransferSettings,
-    shares_of,
+    chunks_by_slave,
 )
 from dips.core.net.zmq_sockets import CurvePair
 from dips.core.observe.failpoints import FailpointAction, FailpointKind, copies, failpoint
 from dips.core.observe.failpoints import hits as failpoint_hits
 from dips.core.observe.logs import ChangeLogger
 from dips.core.release import how_to_install
+from dips.core.share import Share
 from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
 
 if TYPE_CHECKING:
@@ -103,6 +104,22 @@ class Common:
     tell: TellMoved | None = None
     # compiled: the usual messages by core/net/carry_numba.py; auto: that, where it can be and is worth it
     loop: LoopChoice = "auto"
+    # what this rank of a cluster carries, and its number; None: the whole model
+    share: Share | None = None
+    rank: int = 0
+
+    @property
+    def n_elems(self) -> int:
+        """Of the vectors that are carried."""
+        return self.layout.n_elems if self.share is None else self.share.n_elems
+
+    def chunks_by_slave(self, placement: PlacementSpec, block_order: Sequence[int]) -> dict[str, list[Chunk]]:
+        """What this transfer carries, as chunks_by_slave() says. Raises ConfigError for a share of other chunks."""
+        chunk_bytes = self.settings.chunk_bytes
+        try:
+            return chunks_by_slave(self.layout, placement, block_order, chunk_bytes, self.share, self.rank)
+        except ValueError as error:
+            raise ConfigError(f"this transfer cannot be carried: {error}") from error
 
 
 def _is_compiled(common: Common, clock: Clock, wire_bytes: int, place: str) -> bool:
@@ -275,10 +292,10 @@ class _PushCarrier(_Carrier):
                     self._send_chunk(ask, ask.chunk, *payload)
 
     def _send_query(self, ask: SlaveRequest) -> None:
-        common = self._common
+        common, (block, offset_bytes) = self._common, self._push_transfer.query_from(ask.slave)
         query = DataHeader(
-            common.run_id, common.epoch, DataOp.QUERY_MISSING, ask.request, self._push, self._attempt,
-            cause_id=common.cause,
+            common.run_id, common.epoch, DataOp.QUERY_MISSING, ask.request, self._push, self._attempt, block=block,
+            offset_bytes=offset_bytes, cause_id=common.cause,
         )  # fmt: skip
         self._links.send(ask.slave, query.encode())
 
@@ -300,12 +317,11 @@ class _PushCarrier(_Carrier):
         elif header.op is DataOp.MISSING:
             push.missing(slave, header.request, header.missing, header.complete, now_s, credit=header.credit)
 
-    def digests(self) -> tuple[tuple[str, bytes], ...]:
-        """The digest of each slave's share; chunks of an earlier attempt are read for it."""
+    def read_all(self) -> None:
+        """Take the checksums that are not known yet: of chunks that an earlier attempt brought."""
         for index, known in enumerate(self._transfer.columns.chunks.known):
             if not known:
                 self._read(index)
-        return self._push_transfer.digests(self._push_transfer.known())
 
     def _read(self, index: int) -> tuple[memoryview, int]:
         chunks = self._transfer.columns.chunks
@@ -424,16 +440,17 @@ def carry_push(
     context: zmq.Context[zmq.Socket[bytes]], common: Common, flat: F32 | ParameterSource, push: PushId, ticket: Ticket,
     clock: Clock, cancelled: threading.Event, *, difference: Difference | None = None, ready: SnapshotReady | None =
     None, checksums: dict[Chunk, int] | None = None,
-) -> tuple[PushTransfer, tuple[tuple[str, bytes], ...]]:  # fmt: skip
-    """Send a push; returns the transfer (done, failed or cancelled) and the digest of each slave's share.
+) -> PushTransfer:  # fmt: skip
+    """Send a push; returns the transfer: done, failed or cancelled. One that is done knows the checksums of all of its
+    chunks.
 
-    flat: the whole model, unchanged until this returns, as are the vectors of `difference`, which only the ticket's
-    codec may ask for; then flat is a vector. ready: says which part of it is there; None: all. checksums: those of
-    earlier attempts of this push in this codec; takes the new ones. Raises ConfigError for an endpoint that is not
-    loopback without keys, for keys on one side only, or without numba.
+    flat: the whole model, or common's share of it; unchanged until this returns, as are the vectors of `difference`,
+    which only the ticket's codec may ask for; then flat is a vector. ready: says which part of it is there, by its own
+    elements; None: all. checksums: those of earlier attempts of this push in this codec; takes the new ones. Raises
+    ConfigError for an endpoint that is not loopback without keys, for keys on one side only, or without numba.
     """
-    places, settings = Places(common.layout), common.settings
-    shares = shares_of(common.layout, ticket.placement, ticket.block_order, settings.chunk_bytes)
+    places, settings = Places(common.layout, common.share), common.settings
+    shares = common.chunks_by_slave(ticket.placement, ticket.block_order)
     payloads: Payloads = Parameters(flat, places)
     if ticket.wire in DIFFERENCES:
         assert difference is not None, "a ticket for differences answers a push that has a base"
@@ -441,9 +458,10 @@ def carry_push(
         payloads = Differences(ticket.wire, flat, difference, places, settings.chunk_bytes)
     if ready is not None:
         payloads = Gated(payloads, ready, places)
-    n_bytes = encoded_bytes(payloads.codec, common.layout.n_elems)
+    n_bytes = encoded_bytes(payloads.codec, common.n_elems)
     compiled = _is_compiled(common, clock, n_bytes, "worker.push.before_chunk")
-    transfer = PushTransfer(shares, settings, clock.monotonic_s(), arrays=compiled)
+    is_share = common.share is not None
+    transfer = PushTransfer(shares, settings, clock.monotonic_s(), is_share=is_share, arrays=compiled)
     if checksums is not None:
         transfer.know(checksums)
     links = SlaveSockets(context, ticket.placement, settings.chunk_bytes, common.curve)
@@ -456,10 +474,10 @@ def carry_push(
     carrier = _PushCarrier(common, links, transfer, clock, push, ticket.attempt, payloads, loop)
     try:
         carrier.carry(cancelled)
-        if not transfer.done:
-            return transfer, ()
-        failpoint("worker.push.after_last_chunk")
-        return transfer, carrier.digests()
+        if transfer.done:
+            failpoint("worker.push.after_last_chunk")
+            carrier.read_all()
+        return transfer
     finally:
         links.close()
         if loop is not None:
@@ -472,13 +490,16 @@ def carry_pull(
     context: zmq.Context[zmq.Socket[bytes]], common: Common, flat: F32, grant: PullGrant, clock: Clock,
     cancelled: threading.Event, *, momentum: bool = False,
 ) -> PullTransfer:  # fmt: skip
-    """Fetch a version into `flat`; when the transfer is done, every share has the digest that the grant names.
+    """Fetch a version into `flat`; when the transfer is done, every slave's shard has the digest that the grant names.
 
-    momentum: fetch that instead of the parameters; the digests are of it too. Raises ConfigError for an endpoint that
-    is not loopback without keys, for keys on one side only, or without numba where the loop must be compiled.
+    With a share, flat is as long as that, and each chunk has the checksum of its header: the digests are for the one
+    who has all ranks' checksums. momentum: fetch that instead of the parameters; the digests are of it too. Raises
+    ConfigError for an endpoint that is not loopback without keys, for keys on one side only, or without numba where the
+    loop must be compiled.
     """
-    shares = shares_of(common.layout, grant.placement, grant.block_order, common.settings.chunk_bytes)
-    digests, places = dict(grant.digest_of_slave), Places(common.layout)
+    shares = common.chunks_by_slave(grant.placement, grant.block_order)
+    digests = dict(grant.digest_of_slave) if common.share is None else None
+    places = Places(common.layout, common.share)
     links = SlaveSockets(context, grant.placement, common.settings.chunk_bytes, common.curve)
     try:
         transfer = _pull(

@@ -64,7 +64,7 @@ from dips.core.net.header_numba import (
 from dips.core.net.payloads import BlockPlaces, Difference, Parameters, Payloads, Places, SharedLock, bytes_of
 from dips.core.net.slave_sockets import SlaveSockets
 from dips.core.net.steps import QUERY, Columns, begin_turns, next_deadline_s, next_request, take_ack, take_landed
-from dips.core.net.transfer import PullTransfer, PushTransfer, Transfer, TransferSettings, shares_of
+from dips.core.net.transfer import PullTransfer, PushTransfer, Transfer, TransferSettings, chunks_by_slave
 from dips.core.net.zmq_numba import (
     DONTWAIT,
     EINTR,
@@ -526,6 +526,7 @@ class Loop(ABC):
 
     def __init__(self, transfer: Transfer, sockets: SlaveSockets, epoch: int, texts: Texts) -> None:
         """transfer: with columns in numpy arrays."""
+        _give_up_parked()
         self._columns = transfer.columns
         self._slaves = transfer.slaves
         self._sockets = sockets
@@ -670,6 +671,7 @@ def _pieces(first_byte: I64, n_bytes: I64, parts: Sequence[U8]) -> tuple[I64, I6
 
 
 _parked: list[tuple[I64, object]] = []
+"""Counters of Links.handed, and memory that libzmq had not given back when its transfer ended."""
 _parked_lock = threading.Lock()
 
 
@@ -677,6 +679,13 @@ def _park(handed: I64, memory: object) -> None:
     """Keep the counters of Links.handed and the memory of the payloads until libzmq has given everything back."""
     with _parked_lock:
         _parked.append((handed, memory))
+    _give_up_parked()
+
+
+def _give_up_parked() -> None:
+    """What libzmq has given back. Each transfer looks when it begins and when it ends: nothing tells when the last
+    payload of a closed socket comes back."""
+    with _parked_lock:
         _parked[:] = [(counts, kept) for counts, kept in _parked if (counts[:, SENT] != counts[:, BACK]).any()]
 
 
@@ -685,7 +694,7 @@ def warm_up() -> None:
     layout = Layout((Parameter("w", (1,), "float32", "w"),))
     placement = PlacementSpec((SlaveAddress("s", ""),), (0,), b"")  # a slave that is away: nothing is sent
     settings, texts = TransferSettings(FLOAT32_BYTES, 1), texts_of("run", Version(1, 1), "cause")
-    shares, places = shares_of(layout, placement, (0,), FLOAT32_BYTES), Places(layout)
+    shares, places = chunks_by_slave(layout, placement, (0,), FLOAT32_BYTES), Places(layout)
     flat = np.zeros(1, np.float32)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sockets = SlaveSockets(context, placement, FLOAT32_BYTES)

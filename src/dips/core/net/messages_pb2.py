@@ -283,6 +283,7 @@ def write_settings(value: m.Settings, message: common_pb2.Settings) -> None:
     message.overlap = value.overlap
     message.verdict_wait_measured = value.verdict_wait_measured
     message.frozen = value.frozen
+    message.memory_files = value.memory_files
 
 
 def read_settings(message: common_pb2.Settings) -> m.Settings:
@@ -306,6 +307,7 @@ def read_settings(message: common_pb2.Settings) -> m.Settings:
         overlap=message.overlap,
         verdict_wait_measured=message.verdict_wait_measured,
         frozen=message.frozen,
+        memory_files=message.memory_files,
     )
 
 
@@ -336,6 +338,8 @@ def write_join_request(value: m.JoinRequest, message: clusters_pb2.JoinRequest) 
         write_tensor_digest(tensor_digest, message.buffers.add())
     message.process_id = value.process_id
     message.host = value.host
+    message.rank_keys.extend(value.rank_keys)
+    message.pushers = value.pushers
 
 
 def read_join_request(message: clusters_pb2.JoinRequest) -> m.JoinRequest:
@@ -360,6 +364,8 @@ def read_join_request(message: clusters_pb2.JoinRequest) -> m.JoinRequest:
         buffers=tuple(map(read_tensor_digest, message.buffers)),
         process_id=message.process_id,
         host=message.host,
+        rank_keys=tuple(message.rank_keys),
+        pushers=message.pushers,
     )
 
 
@@ -441,6 +447,7 @@ def write_heartbeat_request(value: m.HeartbeatRequest, message: clusters_pb2.Hea
     if value.base is not None:
         write_version(value.base, message.base)
     message.note = value.note
+    message.late_ranks.extend(value.late_ranks)
 
 
 def read_heartbeat_request(message: clusters_pb2.HeartbeatRequest) -> m.HeartbeatRequest:
@@ -457,6 +464,7 @@ def read_heartbeat_request(message: clusters_pb2.HeartbeatRequest) -> m.Heartbea
         pull_s=message.pull_s,
         base=read_version(message.base) if message.HasField("base") else None,
         note=message.note,
+        late_ranks=tuple(message.late_ranks),
     )
 
 
@@ -989,6 +997,8 @@ def write_cluster_status(value: m.ClusterStatus, message: operator_pb2.ClusterSt
     message.direction_alarm = value.direction_alarm
     message.tokens_per_step = value.tokens_per_step
     message.draining = value.draining
+    message.ranks = value.ranks
+    message.late_ranks.extend(value.late_ranks)
 
 
 def read_cluster_status(message: operator_pb2.ClusterStatus) -> m.ClusterStatus:
@@ -1023,6 +1033,8 @@ def read_cluster_status(message: operator_pb2.ClusterStatus) -> m.ClusterStatus:
         direction_alarm=message.direction_alarm,
         tokens_per_step=message.tokens_per_step,
         draining=message.draining,
+        ranks=message.ranks,
+        late_ranks=tuple(message.late_ranks),
     )
 
 

@@ -1,8 +1,9 @@
 """Writes a push's chunks for the wire: the parameters unchanged, or differences to the base in fewer bits.
 
-Shapes: every vector is the whole model's, float32 of n_elems (the layout's). A chunk's bytes are a function of theta,
-base and residual alone, so that one that is sent again is the same to the bit. numba is imported only where
-differences are sent, and for large models. Raises ConfigError from kernels() when it is not installed.
+Shapes: every vector is float32 of n_elems: the whole model's (the layout's), or a share's of it (core/share.py). A
+chunk's bytes are a function of theta, base and residual alone, so that one that is sent again is the same to the bit.
+numba is imported only where differences are sent, and for large models. Raises ConfigError from kernels() when it is
+not installed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dips.core.chunks import Buffer, Chunk
 from dips.core.errors import ConfigError
 from dips.core.layout import FLOAT32_BYTES, Layout
 from dips.core.release import how_to_install
+from dips.core.share import Share
 from dips.core.wire import Codec, encoded_bytes
 
 _logger = logging.getLogger("dips.data")
@@ -113,24 +115,31 @@ class Difference:
 
 
 class Places:
-    """The places of chunks in a flat vector."""
+    """The places of chunks in a flat vector: the whole one, or a share's, which has its own chunks only."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, share: Share | None = None) -> None:
+        """share: None: the whole model. A chunk that it does not own has no place: ValueError."""
         self._start_elem = [block.start_elem for block in layout.blocks]
+        self._share = share
 
     def first_bytes(self, blocks: I64, offsets_bytes: I64) -> I64:
         """Where chunks at these offsets of these blocks begin, in bytes."""
-        return np.array(self._start_elem, np.int64)[blocks] * FLOAT32_BYTES + offsets_bytes
+        first_elems = np.array(self._start_elem, np.int64)[blocks] + offsets_bytes // FLOAT32_BYTES
+        return FLOAT32_BYTES * (first_elems if self._share is None else self._share.places_of(first_elems))
 
     def bytes_at(self, chunk: Chunk) -> slice:
         """The chunk's bytes."""
-        begin = self._start_elem[chunk.block_id] * FLOAT32_BYTES + chunk.offset_bytes
+        begin = FLOAT32_BYTES * self._first_elem(chunk)
         return slice(begin, begin + chunk.length_bytes)
 
     def elems_at(self, chunk: Chunk) -> slice:
         """The chunk's elements."""
-        begin = self._start_elem[chunk.block_id] + chunk.offset_bytes // FLOAT32_BYTES
+        begin = self._first_elem(chunk)
         return slice(begin, begin + chunk.length_bytes // FLOAT32_BYTES)
+
+    def _first_elem(self, chunk: Chunk) -> int:
+        first = self._start_elem[chunk.block_id] + chunk.offset_bytes // FLOAT32_BYTES
+        return first if self._share is None else self._share.place_of(first)
 
 
 class BlockPlaces:

@@ -89,8 +89,9 @@ class Columns(NamedTuple):
     times: Floats
 
 
-PUSHES, MOVED_BYTES, N_TURNS, TURN, N_NEXT_TURNS = range(5)
-"""Of counts. PUSHES: 1 for a push, 0 for a pull. The others than MOVED_BYTES: see next_request()."""
+PUSHES, N_TURNS, TURN, N_NEXT_TURNS, IS_SHARE = range(5)
+"""Of counts. PUSHES: 1 for a push, 0 for a pull. IS_SHARE: 1 where the transfer has only some of the slaves' chunks and
+other ranks carry the rest, so that a slave of a push is done when it has ours. The others: see next_request()."""
 
 PROGRESS_S, ASKED_S, SILENCE_S, STALL_S = range(4)
 """Of times. PROGRESS_S: when a chunk was moved last. ASKED_S: when it was last decided what to send. SILENCE_S,
@@ -98,8 +99,8 @@ STALL_S: settings."""
 
 
 def columns_of(
-    shares: Sequence[Sequence[Chunk]], now_s: float, *, pushes: bool, chunk_bytes: int, window_chunks: int, rule:
-    WindowRule, silence_s: float, first_silence_s: float, stall_s: float, arrays: bool,
+    shares: Sequence[Sequence[Chunk]], now_s: float, *, pushes: bool, is_share: bool, chunk_bytes: int, window_chunks:
+    int, rule: WindowRule, silence_s: float, first_silence_s: float, stall_s: float, arrays: bool,
 ) -> tuple[Columns, tuple[Chunk, ...], list[int]]:  # fmt: skip
     """A new transfer: its columns, all chunks in their order, and the turn of each in its lane's schedule.
 
@@ -143,7 +144,7 @@ def columns_of(
     # A query is in flight only while no chunk is.
     most_in_flight = min(n, MOST_REQUESTS * n_lanes) + n_lanes
     flow = flow_of(n_lanes, chunk_bytes, window_chunks, most_in_flight, rule=rule, arrays=arrays)
-    counts = column([int(pushes), 0, 0, 0, 0], np.int64, arrays)
+    counts = column([int(pushes), 0, 0, 0, int(is_share)], np.int64, arrays)
     times = column([now_s, now_s, silence_s, stall_s], np.float64, arrays)
     return Columns(flow, lanes, of_chunks, counts, times), tuple(chunks), turns
 
@@ -236,12 +237,12 @@ def take_answer(columns: Columns, slot: int, now_s: float, credit: int) -> int:
 
 def take_ack(columns: Columns, slot: int, complete: bool, now_s: float, credit: int) -> None:
     """The slave landed and verified the chunk of this request. complete: it holds everything."""
-    lane = columns.flow.requests.lane[slot]
+    lanes, lane = columns.lanes, columns.flow.requests.lane[slot]
     chunk = take_answer(columns, slot, now_s, credit)
     if chunk != QUERY:
-        _note_moved(columns, lane, chunk, columns.lanes.carried_bytes)
+        _note_moved(columns, lane, chunk, lanes.carried_bytes)
         _note_progress(columns, lane, now_s)
-    if complete:
+    if complete or (columns.counts[IS_SHARE] == 1 and lanes.n_moved[lane] == lanes.n_chunks[lane]):
         complete_lane(columns, lane, now_s)
 
 
@@ -257,8 +258,15 @@ def take_landed(columns: Columns, slot: int, checksum: int, now_s: float, credit
     return lanes.n_moved[lane] == lanes.n_chunks[lane]
 
 
+def note_resumed(columns: Columns, lane: int, chunk: int, now_s: float) -> None:
+    """The slave of a push had this chunk before."""
+    if not columns.chunks.moved[chunk]:
+        _note_moved(columns, lane, chunk, columns.lanes.resumed_bytes)
+        _note_progress(columns, lane, now_s)
+
+
 def complete_lane(columns: Columns, lane: int, now_s: float) -> None:
-    """This slave of a push holds everything."""
+    """This slave of a push holds everything that this transfer has for it."""
     lanes = columns.lanes
     if lanes.n_moved[lane] < lanes.n_chunks[lane]:
         for chunk in range(lanes.first[lane], lanes.first[lane] + lanes.n_chunks[lane]):
@@ -341,7 +349,6 @@ def _note_moved(columns: Columns, lane: int, chunk: int, how: Ints) -> None:
         chunks.moved[chunk] = 1
         lanes.n_moved[lane] += 1
         how[lane] += chunks.length_bytes[chunk]
-        columns.counts[MOVED_BYTES] += chunks.length_bytes[chunk]
 
 
 def _note_progress(columns: Columns, lane: int, now_s: float) -> None:

@@ -3,6 +3,9 @@
 Pure: time is an argument, messages are values, no sockets. Every chunk is idempotent, so whatever is doubtful is
 requested or sent again; nothing counts as moved before the other side (push) or the digest (pull) has confirmed it.
 
+A transfer has all chunks of the model, or those of a share (core/share.py): then the cluster's other ranks carry the
+rest at the same time, over connections of their own.
+
 core/net/steps.py does what is done for each chunk, here and in compiled loops, which work on the same columns; here is
 what is unusual. core/net/flow.py decides how much is unanswered at any moment; `window_chunks` bounds it for each
 slave.
@@ -11,21 +14,22 @@ slave.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from dips.core.chunks import Chunk, chunks_of, shard_digest
 from dips.core.errors import RefusalCode
 from dips.core.layout import Layout
 from dips.core.messages import PlacementSpec, Refusal
-from dips.core.net.data_header import MissingChunk
+from dips.core.net.data_header import MAX_MISSING, MissingChunk
 from dips.core.net.flow import N_OPEN, NONE, WindowRule, note_done, note_lost, slot_of
 from dips.core.net.steps import (
     ASKED_S,
     MAX_SILENCE_S,
-    MOVED_BYTES,
     PROGRESS_S,
     PUSHES,
     QUERY,
@@ -34,12 +38,14 @@ from dips.core.net.steps import (
     complete_lane,
     next_deadline_s,
     next_request,
+    note_resumed,
     put_first,
     put_last,
     take_ack,
     take_answer,
     take_landed,
 )
+from dips.core.share import Share
 
 MAX_SILENCES = 2
 """Silences in a row of one slave before its address is requested again: it may have come back on another port."""
@@ -134,31 +140,26 @@ class Transfer:
     """
 
     def __init__(
-        self, shares: Mapping[str, Sequence[Chunk]], settings: TransferSettings, now_s: float, *, pushes: bool, arrays:
-        bool,
+        self, shares: Mapping[str, Sequence[Chunk]], settings: TransferSettings, now_s: float, *, pushes: bool,
+        is_share: bool, arrays: bool,
     ) -> None:  # fmt: skip
         """arrays: the columns are numpy arrays, as compiled loops need them; else lists, which are faster here."""
         self._settings = settings
-        self._every_slave = list(shares)
         self.slaves = [slave for slave, chunks in shares.items() if chunks]
         """The slaves that take part, in the order of the schedule; the others have no chunks."""
         self._lanes = {slave: lane for lane, slave in enumerate(self.slaves)}
         self._troubles = [_Trouble() for _ in self.slaves]
         self.columns, self.chunks, self._turns = columns_of(
-            [shares[slave] for slave in self.slaves], now_s, pushes=pushes, chunk_bytes=settings.chunk_bytes,
-            window_chunks=settings.window_chunks, rule=settings.windows, silence_s=settings.silence_s,
-            first_silence_s=settings.first_silence_s, stall_s=settings.stall_s, arrays=arrays,
+            [shares[slave] for slave in self.slaves], now_s, pushes=pushes, is_share=is_share,
+            chunk_bytes=settings.chunk_bytes, window_chunks=settings.window_chunks, rule=settings.windows,
+            silence_s=settings.silence_s, first_silence_s=settings.first_silence_s, stall_s=settings.stall_s,
+            arrays=arrays,
         )  # fmt: skip
-        self.total_bytes = sum(chunk.length_bytes for chunk in self.chunks)
         self._why = "no slave answered"
         self.failure = ""
         self.corrupt = False
         self.refusal: RefusalCode | None = None
         self.reconnects = 0
-
-    @property
-    def moved_bytes(self) -> int:
-        return int(self.columns.counts[MOVED_BYTES])
 
     @property
     def done(self) -> bool:
@@ -219,6 +220,11 @@ class Transfer:
         requests = self.columns.flow.requests
         index, slave = int(requests.chunk[slot]), self.slaves[requests.lane[slot]]
         return SlaveRequest(slave, int(requests.request[slot]), None if index == QUERY else self.chunks[index], index)
+
+    def known(self) -> dict[Chunk, int]:
+        """The checksums that are known by now: of all chunks once a pull is done."""
+        chunks = self.columns.chunks
+        return {chunk: int(chunks.checksum[i]) for i, chunk in enumerate(self.chunks) if chunks.known[i]}
 
     def next_deadline_s(self) -> float:
         """When actions() must be called again although no answer came; once the transfer is over, at once."""
@@ -310,19 +316,26 @@ class Transfer:
             if moved[chunk]:
                 moved[chunk] = 0
                 lanes.n_moved[lane] -= 1
-                columns.counts[MOVED_BYTES] -= columns.chunks.length_bytes[chunk]
             todo[place] = chunk
         lanes.next_todo[lane], lanes.n_todo[lane] = 0, len(again)
 
 
 class PushTransfer(Transfer):
-    """Sends a push. Begins at each slave with a query for missing chunks, so that a new attempt sends only those."""
+    """Sends a push. Begins at each slave with a query for missing chunks, so that a new attempt sends only those.
+
+    A slave is done when it says that it holds everything; for a share also once it holds all chunks of that.
+    """
 
     def __init__(
-        self, shares: Mapping[str, Sequence[Chunk]], settings: TransferSettings, now_s: float, *, arrays: bool = False
-    ) -> None:
-        super().__init__(shares, settings, now_s, pushes=True, arrays=arrays)
+        self, shares: Mapping[str, Sequence[Chunk]], settings: TransferSettings, now_s: float, *, is_share: bool =
+        False, arrays: bool = False,
+    ) -> None:  # fmt: skip
+        """is_share: shares hold some of each slave's chunks, and others send the rest."""
+        super().__init__(shares, settings, now_s, pushes=True, is_share=is_share, arrays=arrays)
+        self._is_share = is_share
         self._places = {chunk[:2]: place for place, chunk in enumerate(self.chunks)}
+        self._asked_to = [self._lane_chunks(lane).start for lane in range(len(self.slaves))]
+        """Of a share: what its slaves have of the chunks before these places was answered on this connection."""
 
     def acked(self, slave: str, request: int, complete: bool, now_s: float, *, credit: int = 0) -> None:
         """A chunk is landed and verified. `complete`: the slave holds everything. credit: see core.net.data_header."""
@@ -342,6 +355,9 @@ class PushTransfer(Transfer):
         if complete:
             complete_lane(self.columns, lane, now_s)
             return
+        if self._is_share:
+            self._take_page(lane, [(item.block, item.offset_bytes) for item in missing], now_s)
+            return
         share, places = self._lane_chunks(lane), self._places
         lacking = [places.get((item.block, item.offset_bytes), NONE) for item in missing]
         if not lacking or min(lacking) < share.start or max(lacking) >= share.stop:
@@ -349,27 +365,54 @@ class PushTransfer(Transfer):
             return
         self._do_again(lane, lacking)
 
+    def query_from(self, slave: str) -> tuple[int, int]:
+        """Block and offset from which on the next query to this slave asks what is missing.
+
+        For a share: its first chunk behind the last answer. Else the start.
+        """
+        return self.chunks[self._asked_to[self._lanes[slave]]][:2] if self._is_share else (0, 0)
+
+    def _take_page(self, lane: int, missing: Sequence[tuple[int, int]], now_s: float) -> None:
+        """Take what a slave misses from query_from() on: of this share and of others, in order, as far as it names it.
+
+        What it passes over it has. A full answer ends with its last entry, any other one covers everything.
+        """
+        share, begin, slave = self._lane_chunks(lane), self._asked_to[lane], self.slaves[lane]
+        lacking = {self._places[chunk] for chunk in missing if chunk in self._places}
+        in_order = all(before < after for before, after in pairwise(missing))
+        in_order = in_order and (not missing or missing[0] >= self.query_from(slave))
+        if not in_order or not lacking.issubset(range(begin, share.stop)):
+            self.failure = (
+                f"slave {slave} misses chunks that it was not asked for: it has another layout or "
+                "placement, or an earlier release of dips"
+            )
+            return
+        end = share.stop
+        if len(missing) >= MAX_MISSING:
+            end = bisect_right(self.chunks, missing[-1], begin, end, key=lambda chunk: chunk[:2])
+        self._asked_to[lane] = end
+        for place in range(end, share.stop):  # not named yet: a slave that was started again may have lost them
+            if self.columns.chunks.moved[place]:
+                self.columns.chunks.moved[place] = 0
+                self.columns.lanes.n_moved[lane] -= 1
+        for place in range(begin, end):
+            if place not in lacking:
+                note_resumed(self.columns, lane, place, now_s)
+        self._do_again(lane, lacking)
+        if self.columns.lanes.n_moved[lane] == len(share):
+            complete_lane(self.columns, lane, now_s)
+
+    def _start_over(self, lane: int, refused: int = QUERY) -> None:
+        """Also ask again for all of the share: a slave that was started again has nothing of it."""
+        super()._start_over(lane, refused)
+        self._asked_to[lane] = self._lane_chunks(lane).start
+
     def know(self, checksums: Mapping[Chunk, int]) -> None:
         """Take checksums that are known already, for a compiled loop: it computes the others."""
         chunks = self.columns.chunks
         for index, chunk in enumerate(self.chunks):
             if chunk in checksums:
                 chunks.checksum[index], chunks.known[index] = checksums[chunk], 1
-
-    def known(self) -> dict[Chunk, int]:
-        """The checksums that are known by now."""
-        chunks = self.columns.chunks
-        return {chunk: int(chunks.checksum[i]) for i, chunk in enumerate(self.chunks) if chunks.known[i]}
-
-    def digests(self, checksums: Mapping[Chunk, int]) -> tuple[tuple[str, bytes], ...]:
-        """The digest of the share of each slave; `checksums`: of all chunks of the push."""
-        return tuple(
-            (slave, shard_digest([checksums[chunk] for chunk in self._share(slave)])) for slave in self._every_slave
-        )
-
-    def _share(self, slave: str) -> list[Chunk]:
-        lane = self._lanes.get(slave, NONE)
-        return [] if lane == NONE else [self.chunks[index] for index in self._lane_chunks(lane)]
 
 
 class PullTransfer(Transfer):
@@ -380,7 +423,7 @@ class PullTransfer(Transfer):
         TransferSettings, now_s: float, *, arrays: bool = False,
     ) -> None:  # fmt: skip
         """digest_of_slave: of each share; None: of parts of shares, whose digests the caller compares together."""
-        super().__init__(shares, settings, now_s, pushes=False, arrays=arrays)
+        super().__init__(shares, settings, now_s, pushes=False, is_share=digest_of_slave is None, arrays=arrays)
         self._promised = None if digest_of_slave is None else dict(digest_of_slave)
 
     def wants(self, slave: str, request: int) -> Chunk | None:
@@ -426,12 +469,15 @@ class PullTransfer(Transfer):
         self._do_again(lane, share)
 
 
-def shares_of(
-    layout: Layout, placement: PlacementSpec, block_order: Iterable[int], chunk_bytes: int
-) -> dict[str, list[Chunk]]:
+def chunks_by_slave(
+    layout: Layout, placement: PlacementSpec, block_order: Iterable[int], chunk_bytes: int, share: Share | None = None,
+    rank: int = 0,
+) -> dict[str, list[Chunk]]:  # fmt: skip
     """Each slave's chunks, slaves and blocks in the order of the schedule; blocks that it does not name come last.
 
-    The placement must fit the layout. Slaves that hold no block have no chunks.
+    share: of these the chunks that this rank owns; None: all. rank: its number; the order of slaves begins that many
+    later, so that the ranks of a cluster begin at different slaves (paper, Figure 5). The placement must fit the
+    layout. Slaves that hold no block have no chunks. Raises ValueError for a share that does not consist of chunks.
     """
     order = list(dict.fromkeys(b for b in block_order if b < len(layout.blocks)))
     order += sorted(set(range(len(layout.blocks))).difference(order))
@@ -440,4 +486,28 @@ def shares_of(
     for block_id in order:
         slave = names[placement.slave_of_block[block_id]]
         shares.setdefault(slave, []).extend(chunks_of([layout.blocks[block_id]], chunk_bytes))
+    if rank:
+        in_order = list(shares)
+        first = rank % len(in_order)
+        shares = {slave: shares[slave] for slave in (*in_order[first:], *in_order[:first])}
+    if share is not None:
+        own = frozenset(share.chunks(layout, chunk_bytes))
+        shares = {slave: [chunk for chunk in chunks if chunk in own] for slave, chunks in shares.items()}
     return shares | {name: [] for name in names if name not in shares}
+
+
+def digests_of(
+    layout: Layout, placement: PlacementSpec, chunk_bytes: int, checksums: Mapping[Chunk, int], block_order:
+    Iterable[int] = (),
+) -> tuple[tuple[str, bytes], ...]:  # fmt: skip
+    """The digest of each slave's shard, slaves in the order of the schedule; `checksums`: of all chunks of the model.
+
+    Raises ValueError where one is missing.
+    """
+    shards = chunks_by_slave(layout, placement, block_order, chunk_bytes)
+    for chunk in chain.from_iterable(shards.values()):
+        if chunk not in checksums:
+            raise ValueError(f"no checksum of the chunk at {chunk.offset_bytes} of block {chunk.block_id}")
+    return tuple(
+        (slave, shard_digest([checksums[chunk] for chunk in sorted(shard)])) for slave, shard in shards.items()
+    )

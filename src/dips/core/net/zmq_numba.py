@@ -189,16 +189,35 @@ def is_ready(items: PollItems, index: int) -> bool:
 
 
 @compiled
-def user_is(message: int, user: NDArray[np.uint8]) -> bool:
-    """Whether the received message came by a connection that the ZAP handler gave exactly this user id (bytes)."""
+def number_of_user(message: int, users: NDArray[np.uint8]) -> int:
+    """Which of these user ids the ZAP handler gave the connection that the received message came by; -1: none of them.
+
+    users (k, n): ids of n bytes each, none of them 0, ascending.
+    """
     place = zmq_msg_gets(message, address_of(_USER_ID))
-    if place == 0:
-        return False
+    low, high = 0, len(users) if place != 0 else 0
+    while low < high:
+        middle = (low + high) // 2
+        order = _order(place, users[middle])
+        if order == 0:
+            return middle
+        if order < 0:
+            high = middle
+        else:
+            low = middle + 1
+    return -1
+
+
+@compiled
+def _order(place: int, user: NDArray[np.uint8]) -> int:
+    """Whether the text at this address comes before the id (-1), is the same (0), or comes after it (1)."""
     for index in range(len(user)):
-        byte = peek8(place + index)  # an id that ends here differs, so nothing behind its end is read
-        if byte == np.uint64(0) or byte != np.uint64(user[index]):
-            return False
-    return bool(peek8(place + len(user)) == np.uint64(0))
+        byte, its = peek8(place + index), np.uint64(user[index])
+        if byte == np.uint64(0) or byte < its:  # a text that ends here comes before: nothing behind its end is read
+            return -1
+        if byte > its:
+            return 1
+    return 0 if peek8(place + len(user)) == np.uint64(0) else 1
 
 
 @callback(types.void(types.intp, types.intp))

@@ -64,6 +64,7 @@ SLAVE: dict[str, str] = {
 WORKER: dict[str, str] = {
     "worker.rpc.before_{method}": "a call is about to leave; error is a call that never left",
     "worker.rpc.after_{method}": "the answer is there and no code has seen it; drop loses it, as a broken link does",
+    "worker.push.before_copy": "a push begins, the parameters are about to be copied for it",
     "worker.push.before_chunk": "a chunk of a push is about to be sent; drop loses it, dup sends it twice",
     "worker.push.after_last_chunk": "all slaves hold the whole push, and the master does not know it",
     "worker.pull.before_chunk": "a chunk of a version has arrived and not landed",

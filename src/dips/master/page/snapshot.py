@@ -147,6 +147,9 @@ def _capital(text: str) -> str:
 SILENT_BEATS = 2.0
 """A peer that missed this many heartbeats is shown as silent, before it is evicted."""
 
+RANKS_NAMED = 8
+"""Late ranks of a cluster that the page names."""
+
 STALE_SHARE = 0.5
 """The share of s_max from which a base that is behind is marked."""
 
@@ -234,6 +237,8 @@ def _cluster(
         "why": why,
         "alive": cluster.alive,
         "phase": cut(cluster.phase).lower(),
+        "ranks": cluster.ranks,
+        "late_ranks": list(cluster.late_ranks[:RANKS_NAMED]),
         "incarnation": _text(cluster.incarnation),
         "lives": cluster.incarnations,
         "beat_age_s": round(cluster.beat_age_s + lag_s, 2) if cluster.alive else None,

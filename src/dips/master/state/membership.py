@@ -30,7 +30,7 @@ from dips.core.messages import (
     Verdict,
 )
 from dips.core.model_description import Untrained, difference
-from dips.core.protocol import MAX_LEASED_CHUNKS, PROTOCOL_MIN, agree
+from dips.core.protocol import MAX_LEASED_CHUNKS, MAX_RANKS, PROTOCOL_MIN, RANKS, agree
 from dips.master.state import pacing, tape
 from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE, LeaseTable, TokenState, overlapping
 from dips.master.state.ledger import ClusterEntry, pair
@@ -88,8 +88,9 @@ class Membership:
         held = self._reattach(name, request.held_ranges, undecided)
         member = Member(name, entry.incarnation, slot, shared.now_s, held_at_join=held, push=undecided)
         member.process_id, member.host = request.process_id, request.host
+        member.pushers = max(1, request.pushers)
         shared.members[name] = member
-        shared.allowed.put(KeyRole.CLUSTER, name, request.curve_key)
+        shared.allowed.put(KeyRole.CLUSTER, name, request.curve_key, request.rank_keys)
         self._away_since_s.pop(name, None)
         if shared.ledger.version is None and shared.seed_cluster not in shared.members:
             shared.seed_cluster = name  # unless it is drained: see seeder()
@@ -100,6 +101,7 @@ class Membership:
             )
         )
         sentence = f"cluster {name} joined as incarnation {entry.incarnation}"
+        sentence += f", with {member.pushers} ranks" if member.pushers > 1 else ""
         shared.log(f"cluster {name}", sentence, cause=request.caller.cause_id)
         self._answer_leave(before)
         versions = Hello(PROTOCOL_MIN, hello.version, tuple(sorted(hello.capabilities)))
@@ -148,7 +150,7 @@ class Membership:
                 f"another process took over cluster {name!r} as incarnation {spoke}: this one, {previous}, must stop; "
                 "give each process a cluster id of its own",
             )
-        shared.allowed.check(KeyRole.CLUSTER, name, request.curve_key)
+        self._check_ranks(name, request)
         if not 0 <= request.declared_tokens_per_s <= MAX_DECLARED_TOKENS_PER_S:
             raise Refused(
                 RefusalCode.TOKENS,
@@ -167,6 +169,32 @@ class Membership:
             raise Refused(
                 RefusalCode.LAYOUT,
                 "the layout does not have the hash that came with it: both sides need one release",
+            )
+
+    def _check_ranks(self, name: str, request: JoinRequest) -> None:
+        """Checks the number of ranks and their data keys."""
+        shared, pushers = self._shared, max(1, request.pushers)
+        if pushers > MAX_RANKS:
+            raise Refused(
+                RefusalCode.CONFIG,
+                f"cluster {name!r} has {pushers} ranks, at most {MAX_RANKS} can push: make several clusters of it",
+            )
+        if len(request.rank_keys) != (pushers - 1 if shared.allowed.encrypted else 0):
+            raise Refused(
+                RefusalCode.KEY,
+                f"cluster {name!r} has {pushers} ranks and brings {len(request.rank_keys)} data keys beside its "
+                "first: with --keys there is one for each other rank, with --insecure none; start all ranks alike",
+            )
+        shared.allowed.check(KeyRole.CLUSTER, name, request.curve_key, request.rank_keys)
+        if pushers == 1:
+            return
+        here = (slave for slave in shared.slaves.values() if slave.link is not None)
+        older = sorted(slave.id for slave in here if RANKS not in slave.capabilities)
+        if older:
+            raise Refused(
+                RefusalCode.CONFIG,
+                f"cluster {name!r} has {pushers} ranks, and slave {older[0]} runs a release that does not know such "
+                "clusters: install the same release of dips on all slaves",
             )
 
     def _check_process(self, name: str, request: JoinRequest) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dips.core.messages import HeartbeatRequest
+from dips.core.protocol import MAX_RANKS
 from dips.master.state.penalty import momentum_warning
 from dips.master.state.records import Member, RoundPhase
 from dips.master.state.schedule import TransferRequest, Way
@@ -109,6 +110,7 @@ def plausible(beat: HeartbeatRequest) -> HeartbeatRequest:
         steps_per_s=_within(beat.steps_per_s, 1e-6, 1e9),
         push_s=_within(beat.push_s, 0.0, DAY_S),
         pull_s=_within(beat.pull_s, 0.0, DAY_S),
+        late_ranks=tuple(sorted({rank for rank in beat.late_ranks if rank < MAX_RANKS})),
     )
 
 
@@ -174,7 +176,9 @@ def transfer_order(shared: SharedState, owner: str, slot: int, way: Way) -> tupl
     assert placement is not None, "a joined cluster has a placement"
     known = {member.cluster: _transfer_s(member, way) for member in shared.live()}
     fastest_s = min((seconds for seconds in known.values() if seconds > 0), default=0.0)
-    return shared.schedule.begin(TransferRequest(owner, way, slot, known.get(owner, 0.0), fastest_s), placement)
+    pushers = shared.members[owner].pushers if owner in shared.members else 1
+    request = TransferRequest(owner, way, slot, known.get(owner, 0.0), fastest_s, pushers)
+    return shared.schedule.begin(request, placement)
 
 
 def _transfer_s(member: Member, way: Way) -> float:

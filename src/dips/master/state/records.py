@@ -319,6 +319,7 @@ class Member:
     wanted_wire: Codec = Codec.F32  # the codec that its last push asked for
     process_id: bytes = b""
     host: str = ""
+    pushers: int = 1  # ranks that send and fetch parts of each of its transfers
     silent_since_s: float | None = None  # when the stream of its beats broke, if it is broken
 
 

@@ -100,8 +100,9 @@ class Reshard:
     def _redeal(self, before: Placement, memory: Sequence[tuple[SlaveId, int]]) -> Placement:
         shared, config = self._shared, self._shared.config
         assert shared.ledger.layout is not None, "what is placed has a layout"
-        chunk_bytes = config.settings.chunk_bytes
-        return redeal(shared.ledger.layout, before, memory, config.max_clusters, config.pinned_versions, chunk_bytes)
+        chunk_bytes, files = config.settings.chunk_bytes, config.settings.memory_files
+        slots, pins = config.max_clusters, config.pinned_versions
+        return redeal(shared.ledger.layout, before, memory, slots, pins, chunk_bytes, files)
 
     def _take_back(self) -> str:
         shared, pending = self._shared, self._shared.ledger.reshard

@@ -4,7 +4,8 @@ Every transfer visits all slaves in turn, chunk by chunk, so that each link carr
 shares end together. Transfers at the same time begin at different slaves, so that in each step they use different ones.
 A transfer begins at the slave with the least load of begun transfers, weighted by measurements: a cluster whose
 transfers take ten times as long counts a tenth. A slave with a low measured rate comes first in every turn, because its
-share ends last.
+share ends last. A cluster of several ranks has as many pushers: each rank rotates the order by its number, so that its
+transfer begins at as many slaves, and counts at each of them for its part.
 
 The master decides only the order. How much is in flight to each slave is the worker's decision (dips.core.net.flow),
 updated with what each slave takes; how many streams a slave serves at full rate is the slave's
@@ -48,6 +49,7 @@ class TransferRequest:
     # cluster; 0: unknown
     own_s: float = 0.0
     fastest_s: float = 0.0
+    pushers: int = 1  # ranks; each begins at another slave of the order
 
     @property
     def load(self) -> float:
@@ -59,7 +61,7 @@ class TransferScheduler:
     """The slaves at which open transfers began, and the slaves' measured rates."""
 
     def __init__(self) -> None:
-        self._begun: dict[str, tuple[Way, int, float]] = {}
+        self._begun: dict[str, tuple[Way, dict[int, float]]] = {}
         self._bytes_per_s: dict[tuple[str, Way], float] = {}
         self._served: dict[str, tuple[float, int]] = {}
 
@@ -97,11 +99,15 @@ class TransferScheduler:
         self.end(request.owner)
         n = len(placement.slaves)
         begun = [0.0] * n
-        for way, slave, load in self._begun.values():
-            if way is request.way and slave < n:
-                begun[slave] += load
-        start = min(range(n), key=lambda slave: (begun[slave], (slave - request.slot) % n))
-        self._begun[request.owner] = (request.way, start, request.load)
+        for way, loads in self._begun.values():
+            for slave, load in loads.items() if way is request.way else ():
+                if slave < n:
+                    begun[slave] += load
+        start = min(range(n), key=lambda slave: (_met(begun, slave, request.pushers), (slave - request.slot) % n))
+        loads = dict.fromkeys(((start + rank) % n for rank in range(request.pushers)), 0.0)
+        for rank in range(request.pushers):
+            loads[(start + rank) % n] += request.load / request.pushers
+        self._begun[request.owner] = (request.way, loads)
         around = [(start + step) % n for step in range(n)]
         return _in_turn(placement, sorted(around, key=lambda slave: self.speed(placement.slaves[slave], request.way)))
 
@@ -113,6 +119,11 @@ class TransferScheduler:
         """Ends the transfers of all other owners: some end without a message, and readers choose their names."""
         for owner in self._begun.keys() - owners:
             del self._begun[owner]
+
+
+def _met(begun: Sequence[float], start: int, pushers: int) -> float:
+    """The load that the pushers of a transfer meet where they begin, if the first one begins at this slave."""
+    return sum(begun[(start + rank) % len(begun)] for rank in range(pushers))
 
 
 def _in_turn(placement: Placement, slaves: Sequence[int]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from dips.core.errors import RefusalCode, Refused
@@ -31,7 +31,7 @@ from dips.core.messages import (
     StatusReply,
 )
 from dips.core.placement import Placement
-from dips.core.protocol import CURVE_KEY_BYTES
+from dips.core.protocol import CURVE_KEY_BYTES, MAX_ALLOWED_KEYS
 from dips.master.state import tape
 from dips.master.state.effects import CloseLink, Effect, Halt, Log, Record, Refuse, Reply, ToSlave, WriteJournal
 from dips.master.state.ledger import CommitInfo, Ledger, canonical
@@ -136,11 +136,15 @@ class Outbox:
 
 # ---- allow list ------------------------------------------------------------------------------------------------------
 #
-# The data keys that the slaves accept: one for each attached cluster, reader and slave. Pure.
+# The data keys that the slaves accept: one for each attached reader, slave and rank of a cluster. Pure.
 #
 # Every slave receives the whole list after Welcome and whenever it changes, so a key that is removed is refused from
 # then on. In memory only: a key lasts as long as its process, and after a restart of the master every process sends
 # its key again. One key never belongs to two owners, so a message's key identifies its sender.
+
+
+KEPT_FOR_SLAVES = 256
+"""Places that ranks and readers leave free: without its slaves no round can end."""
 
 
 class AllowList:
@@ -152,37 +156,54 @@ class AllowList:
 
     def __init__(self, encrypted: bool) -> None:
         self.encrypted = encrypted
-        self._keys: dict[tuple[KeyRole, str], bytes] = {}
+        self._keys: dict[tuple[KeyRole, str], tuple[bytes, ...]] = {}
         self._told: tuple[AllowedKey, ...] = ()
         self._touched = False
 
-    def check(self, role: KeyRole, owner: str, key: bytes) -> None:
-        """Raises Refused(KEY) for a key that cannot be this owner's; changes nothing."""
+    def check(self, role: KeyRole, owner: str, key: bytes, rank_keys: Sequence[bytes] = ()) -> None:
+        """Checks the key of an owner's process, and those of its other ranks; changes nothing.
+
+        Raises Refused: KEY for keys that cannot be this owner's, BUSY where the list has no room for them.
+        """
         who = f"{role.name.lower()} {owner!r}"
-        if not self.encrypted and key:
+        if not self.encrypted and (key or rank_keys):
             raise Refused(
                 RefusalCode.KEY,
                 f"{who} brings a data key, and this run's data flow is not encrypted: start the master with --keys, or "
                 "all other processes with --insecure",
             )
-        if self.encrypted and len(key) != CURVE_KEY_BYTES:
+        keys = (key, *rank_keys)
+        odd = next((len(one) for one in keys if len(one) != CURVE_KEY_BYTES), None)
+        if self.encrypted and odd is not None:
             raise Refused(
                 RefusalCode.KEY,
-                f"{who} brings a data key of {len(key)} bytes, {CURVE_KEY_BYTES} are needed: this run's data flow is "
+                f"{who} brings a data key of {odd} bytes, {CURVE_KEY_BYTES} are needed: this run's data flow is "
                 "encrypted; start every process with --keys",
             )
-        holder = next((name for name, held in self._keys.items() if held == key), None)
-        if holder is not None and holder != (role, owner):
+        if len(set(keys)) != len(keys):
+            raise Refused(RefusalCode.KEY, f"{who} brings one data key for two ranks: every process makes its own")
+        others = {name: held for name, held in self._keys.items() if name != (role, owner)}
+        holder = next((name for name, held in others.items() if not set(held).isdisjoint(keys)), None)
+        if holder is not None:
             raise Refused(
                 RefusalCode.KEY,
                 f"{who} brings the data key of {holder[0].name.lower()} {holder[1]!r}: every process makes its own",
             )
+        n_keys = sum(map(len, others.values())) + len(keys)
+        room = MAX_ALLOWED_KEYS if role is KeyRole.SLAVE else MAX_ALLOWED_KEYS - KEPT_FOR_SLAVES
+        if n_keys > room:
+            raise Refused(
+                RefusalCode.BUSY,
+                f"with {who} the slaves would admit {n_keys} data keys, at most {room} can be: wait for a "
+                "cluster to leave, or give this one fewer ranks",
+                retry_after_s=5.0,
+            )
 
-    def put(self, role: KeyRole, owner: str, key: bytes) -> None:
-        """Makes this key the owner's only accepted key. Raises Refused(KEY) as check() does."""
-        self.check(role, owner, key)
+    def put(self, role: KeyRole, owner: str, key: bytes, rank_keys: Sequence[bytes] = ()) -> None:
+        """Makes these keys the owner's only accepted keys. Raises Refused as check() does."""
+        self.check(role, owner, key, rank_keys)
         if self.encrypted:
-            self._keys[role, owner] = key
+            self._keys[role, owner] = (key, *sorted(rank_keys))
             self._touched = True
 
     def remove(self, role: KeyRole, owner: str) -> None:
@@ -196,7 +217,7 @@ class AllowList:
 
     def keys(self) -> tuple[AllowedKey, ...]:
         """The whole list, in an order that does not depend on the order of arrival."""
-        return tuple(AllowedKey(role, owner, key) for (role, owner), key in sorted(self._keys.items()))
+        return tuple(AllowedKey(role, owner, key) for (role, owner), keys in sorted(self._keys.items()) for key in keys)
 
     def news(self) -> tuple[AllowedKey, ...] | None:
         """The list if it differs from the one returned last, else None. It then counts as sent."""

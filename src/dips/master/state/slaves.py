@@ -33,7 +33,7 @@ from dips.core.messages import (
     Welcome,
 )
 from dips.core.placement import check_measured, place
-from dips.core.protocol import PROTOCOL_MIN, agree
+from dips.core.protocol import PROTOCOL_MIN, RANKS, Agreement, agree
 from dips.master.state import tape
 from dips.master.state.effects import BeginAgain
 from dips.master.state.ledger import MAX_WHOLE
@@ -153,7 +153,8 @@ class SlaveRegistry:
             )
         memory = [(slave.id, slave.memory_bytes) for slave in promised]
         slots, pins = shared.config.max_clusters, shared.config.pinned_versions
-        placement = place(layout, memory, slots, pins, shared.config.settings.chunk_bytes)
+        settings = shared.config.settings
+        placement = place(layout, memory, slots, pins, settings.chunk_bytes, settings.memory_files)
         check_measured(placement, slots, shared.config.settings.max_message_bytes)
         shared.ledger.layout, shared.ledger.placement = layout, placement
         shared.ledger.slaves = dict(memory)
@@ -171,7 +172,7 @@ class SlaveRegistry:
         shared, name = self._shared, SlaveId(message.caller.name)
         if self._of_link(link) is not None:
             raise Refused(RefusalCode.MALFORMED, f"this stream attached before, now as {name!r}: send one hello")
-        self._check_hello(name, message, body)
+        agreement = self._check_hello(name, message, body)
         slave = shared.slaves.get(name)
         self._check_directory(slave, body)
         if slave is not None and slave.link is not None:
@@ -199,7 +200,6 @@ class SlaveRegistry:
                 message.caller.cause_id, slave=name, incarnation=slave.incarnation, directory=body.directory_id
             )
         )
-        agreement = agree(body.hello.protocol_min, body.hello.protocol_max, body.hello.capabilities, f"slave {name}")
         hello = Hello(PROTOCOL_MIN, agreement.version, tuple(sorted(agreement.capabilities)))
         slave.capabilities = agreement.capabilities
         self._welcomed.add(name)
@@ -207,7 +207,7 @@ class SlaveRegistry:
         if shared.allowed.encrypted:
             shared.command(slave, Allow(shared.allowed.keys()), message.caller.cause_id)
 
-    def _check_hello(self, name: SlaveId, message: SlaveMessage, body: SlaveHello) -> None:
+    def _check_hello(self, name: SlaveId, message: SlaveMessage, body: SlaveHello) -> Agreement:
         shared = self._shared
         try:
             check_name(name, "slave id")
@@ -215,7 +215,14 @@ class SlaveRegistry:
             raise Refused(RefusalCode.MALFORMED, str(error)) from error
         shared.check_run(message.caller.run_id, f"slave {name!r}")
         _check_numbers(name, body)
-        agree(body.hello.protocol_min, body.hello.protocol_max, body.hello.capabilities, f"slave {name!r}")
+        agreement = agree(body.hello.protocol_min, body.hello.protocol_max, body.hello.capabilities, f"slave {name!r}")
+        together = next((member for member in shared.live() if member.pushers > 1), None)
+        if together is not None and RANKS not in agreement.capabilities:
+            raise Refused(
+                RefusalCode.CONFIG,
+                f"slave {name!r} runs a release that does not know clusters of several ranks, and cluster "
+                f"{together.cluster!r} has {together.pushers}: install the same release of dips on all slaves",
+            )
         if not body.data_endpoint.startswith("tcp://"):
             raise Refused(
                 RefusalCode.MALFORMED,
@@ -239,6 +246,7 @@ class SlaveRegistry:
             )
             self._overtaken(body.promised_epoch, sentence)
             raise Refused(RefusalCode.STALE_EPOCH, sentence)
+        return agreement
 
     def _check_directory(self, slave: Slave | None, body: SlaveHello) -> None:
         """Checks the slave's directory. A slave that starts again on its own directory is accepted at once.

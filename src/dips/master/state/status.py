@@ -96,6 +96,8 @@ def _cluster(shared: SharedState, name: str) -> ClusterStatus:
         statistics.cosine_alarmed,
         tokens_per_step=usual_per_step(shared, name),
         draining=bool(draining),
+        ranks=member.pushers if member else 0,
+        late_ranks=tuple(rank for rank in beat.late_ranks if rank < member.pushers) if member and beat else (),
     )
 
 

@@ -45,16 +45,16 @@ def the_master(world: FaultWorld) -> MasterHost | None:
 
 
 def crash_all_slaves(world: FaultWorld) -> bool:
-    return all([_crash(world, slave) for slave in world.slaves.values() if slave.alive])
+    return all([crash(world, slave) for slave in world.slaves.values() if slave.alive])
 
 
 def crash_all_clusters(world: FaultWorld) -> bool:
-    return all([_crash(world, cluster) for cluster in world.clusters.values() if cluster.alive])
+    return all([crash(world, cluster) for cluster in world.clusters.values() if cluster.alive])
 
 
 def power_failure(world: FaultWorld) -> bool:
     """Kill all processes at once."""
-    master = _crash(world, the_master(world))
+    master = crash(world, the_master(world))
     slaves, clusters = crash_all_slaves(world), crash_all_clusters(world)
     return master or slaves or clusters
 
@@ -65,11 +65,11 @@ def crash_loop_of_slave(world: FaultWorld) -> bool:
     if slave is None:
         return False
     for _ in range(4):
-        world.kernel.after(world.kernel.rng.uniform(0.5, 6.0), None, _crash, world, slave, 0.3)
-    return _crash(world, slave, 0.3)
+        world.kernel.after(world.kernel.rng.uniform(0.5, 6.0), None, crash, world, slave, 0.3)
+    return crash(world, slave, 0.3)
 
 
-def _crash(world: FaultWorld, host: MasterHost | SlaveHost | ClusterHost | None, down_s: float | None = None) -> bool:
+def crash(world: FaultWorld, host: MasterHost | SlaveHost | ClusterHost | None, down_s: float | None = None) -> bool:
     if host is None or not host.alive or world.healed:
         return False
     host.kill()
@@ -89,7 +89,7 @@ def _evicted_after_s(world: FaultWorld) -> float:
     return world.plan.config.evict_after_s
 
 
-def _pause(world: FaultWorld, host: SimulatedProcess | None, for_s: float) -> bool:
+def pause(world: FaultWorld, host: SimulatedProcess | None, for_s: float) -> bool:
     if host is None or not host.running or world.healed:
         return False
     host.pause()
@@ -132,7 +132,7 @@ def stutter(world: FaultWorld) -> bool:
 
 
 def _falter(world: FaultWorld, host: SimulatedProcess, for_s: float) -> None:
-    if _pause(world, host, for_s):
+    if pause(world, host, for_s):
         world.fired("stutter")
 
 
@@ -268,19 +268,19 @@ IN_STEP: Mapping[str, Callable[[FaultWorld], bool]] = {
 ARMED: frozenset[str] = frozenset({*KIND_NAMES.values(), *IN_STEP, "overflow_in_prepare", "stutter"})
 
 FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
-    "crash_master": lambda world: _crash(world, the_master(world)),
-    "crash_slave": lambda world: _crash(world, a_slave(world)),
-    "crash_cluster": lambda world: _crash(world, a_cluster(world)),
+    "crash_master": lambda world: crash(world, the_master(world)),
+    "crash_slave": lambda world: crash(world, a_slave(world)),
+    "crash_cluster": lambda world: crash(world, a_cluster(world)),
     "crash_all_slaves": crash_all_slaves,
     "crash_all_clusters": crash_all_clusters,
     "power_failure": power_failure,
     "crash_loop_of_slave": crash_loop_of_slave,
-    "pause_master_short": lambda world: _pause(world, the_master(world), 0.3 * _heartbeat_s(world)),
-    "pause_master_long": lambda world: _pause(world, the_master(world), 1.5 * _evicted_after_s(world)),
-    "pause_slave_short": lambda world: _pause(world, a_slave(world), 0.8 * _heartbeat_s(world)),
-    "pause_slave_long": lambda world: _pause(world, a_slave(world), 1.5 * _evicted_after_s(world)),
-    "pause_cluster_short": lambda world: _pause(world, a_cluster(world), 0.8 * _heartbeat_s(world)),
-    "pause_cluster_long": lambda world: _pause(world, a_cluster(world), 1.5 * _evicted_after_s(world)),
+    "pause_master_short": lambda world: pause(world, the_master(world), 0.3 * _heartbeat_s(world)),
+    "pause_master_long": lambda world: pause(world, the_master(world), 1.5 * _evicted_after_s(world)),
+    "pause_slave_short": lambda world: pause(world, a_slave(world), 0.8 * _heartbeat_s(world)),
+    "pause_slave_long": lambda world: pause(world, a_slave(world), 1.5 * _evicted_after_s(world)),
+    "pause_cluster_short": lambda world: pause(world, a_cluster(world), 0.8 * _heartbeat_s(world)),
+    "pause_cluster_long": lambda world: pause(world, a_cluster(world), 1.5 * _evicted_after_s(world)),
     "suspend_all": suspend_all,
     "stutter": stutter,
     "cluster_leaves": cluster_leaves,

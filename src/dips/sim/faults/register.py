@@ -18,8 +18,10 @@ from dips.sim.faults import disks as fault_disks
 from dips.sim.faults import links as fault_links
 from dips.sim.faults import operations as fault_operations
 from dips.sim.faults import processes as fault_processes
+from dips.sim.faults import ranks as fault_ranks
 from dips.sim.faults import reshard as fault_reshard
-from dips.sim.faults.world import FaultWorld
+from dips.sim.faults.world import OLD_ATTEMPT, OLD_LIFE, FaultWorld
+from dips.sim.hosts.cluster import OTHER_RANKS
 from dips.sim.kernel import SimulatedProcess
 
 Begin = Callable[[FaultWorld], bool]
@@ -32,6 +34,7 @@ GROUPS: Mapping[str, Mapping[str, Begin]] = {
     "disks": fault_disks.FAULTS,
     "lost state": fault_disks.LOSSES,
     "lies": {name: begin for name, begin in bad_requests.FAULTS.items() if name not in bad_requests.OPERATORS},
+    "ranks": fault_ranks.FAULTS,
     "operations": {**bad_requests.OPERATORS, **fault_operations.FAULTS, **fault_reshard.FAULTS},
 }
 """Groups of faults by what they strike, for reports."""
@@ -45,6 +48,7 @@ COUNTED_ELSEWHERE = frozenset(
         *fault_disks.ARMED,
         *fault_processes.ARMED,
         *fault_operations.ARMED,
+        *fault_ranks.ARMED,
         *bad_requests.ARMED,
     }
 )
@@ -58,6 +62,7 @@ SIDE_EFFECTS: Mapping[str, str] = {
     "base_gone": "lost state",
     "second_slave_took_over": "lost state",
     **dict.fromkeys(fault_operations.CHURNED, "operations"),
+    **dict.fromkeys((OLD_ATTEMPT, OLD_LIFE), "ranks"),
 }
 """Not planned by themselves, but what crashes, lost disks and rounds that go on without a slow cluster bring with them;
 with their groups. Counted like the others."""
@@ -66,6 +71,7 @@ GROUP_OF: Mapping[str, str] = {
     **{name: group for group, faults in GROUPS.items() for name in faults},
     **SIDE_EFFECTS,
     "stopped_and_said_so": "lost state",
+    OTHER_RANKS: "ranks",
 }
 
 OF_ONE_CLUSTER = (
@@ -77,6 +83,9 @@ OF_ONE_CLUSTER = (
 )  # fmt: skip
 """Faults of one bad cluster: slow, dead, cut off or hostile. No other cluster may wait longer for it than promised
 (I15)."""
+
+OF_RANKS = frozenset({*fault_ranks.FAULTS, OLD_ATTEMPT, OLD_LIFE})
+"""Kinds that only clusters of several ranks know; their faults, too, are of one cluster."""
 
 NOT_FOR_LONG = frozenset({"operator_stops_early", "operator_takes_an_end_back"})
 """Would end a run of thousands of rounds after a few, the second one where the master is away for too long."""
@@ -118,16 +127,18 @@ LONGEST_WATCH_S = 20.0
 """In runs with continuous faults, the longest wait of a fault for its moment."""
 
 
-def names() -> tuple[str, ...]:
-    """Every kind that is counted."""
-    return tuple(sorted({*FAULTS, *SIDE_EFFECTS}))
+def names(*, ranks: bool = False) -> tuple[str, ...]:
+    """Every kind that is counted. ranks: where clusters have several ranks."""
+    return tuple(sorted({*FAULTS, *SIDE_EFFECTS} - (frozenset() if ranks else OF_RANKS)))
 
 
 def known_to(world: FaultWorld) -> list[str]:
     """Kinds that may strike this run by themselves."""
+    ranks = max((*world.plan.pushers, *world.plan.later_pushers), default=1)
+    of_ranks = set(fault_ranks.FAULTS) if ranks > 1 else set()
     if world.plan.sabotaged:
-        return sorted(OF_ONE_CLUSTER)
-    return sorted(set(FAULTS) - (NOT_FOR_LONG if world.plan.fault_every_s else frozenset()))
+        return sorted({*OF_ONE_CLUSTER, *of_ranks})
+    return sorted(set(FAULTS) - OF_RANKS - (NOT_FOR_LONG if world.plan.fault_every_s else frozenset()) | of_ranks)
 
 
 def plan_faults(world: FaultWorld, planned: tuple[str, ...] | None) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from dips.core.chunks import Chunk
 from dips.core.errors import Refused
-from dips.core.ids import Version, parse_version
+from dips.core.ids import PushId, Version, parse_version
 from dips.core.messages import ClusterRequest, SnapshotInfo
 from dips.master.state.records import RecoveryPhase, RoundPhase
 from dips.sim import run_plan
@@ -31,20 +33,33 @@ RESTART_S = 1.0
 AWAY_S = (1.0, 8.0)
 LOOKS_EVERY_S = 3.0
 
+OLD_ATTEMPT, OLD_LIFE = "chunks_of_an_old_attempt", "chunks_of_an_old_incarnation"
+"""What faults of single ranks bring with them: chunks of what the rank's cluster has given up."""
+
 
 class FaultWorld(World):
-    """The processes of one run. plan: what the seed would choose, unless given."""
+    """The processes of one run. plan: what the seed would choose, unless given. pushers, later_pushers: as the plan's,
+    if any."""
 
     FIRST_FAULT_S = 0.6
 
     masters: list[MasterHost]
     slaves: dict[str, SlaveHost]
 
-    def __init__(self, seed: int, tell: bool = False, plan: SimulatedRunPlan | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        tell: bool = False,
+        plan: SimulatedRunPlan | None = None,
+        pushers: tuple[int, ...] = (),
+        later_pushers: tuple[int, ...] = (),
+    ) -> None:
         self.seed = seed
         kernel = Kernel(seed, tell)
         self.shape = run_plan.of_seed(seed) if plan is None else run_plan.GIVEN
         plan = plan or make_plan(kernel.rng, shape=self.shape)
+        plan = replace(plan, pushers=pushers) if pushers else plan
+        plan = replace(plan, later_pushers=later_pushers) if later_pushers else plan
         links = LinkOccupancy(kernel, plan.links) if plan.links is not None else None
         super().__init__(kernel, plan, Network(kernel, self.fired, Weather(plan.delay_s), links=links))
         self.counts = RunCounts()
@@ -203,6 +218,15 @@ class FaultWorld(World):
             self._said[name, key] = sentence
             if sentence:
                 self.kernel.aside(name, f"[{key}] {sentence}")
+
+    def chunk_sent(self, push: PushId, attempt: int, rank: int, chunk: Chunk) -> None:
+        """Count what a rank sends of what its cluster has given up."""
+        cluster = self.clusters[push.cluster]
+        incarnation = cluster.session.shared.terms.incarnation if cluster.session is not None else None
+        if incarnation != push.incarnation:
+            self.fired(OLD_LIFE)
+        elif cluster.ranks is None or not cluster.ranks.sends(push, attempt):
+            self.fired(OLD_ATTEMPT)
 
     def requested(self, request: ClusterRequest) -> None:
         self.requests.append(request)

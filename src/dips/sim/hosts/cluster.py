@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dips.core.errors import ConfigError, DipsError, RefusalCode, Refused, RemoteProtocolError
@@ -17,10 +18,12 @@ from dips.core.ids import Incarnation
 from dips.core.messages import DataMode, HeartbeatReply, HeartbeatRequest, PullGrant
 from dips.core.net.transfer import Transfer, TransferSettings
 from dips.core.wire import Codec
-from dips.sim.arithmetic import ClusterModel
+from dips.sim.arithmetic import ClusterModel, Key, Value
 from dips.sim.content import CLEAN, KIND_NAMES, SimulatedModel
+from dips.sim.hosts.ranks import ModelCommand, Ranks, same_vectors
 from dips.sim.hosts.transfer import Carrier, PullCarrier, PushCarrier
 from dips.sim.world import Call, Host, World
+from dips.worker.commands import Snapshot
 from dips.worker.state import effects
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import PushRecord, SendPush
@@ -38,6 +41,9 @@ SYMBOLS_ONLY = "a plan with checkpoints has symbols (Plan)"
 EVERY_S = 3.0
 RETRY_S = 0.5
 
+OTHER_RANKS = "resumed_with_other_ranks"
+"""A cluster went on from a checkpoint that another number of ranks had written; counted like a fault."""
+
 
 @dataclass
 class CheckpointDisk:
@@ -45,11 +51,12 @@ class CheckpointDisk:
 
     session_json: str = ""
     model: SimulatedModel | None = None
+    parts: list[SimulatedModel] = field(default_factory=list)  # of the followers, where there were several ranks
     push_json: str = ""
     errors: int = 0  # so many of the next records of pushes cannot be written
 
     def lose(self) -> None:
-        self.session_json, self.model, self.push_json = "", None, ""
+        self.session_json, self.model, self.parts, self.push_json = "", None, [], ""
 
 
 class Checkpoints:
@@ -64,12 +71,25 @@ class Checkpoints:
         self._writing = False
         self._due_s = self._cluster.kernel.now_s + EVERY_S
 
-    def resume(self, session: ClusterMachine, model: ClusterModel) -> None:
-        """Restore the saved state into a session that has not begun."""
+    def put_back(self, model: ClusterModel) -> None:
+        """Restore the saved vectors, which all ranks then have."""
         cluster, disk = self._cluster, self._cluster.checkpoint_disk
         if not cluster.world.plan.checkpoints or disk.model is None:
             return
         assert isinstance(model, SimulatedModel), SYMBOLS_ONLY
+        if not all(same_vectors(part, disk.model) for part in disk.parts):
+            cluster.world.violated(f"the checkpoint of {cluster.name} has vectors of different moments")
+        for name in ("live", "base", "push", "pulled", "changes", "residual"):
+            setattr(model, name, getattr(disk.model, name))
+        model.changes += 1000 * cluster.generation  # what this incarnation trains is its own
+        if len(disk.parts) + 1 != cluster.world.plan.pushers_of(cluster.name, cluster.life):
+            cluster.world.fired(OTHER_RANKS)
+
+    def resume(self, session: ClusterMachine) -> None:
+        """Restore the saved state into a session that has not begun."""
+        cluster, disk = self._cluster, self._cluster.checkpoint_disk
+        if not cluster.world.plan.checkpoints or disk.model is None:
+            return
         saved = SavedSession.from_json(json.loads(disk.session_json))
         newest = push_from_json(json.loads(disk.push_json)) if disk.push_json else None
         try:
@@ -77,9 +97,6 @@ class Checkpoints:
         except ConfigError as error:
             cluster.world.bug(cluster.name, error)
             return
-        for name in ("live", "base", "push", "pulled", "changes", "residual"):
-            setattr(model, name, getattr(disk.model, name))
-        model.changes += 1000 * cluster.generation  # what this incarnation trains is its own
         push = str(saved.push.id) if saved.push is not None else None
         fields = {"seq": saved.seq, "base": str(saved.base), "fence": saved.base_fence, "push": push}
         cluster.world.tape("worker", cluster, "resumed", "-", fields | {"incarnation": str(saved.incarnation)})
@@ -95,7 +112,11 @@ class Checkpoints:
         assert isinstance(model, SimulatedModel), SYMBOLS_ONLY
         self._writing, self._due_s = True, cluster.kernel.now_s + EVERY_S
         text = json.dumps(saved.to_json())
-        cluster.kernel.after(self._write_s(), cluster, self._written, text, replace(model), saved)
+        own = replace(model)
+        if cluster.ranks is None:
+            cluster.kernel.after(self._write_s(), cluster, self._written, text, own, [], saved)
+        else:
+            cluster.ranks.take_checkpoint(self._write_s, lambda parts: self._written(text, own, parts, saved))
 
     def record_push(self, job: int, record: PushRecord) -> None:
         cluster = self._cluster
@@ -104,10 +125,11 @@ class Checkpoints:
     def _write_s(self) -> float:
         return self._cluster.kernel.jitter(self._cluster.world.plan.flush_s)
 
-    def _written(self, text: str, model: SimulatedModel, saved: SavedSession) -> None:
+    def _written(self, text: str, model: SimulatedModel, parts: list[SimulatedModel], saved: SavedSession) -> None:
+        """All ranks have written theirs: only now the checkpoint counts."""
         cluster, disk = self._cluster, self._cluster.checkpoint_disk
         self._writing = False
-        disk.session_json, disk.model = text, model
+        disk.session_json, disk.model, disk.parts = text, model, parts
         cluster.world.tape("worker", cluster, "checkpoint", "-", {"seq": saved.seq, "base": str(saved.base)})
 
     def _push_written(self, job: int, record: PushRecord) -> None:
@@ -139,6 +161,9 @@ class ClusterHost(Host):
         self.finished: effects.Finished | None = None
         self.next_push_kind = CLEAN
         self.steps = 0
+        self.life = 0
+        """How many processes it has had."""
+
         self.trained_s = 0.0
         """Virtual seconds that it spent on its steps."""
 
@@ -155,6 +180,12 @@ class ClusterHost(Host):
 
         self._waking_s = -1.0
         self._carriers: dict[int, Carrier] = {}
+        self.ranks: Ranks | None = None
+        """The ranks of this process's life; None: it is one process."""
+
+        self.followers_survive_s = 0.0
+        """How long its followers go on when it ends, at least."""
+
         self._sent_as: dict[str, Codec] = {}
         self._told: tuple[Incarnation, HeartbeatReply] | None = None
         self._fenced: Incarnation | None = None
@@ -167,10 +198,16 @@ class ClusterHost(Host):
         self.begin_process()
         drawn = self.world.draw()
         self.world.began(self, drawn)
-        config = self.world.plan.session_config(self.name, curve_key=self.world.key_of(self), process_id=drawn)
-        self.session = ClusterMachine(config)
         plan = self.world.plan
         self.model = plan.arithmetic.model(self.name, self.generation, plan.layout, plan.config.settings.chunk_bytes)
+        self.life += 1
+        n_ranks = plan.pushers_of(self.name, self.life)
+        self._checkpoints.put_back(self.model)
+        self.ranks = Ranks(self.world, self, self.model, n_ranks, self.step_s) if n_ranks > 1 else None
+        keys = self.ranks.keys if self.ranks is not None else ()
+        key = self.world.key_of(self)
+        config = plan.session_config(self.name, curve_key=key, process_id=drawn, rank_keys=keys, pushers=n_ranks)
+        self.session = ClusterMachine(config)
         self.finished = None
         self._checkpoints.begin_process()
         self._queue.clear()
@@ -180,7 +217,7 @@ class ClusterHost(Host):
         self._told, self._fenced = None, None
         self._said_lost = False
         self.kernel.after(self.kernel.jitter(self._heartbeat_s()), self, self._beat)
-        self._checkpoints.resume(self.session, self.model)
+        self._checkpoints.resume(self.session)
         self._handle(effects.Started())
         self._settle()
 
@@ -198,6 +235,15 @@ class ClusterHost(Host):
                 self.kernel.after(0.001, master, master.beats_ended, self.name, incarnation)
         self.end_process()
         self.session = None
+        if self.ranks is not None:
+            self.ranks.leader_ended(self.followers_survive_s)
+            self.ranks, self.followers_survive_s = None, 0.0
+
+    def lost_rank(self) -> None:
+        """One of its followers is gone: the cluster ends with it, and torchrun starts all ranks again."""
+        self.kernel.note(self.name, "a rank is gone")
+        self.kill()
+        self.world.cluster_died(self)
 
     def _heartbeat_s(self) -> float:
         return self.world.plan.config.settings.heartbeat_s
@@ -332,7 +378,7 @@ class ClusterHost(Host):
     @property
     def n_transfers(self) -> int:
         """The number of its transfers under way."""
-        return len(self._carriers)
+        return len(self._carriers) + (self.ranks.n_jobs if self.ranks is not None else 0)
 
     def stop_soon(self, reason: str) -> None:
         self.deliver(effects.StopWanted(reason))
@@ -368,18 +414,25 @@ class ClusterHost(Host):
             case effects.Cancel(job):
                 if job in self._carriers:
                     self._carriers.pop(job).over = True
+                elif self.ranks is not None:
+                    self.ranks.cancel(job)
             case effects.CopyParameters():
                 self._snapshot()
+                self._tell_ranks(Snapshot(may_stay_live=False, whole=False))
                 self._copy()
             case effects.CopyBase():
                 self.model.copy_base()
+                self._tell_ranks(effect)
             case effects.Install():
                 self.model.install(self.name, effect.mode, effect.reset_inner)
+                self._tell_ranks(effect)
                 self._copy()
             case effects.KeepResidual(wire):
                 self.model.keep_residual(wire)
+                self._tell_ranks(effect)
             case effects.ClearResidual():
                 self.model.clear_residual()
+                self._tell_ranks(effect)
             case effects.Record():
                 self.world.tape("worker", self, effect.kind, effect.cause, effect.fields)
             case effects.Log(_, key, sentence):
@@ -389,6 +442,10 @@ class ClusterHost(Host):
                 self._finish(effect)
             case _:
                 raise LookupError(f"no one carries out {type(effect).__name__}")
+
+    def _tell_ranks(self, command: ModelCommand) -> None:
+        if self.ranks is not None:
+            self.ranks.do(command, self.model)
 
     def _begin(self, job: int, run: effects.Run) -> None:
         match run.command:
@@ -429,10 +486,16 @@ class ClusterHost(Host):
         assert session is not None, "it decided this just now"
         terms = session.shared.terms
         self.world.pushing(push.push, wire, vector)
+        limits = self._limits(terms.settings.chunk_bytes, terms.settings.window_chunks)
+        if self.ranks is not None:
+            self.ranks.push(
+                job, push.push, push.ticket, vector, limits, terms.run_id, terms.epoch,
+                lambda end, _: self._pushed_by_ranks(end),
+            )  # fmt: skip
+            return
         self._carriers[job] = carrier = PushCarrier(
-            self.world, self, self.world.plan.layout,
-            self._limits(terms.settings.chunk_bytes, terms.settings.window_chunks), push.push, push.ticket, vector,
-            terms.run_id, terms.epoch, lambda result: self._pushed(job, result),
+            self.world, self, self.world.plan.layout, limits, push.push, push.ticket, vector, terms.run_id, terms.epoch,
+            lambda result: self._pushed(job, result),
         )  # fmt: skip
         carrier.pump()
 
@@ -445,12 +508,28 @@ class ClusterHost(Host):
         else:
             self.deliver(effects.Done(job, result, 0.1))
 
+    def _pushed_by_ranks(self, end: effects.Done | effects.Failed) -> None:
+        if isinstance(end, effects.Failed) and end.base_gone:
+            self.world.fired("base_gone")
+        self.deliver(end)
+
     def _start_pull(self, job: int, grant: PullGrant) -> None:
+        limits = self._limits(grant.chunk_bytes, PULL_WINDOW_CHUNKS)
+        if self.ranks is not None:
+            self.ranks.pull(job, grant, limits, lambda end, values: self._pulled_by_ranks(grant, end, values))
+            return
         self._carriers[job] = carrier = PullCarrier.of_grant(
-            self.world, self, self.world.plan.layout, self._limits(grant.chunk_bytes, PULL_WINDOW_CHUNKS), grant,
-            lambda result: self._pulled(job, grant, result),
-        )  # fmt: skip
+            self.world, self, self.world.plan.layout, limits, grant, lambda result: self._pulled(job, grant, result)
+        )
         carrier.pump()
+
+    def _pulled_by_ranks(
+        self, grant: PullGrant, end: effects.Done | effects.Failed, values: Mapping[Key, Value]
+    ) -> None:
+        if isinstance(end, effects.Done):
+            self.world.pulled(self.name, grant.version, values)
+            self.model.fetched(values)
+        self.deliver(end)
 
     def _pulled(self, job: int, grant: PullGrant, result: Any) -> None:
         self._carriers.pop(job, None)

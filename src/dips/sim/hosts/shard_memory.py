@@ -15,7 +15,7 @@ from dips.core.layout import FLOAT32_BYTES, Block
 from dips.core.messages import Measure, Measured, Prepare, SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import DIFFERENCES, encoded_bytes
-from dips.sim.arithmetic import Arithmetic, Part, Value
+from dips.sim.arithmetic import Arithmetic, Key, Part, Value
 from dips.slave.state.events import PushStaged
 from dips.slave.state.shard import to_refusal
 from dips.slave.state.staging import Landing, ShardMap, Slot, StagingTable, find_version
@@ -60,6 +60,16 @@ class SimulatedShardMemory:
         if base is None:
             raise Refused(RefusalCode.BASE_GONE, f"push {slot.push} is based on {slot.base}, which is not here")
         return self.arithmetic.decoded(slot.wire, self.parts.chunk(base.theta, landing.index), value)
+
+    def landed(self, slot: Slot) -> dict[Key, Value | None]:
+        """What has landed in a slot, of each chunk of the shard; None: nothing."""
+        table: dict[Key, Value | None] = {}
+        staging = self.table.find(slot.push, slot.attempt)
+        for index in range(self.map.n_chunks):
+            chunk = self.map.chunk_at(index)
+            has_landed = staging.columns.landed[index]
+            table[chunk.block, chunk.offset_bytes] = self.parts.landed(slot.number, index) if has_landed else None
+        return table
 
     # ---- rounds ----
 
@@ -131,7 +141,7 @@ class SimDataPort:
         if header.op is DataOp.PUT_CHUNK:
             return self._put(header, value, memory)
         staging = memory.table.find(header.push, header.attempt)
-        missing = memory.table.missing(staging)
+        missing = memory.table.missing(staging, header.block, header.offset_bytes)
         return _reply(header, DataOp.MISSING, staging.complete, missing), None
 
     def _put(self, header: DataHeader, value: Value, memory: SimulatedShardMemory) -> tuple[DataHeader, Value]:

@@ -525,4 +525,7 @@ class SlaveHost(SlaveProcess):
     def _say_staged(self) -> None:
         complete, self.port.complete = self.port.complete, []
         for event in complete:
+            memory = self.port.memory
+            if memory is not None and self.world.plan.arithmetic.remembers:
+                self.world.staged(self.name, event.slot.push, event.slot.wire, memory.landed(event.slot))
             self.kernel.after(0.0, self, self.handle, event)

@@ -6,9 +6,11 @@ new connection when it asks for one. Answers to an old connection are lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from dips.core.chunks import Chunk
 from dips.core.ids import PushId, Version
 from dips.core.layout import FLOAT32_BYTES, Layout
 from dips.core.messages import PlacementSpec, PullGrant, Ticket
@@ -20,8 +22,10 @@ from dips.core.net.transfer import (
     SlaveRequest,
     Transfer,
     TransferSettings,
-    shares_of,
+    chunks_by_slave,
+    digests_of,
 )
+from dips.core.share import Share
 from dips.core.wire import Codec, encoded_bytes
 from dips.sim.arithmetic import Key, ModelVector, Value
 from dips.sim.content import key_of
@@ -31,9 +35,17 @@ from dips.sim.world import World
 Ended = Callable[[Any], None]
 
 
+@dataclass(frozen=True)
+class CarriedShare:
+    """What one rank of a cluster carries of each transfer, as dips.worker.data.RankShare says."""
+
+    rank: int
+    share: Share
+
+
 class Carrier:
-    """Carries one transfer. `ended` is called once: with the digests (push), the values (pull), or the failed
-    transfer."""
+    """Carries one transfer. `ended` is called once: with the digests (push; of a share the checksums of its chunks),
+    the values (pull), or the failed transfer."""
 
     def __init__(
         self, world: World, owner: SimulatedProcess, transfer: Transfer, placement: PlacementSpec, run_id: str, epoch:
@@ -135,6 +147,14 @@ class Carrier:
         self.pump()
 
 
+def _chunks_by_slave(
+    layout: Layout, placement: PlacementSpec, block_order: Iterable[int], chunk_bytes: int, part: CarriedShare | None
+) -> dict[str, list[Chunk]]:
+    if part is None:
+        return chunks_by_slave(layout, placement, block_order, chunk_bytes)
+    return chunks_by_slave(layout, placement, block_order, chunk_bytes, part.share, part.rank)
+
+
 def _payload_bytes(header: DataHeader) -> int:
     if header.op not in (DataOp.PUT_CHUNK, DataOp.CHUNK):
         return 0
@@ -146,10 +166,12 @@ class PushCarrier(Carrier):
 
     def __init__(
         self, world: World, owner: SimulatedProcess, layout: Layout, settings: TransferSettings, push: PushId, ticket:
-        Ticket, vector: ModelVector, run_id: str, epoch: int, ended: Ended,
+        Ticket, vector: ModelVector, run_id: str, epoch: int, ended: Ended, part: CarriedShare | None = None,
     ) -> None:  # fmt: skip
-        shares = shares_of(layout, ticket.placement, ticket.block_order, settings.chunk_bytes)
-        self._machine = PushTransfer(shares, settings, world.kernel.now_s)
+        """part: None: the whole model."""
+        shares = _chunks_by_slave(layout, ticket.placement, ticket.block_order, settings.chunk_bytes, part)
+        self._layout, self._ticket, self._chunk_bytes, self._part = layout, ticket, settings.chunk_bytes, part
+        self._machine = PushTransfer(shares, settings, world.kernel.now_s, is_share=part is not None)
         super().__init__(world, owner, self._machine, ticket.placement, run_id, epoch, ended)
         self._push, self._attempt, self._wire = push, ticket.attempt, ticket.wire
         self._values = {chunk: vector.value(chunk) for chunks in shares.values() for chunk in chunks}
@@ -159,9 +181,15 @@ class PushCarrier(Carrier):
     def message(self, ask: SlaveRequest) -> tuple[DataHeader, Value]:
         chunk = ask.chunk
         if chunk is None:
-            op = DataOp.QUERY_MISSING
-            return DataHeader(self.run_id, self.epoch, op, ask.request, self._push, self._attempt), None
+            block, offset_bytes = self._machine.query_from(ask.slave)
+            header = DataHeader(
+                self.run_id, self.epoch, DataOp.QUERY_MISSING, ask.request, self._push, self._attempt, block=block,
+                offset_bytes=offset_bytes,
+            )  # fmt: skip
+            return header, None
         value = self._values[chunk]
+        if self._part is not None:
+            self.world.chunk_sent(self._push, self._attempt, self._part.rank, chunk)
         header = DataHeader(
             self.run_id, self.epoch, DataOp.PUT_CHUNK, ask.request, self._push, self._attempt, None, chunk.block_id,
             chunk.offset_bytes, chunk.length_bytes, self._wire, self._checksums[chunk],
@@ -175,8 +203,11 @@ class PushCarrier(Carrier):
         elif header.op is DataOp.MISSING:
             self._machine.missing(slave, header.request, header.missing, header.complete, now_s)
 
-    def result(self) -> tuple[tuple[str, bytes], ...]:
-        return self._machine.digests(self._checksums)
+    def result(self) -> tuple[tuple[str, bytes], ...] | dict[Chunk, int]:
+        if self._part is not None:
+            return self._checksums
+        ticket = self._ticket
+        return digests_of(self._layout, ticket.placement, self._chunk_bytes, self._checksums, ticket.block_order)
 
     def release(self) -> None:
         self._values = {}
@@ -198,11 +229,12 @@ class PullCarrier(Carrier):
     @classmethod
     def of_grant(
         cls, world: World, owner: SimulatedProcess, layout: Layout, settings: TransferSettings, grant: PullGrant, ended:
-        Ended,
+        Ended, part: CarriedShare | None = None,
     ) -> PullCarrier:  # fmt: skip
-        """Fetches the version of a grant."""
-        shares = shares_of(layout, grant.placement, grant.block_order, settings.chunk_bytes)
-        transfer = PullTransfer(shares, dict(grant.digest_of_slave), settings, world.kernel.now_s)
+        """Fetches the version of a grant, or of a share of it, whose digests the caller compares."""
+        shares = _chunks_by_slave(layout, grant.placement, grant.block_order, settings.chunk_bytes, part)
+        digests = dict(grant.digest_of_slave) if part is None else None
+        transfer = PullTransfer(shares, digests, settings, world.kernel.now_s)
         return cls(world, owner, transfer, grant.placement, grant.run_id, grant.epoch, grant.version, ended)
 
     def message(self, ask: SlaveRequest) -> tuple[DataHeader, Value]:

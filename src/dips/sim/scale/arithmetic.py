@@ -88,6 +88,9 @@ class ScaleShard:
     def land(self, slot: int, index: int, value: int) -> None:
         self._rows[slot] = value
 
+    def landed(self, slot: int, index: int) -> int:
+        return self._rows[slot]
+
     def measure(self, theta: int, slots: Sequence[int]) -> tuple[BlockGram, ...]:
         norms = [(self._rows[slot] & (1 << NORM_BITS) - 1) * NORM_UNIT for slot in slots]
         k = range(len(norms))

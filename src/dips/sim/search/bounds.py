@@ -41,6 +41,8 @@ FAULTS = (
     "cancel_reshard",
     "second_cluster",
     "second_slave",
+    "kill_rank",
+    "orphan_rank",
 )
 """lose_call: a request or an answer is lost. late_call: the caller gives up, its request arrives nevertheless.
 repeat_word: a slave's message arrives twice. break_link: a slave's stream breaks. evict_cluster: a live cluster's beats
@@ -54,7 +56,8 @@ longer for an answer or a version, and continues training. late_chunk: a copy of
 drop_transfer: a push is given up half sent, and tried again. lease_ttl: an absent cluster's leases run out. reshard:
 the operator asks for other slaves as `add` and `remove` say, and starts what is to be added. cancel_reshard: the
 operator takes that back. second_cluster, second_slave: a second process comes under the name of a cluster or slave that
-is here."""
+is here. kill_rank: a follower of a cluster of several ranks dies, and the others notice at any later time. orphan_rank:
+all ranks but one are killed, which goes on with what it sends."""
 
 MESSAGES_AND_CRASHES = FAULTS[:9]
 """Faults of any run, without loss of disk content."""
@@ -71,7 +74,8 @@ class Bounds:
     twice: make every step twice and compare. chunks: of each block, on the wire; with more than one, transfers move
     chunk by chunk, and pulls slave by slave. late_answers: an answer may arrive after any number of other things.
     corpus: tokens of a pass of leased data, one to a chunk. add, remove: slaves, what the fault `reshard` asks for.
-    sliding: the window starts again with each push.
+    sliding: the window starts again with each push. ranks: of each cluster; with more than one, pulls move rank by
+    rank.
     """
 
     clusters: int = 2
@@ -93,6 +97,7 @@ class Bounds:
     add: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()
     sliding: bool = False
+    ranks: int = 1
 
     def may(self, fault: str) -> bool:
         """Whether the search has this fault."""

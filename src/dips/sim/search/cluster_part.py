@@ -8,16 +8,17 @@ whether one is counted twice is then seen in what versions are made of.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from dips.core.errors import Refused
-from dips.core.ids import ClusterId, PushId, RoundId, Version
-from dips.core.messages import DataMode, DataRange, PullGrant, Refusal, Ticket
+from dips.core.ids import ClusterId, RoundId, Version
+from dips.core.messages import DataMode, DataRange, PullGrant, Refusal
 from dips.sim.search.bounds import LAYOUT, T0_S, Bounds
 from dips.sim.search.copying import Out
 from dips.sim.search.master_part import keep_no_story
-from dips.sim.search.slave_part import PieceNames, blocks_of, digest_of
+from dips.sim.search.ranks_part import JobEnd, OpenTransfer, Pull, RankEnd, Ranks
+from dips.sim.search.slave_part import PieceNames
 from dips.worker.state import effects
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.shared import SessionConfig, SessionPhase
@@ -32,30 +33,6 @@ _EXCHANGES = (
 )
 
 
-@dataclass(frozen=True)
-class OpenTransfer:
-    """A push that is being sent."""
-
-    id: int
-    push: PushId
-    ticket: Ticket
-    epoch: int
-    # (slave, chunk) that are known to be there; n_chunks: how many on each
-    landed: frozenset[tuple[str, int]] = frozenset()
-
-    def n_on(self, slave: str) -> int:
-        return sum(name == slave for name, _ in self.landed)
-
-
-@dataclass(frozen=True)
-class Pull:
-    """A version that is being fetched, slave by slave."""
-
-    id: int
-    grant: PullGrant
-    read: tuple[tuple[RoundId, PieceNames], ...] = ()  # the content from the first of them
-
-
 class ClusterPart:
     """A cluster through all its processes. pushes_left: pushes that it has yet to begin."""
 
@@ -65,6 +42,9 @@ class ClusterPart:
         self.bad = "!" if name in bounds.bad_pushes else ""
         self.pushes_left = 0
         self.n_work = 0
+        self.orphan: tuple[int, OpenTransfer] | None = None
+        """A follower of the life before, and what it goes on sending."""
+
         self._restart()
 
     def _restart(self) -> None:
@@ -79,8 +59,7 @@ class ClusterPart:
         self.live: PieceNames = ()
         self.sent: PieceNames = ()
         self.buffer: PieceNames = ()
-        self.transfer: OpenTransfer | None = None
-        self.pull: Pull | None = None
+        self.ranks = Ranks(self.bounds)
         self.left = False
         self.backup: tuple[Version, int, PieceNames, PieceNames] | None = None
 
@@ -104,42 +83,95 @@ class ClusterPart:
     def unanswered(self, job: int) -> list[Out]:
         return self._handle(effects.Failed(job, "no answer came"))
 
-    def landed(self, slave: str, chunks: tuple[int, ...], n_chunks: int) -> list[Out]:
-        """These chunks are on this slave; n_chunks: of the whole push, on all slaves."""
-        transfer = self.transfer
-        assert transfer is not None
-        landed = transfer.landed | {(slave, chunk) for chunk in chunks}
-        self.transfer = replace(transfer, landed=landed)
-        if len(landed) < n_chunks:
-            return []
-        placement, chunk_bytes = transfer.ticket.placement, self.bounds.chunk_bytes
-        names = sorted({name for name, _ in landed})
-        digests = tuple((name, digest_of(blocks_of(placement, name), chunk_bytes, self.sent)) for name in names)
-        self.transfer = None
-        return self._handle(effects.Done(transfer.id, digests, 1.0))
+    def landed(self, rank: int, slave: str, numbers: tuple[int, ...]) -> list[Out]:
+        """These of a rank's chunks are on this slave."""
+        return self._ended(self.ranks.landed(rank, slave, numbers))
 
-    def transfer_failed(self) -> list[Out]:
-        transfer, self.transfer = self.transfer, None
-        assert transfer is not None
-        return self._handle(effects.Failed(transfer.id, "a slave does not take it"))
+    def transfer_failed(self, rank: int) -> list[Out]:
+        """A rank's part of what it carries is given up."""
+        job = self.ranks.carries[rank]
+        assert job is not None, "it carries one"
+        return self._ended(self.ranks.ended(RankEnd(job.id, rank, failure="a slave does not take it")))
 
     def read(self, held: tuple[RoundId, PieceNames], n_slaves: int) -> list[Out]:
-        """One slave's share of the version arrived."""
-        assert self.pull is not None
-        self.pull = replace(self.pull, read=(*self.pull.read, held))
-        return self._pulled(held[1]) if len(self.pull.read) == n_slaves else []
+        """One process: one slave's share of the version arrived."""
+        pull = self.ranks.job
+        assert isinstance(pull, Pull), "it fetches one"
+        pull = replace(pull, read=(*pull.read, held))
+        self.ranks.job = self.ranks.carries[0] = pull
+        return self._pulled(pull, held[1]) if len(pull.read) == n_slaves else []
 
     def pull_failed(self) -> list[Out]:
-        """A slave no longer has the version, or it is not what was promised."""
-        return self._pulled(None)
+        """One process: a slave no longer has the version, or it is not what was promised."""
+        pull = self.ranks.job
+        assert isinstance(pull, Pull), "it fetches one"
+        return self._pulled(pull, None)
 
-    def _pulled(self, content: PieceNames | None) -> list[Out]:
-        assert self.pull is not None
-        transfer_id, self.pull = self.pull.id, None
+    def _pulled(self, pull: Pull, content: PieceNames | None) -> list[Out]:
+        self.ranks.cancel()
         if content is None:
-            return self._handle(effects.Failed(transfer_id, "the version is no longer kept"))
+            return self._handle(effects.Failed(pull.id, "the version is no longer kept"))
         self.buffer = content
-        return self._handle(effects.Done(transfer_id, None, 1.0))
+        return self._handle(effects.Done(pull.id, None, 1.0))
+
+    # ---- actions of several ranks ----
+
+    def hear(self, rank: int) -> list[Out]:
+        """A follower hears the leader's next order."""
+        self.ranks.hear(rank)
+        return []
+
+    def hear_end(self) -> list[Out]:
+        """The leader hears of the end of a follower's part."""
+        return self._ended(self.ranks.hear_end())
+
+    def read_part(self, rank: int, read: tuple[tuple[str, RoundId, PieceNames], ...] | None) -> list[Out]:
+        """What a rank owns of the version has arrived, from these slaves; None: one of them no longer has it."""
+        job = self.ranks.carries[rank]
+        assert job is not None, "it fetches"
+        end = (
+            RankEnd(job.id, rank, failure="the version is no longer kept")
+            if read is None
+            else RankEnd(job.id, rank, read)
+        )
+        return self._ended(self.ranks.ended(end))
+
+    def _ended(self, end: JobEnd | None) -> list[Out]:
+        """A transfer of all ranks has ended, or not yet."""
+        if end is None:
+            return []
+        outs: list[Out] = []
+        if isinstance(end.job, Pull) and isinstance(end.how, effects.Done):
+            read = [(made_by, content) for part in end.parts for _, made_by, content in part.moved]
+            self.buffer = read[0][1]
+            version = str(end.job.grant.version)
+            outs.append(("fact", "_content", version, {"by": self.name, "version": version, "read": read}))
+        return outs + self._handle(end.how)
+
+    def lose_rank(self, rank: int) -> list[Out]:
+        """kill -9 of one follower."""
+        self.ranks.die(rank)
+        return []
+
+    def leave_behind(self, rank: int) -> list[Out]:
+        """All ranks but this one are killed; it goes on with what it sends."""
+        left = self.ranks.left_behind(rank)
+        assert left is not None, "it sends something"
+        self.orphan = (rank, left)
+        return self.kill()
+
+    def orphan_sent(self, slave: str, numbers: tuple[int, ...]) -> list[Out]:
+        """The rank of the life before has sent these chunks, whether they were taken or not."""
+        assert self.orphan is not None, "there is one"
+        rank, transfer = self.orphan
+        transfer = replace(transfer, landed=transfer.landed | {(slave, number) for number in numbers})
+        names = [address.slave_id for address in transfer.placement.slaves]
+        self.orphan = (rank, transfer) if any(self.ranks.lacks(rank, transfer, name) for name in names) else None
+        return []
+
+    def orphan_ends(self) -> list[Out]:
+        self.orphan = None
+        return []
 
     def wake(self) -> list[Out]:
         """The next delayed call is due."""
@@ -261,10 +293,10 @@ class ClusterPart:
         for effect in wanted:
             match effect:
                 case effects.Run(job, effects.SendPush(push, ticket)):
-                    self.transfer = OpenTransfer(job, push, ticket, self.session.shared.terms.epoch)
+                    self.ranks.begin(OpenTransfer(job, push, ticket, self.session.shared.terms.epoch, self.sent))
                     outs.append(("fact", "_sent", str(push), {"push": str(push), "payload": self.sent}))
                 case effects.Run(job, PullGrant() as grant):
-                    self.pull = Pull(job, grant)
+                    self.ranks.begin(Pull(job, grant))
                 case effects.Run(job, request):
                     outs.append(("call", job, request))
                 case effects.CopyParameters():
@@ -274,7 +306,7 @@ class ClusterPart:
                 case effects.CopyBase():
                     self.sent = self.base
                 case effects.Cancel():
-                    self.transfer = self.pull = None
+                    self.ranks.cancel()
                 case effects.Install(mode):
                     outs += self._install(mode)
                 case effects.Finished():
@@ -303,8 +335,7 @@ def canonical(part: ClusterPart) -> None:
     """Restart used-up numbers; how long a pause lasts makes no difference here."""
     core = part.session.shared
     in_use = set(part.waiting_calls)
-    in_use |= {part.transfer.id} if part.transfer else set()
-    in_use |= {part.pull.id} if part.pull else set()
+    in_use |= part.ranks.job_ids()
     if part.session.pulling.job is not None:
         in_use.add(part.session.pulling.job)
     core._last_job = max(in_use, default=0)

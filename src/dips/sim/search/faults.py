@@ -11,8 +11,8 @@ from typing import Any
 from dips.core.messages import Refusal, ReshardRequest
 from dips.core.net.data_header import DataHeader
 from dips.sim.search.bounds import FAULTS, RUN
-from dips.sim.search.cluster_part import ClusterPart, OpenTransfer
 from dips.sim.search.copying import Out
+from dips.sim.search.ranks_part import OpenTransfer
 from dips.sim.search.slave_part import PieceNames, SlavePart, blocks_of, put_chunk
 from dips.sim.search.state import (
     ANSWER,
@@ -206,21 +206,43 @@ class Faults(Wiring):
     def _do_late_chunk(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for index, name in enumerate(self.bounds.cluster_names):
             part = self.clusters[state.clusters[index]]
-            if part.transfer is not None:
+            for rank, transfer in part.ranks.sends():
                 for slave, slave_name in enumerate(self.names):
-                    if not self._n_chunks(part.transfer, slave):
-                        continue
-                    draft = Draft(state)
-                    number = self.messages.number(ChunkOnItsWay(self._header(part, slave, 0), part.sent))
-                    draft.chunks.append((slave, number))
-                    yield f"a copy of what {name} sends to {slave_name}", draft
+                    chunks = part.ranks.chunks_on(rank, transfer, slave_name)
+                    if chunks:
+                        draft = Draft(state)
+                        header = self._header(transfer, slave_name, chunks[0])
+                        draft.chunks.append((slave, self.messages.number(ChunkOnItsWay(header, transfer.payload))))
+                        yield f"a copy of what {self._who(name, rank)} sends to {slave_name}", draft
 
     def _do_drop_transfer(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for index, name in enumerate(self.bounds.cluster_names):
-            if self.clusters[state.clusters[index]].transfer is not None:
+            for rank, _ in self.clusters[state.clusters[index]].ranks.sends():
                 draft = Draft(state)
-                self._cluster(draft, index, "transfer failed", lambda part: part.transfer_failed())
-                yield f"cluster {name} gives its transfer up half sent", draft
+                self._cluster(draft, index, ("transfer failed", rank), methodcaller("transfer_failed", rank))
+                yield f"{self._who(name, rank)} gives its transfer up half sent", draft
+
+    def _do_kill_rank(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
+        for index, name in enumerate(self.bounds.cluster_names):
+            ranks = self.clusters[state.clusters[index]].ranks
+            for rank in ranks.followers:
+                if not ranks.dead:
+                    draft = Draft(state)
+                    self._cluster(draft, index, ("lose rank", rank), methodcaller("lose_rank", rank))
+                    yield self._who(name, rank), draft
+
+    def _do_orphan_rank(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
+        for index, name in enumerate(self.bounds.cluster_names):
+            ranks = self.clusters[state.clusters[index]].ranks
+            for rank in ranks.followers:
+                if ranks.left_behind(rank) is not None:
+                    draft = Draft(state)
+                    self._orphan(draft, index, frozenset())
+                    self._cluster(draft, index, ("leave behind", rank), methodcaller("leave_behind", rank))
+                    yield f"{self._who(name, rank)} goes on alone", draft
+
+    def _who(self, cluster: str, rank: int) -> str:
+        return f"rank {rank} of cluster {cluster}" if self.bounds.ranks > 1 else f"cluster {cluster}"
 
     def _do_lease_ttl(self, state: SearchState) -> Iterator[tuple[str, Draft]]:
         for name in self.bounds.cluster_names:
@@ -229,16 +251,12 @@ class Faults(Wiring):
                 self._master(draft, ("lease ttl", name), methodcaller("expire_leases", name))
                 yield f"what {name} leased", draft
 
-    def _n_chunks(self, transfer: OpenTransfer, slave: int) -> int:
-        """The number of chunks of a push for this slave, according to the ticket."""
-        return self.bounds.chunks * len(blocks_of(transfer.ticket.placement, self.names[slave]))
-
-    def _header(self, part: ClusterPart, slave: int, chunk: int) -> DataHeader:
-        """The header of a chunk of the push that a cluster is sending."""
-        transfer = part.transfer
-        assert transfer is not None
-        blocks, attempt = blocks_of(transfer.ticket.placement, self.names[slave]), transfer.ticket.attempt
-        return put_chunk(blocks, self.bounds.chunk_bytes, chunk, transfer.push, attempt, transfer.epoch, part.sent)
+    def _header(self, transfer: OpenTransfer, slave: str, chunk: int) -> DataHeader:
+        """The header of a chunk of a push that is being sent."""
+        blocks, attempt = blocks_of(transfer.placement, slave), transfer.ticket.attempt
+        return put_chunk(
+            blocks, self.bounds.chunk_bytes, chunk, transfer.push, attempt, transfer.epoch, transfer.payload
+        )
 
     # ---- operators ----
 

@@ -224,6 +224,44 @@ def _overlapped() -> list[Named]:
     return found
 
 
+def _ranks() -> list[Named]:
+    """Searches whose clusters have two or three ranks, each with its share of every transfer."""
+    one = replace(_SMALL, ranks=2)
+    parts = replace(_ALONE, ranks=2, chunks=2)
+    three = replace(parts, ranks=3)
+    return [
+        Named("ranks", "two ranks push twice, chunk by chunk", replace(parts, pushes=2, twice=True)),
+        Named("ranks-late", "the same on one slave, a round's time runs out", _with(one, "time_out", pushes=2)),
+        Named("ranks-drop-transfer", "two ranks push once, a part is given up", _with(parts, "drop_transfer")),
+        Named("ranks-kill-rank", "the same, one rank is killed", _with(parts, "kill_rank"), states=2_000),
+        Named("ranks-orphan-rank", "the same, the cluster is killed, one rank goes on", _with(parts, "orphan_rank")),
+        Named("ranks-kill-slave", "one slave, which is killed", _with(one, "kill_slave")),
+        Named("ranks-lose-version", "one slave, whose disk forgets the version", _with(one, "lose_version")),
+        Named(
+            "ranks-evict-overlap",
+            "one slave, two pushes, trains through everything, evicted",
+            _with(one, "evict_cluster", pushes=2, overlap="full"),
+            states=2_000,
+        ),
+        Named(
+            "ranks-late-verdict",
+            "one slave, two pushes, one given up, trains on before its verdict",
+            _with(one, "late_verdict", "drop_transfer", pushes=2),
+        ),
+        Named("three-ranks", "three ranks push twice, chunk by chunk", replace(three, pushes=2, twice=True)),
+        Named("three-ranks-drop-transfer", "three ranks push once, a part is given up", _with(three, "drop_transfer")),
+        Named("three-ranks-orphan-rank", "the same, the cluster is killed, one goes on", _with(three, "orphan_rank")),
+        _middle("three-ranks-kill-rank", "the same, one rank is killed", _with(three, "kill_rank"), 4_000),
+        _middle("ranks-pair", "two clusters of two ranks push once, one slave", replace(one, clusters=2), 4_000),
+        _middle(
+            "ranks-two-faults",
+            "one slave, two of: given up, late chunk, one rank killed, one goes on",
+            _with(one, "drop_transfer", "late_chunk", "kill_rank", "orphan_rank", total_faults=2),
+            17_000,
+        ),
+    ]
+
+
 def _pairs() -> list[Named]:
     """Searches with two clusters: rounds of two, and pushes of two windows."""
     twice = Bounds(slaves=1, pushes=2, s_max=1)
@@ -273,6 +311,7 @@ SEARCHES: tuple[Named, ...] = (
     *_transfers(),
     *_leases(),
     *_overlapped(),
+    *_ranks(),
     *_pairs(),
     *_large(),
 )

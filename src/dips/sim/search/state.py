@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 
 class SearchViolation(Exception):
-    """An invariant does not hold. name: I1 to I14, ILLEGAL (a step that is not in a machine's table), or DEADLOCK."""
+    """An invariant does not hold. name: I1 to I14, ILLEGAL (a step that is not in a machine's table), OWNERS (two ranks
+    of a cluster own one chunk), names (a second process took a name over), or DEADLOCK."""
 
     def __init__(self, name: str, sentence: str) -> None:
         super().__init__(f"{name}: {sentence}")

@@ -31,6 +31,7 @@ from dips.sim.search.cluster_part import ClusterPart
 from dips.sim.search.copying import Out
 from dips.sim.search.faults import WHO, Faults, Next
 from dips.sim.search.master_part import FREE_TIMERS, MasterPart
+from dips.sim.search.ranks_part import OpenTransfer, Pull, Ranks
 from dips.sim.search.reference_model import ReferenceModel
 from dips.sim.search.slave_part import PieceNames, SlavePart, blocks_of, digest_of
 from dips.sim.search.state import (
@@ -142,11 +143,11 @@ class System(Faults):
             if self.slaves[number].link is None and not self.slaves[number].stopped:
                 yield [self._dial(state, index, at) for at in self._masters_of(state)]
         for index, number in enumerate(state.clusters):
-            transfer = self.clusters[number].transfer
-            if transfer is not None:
+            ranks = self.clusters[number].ranks
+            for rank, transfer in ranks.sends():
                 for slave in range(len(state.slaves)):
-                    if self._can_land(state, index, slave):
-                        yield [self._land(state, index, slave)]
+                    if self._can_land(state, ranks, rank, transfer, slave):
+                        yield [self._land(state, index, rank, transfer, slave)]
         for call in state.calls:
             message = self.messages.all[call.message]
             answered = call.stage == ANSWER and not self.bounds.late_answers
@@ -181,10 +182,15 @@ class System(Faults):
                 yield self._move(state, slave)
         for index, number in enumerate(state.clusters):
             part = self.clusters[number]
-            if part.pull is not None:
-                yield self._pull(state, index)
+            for rank, pull in part.ranks.fetches():
+                yield (
+                    self._pull(state, index, pull)
+                    if self.bounds.ranks == 1
+                    else self._pull_part(state, index, rank, pull)
+                )
             if part.sleeps:
                 yield self._wake(state, index)
+            yield from self._ranks_meet(state, index)
         for at in self._masters_of(state):
             master = self.masters[state.old if at == OLD else state.master]
             if master.pending:
@@ -201,6 +207,10 @@ class System(Faults):
             yield self._late_chunk(state, slave, message)
         if state.old != NO_MASTER:
             yield self._old_ends(state)
+        for index, number in enumerate(state.clusters):
+            orphan = self.clusters[number].orphan
+            if orphan is not None:
+                yield from self._orphan_goes_on(state, index, *orphan)
 
     def _time_passes(self, state: SearchState) -> Iterator[Next]:
         """Nothing else can happen: let the time-outs elapse."""
@@ -208,8 +218,10 @@ class System(Faults):
             yield self._fire(state, name)
         sends_beat = False
         for index, number in enumerate(state.clusters):
-            if self.clusters[number].transfer is not None and self._cannot_land(state, index):
-                yield self._give_up_transfer(state, index)
+            ranks = self.clusters[number].ranks
+            for rank, transfer in ranks.sends():
+                if self._cannot_land(state, ranks, rank, transfer):
+                    yield self._give_up_transfer(state, index, rank)
             if not self.clusters[number].left and self._beat_would_tell(state, index):
                 sends_beat = True
                 yield self._beat(state, index)
@@ -275,41 +287,41 @@ class System(Faults):
 
     # ---- data ----
 
-    def _can_land(self, state: SearchState, cluster: int, slave: int) -> bool:
-        transfer = self.clusters[state.clusters[cluster]].transfer
-        assert transfer is not None
+    def _can_land(self, state: SearchState, ranks: Ranks, rank: int, transfer: OpenTransfer, slave: int) -> bool:
         part = self.slaves[state.slaves[slave]]
         ready = part.knows(transfer.push, transfer.ticket.attempt) and transfer.epoch >= part.served
-        return ready and transfer.n_on(part.name) < self._n_chunks(transfer, slave)
+        return ready and bool(ranks.lacks(rank, transfer, part.name))
 
-    def _cannot_land(self, state: SearchState, cluster: int) -> bool:
+    def _cannot_land(self, state: SearchState, ranks: Ranks, rank: int, transfer: OpenTransfer) -> bool:
         """Whether a slave has no slot for the push, and no command to open one is on its way."""
-        transfer = self.clusters[state.clusters[cluster]].transfer
-        assert transfer is not None
         coming = {
             link.slave
             for link in state.links
             for message in link.down
             if _opens(self.messages.all[message], transfer.push, transfer.ticket.attempt)
         }
-        lacking = [i for i, name in enumerate(self.names) if transfer.n_on(name) < self._n_chunks(transfer, i)]
-        return all(not self._can_land(state, cluster, i) for i in lacking) and any(i not in coming for i in lacking)
+        lacking = [i for i, name in enumerate(self.names) if ranks.lacks(rank, transfer, name)]
+        cannot = all(not self._can_land(state, ranks, rank, transfer, i) for i in lacking)
+        return cannot and any(i not in coming for i in lacking)
 
-    def _land(self, state: SearchState, cluster: int, slave: int) -> Next:
-        """The next chunk arrives, or all of them where transfers are whole."""
+    def _land(self, state: SearchState, cluster: int, rank: int, transfer: OpenTransfer, slave: int) -> Next:
+        """The next chunk arrives, or all of a rank's where transfers are whole."""
         draft = Draft(state)
-        part, name = self.clusters[state.clusters[cluster]], self.names[slave]
-        transfer, payload = part.transfer, part.sent
-        assert transfer is not None
-        n_chunks, first = self._n_chunks(transfer, slave), transfer.n_on(name)
-        chunks = (first,) if self.bounds.chunks > 1 else tuple(range(n_chunks))
-        headers = [self._header(part, slave, chunk) for chunk in chunks]
-        key = ("put", str(transfer.push), transfer.ticket.attempt, transfer.epoch, chunks, payload)
-        self._slave(draft, slave, key, lambda s: s.put(headers, payload))
-        total = sum(self._n_chunks(transfer, i) for i in range(len(self.names)))
-        self._cluster(draft, cluster, ("landed", name, chunks), lambda c: c.landed(name, chunks, total))
-        which = f"chunk {first + 1} of {n_chunks} of" if self.bounds.chunks > 1 else "all of"
-        return (f"{which} push {transfer.push} lands on", name), draft.done()
+        ranks, name = self.clusters[state.clusters[cluster]].ranks, self.names[slave]
+        lacking = ranks.lacks(rank, transfer, name)
+        chunks = lacking[:1] if self.bounds.chunks > 1 else lacking
+        self._put(draft, transfer, slave, chunks)
+        self._cluster(draft, cluster, ("landed", rank, name, chunks), methodcaller("landed", rank, name, chunks))
+        of_rank = f"rank {rank}'s part of " if self.bounds.ranks > 1 else ""
+        n_chunks = len(ranks.chunks_on(rank, transfer, name))
+        first = n_chunks - len(lacking) + 1
+        which = f"chunk {first} of {n_chunks} of" if self.bounds.chunks > 1 else "all of"
+        return (f"{which} {of_rank}push {transfer.push} lands on", name), draft.done()
+
+    def _put(self, draft: Draft, transfer: OpenTransfer, slave: int, chunks: tuple[int, ...]) -> None:
+        headers = [self._header(transfer, self.names[slave], chunk) for chunk in chunks]
+        key = ("put", str(transfer.push), transfer.ticket.attempt, transfer.epoch, chunks, transfer.payload)
+        self._slave(draft, slave, key, lambda part: part.put(headers, transfer.payload))
 
     def _late_chunk(self, state: SearchState, slave: int, number: int) -> Next:
         draft = Draft(state)
@@ -318,10 +330,10 @@ class System(Faults):
         self._slave(draft, slave, ("late chunk", number), lambda part: part.put([chunk.header], chunk.content))
         return (f"a late chunk of push {chunk.header.push} arrives at", self.names[slave]), draft.done()
 
-    def _give_up_transfer(self, state: SearchState, cluster: int) -> Next:
+    def _give_up_transfer(self, state: SearchState, cluster: int, rank: int) -> Next:
         draft = Draft(state)
-        self._cluster(draft, cluster, "transfer failed", lambda part: part.transfer_failed())
-        return ("cannot send its push: cluster", self.bounds.cluster_names[cluster]), draft.done()
+        self._cluster(draft, cluster, ("transfer failed", rank), methodcaller("transfer_failed", rank))
+        return ("cannot send its push:", self._who(self.bounds.cluster_names[cluster], rank)), draft.done()
 
     def _move(self, state: SearchState, slave: int) -> Next:
         """All blocks that a slave needs from others arrive, or one of them is not available."""
@@ -337,11 +349,9 @@ class System(Faults):
         self._slave(draft, slave, ("moved", content), lambda s: s.moved(content))
         return (f"slave {part.name} moves its blocks of", str(move.to_version) if content else "in vain"), draft.done()
 
-    def _pull(self, state: SearchState, cluster: int) -> Next:
+    def _pull(self, state: SearchState, cluster: int, pull: Pull) -> Next:
         """The next slave's share of a version arrives, or all of it where transfers are whole."""
         draft = Draft(state)
-        pull = self.clusters[state.clusters[cluster]].pull
-        assert pull is not None
         name, holders = self.bounds.cluster_names[cluster], self._holders(pull.grant)
         n_slaves = len(holders)
         whole = self.bounds.chunks == 1
@@ -359,6 +369,59 @@ class System(Faults):
             self._cluster(draft, cluster, ("read", held), methodcaller("read", held, n_slaves))
         words = f"{pull.grant.version}" if whole else f"{pull.grant.version} from {self.names[holders[wanted[0]]]}"
         return (f"cluster {name} pulls", words), draft.done()
+
+    def _pull_part(self, state: SearchState, cluster: int, rank: int, pull: Pull) -> Next:
+        """All that a rank owns of a version arrives, or a slave no longer has it. Whether it is what was promised is
+        seen only when all ranks have theirs.
+        """
+        draft = Draft(state)
+        name = self.bounds.cluster_names[cluster]
+        found = [(i, self.slaves[state.slaves[i]].readable(pull.grant.version)) for i in self._holders(pull.grant)]
+        read = tuple((self.names[i], *held) for i, held in found if held is not None)
+        taken = read if len(read) == len(found) else None
+        self._cluster(draft, cluster, ("read part", rank, taken), methodcaller("read_part", rank, taken))
+        words = f"{pull.grant.version}" if taken is not None else "in vain"
+        return (f"{self._who(name, rank)} pulls its part of", words), draft.done()
+
+    # ---- several ranks ----
+
+    def _ranks_meet(self, state: SearchState, cluster: int) -> Iterator[Next]:
+        """A follower hears what is ordered, or the leader how a part has ended, or that a rank is gone."""
+        name, ranks = self.bounds.cluster_names[cluster], self.clusters[state.clusters[cluster]].ranks
+        for rank in ranks.followers:
+            if ranks.orders[rank]:
+                draft = Draft(state)
+                self._cluster(draft, cluster, ("hear", rank), methodcaller("hear", rank))
+                order = ranks.orders[rank][0]
+                yield (
+                    (f"{self._who(name, rank)} hears:", "give up" if order is None else f"job {order.id}"),
+                    draft.done(),
+                )
+        if ranks.said:
+            draft = Draft(state)
+            self._cluster(draft, cluster, "hear end", methodcaller("hear_end"))
+            yield (f"cluster {name} hears of the end of a part:", f"rank {ranks.said[0].rank}"), draft.done()
+        if ranks.dead:
+            draft = Draft(state)
+            self._orphan(draft, cluster, frozenset())
+            self._cluster(draft, cluster, "kill", methodcaller("kill"))
+            yield ("ends with a rank that is gone, and is started again: cluster", name), draft.done()
+
+    def _orphan_goes_on(self, state: SearchState, cluster: int, rank: int, transfer: OpenTransfer) -> Iterator[Next]:
+        """A rank of a cluster that was killed sends the rest of its part, or notices that it is alone."""
+        name, ranks = self.bounds.cluster_names[cluster], self.clusters[state.clusters[cluster]].ranks
+        for slave, slave_name in enumerate(self.names):
+            chunks = ranks.lacks(rank, transfer, slave_name)
+            if chunks:
+                draft = Draft(state)
+                self._put(draft, transfer, slave, chunks)
+                self._cluster(
+                    draft, cluster, ("orphan sent", slave_name), methodcaller("orphan_sent", slave_name, chunks)
+                )
+                yield (f"a rank of an earlier life of {name} sends push {transfer.push} to", slave_name), draft.done()
+        draft = Draft(state)
+        self._cluster(draft, cluster, "orphan ends", methodcaller("orphan_ends"))
+        yield ("notices that it is alone: a rank of an earlier life of cluster", name), draft.done()
 
     def _holders(self, grant: PullGrant) -> list[int]:
         """The slaves that together hold the version."""

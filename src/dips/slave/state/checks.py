@@ -9,7 +9,7 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import Block
 from dips.core.messages import Configure, MoveBlocks, PlacementSpec, Prepare, Settings, SnapshotInfo
-from dips.core.placement import Placement, shard_bytes_needed
+from dips.core.placement import MEMORY_FILES, Placement, shard_bytes_needed
 
 MAX_WINDOW_CHUNKS = 64
 """Longest window: the data port's queues hold this many messages for each peer; more could overflow them silently."""
@@ -63,22 +63,33 @@ def check_move(slave_id: str, move: MoveBlocks, current: SnapshotInfo | None) ->
 
 
 def check_memory(
-    blocks: Sequence[Block], configure: Configure | MoveBlocks, chunk_bytes: int, memory_bytes: int
+    blocks: Sequence[Block], configure: Configure | MoveBlocks, settings: Settings, memory_bytes: int
 ) -> None:
     """Check, before anything is allocated, that the blocks fit this slave's memory. Raises Refused(MEMORY)."""
     n_elems = sum(block.n_elems for block in blocks)
     slots, pins = configure.staging_slots, configure.pinned_versions
-    needed = shard_bytes_needed((block.n_elems for block in blocks), chunk_bytes, slots, pins)
+    sizes = (block.n_elems for block in blocks)
+    needed = shard_bytes_needed(sizes, settings.chunk_bytes, slots, pins, settings.memory_files)
     if needed > memory_bytes:
         raise Refused(
             RefusalCode.MEMORY,
             f"{n_elems} elements with {slots} staging slots and {pins} pinned versions need {needed} bytes, "
-            f"this slave may use {memory_bytes}: raise its memory_bytes, start more slaves, or serve fewer clusters",
+            f"this slave may use {memory_bytes}: raise its memory_bytes, start more slaves, serve fewer clusters, "
+            "or set the master's memory_files",
         )
 
 
 def check_settings(settings: Settings, max_chunk_bytes: int) -> None:
-    """Check that the run's frames fit the limits that the data port was bound with. Raises Refused(CONFIG)."""
+    """Check that the run's frames fit the limits that the data port was bound with, and that its settings are known.
+
+    Raises Refused(CONFIG).
+    """
+    if settings.memory_files not in MEMORY_FILES:
+        raise Refused(
+            RefusalCode.CONFIG,
+            f"the run's memory_files is {settings.memory_files!r:.80}, this slave's release knows "
+            f"{', '.join(MEMORY_FILES)}: use the master's release",
+        )
     size = settings.chunk_bytes
     if not MIN_CHUNK_BYTES <= size <= max_chunk_bytes or size % 4:
         raise Refused(

@@ -150,6 +150,7 @@ class Made:
     staging_slots: int
     pinned_versions: int
     chunk_bytes: int
+    memory_files: str
 
 
 class ShardPhase(Enum):
@@ -267,7 +268,7 @@ class ShardState:
             out = self._drop_moved()
         try:
             check_settings(settings, self._max_chunk_bytes)
-            check_memory(own_blocks(self._slave_id, body), body, settings.chunk_bytes, self._memory_bytes)
+            check_memory(own_blocks(self._slave_id, body), body, settings, self._memory_bytes)
             check_load(body, self.current, self.snapshots)
             made = _made(body, settings)
             if made == self.made:
@@ -284,7 +285,9 @@ class ShardState:
         self.moved = None
         self._slots.clear()
         self.saving.dropped()
-        job = Run(body, cause, now_s, chunk_bytes=settings.chunk_bytes, source=source)
+        job = Run(
+            body, cause, now_s, chunk_bytes=settings.chunk_bytes, memory_files=settings.memory_files, source=source
+        )
         return [*out, self._begin("configure", ShardPhase.LOADING, job, now_s)]
 
     def begin(
@@ -326,7 +329,7 @@ class ShardState:
                 case MoveBlocks():  # the shadow of another placement; a slave without blocks begins with it
                     out = self._enter_round(body.round, now_s, made=False)
                     check_settings(settings, self._max_chunk_bytes)
-                    check_memory(own_blocks(self._slave_id, body), body, settings.chunk_bytes, self._memory_bytes)
+                    check_memory(own_blocks(self._slave_id, body), body, settings, self._memory_bytes)
                     check_move(self._slave_id, body, self.current)
                     job = Run(body, cause, now_s, chunk_bytes=settings.chunk_bytes)
                     begun = self._begin("move", ShardPhase.MOVING, job, now_s)
@@ -545,7 +548,10 @@ class ShardState:
 
 def _made(body: Configure, settings: Settings) -> Made:
     placement_hash = body.placement.placement_hash
-    return Made(body.layout_hash, placement_hash, body.staging_slots, body.pinned_versions, settings.chunk_bytes)
+    return Made(
+        body.layout_hash, placement_hash, body.staging_slots, body.pinned_versions, settings.chunk_bytes,
+        settings.memory_files,
+    )  # fmt: skip
 
 
 def is_durable(settings: Settings) -> bool:

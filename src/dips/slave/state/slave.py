@@ -42,7 +42,7 @@ from dips.core.messages import (
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION, agree
 from dips.core.release import VERSION
 from dips.slave.state import effects, events, tape
-from dips.slave.state.admission import what_is_wrong
+from dips.slave.state.admission import owner_of, what_is_wrong
 from dips.slave.state.effects import Effect
 from dips.slave.state.shard import ShardState
 from dips.slave.state.staging import Slots
@@ -280,8 +280,8 @@ class SlaveMachine:
                 effects.Log(logging.ERROR, "keys", f"the master's list of data keys is refused: {why_not}", cause),
                 tape.CommandRefused(cause, command="Allow", reason=why_not),
             ]
-        owners = [f"{allowed.role.name.lower()} {allowed.owner}" for allowed in allow.keys]
-        return [allow, tape.KeysAllowed(cause, owners=owners)]
+        owners = dict.fromkeys(owner_of(allowed.role, allowed.owner) for allowed in allow.keys)
+        return [allow, tape.KeysAllowed(cause, owners=list(owners))]
 
     def _welcomed(self, command: SlaveCommand, welcome: Welcome, now_s: float) -> list[Effect]:
         hello = welcome.hello

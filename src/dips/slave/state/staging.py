@@ -6,7 +6,7 @@ of this slave's, let a second sender change a landed chunk, or call a push compl
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -228,6 +228,7 @@ class ShardMap:
         self.n_bytes = start_byte
         self.n_chunks = first_chunk
         self.n_pieces = first_piece
+        self._block_ids = [block.block_id for block in blocks]
         self._first_chunks = [self.places.first_chunk[block.block_id] for block in blocks]
 
     @property
@@ -252,6 +253,18 @@ class ShardMap:
             return f"the offset must be a multiple of {self.chunk_bytes} below the block's {block_bytes} bytes"
         length = min(self.chunk_bytes, block_bytes - header.offset_bytes)
         return f"the length is {header.length_bytes} bytes, this chunk has {length}"
+
+    def first_from(self, block: int, offset_bytes: int) -> int:
+        """The number of the first chunk that does not begin before this place, which may be anywhere; n_chunks: none
+        does."""
+        at = bisect_left(self._block_ids, block)
+        if at == len(self.blocks):
+            return self.n_chunks
+        first: int = self._first_chunks[at]
+        if self._block_ids[at] > block:
+            return first
+        n_chunks = -(-self.blocks[at].n_bytes // self.chunk_bytes)
+        return first + min(-(-offset_bytes // self.chunk_bytes), n_chunks)
 
     def chunk_at(self, index: int) -> MissingChunk:
         """Inverse of find, for the answer to QUERY_MISSING."""
@@ -367,11 +380,12 @@ class StagingTable:
             )
         return staging
 
-    def missing(self, staging: Staging) -> tuple[MissingChunk, ...]:
-        """The first MAX_MISSING chunks that have not landed, in (block, offset) order."""
+    def missing(self, staging: Staging, block: int = 0, offset_bytes: int = 0) -> tuple[MissingChunk, ...]:
+        """The first MAX_MISSING chunks from this place on that have not landed, in (block, offset) order."""
         out: list[MissingChunk] = []
-        for index, landed in enumerate(staging.columns.landed):
-            if not landed:
+        landed = staging.columns.landed
+        for index in range(self.shard.first_from(block, offset_bytes), len(landed)):
+            if not landed[index]:
                 out.append(self.shard.chunk_at(index))
                 if len(out) == MAX_MISSING:
                     break

@@ -96,7 +96,6 @@ class ClusterMachine:
         self._leases_asked = 0
         self._fresh: list[DataRange] = []
         self._resumed = False
-        self._may_push = True
 
     # ---- queries of the driver ----
 
@@ -120,7 +119,7 @@ class ClusterMachine:
         if self.phase in _GONE:
             return self.phase is SessionPhase.LEAVING
         if self._ending.wanted or self.shared.terms.stop:
-            return not self._needs_a_step
+            return True
         if self.shared.base is None or self.shared.terms.incarnation is None:
             return True
         if self.pulling.plan is not None and self.pulling.plan.drops:
@@ -149,14 +148,15 @@ class ClusterMachine:
         """Whether the next step makes a push due."""
         shared = self.shared
         due = not shared.terms.stop and shared.steps_towards_push + 1 >= shared.terms.local_steps
-        return self.phase is SessionPhase.TRAINING and (due or self._needs_a_step)
+        return self.phase is SessionPhase.TRAINING and due
 
     @property
-    def _needs_a_step(self) -> bool:
-        """Whether a drained cluster has steps to push, and a push may begin only after the next step."""
+    def steps_to_push(self) -> int:
+        """Steps until a push is due, at least 1; also 1 where anything is under way, so that every step may matter."""
         shared = self.shared
-        drained = shared.terms.stop and shared.terms.takes_pushes and not self._ending.wanted
-        return drained and self.phase is SessionPhase.TRAINING and shared.work.pending.tokens > 0 and not self._may_push
+        if self.phase is not SessionPhase.TRAINING or shared.terms.stop or self._ending.wanted:
+            return 1
+        return max(1, shared.terms.local_steps - shared.steps_towards_push)
 
     @property
     def lease_pending(self) -> bool:
@@ -233,7 +233,6 @@ class ClusterMachine:
             if total != event.tokens:
                 raise LocalProtocolError(f"a step counts {event.tokens} tokens, but its ranges hold {total}")
         self.shared.work.stepped(event.tokens, event.ranges, event.loss, event.steps)
-        self._may_push = event.may_push
         self.shared.steps += event.steps
         self.shared.steps_since_snapshot += event.steps
         self.shared.steps_towards_push += event.steps
@@ -249,7 +248,7 @@ class ClusterMachine:
             self._run_stops()
         stays = not (shared.terms.stop or self._ending.wanted)
         due = shared.steps_towards_push >= shared.terms.local_steps and shared.work.pending.tokens > 0
-        if self.phase is SessionPhase.TRAINING and stays and due and self._may_push:
+        if self.phase is SessionPhase.TRAINING and stays and due:
             self.pushing.begin("push due")
         if self._lease_tokens and shared.data.idle and self.phase not in _ABSENT:
             self._ask_for_data(shared.now_s)
@@ -477,6 +476,8 @@ class ClusterMachine:
             config.untrained.buffers,
             config.process_id,
             config.host,
+            config.rank_keys,
+            config.pushers if config.pushers > 1 else 0,
         )
 
     def _want_to_leave(self, request: StopWanted) -> None:
@@ -544,7 +545,7 @@ class ClusterMachine:
             self.pushing.abandon()
             self.pushing.drop("run stops", at_least=shared.terms.published)
         elif self.phase is SessionPhase.TRAINING and may_push and shared.work.pending.tokens and not shared.work.lost:
-            if shared.now_s >= self.pushing.not_before_s and not self._needs_a_step:
+            if shared.now_s >= self.pushing.not_before_s:
                 self.pushing.begin("push due")
         elif self.phase is SessionPhase.TRAINING:
             self.pushing.drop("run stops", at_least=shared.terms.published)

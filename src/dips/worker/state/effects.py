@@ -170,7 +170,6 @@ class Stepped:
     tokens: int
     ranges: tuple[DataRange, ...] = ()
     loss: float = math.nan
-    may_push: bool = True  # whether a push may begin before the next step
     # so many were made, on all these tokens; more than one only where nothing had to be decided between them
     steps: int = 1
 

@@ -30,7 +30,7 @@ from dips.core.messages import (
     Settings,
 )
 from dips.core.model_description import Untrained
-from dips.core.protocol import agree
+from dips.core.protocol import RANKS, agree
 from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.state.effects import ClearResidual, Command, Effect, KeepResidual, Log, Record, Run
 from dips.worker.state.waiting import RULES, ExchangeStage, GivenTimes, RepeatedCall, WaitPolicy, times_of
@@ -172,6 +172,10 @@ class SessionConfig(GivenTimes):
     """The codec that this cluster asks for in its pushes; each ticket says whether it may use it."""
     curve_key: bytes = b""
     """This process's public key of the data flow; empty without keys."""
+    rank_keys: tuple[bytes, ...] = ()
+    """The keys of the cluster's other ranks; empty without keys."""
+    pushers: int = 1
+    """The cluster's ranks: each sends and fetches its share of every transfer."""
     untrained: Untrained = field(default_factory=Untrained)
     """The model's tensors that the run does not train, as they were at the start."""
     process_id: bytes = b""
@@ -209,7 +213,12 @@ class Terms:
         the protocol's version, RemoteProtocolError for a setting that does not exist.
         """
         self.run_id, self.epoch, self.incarnation = reply.run_id, reply.epoch, reply.incarnation
-        agree(reply.hello.protocol_min, reply.hello.protocol_max, reply.hello.capabilities, "the master")
+        hello = agree(reply.hello.protocol_min, reply.hello.protocol_max, reply.hello.capabilities, "the master")
+        if self._config.pushers > 1 and RANKS not in hello.capabilities:
+            raise ConfigError(
+                f"this cluster has {self._config.pushers} ranks, and the master runs a release that does not know such "
+                "clusters: install the same release of dips on the master, on all slaves and on all clusters"
+            )
         if reply.settings.overlap not in RULES:
             raise RemoteProtocolError(
                 f"the master's overlap is {reply.settings.overlap!r}, and this release knows {', '.join(RULES)}: "

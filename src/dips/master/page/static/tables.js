@@ -20,14 +20,23 @@ function state(item, more) {
 }
 
 const CLUSTER = [
-  { label: "Cluster", key: (c) => [c.id, c.incarnation], make: (c) => [c.id, under(c.lives > 1 ? `incarnation ${c.incarnation}` : "")] },
-  { label: "State", key: (c) => [c.level, c.sign, c.why, c.note, working(c)], make: (c) => state(c, [c.why, working(c), c.note].filter(Boolean).join("; ")) },
+  { label: "Cluster", key: (c) => [c.id, c.incarnation, c.ranks], make: (c) => [c.id, under(who(c))] },
+  { label: "State", key: (c) => [c.level, c.sign, c.why, c.note, working(c), late(c)], make: (c) => state(c, [c.why, working(c), late(c), c.note].filter(Boolean).join("; ")) },
   { label: "Tokens/s", class: "right", key: (c) => [c.tokens_per_s, c.steps_per_s, fastest], make: speed },
   { label: "Behind", class: "right", key: (c) => [c.behind, c.base, c.stale], make: behind },
   { label: "Loss", class: "right", key: (c) => c.loss, make: (c) => loss(c.loss) },
   { label: "Last verdict", class: "long", key: (c) => [c.verdict, c.reason, c.z], make: verdict },
   { label: "Pushes", class: "right", key: (c) => [c.applied, c.excluded, c.aborted], make: pushes },
 ];
+
+function who(c) {
+  return [c.ranks > 1 ? `${c.ranks} ranks` : "", c.lives > 1 ? `incarnation ${c.incarnation}` : ""].filter(Boolean).join(", ");
+}
+
+function late(c) {
+  if (!c.late_ranks.length) return "";
+  return c.late_ranks.length > 1 ? `ranks ${c.late_ranks.join(", ")} are late` : `rank ${c.late_ranks[0]} is late`;
+}
 
 function working(c) {
   if (!c.push) return "";

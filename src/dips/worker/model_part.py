@@ -1,0 +1,150 @@
+"""One process's part of the model: its live parameters, their flat copies, and the transfers of these.
+
+A cluster's session decides (worker/state); what it wants done to the model is a command (worker/commands.py), and is
+done here. Of a cluster of several ranks each has a part, and all carry out the same commands in the same order
+(worker/parallel/rank_part.py). Runs on the training thread, at step boundaries.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from dips.core.clock import Clock
+from dips.core.layout import Layout
+from dips.core.net.zmq_sockets import CurvePair
+from dips.core.observe.failpoints import failpoint
+from dips.core.observe.starting import Starting
+from dips.core.observe.tape import Tape
+from dips.worker.commands import Command, Fetch, KeepPush, Send, ShareOut, Snapshot
+from dips.worker.data import RankShare, Transfers
+from dips.worker.link_counts import LinkCounts
+from dips.worker.parameters import ParameterStore
+from dips.worker.state.effects import (
+    Cancel,
+    ClearResidual,
+    CopyBase,
+    Event,
+    Install,
+    KeepResidual,
+    SendPush,
+)
+from dips.worker.vectors import Vectors, chunk_spans
+
+_starts = logging.getLogger("dips.worker")
+
+
+class Part(Protocol):
+    """What the shell of a cluster uses: the part of its one process, or that of the leader, which all ranks follow."""
+
+    def do(self, command: Command) -> None:
+        """Carry out a command. Raises ConfigError where it cannot be, for a reason that a person must remove."""
+        ...
+
+    @property
+    def alone(self) -> bool:
+        """Whether other ranks are gone, or no longer follow, so that nothing can be done with the model."""
+        ...
+
+    @property
+    def late_ranks(self) -> Sequence[int]:
+        """Ranks that the running transfer waits for, and that are late (meetings.late_ranks)."""
+        ...
+
+    def look(self) -> None:
+        """Deliver the ends of transfers that need other ranks' ends, as far as they are known now."""
+        ...
+
+    @property
+    def look_every_s(self) -> float:
+        """How often look() must be called while the training loop waits; inf: never."""
+        ...
+
+    @property
+    def push_is_live(self) -> bool:
+        """Whether theta_at_push is in the live parameters alone, so that KeepPush comes before they change."""
+        ...
+
+    def close(self) -> None:
+        """End the running transfer and its thread."""
+        ...
+
+
+class ModelPart:
+    """The part of one process. parameters, vectors: for checkpoints, which copy them."""
+
+    alone = False
+    late_ranks: Sequence[int] = ()
+    look_every_s = math.inf
+
+    def __init__(
+        self,
+        parameters: ParameterStore,
+        layout: Layout,
+        deliver: Callable[[Event], None],
+        clock: Clock,
+        tape: Tape,
+        curve: CurvePair | None = None,
+        links: LinkCounts | None = None,
+        of_rank: RankShare | None = None,
+    ) -> None:
+        """deliver: gets the ends of transfers, on their thread. curve: this process's keys, if any. links: counts the
+        traffic; None: it is not counted. of_rank: what this rank owns of the layout, and where ends go; None: all.
+        """
+        self.parameters = parameters
+        self._share = None if of_rank is None else of_rank.share
+        self.vectors = Vectors(
+            layout.n_elems if self._share is None else self._share.n_elems,
+            parameters,
+            lambda: Starting("memory", _starts, tape, clock, quiet_s=0.0),
+            n_trained=layout.n_trained if self._share is None else self._share.n_elems_before(layout.n_trained),
+        )
+        self._layout = layout
+        self._chunk_bytes = 0
+        self._transfers = Transfers(layout, self.vectors, deliver, clock, curve, links, of_rank)
+
+    def do(self, command: Command) -> None:
+        vectors = self.vectors
+        match command:
+            case ShareOut(chunk_bytes):
+                self._chunk_bytes = chunk_bytes
+            case Snapshot(may_stay_live, whole):
+                failpoint("worker.push.before_copy")
+                self._transfers.settle()
+                sums_of = self._chunk_bytes if whole and self._share is None else None
+                vectors.snapshot(self.parameters, may_stay_live=may_stay_live, chunk_bytes=sums_of)
+            case CopyBase():
+                vectors.copy_base()
+            case Send(job, push, ticket, caller, settings, times):
+                self._transfers.push(job, SendPush(push, ticket), caller, settings, times)
+            case Fetch(job, grant, cause, times, push_is_live, push_is_needed):
+                landing = vectors.landing(push_is_live=push_is_live, push_is_needed=push_is_needed)
+                self._transfers.pull(job, grant, landing, cause, times)
+            case KeepPush(needed) if needed:
+                vectors.keep_push(self.parameters)
+            case KeepPush():
+                vectors.forget_push()
+            case Cancel(job):
+                self._transfers.cancel(job)
+            case Install(mode, reset_inner):
+                failpoint("worker.install.before_swap")
+                vectors.install(self.parameters, mode)
+                if reset_inner:
+                    self.parameters.reset_inner_optimizer()
+                failpoint("worker.install.after_swap")
+            case KeepResidual(wire):
+                vectors.keep_residual(wire, chunk_spans(self._layout, self._chunk_bytes, self._share))
+            case ClearResidual():
+                vectors.clear_residual()
+
+    def look(self) -> None:
+        """There are no other ranks."""
+
+    @property
+    def push_is_live(self) -> bool:
+        return self.vectors.push_is_live
+
+    def close(self) -> None:
+        self._transfers.close()

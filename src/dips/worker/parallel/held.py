@@ -1,0 +1,519 @@
+"""What one process holds of the cluster's model: boxes of global tensors, and the memory in which they are.
+
+A DTensor (FSDP2, tensor parallelism, both) says itself which box of the global tensor is here; a plain tensor is the
+whole of its parameter; of any other local tensor the user says it (ShardOf). Nothing here sends a message: what all
+ranks hold together is agreed in parallel/agreement.py.
+
+Shapes: a box is (starts, sizes), one number for each dimension of the global tensor; an empty shard has a size of 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dips.core.errors import ConfigError
+from dips.core.layout import Parameter, layer_of
+from dips.worker.torch_model import (
+    UntrainedTensor,
+    as_averaged,
+    averaged_buffers,
+    described,
+    local,
+    plain_model,
+    refuse_shards,
+    refuse_shared_memory,
+    replica_ranks,
+    untrained_tensors,
+)
+
+
+class Box(NamedTuple):
+    """A part of a global tensor: elements [starts[i], starts[i] + sizes[i]) in each dimension i."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def n_elems(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class ShardOf:
+    """Says what a local tensor is in the full model, where torch does not know it.
+
+    name: the parameter in the full model. shape, starts: the full tensor's shape, and where the local tensor begins in
+    it, for a part of a plain tensor (as Megatron has them); without them the tensor keeps its shape, and has another
+    name only.
+    """
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    starts: tuple[int, ...] | None = None
+
+
+Shards = Mapping[str, ShardOf]
+"""Local name, as model.named_parameters() or named_buffers() has it, -> what it is in the full model."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of which this rank holds a part.
+
+    mesh: the ranks of the cluster over which a DTensor is cut or copied; empty: it is none. is_marked: a plain tensor
+    that Megatron has marked as a part of a larger one.
+    """
+
+    parameter: Parameter  # with its global name and shape
+    box: Box
+    mesh: tuple[int, ...] = ()
+    is_marked: bool = False
+
+
+@dataclass(frozen=True)
+class DataPlace:
+    """This rank's place among the ranks that train on different data: its coordinate in a mesh of so many of them."""
+
+    coordinate: int
+    n_coordinates: int
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the layout: the module's own, and its attribute. master: is pushed and pulled in its place."""
+
+    row: Row
+    module: torch.nn.Module
+    key: str
+    held: torch.Tensor
+    master: torch.Tensor | None
+
+
+class UntrainedPart(NamedTuple):
+    """A frozen parameter or buffer, or a part of it. number, local_name: of its module, and its name there."""
+
+    number: int
+    local_name: str
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    what: UntrainedTensor
+
+
+class Held:
+    """The trained tensors and averaged buffers of one rank. rows: in the order of its modules, trained ones first."""
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        tensors: Sequence[_Tensor],
+        untrained: Sequence[UntrainedPart],
+        *,
+        buffers: str,
+        is_replica: bool,
+        data: DataPlace | None,
+        fsdp: DataPlace | None,
+    ) -> None:
+        """is_replica: every rank of the cluster holds all that this one does. data, fsdp: this rank's place in the mesh
+        that the user gave, and in FSDP's own.
+        """
+        self.models = models
+        self.untrained = untrained
+        self.buffers = buffers
+        self.is_replica = is_replica
+        self.data = data
+        self.fsdp = fsdp
+        self._tensors = list(tensors)
+        self._known = frozenset(id(each.held) for each in tensors)
+
+    @property
+    def rows(self) -> list[Row]:
+        return [each.row for each in self._tensors]
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """id() of each tensor of the modules that is in the layout: the model's others are not part of the run."""
+        return frozenset(id(each.held) for each in self._tensors)
+
+    def row_of(self) -> dict[int, Row]:
+        """By id() of each trained parameter, and of each master copy, its row."""
+        rows = {id(each.held): each.row for each in self._tensors if not each.row.parameter.averaged}
+        return rows | {id(each.master): each.row for each in self._tensors if each.master is not None}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory of each row now: of the row's box, on the device where it is. Called before every read and write
+        of parameters, as FSDP2 may have left them gathered, and a module may replace a buffer's tensor.
+
+        Raises ConfigError where a model trains a tensor that the layout lacks, or a buffer no longer fits.
+        """
+        reshard(self.models)
+        self._check_still_trained()
+        for at, each in enumerate(self._tensors):
+            if each.row.parameter.averaged:
+                self._tensors[at] = _found_again(each)
+        return [local(each.held if each.master is None else each.master) for each in self._tensors]
+
+    def working_copies(self) -> list[torch.Tensor | None]:
+        """For each row the parameter that follows its master copy, and is written with it; None: there is none."""
+        return [None if each.master is None else local(each.held) for each in self._tensors]
+
+    def _check_still_trained(self) -> None:
+        """Raises ConfigError when a model trains a parameter that the layout lacks."""
+        for model in self.models:
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and id(parameter) not in self._known:
+                    raise ConfigError(
+                        f"parameter {name!r} was not trained, or was another tensor, when the loop was entered, so "
+                        "that no push holds it and no version reaches it: enter the loop once the model is complete, "
+                        "on its device and cut into its shards"
+                    )
+
+
+def held_here(
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    buffers: str = "own",
+    shards: Shards | Sequence[Shards] | None = None,
+    master_parameters: Mapping[str, torch.Tensor] | None = None,
+    data_mesh: Any = None,
+    of_world: Sequence[int] | None = None,
+) -> Held:
+    """What this process holds of its modules: one, or several of an interleaved pipeline.
+
+    shards: what local tensors are in the full model; one mapping for each module, or one for all of them.
+    master_parameters: name in the full model -> the float32 tensor that is pushed and pulled in place of a parameter
+    in fewer bits, which gets its values rounded. data_mesh: a DeviceMesh or process group of the ranks that train on
+    different data. of_world: the number in torch.distributed's world of each of the cluster's ranks; None: they are
+    all of it.
+
+    Raises ConfigError, with the tensor's name, for one that cannot be described as a box of a global tensor or copied,
+    and for a mesh or DistributedDataParallel that has ranks of other clusters.
+    """
+    refuse_ranks_outside(models, of_world)
+    for model in models:
+        for optimizer in optimizers:
+            refuse_shards(plain_model(model), optimizer)
+    plain = [plain_model(model) for model in models]
+    reshard(plain)
+    names = _Names(len(plain), shards)
+    masters = dict(master_parameters or {})
+    found: list[_Tensor] = []
+    for number, name, module, key, parameter in _parameters(plain):
+        shard = names.of(number, name)
+        if parameter.requires_grad:
+            master = masters.pop(shard.name, None)
+            pushed = _master_of(name, parameter, master)
+            row = _row(shard, described(name, pushed), pushed, of_world)
+            found.append(_Tensor(row, module, key, parameter, master))
+    if masters:
+        raise ConfigError(
+            f"master_parameters has {next(iter(masters))!r}, which this rank does not train: give the names of its "
+            "parameters in the full model"
+        )
+    if buffers == "average":
+        for number, model in enumerate(plain):
+            for name, (module, key) in averaged_buffers(model).items():
+                buffer = module.get_buffer(key)
+                row = _row(names.of(number, name), as_averaged(name, buffer), buffer, of_world)
+                found.append(_Tensor(row, module, key, buffer, None))
+    untrained = list(_untrained(plain, {id(each.held) for each in found}, names))
+    names.check_all_were_used()
+    _refuse_two_of_one_name(found)
+    refuse_shared_memory({each.row.parameter.name: local(each.held) for each in found if each.row.box.n_elems})
+    _refuse_another_models_optimizer(found, optimizers)
+    return Held(
+        plain,
+        found,
+        untrained,
+        buffers=buffers,
+        is_replica=all(_is_replica(model, of_world) for model in models),
+        data=None if data_mesh is None else _data_place(data_mesh, of_world),
+        fsdp=_place_in_fsdp(plain),
+    )
+
+
+# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
+
+
+def reshard(models: Sequence[torch.nn.Module]) -> None:
+    """Have FSDP2's modules keep their shards as parameters again: after an evaluation, or with reshard_after_forward
+    off, they hold gathered copies, which are no part of the model. Sends nothing.
+    """
+    for module in _fsdp_modules(models):
+        module.reshard()
+
+
+def _fsdp_modules(models: Sequence[torch.nn.Module]) -> Iterator[Any]:
+    """Told by the name of their class, so that nobody loads FSDP2 who does not use it."""
+    for model in models:
+        for module in model.modules():
+            if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+                yield module
+
+
+def _place_in_fsdp(models: Sequence[torch.nn.Module]) -> DataPlace | None:
+    """The place in the largest mesh over which FSDP2 cuts or copies parameters; None: it cuts none.
+
+    Ranks along all dimensions of such a mesh train on different data. Experts may be cut over fewer ranks.
+    """
+    meshes = []
+    for module in _fsdp_modules(models):
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        meshes += [group.mesh_info.mesh for group in groups if group is not None]
+    return _place_in(max(meshes, key=lambda mesh: mesh.size())) if meshes else None
+
+
+def _data_place(data_mesh: Any, of_world: Sequence[int] | None) -> DataPlace:
+    place = _place_in(data_mesh)
+    if isinstance(data_mesh, dist.ProcessGroup):
+        _check_inside("data_mesh has", dist.get_process_group_ranks(data_mesh), of_world)
+    else:
+        _check_inside("data_mesh has", data_mesh.mesh.flatten().tolist(), of_world)
+    return place
+
+
+def _place_in(mesh: Any) -> DataPlace:
+    """Raises ConfigError for neither a DeviceMesh nor a process group, or one that this rank is not part of."""
+    if isinstance(mesh, dist.ProcessGroup):
+        coordinate, n_coordinates = dist.get_rank(mesh), mesh.size()
+    elif hasattr(mesh, "get_coordinate"):
+        at, n_coordinates, coordinate = mesh.get_coordinate(), mesh.size(), 0 if mesh.get_coordinate() else -1
+        for place, size in zip(at or (), mesh.shape, strict=False):
+            coordinate = coordinate * size + place
+    else:
+        raise ConfigError(f"data_mesh is a {type(mesh).__name__}: give a DeviceMesh or a process group")
+    if coordinate < 0:
+        raise ConfigError("data_mesh has no place for this rank: give each rank the mesh or group that it is part of")
+    return DataPlace(coordinate, n_coordinates)
+
+
+# ---- ranks outside of the cluster -----------------------------------------------------------------------------------
+
+
+def refuse_ranks_outside(models: Sequence[torch.nn.Module], of_world: Sequence[int] | None) -> None:
+    """Raises ConfigError where a model is kept equal on, or cut over, ranks that are not in the cluster. of_world: as
+    in held_here().
+    """
+    if of_world is None:
+        return
+    for model in models:
+        _check_inside("DistributedDataParallel averages gradients over", replica_ranks(model), of_world)
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if hasattr(tensor, "device_mesh"):
+                _check_inside(f"{name!r} is cut over", tensor.device_mesh.mesh.flatten().tolist(), of_world)
+
+
+def _check_inside(what: str, ranks: Sequence[int], of_world: Sequence[int] | None) -> None:
+    if of_world is not None and not set(ranks) <= set(of_world):
+        raise ConfigError(
+            f"{what} ranks {list(ranks)} of torch.distributed's world, and this cluster has ranks {list(of_world)} "
+            "(group=): give it a group or mesh of the cluster's own ranks"
+        )
+
+
+def _is_replica(model: torch.nn.Module, of_world: Sequence[int] | None) -> bool:
+    """Whether all ranks of the cluster hold the whole model. DistributedDataParallel over a part of them, together with
+    shards of tensor or pipeline parallelism, does not make it so.
+    """
+    ranks = replica_ranks(model)
+    return bool(ranks) and len(ranks) == (dist.get_world_size() if of_world is None else len(of_world))
+
+
+# ---- boxes -----------------------------------------------------------------------------------------------------------
+
+
+def _row(shard: ShardOf, described: Parameter, tensor: torch.Tensor, of_world: Sequence[int] | None) -> Row:
+    """The row of a local tensor. Raises ConfigError for one whose box is unknown, or is not what is here."""
+    box, shape = _box_and_shape(described.name, tensor, shard)
+    layer = described.layer if described.averaged else layer_of(shard.name)
+    mesh = tuple(tensor.device_mesh.mesh.flatten().tolist()) if hasattr(tensor, "device_mesh") else ()
+    if of_world is not None:
+        mesh = tuple(map(of_world.index, mesh))
+    is_marked = bool(getattr(tensor, "tensor_model_parallel", False)) and shard.shape is None
+    return Row(replace(described, name=shard.name, shape=shape, layer=layer), box, mesh, is_marked)
+
+
+def _box_and_shape(name: str, tensor: torch.Tensor, shard: ShardOf) -> tuple[Box, tuple[int, ...]]:
+    """What is here, and the shape of the full tensor; as the user says, else as torch knows."""
+    if shard.shape is None and shard.starts is None:
+        return _box_of(name, tensor), tuple(tensor.shape)
+    return _given_box(name, tensor, shard)
+
+
+def _box_of(name: str, tensor: torch.Tensor) -> Box:
+    """The box of the global tensor that is here, as torch.distributed.checkpoint would save it."""
+    if not hasattr(tensor, "device_mesh"):
+        return Box((0,) * tensor.dim(), tuple(tensor.shape))
+    if any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"parameter {name!r} is a sum over ranks (Partial) of which each holds one term: redistribute it to shards "
+            "or replicas before the loop is entered"
+        )
+    if tensor.device_mesh.get_coordinate() is None:
+        return Box((0,) * tensor.dim(), (0,) * tensor.dim())  # cut over other ranks
+    try:
+        chunks = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    except (NotImplementedError, RuntimeError, AssertionError) as error:
+        raise _no_box(name, f"torch {torch.__version__} cannot say what part of it is here: {error}") from error
+    if len(chunks) != 1:
+        raise _no_box(name, f"it is {len(chunks)} pieces on this rank")
+    box = Box(tuple(map(int, chunks[0].offsets)), tuple(map(int, chunks[0].sizes)))
+    here = tuple(local(tensor).shape)
+    if not box.n_elems and not math.prod(here):
+        return Box((0,) * tensor.dim(), (0,) * tensor.dim())
+    if box.sizes != here or any(start + size > whole for start, size, whole in zip(*box, tensor.shape, strict=True)):
+        raise _no_box(name, f"torch {torch.__version__} says {list(box.sizes)} of it are here, and {list(here)} are")
+    return box
+
+
+def _no_box(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"parameter {name!r} has shards of which this rank's is no box of it: {why}; choose sizes that divide by the "
+        "number of ranks, or another dimension to cut"
+    )
+
+
+def _given_box(name: str, tensor: torch.Tensor, shard: ShardOf) -> tuple[Box, tuple[int, ...]]:
+    """The box and full shape that the user gave. Raises ConfigError where they do not fit the local tensor."""
+    if hasattr(tensor, "device_mesh"):
+        raise ConfigError(
+            f"shards gives {name!r} a shape or starts, but it is a DTensor, which knows its own: leave them out"
+        )
+    if shard.shape is None or shard.starts is None:
+        raise ConfigError(f"shards gives {name!r} only one of shape and starts: give both, or none for a whole tensor")
+    shape, box = tuple(shard.shape), Box(tuple(shard.starts), tuple(tensor.shape))
+    if not len(shape) == len(box.starts) == tensor.dim():
+        raise ConfigError(
+            f"shards says that {name!r} of {tensor.dim()} dimensions begins at {list(box.starts)} of shape "
+            f"{list(shape)}: give one number for each dimension; a flattened tensor is no box"
+        )
+    if any(start < 0 or start + size > whole for start, size, whole in zip(*box, shape, strict=True)):
+        raise ConfigError(
+            f"shards says that {name!r} of shape {list(box.sizes)} begins at {list(box.starts)} of shape "
+            f"{list(shape)}, where it does not fit"
+        )
+    return box, shape
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+class _Names:
+    """The names in the full model of what this rank's modules hold."""
+
+    def __init__(self, n_models: int, shards: Shards | Sequence[Shards] | None) -> None:
+        several = [shards] * n_models if isinstance(shards, Mapping) else list(shards or [{}] * n_models)
+        if len(several) != n_models:
+            raise ConfigError(
+                f"shards has {len(several)} mappings for {n_models} modules: give one for each, or one for all"
+            )
+        self._shards: list[Shards] = several
+        self._unused = {name for each in several for name in each}
+
+    def of(self, number: int, name: str) -> ShardOf:
+        """number: of the module in the list. name: as this module has it."""
+        self._unused.discard(name)
+        return self._shards[number].get(name, ShardOf(name))
+
+    def check_all_were_used(self) -> None:
+        if self._unused:
+            raise ConfigError(
+                f"shards has {min(self._unused)!r}, which no module of this rank has: give the names of "
+                "named_parameters() and named_buffers()"
+            )
+
+
+def _parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[int, str, torch.nn.Module, str, torch.Tensor]]:
+    """Number of the module, name in it, owner, attribute and tensor of each parameter; tied ones once, by their first
+    name.
+    """
+    seen: set[int] = set()
+    for number, model in enumerate(models):
+        places = {
+            f"{prefix}.{key}" if prefix else key: (module, key)
+            for prefix, module in model.named_modules()
+            for key in module._parameters
+        }
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield number, name, *places[name], parameter
+
+
+def _untrained(models: Sequence[torch.nn.Module], trained: Set[int], names: _Names) -> Iterator[UntrainedPart]:
+    seen: set[int] = set()
+    for number, model in enumerate(models):
+        for each in untrained_tensors(model, trained):
+            if id(each.tensor) in seen:
+                continue
+            seen.add(id(each.tensor))
+            shard = names.of(number, each.name)
+            box, shape = _box_and_shape(each.name, each.tensor, shard)
+            yield UntrainedPart(number, each.name, shard.name, shape, box, each)
+
+
+def _refuse_two_of_one_name(found: Sequence[_Tensor]) -> None:
+    """Two tensors of one rank with one name are no tie: a tie is one tensor under two names."""
+    names: set[str] = set()
+    for each in found:
+        name = each.row.parameter.name
+        if name in names:
+            raise ConfigError(
+                f"two tensors of this rank are called {name!r}: give the modules of a pipeline their names in the full "
+                "model, with shards=[...], one mapping for each module"
+            )
+        names.add(name)
+
+
+def _master_of(name: str, parameter: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
+    """The tensor that is pushed. Raises ConfigError for a master copy that is no float32 tensor of the same shape and
+    cut.
+    """
+    if master is None:
+        return parameter
+    same = tuple(master.shape) == tuple(parameter.shape) and local(master).shape == local(parameter).shape
+    if master.dtype is not torch.float32 or not same or _cut(master) != _cut(parameter):
+        raise ConfigError(
+            f"the master copy of {name!r} is {str(master.dtype).removeprefix('torch.')} of shape {list(master.shape)}: "
+            f"give float32 of the parameter's own shape {list(parameter.shape)}, cut over the same ranks"
+        )
+    return master
+
+
+def _cut(tensor: torch.Tensor) -> object:
+    return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
+
+
+def _refuse_another_models_optimizer(found: Sequence[_Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises ConfigError where the optimizers step none of this rank's tensors, though it trains some."""
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    trained = [each for each in found if not each.row.parameter.averaged]
+    ours = {id(tensor) for each in trained for tensor in (each.held, each.master)}
+    if trained and stepped.isdisjoint(ours):
+        raise ConfigError(
+            "the optimizer holds none of the model's parameters: make it of model.parameters(), after the model was "
+            "moved to its device and cut into its shards"
+        )
+
+
+def _found_again(each: _Tensor) -> _Tensor:
+    """The buffer as its module has it now (`self.mean = 0.9 * self.mean + ...`). Raises ConfigError for one that does
+    not fit.
+    """
+    now = each.module._buffers.get(each.key)
+    if now is each.held:
+        return each
+    if now is None or (now.shape, now.dtype, now.device) != (each.held.shape, each.held.dtype, each.held.device):
+        raise ConfigError(
+            f"buffer {each.row.parameter.name!r} has another shape, type or device than when the loop was entered: "
+            "enter the loop once the model is complete and on its device"
+        )
+    return each._replace(held=now)

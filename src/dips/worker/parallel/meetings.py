@@ -1,0 +1,127 @@
+"""What the ranks of a cluster tell the leader when they meet between two steps, and what follows from it. Pure.
+
+Ranks meet where something can be decided: at the step that makes a push due, at every step while a push or a pull is
+under way, and else so often that news of the run are heard within NEWS_S. Between two meetings no message is sent.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from dips.core.errors import ConfigError
+
+NEWS_S = 1.0
+"""About how long a rank trains without hearing of the run: that it ends, that it drains this cluster, a SIGTERM."""
+
+LATE_SHARE, LATE_S = 1.5, 1.0
+"""A rank is late when its part of a transfer has taken so many times as long as the median of those that are done, and
+at least so much longer."""
+
+MOST_STEPS = 1000
+"""Most steps between two meetings, whatever the measured speed."""
+
+
+class Stage(IntEnum):
+    """How a rank's part of the running job stands."""
+
+    UNDER_WAY = 0
+    MOVED = 1
+    FAILED = 2
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's part of a meeting; of the steps since the last one."""
+
+    steps: int = 0
+    tokens: int = 0
+    loss_sum: float = 0.0  # nats: each reported loss times its tokens
+    loss_tokens: int = 0
+    wants_to_leave: bool = False  # it got a SIGTERM
+    leaves: bool = False  # its loop has ended
+    job: int = -1
+    stage: int = Stage.UNDER_WAY
+    writes_checkpoint: bool = False  # its part of one is on its way to the disk
+
+    def numbers(self) -> list[float]:
+        """As they travel; all counts are exact in float64."""
+        return [float(value) for value in vars(self).values()]
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[float]) -> Report:
+        steps, tokens, loss_sum, loss_tokens, wants, leaves, job, stage, writes = numbers
+        counted = int(steps), int(tokens), loss_sum, int(loss_tokens)
+        return cls(*counted, bool(wants), bool(leaves), int(job), int(stage), bool(writes))
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The cluster's steps since the last meeting. tokens: of all of them; loss: nats per token, NaN: none is known."""
+
+    steps: int
+    tokens: int
+    loss: float
+    wants_to_leave: bool
+    leaves: bool
+
+
+def tally(reports: Sequence[Report], coordinates: Sequence[int]) -> Tally:
+    """Add the ranks' reports up. coordinates: of each rank; those with the same one train on the same data, so that
+    their tokens and loss count once. A loss is known on some of them only, as on the last stage of a pipeline.
+
+    Raises ConfigError where ranks made other numbers of steps, or count other tokens for the same data.
+    """
+    leaving = sum(report.leaves for report in reports)
+    if leaving not in (0, len(reports)):
+        raise ConfigError(
+            f"{leaving} of the {len(reports)} ranks of this cluster left the training loop while the others make a "
+            "step: all ranks must make the same number of steps"
+        )
+    for rank, report in enumerate(reports):
+        if report.steps != reports[0].steps:
+            raise ConfigError(
+                f"rank {rank} of this cluster made {report.steps} steps while rank 0 made {reports[0].steps}: all "
+                "ranks must make the same number of steps"
+            )
+    tokens, loss_sum, loss_tokens = 0, 0.0, 0
+    for coordinate in sorted(set(coordinates)):
+        ranks = [rank for rank, own in enumerate(coordinates) if own == coordinate]
+        for rank in ranks[1:]:
+            if reports[rank].tokens != reports[ranks[0]].tokens:
+                raise ConfigError(
+                    f"ranks {ranks[0]} and {rank} of this cluster train on the same data, and count "
+                    f"{reports[ranks[0]].tokens} and {reports[rank].tokens} tokens for it: give them the same count, "
+                    "or data_mesh= if their data differ"
+                )
+        tokens += reports[ranks[0]].tokens
+        known = [reports[rank] for rank in ranks if reports[rank].loss_tokens]
+        if known:
+            # The mean of what they say, with the weight of their data.
+            weight = reports[ranks[0]].tokens or known[0].loss_tokens
+            loss_sum += weight * math.fsum(each.loss_sum / each.loss_tokens for each in known) / len(known)
+            loss_tokens += weight
+    loss = loss_sum / loss_tokens if loss_tokens else math.nan
+    wants = any(report.wants_to_leave for report in reports)
+    return Tally(reports[0].steps, tokens, loss, wants, leaving > 0)
+
+
+def next_meeting_steps(steps_to_push: int, steps_per_s: float) -> int:
+    """Steps until the next meeting. steps_to_push: until a push is due; 1: something is under way already."""
+    heard = max(1, int(NEWS_S * steps_per_s))
+    return max(1, min(steps_to_push, heard, MOST_STEPS))
+
+
+def late_ranks(moved_s: Mapping[int, float], n_ranks: int, taken_s: float) -> tuple[int, ...]:
+    """The ranks that a transfer waits for, once half of them or more are done and the others are late. moved_s: seconds
+    that the parts which are done took, by rank; taken_s: seconds since the transfer began.
+    """
+    if not 0 < n_ranks <= 2 * len(moved_s):
+        return ()
+    usual_s = statistics.median(moved_s.values())
+    if taken_s < max(LATE_SHARE * usual_s, usual_s + LATE_S):
+        return ()
+    return tuple(rank for rank in range(n_ranks) if rank not in moved_s)

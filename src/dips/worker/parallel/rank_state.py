@@ -1,0 +1,461 @@
+"""The training state of a rank among several besides the flat vectors, by names of the full model.
+
+The optimizer's state of each parameter, the model's buffers, parameters in fewer bits beside their masters, random
+number generators, and the parts that the loop adds. What belongs to a parameter is cut as this is, so that ranks of
+another number, or of another parallelism, take their own boxes of it. Each element is written by one rank alone: of
+several that hold it, by the one with least to write. Sends messages at the start only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from dips.core.errors import ConfigError
+from dips.worker.checkpoint_files import CheckpointError
+from dips.worker.parallel.agreement import Agreed, Gathering, cells_of
+from dips.worker.parallel.held import Box, Row
+from dips.worker.parallel.shard_files import SavedShards, Shard, part_of, whole
+from dips.worker.torch_model import local
+from dips.worker.torch_state import (
+    HasState,
+    HostCopies,
+    RandomState,
+    StateTreeError,
+    flatten,
+    raw_of,
+    refuse_unknown,
+    unflatten,
+)
+
+_logger = logging.getLogger("dips.worker.checkpoint")
+
+_RANDOM = "random"
+
+Held = Sequence[tuple[str, Box]]
+
+
+class RankState:
+    """capture() and restore(), as worker/torch_state.py has them for one process."""
+
+    def __init__(
+        self,
+        ranks: Gathering,
+        agreed: Agreed,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parts: Mapping[str, HasState] | None = None,
+        *,
+        only_parts: bool = False,
+    ) -> None:
+        """Made on all ranks together. parts: the loop's own things. only_parts: a trainer keeps all else by itself.
+
+        Raises ConfigError, on every rank, for a buffer that is two tensors.
+        """
+        self._rank, self._n_ranks = ranks.rank, ranks.n_ranks
+        self._agreed = agreed
+        self._optimizers = () if only_parts else tuple(optimizers)
+        self._parts: dict[str, HasState] = dict(parts or {})
+        if not only_parts:
+            self._parts[_RANDOM] = RandomState()
+        self._only_parts = only_parts
+        self._copies = HostCopies()
+        self._rows = agreed.mine.row_of()
+        names = [span.parameter.name for span in agreed.layout.spans]
+        held = [[(names[piece.parameter], Box(piece.starts, piece.sizes)) for piece in each] for each in agreed.held]
+        self._cells = _by_name(dealt(held)[agreed.rank])
+        self._buffers = [] if only_parts else [each for each in agreed.mine.untrained if each.what.is_buffer]
+        mine = [[e.name, str(e.what.tensor.dtype), e.shape, *e.box] for e in self._buffers if e.box.n_elems]
+        texts = ranks.gather(json.dumps([sorted(self._stepped()), mine]).encode())
+        stepped, said = zip(*map(json.loads, texts), strict=True)
+        _refuse_two_buffers_of_one_name(said)
+        # Of a tied parameter that one stage alone steps, that one has the optimizer's state.
+        self._stepped_cells = _by_name(dealt(_of_those_who_step(held, stepped))[agreed.rank])
+        buffers = [[(name, Box(tuple(starts), tuple(sizes))) for name, _, _, starts, sizes in each] for each in said]
+        # Replicas' running statistics may differ: all of one rank's, as a mean and a variance belong together.
+        self._buffer_cells = _by_name(dealt(buffers, evenly=False)[agreed.rank])
+
+    def _stepped(self) -> set[str]:
+        """The parameters that this rank's optimizers step."""
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        rows = (self._rows.get(id(parameter)) for group in groups for parameter in group["params"])
+        return {row.parameter.name for row in rows if row is not None}
+
+    # ---- capture ----
+
+    def capture(self) -> tuple[dict[str, Any], list[Shard]]:
+        """Copy the state: JSON, and this rank's part of the tensors, valid until the next capture().
+
+        Raises StateTreeError for a value that a checkpoint cannot hold, or a tensor of which it is not known how it is
+        cut.
+        """
+        shards: list[Shard] = []
+        state: dict[str, Any] = {"parts": {name: self._part(name, part, shards) for name, part in self._parts.items()}}
+        if not self._only_parts:
+            state["optimizer"], state["groups"] = self._optimizer_state(shards)
+            self._take_buffers(shards)
+            self._take_working_copies(shards)
+        self._copies.wait()
+        for part in state["parts"].values():
+            part["digest"] = _digest(part["skeleton"], [s.tensor for s in shards if s.name.startswith(part["prefix"])])
+        return state, shards
+
+    def _part(self, name: str, part: HasState, shards: list[Shard]) -> dict[str, Any]:
+        skeleton, tensors = flatten(part.state_dict())
+        prefix = f"ranks.{self._rank}.{name}/"
+        for key, tensor in tensors.items():
+            source = torch.from_numpy(np.array(tensor)) if isinstance(tensor, np.ndarray) else local(tensor)
+            refuse_unknown(f"{name}.{key}", source)
+            copy = self._copies.take(prefix + key, source)
+            if copy.numel():
+                shards.append(whole(prefix + key, copy))
+        sizes = {key: t.size if isinstance(t, np.ndarray) else t.numel() for key, t in tensors.items()}
+        empty = {key: str(tensors[key].dtype) for key, size in sizes.items() if not size}
+        return {"skeleton": skeleton, "prefix": prefix, "tensors": sorted(set(tensors) - set(empty)), "empty": empty}
+
+    def _optimizer_state(self, shards: list[Shard]) -> tuple[dict[str, Any], list[Any]]:
+        state: dict[str, Any] = {}
+        groups: list[Any] = []
+        for optimizer in self._optimizers:
+            strange = next((key for key in optimizer.state if not isinstance(key, torch.Tensor)), None)
+            if strange is not None:
+                raise StateTreeError(
+                    f"{type(optimizer).__name__} keeps state {strange!r} that belongs to no parameter, which ranks "
+                    "cannot share out: leave out checkpoint_dir, or use another optimizer"
+                )
+            for group in optimizer.param_groups:
+                names = []
+                for parameter in group["params"]:
+                    row, of_parameter = self._rows.get(id(parameter)), optimizer.state.get(parameter)
+                    if row is not None:
+                        names.append(row.parameter.name)
+                    if row is not None and of_parameter:
+                        state[row.parameter.name] = self._state_of(optimizer, parameter, of_parameter, row, shards)
+                    elif of_parameter:
+                        raise StateTreeError(
+                            f"{type(optimizer).__name__} steps a tensor of shape {list(parameter.shape)} that is no "
+                            "parameter of this rank's modules nor one of master_parameters: leave out checkpoint_dir, "
+                            "or give its name with master_parameters="
+                        )
+                if names:
+                    groups.append([_options_of(optimizer, group), names])
+        return state, groups
+
+    def _state_of(
+        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: Mapping[str, Any], row: Row,
+        shards: list[Shard],
+    ) -> dict[str, Any]:  # fmt: skip
+        name = row.parameter.name
+        said: dict[str, Any] = {}
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                said[key] = {"value": _plain(value, f"{name}.{key}")}
+                continue
+            tensor = f"optimizer.{name}.{key}"
+            if _is_cut_alike(value, parameter):
+                said[key] = {"tensor": "as the parameter", "local": _is_dtensor(parameter) and not _is_dtensor(value)}
+                held = local(value)
+                for cell in self._stepped_cells.get(name, ()):
+                    self._take(tensor, row.parameter.shape, cell, part_of(held, row.box, cell), shards)
+            elif value.dim() == 0:
+                said[key] = {"tensor": "one number", "on_host": value.device.type == "cpu"}
+                if any(not any(cell.starts) for cell in self._stepped_cells.get(name, ())):
+                    self._take(tensor, (), Box((), ()), local(value), shards)
+            else:
+                raise StateTreeError(
+                    f"{type(optimizer).__name__} keeps {key!r} of shape {list(value.shape)} for parameter {name!r} of "
+                    f"shape {list(parameter.shape)}, of which ranks cannot know how it is cut: leave out "
+                    "checkpoint_dir, or use an optimizer whose state is shaped as its parameters"
+                )
+        return said
+
+    def _take_buffers(self, shards: list[Shard]) -> None:
+        taken: set[tuple[str, Box]] = set()  # several stages of one rank may have a buffer of one name
+        for each, tensor in zip(self._buffers, self._buffers_now(), strict=True):
+            for cell in self._buffer_cells.get(each.name, ()):
+                if (each.name, cell) not in taken and _is_in(cell, each.box):
+                    taken.add((each.name, cell))
+                    self._take(f"buffers.{each.name}", each.shape, cell, part_of(tensor, each.box, cell), shards)
+
+    def _take_working_copies(self, shards: list[Shard]) -> None:
+        for name, shape, box, copy in self._working_copies():
+            for cell in self._cells.get(name, ()):
+                self._take(f"working.{name}", shape, cell, part_of(copy, box, cell), shards)
+
+    def _take(
+        self, name: str, shape: tuple[int, ...], box: Box, tensor: torch.Tensor, shards: list[Shard]
+    ) -> None:  # fmt: skip
+        refuse_unknown(name, tensor)
+        shards.append(Shard(name, shape, box, self._copies.take(f"{name}@{box.starts}", tensor)))
+
+    # ---- restore ----
+
+    def restore(self, state: Mapping[str, Any], saved: SavedShards) -> None:
+        """Give everything its state back. state: merged() of what all ranks captured.
+
+        Raises ConfigError for what does not fit this loop, CheckpointError for what is not there.
+        """
+        try:
+            if not self._only_parts and "optimizer" in state:
+                self._restore_groups(state["groups"])
+                self._restore_optimizer_state(state["optimizer"], saved)
+                self._restore_buffers(saved)
+                self._restore_working_copies(saved)
+            self._restore_parts(state["parts"], saved)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"the checkpoint's state does not fit this loop ({type(error).__name__}: {error}): resume with the "
+                "same model, optimizer and loop, or without --resume"
+            ) from error
+
+    def _restore_parts(self, parts: Mapping[str, Sequence[Mapping[str, Any]]], saved: SavedShards) -> None:
+        wanted = {name for name in self._parts if name != _RANDOM}
+        there = {name for name in parts if name != _RANDOM}
+        if wanted != there:
+            raise ConfigError(
+                f"the checkpoint holds the state of {sorted(there)}, this loop has {sorted(wanted)}: resume with the "
+                "same loop, or without --resume"
+            )
+        for name, part in self._parts.items():
+            of_ranks = parts.get(name, ())
+            own = of_ranks[self._rank] if len(of_ranks) == self._n_ranks else None
+            if own is None and name == _RANDOM:
+                continue  # random numbers belong to a rank
+            if own is None:
+                own = of_ranks[0]
+                if any(each["digest"] != own["digest"] for each in of_ranks):
+                    _logger.warning(
+                        "the %d ranks of the checkpoint had different states of %r, and there are %d now: all go on "
+                        "from rank 0's", len(of_ranks), name, self._n_ranks,
+                    )  # fmt: skip
+            tensors = {key: raw_of(saved.read_whole(own["prefix"] + key)) for key in own["tensors"]}
+            tensors.update({key: raw_of(torch.empty(0, dtype=_dtype_of(dtype))) for key, dtype in own["empty"].items()})
+            try:
+                part.load_state_dict(unflatten(own["skeleton"], tensors))
+            except (ValueError, KeyError, TypeError, RuntimeError) as error:
+                raise ConfigError(
+                    f"the checkpoint's state of {name!r} does not fit this loop's ({error}): resume with the same "
+                    "loop, or without --resume"
+                ) from error
+
+    def _restore_groups(self, groups: Sequence[Any]) -> None:
+        options_of = {name: options for options, names in groups for name in names}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                rows = [self._rows.get(id(parameter)) for parameter in group["params"]]
+                names = [row.parameter.name for row in rows if row is not None and row.parameter.name in options_of]
+                if not names:
+                    continue
+                options = options_of[names[0]]
+                other = next((name for name in names if options_of[name] != options), None)
+                if other is not None:
+                    raise ConfigError(
+                        f"{names[0]!r} and {other!r} are in one group of this loop's optimizer, and had different "
+                        "options in the checkpoint's: resume with the same groups of parameters, or without --resume"
+                    )
+                kind = type(optimizer).__name__
+                if options["kind"] != kind:
+                    raise ConfigError(
+                        f"the checkpoint holds the state of {options['kind']}, this loop has {kind}: resume with the "
+                        "same optimizer, or without --resume"
+                    )
+                _set_options(group, unflatten(options["options"], {}))
+
+    def _restore_optimizer_state(self, state: Mapping[str, Any], saved: SavedShards) -> None:
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    row = self._rows.get(id(parameter))
+                    said = None if row is None else state.get(row.parameter.name)
+                    if row is not None and said is not None:
+                        on_device = bool(group.get("capturable") or group.get("fused"))
+                        optimizer.state[parameter] = {
+                            key: self._value_of(parameter, row, key, how, saved, on_device) for key, how in said.items()
+                        }
+
+    def _value_of(
+        self, parameter: torch.Tensor, row: Row, key: str, how: Mapping[str, Any], saved: SavedShards, on_device: bool
+    ) -> Any:  # fmt: skip
+        """on_device: the optimizer wants its counters there, as torch's own do that are fused or captured."""
+        if "value" in how:
+            return unflatten(how["value"], {})
+        name = f"optimizer.{row.parameter.name}.{key}"
+        if how["tensor"] == "one number":
+            return saved.read_whole(name).to("cpu" if how["on_host"] and not on_device else parameter.device)
+        like = local(parameter) if how["local"] else parameter
+        value = torch.zeros_like(like, dtype=saved.dtype_of(name), requires_grad=False)
+        saved.read([Shard(name, row.parameter.shape, row.box, local(value))])
+        return value
+
+    def _restore_buffers(self, saved: SavedShards) -> None:
+        for each, tensor in zip(self._buffers, self._buffers_now(), strict=True):
+            if each.box.n_elems:
+                saved.read([Shard(f"buffers.{each.name}", each.shape, each.box, tensor)])
+
+    def _restore_working_copies(self, saved: SavedShards) -> None:
+        for name, shape, box, copy in self._working_copies():
+            if f"working.{name}" in saved:  # a checkpoint without masters has the exact values
+                saved.read([Shard(f"working.{name}", shape, box, copy)])
+
+    # ---- what is here ----
+
+    def _buffers_now(self) -> list[torch.Tensor]:
+        """The memory of the buffers; a module may have replaced one since the start. Raises ConfigError where one is
+        gone.
+        """
+        named = [dict(model.named_buffers()) for model in self._agreed.mine.models]
+        found = []
+        for each in self._buffers:
+            tensor = named[each.number].get(each.local_name)
+            if tensor is None or tuple(local(tensor).shape) != each.box.sizes:
+                raise ConfigError(
+                    f"buffer {each.local_name!r} has another shape than when the loop was entered, or is gone: enter "
+                    "the loop once the model is complete"
+                )
+            found.append(local(tensor))
+        return found
+
+    def _working_copies(self) -> Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]:
+        agreed = self._agreed
+        for piece, copy in zip(agreed.held[agreed.rank], agreed.working_copies(), strict=True):
+            if copy is not None:
+                parameter = agreed.layout.spans[piece.parameter].parameter
+                yield parameter.name, parameter.shape, Box(piece.starts, piece.sizes), copy
+
+
+# ---- who writes what -------------------------------------------------------------------------------------------------
+
+
+def _refuse_two_buffers_of_one_name(said: Sequence[Sequence[Sequence[Any]]]) -> None:
+    """said: by each rank, name, type and shape of its buffers."""
+    first: dict[str, tuple[int, str, list[int]]] = {}
+    for rank, buffers in enumerate(said):
+        for name, dtype, shape, *_ in buffers:
+            known, *theirs = first.setdefault(name, (rank, dtype, shape))
+            if theirs != [dtype, shape]:
+                raise ConfigError(
+                    f"buffer {name!r} is {dtype} of shape {shape} on rank {rank}, and {theirs[0]} of shape {theirs[1]} "
+                    f"on rank {known}, and a checkpoint keeps one tensor of a name: give them different names with "
+                    "shards= (docs/parallel.md), or leave out checkpoint_dir"
+                )
+
+
+def dealt(held: Sequence[Held], *, evenly: bool = True) -> list[list[tuple[str, Box]]]:
+    """The boxes that each rank writes, so that every element is written once, from the boxes that each rank holds: of
+    several holders, the one with fewest elements to write so far; not evenly: the lowest.
+    """
+    holders: dict[str, dict[Box, list[int]]] = {}
+    for rank, each in enumerate(held):
+        for name, box in each:
+            holders.setdefault(name, {}).setdefault(box, []).append(rank)
+    written: list[list[tuple[str, Box]]] = [[] for _ in held]
+    loads = [0] * len(held)
+    for name, boxes in holders.items():
+        for cell, ranks in cells_of(boxes).items():
+            rank = min(ranks, key=loads.__getitem__) if evenly else ranks[0]
+            written[rank].append((name, cell))
+            loads[rank] += cell.n_elems
+    return written
+
+
+def _of_those_who_step(held: Sequence[Held], stepped: Sequence[Sequence[str]]) -> list[Held]:
+    """Of what each rank holds, what its optimizers step; a parameter that none of them steps stays with its holders."""
+    by_rank = [set(names) for names in stepped]
+    by_any = set().union(*by_rank)
+    return [
+        [(name, box) for name, box in each if name in own or name not in by_any]
+        for each, own in zip(held, by_rank, strict=True)
+    ]
+
+
+def _is_in(part: Box, box: Box) -> bool:
+    return all(start <= a and a + n <= start + size for a, n, start, size in zip(*part, *box, strict=True))
+
+
+def _by_name(boxes: Iterable[tuple[str, Box]]) -> dict[str, list[Box]]:
+    named: dict[str, list[Box]] = {}
+    for name, box in boxes:
+        named.setdefault(name, []).append(box)
+    return named
+
+
+def merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all ranks captured, as one: parts of each rank, and the optimizer's state once for each parameter."""
+    state: dict[str, Any] = {"parts": {name: [each["parts"][name] for each in states] for name in states[0]["parts"]}}
+    if "optimizer" in states[0]:
+        state["optimizer"] = {name: said for each in states for name, said in each["optimizer"].items()}
+        groups: dict[str, tuple[Any, dict[str, None]]] = {}
+        for each in states:
+            for options, names in each["groups"]:
+                known = groups.setdefault(json.dumps(options, sort_keys=True), (options, {}))
+                known[1].update(dict.fromkeys(names))
+        state["groups"] = [[options, list(names)] for options, names in groups.values()]
+    return state
+
+
+# ---- the optimizer's values ------------------------------------------------------------------------------------------
+
+
+def _is_cut_alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether the local part of one has the elements of the local part of the other."""
+    if not _is_dtensor(value):
+        return value.shape == local(parameter).shape
+    return value.shape == parameter.shape and _cut(value) == _cut(parameter)
+
+
+def _cut(tensor: torch.Tensor) -> object:
+    return getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "device_mesh")
+
+
+def _options_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group, with numbers in place of tensors of one."""
+    options = {
+        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key != "params" and key != "param_names"
+    }
+    return {"kind": type(optimizer).__name__, "options": _plain(options, "param_groups")}
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        now = group.get(key)
+        if isinstance(now, torch.Tensor):
+            now.fill_(value)
+        else:
+            group[key] = value
+
+
+def _plain(value: object, place: str) -> Any:
+    """As JSON. Raises StateTreeError for what holds a tensor, or cannot be kept."""
+    skeleton, tensors = flatten(value)
+    if tensors:
+        raise StateTreeError(
+            f"the optimizer's state at {place!r} has tensors in containers, of which ranks cannot know how they are "
+            "cut: leave out checkpoint_dir, or use another optimizer"
+        )
+    return skeleton
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"it names elements of type {name!r}")
+    return dtype
+
+
+def _digest(skeleton: Any, tensors: Sequence[torch.Tensor]) -> str:
+    digest = xxhash.xxh3_128(json.dumps(skeleton, sort_keys=True).encode())
+    for tensor in tensors:
+        digest.update(raw_of(tensor).data.data)
+    return digest.hexdigest()

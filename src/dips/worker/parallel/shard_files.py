@@ -1,0 +1,302 @@
+"""Writes and reads the tensors of a checkpoint of several ranks, in torch.distributed.checkpoint's format.
+
+A tensor has a global name and shape; of it each rank writes boxes, to one file of its own. Any ranks read any boxes, so
+that another number of ranks, or another parallelism, goes on from what these have written. `.metadata`, and what
+torch.save() puts around the elements, are pickles for torch's own tools (dcp.load, dcp_to_torch_save). Nothing here
+reads them: the manifest says as JSON where the elements are.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+import struct
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dips.worker.checkpoint_files import CheckpointError, CheckpointStamp, check_file, write_durably
+from dips.worker.parallel.held import Box
+
+if TYPE_CHECKING:  # it takes seconds to import, which only those wait for who keep checkpoints
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+    from torch.distributed.checkpoint.planner import ReadItem
+
+PIECE_BYTES = 64 << 20
+"""About the most that is written or read at once; a larger box is cut."""
+
+_FILE = re.compile(r"__\d+_0\.distcp\Z")
+
+
+class Shard(NamedTuple):
+    """A box of a global tensor, and the memory that has its elements; tensor: of box.sizes."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: torch.Tensor
+
+
+def whole(name: str, tensor: torch.Tensor) -> Shard:
+    """A tensor of which nobody else has a part."""
+    return Shard(name, tuple(tensor.shape), Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
+
+
+def part_of(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
+    """The elements of `part`, which is in `box`, as a view of the tensor that has all of box."""
+    starts = (a - b for a, b in zip(part.starts, box.starts, strict=True))
+    return tensor[tuple(slice(start, start + size) for start, size in zip(starts, part.sizes, strict=True))]
+
+
+def pieces_of(box: Box, item_bytes: int) -> Iterator[Box]:
+    """The box, cut so that no piece is larger than PIECE_BYTES, in its order."""
+    dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
+    if dim is None or box.n_elems * item_bytes <= PIECE_BYTES:
+        yield box
+        return
+    row = box.n_elems // box.sizes[dim] * item_bytes
+    rows = max(1, PIECE_BYTES // row)
+    for start in range(0, box.sizes[dim], rows):
+        starts, sizes = list(box.starts), list(box.sizes)
+        starts[dim], sizes[dim] = starts[dim] + start, min(rows, sizes[dim] - start)
+        piece = Box(tuple(starts), tuple(sizes))
+        yield from pieces_of(piece, item_bytes) if rows == 1 else [piece]
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+class SavedBox(NamedTuple):
+    """Where a box of a tensor is: from `offset`, in n_bytes, as torch.save() wrote it, and from data_offset its bare
+    elements.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    offset: int
+    n_bytes: int
+    data_offset: int
+
+    @property
+    def data_bytes(self) -> int:
+        return self.box.n_elems * _dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One rank's file of a checkpoint."""
+
+    name: str
+    stamp: CheckpointStamp
+    boxes: tuple[SavedBox, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [[e.name, e.dtype, e.shape, *e.box, e.offset, e.n_bytes, e.data_offset] for e in self.boxes]
+        return {"file": self.name, "n_bytes": self.stamp.n_bytes, "xxh3_128": self.stamp.xxh3_128, "boxes": rows}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> ShardFile:
+        """Raises CheckpointError for what to_json() cannot have returned."""
+        try:
+            stamp = CheckpointStamp(int(raw["n_bytes"]), str(raw["xxh3_128"]))
+            name, boxes = str(raw["file"]), tuple(map(_saved_box, raw["boxes"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"its manifest does not describe the files of its ranks ({error})") from error
+        if not _FILE.match(name):
+            raise CheckpointError(f"its manifest names {name!r}, which is no file of a rank")
+        for each in boxes:
+            begin, end = each.data_offset, each.data_offset + each.data_bytes
+            if not 0 <= each.offset <= begin <= end <= each.offset + each.n_bytes <= stamp.n_bytes:
+                raise CheckpointError(f"its manifest says that {each.name!r} is where {name} does not have it")
+        return cls(name, stamp, boxes)
+
+
+def _saved_box(row: Any) -> SavedBox:
+    name, dtype, shape, starts, sizes, offset, n_bytes, data_offset = row
+    box = Box(tuple(map(int, starts)), tuple(map(int, sizes)))
+    shape = tuple(map(int, shape))
+    fits = len(shape) == len(box.starts) == len(box.sizes) and all(
+        0 <= start and 0 < size and start + size <= extent for start, size, extent in zip(*box, shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"a box of {name!r} is not in it")
+    _dtype(dtype)
+    return SavedBox(str(name), dtype, shape, box, int(offset), int(n_bytes), int(data_offset))
+
+
+def write_shards(folder: Path, rank: int, shards: Iterable[Shard]) -> ShardFile:
+    """Write one rank's file, and make it durable. shards: on the host, none empty. Raises OSError."""
+    boxes: list[SavedBox] = []
+    path = folder / f"__{rank}_0.distcp"
+    return ShardFile(path.name, write_durably(path, _saved(shards, boxes)), tuple(boxes))
+
+
+def _saved(shards: Iterable[Shard], boxes: list[SavedBox]) -> Iterator[memoryview]:
+    """The bytes of the file. boxes: gets a row for each."""
+    offset = 0
+    for shard in shards:
+        for piece in pieces_of(shard.box, shard.tensor.element_size()):
+            tensor = part_of(shard.tensor, shard.box, piece)
+            if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
+                tensor = tensor.contiguous().clone()  # torch.save() writes all of a view's memory
+            saved = io.BytesIO()
+            torch.save(tensor, saved)
+            data = saved.getbuffer()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            data_offset = offset + _place_of_elements(saved)
+            boxes.append(SavedBox(shard.name, dtype, shard.shape, piece, offset, data.nbytes, data_offset))
+            offset += data.nbytes
+            yield data
+
+
+def _place_of_elements(saved: io.BytesIO) -> int:
+    """Where the elements are in what torch.save() wrote of one tensor: a zip archive that is not compressed."""
+    with zipfile.ZipFile(saved) as archive:
+        (entry,) = (each for each in archive.infolist() if each.filename.endswith("/data/0"))
+    assert entry.compress_type == zipfile.ZIP_STORED, "torch compresses nothing"
+    n_name, n_more = struct.unpack_from("<HH", saved.getbuffer(), entry.header_offset + 26)
+    return entry.header_offset + 30 + int(n_name) + int(n_more)
+
+
+def write_metadata(folder: Path, files: Sequence[ShardFile]) -> None:
+    """Write what torch.distributed.checkpoint's own reader begins with. Raises OSError."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    found: dict[str, TensorStorageMetadata] = {}
+    places: list[WriteResult] = []
+    for file in files:
+        for each in file.boxes:
+            tensor = found.setdefault(each.name, _tensor_metadata(each, []))
+            index = MetadataIndex(each.name, each.box.starts, len(tensor.chunks))
+            tensor.chunks.append(_chunk(each.box))
+            places.append(WriteResult(index, each.n_bytes, _StorageInfo(file.name, each.offset, each.n_bytes)))
+    FileSystemWriter(folder).finish(Metadata(dict(found)), [places])
+
+
+def _tensor_metadata(of: SavedBox, chunks: list[ChunkStorageMetadata]) -> TensorStorageMetadata:
+    from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+
+    return TensorStorageMetadata(TensorProperties(dtype=_dtype(of.dtype)), torch.Size(of.shape), chunks)
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(torch.Size(box.starts), torch.Size(box.sizes))
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no type of elements that torch {torch.__version__} has")
+    return dtype
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+class SavedShards:
+    """The tensors of a checkpoint of several ranks."""
+
+    def __init__(self, folder: Path, files: Sequence[ShardFile]) -> None:
+        """Raises CheckpointError where two boxes of one tensor are of different tensors."""
+        self._folder = folder
+        self._files = files
+        self._boxes: dict[str, list[tuple[SavedBox, ShardFile]]] = {}
+        for file in files:
+            for each in file.boxes:
+                others = self._boxes.setdefault(each.name, [])
+                if others and (others[0][0].shape, others[0][0].dtype) != (each.shape, each.dtype):
+                    raise CheckpointError(f"its manifest has two shapes or types of {each.name!r}")
+                others.append((each, file))
+
+    def check(self, first: int = 0, step: int = 1) -> None:
+        """Read every step-th file and compare it with what was written. Raises CheckpointError."""
+        for file in self._files[first::step]:
+            check_file(self._folder / file.name, file.stamp)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._boxes
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Raises CheckpointError for a tensor that is not here."""
+        return self._of(name)[0][0].shape
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Likewise."""
+        return _dtype(self._of(name)[0][0].dtype)
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """All of a tensor, on the host."""
+        tensor = torch.empty(self.shape_of(name), dtype=self.dtype_of(name))
+        self.read([whole(name, tensor)])
+        return tensor
+
+    def read(self, shards: Sequence[Shard], *, partly: bool = False) -> None:
+        """Fill the memory of boxes of one tensor. partly: elements that no rank has written stay as they are.
+
+        Raises CheckpointError where not all of them was written, and for another shape.
+        """
+        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+        shards = [shard for shard in shards if shard.box.n_elems]
+        if not shards:
+            return
+        name, saved = shards[0].name, self._of(shards[0].name)
+        if saved[0][0].shape != shards[0].shape:
+            raise CheckpointError(
+                f"it holds {name!r} of shape {list(saved[0][0].shape)}, and here it is {list(shards[0].shape)}"
+            )
+        metadata = _tensor_metadata(saved[0][0], [_chunk(each.box) for each, _ in saved])
+        items = create_read_items_for_chunk_list(name, metadata, [_chunk(shard.box) for shard in shards])
+        n_read = sum(math.prod(item.lengths) for item in items)
+        if not partly and n_read != sum(shard.box.n_elems for shard in shards):
+            raise CheckpointError(f"it does not hold all elements of {name!r}")
+        for number, from_one in itertools.groupby(sorted(items, key=_source), _source):
+            tensor = self._load(*saved[number])
+            for item in from_one:
+                shard = shards[_number(item.dest_index)]
+                target = shard.tensor[_slices(item.dest_offsets, item.lengths)]
+                with torch.no_grad():
+                    target.copy_(tensor[_slices(item.storage_offsets, item.lengths)])
+
+    def _of(self, name: str) -> list[tuple[SavedBox, ShardFile]]:
+        if name not in self._boxes:
+            raise CheckpointError(f"it does not hold {name!r}")
+        return self._boxes[name]
+
+    def _load(self, saved: SavedBox, file: ShardFile) -> torch.Tensor:
+        data = np.empty(saved.data_bytes, np.uint8)
+        try:
+            with (self._folder / file.name).open("rb") as opened:
+                opened.seek(saved.data_offset)
+                n_bytes = opened.readinto(data.data)
+        except OSError as error:
+            raise CheckpointError(f"{file.name} cannot be read: {error.strerror}") from error
+        if n_bytes != data.size:
+            raise CheckpointError(f"{file.name} ends early: it is torn")
+        return torch.from_numpy(data).view(_dtype(saved.dtype)).view(saved.box.sizes)
+
+
+def _number(index: MetadataIndex) -> int:
+    assert index.index is not None, "the planner numbers them"
+    return index.index
+
+
+def _source(item: ReadItem) -> int:
+    return _number(item.storage_index)
+
+
+def _slices(offsets: torch.Size, lengths: torch.Size) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))

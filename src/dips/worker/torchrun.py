@@ -1,0 +1,60 @@
+"""torchrun for the ranks of a cluster: `python -m dips.worker.torchrun` takes torchrun's own arguments.
+
+torchrun itself ends with 1 whatever its processes ended with. What starts a cluster again must know whether that can
+help (a dead rank, a lost node), or whether a person must act (a wrong setting), so this one ends with the code of the
+rank that failed. And each attempt gets a store of its own, so that a new node can join those that lost one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+
+from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, FatalError
+from dips.core.observe.logs import say_last
+
+OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""torchrun's variable. Without it the nodes that are left keep the address of their first attempt's store, and tell it
+to nobody: a node that comes later waits for it until its time is over (seen with torch 2.13).
+"""
+
+A_PERSON_MUST_ACT = (ConfigError.exit_code, NAME_TAKEN_EXIT)
+
+
+def exit_code(codes: Iterable[int]) -> int:
+    """The exit code of a node whose ranks ended so, the first to fail first. A process that a signal ended has minus
+    its number, as subprocess has it; here it becomes 128 and the number, as shells have it.
+    """
+    ends = [code if code > 0 else 128 - code for code in codes if code]
+    return next((code for code in ends if code in A_PERSON_MUST_ACT), ends[0] if ends else 0)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the ranks of this node to their end; returns the exit code. Ends with SystemExit for wrong arguments."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import parse_args, run
+
+    os.environ.setdefault(OWN_STORES, "1")
+    try:
+        run(parse_args(list(arguments)))
+    except ChildFailedError as error:
+        failures = sorted(error.failures.items(), key=lambda item: (item[1].timestamp, item[0]))
+        code = exit_code(failure.exitcode for _, failure in failures)
+        ends = ", ".join(f"rank {rank} with {failure.exitcode}" for rank, failure in sorted(failures))
+        say_last(f"ranks of this node ended ({ends}): their own last lines say why")
+        return code
+    except SignalException as error:
+        return 128 + int(signal.Signals(error.sigval))
+    except (RendezvousError, DistError) as error:
+        say_last(f"this node does not find, or has lost, the other nodes of its cluster: {str(error) or repr(error)}")
+        return FatalError.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,434 @@
+"""Several ranks of one cluster push and pull their shares over connections of their own: real sockets, real data ports.
+
+Every rank has its carrier in a thread of its own, as its process would have it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from unittest.mock import ANY
+
+import numpy as np
+import pytest
+from support.keyed_port import RUN, V0, KeyedPort, fresh_context, push_id
+
+from dips.core.chunks import Chunk, chunks_of, digest_of_array
+from dips.core.clock import SystemClock
+from dips.core.errors import ConfigError
+from dips.core.ids import Incarnation
+from dips.core.layout import FLOAT32_BYTES, Block, Layout, Parameter
+from dips.core.messages import AllowedKey, Caller, KeyRole, PlacementSpec, PullGrant, Settings, SlaveAddress, Ticket
+from dips.core.net.carriers import Common, LoopChoice, carry_pull, carry_push
+from dips.core.net.payloads import F32, Difference, ParameterSource, SnapshotReady
+from dips.core.net.transfer import PullTransfer, PushTransfer, Transfer, TransferSettings, chunks_by_slave
+from dips.core.net.zmq_sockets import CurvePair
+from dips.core.share import Share
+from dips.core.wire import Codec
+from dips.slave.data_server import LoopName
+from dips.worker.data import RankShare, Transfers, window_of_rank
+from dips.worker.parallel.part_ends import PartEnd, combined
+from dips.worker.state.effects import Done, Failed, InstallMode, SendPush
+from dips.worker.state.waiting import Times
+from dips.worker.vectors import Live, Vectors
+
+CHUNK_BYTES = 4096
+SIZES = (70_000, 1_500, 33_333, 1)
+LAYOUT = Layout(tuple(Parameter(f"w{i}", (n,), "float32", f"w{i}") for i, n in enumerate(SIZES)), 9_000)
+"""13 blocks, 116 chunks, few of them full blocks of full chunks."""
+ORDER = tuple(reversed(range(len(LAYOUT.blocks))))
+SETTINGS = TransferSettings(CHUNK_BYTES, 6, silence_s=20.0, stall_s=60.0)
+HASTY = replace(SETTINGS, silence_s=0.4)
+CLUSTER = "a"
+THETA, PUSHED, RESIDUAL = np.random.default_rng(3).standard_normal((3, LAYOUT.n_elems), np.float32)
+
+
+def of_blocks(flat: F32, blocks: Sequence[Block]) -> F32:
+    return np.concatenate([flat[block.start_elem : block.stop_elem] for block in blocks])
+
+
+def of_share(flat: F32, share: Share) -> F32:
+    return np.concatenate([flat[:0], *(flat[start:stop] for start, stop in share.runs())])
+
+
+def shares_of(n_ranks: int, layout: Layout = LAYOUT, chunk_bytes: int = CHUNK_BYTES) -> list[Share]:
+    """Chunks dealt by chance."""
+    chunks = chunks_of(layout.blocks, chunk_bytes)
+    owners = np.random.default_rng(n_ranks).integers(0, n_ranks, len(chunks))
+
+    def run(chunk: Chunk) -> tuple[int, int]:
+        begin = layout.blocks[chunk.block_id].start_elem + chunk.offset_bytes // FLOAT32_BYTES
+        return begin, begin + chunk.length_bytes // FLOAT32_BYTES
+
+    return [
+        Share.of_runs(run(c) for c, owner in zip(chunks, owners, strict=True) if owner == rank)
+        for rank in range(n_ranks)
+    ]
+
+
+@dataclass
+class Run:
+    """Ports, and ranks with keys of their own if there are any."""
+
+    ports: list[KeyedPort]
+    curves: list[CurvePair | None]
+    shares: list[Share]
+    loop: LoopChoice
+    layout: Layout = LAYOUT
+    settings: TransferSettings = SETTINGS
+    known: list[dict[Chunk, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.known = [{} for _ in self.shares]
+
+    @property
+    def placement(self) -> PlacementSpec:
+        n = len(self.ports)
+        addresses = (
+            SlaveAddress(f"s{i}", port.server.endpoint, b"" if port.curve is None else port.curve.public)
+            for i, port in enumerate(self.ports)
+        )
+        return PlacementSpec(tuple(addresses), tuple(block.block_id % n for block in self.layout.blocks), b"")
+
+    def common(self, rank: int) -> Common:
+        return Common(
+            RUN, 1, "cause", self.layout, self.settings, curve=self.curves[rank], loop=self.loop,
+            share=self.shares[rank], rank=rank,
+        )  # fmt: skip
+
+    def together(self, carry: Callable[[int], Transfer], ranks: Sequence[int]) -> list[Transfer]:
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            return list(pool.map(carry, ranks))
+
+    def push(
+        self, source: Callable[[int], F32 | ParameterSource], ranks: Sequence[int], *, wire: Codec = Codec.F32,
+        difference: Callable[[int], Difference] | None = None, stop: threading.Event | None = None, ready:
+        Callable[[int], SnapshotReady | None] = lambda rank: None, stopped: Sequence[int] = (),
+    ) -> list[Transfer]:  # fmt: skip
+        """stopped: the ranks that `stop` cancels."""
+        ticket = Ticket(1, self.placement, ORDER, wire=wire)
+
+        def carry(rank: int) -> PushTransfer:
+            cancelled = stop if stop is not None and rank in stopped else threading.Event()
+            with fresh_context() as context:
+                return carry_push(
+                    context, self.common(rank), source(rank), push_id(CLUSTER), ticket, SystemClock(), cancelled,
+                    difference=None if difference is None else difference(rank), ready=ready(rank),
+                    checksums=self.known[rank],
+                )  # fmt: skip
+
+        return self.together(carry, ranks)
+
+    def chunks(self) -> dict[str, list[Chunk]]:
+        return chunks_by_slave(self.layout, self.placement, ORDER, self.settings.chunk_bytes)
+
+    def staged(self) -> dict[str, bytes]:
+        """The digests that the ports found."""
+        for port in self.ports:
+            port.settle()
+        return {f"s{i}": port.staged[push_id(CLUSTER)] for i, port in enumerate(self.ports) if port.staged}
+
+
+@contextmanager
+def run_of(
+    n_ranks: int, n_slaves: int, loop: LoopChoice, of_slave: LoopName = "python", *, with_keys: bool = False, wire:
+    Codec = Codec.F32,
+) -> Iterator[Run]:  # fmt: skip
+    def pair() -> CurvePair | None:
+        return CurvePair.new() if with_keys else None
+
+    with ExitStack() as stack:
+        ports = [stack.enter_context(port_of(at, n_slaves, of_slave, pair())) for at in range(n_slaves)]
+        run = Run(ports, [pair() for _ in range(n_ranks)], shares_of(n_ranks), loop)
+        for port in ports:
+            if with_keys:
+                port.server.set_allowed(
+                    [AllowedKey(KeyRole.CLUSTER, CLUSTER, curve.public) for curve in run.curves if curve is not None]
+                )
+            port.open(CLUSTER, wire)
+        yield run
+
+
+def port_of(at: int, n_slaves: int, of_slave: LoopName, curve: CurvePair | None = None) -> KeyedPort:
+    blocks = [block for block in LAYOUT.blocks if block.block_id % n_slaves == at]
+    return KeyedPort(curve, loop=of_slave, blocks=blocks, theta=of_blocks(THETA, blocks), chunk_bytes=CHUNK_BYTES)
+
+
+def whole_digests(flat: F32, n_slaves: int) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for at in range(n_slaves):
+        blocks = [block for block in LAYOUT.blocks if block.block_id % n_slaves == at]
+        found[f"s{at}"] = digest_of_array(of_blocks(flat, blocks), blocks, CHUNK_BYTES)
+    return found
+
+
+def ends_of(transfers: Sequence[Transfer]) -> list[PartEnd]:
+    return [PartEnd(1, rank, transfer.failure, checksums=transfer.known()) for rank, transfer in enumerate(transfers)]
+
+
+loops = pytest.mark.parametrize(("loop", "of_slave"), [("python", "python"), ("compiled", "compiled")])
+
+
+@loops
+@pytest.mark.parametrize(("n_ranks", "n_slaves"), [(2, 1), (3, 2), (4, 3)])
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_ranks_push_and_pull_what_one_process_would(
+    loop: LoopChoice, of_slave: LoopName, n_ranks: int, n_slaves: int, with_keys: bool
+) -> None:
+    with run_of(n_ranks, n_slaves, loop, of_slave, with_keys=with_keys) as run:
+        pushed = run.push(lambda rank: of_share(PUSHED, run.shares[rank]), range(n_ranks))
+        expected = whole_digests(PUSHED, n_slaves)
+        assert [transfer.failure for transfer in pushed] == [""] * n_ranks
+        assert run.staged() == expected
+        end = combined(ends_of(pushed), n_ranks, run.chunks())
+        assert isinstance(end, Done)
+        assert isinstance(end.result, tuple)
+        assert dict(end.result) == expected
+        for rank, transfer in enumerate(pushed):
+            carried = sum(slave.carried_bytes for slave in transfer.moved().values())
+            assert carried == FLOAT32_BYTES * run.shares[rank].n_elems, "and nothing twice"
+
+        promised = whole_digests(THETA, n_slaves)
+        grant = PullGrant(V0, 1, 1, run.placement, ORDER, tuple(promised.items()), 0, 1, None, CHUNK_BYTES, 1, RUN)
+        into = [np.zeros(share.n_elems, np.float32) for share in run.shares]
+
+        def fetch(rank: int) -> PullTransfer:
+            with fresh_context() as context:
+                return carry_pull(context, run.common(rank), into[rank], grant, SystemClock(), threading.Event())
+
+        pulled = run.together(fetch, range(n_ranks))
+        for rank, share in enumerate(run.shares):
+            assert pulled[rank].done, pulled[rank].failure
+            assert into[rank].tobytes() == of_share(THETA, share).tobytes()
+        assert isinstance(combined(ends_of(pulled), n_ranks, run.chunks(), promised), Done)
+
+
+@pytest.mark.parametrize("loop", ["python", "compiled"])
+@pytest.mark.parametrize("wire", [Codec.BF16, Codec.INT8, Codec.INT4])
+def test_differences_of_shares_are_those_of_the_whole(loop: LoopChoice, wire: Codec) -> None:
+    """A chunk's bytes are a function of its own elements, so it does not matter who sends it."""
+
+    def pushed_by(shares: list[Share]) -> tuple[dict[str, bytes], list[bytes]]:
+        with run_of(len(shares), 2, loop, wire=wire) as run:
+            run.shares, run.known = shares, [{} for _ in shares]
+            run.curves = [None] * len(shares)
+
+            def difference(rank: int) -> Difference:
+                return Difference(of_share(THETA, shares[rank]), of_share(1e-3 * RESIDUAL, shares[rank]))
+
+            transfers = run.push(
+                lambda rank: of_share(PUSHED, shares[rank]), range(len(shares)), wire=wire, difference=difference
+            )
+            assert all(transfer.done for transfer in transfers)
+            return run.staged(), [port.landed(0).tobytes() for port in run.ports]
+
+    assert pushed_by(shares_of(3)) == pushed_by([Share.whole(LAYOUT)])
+
+
+@pytest.mark.parametrize("loop", ["python", "compiled"])
+def test_live_parameters_of_a_share_are_sent_from_where_they_lie(loop: LoopChoice) -> None:
+    with run_of(3, 2, loop) as run:
+        parts = [np.array_split(of_share(PUSHED, share), 5) for share in run.shares]
+        transfers = run.push(lambda rank: Live(parts[rank]), range(3))
+        assert all(transfer.done for transfer in transfers)
+        assert run.staged() == whole_digests(PUSHED, 2)
+
+
+class StopsAt:
+    """A snapshot of which everything is there; calls `act` before the chunk of this number is read."""
+
+    def __init__(self, number: int, act: Callable[[], None], n_elems: int) -> None:
+        self._left, self._act, self._n_elems = number, act, n_elems
+
+    def wait(self, start_elem: int, stop_elem: int) -> None:
+        assert 0 <= start_elem < stop_elem <= self._n_elems, "places in the share's own vector"
+        self._left -= 1
+        if self._left == 0:
+            self._act()
+
+
+@loops
+def test_a_rank_that_was_killed_sends_the_rest_in_its_next_attempt(loop: LoopChoice, of_slave: LoopName) -> None:
+    with run_of(3, 2, loop, of_slave) as run:
+        stop = threading.Event()
+
+        def source(rank: int) -> F32:
+            return of_share(PUSHED, run.shares[rank])
+
+        def ready(rank: int) -> SnapshotReady | None:
+            return StopsAt(12, stop.set, run.shares[1].n_elems) if rank == 1 else None
+
+        first = run.push(source, range(3), stop=stop, ready=ready, stopped=[1])
+        assert [transfer.done for transfer in first] == [True, False, True]
+        assert run.staged() == {}, "as long as one rank has not sent its share"
+        run.known[1] = {}  # another process
+        again = run.push(source, range(3))
+        assert all(transfer.done for transfer in again)
+        assert run.staged() == whole_digests(PUSHED, 2)
+        for rank in (0, 2):
+            assert sum(slave.carried_bytes for slave in again[rank].moved().values()) == 0
+        resumed = sum(slave.resumed_bytes for slave in again[1].moved().values())
+        assert 0 < resumed < FLOAT32_BYTES * run.shares[1].n_elems
+        end = combined(ends_of(again), 3, run.chunks())
+        assert isinstance(end, Done), "an attempt that sent nothing knows all checksums too"
+
+
+@loops
+def test_a_slave_that_was_started_again_gets_all_shares(loop: LoopChoice, of_slave: LoopName) -> None:
+    """Ranks that had sent everything to it send it again, as soon as the master's answer has them try again."""
+    with run_of(3, 2, loop, of_slave) as run, ExitStack() as stack:
+        run.settings = HASTY
+        gone = run.ports[1]
+
+        def source(rank: int) -> F32:
+            return of_share(PUSHED, run.shares[rank])
+
+        def ready(rank: int) -> SnapshotReady | None:
+            return StopsAt(15, gone.server.stop, run.shares[0].n_elems) if rank == 0 else None
+
+        first = run.push(source, range(3), ready=ready)
+        assert not first[0].done
+        assert "s1" in first[0].failure
+        run.ports[1] = stack.enter_context(port_of(1, 2, of_slave))
+        run.ports[1].open(CLUSTER)
+        again = run.push(source, range(3))
+        assert all(transfer.done for transfer in again)
+        assert run.staged() == whole_digests(PUSHED, 2)
+        assert isinstance(combined(ends_of(again), 3, run.chunks()), Done)
+
+
+@pytest.mark.parametrize("loop", ["python", "compiled"])
+def test_a_rank_that_owns_nothing_opens_no_connection(loop: LoopChoice) -> None:
+    placement = PlacementSpec((SlaveAddress("s0", "tcp://127.0.0.1:1"),), (0,) * len(LAYOUT.blocks), b"")
+    common = Common(RUN, 1, "cause", LAYOUT, SETTINGS, loop=loop, share=Share.of_runs([]), rank=1)
+    empty, never = np.zeros(0, np.float32), threading.Event()
+    with fresh_context() as context:
+        pushed = carry_push(
+            context, common, empty, push_id(CLUSTER), Ticket(1, placement, ORDER), SystemClock(), never
+        )  # fmt: skip
+        grant = PullGrant(V0, 1, 1, placement, ORDER, (("s0", b""),), 0, 1, None, CHUNK_BYTES, 1, RUN)
+        pulled = carry_pull(context, common, empty, grant, SystemClock(), never)
+    for transfer in (pushed, pulled):
+        assert transfer.done
+        assert transfer.known() == {}
+
+
+def test_a_share_of_other_chunks_is_refused_before_anything_is_sent() -> None:
+    placement = PlacementSpec((SlaveAddress("s0", "tcp://127.0.0.1:1"),), (0,) * len(LAYOUT.blocks), b"")
+    common = Common(RUN, 1, "cause", LAYOUT, SETTINGS, share=Share.of_runs([(0, 7)]))
+    ticket = Ticket(1, placement, ORDER)
+    with fresh_context() as context, pytest.raises(ConfigError, match="whole chunks of 4096 bytes"):
+        carry_push(
+            context, common, np.zeros(7, np.float32), push_id(CLUSTER), ticket, SystemClock(), threading.Event()
+        )  # fmt: skip
+
+
+@loops
+def test_more_chunks_than_one_answer_names(loop: LoopChoice, of_slave: LoopName) -> None:
+    """Three ranks, whose chunks alternate; one answer names 2048 of them all."""
+    layout = Layout((Parameter("w", (48_001,), "float32", "w"),))
+    flat = np.random.default_rng(4).standard_normal(layout.n_elems, np.float32)
+    with KeyedPort(
+        None, loop=of_slave, blocks=layout.blocks, theta=np.zeros_like(flat), chunk_bytes=32
+    ) as port:  # fmt: skip
+        port.open(CLUSTER)
+        run = Run([port], [None] * 3, shares_of(3, layout, 32), loop, layout, replace(SETTINGS, chunk_bytes=32))
+        transfers = run.push(lambda rank: of_share(flat, run.shares[rank]), range(3))
+        assert all(transfer.done for transfer in transfers), [transfer.failure for transfer in transfers]
+        assert run.staged() == {"s0": digest_of_array(flat, layout.blocks, 32)}
+        assert port.landed(0).tobytes() == flat.tobytes()
+
+
+# ---- on the data threads of ranks ----
+
+
+class OwnParameters:
+    """The live parameters that a rank owns, as its share's flat vector."""
+
+    def __init__(self, flat: F32) -> None:
+        self.flat = flat
+
+    def layout(self) -> Layout:
+        return LAYOUT
+
+    def snapshot(self, into: F32) -> None:
+        into[:] = self.flat
+
+    def install(self, flat: F32) -> None:
+        self.flat[:] = flat
+
+    def reset_inner_optimizer(self) -> None:
+        raise AssertionError("nobody asked for it")
+
+
+class Rank:
+    """One rank's vectors and data thread, and the ends of its parts."""
+
+    def __init__(self, run: Run, rank: int, flat: F32) -> None:
+        share = run.shares[rank]
+        self.parameters, self.vectors = OwnParameters(of_share(flat, share)), Vectors(share.n_elems)
+        self.ends: queue.SimpleQueue[PartEnd] = queue.SimpleQueue()
+        of_rank = RankShare(rank, share, self.ends.put, len(run.shares))
+        self.transfers = Transfers(
+            LAYOUT, self.vectors, self._never, SystemClock(), run.curves[rank], of_rank=of_rank
+        )  # fmt: skip
+
+    def _never(self, event: object) -> None:
+        raise AssertionError(f"{event} was delivered for a part")
+
+    def end(self) -> PartEnd:
+        return self.ends.get(timeout=60.0)
+
+
+TIMES = Times(5.0, 1.0, 5.0, 20.0, 60.0, 5.0)
+
+
+def test_transfers_of_ranks_end_as_parts_of_one_job() -> None:
+    """And an attempt that sends nothing again knows the checksums of the one before."""
+    caller = Caller(RUN, 1, CLUSTER, Incarnation(1, 1), "cause")
+    settings = Settings(chunk_bytes=CHUNK_BYTES)
+    with run_of(3, 2, "auto", with_keys=True) as run, ExitStack() as stack:
+        ranks = [Rank(run, rank, PUSHED) for rank in range(3)]
+        for rank in ranks:
+            stack.callback(rank.transfers.close)
+        for job in (7, 8):
+            for rank in ranks:
+                rank.vectors.snapshot(rank.parameters)
+                send = SendPush(push_id(CLUSTER), Ticket(1, run.placement, ORDER))
+                rank.transfers.push(job, send, caller, settings, TIMES)
+            ends = [rank.end() for rank in ranks]
+            assert [(end.job, end.rank, end.failure) for end in ends] == [(job, rank, "") for rank in range(3)]
+            done = combined(ends, 3, run.chunks())
+            assert isinstance(done, Done)
+            assert isinstance(done.result, tuple)
+            assert dict(done.result) == run.staged() == whole_digests(PUSHED, 2)
+
+        promised = whole_digests(THETA, 2)
+        grant = PullGrant(V0, 1, 1, run.placement, ORDER, tuple(promised.items()), 0, 1, None, CHUNK_BYTES, 1, RUN)
+        for rank in ranks:
+            rank.transfers.pull(9, grant, rank.vectors.landing(push_is_needed=False), "cause", TIMES)
+        assert combined([rank.end() for rank in ranks], 3, run.chunks(), promised) == Done(9, None, ANY)
+        for rank, share in zip(ranks, run.shares, strict=True):
+            rank.vectors.install(rank.parameters, InstallMode.REPLACE)
+            assert rank.parameters.flat.tobytes() == of_share(THETA, share).tobytes()
+
+        lost = replace(grant, version=replace(V0, v=5))
+        ranks[2].transfers.pull(10, lost, ranks[2].vectors.landing(push_is_needed=False), "cause", TIMES)
+        end = ranks[2].end()
+        assert (end.job, end.rank, end.checksums) == (10, 2, {})
+        assert "version" in end.failure
+        ended = combined([end], 3, run.chunks(), promised)
+        assert isinstance(ended, Failed)
+        assert ended.sentence.startswith("rank 2: ")
+
+
+@pytest.mark.parametrize(
+    ("window_chunks", "n_ranks", "expected"),
+    [(64, 1, 64), (64, 4, 16), (64, 16, 4), (64, 100, 1), (2, 1, 2), (3, 2, 1)],
+)
+def test_ranks_divide_the_window(window_chunks: int, n_ranks: int, expected: int) -> None:
+    assert window_of_rank(window_chunks, n_ranks) == expected

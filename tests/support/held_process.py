@@ -1,0 +1,188 @@
+"""One rank that agrees with the others on what they hold: `python -m support.held_process RANK N_RANKS FOLDER KIND...`.
+
+For each kind of support.parallel_models it writes a line: the agreed layout's hash, this rank's pieces, the values in
+them as torch holds them, and the data coordinates; or the sentence of the refusal. In `gone2`, which
+comes last, rank 1 does not enter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from support.parallel_models import local, part_of
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+from dips.core.errors import DipsError
+from dips.worker.parallel import held, roll_call
+from dips.worker.parallel.agreement import agree
+from dips.worker.parallel.held import held_here
+from dips.worker.parallel.replicas import Replicas
+from dips.worker.parallel.untrained import untrained_of_ranks
+
+
+class Group:
+    """All ranks of torch's default group."""
+
+    def __init__(self) -> None:
+        self.rank, self.n_ranks = dist.get_rank(), dist.get_world_size()
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        said: list[bytes] = [b""] * self.n_ranks
+        dist.all_gather_object(said, mine)
+        return said
+
+    def copy(self, tensor: torch.Tensor, ranks: Sequence[int]) -> None:
+        for other in ranks[1:]:
+            if self.rank == ranks[0]:
+                dist.send(tensor.contiguous(), other)
+            elif self.rank == other:
+                got = tensor.contiguous()
+                dist.recv(got, ranks[0])
+                tensor.copy_(got)
+
+
+def parameter_of(tensor: torch.Tensor) -> torch.nn.Module:
+    """A module with this parameter."""
+    module = torch.nn.Module()
+    module.register_parameter("w", torch.nn.Parameter(tensor))
+    return module
+
+
+def _whole() -> torch.Tensor:
+    return torch.arange(7 * 4, dtype=torch.float32).view(7, 4)
+
+
+def partial2() -> torch.nn.Module:
+    """A sum over ranks of which each holds a term."""
+    mesh = init_device_mesh("cpu", (2,))
+    return parameter_of(DTensor.from_local(_whole(), mesh, [Partial()]))
+
+
+def meshes2() -> torch.nn.Module:
+    """Cut over both ranks on the first, over itself alone on the second."""
+    both, alone = DeviceMesh("cpu", [0, 1]), [DeviceMesh("cpu", [rank]) for rank in range(2)]
+    if dist.get_rank() == 1:
+        return parameter_of(DTensor.from_local(_whole(), alone[1], [Shard(0)]))
+    shape, stride = torch.Size((7, 4)), (4, 1)
+    return parameter_of(DTensor.from_local(_whole()[:4], both, [Shard(0)], run_check=False, shape=shape, stride=stride))
+
+
+def half2() -> torch.nn.Module:
+    """Each rank's mesh is itself alone, and each has its own part of a tensor."""
+    alone = [DeviceMesh("cpu", [rank]) for rank in range(2)]
+    part = _whole()[:4] if dist.get_rank() == 0 else _whole()[4:]
+    return parameter_of(DTensor.from_local(part.contiguous(), alone[dist.get_rank()], [Shard(0)]))
+
+
+def alone2() -> torch.nn.Module | None:
+    """Rank 1 has no master."""
+    return None if dist.get_rank() == 1 else parameter_of(_whole())
+
+
+def hybrid4() -> torch.nn.Module:
+    """FSDP2 on a 2-D mesh, whose second half was initialized from another seed."""
+    module = parameter_of(_whole())
+    fully_shard(module, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    with torch.no_grad():
+        local(module.get_parameter("w")).add_(dist.get_rank() // 2)
+    return module
+
+
+def uneven4() -> torch.nn.Module:
+    """FSDP2 over tensor parallelism along one dimension, which neither divides."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module = parameter_of(distribute_tensor(_whole(), mesh["tp"], [Shard(0)]))
+    fully_shard(module, mesh=mesh["dp"])
+    return module
+
+
+SINGLE: Mapping[str, Callable[[], torch.nn.Module | None]] = {
+    "partial2": partial2,
+    "meshes2": meshes2,
+    "half2": half2,
+    "alone2": alone2,
+    "hybrid4": hybrid4,
+    "hybrid4-replicas": hybrid4,
+    "uneven4": uneven4,
+}
+"""Modules of one parameter, most of which cannot be."""
+
+
+def agreed_single(kind: str) -> dict[str, object]:
+    """What this rank gets, and its elements at the end."""
+    group, module = Group(), SINGLE[kind]()
+    here: held.Held | Exception | None = None
+    try:
+        if module is not None:
+            here = held_here([module], [torch.optim.SGD(module.parameters(), lr=0.1)])
+    except DipsError as error:
+        here = error
+    replicas = kind.endswith("replicas")
+    agreed = agree(group, here, {}, replicas=replicas)
+    assert agreed is not None
+    compared = Replicas(group, agreed)
+    if compared.agree(replicas=replicas):
+        compared.give(group.copy)
+    mine = zip(agreed.held[group.rank], agreed.tensors(), strict=True)
+    return {"held": [[*piece[1:], tensor.tolist()] for piece, tensor in mine]}
+
+
+def agreed_part(kind: str) -> dict[str, object]:
+    part = part_of(kind)
+    shards = {name: held.ShardOf(name, shape, starts) for name, (shape, starts) in part.boxes.items()}
+    part.evaluate()
+    here = held_here(part.wrapped, part.optimizers(0), shards=shards or None, data_mesh=part.arguments.get("data_mesh"))
+    group = Group()
+    agreed = agree(group, here, {})
+    assert agreed is not None
+    Replicas(group, agreed).agree(replicas=False)
+    untrained, description = untrained_of_ranks(group, group.copy, agreed)
+    places = {name: p for (name, _), p in zip(part.parameters, part.places, strict=True)}
+    part.evaluate()
+    tensors = agreed.tensors()
+    wrong = []
+    for piece, tensor in zip(agreed.held[group.rank], tensors, strict=True):
+        span = agreed.layout.spans[piece.parameter]
+        whole = torch.arange(span.start_elem, span.stop_elem).view(span.parameter.shape)
+        for dim, (start, size) in enumerate(zip(piece.starts, piece.sizes, strict=True)):
+            whole = whole.narrow(dim, start, size)
+        if not torch.equal(whole, places[span.parameter.name]) or tensor.shape != whole.shape:
+            wrong.append(span.parameter.name)
+    return {
+        "untrained": untrained.to_text(),
+        "description": description,
+        "layout": agreed.layout.layout_hash.hex(),
+        "pieces": len(tensors),
+        "wrong": wrong,
+        "coordinates": agreed.coordinates,
+        "held": hashlib.sha256(repr(agreed.held).encode()).hexdigest(),
+        "same memory": all(t.data_ptr() in {local(p).data_ptr() for _, p in part.parameters} for t in tensors),
+    }
+
+
+def main(rank: int, n_ranks: int, folder: Path, kinds: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks)
+    for kind in kinds:
+        try:
+            roll_call.ROLL_CALL_S = 1.0 if kind == "gone2" else 200.0
+            if kind != "gone2" or rank == 0:
+                roll_call.call_the_roll()
+            line = {} if kind == "gone2" else agreed_single(kind) if kind in SINGLE else agreed_part(kind)
+        except DipsError as error:
+            line = {"refused": str(error), "exit_code": error.exit_code}
+        with (folder / f"rank-{rank}.jsonl").open("a") as out:
+            out.write(json.dumps(line) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

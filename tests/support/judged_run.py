@@ -1,0 +1,59 @@
+"""A run with directories as `dips up` makes them, so that `dips verify --replay` can judge it afterwards."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from support.whole_run import WholeRun
+
+from dips.judge.verify import verify_run
+from dips.local.log_files import tape_path
+from dips.master.journal import read_records
+
+
+class JudgedRun(WholeRun):
+    """Use as a context manager; judge() it once all processes have ended in order."""
+
+    def __enter__(self) -> JudgedRun:
+        super().__enter__()
+        return self
+
+    def start_master(self) -> None:
+        for name in ("slaves", "tapes"):
+            (self.directory / name).mkdir(parents=True, exist_ok=True)
+        super().start_master()
+
+    def start_slave(self, name: str, **more: object) -> None:
+        directory = self.directory / "slaves"
+        tape = tape_path(self.directory, name)
+        super().start_slave(name, directory=directory / name, tape=tape, record_pushes=True, **more)
+
+    def judge(self) -> None:
+        """Every published version is made again from the recorded pushes, none of which counts twice."""
+        report = verify_run(self.directory, replay=True)
+        said = "; ".join(str(violation) for violation in report.violations)
+        assert report.ok, f"dips verify: {report.verdict}; {said}; {report.unproven}"
+        assert report.replayed is not None
+        assert report.replayed.versions > 0
+        assert not report.replayed.skipped, f"versions that were not made anew: {report.replayed.skipped[:3]}"
+        pushes = [tuple(part["push"]) for part in self.applied()]
+        assert len(set(pushes)) == len(pushes), "a push was applied twice"
+        counted = sum(part["tokens"] for part in self.applied())
+        assert counted == self.commits()[-1]["tokens"], "the tokens of the applied pushes do not add up to the run's"
+
+    def commits(self) -> list[dict[str, Any]]:
+        """What the journal says of each round that was committed, oldest first."""
+        records = (json.loads(record.record_json) for record in read_records(self.directory / "master"))
+        return [record for record in records if record["kind"] == "COMMIT"]
+
+    def parts(self) -> list[dict[str, Any]]:
+        """The decided pushes, of all rounds that were committed; `push` begins with the cluster's name."""
+        return [part for commit in self.commits() for part in commit["participants"]]
+
+    def applied(self) -> list[dict[str, Any]]:
+        """Those that are in the model."""
+        return [part for part in self.parts() if part["verdict"] == "APPLIED"]
+
+    def applied_tokens(self, name: str) -> int:
+        return sum(part["tokens"] for part in self.applied() if part["push"][0] == name)

@@ -1,0 +1,178 @@
+"""One rank of a cluster of any parallelism (support.parallel_models), as a child of support.fork_server or alone:
+
+    python -m support.parallel_process KIND RANK FOLDER [options]
+
+Options say what it does. Its record of the steps goes to FOLDER/rank-N.pt, a byte for each step that it
+begins to FOLDER/steps-N, and it ends with the exit code of the error
+that ended it. The environment names the run, as for every training program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support import parallel_models
+from support.parallel_models import COORDINATES, Part, local, part_of, ranks_of
+
+import dips
+from dips.core.errors import DipsError
+from dips.core.observe.logs import configure_logging
+
+TOKENS = 16
+"""Of one step of a whole cluster."""
+
+GATE_S = 60.0
+
+
+class Record:
+    """What the full tensors of this rank's parameters were, by torch's own means, after each training step (`trained`)
+    and after what dips.DiLoCo did then (`synced`, which begins with what they were as the loop was entered).
+    """
+
+    def __init__(self, part: Part, *, empty: bool = False) -> None:
+        """empty: notes nothing, since that takes collectives of torch's own."""
+        self._part = part
+        self._empty = empty
+        self.trained: list[dict[str, torch.Tensor]] = []
+        self.synced: list[dict[str, torch.Tensor]] = []
+        self.news: dict[str, object] = {}
+
+    def note_trained(self) -> None:
+        if not self._empty:
+            self.trained.append(self._part.full_tensors())
+
+    def note_synced(self) -> None:
+        if not self._empty:
+            self.synced.append(self._part.full_tensors())
+
+    def save(self, path: Path) -> None:
+        """With what the full tensors are now, in any case."""
+        made = {"trained": self.trained, "synced": self.synced, "news": self.news, "last": [self._part.full_tensors()]}
+        torch.save(made, path)
+
+
+def wait_for(path: Path) -> None:
+    """Until the test has made this file. Raises TimeoutError."""
+    deadline_s = time.monotonic() + GATE_S
+    while not path.exists():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"nobody made {path}")
+        time.sleep(0.01)
+
+
+def only_torch(part: Part, record: Record) -> None:
+    """Torch builds and steps it: values before, and after a step of SGD."""
+    record.note_synced()
+    before = [local(p).clone() for _, p in part.parameters]
+    part.forward_and_backward()
+    torch.optim.SGD([p for _, p in part.parameters], lr=0.1).step()
+    moved = [not torch.equal(old, local(p)) for old, (_, p) in zip(before, part.parameters, strict=True)]
+    record.news = {
+        "empty": sum(old.numel() == 0 for old in before),
+        "moved": all(did or not old.numel() for did, old in zip(moved, before, strict=True)),
+        "elements": sum(old.numel() for old in before),
+    }
+
+
+def train(part: Part, record: Record, told: argparse.Namespace) -> None:
+    """A cluster's loop, whose steps add what the rule says."""
+    optimizers = part.optimizers(told.number)
+    optimizers[-1].after_update = record.note_trained
+    for optimizer in optimizers:
+        optimizer.spoiled_step = told.spoil
+    part.evaluate()
+    models: Any = part.wrapped if len(part.wrapped) > 1 else part.wrapped[0]
+    given: Any = optimizers if len(optimizers) > 1 else optimizers[0]
+    tokens = TOKENS // COORDINATES.get(told.kind, 1)
+    with (
+        (told.folder / f"steps-{told.rank}").open("wb", buffering=0) as steps_made,
+        dips.DiLoCo(models, given, tokens_per_step=tokens, steps=told.steps, **part.arguments) as sync,
+    ):
+        record.note_synced()
+        (told.folder / f"entered-{told.rank}").touch()
+        if told.gate:
+            wait_for(told.gate)
+        while not sync.done:
+            if told.computes:
+                part.forward_and_backward()
+            part.evaluate()
+            steps_made.write(b".")
+            for optimizer in optimizers:
+                optimizer.step()
+            record.note_synced()
+            time.sleep(told.step_s)
+        record.news = {
+            "steps": sync.steps, "version": str(sync.version), "progress": sync.progress, "ended": sync.run_ended,
+            "resets": sum(optimizer.resets for optimizer in optimizers) / len(optimizers),
+        }  # fmt: skip
+
+
+def _mistake(part: Part, name: str, rank: int) -> None:
+    """What a user may do wrong, often on one rank alone."""
+    model = part.models[0]
+    if name == "unmapped":
+        del part.arguments["shards"]
+    elif name == "rounded buffers":
+        part.arguments.update(buffers="average", wire_dtype="int8")
+    elif rank == 1 and name == "shape":
+        model.norm = torch.nn.LayerNorm(3)
+    elif rank == 1 and name == "values":
+        with torch.no_grad():
+            part.parameters[0][1].add_(1.0)
+    elif rank == 1 and name == "clash":
+        model.blocks = torch.nn.ModuleDict({"0": model.blocks["2"], "3": model.blocks["3"]})
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=sorted(parallel_models.KINDS))
+    parser.add_argument("rank", type=int)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only-torch", action="store_true")
+    parser.add_argument("--number", type=int, default=0, help="of the cluster, for the rule")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--computes", action="store_true", help="also forward and backward, by torch's own means")
+    parser.add_argument("--gate", type=Path, help="wait for this file before the first step")
+    parser.add_argument("--unrecorded", action="store_true", help="note no parameters")
+    parser.add_argument("--spoil", type=int, default=0, help="the step that makes an element NaN")
+    parser.add_argument("--mistake", default="", help="enter with a wrong set-up")
+    told = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    torch.set_num_threads(1)
+    configure_logging("worker", f"{told.kind}-{told.rank}")
+    n_ranks = ranks_of(told.kind)
+    if n_ranks > 1:
+        store = f"file://{told.folder}/store"
+        dist.init_process_group("gloo", init_method=store, rank=told.rank, world_size=n_ranks)
+    part = part_of(told.kind)
+    _mistake(part, told.mistake, told.rank)
+    record, before = Record(part, empty=told.unrecorded), [local(p).clone() for _, p in part.parameters]
+    try:
+        if told.only_torch:
+            only_torch(part, record)
+        else:
+            train(part, record, told)
+        record.save(told.folder / f"rank-{told.rank}.pt")
+    except DipsError as error:
+        touched = not all(torch.equal(old, local(p)) for old, (_, p) in zip(before, part.parameters, strict=True))
+        print(f"{type(error).__name__}: {error}", flush=True)
+        print("its parameters were touched" if touched else "its parameters are as they were", flush=True)
+        return error.exit_code
+    if n_ranks > 1:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""Starts clusters of several ranks (support.parallel_process) from a fork server, and reads what they recorded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from support.fork_server import ForkedProcess, ForkServer
+from support.parallel_models import full_model, merged, ranks_of
+from support.whole_run import option_words
+
+F32 = NDArray[np.float32]
+WAIT_S = 120.0
+"""For torch's groups to come up on a machine that is busy with other things."""
+
+
+@dataclass
+class RankedCluster:
+    """One cluster: its ranks as processes, and their folder."""
+
+    kind: str
+    folder: Path
+    ranks: list[ForkedProcess] = field(default_factory=list)
+
+    @classmethod
+    def start(
+        cls,
+        server: ForkServer,
+        kind: str,
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        of_rank: Mapping[int, Mapping[str, str]] | None = None,
+        **options: object,
+    ) -> RankedCluster:
+        """environment: of all ranks; of_rank: more for one of them. options: of support.parallel_process."""
+        folder.mkdir(parents=True)
+        cluster = cls(kind, folder)
+        for rank in range(ranks_of(kind)):
+            words = ["rank", kind, str(rank), str(folder), *option_words(options)]
+            given = {"OMP_NUM_THREADS": "1", **(environment or {}), **(of_rank or {}).get(rank, {})}
+            cluster.ranks.append(server.start(folder.name, words, cluster.log_path(rank), given))
+        return cluster
+
+    def log_path(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.log"
+
+    def log(self, rank: int) -> str:
+        return self.log_path(rank).read_text() if self.log_path(rank).exists() else ""
+
+    def logs(self) -> str:
+        return "\n".join(f"rank {rank}: {self.log(rank)[-3000:]}" for rank in range(len(self.ranks)))
+
+    def is_settled(self) -> bool:
+        """Whether every rank is in its loop, or one has ended."""
+        entered = all((self.folder / f"entered-{rank}").exists() for rank in range(len(self.ranks)))
+        return entered or any(rank.poll() is not None for rank in self.ranks)
+
+    def codes(self, wait_s: float = WAIT_S) -> list[int | None]:
+        """Exit codes of all ranks, which end by themselves."""
+        until_s = time.monotonic() + wait_s
+        return [rank.wait(max(0.1, until_s - time.monotonic())) for rank in self.ranks]
+
+    def records(self) -> list[dict[str, Any]]:
+        """What each rank recorded. Raises AssertionError, with the logs, where one did not end well."""
+        codes = self.codes()
+        assert codes == [0] * len(self.ranks), f"{self.kind}: {codes}\n{self.logs()}"
+        return [torch.load(self.folder / f"rank-{rank}.pt") for rank in range(len(self.ranks))]
+
+    def flats(self, what: str) -> list[F32]:
+        """The flat vector of the full model at each entry of `trained`, `synced` or `last`; all ranks must agree."""
+        records = self.records()
+        entries = [len(record[what]) for record in records]
+        assert len(set(entries)) == 1, f"ranks made other numbers of steps: {entries}"
+        return [flat_of(merged([r[what][i] for r in records]), tied="tied" in self.kind) for i in range(entries[0])]
+
+
+def flat_of(full: Mapping[str, torch.Tensor], *, tied: bool = False) -> F32:
+    """The flat vector, in the order of a one-process cluster of this model."""
+    names = [name for name, p in full_model(tied=tied).named_parameters() if p.requires_grad]
+    assert sorted(names) == sorted(full)
+    flat: F32 = torch.cat([full[name].reshape(-1) for name in names]).numpy()
+    return flat

@@ -1,0 +1,31 @@
+"""Runs a script of tests/support once for each rank of a torch.distributed world."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from support.dips_command import environment
+from support.repository import ROOT
+
+WAIT_S = 240.0
+
+
+def run_ranks(script: str, n_ranks: int, folder: Path, *kinds: str) -> list[tuple[int, list[str]]]:
+    """Exit code and lines of each rank of `python -m support.SCRIPT RANK N_RANKS FOLDER KIND...`."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"support.{script}", str(rank), str(n_ranks), str(folder), *kinds],
+            cwd=ROOT / "tests", env={**environment(), "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(n_ranks)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=WAIT_S)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return [(process.returncode, output.splitlines()) for process, output in zip(started, outputs, strict=True)]

@@ -1,0 +1,54 @@
+"""A share of the flat vector: its places, its chunks, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dips.core.chunks import chunks_of
+from dips.core.layout import Layout, Parameter
+from dips.core.share import Share
+
+LAYOUT = Layout((Parameter("a.w", (5, 7), "float32", "a"), Parameter("b.w", (40,), "float32", "b")), block_elems=16)
+CHUNK_BYTES = 24
+CHUNKS = chunks_of(LAYOUT.blocks, CHUNK_BYTES)
+
+
+def span(chunk_index: int) -> tuple[int, int]:
+    block, offset_bytes, length_bytes = CHUNKS[chunk_index]
+    start = LAYOUT.blocks[block].start_elem + offset_bytes // 4
+    return start, start + length_bytes // 4
+
+
+@given(st.sets(st.integers(0, len(CHUNKS) - 1)))
+def test_places_and_chunks_are_those_of_the_owned_elements(owned: set[int]) -> None:
+    share = Share.of_runs(span(index) for index in sorted(owned))
+    elems = [elem for index in sorted(owned) for elem in range(*span(index))]
+    assert share.n_elems == len(elems)
+    assert [elem for start, stop in share.runs() for elem in range(start, stop)] == elems
+    assert [share.place_of(elem) for elem in elems] == list(range(len(elems)))
+    assert share.chunks(LAYOUT, CHUNK_BYTES) == [CHUNKS[index] for index in sorted(owned)]
+    for elem in set(range(LAYOUT.n_elems)) - set(elems):
+        assert not share.owns(elem, elem + 1)
+        with pytest.raises(ValueError, match="not in this share"):
+            share.place_of(elem)
+
+
+def test_the_whole_model_is_one_run() -> None:
+    share = Share.whole(LAYOUT)
+    assert share.runs() == [(0, LAYOUT.n_elems)]
+    assert share.chunks(LAYOUT, CHUNK_BYTES) == CHUNKS
+    assert np.array_equal(share.places, [0])
+
+
+@pytest.mark.parametrize("runs", [[(0, 4), (3, 8)], [(5, 5)], [(8, 9), (0, 1)]])
+def test_runs_must_ascend_and_hold_something(runs: list[tuple[int, int]]) -> None:
+    with pytest.raises(ValueError, match="empty, or overlaps"):
+        Share.of_runs(runs)
+
+
+def test_a_share_of_parts_of_chunks_is_refused() -> None:
+    with pytest.raises(ValueError, match="whole chunks"):
+        Share.of_runs([(0, 7)]).chunks(LAYOUT, CHUNK_BYTES)

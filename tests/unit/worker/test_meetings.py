@@ -1,0 +1,160 @@
+"""What follows from what the ranks of a cluster tell the leader, and the orders that they get."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from dips.core.errors import ConfigError, DipsError, FatalError, RefusalCode, Refused, RemoteProtocolError, RetryLater
+from dips.core.ids import ClusterId, Incarnation, PushId, Version
+from dips.core.messages import Caller, DataRange, PlacementSpec, PullGrant, Settings, SlaveAddress, Ticket
+from dips.core.wire import Codec
+from dips.worker.commands import Fetch, Send, ShareOut, Snapshot
+from dips.worker.parallel.meetings import MOST_STEPS, Report, Stage, late_ranks, next_meeting_steps, tally
+from dips.worker.parallel.orders import Ask, AskEnds, GiveUp, GoOn, Order, Ranges, from_bytes, to_bytes
+from dips.worker.state.effects import Cancel, ClearResidual, CopyBase, Install, InstallMode, KeepResidual
+from dips.worker.state.waiting import GivenTimes, times_of
+
+TIMES = times_of(GivenTimes(), Settings())
+PLACEMENT = PlacementSpec((SlaveAddress("s0", "tcp://127.0.0.1:1"),), (0, 0), b"hash")
+PUSH = PushId(ClusterId("a"), Incarnation(1, 2), 3)
+CALLER = Caller("run", 1, ClusterId("a"), Incarnation(1, 2), "a/1.2#3")
+GRANT = PullGrant(Version(1, 4), 2, 5, PLACEMENT, (0, 1), (("s0", b"digest"),), 100, 30, None, 4096, 1, "run")
+ORDERS: list[Order] = [
+    ShareOut(4096),
+    Snapshot(may_stay_live=False, whole=True),
+    CopyBase(),
+    Send(7, PUSH, Ticket(1, PLACEMENT, (1, 0)), CALLER, Settings(), TIMES),
+    Fetch(8, GRANT, "cause", TIMES, True, False),
+    Cancel(7),
+    Install(InstallMode.REBASE_FROM_PUSH, reset_inner=True),
+    KeepResidual(Codec.BF16),
+    ClearResidual(),
+    Ask(),
+    AskEnds(7),
+    GoOn(True, False, True, 1, 4, 10**12, 30, True, 8, 10**12, 2, True, True),
+    Ranges((DataRange(1, 0, 7, 0, 1024), DataRange(2, 1, 8, 512, 1024)), are_all=True),
+    Ranges((), are_all=False),
+    GiveUp("ConfigError", "a sentence", 0),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: type(order).__name__)
+def test_an_order_arrives_as_it_was_given(order: Order) -> None:
+    assert from_bytes(to_bytes(order)) == order
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b'{"order": "exec"}',
+        b'{"order": "Cancel"}',
+        b'{"order": "Cancel", "job": "7"}',
+        b'{"order": "Cancel", "job": 7, "also": 1}',
+        b'{"order": "KeepResidual", "wire": "F17"}',
+        b'{"order": "GoOn", "done": true}',
+        b'{"order": "Ranges", "ranges": [[1, 0, 7, 0, "1024"]], "are_all": true}',
+        b'{"order": "Ranges", "ranges": [[1, 0, 7]], "are_all": true}',
+        b'{"order": "Ranges", "ranges": 3, "are_all": true}',
+        to_bytes(GoOn())[:-1],
+        to_bytes(GoOn()) + b"\0",
+        to_bytes(ORDERS[3]).replace(b'"push":"', b'"push":"!'),
+        to_bytes(ORDERS[4]).replace(b'"retry_max_s"', b'"retry"'),
+    ],
+)
+def test_what_is_no_order_is_refused(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError, match="sent an order that cannot be read"):
+        from_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ConfigError("wrong: do this"), ConfigError("wrong: do this")),
+        (Refused(RefusalCode.LAYOUT, "another model"), Refused(RefusalCode.LAYOUT, "another model")),
+        (RetryLater("no master"), RetryLater("no master")),
+        (ValueError("a bug"), FatalError("rank 0 of this cluster has failed: its own error says why")),
+    ],
+)
+def test_the_leaders_error_ends_the_others_with_the_same_sentence_and_exit_code(
+    error: Exception, expected: DipsError
+) -> None:
+    order = from_bytes(to_bytes(GiveUp.of(error)))
+    assert isinstance(order, GiveUp)
+    raised = order.error()
+    assert (type(raised), str(raised), raised.exit_code) == (type(expected), str(expected), expected.exit_code)
+
+
+TWO = [Report(3, 30, 60.0, 30), Report(3, 10, 40.0, 10)]
+
+
+def test_a_report_travels_as_numbers() -> None:
+    report = Report(3, 2**52 + 1, 1.5, 7, True, False, 12, Stage.MOVED, True)
+    assert Report.of_numbers(report.numbers()) == report
+
+
+def test_ranks_with_different_data_add_their_tokens_and_losses_count_by_tokens() -> None:
+    total = tally(TWO, (0, 1))
+    assert (total.steps, total.tokens, total.loss, total.leaves) == (3, 40, 2.5, False)
+
+
+def test_ranks_with_the_same_data_count_once() -> None:
+    total = tally([TWO[0], replace(TWO[0], loss_sum=0.0, loss_tokens=0), TWO[1], TWO[1]], (0, 0, 1, 1))
+    assert (total.tokens, total.loss) == (40, 2.5), "the loss is known on one stage of a pipeline only"
+
+
+def test_a_loss_that_nobody_knows() -> None:
+    assert math.isnan(tally([Report(1, 5), Report(1, 5)], (0, 1)).loss)
+
+
+def test_one_sigterm_is_enough() -> None:
+    assert tally([TWO[0], replace(TWO[1], wants_to_leave=True)], (0, 1)).wants_to_leave
+
+
+@pytest.mark.parametrize(
+    ("reports", "coordinates", "sentence"),
+    [
+        ([TWO[0], replace(TWO[1], leaves=True)], (0, 1), "1 of the 2 ranks of this cluster left the training loop"),
+        ([TWO[0], replace(TWO[1], steps=2)], (0, 1), "rank 1 of this cluster made 2 steps while rank 0 made 3"),
+        (TWO, (0, 0), "ranks 0 and 1 of this cluster train on the same data, and count 30 and 10 tokens for it"),
+    ],
+)
+def test_ranks_that_do_not_agree_are_refused(
+    reports: list[Report], coordinates: tuple[int, ...], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        tally(reports, coordinates)
+
+
+@pytest.mark.parametrize(
+    ("to_push", "steps_per_s", "expected"),
+    [(1, 100.0, 1), (30, 100.0, 30), (500, 100.0, 100), (500, 0.1, 1), (10**6, 1e6, MOST_STEPS), (5, 0.0, 1)],
+)
+def test_ranks_meet_when_a_push_is_due_and_else_about_once_a_second(
+    to_push: int, steps_per_s: float, expected: int
+) -> None:
+    assert next_meeting_steps(to_push, steps_per_s) == expected
+
+
+@pytest.mark.parametrize(
+    ("moved_s", "taken_s", "late"),
+    [
+        ({}, 100.0, ()),  # nobody is done: nobody is late
+        ({0: 10.0}, 100.0, ()),  # most are not done
+        ({0: 10.0, 1: 12.0}, 13.0, ()),
+        ({0: 10.0, 1: 12.0}, 17.0, (2, 3)),
+        ({0: 10.0, 1: 12.0, 3: 11.0}, 17.0, (2,)),
+        ({0: 0.1, 1: 0.1, 3: 0.1}, 0.9, ()),  # a second is not worth a word
+        ({0: 0.1, 1: 0.1, 3: 0.1}, 1.2, (2,)),
+        ({0: 10.0, 1: 12.0, 2: 11.0, 3: 90.0}, 90.0, ()),
+    ],
+)
+def test_a_rank_is_late_when_the_others_have_long_been_done(
+    moved_s: dict[int, float], taken_s: float, late: tuple[int, ...]
+) -> None:
+    assert late_ranks(moved_s, 4, taken_s) == late

@@ -1,0 +1,494 @@
+"""Checkpoints of ranks: a rank's own state, what does not fit, and what the leader does about them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from support.cluster_bench import ClusterBench
+
+from dips.core.clock import ManualClock
+from dips.core.errors import ConfigError
+from dips.core.layout import Layout
+from dips.core.observe.tape import Tape
+from dips.core.share import Share
+from dips.worker.checkpoint_files import CheckpointStore
+from dips.worker.config import ClientConfig
+from dips.worker.model_part import ModelPart
+from dips.worker.parallel import orders
+from dips.worker.parallel.agreement import Agreed, Alone, agree
+from dips.worker.parallel.held import Box, held_here
+from dips.worker.parallel.orders import BeginCheckpoint, CommitCheckpoint, FindCheckpoint, Order, PutBack
+from dips.worker.parallel.rank_checkpoints import (
+    LeadingCheckpoints,
+    RankCheckpoints,
+    Written,
+    boxes_of,
+    restore_vectors,
+)
+from dips.worker.parallel.rank_state import RankState, dealt, merged
+from dips.worker.parallel.shard_files import SavedShards, write_shards
+from dips.worker.torch_model import TorchParameters
+from dips.worker.torch_state import HasState
+from dips.worker.vectors import Vectors
+
+CHUNK_BYTES = 32
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        guessed: torch.Tensor = self.last(self.norm(self.first(x)))
+        return guessed
+
+
+class Counter:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.n = state["n"]
+
+
+class Loop:
+    """A model in training, as the only rank of a cluster."""
+
+    def __init__(self, steps: int, optimizer: str = "AdamW", **options: Any) -> None:
+        torch.manual_seed(steps)
+        self.net = Net()
+        self.optimizer = getattr(torch.optim, optimizer)(self.net.parameters(), **({"lr": 0.1} | options))
+        self.counter = Counter(steps)
+        held = held_here([self.net], [self.optimizer])
+        agreed = agree(Alone(), held, {})
+        assert agreed is not None
+        self.agreed: Agreed = agreed
+        for _ in range(steps):
+            self.step()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.net(torch.randn(4, 3)).square().sum().backward()
+        self.optimizer.step()
+
+    def state(self, **parts: HasState) -> RankState:
+        return RankState(Alone(), self.agreed, [self.optimizer], {"counter": self.counter, **parts})
+
+
+class Part:
+    """What checkpoints use of a ModelPart."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.parameters = TorchParameters(loop.net, loop.optimizer)
+        self.layout: Layout = self.parameters.layout()
+        self.vectors = Vectors(self.layout.n_elems, self.parameters)
+        self.vectors.base.fill(loop.counter.n)
+
+    @property
+    def owned(self) -> tuple[ModelPart, Share, int]:
+        return cast(ModelPart, self), Share.whole(self.layout), self.layout.n_elems
+
+
+def saved_in_one_file(state: RankState, folder: Path) -> tuple[dict[str, Any], SavedShards]:
+    told, shards = state.capture()
+    saved = SavedShards(folder, [write_shards(folder, 0, shards)])
+    return merged([json.loads(json.dumps(told))]), saved
+
+
+# ---- the state of a rank ----
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "NAdam", "Adagrad", "RMSprop"])
+def test_a_loop_goes_on_to_the_bit(tmp_path: Path, optimizer: str) -> None:
+    options = {"momentum": 0.9} if optimizer in ("SGD", "RMSprop") else {}
+    before, after = Loop(3, optimizer, **options), Loop(0, optimizer, **options)
+    state, saved = saved_in_one_file(before.state(), tmp_path)
+    after.net.load_state_dict({**before.net.state_dict(), **dict(after.net.named_buffers())})  # as theta does
+    after.state().restore(state, saved)
+    assert after.counter.n == 3
+    for loop in (before, after):
+        torch.manual_seed(9)
+        loop.step()
+    for name, tensor in before.net.state_dict().items():
+        assert torch.equal(after.net.state_dict()[name], tensor), name
+
+
+def test_random_numbers_and_options_go_on(tmp_path: Path) -> None:
+    before, after = Loop(2, lr=0.25, betas=(0.5, 0.75)), Loop(0)
+    state, saved = saved_in_one_file(before.state(), tmp_path)
+    expected = torch.rand(3)
+    after.state().restore(state, saved)
+    assert torch.equal(torch.rand(3), expected)
+    assert (after.optimizer.param_groups[0]["lr"], after.optimizer.param_groups[0]["betas"]) == (0.25, (0.5, 0.75))
+
+
+def test_what_was_captured_does_not_change_while_training_goes_on(tmp_path: Path) -> None:
+    loop = Loop(2)
+    _, shards = loop.state().capture()
+    before = [shard.tensor.clone() for shard in shards]
+    loop.step()
+    assert all(torch.equal(shard.tensor, old) for shard, old in zip(shards, before, strict=True))
+
+
+class Factored(torch.optim.SGD):
+    """Keeps state that is not shaped as its parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["row"] = torch.zeros(parameter.shape[0] + 1)
+
+
+class Tells(Factored):
+    """Keeps state that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        cast(Any, self.state)["all"] = {"seen": 1}
+
+
+@pytest.mark.parametrize(("kind", "sentence"), [(Factored, "keeps 'row' of shape"), (Tells, "belongs to no parameter")])
+def test_an_optimizer_whose_state_cannot_be_shared_out_is_named(
+    monkeypatch: pytest.MonkeyPatch, kind: type, sentence: str
+) -> None:
+    monkeypatch.setattr(torch.optim, kind.__name__, kind, raising=False)
+    with pytest.raises(ConfigError, match=f"{kind.__name__} keeps .*leave out checkpoint_dir") as raised:
+        Loop(1, kind.__name__).state().capture()
+    assert sentence in str(raised.value)
+
+
+def test_another_optimizer_or_loop_is_refused(tmp_path: Path) -> None:
+    state, saved = saved_in_one_file(Loop(1).state(), tmp_path)
+    with pytest.raises(ConfigError, match="holds the state of AdamW, this loop has SGD"):
+        Loop(0, "SGD").state().restore(state, saved)
+    with pytest.raises(ConfigError, match=r"of \['counter'\], this loop has \['counter', 'scheduler'\]"):
+        Loop(0).state(scheduler=Counter(0)).restore(state, saved)
+
+
+def test_groups_that_were_others_are_refused(tmp_path: Path) -> None:
+    before, after = Loop(1), Loop(0)
+    groups: list[dict[str, Any]] = [
+        {"params": [before.net.first.weight]},
+        {"params": [before.net.first.bias], "lr": 0.5},
+    ]
+    before.optimizer = torch.optim.AdamW(groups)
+    state, saved = saved_in_one_file(before.state(), tmp_path)
+    with pytest.raises(ConfigError, match=r"'first.weight' and 'first.bias' are in one group .* different options"):
+        after.state().restore(state, saved)
+
+
+def test_ranks_that_had_different_states_are_named_where_their_number_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    states = []
+    for n in (1, 2):
+        told, shards = Loop(n).state().capture()
+        states.append(told)
+    saved = SavedShards(tmp_path, [write_shards(tmp_path, 0, shards)])
+    loop = Loop(0)
+    loop.state()._restore_parts(merged(states)["parts"], saved)
+    assert loop.counter.n == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "the 2 ranks of the checkpoint had different states of 'counter', and there are 1 now: all go on from rank 0's"
+    ]
+
+
+class Second(Alone):
+    """Rank 0 of two; the other one steps nothing, and has these buffers."""
+
+    n_ranks = 2
+
+    def __init__(self, *buffers: object) -> None:
+        self._others = json.dumps([[], buffers]).encode()
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        return [mine, self._others]
+
+
+def test_a_buffer_that_is_two_tensors_is_refused_at_the_start() -> None:
+    loop = Loop(0)
+    for dtype, shape in (("torch.float32", [7]), ("torch.float32", [5, 1]), ("torch.int64", [5])):
+        other = ["norm.running_mean", dtype, shape, [0] * len(shape), shape]
+        with pytest.raises(
+            ConfigError, match=r"buffer 'norm.running_mean' is .* on rank 1, and .* one tensor of a name"
+        ):
+            RankState(Second(other), loop.agreed, [loop.optimizer])
+
+
+def test_the_optimizers_state_of_a_tied_parameter_is_written_by_the_rank_that_steps_it() -> None:
+    loop = Loop(1)
+    both = replace(loop.agreed, held=(*loop.agreed.held, *loop.agreed.held))
+    _, shards = RankState(Second(), both, [loop.optimizer]).capture()
+    written = {shard.name for shard in shards if shard.name.startswith("optimizer.")}
+    names = [name for name, _ in loop.net.named_parameters()]
+    assert written == {f"optimizer.{name}.{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
+
+
+def test_running_statistics_of_replicas_are_written_by_one_of_them() -> None:
+    names = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    held = [(name, Box((0,), (5,))) for name in names]
+    assert dealt([held, held], evenly=False) == [held, []]
+
+
+# ---- one rank's part, and the leader's ----
+
+
+def test_the_installed_version_of_ranks_that_own_parameters_in_fewer_bits_is_enough(tmp_path: Path) -> None:
+    """The others need none; so ranks of another cut, and one process, must not ask for all of it."""
+    shares = [Share.of_runs([(0, 12)]), Share.of_runs([(12, 20)])]
+    written = [["theta_base", "theta_installed"], ["theta_base"]]
+    files = []
+    for rank, (share, names) in enumerate(zip(shares, written, strict=True)):
+        vector = np.full(share.n_elems, rank + 1, np.float32)
+        files.append(write_shards(tmp_path, rank, [box for name in names for box in boxes_of(name, vector, share, 20)]))
+    saved = SavedShards(tmp_path, files)
+    for share in (*shares, Share.of_runs([(0, 20)])):
+        vectors = Vectors(share.n_elems)
+        restore_vectors(vectors, saved, share, 20, with_residual=False)
+        assert np.array_equal(vectors.base, np.where(np.arange(20) < 12, 1, 2)[slice(*share.runs()[0])])
+
+
+class OneRank:
+    """A cluster of this rank alone, as LeadingCheckpoints sees it (rank_part.LeadingPart)."""
+
+    chunk_bytes = CHUNK_BYTES
+
+    def __init__(self, own: RankCheckpoints, part: Part) -> None:
+        self.own, self.part = own, part
+        self.checkpoint_is_written = False
+        self.shared_by: int | None = None
+
+    def begin_checkpoint(self, number: int, session: str) -> None:
+        self.own.begin(*self.part.owned, number, session)
+
+    def commit_checkpoint(self) -> list[Written]:
+        return self.own.commit()
+
+    def find_checkpoint(self, number: int) -> list[str]:
+        return self.own.find(number)
+
+    def put_back(self, chunk_bytes: int, *, with_residual: bool) -> None:
+        self.shared_by = chunk_bytes
+        self.own.put_back(*self.part.owned, with_residual=with_residual)
+
+
+class Cluster:
+    """A process with a loop and its checkpoints."""
+
+    def __init__(self, folder: Path, steps: int, **config: Any) -> None:
+        self.loop = Loop(steps)
+        self.part = Part(self.loop)
+        self.clock = ManualClock()
+        self.bench = ClusterBench()
+        self.bench.begin()
+        self.bench.train(1)
+        store = CheckpointStore(folder, 2)
+        own = RankCheckpoints(folder, Alone(), self.loop.state())
+        self.ranks = OneRank(own, self.part)
+        settings = ClientConfig(checkpoint_dir=folder, checkpoint_every_s=10.0, **config)
+        self.checkpoints = LeadingCheckpoints(own, self.ranks, store, settings, self.clock)
+        self.checkpoints.begin(lambda event: None, Tape(None, "worker", ""))
+
+    def take(self, label: str = "a") -> bool:
+        return self.checkpoints.take_now(self.bench.session, "cause", label)
+
+    def resume(self, label: str | None = None) -> bool:
+        return self.checkpoints.resume(ClusterBench().session, label)
+
+    def close(self) -> None:
+        self.ranks.own.close()
+        self.checkpoints.close()
+
+
+def test_the_newest_of_a_label_is_gone_on_from(tmp_path: Path) -> None:
+    first = Cluster(tmp_path, 2)
+    assert first.take("step 2")
+    theta = np.zeros(first.part.layout.n_elems, np.float32)
+    first.part.parameters.snapshot(theta)
+    first.loop.step()
+    assert first.take("step 3")
+    first.close()
+    next_one = Cluster(tmp_path, 0)
+    assert not next_one.resume("step 4")
+    assert next_one.resume("step 2")
+    assert next_one.ranks.shared_by == CHUNK_BYTES
+    assert next_one.loop.counter.n == 2
+    assert np.array_equal(next_one.part.vectors.base, np.full(theta.size, 2, np.float32))
+    again = np.zeros_like(theta)
+    next_one.part.parameters.snapshot(again)
+    assert np.array_equal(again, theta)
+    next_one.close()
+
+
+def test_one_that_is_damaged_is_passed_over_with_a_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = Cluster(tmp_path, 1)
+    assert first.take()
+    first.loop.counter.n = 2
+    assert first.take()
+    first.close()
+    path = tmp_path / "checkpoint-00000002.ranks" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-5])
+    next_one = Cluster(tmp_path, 0)
+    caplog.set_level(logging.INFO)
+    assert next_one.resume()
+    assert next_one.loop.counter.n == 1
+    said = [record.getMessage() for record in caplog.records]
+    assert any(f"checkpoint 2 in {tmp_path} cannot be used: __0_0.distcp has" in line for line in said)
+    assert said[-1].startswith(f"resumed from checkpoint 1 in {tmp_path}, which 1 ranks have written: version")
+    next_one.close()
+
+
+def test_without_one_that_can_be_used_it_begins_anew_unless_one_is_required(tmp_path: Path) -> None:
+    first = Cluster(tmp_path, 1)
+    assert not first.resume()
+    assert first.take()
+    first.close()
+    (tmp_path / "checkpoint-00000001.json").write_text("{}")
+    required = Cluster(tmp_path, 0, resume_required=True)
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* can be used, and one is required"):
+        required.resume()
+    required.close()
+
+
+def test_at_intervals_one_is_begun_at_a_boundary_and_completed_at_a_later_one(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 1)
+    session, kept = cluster.bench.session, cluster.checkpoints
+    kept.take_if_due(session, "cause")
+    assert not list(tmp_path.glob("*.ranks"))
+    cluster.clock.advance(11.0)
+    assert kept.wants_boundary
+    kept.take_if_due(session, "cause")
+    assert list(tmp_path.glob("*.ranks"))
+    assert not kept.wants_boundary, "the ranks have not said that they have written"
+    kept.take_if_due(session, "cause")
+    assert not list(tmp_path.glob("*.json"))
+    cluster.ranks.checkpoint_is_written = True
+    assert kept.wants_boundary
+    kept.take_if_due(session, "cause")
+    assert list(tmp_path.glob("*.json"))
+    assert not kept.wants_boundary
+    cluster.close()
+
+
+def test_what_is_on_its_way_at_the_end_is_completed(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 1)
+    cluster.clock.advance(11.0)
+    cluster.checkpoints.take_if_due(cluster.bench.session, "cause")
+    assert cluster.checkpoints.finish()
+    assert not cluster.checkpoints.finish(), "there is no other"
+    cluster.close()
+
+
+def test_what_a_rank_cannot_keep_is_said_on_every_rank(tmp_path: Path) -> None:
+    class Other(Alone):
+        """Rank 1 of two. The first one has state that no checkpoint holds."""
+
+        rank, n_ranks = 1, 2
+
+        def gather(self, mine: bytes) -> list[bytes]:
+            first = {b"[": b'[".", ""]', b"": b"no such state"}  # of the folder, and of the checkpoint
+            return [first.get(mine[:1], mine), mine]
+
+    cluster = Cluster(tmp_path, 1)
+    own = RankCheckpoints(tmp_path, Other(), cluster.loop.state())
+    (tmp_path / "checkpoint-00000001.ranks").mkdir()
+    saved = cluster.bench.session.saved()
+    assert saved is not None
+    own.begin(*cluster.part.owned, 1, json.dumps(saved.to_json()))
+    with pytest.raises(ConfigError, match="rank 0 of this cluster can keep no checkpoint: no such state"):
+        own.commit()
+    own.close()
+    cluster.close()
+
+
+def test_the_time_in_which_all_ranks_wait_for_the_manifest_is_part_of_the_pause(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 1)
+    rows: list[dict[str, Any]] = []
+    tape: Any = SimpleNamespace(write=lambda event, cause, **values: rows.append(values))
+    cluster.checkpoints.begin(lambda event: None, tape)
+    commit = cluster.ranks.commit_checkpoint
+
+    def slowly() -> list[Written]:
+        cluster.clock.advance(3.0)
+        return commit()
+
+    cluster.ranks.commit_checkpoint = slowly  # type: ignore[method-assign]
+    assert cluster.take()
+    assert (rows[0]["pause_s"], rows[0]["write_s"]) == (3.0, 3.0)
+    cluster.close()
+
+
+def test_a_disk_that_is_full_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = Cluster(tmp_path, 1)
+
+    def full(*given: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dips.worker.parallel.rank_checkpoints.write_shards", full)
+        assert not cluster.take()
+    assert "rank 0: No space left on device; training goes on" in caplog.text
+    assert not list(tmp_path.glob("*.ranks"))
+    assert cluster.take()
+    cluster.close()
+
+
+def test_a_rank_that_does_not_see_the_leaders_folder_is_named(tmp_path: Path) -> None:
+    class Two(Alone):
+        """Another rank, with a disk of its own."""
+
+        n_ranks = 2
+
+        def gather(self, mine: bytes) -> list[bytes]:
+            return [mine, b""]
+
+    with pytest.raises(ConfigError, match=r"rank 1 of this cluster does not see rank 0's folder .* all ranks share"):
+        RankCheckpoints(tmp_path, Two(), cast(Any, None))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_may_not_look_into_the_folder_does_not_see_it(tmp_path: Path) -> None:
+    class Follower(Alone):
+        """Rank 1. The name that it is told cannot even be asked for."""
+
+        rank, n_ranks = 1, 2
+
+        def gather(self, mine: bytes) -> list[bytes]:
+            return [json.dumps(["x" * 300, ""]).encode() if mine.startswith(b"[") else b"1", mine]
+
+    with pytest.raises(ConfigError, match=r"rank 1 of this cluster does not see rank 0's folder"):
+        RankCheckpoints(tmp_path, Follower(), cast(Any, None))
+
+
+def test_ranks_that_read_other_manifests_agree_on_none(tmp_path: Path) -> None:
+    class Other(Alone):
+        n_ranks = 2
+
+        def gather(self, mine: bytes) -> list[bytes]:
+            return [mine, json.dumps(["", "another"]).encode() if mine.startswith(b"[") else mine]
+
+    cluster = Cluster(tmp_path, 1)
+    assert cluster.take()
+    own = RankCheckpoints(tmp_path, Other(), cast(Any, None))
+    assert own.find(1) == ["", "rank 1 has another one of this number"]
+    own.close()
+    cluster.close()
+
+
+@pytest.mark.parametrize("order", [BeginCheckpoint(3, "{}"), CommitCheckpoint(), FindCheckpoint(3), PutBack(True)])
+def test_orders_about_checkpoints_travel(order: Order) -> None:
+    assert orders.from_bytes(orders.to_bytes(order)) == order

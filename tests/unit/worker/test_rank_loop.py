@@ -1,0 +1,180 @@
+"""One rank's loop: what the leader makes of a meeting, and how leases reach all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+from dips.core.clock import ManualClock
+from dips.core.messages import DataRange, Settings
+from dips.worker.commands import ShareOut
+from dips.worker.parallel.meetings import Report
+from dips.worker.parallel.orders import Ask, GoOn, Order, Ranges, to_bytes
+from dips.worker.parallel.rank_loop import RankLoop
+from dips.worker.parallel.rank_part import ALIVE_S, LeadingPart
+from dips.worker.state.effects import Event, StopWanted
+
+FIRST, SECOND, THIRD = (DataRange(number, 0, number, 0, 8) for number in (1, 2, 3))
+
+
+class Shell:
+    """A leader's session."""
+
+    done, released, version, progress, steps_to_push, steps_per_s, exit_reason = False, False, None, 16, 1, 1.0, ""
+    local_steps, total_tokens, times_forgotten, resumed = 4, 100, 0, False
+    settings = Settings(chunk_bytes=4096)
+    held_ranges: tuple[DataRange, ...] = ()
+
+    def __init__(self) -> None:
+        self.reported: list[tuple[int, tuple[DataRange, ...], int]] = []
+
+    def step(self, tokens: int, ranges: Sequence[DataRange], loss: float, *, steps: int) -> None:
+        self.reported.append((tokens, tuple(ranges), steps))
+
+    def lease(self, tokens: int) -> list[DataRange]:
+        return [FIRST, SECOND]
+
+    def __enter__(self) -> None:
+        """Join the run."""
+
+
+class Stopped(Shell):
+    """It gets a SIGTERM while it waits in a step."""
+
+    def step(self, tokens: int, ranges: Sequence[DataRange], loss: float, *, steps: int) -> None:
+        self.done, self.exit_reason = True, "SIGTERM"
+
+
+class Others:
+    """The ranks, the leader's part and its messages, of a cluster whose other rank made the same step. orders: of the
+    leader, to a follower.
+    """
+
+    def __init__(self, *orders: Order) -> None:
+        self.said: list[Order] = []
+        self._orders = list(orders)
+
+    def report(self, numbers: list[float] | None = None) -> Any:
+        return Report() if numbers is None else [numbers, numbers]
+
+    def hear(self) -> bytes:
+        return to_bytes(self._orders.pop(0))
+
+    def heard(self, reports: object) -> None: ...
+
+    def forget_found(self) -> None: ...
+
+    def do(self, command: ShareOut) -> None:
+        self.said.append(command)
+
+    def go_on(self, news: GoOn) -> None:
+        self.said.append(news)
+
+    def give(self, ranges: Ranges) -> None:
+        self.said.append(ranges)
+
+
+def leader(shell: Shell, others: Others) -> RankLoop:
+    return RankLoop(cast(Any, others), cast(Any, others), (0, 1), cast(Any, shell), cast(Any, others))
+
+
+def follower(others: Others) -> RankLoop:
+    return RankLoop(cast(Any, others), cast(Any, others), (0, 1), None, None)
+
+
+def no_loss() -> float:
+    return math.nan
+
+
+def lease(loop: RankLoop) -> list[DataRange]:
+    return loop.lease(16, no_loss, wants_to_leave=False)
+
+
+def test_a_sigterm_that_comes_while_the_leader_waits_in_a_meeting_ends_all_ranks() -> None:
+    others = Others()
+    loop = leader(Stopped(), others)
+    loop.step(8, lambda: 1.0, wants_to_leave=False)
+    (news,) = others.said
+    assert isinstance(news, GoOn)
+    assert news.done
+    assert news.ends, "every rank ends as after a SIGTERM of its own"
+    assert loop.news == news
+
+
+def test_ranks_that_resume_share_the_model_by_the_masters_chunks_while_the_checkpoint_can_be_read() -> None:
+    """Also where nothing is pulled, and the first command would be that of the first push."""
+    for resumed in (False, True):
+        shell, others = Shell(), Others()
+        shell.resumed = resumed
+        leader(shell, others).enter()
+        assert others.said[:-1] == [ShareOut(4096)] * resumed
+        assert isinstance(others.said[-1], GoOn)
+
+
+def test_a_lease_reaches_all_ranks() -> None:
+    others = Others()
+    loop = leader(Shell(), others)
+    assert lease(loop) == [FIRST, SECOND]
+    given, news = others.said
+    assert given == Ranges((FIRST, SECOND), are_all=False)
+    assert lease(follower(Others(given, news))) == [FIRST, SECOND]
+    assert lease(loop) == [FIRST, SECOND], "the same ranges are not given twice"
+
+
+def test_the_session_knows_of_all_steps_before_it_leases_more() -> None:
+    shell = Shell()
+    shell.steps_to_push, shell.steps_per_s = 9, 9.0
+    loop = leader(shell, Others())
+    assert lease(loop)
+    for part in (FIRST, SECOND):
+        loop.step(4, no_loss, wants_to_leave=False, ranges=[part])
+    assert shell.reported == [], "no meeting was due"
+    assert lease(loop)
+    assert shell.reported == [(16, (FIRST, SECOND), 2)], "the tokens of both ranks, and the ranges once"
+
+
+def test_all_ranks_learn_that_the_master_took_ranges_back() -> None:
+    shell, others = Shell(), Others()
+    loop = leader(shell, others)
+
+    def forget(tokens: int) -> list[DataRange]:
+        shell.times_forgotten, shell.held_ranges = 1, (THIRD,)
+        return [THIRD]
+
+    shell.lease = forget  # type: ignore[method-assign]
+    assert lease(loop) == [THIRD]
+    orders: list[Order] = others.said
+    assert orders[1] == Ranges((THIRD,), are_all=True)
+    other = follower(Others(*orders))
+    assert lease(other) == [THIRD]
+    for rank in (loop, other):
+        assert rank.news.times_forgotten == 1
+        assert rank.held_ranges == (THIRD,)
+
+
+def test_nothing_is_leased_after_the_end() -> None:
+    others = Others()
+    loop = leader(Shell(), others)
+    loop.news = GoOn(done=True)
+    assert lease(loop) == []
+    assert others.said == [], "no rank listens any longer"
+
+
+def test_a_sigterm_of_any_rank_that_is_heard_while_the_leader_waits_stops_the_session_once() -> None:
+    """Also one that no meeting follows: the leader asks the others as long as it waits."""
+    clock, stopped, said = ManualClock(), list[Event](), list[bytes]()
+    reports = [Report(), Report()]
+    ranks: Any = SimpleNamespace(say=said.append, report=lambda mine: [each.numbers() for each in reports], n_ranks=2)
+    part: Any = SimpleNamespace(report=lambda: reports[0], record=lambda tape, links: None)
+    leading = LeadingPart(ranks, part, clock)
+    leading.begin(stopped.append, cast(Any, None), None)
+    leading.look()
+    assert stopped == []
+    reports[1] = Report(wants_to_leave=True)
+    for _ in range(3):
+        clock.advance(ALIVE_S)
+        leading.look()
+    assert stopped == [StopWanted("SIGTERM")]
+    assert said == [to_bytes(Ask())] * 4

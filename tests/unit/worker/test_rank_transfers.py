@@ -1,0 +1,103 @@
+"""What the leader of a cluster's ranks knows of a transfer: which rank is late, and what each has moved."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from dips.core.chunks import Chunk
+from dips.core.clock import ManualClock
+from dips.core.ids import ClusterId, Incarnation, PushId
+from dips.core.layout import Layout, Parameter
+from dips.core.messages import Caller, PlacementSpec, Settings, SlaveAddress, Ticket
+from dips.core.observe.tape import Tape
+from dips.core.wire import Codec
+from dips.worker.commands import KeepPush, Send, ShareOut
+from dips.worker.link_counts import LinkCounts, TransferDirection
+from dips.worker.parallel.meetings import Report, Stage
+from dips.worker.parallel.orders import from_bytes
+from dips.worker.parallel.part_ends import PartEnd
+from dips.worker.parallel.rank_part import LeadingPart
+from dips.worker.state.effects import Done, Event
+from dips.worker.state.waiting import GivenTimes, times_of
+
+LAYOUT = Layout((Parameter("w", (4, 4), "float32", "w"),), block_elems=8)
+CHUNKS = (Chunk(0, 0, 32), Chunk(1, 0, 32))
+TICKET = Ticket(1, PlacementSpec((SlaveAddress("s0", "tcp://127.0.0.1:1"),), (0, 0), b"hash"), (0, 1), Codec.BF16)
+PUSH = PushId(ClusterId("a"), Incarnation(1, 1), 1)
+CALLER = Caller("run", 1, ClusterId("a"), Incarnation(1, 1), "a/1.1#1")
+SEND = Send(7, PUSH, TICKET, CALLER, Settings(), times_of(GivenTimes(), Settings()))
+
+
+class TwoRanks:
+    """The ranks and the part of this process: each owns one chunk. ended: seconds of each rank's part, once it has."""
+
+    n_ranks, layout = 2, LAYOUT
+
+    push_is_live = True
+
+    def __init__(self) -> None:
+        self.ended: dict[int, float] = {}
+        self.done: list[object] = []
+        """What both ranks were told, and did."""
+
+    @property
+    def agreed(self) -> TwoRanks:
+        return self
+
+    def say(self, order: bytes) -> None:
+        self.done.append(from_bytes(order))
+
+    def do(self, command: object) -> None:
+        assert self.done[-1] == command
+
+    def record(self, tape: Tape, links: LinkCounts | None) -> None: ...
+
+    def reports(self) -> list[Report]:
+        stages = [Stage.MOVED if rank in self.ended else Stage.UNDER_WAY for rank in range(2)]
+        return [Report(job=7, stage=stage) for stage in stages]
+
+    def ends(self, job: int) -> list[PartEnd]:
+        return [PartEnd(job, rank, checksums={CHUNKS[rank]: 5}, seconds=s) for rank, s in self.ended.items()]
+
+    def bytes_of_ranks(self, wire: Codec) -> list[int]:
+        assert wire is Codec.BF16
+        return [16, 16]
+
+
+def test_the_leader_names_the_late_rank_and_counts_what_each_has_moved() -> None:
+    clock, ranks, events, links = ManualClock(), TwoRanks(), list[Event](), LinkCounts()
+    leading = LeadingPart(cast(Any, ranks), cast(Any, ranks), clock)
+    leading.begin(events.append, Tape(None, "worker", ""), links)
+    leading.do(ShareOut(4096))
+    assert leading.late_ranks == ()
+    leading.do(SEND)
+
+    def after(seconds: float) -> tuple[int, ...]:
+        clock.advance(seconds)
+        leading.heard(ranks.reports())
+        leading.look()
+        return leading.late_ranks
+
+    assert after(4.0) == ()
+    ranks.ended[1] = 4.0
+    assert after(1.0) == ()
+    assert after(5.0) == (0,)
+    assert not events
+    ranks.ended[0] = 12.0
+    assert after(3.0) == ()
+    assert [type(event) for event in events] == [Done]
+    assert [links.ranks[rank].n_bytes for rank in (0, 1)] == [{TransferDirection.PUSH: 16}] * 2
+    assert links.ranks[0].seconds == {TransferDirection.PUSH: 12.0}
+    leading.do(SEND)
+    assert after(3.0) == (), "the ranks have ended an earlier transfer, which says nothing of this one"
+    assert links.ranks[0].n_bytes == {TransferDirection.PUSH: 32}
+
+
+def test_all_ranks_keep_the_push_before_training_goes_on_and_none_does_when_they_no_longer_follow() -> None:
+    ranks = TwoRanks()
+    leading = LeadingPart(cast(Any, ranks), cast(Any, ranks), ManualClock())
+    assert leading.push_is_live
+    leading.do(KeepPush(needed=True))
+    assert ranks.done == [KeepPush(needed=True)]
+    leading.alone = True
+    assert not leading.push_is_live, "nothing can be collected"
