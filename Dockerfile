@@ -64,7 +64,7 @@ CMD ["dips", "master", "--help"]
 # The keys of a run that is described by one file (docker-compose.yml): a folder for each identity, so that each can be
 # a volume of its own, which only its process sees.
 FROM master AS keys
-ARG IDENTITIES="ca master slave-0 slave-1 cluster-a cluster-b cluster-c operator heldout prometheus"
+ARG IDENTITIES="ca master slave-0 slave-1 cluster-a cluster-b cluster-c cluster-d operator heldout prometheus"
 USER 0
 RUN for name in ${IDENTITIES}; do install -d -o 10001 -g 10001 -m 0700 "/keys/${name}"; done
 COPY deploy/docker/hand_out_keys.py /opt/dips/

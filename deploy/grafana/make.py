@@ -164,6 +164,10 @@ CLUSTERS = Dashboard(
                   "DATA_PLAN need somebody.",
                   [Query(rises("dips_worker_refused_calls_total", CN, "name, code"), "{{name}} {{code}}"),
                    Query(rises("dips_master_refused_calls_total", R, "method, code"), "{{method}} {{code}}")]),
+            Panel("Ranks", "Processes of a cluster, each of which moves its share. late: a transfer waits for them, "
+                  "long after the others are done. Normal: none late.",
+                  [Query(f"dips_master_cluster_ranks{{{C}}}", "{{cluster}}"),
+                   Query(f"dips_master_cluster_late_ranks{{{C}}}", "{{cluster}} late")], decimals=0),
             Panel("Asked to leave, or judged out", "draining: an operator's word. quarantined: excluded three times "
                   "in a row. direction: it goes against the others.",
                   [Query(f"dips_master_cluster_draining{{{C}}}", "{{cluster}} draining"),

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from support.api_stand_in import StandIn, write_kubeconfig
-from support.deploy_files import with_keys, written
+from support.deploy_files import SMALL, with_keys, written
 
 from dips.cli import main
 from dips.deploy import kubernetes_api
+from dips.deploy.objects import selector
 from dips.doctor import deployment as doctored
 from dips.doctor import network
 
@@ -100,3 +101,73 @@ def test_a_clock_that_differs_is_told(
     assert any("its clock differs from this machine's" in said for _, said in findings(small, capsys, 0)["clock"])
     assert doctored.ahead_of_us_s("Thu, 01 Jan 2026 00:00:10 GMT", 1767225600.0) == 10.0
     assert doctored.ahead_of_us_s("yesterday", 0.0) is None
+
+
+# ---- ranks ----
+
+
+RANKS = 'id = "a"\nnodes = 2\nprocesses = 4\ntorchrun = true\nimage = "mine:1"\ncommand = ["python", "train.py"]'
+REACHES = {"findings": [{"check": "slaves", "grade": "OK", "sentence": "the data port answers", "remedy": ""}]}
+DOES_NOT = {
+    "findings": [
+        *REACHES["findings"],
+        {"check": "slaves", "grade": "FAIL", "sentence": "slave s1 cannot be reached from here", "remedy": "open it"},
+    ]
+}
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, here: StandIn) -> Path:
+    """A deployment whose cluster has eight ranks in two pods, which run."""
+    file = written(tmp_path, SMALL, {'id = "a"': RANKS})
+    deployment = with_keys(file)
+    for index in range(2):
+        name = f"small-cluster-a-{index}-x{index}"
+        metadata = {
+            "name": name,
+            "labels": selector(deployment, "cluster", "a"),
+            "annotations": {"batch.kubernetes.io/job-completion-index": str(index)},
+        }
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": {"phase": "Running"}}
+        here.objects["dips", "Pod", name] = pod
+    return file
+
+
+def test_every_pod_of_a_cluster_is_asked_and_those_that_reach_nothing_are_named(
+    here: StandIn, ranks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def in_pod(pod: str, command: list[str]) -> tuple[bytes, int]:
+        asked.append((pod, command))
+        said = DOES_NOT if pod.startswith("small-cluster-a-1") else REACHES
+        return json.dumps({**said, "padding": "x" * 200_000}).encode(), 1
+
+    here.in_pod = in_pod
+    found = findings(ranks, capsys, 1)["ranks"]
+    assert [pod for pod, _ in asked] == ["small-cluster-a-0-x0", "small-cluster-a-1-x1"]
+    (command,) = {tuple(command) for _, command in asked}
+    assert command[3:] == ("doctor", "--master", "192.0.2.7:30400", "--keys", "/etc/dips/keys", "--json")
+    assert found == [
+        (
+            "FAIL",
+            "cluster a, ranks 4 to 7, pod small-cluster-a-1-x1: slave s1 cannot be reached from here: open it",
+        ),
+        ("OK", "cluster a: 1 of 2 pods of its 8 ranks reach master and slaves: "),
+    ]
+    assert not here.writes
+
+
+def test_pods_that_cannot_be_asked_are_told(here: StandIn, ranks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = findings(ranks, capsys, 1)["ranks"]
+    assert "ranks 0 to 3: its doctor said nothing: install dips" in first[1]
+    assert second[0] == "FAIL"
+    here.forbidden.add(("EXEC", "Pod"))
+    first, _ = findings(ranks, capsys, 1)["ranks"]
+    assert "your user may create pods/exec" in first[1]
+    here.objects = {}
+    found = findings(ranks, capsys, 0)["ranks"]
+    assert [(grade, said.partition(":")[0]) for grade, said in found] == [
+        ("WARN", "cluster a, ranks 0 to 3"),
+        ("WARN", "cluster a, ranks 4 to 7"),
+    ]

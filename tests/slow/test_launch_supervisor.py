@@ -15,7 +15,7 @@ import pytest
 
 from dips.core.clock import SystemClock
 from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, FatalError, Refused
-from dips.local.child import wrapped
+from dips.local.child import WHOEVER_STARTS_IT, wrapped
 from dips.local.supervisor import (
     ChildEvent,
     ChildSpec,
@@ -231,6 +231,18 @@ time.sleep(60)
         with contextlib.suppress(ProcessLookupError):
             parent.kill()
         parent.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a child's life to its parent's")
+def test_a_process_that_another_one_starts_ends_with_that_one() -> None:
+    command = wrapped([sys.executable, "-c", SLEEP], parent_pid=WHOEVER_STARTS_IT)
+    code = f"import subprocess; child = subprocess.Popen({command!r}); print(child.pid, flush=True); child.wait()"
+    with subprocess.Popen(python(code), stdout=subprocess.PIPE, text=True) as between:
+        assert between.stdout is not None
+        pid = int(between.stdout.readline())
+        assert between.stdout.readline() == "up\n"
+        between.kill()
+    until(lambda: not is_running(pid), "its end")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a child's life to its parent's")

@@ -283,6 +283,6 @@ def test_what_cannot_be_a_cluster_is_refused(run: RunForWorkers, tmp_path: Path)
 
 def test_a_strategy_that_shards_is_refused(run: RunForWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lightning_callback, "SingleDeviceStrategy", type("Another", (), {}))
-    with pytest.raises(ConfigError, match="the strategy SingleDeviceStrategy may shard"):
+    with pytest.raises(ConfigError, match=r"SingleDeviceStrategy may cut the model.* use ModelParallelStrategy"):
         trainer(tmp_path, dips.LightningCallback()).fit(Module(1), Batches())
     assert run.joins == []

@@ -150,7 +150,7 @@ def fake_command(folder: Path, name: str, text: str) -> None:
 
 def run_script(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
-    environment["SLURM_NODEID"] = "1"
+    environment["SLURMD_NODENAME"] = "n2"
     return subprocess.run(
         ["bash", str(script)], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=60
     )
@@ -168,11 +168,17 @@ def test_the_plain_script_goes_on_after_a_death_and_ends_where_a_person_must_act
     assert 'cluster_id = "shell"' in (tmp_path / "dips-shell.toml").read_text()
 
 
-def test_the_slurm_script_names_the_first_node_and_comes_back_after_a_death(scripts: Path, tmp_path: Path) -> None:
+def test_the_slurm_script_names_the_nodes_and_comes_back_after_a_death(scripts: Path, tmp_path: Path) -> None:
     fake_command(tmp_path, "scontrol", 'if [ "$1" = show ]; then echo n1; echo n2; else echo "$*" >> requeued; fi')
     fake_command(tmp_path, "srun", 'shift; exec "$@"')
-    fake_command(tmp_path, "torchrun", 'echo "$*" >> told; exit 1')
-    assert run_script(scripts / "dips-slurm.sbatch", tmp_path).returncode == 0
-    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
-    told = "--nnodes=2 --nproc-per-node=8 --node-rank=1 --master-addr=n1 --master-port=29600 train.py\n"
-    assert (tmp_path / "told").read_text() == told
+    fake_command(tmp_path, "python", 'echo "$*" >> told; exit "$(cat code)"')
+    for code, requeued in ((137, True), (2, False)):
+        (tmp_path / "code").write_text(str(code))
+        (tmp_path / "requeued").unlink(missing_ok=True)
+        assert run_script(scripts / "dips-slurm.sbatch", tmp_path).returncode == (0 if requeued else code)
+        assert (tmp_path / "requeued").exists() == requeued
+    assert (tmp_path / "told").read_text().splitlines()[0] == (
+        "-m dips.worker.torchrun --nproc-per-node=8 --max-restarts=3 --nnodes=2 --rdzv-backend=c10d "
+        "--rdzv-endpoint=n1:29600 --rdzv-id=dips-cluster-slurm --local-addr=n2 "
+        "--rdzv-conf=join_timeout=3600,read_timeout=120 train.py"
+    )

@@ -9,7 +9,9 @@ show that a real API server takes them.
 
 from __future__ import annotations
 
+import base64
 import copy
+import hashlib
 import json
 import threading
 import uuid
@@ -52,6 +54,8 @@ class StandIn:
         self.writes: list[tuple[str, str, str]] = []
         self.unknown_kinds: set[str] = set()
         self.forbidden: set[tuple[str, str]] = set()
+        self.in_pod: Callable[[str, list[str]], tuple[bytes, int]] = lambda pod, command: (b"", 127)
+        """What a command in a pod prints, and its exit code."""
         self.broken: Callable[[Object], None] | None = None
         self.lock = threading.RLock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -76,6 +80,18 @@ class StandIn:
     def one(self, kind: str, name: str) -> Object:
         (found,) = [one for (_, k, n), one in self.objects.items() if (k, n) == (kind, name)]
         return found
+
+    # ---- commands in pods ----
+
+    def execute(self, path: str, query: str) -> tuple[bytes, int]:
+        """What a pod's command prints, and its exit code. Raises Refusal where there is no such pod."""
+        name = path.split("/")[-2]
+        self.calls.append(("EXEC", "Pod"))
+        if ("EXEC", "Pod") in self.forbidden:
+            raise Refusal(403, f'pods "{name}" is forbidden: User "tester" cannot create resource "pods/exec"')
+        if not any((kind, found) == ("Pod", name) for _, kind, found in self.objects):
+            raise Refusal(404, f'pods "{name}" not found')
+        return self.in_pod(name, parse_qs(query)["command"])
 
     # ---- what a request does ----
 
@@ -242,6 +258,9 @@ class StandIn:
             disable_nagle_algorithm = True
 
             def _answer(self) -> None:
+                if self.headers.get("Upgrade", "").lower() == "websocket":
+                    self._execute()
+                    return
                 length = int(self.headers.get("Content-Length") or 0)
                 raw = self.rfile.read(length)
                 parts = urlsplit(self.path)
@@ -256,6 +275,31 @@ class StandIn:
                 except Refusal as refusal:
                     status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": refusal.message}
                     self._send(refusal.code, {**status, "code": refusal.code})
+
+            def _execute(self) -> None:
+                """A command in a pod: WebSocket (RFC 6455), and the channels of Kubernetes' v4 protocol."""
+                parts = urlsplit(self.path)
+                try:
+                    if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                        raise Refusal(401, "Unauthorized")
+                    printed, code = stand_in.execute(parts.path, parts.query)
+                except Refusal as refusal:
+                    self._send(refusal.code, {"kind": "Status", "status": "Failure", "message": refusal.message})
+                    return
+                key = self.headers["Sec-WebSocket-Key"].encode() + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+                self.send_response(101)
+                self.send_header("Upgrade", "websocket")
+                self.send_header("Connection", "Upgrade")
+                self.send_header("Sec-WebSocket-Accept", base64.b64encode(hashlib.sha1(key).digest()).decode())
+                self.send_header("Sec-WebSocket-Protocol", "v4.channel.k8s.io")
+                self.end_headers()
+                failed = {"status": "Failure", "details": {"causes": [{"message": str(code)}]}}
+                ended = json.dumps({"status": "Success"} if code == 0 else failed).encode()
+                for kind, data in (b"\x82", b"\x01" + printed), (b"\x82", b"\x03" + ended), (b"\x88", b"\x03\xe8"):
+                    size = b"\x7f" + len(data).to_bytes(8, "big") if len(data) > 125 else bytes([len(data)])
+                    self.wfile.write(kind + size + data)
+                self.wfile.flush()
+                self.close_connection = True
 
             def _send(self, code: int, document: Object) -> None:
                 data = json.dumps(document).encode()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +21,46 @@ TRAIN = TrainConfig(max_bytes=1_500_000, heldout_max_bytes=8192, warmup_tokens=4
 
 
 class Processes:
-    """`dips` commands as children, one log each. kill_all() ends them."""
+    """`dips` commands as children, one log each. kill_all() ends them. `dips verify` reads the folder, where
+    the master's is its "master".
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, arguments: Sequence[str], **environment: str) -> None:
+        self._start(name, ["-m", "dips.cli", *arguments], environment)
+
+    def start_train(self, name: str, train: TrainConfig, client: Sequence[str] = (), **environment: str) -> None:
+        """`dips train`, under torchrun where train.parallel says so."""
+        command, n_ranks = ["-m", "dips"], train.parallelism.n_ranks
+        if n_ranks > 1:
+            command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks), *command]
+            environment = {"OMP_NUM_THREADS": "1", **environment}
+        self._start(
+            name, [*command, "train", *command_line(train), "--tape", str(self.tape(name)), *client], environment
+        )
+
+    def _start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
         with (self._folder / f"{name}.log").open("ab") as log:
-            command = [sys.executable, "-m", "dips.cli", *arguments]
+            command = [sys.executable, *arguments]
             self._running[name] = subprocess.Popen(command, stdout=log, stderr=log, env={**kept, **environment})
 
     def start_cluster(
         self, address: str, name: str, train: TrainConfig = TRAIN, client: Sequence[str] = (), **environment: str
     ) -> None:
-        knobs = ["--insecure", "--master", address, "--cluster-id", name, "--tape", str(self.tape(name)), *client]
-        self.start(name, ["train", *command_line(train), *knobs], **environment)
+        # The address is no option: torchrun takes --master for a short form of options of its own.
+        knobs = ["--insecure", "--cluster-id", name, *client]
+        self.start_train(name, train, knobs, DIPS_MASTER=address, **environment)
 
-    def start_slaves(self, address: str, names: Sequence[str]) -> None:
+    def start_slaves(self, address: str, names: Sequence[str], *options: str) -> None:
         for slave in names:
             own = ["--run-id", "demo", "--slave-id", slave, "--directory", str(self._folder / slave)]
-            self.start(slave, ["slave", "--insecure", "--master", address, *own])
+            self.start(
+                slave, ["slave", "--insecure", "--master", address, "--tape", str(self.tape(slave)), *own, *options]
+            )
 
     def exit_code(self, name: str) -> int:
         return self._running[name].wait(START_S)
@@ -51,6 +70,22 @@ class Processes:
         self._running[name].kill()
         self._running[name].wait(START_S)
 
+    def signal(self, name: str, number: signal.Signals) -> int:
+        """Its exit code after this signal."""
+        self._running[name].send_signal(number)
+        return self.exit_code(name)
+
+    def ranks(self, name: str) -> dict[int, int]:
+        """Process number of each rank of a cluster that start_train() put under torchrun."""
+        found: dict[int, int] = {}
+        agent = self._running[name].pid
+        for pid in map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split()):
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            variables = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
+            if b"RANK" in variables:
+                found[int(variables[b"RANK"])] = pid
+        return found
+
     def runs(self, name: str) -> bool:
         return self._running[name].poll() is None
 
@@ -58,7 +93,7 @@ class Processes:
         return (self._folder / f"{name}.log").read_text()
 
     def tape(self, name: str) -> Path:
-        return self._folder / f"{name}.tape"
+        return self._folder / f"{name}.jsonl"
 
     def records(self, name: str, kind: str) -> list[dict[str, Any]]:
         """What a child has recorded of this kind up to now."""

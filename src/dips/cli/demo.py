@@ -33,7 +33,22 @@ def demo(
     minutes: Annotated[float, typer.Option(min=0.3, max=1440.0, help="About how long to train.")] = FULL_MINUTES,
     run_dir: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the run's files.")] = Path("runs/demo"),
     faults: Annotated[bool, typer.Option(help="Kill one cluster and one slave during the run.")] = True,
-    model_size: Annotated[str, typer.Option(metavar="tiny|small", help="Size of the model.")] = "tiny",
+    parallel: Annotated[
+        bool,
+        typer.Option(
+            "--parallel",
+            help="Clusters of several ranks in turn: one process, two FSDP ranks, two tensor-parallel ranks, two "
+            "pipeline ranks. All pushes are recorded, and every version is computed again from them at the end.",
+        ),
+    ] = False,
+    model_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="tiny|small|wide",
+            show_default="tiny; with --parallel wide, whose heads two ranks can share",
+            help="Size of the model.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of first parameters and order of the text.")] = 0,
     record_pushes: Annotated[
         bool, typer.Option("--record-pushes", help="Slaves keep what each round merged, for `dips verify`.")
@@ -52,8 +67,9 @@ def demo(
     """
     texts, no_keys = tuple(data or ()), insecure_asked(insecure)
     wanted = DemoOptions(
-        texts, clusters, slaves, minutes, run_dir, faults, model_size, seed, record_pushes, no_keys, page, metrics
-    )
+        texts, clusters, slaves, minutes, run_dir, faults, model_size, seed, record_pushes, no_keys, page, metrics,
+        parallel,
+    )  # fmt: skip
     result = run_demo(wanted, Console(stderr=True), SystemClock())
     if as_json:
         print(json.dumps(result.report, allow_nan=False))
@@ -95,11 +111,14 @@ def _tell(result: DemoResult) -> None:
 
 def cluster_summary(report: dict[str, Any]) -> FittingTable:
     """What each cluster did, as a table."""
-    columns = ("cluster", "gap", "tokens/s", "steps", "tokens", "applied", "excluded", "starts")
-    table = FittingTable("clusters", [Column(name, right=name != "cluster") for name in columns])
+    of_ranks = any(cluster["parallel"] for cluster in report["clusters"].values())
+    words = ("cluster", "parallelism") if of_ranks else ("cluster",)
+    columns = (*words, "gap", "tokens/s", "steps", "tokens", "applied", "excluded", "starts")
+    table = FittingTable("clusters", [Column(name, right=name not in words) for name in columns])
     for name, cluster in report["clusters"].items():
         table.add_row(
             name,
+            *([cluster["parallel"] or "one process"] if of_ranks else []),
             f"{cluster['speed_gap']:.0%}",
             f"{cluster['measured_speed']:.0f}",
             str(cluster["steps"]),

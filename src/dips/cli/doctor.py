@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -46,10 +48,11 @@ def doctor(
     """Check a run or a deployment before it starts: each check is OK, WARN or FAIL, with a remedy.
 
     With --master and --keys: whether a cluster can join from this machine; the master and every slave's data port are
-    dialled with these keys. Of a file of `dips up`: settings, directory, packages, data, keys, ports, addresses,
-    memory, disks with the time of a flush, files, huge pages, kernel buffers, clock. Of a file of `dips deploy`: keys,
-    contexts, addresses, sizes,
-    times. Nothing is changed; a probe writes and removes a file of 64 MiB. Exit code 1 when anything is FAIL.
+    dialled with these keys. Started by torchrun or srun, each rank asks for itself and says what it does not reach. Of
+    a file of `dips up`: settings, directory, packages, data, keys, ports, addresses, memory, disks with the time of a
+    flush, files, huge pages, kernel buffers, clock. Of a file of `dips deploy`: keys, contexts, addresses, sizes,
+    times, and what the pods of clusters of several ranks reach. Nothing is changed; a probe writes and removes a file
+    of 64 MiB. Exit code 1 when anything is FAIL.
     """
     wanted = DoctorOptions(
         parse_count(params) if params else None,
@@ -61,14 +64,18 @@ def doctor(
             "give a FILE.toml to look at a run, or --master HOST:PORT to look at one from a joining machine"
         )
     chosen = joining.checks(master, asked_security(keys, insecure)) if file is None else _checks(file, wanted, insecure)
+    rank = rank_here(os.environ) if file is None else None
     found = []
     for one in examined(chosen):
-        if not as_json:
+        if rank is not None:
+            one = replace(one, sentence=f"rank {rank}: {one.sentence}")
+        # Of several ranks one says what is well.
+        if not as_json and (not rank or one.grade is not Grade.OK):
             print(one, flush=True)
         found.append(one)
     if as_json:
         print(json.dumps({"file": str(file or ""), "master": master, "findings": [one.to_json() for one in found]}))
-    else:
+    elif not rank:
         print(summary(found))
     return FOUND if any(one.grade is Grade.FAIL for one in found) else 0
 
@@ -92,6 +99,15 @@ def _checks(file: Path, wanted: DoctorOptions, insecure: bool) -> Iterable[Check
         problem = Finding("settings", Grade.FAIL, str(error))
         return [Check("settings", lambda: [problem])]
     return LocalDoctor(run, plan, wanted, host.read_facts()).checks()
+
+
+def rank_here(environment: Mapping[str, str]) -> int | None:
+    """This process's number among those that torchrun or srun has started; None when it is alone."""
+    for rank, ranks in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        mine, of = environment.get(rank, ""), environment.get(ranks, "")
+        if mine.isdecimal() and of.isdecimal() and int(of) > 1:
+            return int(mine)
+    return None
 
 
 def summary(findings: Iterable[Finding]) -> str:

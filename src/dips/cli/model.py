@@ -40,6 +40,7 @@ class Form(Enum):
 
     HUGGINGFACE = "huggingface"
     SAFETENSORS = "safetensors"
+    DCP = "dcp"
 
 
 Master = Annotated[
@@ -61,14 +62,20 @@ def export(
     file: Annotated[
         str,
         typer.Argument(
-            metavar="OUT.safetensors | RUN", help="The file to write; with --to, a run's directory or its master."
+            metavar="OUT | RUN",
+            help="The file to write, or with --format dcp the folder; with --to, a run's directory or its master.",
         ),
     ] = "",
     to: Annotated[
-        Path | None, typer.Option("--to", metavar="DIR", help="The folder to write, for from_pretrained().")
+        Path | None, typer.Option("--to", metavar="DIR", help="The folder to write, by default for from_pretrained().")
     ] = None,
     form: Annotated[
-        Form | None, typer.Option("--format", help="What to write; with --to a huggingface folder, else one file.")
+        Form | None,
+        typer.Option(
+            "--format",
+            help="What to write: one safetensors file; with --to, a huggingface folder; dcp: a folder for "
+            "torch.distributed.checkpoint.load().",
+        ),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an earlier export in a folder that is not empty.")
@@ -94,14 +101,18 @@ def export(
 ) -> int:
     """Write a published version, while training goes on or after it has ended: one safetensors file, or a folder.
 
+    Three formats: safetensors is one file of all tensors. huggingface is a folder with config.json and safetensors, as
+    transformers' from_pretrained() opens it, for models of transformers and for the byte model of `dips train`. dcp is
+    a torch.distributed.checkpoint, a folder from which each rank of any parallelism (FSDP2, tensor, pipeline, or none)
+    loads its own part with torch.distributed.checkpoint.load().
+
     From a master, or from a run's directory: of a run that has ended, the slaves' snapshots are put together. What is
     written is checked against the digests of its round. What the run does not train, and no version holds, can be added
-    from a file, which must be the one that training began with. The folder has config.json and safetensors, as
-    transformers' from_pretrained() opens it, for models of transformers and for the byte model of `dips train`.
+    from a file, which must be the one that training began with.
     """
     wanted = parse_version(version) if version else None
     target, form, master, run_dir = _what_and_where(file, to, form, master, run_dir)
-    if form is Form.HUGGINGFACE:
+    if form is not Form.SAFETENSORS:
         check_target(target, force)
     fetched = _fetch(master, run_dir, wanted, wait_s, lambda: asked_security(keys, insecure, run_dir))
     described = description_from_json(fetched.layout.description)
@@ -110,7 +121,13 @@ def export(
         write_folder(as_folder(fetched, filled), target, force)
     else:
         prefix = described.prefix if described is not None else ""
-        export_model(fetched, target, filled={prefix + name: tensor for name, tensor in filled.items()})
+        named = {prefix + name: tensor for name, tensor in filled.items()}
+        if form is Form.DCP:
+            from dips.trainer.dcp import CheckpointFolder  # slow to import, and for this format alone
+
+            write_folder(CheckpointFolder(fetched, named), target, force)
+        else:
+            export_model(fetched, target, filled=named)
     lacking = described.n_absent - len(filled) if described is not None else 0
     fields = {
         "file": str(target),
@@ -142,7 +159,7 @@ def _what_and_where(
             raise ConfigError("a huggingface folder needs a place: give --to DIR")
         if not target:
             raise ConfigError("no target is named: give OUT.safetensors, or --to DIR for a folder")
-        return Path(target), Form.SAFETENSORS, master, run_dir
+        return Path(target), form or Form.SAFETENSORS, master, run_dir
     if target and (master is not None or run_dir is not None):
         raise ConfigError(f"the run is named twice: leave out {target!r}, or --master and --run-dir")
     if target and Path(target).is_dir():

@@ -9,7 +9,8 @@ from dips.core.observe.logs import configure_logging
 from dips.local.options import ConfigFile, role_settings, with_knobs
 from dips.trainer.config import SECTION as TRAIN_SECTION
 from dips.trainer.config import TrainConfig
-from dips.trainer.train import ALONE, run
+from dips.trainer.parallelism import place_here
+from dips.trainer.train import ALONE, run, settings_of_rank
 from dips.worker.config import SECTION as CLIENT_SECTION
 from dips.worker.config import ClientConfig
 
@@ -19,11 +20,14 @@ def train(config: ConfigFile = None, **given: Any) -> int:
     """Train a LLaMA-style byte-level language model on text files, as one cluster of a run.
 
     Without a master it is ordinary training of the same model for --steps steps.
+    Several processes are one cluster under torchrun, with --parallel: each holds and pushes its part of the model.
     Settings: the options below, else the environment (DIPS_TRAIN_<NAME>, DIPS_WORKER_<NAME>), else tables [train] and
     [worker] of --config. DIPS_MASTER is the same as --master, DIPS_CLUSTER as --cluster-id.
     """
     trainer = role_settings(TrainConfig, TRAIN_SECTION, config, given)
     client = role_settings(ClientConfig, CLIENT_SECTION, config, given)
-    configure_logging("worker", client.value.cluster_id or ALONE, client.value.log_level, client.value.log_format)
+    place = place_here(trainer.value.parallelism)
+    own = settings_of_rank(client.value, place)
+    configure_logging("worker", own.cluster_id or ALONE, own.log_level, own.log_format)
     logging.getLogger("dips").info("settings:\n%s\n%s", trainer.describe(), client.describe())
-    return run(trainer.value, client.value)
+    return run(trainer.value, own)

@@ -38,6 +38,9 @@ from dips.deploy.objects import (
 )
 
 RENDEZVOUS_PORT = 29600
+JOIN_S, STORE_S = 3600, 120
+"""For all nodes of a cluster to be there, which may have to be made first, and for one answer of the first of them."""
+
 RETRIES = 100_000
 """A cluster whose process dies comes back as a new incarnation, as often as needed; it ends when the run does."""
 
@@ -50,6 +53,9 @@ END_S = 120
 
 END_MARGIN_S = 30
 """For the step under way and for the program's own end."""
+
+TORCHRUN_END_S = 10
+"""Left of the time to end when torchrun kills processes that have not ended by themselves."""
 
 
 def cluster_objects(deployment: Deployment, cluster: DeployedClusterKnobs) -> list[Object]:
@@ -85,19 +91,32 @@ def cluster_settings(deployment: Deployment, cluster: DeployedClusterKnobs, stat
     return {"cluster.toml": text + ("\n" + toml("train", tables["train"]) if tables["train"] else "")}
 
 
-def command(deployment: Deployment, cluster: DeployedClusterKnobs, settings: str, host: str, rank: str) -> list[str]:
-    """The command that one node runs.
-
-    host: the first node's name; rank: of this node, a number or a variable's name.
+def command(deployment: Deployment, cluster: DeployedClusterKnobs, settings: str, first: str, own: str) -> list[str]:
+    """The command that one node runs. first, own: names of the cluster's first node and of this one, by which the nodes
+    find each other.
     """
-    own = list(cluster.command) or ["dips", "train", "--config", settings]
-    if not cluster.torchrun:
-        return own
-    each = str(cluster.gpus or 1)
-    ways = [f"--nnodes={cluster.nodes}", f"--nproc-per-node={each}", f"--node-rank={rank}"]
-    ways += [f"--master-addr={host}", f"--master-port={RENDEZVOUS_PORT}"]
+    words = list(cluster.command) or ["dips", "train", "--config", settings]
+    if cluster.parallel:
+        words = ["-m", "dips.cli", *words[1:], "--parallel", cluster.parallel]
+    if not cluster.by_torchrun:
+        return words
+    ways = [f"--nproc-per-node={cluster.node_ranks}", f"--max-restarts={cluster.restarts}"]
+    if cluster.nodes == 1:
+        ways.append("--standalone")
+    else:
+        # c10d, not the default: nodes that lost one wait for its successor and begin again with it. A new node of the
+        # default's would join the old attempt, which waits for ever.
+        ways += [f"--nnodes={cluster.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{RENDEZVOUS_PORT}"]
+        ways += [f"--rdzv-id={object_name(deployment, cluster)}", f"--local-addr={own}"]
+        ways.append(f"--rdzv-conf=join_timeout={JOIN_S},read_timeout={STORE_S}")
     # torchrun brings the interpreter itself.
-    return ["torchrun", *ways, *(own[1:] if own[0] in ("python", "python3") else own)]
+    return ["python", "-m", "dips.worker.torchrun", *ways, *(words[1:] if words[0] in ("python", "python3") else words)]
+
+
+def node_name(deployment: Deployment, cluster: DeployedClusterKnobs, index: str) -> str:
+    """The name at which a pod of the cluster is found by the others. index: of the pod, or a variable's name."""
+    name = object_name(deployment, cluster)
+    return f"{name}-{index}.{name}" if cluster.starts == "job" else f"{name}-node-0-{index}.{name}-nodes"
 
 
 def workload(deployment: Deployment, cluster: DeployedClusterKnobs, hashed: str) -> Object:
@@ -110,7 +129,10 @@ def workload(deployment: Deployment, cluster: DeployedClusterKnobs, hashed: str)
         jobs = [{"name": "node", "replicas": 1, "template": {"spec": spec}}]
         # The JobSet makes a service of that name itself.
         network = {"enableDNSHostnames": True, "subdomain": f"{name}-nodes"}
-        of_set = {"network": network, "failurePolicy": {"maxRestarts": RETRIES}, "replicatedJobs": jobs}
+        # A Job that failed by its own policy failed for a wrong setting: the set fails with it.
+        ends = [{"name": "wrong-setting", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+        policy = {"maxRestarts": RETRIES, "rules": ends}
+        of_set = {"network": network, "failurePolicy": policy, "replicatedJobs": jobs}
         suspended = {**of_set, "suspend": bool(cluster.queue)}
         found = made(deployment, "JobSet", name, "cluster", cluster.id, spec=suspended)
     if cluster.queue:
@@ -144,14 +166,13 @@ def _job_spec(deployment: Deployment, cluster: DeployedClusterKnobs, hashed: str
 
 def _pod(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
     name = object_name(deployment, cluster)
-    alone = cluster.starts == "job"
-    first = f"{name}-0.{name}" if alone else f"{name}-node-0-0.{name}-nodes"
+    first, own = (node_name(deployment, cluster, index) for index in ("0", "$(JOB_COMPLETION_INDEX)"))
     volumes, mounts = _volumes(deployment, cluster)
     extra = {cluster.gpu_resource: str(cluster.gpus)} if cluster.gpus else None
     one = container(
         "cluster",
         cluster.image or deployment.run.image("worker"),
-        command(deployment, cluster, f"{CONFIG}/cluster.toml", first, "$(JOB_COMPLETION_INDEX)"),
+        command(deployment, cluster, f"{CONFIG}/cluster.toml", first, own),
         resources(processors(cluster.cpus), quantity(cluster.memory), extra),
         mounts,
         METRICS,
@@ -160,7 +181,7 @@ def _pod(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
     if cluster.image:  # whatever its entry point does
         one["command"] = one.pop("args")
     more: Object = {"restartPolicy": "Never", "terminationGracePeriodSeconds": end_s(deployment)}
-    if alone:
+    if cluster.starts == "job":
         more["subdomain"] = name
     if cluster.node_selector:
         more["nodeSelector"] = dict(label.split("=", 1) for label in cluster.node_selector)
@@ -177,20 +198,23 @@ def end_s(deployment: Deployment) -> int:
 def _environment(deployment: Deployment, cluster: DeployedClusterKnobs) -> list[Object]:
     """What a program of one's own reads, and where the metrics are; the index is the Job's."""
     variables = [{"name": key, "value": value} for key, value in environment(deployment, cluster, KEYS).items()]
-    if not cluster.torchrun:  # of several processes in a pod only one could have the port
-        variables.append({"name": "DIPS_WORKER_METRICS_LISTEN", "value": f"0.0.0.0:{METRICS_PORT}"})
+    # Of several ranks the leader alone listens.
+    variables.append({"name": "DIPS_WORKER_METRICS_LISTEN", "value": f"0.0.0.0:{METRICS_PORT}"})
     index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
     return [*variables, {"name": "JOB_COMPLETION_INDEX", "valueFrom": {"fieldRef": index}}]
 
 
 def environment(deployment: Deployment, cluster: DeployedClusterKnobs, keys: str) -> dict[str, str]:
     """The variables that make a program a cluster of the run."""
-    return {
+    found = {
         "DIPS_MASTER": deployment.master_address,
         "DIPS_CLUSTER": cluster.id,
         "DIPS_RUN": deployment.name,
         "DIPS_KEYS": keys,
     }
+    if cluster.by_torchrun:  # it would kill its processes after 30 s
+        found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(end_s(deployment) - TORCHRUN_END_S)
+    return found
 
 
 def _volumes(deployment: Deployment, cluster: DeployedClusterKnobs) -> tuple[list[Object], list[Object]]:

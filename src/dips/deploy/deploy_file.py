@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,12 +20,14 @@ from pydantic import AfterValidator, Field
 from dips.core.config import Knobs, SettingsFile, check_unique, load_table
 from dips.core.errors import ConfigError
 from dips.core.net.addresses import parse_address
+from dips.core.protocol import MAX_RANKS
 from dips.core.units import Bytes, Count, format_bytes, format_count
 from dips.local.processes import leaving_s
-from dips.local.sizing import SizeKnobs, size
+from dips.local.sizing import SizeKnobs, SizeTable, size
 from dips.master.config import MasterConfig
 from dips.planner.server_site import Sites
 from dips.slave.config import SlaveConfig
+from dips.trainer.parallelism import Parallelism
 from dips.worker.config import ClientConfig
 
 # ---- deploy knobs ----------------------------------------------------------------------------------------------------
@@ -142,7 +144,24 @@ class DeployedClusterKnobs(Knobs):
     gpu_resource: str = Field("nvidia.com/gpu", description="Name of the accelerators as a resource of Kubernetes")
     command: tuple[str, ...] = Field((), description="Your own program and its arguments, instead of `dips train`")
     image: str = Field("", description="Image with your program; empty: dips-worker")
-    torchrun: bool = Field(False, description="Start the command by torchrun, one process for each accelerator")
+    torchrun: bool = Field(False, description="Start the command by torchrun, `processes` of them on each node")
+    processes: int = Field(
+        0,
+        ge=0,
+        le=MAX_RANKS,
+        description="With torchrun: processes on each node, the cluster's ranks; 0: one for each accelerator, else one",
+    )
+    parallel: str = Field(
+        "",
+        description="How the ranks of `dips train` share the model and its batches, as its --parallel: 'fsdp=2'; "
+        "torchrun starts them, divided among the nodes",
+    )
+    restarts: int = Field(
+        3,
+        ge=0,
+        le=1000,
+        description="With torchrun: times that a node starts its processes again before it is itself replaced",
+    )
     queue: Annotated[str, Field(max_length=63)] = Field("", description="Local queue of Kueue; empty: none")
     data_claim: str = Field("", description="A PersistentVolumeClaim that is there, mounted at /data for reading")
     checkpoint_volume: Bytes = Field(0, description="Size of a volume for checkpoints; 0: none")
@@ -152,6 +171,23 @@ class DeployedClusterKnobs(Knobs):
     node_selector: tuple[str, ...] = Field((), description="Labels that nodes must have, each as 'key=value'")
     tolerate: tuple[str, ...] = Field((), description="Taints of nodes that do not matter, by their keys")
     partition: str = Field("", description="With slurm: the partition")
+
+    @property
+    def by_torchrun(self) -> bool:
+        """Whether torchrun starts the processes."""
+        return self.torchrun or bool(self.parallel)
+
+    @property
+    def node_ranks(self) -> int:
+        """Processes on each node."""
+        if self.parallel:
+            return Parallelism.parse(self.parallel).n_ranks // self.nodes
+        return (self.processes or self.gpus or 1) if self.torchrun else 1
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the cluster, each of which pushes and pulls its share of the model."""
+        return self.nodes * self.node_ranks
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
@@ -185,6 +221,7 @@ class PodSizes:
     slave_volume_bytes: int
     master_process_bytes: int
     master_volume_bytes: int
+    node_bytes: Mapping[str, int]  # of a node of each cluster, by its id: what Di-PS takes beside the training
 
     def explain(self) -> list[str]:
         """For a person, one line each."""
@@ -196,23 +233,37 @@ class PodSizes:
 
 
 def sizes_for(
-    run: DeployKnobs, model: ModelKnobs, master: MasterConfig, slave: SlaveConfig, n_clusters: int, where: str
+    run: DeployKnobs,
+    model: ModelKnobs,
+    master: MasterConfig,
+    slave: SlaveConfig,
+    client: ClientConfig,
+    clusters: Sequence[DeployedClusterKnobs],
+    where: str,
 ) -> PodSizes:
     """The sizes of a deployment. Raises ConfigError, which begins with `where`, for a volume below its formula."""
-    table = size(
-        SizeKnobs(
-            params=model.parameters,
-            clusters=n_clusters,
-            slaves=run.slaves,
-            link=_IRRELEVANT_LINK,
-            max_clusters=master.max_clusters,
-            pinned_versions=master.pinned_versions,
-            snapshots_kept=slave.snapshots_kept,
-            chunk_bytes=master.chunk_bytes,
-            archive_bytes=master.archive_bytes,
-            journal_records=master.journal_records,
+
+    def of_ranks(ranks: int) -> SizeTable:
+        return size(
+            SizeKnobs(
+                params=model.parameters,
+                clusters=len(clusters),
+                slaves=run.slaves,
+                ranks=ranks,
+                link=_IRRELEVANT_LINK,
+                wire=client.wire_dtype,
+                overlap=master.overlap,
+                max_clusters=master.max_clusters,
+                pinned_versions=master.pinned_versions,
+                memory_files=master.memory_files,
+                snapshots_kept=slave.snapshots_kept,
+                chunk_bytes=master.chunk_bytes,
+                archive_bytes=master.archive_bytes,
+                journal_records=master.journal_records,
+            )
         )
-    )
+
+    table = of_ranks(max(cluster.ranks for cluster in clusters))
     of_slave = _rounded(table.whole("slave_volume_bytes"))
     of_master = _rounded(table.whole("master_disk_bytes") + TAPE_ROOM_BYTES)
     _check_volume(where, "slave_volume", run.slave_volume, of_slave, format_count(model.parameters), run.slaves)
@@ -223,7 +274,14 @@ def sizes_for(
         run.slave_volume or of_slave,
         _rounded(table.whole("master_memory_bytes")),
         run.master_volume or of_master,
+        {cluster.id: _of_node(of_ranks(cluster.ranks), cluster) for cluster in clusters},
     )
+
+
+def _of_node(table: SizeTable, cluster: DeployedClusterKnobs) -> int:
+    """Each rank has its own share; one process alone has all of the model."""
+    key = "rank_memory_most_bytes" if cluster.ranks > 1 else "cluster_memory_bytes"
+    return cluster.node_ranks * table.whole(key)
 
 
 def quantity(n_bytes: int) -> str:
@@ -273,7 +331,7 @@ OURS = {
         *("data_host", "data_port", "advertise"),
     ),
     "worker": ("run_id", "cluster_id", "master", "keys", "insecure", "checkpoint_dir", "metrics_listen"),
-    "train": (),
+    "train": ("parallel",),
 }
 """Settings that follow from the file's other tables, by role."""
 
@@ -337,8 +395,8 @@ def read_deploy_file(file: Path) -> Deployment:
     for name, table in roles.items():
         if wrong := [key for key in table if key in OURS[name]]:
             raise ConfigError(
-                f"{tables.where(name)}: {wrong[0]!r} does not belong here: it follows from [deploy] and [[sites]]; "
-                "leave it out"
+                f"{tables.where(name)}: {wrong[0]!r} does not belong here: it follows from [deploy], [[sites]] and "
+                "[[clusters]]; leave it out"
             )
     _check_names(file, run, sites, clusters)
     server_site, why = _server_site(file, run, sites, clusters)
@@ -352,11 +410,8 @@ def read_deploy_file(file: Path) -> Deployment:
         )
     slave = tables.settings(SlaveConfig, "slave", {**ours, "slave_id": "s0"})
     client = tables.settings(ClientConfig, "worker")
-    if roles["train"]:
-        from dips.trainer.config import TrainConfig
-
-        tables.settings(TrainConfig, "train")
-    sizes = sizes_for(run, model, master, slave, len(clusters), tables.where("deploy"))
+    _check_train(tables, clusters)
+    sizes = sizes_for(run, model, master, slave, client, clusters, tables.where("deploy"))
     leaves_s = leaving_s(client, master)
     return Deployment(file, run, model, roles, sites, clusters, server_site, why, sizes, leaves_s)
 
@@ -501,7 +556,43 @@ def _check_clusters(file: Path, sites: tuple[SiteKnobs, ...], clusters: tuple[De
             raise ConfigError(
                 f"{where}: site {site.name!r} has no context: set starts = 'slurm' or 'command', or give the site one"
             )
-        if cluster.nodes > 1 and not cluster.command:
-            raise ConfigError(f"{where}: `dips train` uses one node: give your own command, or nodes = 1")
-        if cluster.torchrun and not cluster.command:
+        if cluster.parallel:
+            _check_parallel(cluster, where)
+        elif cluster.nodes > 1 and not cluster.command:
+            raise ConfigError(
+                f"{where}: `dips train` uses one node unless its ranks share the model: give parallel, as in 'fsdp=2', "
+                "your own command, or nodes = 1"
+            )
+        if cluster.processes and not cluster.torchrun:
+            raise ConfigError(f"{where}: processes = {cluster.processes} needs torchrun = true, which starts them")
+        if cluster.ranks > MAX_RANKS:
+            raise ConfigError(
+                f"{where}: {cluster.nodes} nodes of {cluster.node_ranks} processes are {cluster.ranks} ranks, and a "
+                f"cluster has at most {MAX_RANKS}: make several clusters of it"
+            )
+        if cluster.torchrun and not cluster.command and not cluster.parallel:
             raise ConfigError(f"{where}: torchrun needs a command of yours: give the script and its arguments")
+
+
+def _check_parallel(cluster: DeployedClusterKnobs, where: str) -> None:
+    try:
+        n_ranks = Parallelism.parse(cluster.parallel).n_ranks
+    except ConfigError as error:
+        raise ConfigError(f"{where}: parallel: {error}") from error
+    if cluster.command:
+        raise ConfigError(f"{where}: parallel is for `dips train`: your own command decides by itself: leave it out")
+    if cluster.processes or n_ranks % cluster.nodes:
+        raise ConfigError(
+            f"{where}: parallel = {cluster.parallel!r} is {n_ranks} processes on {cluster.nodes} nodes, as many on "
+            "each: leave processes out, and give a number of nodes that divides them"
+        )
+
+
+def _check_train(tables: SettingsFile, clusters: Sequence[DeployedClusterKnobs]) -> None:
+    """[train] is that of every cluster that runs `dips train`; each has its own way to share the model."""
+    ways = {cluster.parallel for cluster in clusters if not cluster.command}
+    if tables.table("train") or any(ways):
+        from dips.trainer.config import TrainConfig
+
+        for way in sorted(ways | {""}):
+            tables.settings(TrainConfig, "train", {"parallel": way} if way else {})

@@ -1,4 +1,5 @@
-"""A client of one API server: gets, lists, creates, patches and deletes objects; errors become sentences.
+"""A client of one API server: gets, lists, creates, patches and deletes objects, and runs commands in pods; errors
+become sentences.
 
 The only module of the deployment that knows the client of Kubernetes. It asks for no discovery:
 the kinds are those of objects.py. It must never retry by itself, and never print what is in a secret.
@@ -8,16 +9,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import urllib3
 import yaml
 from kubernetes import config
-from kubernetes.client import ApiClient, VersionApi
+from kubernetes.client import ApiClient, CoreV1Api, VersionApi
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 from kubernetes.dynamic import DynamicClient
+from kubernetes.stream import stream
+from websocket import WebSocketException
 
 from dips.core.errors import ConfigError, DipsError, FatalError, RetryLater
 from dips.deploy.objects import API_VERSIONS, Object
@@ -45,6 +48,7 @@ class KubernetesApi:
         self.namespace = namespace
         self._host = str(client.configuration.host)
         self._client: Any = DynamicClient(client, discoverer=_NoDiscovery)
+        self._configuration = client.configuration
 
     def get(self, kind: str, name: str) -> Object | None:
         """None when it is not there."""
@@ -74,6 +78,32 @@ class KubernetesApi:
             body["preconditions"] = {"uid": uid}
         path = f"{self._folder(kind)}/{name}"
         return self._call("delete", path, f"{kind} {name}", missing_is_none=True, body=body) is not None
+
+    def output_of(self, pod: str, command: Sequence[str], wait_s: float) -> str:
+        """What a command prints that is run in the only container of a pod, whatever its exit code is. Raises DipsError
+        when it cannot be run, or has not ended after wait_s.
+        """
+        where = f"context {self.context!r}, pod {pod}"
+        # A client of its own: stream() leaves its way to send in the one that it was given.
+        pods: Any = CoreV1Api(ApiClient(self._configuration))
+        try:
+            running = stream(
+                pods.connect_get_namespaced_pod_exec, pod, self.namespace, command=list(command), stdout=True,
+                stderr=False, stdin=False, tty=False, _preload_content=False, _request_timeout=CALL_S,
+            )  # fmt: skip
+            try:
+                running.run_forever(timeout=wait_s)
+                if running.is_open():
+                    raise RetryLater(f"{where}: `{' '.join(command)}` has not ended after {wait_s:.0f} s: try again")
+            finally:
+                running.sock.shutdown()  # close() leaves the socket open where the server has ended the stream
+            return str(running.read_stdout())
+        except (ApiException, OSError, WebSocketException) as error:
+            why = " ".join(str(getattr(error, "reason", None) or error).split())
+            raise ConfigError(
+                f"{where}: no command can be run there ({why}): see that the pod runs, and that your user may create "
+                "pods/exec"
+            ) from error
 
     def _write(self, verb: str, path: str, document: Object, dry_run: bool, **more: Any) -> Object | None:
         dry: dict[str, Any] = {"dry_run": "All"} if dry_run else {}

@@ -45,7 +45,7 @@ def slurm_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
         "--signal=B:TERM@120",
         f"--output={name}-%j.log",
     ]
-    run = _line(deployment, cluster, '"$first"', '"$SLURM_NODEID"')
+    run = _line(deployment, cluster, '"$first"', '"$SLURMD_NODENAME"')
     body = [
         'first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
         "export first",
@@ -64,7 +64,7 @@ def slurm_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
 
 def plain_script(deployment: Deployment, cluster: DeployedClusterKnobs) -> str:
     """A script for a shell on one machine; it starts the cluster again unless it ended well or a setting is wrong."""
-    run = _line(deployment, cluster, "127.0.0.1", "0")
+    run = _line(deployment, cluster, "127.0.0.1", "127.0.0.1")
     body = [
         "while true; do",
         f"  {run} && exit 0",
@@ -98,11 +98,11 @@ def _text(first: list[str], deployment: Deployment, cluster: DeployedClusterKnob
     return "\n".join([*lines, *body, ""])
 
 
-def _line(deployment: Deployment, cluster: DeployedClusterKnobs, host: str, rank: str) -> str:
-    """The command with its arguments quoted; host and rank are the shell's own words."""
+def _line(deployment: Deployment, cluster: DeployedClusterKnobs, first: str, own: str) -> str:
+    """The command with its arguments quoted; first and own, the nodes' names, are the shell's own words."""
     file = f"{deployment.name}-{cluster.id}.toml"
-    words = command(deployment, cluster, file, "@host@", "@rank@")
-    return " ".join(shlex.quote(word) for word in words).replace("@host@", host).replace("@rank@", rank)
+    words = command(deployment, cluster, file, "@first@", "@own@")
+    return " ".join(shlex.quote(word) for word in words).replace("@first@", first).replace("@own@", own)
 
 
 # ---- render ----------------------------------------------------------------------------------------------------------

@@ -1,25 +1,33 @@
 """Checks a file of `dips deploy`, as far as the machine that deploys can see.
 
-Nodes and pods of Kubernetes cannot be looked into from here: what they need is shown, and `dips deploy plan` shows it.
+Nodes cannot be looked into from here: what they need is shown, and `dips deploy plan` shows it. Pods that train are
+asked what they reach.
 """
 
 from __future__ import annotations
 
 import email.utils
+import json
 import time
+from collections.abc import Iterator
 from functools import partial
 
-from dips.core.errors import DipsError
+from dips.core.errors import ConfigError, DipsError
 from dips.core.release import VERSION
 from dips.core.units import format_bits_per_s, format_bytes, format_seconds, parse_seconds
 from dips.deploy import identities, kubernetes_api
-from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment
+from dips.deploy.clusters import node_name
+from dips.deploy.deploy_file import KEYS, DeployedClusterKnobs, Deployment
+from dips.deploy.objects import Object, selector
 from dips.doctor import host, network
 from dips.doctor.findings import Check, Finding, Findings, Grade, fail, ok, warn
 from dips.doctor.host import check_packages
 from dips.doctor.network import check_identities
 from dips.local.sizing import SizeKnobs, SizeTable, size
 from dips.master.config import MasterConfig
+
+ASK_S = 120.0
+"""For the doctor in a pod: it waits for seconds at each slave that does not answer."""
 
 CLOCKS_DIFFER_S = 5.0
 """The API server's Date has whole seconds, and an answer takes some time."""
@@ -35,6 +43,7 @@ def checks(deployment: Deployment, link_bits_per_s: float, facts: host.HostFacts
         Check("addresses", partial(_addresses, deployment)),
         Check("sizes", partial(_sizes, deployment)),
         Check("times", partial(_times, deployment, link_bits_per_s)),
+        Check("ranks", partial(_ranks, deployment)),
         Check("clock", lambda: [host.judge_clock(facts)]),
     ]
 
@@ -118,6 +127,74 @@ def _addresses(deployment: Deployment) -> Findings:
             yield warn("reach", sentence, "roll it out, and open the way from each cluster's site")
 
 
+# ---- what the pods of clusters reach ----
+
+
+def _ranks(deployment: Deployment) -> Findings:
+    """Every pod of a cluster of several ranks dials the master and all slaves, with the keys and from where its ranks
+    do; one finding for each that cannot. Before the cluster runs nothing can be asked.
+    """
+    for cluster in deployment.clusters:
+        if cluster.ranks == 1:
+            continue
+        context = deployment.site(cluster.site).context
+        if not context or cluster.starts not in ("job", "jobset"):
+            sentence = f"the {cluster.ranks} ranks of cluster {cluster.id} are not asked: no API server knows its nodes"
+            yield warn("ranks", sentence, f"on each node: `{' '.join(_joins(deployment, 'KEYS'))}`")
+            continue
+        yield from _asked_pods(deployment, cluster, kubernetes_api.open_context(context, deployment.run.namespace))
+
+
+def _asked_pods(deployment: Deployment, cluster: DeployedClusterKnobs, api: kubernetes_api.KubernetesApi) -> Findings:
+    pods = api.list("Pod", selector(deployment, "cluster", cluster.id))
+    running = {_index(pod): pod["metadata"]["name"] for pod in pods if pod.get("status", {}).get("phase") == "Running"}
+    reached = 0
+    for index in range(cluster.nodes):
+        who = f"cluster {cluster.id}, {_ranks_of(deployment, cluster, index)}"
+        if index not in running:
+            yield warn("ranks", f"{who}: pod {index} does not run, so it is not asked", "ask again when it does")
+            continue
+        try:
+            wrong = list(_wrong(api.output_of(running[index], _joins(deployment, KEYS), ASK_S)))
+        except DipsError as error:
+            yield Finding("ranks", Grade.FAIL, f"{who}: {error}")
+            continue
+        for sentence, remedy in wrong:
+            yield fail("ranks", f"{who}, pod {running[index]}: {sentence}", remedy)
+        reached += not wrong
+    if reached:
+        all_of = "the" if reached == cluster.nodes else f"{reached} of {cluster.nodes}"
+        yield ok("ranks", f"cluster {cluster.id}: {all_of} pods of its {cluster.ranks} ranks reach master and slaves")
+
+
+def _joins(deployment: Deployment, keys: str) -> list[str]:
+    asks = ["python", "-m", "dips.cli", "doctor", "--master", deployment.master_address]
+    return [*asks, "--keys", keys, "--json"]
+
+
+def _index(pod: Object) -> int:
+    found = pod["metadata"].get("annotations", {}).get("batch.kubernetes.io/job-completion-index", "")
+    return int(found) if found.isdecimal() else -1
+
+
+def _ranks_of(deployment: Deployment, cluster: DeployedClusterKnobs, index: int) -> str:
+    """torchrun numbers the ranks by its nodes' names, in the order of texts."""
+    by_name = sorted(range(cluster.nodes), key=lambda one: node_name(deployment, cluster, str(one)))
+    first, each = by_name.index(index) * cluster.node_ranks, cluster.node_ranks
+    return f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
+
+
+def _wrong(output: str) -> Iterator[tuple[str, str]]:
+    """Sentence and remedy of each thing that would fail, by what the doctor in the pod has printed."""
+    try:
+        found = json.loads(output)["findings"]
+        wrong = [(str(one["sentence"]), str(one["remedy"])) for one in found if one["grade"] == Grade.FAIL.value]
+    except (ValueError, KeyError, TypeError) as error:
+        said = " ".join(output.split())[:200] or "nothing"
+        raise ConfigError(f"its doctor said {said}: install dips {VERSION} in its image") from error
+    yield from wrong
+
+
 # ---- how large, how long ----
 
 
@@ -130,18 +207,14 @@ def _sizes(deployment: Deployment) -> Findings:
 
 
 def _cluster_memory(deployment: Deployment, cluster: DeployedClusterKnobs) -> Finding:
-    needed = _table(deployment, 10e9).whole("cluster_memory_bytes")
-    have = cluster.memory * cluster.nodes
+    needed, have = deployment.sizes.node_bytes[cluster.id], cluster.memory
+    ranks = f", {cluster.node_ranks} ranks on each" if cluster.ranks > 1 else ""
     sentence = (
-        f"cluster {cluster.id}: {cluster.nodes} nodes of {format_bytes(cluster.memory)}, of which Di-PS takes "
+        f"cluster {cluster.id}: {cluster.nodes} nodes of {format_bytes(have)}{ranks}, of which Di-PS takes "
         f"{format_bytes(needed)} in addition to the training"
     )
     if needed > have:
         return fail("memory", sentence, "give [[clusters]] more memory or nodes, or lower what the model takes")
-    if cluster.nodes > 1 and needed > cluster.memory:
-        return warn(
-            "memory", f"{sentence}, on its first node", "give the node of rank 0 that much, or shard the parameters"
-        )
     if needed > 0.5 * have:
         return warn("memory", f"{sentence}, more than half", "see that the model and its batches fit as well")
     return ok("memory", sentence)

@@ -207,7 +207,10 @@ class LocalDoctor:
             return iter(())
         plan, sizes = self._plan, self._sizes
         rooms = [disk.Room(plan.master.directory, sizes.whole("master_disk_bytes"), "the master's journal")]
-        rooms += [disk.Room(slave.directory, sizes.whole("slave_ring_bytes"), slave.slave_id) for slave in plan.slaves]
+        of_slave = sizes.whole("slave_ring_bytes")
+        if "slave_file_bytes" in sizes.rows:
+            of_slave += sizes.whole("slave_file_bytes")
+        rooms += [disk.Room(slave.directory, of_slave, slave.slave_id) for slave in plan.slaves]
         for cluster in plan.clusters:
             if isinstance(cluster, TrainedCluster) and cluster.client.checkpoint_dir is not None:
                 needed = sizes.whole("cluster_disk_bytes")
@@ -246,6 +249,7 @@ def _sizes(plan: RunPlan, params: int) -> SizeTable:
             link=10e9,
             max_clusters=max(master.max_clusters, clusters),
             pinned_versions=master.pinned_versions,
+            memory_files=master.memory_files,
             snapshots_kept=slave.snapshots_kept,
             chunk_bytes=master.chunk_bytes,
             archive_bytes=master.archive_bytes,

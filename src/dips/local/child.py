@@ -1,8 +1,9 @@
 """Starts one command that cannot outlive the process that started it: no run leaves orphans behind.
 
 It runs as `python -m dips.local.child PARENT_PID NICENESS COMMAND...`, asks the kernel to kill this process when
-its parent ends, and becomes the command. Only Linux has that request (PR_SET_PDEATHSIG, kept over exec);
-elsewhere a supervisor that is itself killed leaves its children to be ended by hand.
+its parent ends, and becomes the command. PARENT_PID 0 is whoever started it. Only Linux has that request
+(PR_SET_PDEATHSIG, kept over exec); elsewhere a supervisor that is itself killed leaves its children to be ended by
+hand.
 
 The signal is SIGKILL: a hung child could ignore SIGTERM, and every role survives SIGKILL
 anyway. It must never import a role: every process is started through it.
@@ -20,15 +21,20 @@ _PR_SET_PDEATHSIG = 1
 _EXIT_NOT_STARTED = 127
 """What shells answer for a command that cannot be found."""
 
+WHOEVER_STARTS_IT = 0
+"""A parent's pid that nobody has: the command line is made before it is known."""
 
-def wrapped(command: Sequence[str], niceness: int = 0) -> list[str]:
-    """The command line that runs `command` as a child which dies with this process.
 
-    niceness: 0 to 19, how far it gives way to processes that want the processor as well.
+def wrapped(command: Sequence[str], niceness: int = 0, parent_pid: int | None = None) -> list[str]:
+    """The command line that runs `command` as a child which dies with its parent.
+
+    niceness: 0 to 19, how far it gives way to processes that want the processor as well. parent_pid: None for this
+    process, or WHOEVER_STARTS_IT.
 
     The kernel ties the child to the thread that started it, so it must be started from the main thread.
     """
-    return [sys.executable, "-m", "dips.local.child", str(os.getpid()), str(niceness), *command]
+    parent = os.getpid() if parent_pid is None else parent_pid
+    return [sys.executable, "-m", "dips.local.child", str(parent), str(niceness), *command]
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -43,7 +49,7 @@ def die_with_parent(parent_pid: int) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Become the command; returns only when it cannot be started."""
     parent_pid, niceness, command = int(arguments[0]), int(arguments[1]), list(arguments[2:])
-    die_with_parent(parent_pid)
+    die_with_parent(parent_pid or os.getppid())
     os.nice(niceness)
     try:
         os.execvp(command[0], command)

@@ -93,6 +93,17 @@ LEAST_TOKENS = 1_000_000
 SPENT_ELSEWHERE = 0.45
 """Share of the machine's time that slaves, master, evaluator, transfers and the two faults take."""
 
+PARALLELISMS = ("", "fsdp=2", "tensor=2", "pipeline=2")
+"""How the clusters of a demo of parallelisms are cut, in turn."""
+
+MODEL_SIZE, SIZE_TO_CUT = "tiny", "wide"
+"""tiny has three heads, which two tensor-parallel ranks cannot share."""
+
+RANKS_COST = 3.0
+"""How much longer the clusters of a demo of parallelisms take for a token: small tensors through gloo, and seven
+processes that share the processors.
+"""
+
 
 @dataclass(frozen=True)
 class DemoOptions:
@@ -104,12 +115,13 @@ class DemoOptions:
     minutes: float = FULL_MINUTES
     run_dir: Path = Path("runs/demo")
     faults: bool = True
-    model_size: str = "tiny"
+    model_size: str | None = None  # SIZE_TO_CUT with parallel, else MODEL_SIZE
     seed: int = 0
     record_pushes: bool = False
     insecure: bool = False
     page: bool = True
     metrics: bool = False
+    parallel: bool = False  # each cluster with a parallelism of its own; pushes are recorded and replayed
 
 
 def cluster_names(how_many: int) -> list[str]:
@@ -117,6 +129,12 @@ def cluster_names(how_many: int) -> list[str]:
     if not 1 <= how_many <= len(string.ascii_lowercase):
         raise ConfigError(f"a demo has 1 to {len(string.ascii_lowercase)} clusters, not {how_many}")
     return list(string.ascii_lowercase[:how_many])
+
+
+def parallelisms(wanted: DemoOptions) -> list[str]:
+    """How each cluster's ranks share the model (TrainConfig.parallel)."""
+    kinds = PARALLELISMS if wanted.parallel else ("",)
+    return [kinds[i % len(kinds)] for i in range(wanted.clusters)]
 
 
 def speed_gaps(how_many: int) -> list[float]:
@@ -141,7 +159,7 @@ def train_settings(wanted: DemoOptions) -> TrainConfig:
     """The trainer's settings that all clusters of the demo share, and the evaluator."""
     ours: dict[str, object] = {
         "data": wanted.data,
-        "model_size": wanted.model_size,
+        "model_size": wanted.model_size or (SIZE_TO_CUT if wanted.parallel else MODEL_SIZE),
         "seed": wanted.seed,
         "data_seed": wanted.seed,
         "threads": 1,
@@ -165,11 +183,14 @@ def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int) -> RunPlan:
         "preset": "dynamic",
         "tk_max": tk_max,
     }
-    clusters = [_cluster(wanted.run_dir, train, name, gap) for name, gap in zip(names, gaps, strict=True)]
+    kinds = parallelisms(wanted)
+    clusters = [_cluster(wanted.run_dir, train, *each) for each in zip(names, gaps, kinds, strict=True)]
     return RunPlan(
         RUN_ID,
         load(MasterConfig, "master", overrides=master).value,
-        make_slaves(wanted.run_dir, RUN_ID, wanted.slaves, record_pushes=wanted.record_pushes or None),
+        make_slaves(
+            wanted.run_dir, RUN_ID, wanted.slaves, record_pushes=wanted.record_pushes or wanted.parallel or None
+        ),
         tuple(clusters),
         train,
         wanted.insecure,
@@ -189,7 +210,7 @@ def planned_faults(wanted: DemoOptions) -> list[PlannedFault]:
     ]
 
 
-def _cluster(run_dir: Path, train: TrainConfig, name: str, gap: float) -> TrainedCluster:
+def _cluster(run_dir: Path, train: TrainConfig, name: str, gap: float, parallel: str) -> TrainedCluster:
     ours: dict[str, object] = {
         "run_id": RUN_ID,
         "cluster_id": name,
@@ -200,7 +221,8 @@ def _cluster(run_dir: Path, train: TrainConfig, name: str, gap: float) -> Traine
         "resume": True,
     }
     client = load(ClientConfig, WORKER_SECTION, overrides=ours).value
-    return TrainedCluster(train.model_copy(update={"emulate_gap": gap}), client)
+    own = {**train.model_dump(), "emulate_gap": gap, "parallel": parallel}
+    return TrainedCluster(load(TrainConfig, "train", overrides=own).value, client)
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------
@@ -297,7 +319,8 @@ def _choose_length(wanted: DemoOptions, options: list[str], progress: Progress) 
     at_once = min(cores, wanted.clusters)
     progress.say(f"measuring how fast this machine trains ({cores} cores)")
     speed = measure_tokens_per_s(options, CALIBRATION_S, at_once)
-    tk_max = tokens_to_train(speed, speed_gaps(wanted.clusters), cores, wanted.minutes)
+    speed_in_run = speed / RANKS_COST if wanted.parallel else speed
+    tk_max = tokens_to_train(speed_in_run, speed_gaps(wanted.clusters), cores, wanted.minutes)
     progress.say(f"{speed:.0f} tokens/s for one process: training on {format_count(tk_max)} tokens")
     return tk_max
 
@@ -335,6 +358,7 @@ def _finish(local: LocalRun, faults: FaultPlan, directory: RunDirectory, command
     if local.status is None:
         raise FatalError(f"the master never reported its status: see {directory.log('master')}")
     heldout = heldout_losses(tape_path(directory.path, HELDOUT_TAPE))
+    recorded = all(slave.record_pushes for slave in local.plan.slaves)
     outcome = LocalRunOutcome(
         status=local.status,
         seconds=seconds,
@@ -345,12 +369,13 @@ def _finish(local: LocalRun, faults: FaultPlan, directory: RunDirectory, command
         faults_never_made=faults.never_happened,
         exit_codes=local.exit_codes(),
         heldout=heldout,
-        **verify_or_say(directory.path),
+        parallelisms={c.cluster_id: c.train.parallel for c in local.plan.clusters if isinstance(c, TrainedCluster)},
+        **verify_or_say(directory.path, replay=recorded),
     )
     report = build_report(outcome)
     write_report(report, directory.report)
     names = local.plan.cluster_ids
-    training = {name: training_losses(tape_path(directory.path, name)) for name in names}
+    training = {_label(name, outcome): training_losses(tape_path(directory.path, name)) for name in names}
     title = (
         f"{len(report['clusters'])} clusters, {format_count(report['tokens'])} tokens, {report['rounds']} rounds "
         f"({report['merged_rounds']} merged), {report['seconds']:.0f} s"
@@ -358,3 +383,10 @@ def _finish(local: LocalRun, faults: FaultPlan, directory: RunDirectory, command
     draw_losses(directory.picture, training, heldout, faults.happened, title)
     options = evaluation_options(local.plan.evaluate) if local.plan.evaluate else []
     return DemoResult(report, directory, options, local.page_url)
+
+
+def _label(cluster_id: str, outcome: LocalRunOutcome) -> str:
+    """Of a cluster in the picture."""
+    if not any(outcome.parallelisms.values()):
+        return cluster_id
+    return f"{cluster_id} ({outcome.parallelisms[cluster_id] or 'one process'})"

@@ -1,4 +1,4 @@
-"""Writes a version as a folder that `from_pretrained` of Hugging Face transformers opens: config.json and safetensors.
+"""Writes a version as a folder: one that `from_pretrained` of Hugging Face transformers opens, or another content.
 
 The configuration comes with the run's layout (core/model_description.py), or is the byte model's; so neither torch nor
 transformers is needed to write it. A folder appears whole or not at all, and what is in one is never overwritten
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,25 +28,55 @@ from dips.core.model_description import description_from_json
 from dips.core.placement import Placement
 from dips.slave import snapshot_files as manifests
 from dips.slave.snapshot_files import SnapshotError, SnapshotStamp, read_snapshot
-from dips.trainer.export import Fetched, named_tensors, serialized, write_whole
+from dips.trainer.export import ABOUT, Fetched, about_version, named_tensors, serialized, write_whole
 from dips.trainer.sizes import ModelConfig, llama_config, llama_name
 from dips.worker.checkpoint_files import RawTensor
 
-CONFIG, ABOUT, INDEX = "config.json", "dips_version.json", "model.safetensors.index.json"
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
-"""A larger model is written in several files; each is in memory twice while it is written."""
+"""A larger model is written in several files."""
 
-_OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|config\.json|dips_version\.json")
+_OURS = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|config\.json|__\d+_\d+\.distcp|\.metadata|dips_version\.json"
+)
+"""What earlier exports of any format wrote."""
+
+_HEADS = (CONFIG, ".metadata")
+"""Without its head, a folder is no model: neither for transformers nor for torch.distributed.checkpoint."""
+
 Tensors = Mapping[str, NDArray[np.float32] | RawTensor]
+
+
+class FolderContent(Protocol):
+    """What a folder is to hold."""
+
+    def write_files(self, folder: Path) -> None:
+        """Write all files, durable, into an empty folder. Raises OSError or ConfigError."""
+        ...
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The files to write."""
+    """The files for transformers."""
 
     config: Mapping[str, Any]
     tensors: Tensors
     about: Mapping[str, Any]  # which version of which run it is
+    shard_bytes: int = SHARD_BYTES
+
+    def write_files(self, folder: Path) -> None:
+        shards = _shards(self.tensors, self.shard_bytes)
+        files = {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
+        if len(shards) == 1:
+            files = {"model.safetensors": shards[0]}
+        else:
+            total = sum(map(_n_bytes, self.tensors.values()))
+            where = {name: file for file, shard in files.items() for name in shard}
+            write_whole(folder / INDEX, _json({"metadata": {"total_size": total}, "weight_map": where}))
+        for file, shard in files.items():
+            write_whole(folder / file, serialized(shard, {"format": "pt"}))
+        write_whole(folder / ABOUT, _json(self.about))
+        write_whole(folder / CONFIG, _json(self.config))
 
 
 def check_target(folder: Path, force: bool) -> None:
@@ -63,12 +93,7 @@ def as_folder(fetched: Fetched, filled: Mapping[str, RawTensor] = MappingProxyTy
     """
     described = description_from_json(fetched.layout.description)
     tensors = named_tensors(fetched.layout, fetched.flat)
-    about = {
-        "run_id": fetched.run_id,
-        "version": str(fetched.version),
-        "tokens": fetched.tokens,
-        "layout_hash": fetched.layout.layout_hash.hex(),
-    }
+    about = about_version(fetched)
     if described is None or not described.config:
         return ModelFolder(_byte_model(fetched), {llama_name(name): t for name, t in tensors.items()}, about)
     if described.n_absent and not filled:
@@ -89,7 +114,7 @@ def as_folder(fetched: Fetched, filled: Mapping[str, RawTensor] = MappingProxyTy
     return ModelFolder(config, {**own, **filled}, about)
 
 
-def write_folder(model: ModelFolder, folder: Path, force: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
+def write_folder(content: FolderContent, folder: Path, force: bool = False) -> None:
     """Write it, whole or not at all; with `force` what an earlier export wrote there is replaced, all else stays.
 
     Raises ConfigError as check_target does, and when the disk does not take it.
@@ -102,7 +127,7 @@ def write_folder(model: ModelFolder, folder: Path, force: bool = False, shard_by
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be written: {error.strerror or error}") from error
     try:
-        _write_files(model, new, shard_bytes)
+        content.write_files(new)
         _put_in_place(new, folder)
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be written: {error.strerror or error}") from error
@@ -118,21 +143,6 @@ def _byte_model(fetched: Fetched) -> Mapping[str, Any]:
             "the run's model is neither one of Hugging Face transformers nor the byte model of `dips train`, so that "
             "no config.json can be written for it: export one file of tensors (--format safetensors)"
         ) from error
-
-
-def _write_files(model: ModelFolder, folder: Path, shard_bytes: int) -> None:
-    shards = _shards(model.tensors, shard_bytes)
-    files = {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
-    if len(shards) == 1:
-        files = {"model.safetensors": shards[0]}
-    else:
-        total = sum(map(_n_bytes, model.tensors.values()))
-        where = {name: file for file, shard in files.items() for name in shard}
-        write_whole(folder / INDEX, _json({"metadata": {"total_size": total}, "weight_map": where}))
-    for file, shard in files.items():
-        write_whole(folder / file, serialized(shard, {"format": "pt"}))
-    write_whole(folder / ABOUT, _json(model.about))
-    write_whole(folder / CONFIG, _json(model.config))
 
 
 def _shards(tensors: Tensors, shard_bytes: int) -> list[Tensors]:
@@ -153,15 +163,16 @@ def _n_bytes(tensor: NDArray[np.float32] | RawTensor) -> int:
 
 
 def _put_in_place(new: Path, folder: Path) -> None:
-    """A new folder at once. In one that is there config.json goes first and comes last: without it, it is no model."""
+    """A new folder at once. In one that is there its head goes first and comes last."""
     new.chmod(0o755)
     if not folder.exists() or not any(folder.iterdir()):
         os.rename(new, folder)  # an empty folder gives way
     else:
-        (folder / CONFIG).unlink(missing_ok=True)
+        for head in _HEADS:
+            (folder / head).unlink(missing_ok=True)
         for old in [path for path in folder.iterdir() if _OURS.fullmatch(path.name)]:
             old.unlink()
-        for name in sorted((path.name for path in new.iterdir()), key=lambda name: name == CONFIG):
+        for name in sorted((path.name for path in new.iterdir()), key=lambda name: name in _HEADS):
             os.replace(new / name, folder / name)
         _fsync(folder)
     _fsync(folder.parent)
@@ -175,8 +186,8 @@ def _fsync(folder: Path) -> None:
         os.close(handle)
 
 
-def _json(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
+def _json(value: Mapping[str, Any]) -> list[memoryview]:
+    return [memoryview((json.dumps(value, indent=2) + "\n").encode())]
 
 
 # ---- offline ---------------------------------------------------------------------------------------------------------

@@ -100,7 +100,8 @@ def source_of(plan: str, options: dict[str, float | None]) -> PlanSource:
 
 def scaled(costs: Costs, n_devices: int, forward_ms: float) -> Costs:
     """The same with all times in proportion, so that a forward pass of one microbatch takes so long on a device (on
-    average, where devices differ). Raises PlanError where forward passes take no time."""
+    average, where devices differ), and without overheads. Raises PlanError where forward passes take no time."""
+    costs = costs.with_overheads(0, 0, ())
     forward_ns = sum(stage.f_ns for stage in costs.stages)
     if not forward_ns:
         raise PlanError("forward passes of the plan take no time: nothing can be timed with it")
@@ -184,12 +185,13 @@ def _with_parts_as_stages(source: PlanSource) -> PlanSource:
     schedule, costs = source.schedule, source.costs
     if schedule.parts == 1:
         return source
+    pure = costs.with_overheads(0, 0, ())
     stages = tuple(
-        _part(costs, stage, part, schedule.parts)
-        for stage in range(schedule.n_stages)
-        for part in range(schedule.parts)
+        _part(pure, stage, part, schedule.parts) for stage in range(schedule.n_stages) for part in range(schedule.parts)
     )
-    return replace(source, schedule=schedule.with_parts_as_stages(), costs=Costs(stages, costs.wires))
+    whole, places = schedule.with_parts_as_stages(), schedule.device_of_stage
+    made = Costs(stages, pure.wires).with_overheads(costs.operation_ns, costs.send_ns, places)
+    return replace(source, schedule=whole, costs=made)
 
 
 def _part(costs: Costs, stage: int, part: int, parts: int) -> StageCost:
@@ -382,8 +384,9 @@ def run_plan(
     repeats: 0: only gradients are compared. out: where the ranks' files go. status: shows what goes on. Raises as
     run_ranks() does.
     """
-    costs = scaled(source.costs, source.schedule.n_devices, operation_ms)
-    predicted = simulate(source.schedule, costs)
+    costs, places = scaled(source.costs, source.schedule.n_devices, operation_ms), source.schedule.device_of_stage
+    overheads = source.costs.operation_ns, source.costs.send_ns
+    predicted = simulate(source.schedule, costs.with_overheads(*overheads, places))
     predicted_s = predicted.makespan_ns / NS
     job = job_of(replace(source, costs=costs), repeats, backend, predicted_s)
     what = f"{repeats} iterations of about {predicted_s:.1f} s" if repeats else "one iteration"

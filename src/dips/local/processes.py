@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from dips.core.messages import Settings
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE, SETTINGS
 from dips.core.observe.logs import LOG_FORMAT_VARIABLE, LogFormat
 from dips.core.release import how_to_install
+from dips.local.child import WHOEVER_STARTS_IT, wrapped
 from dips.local.log_files import HELDOUT_TAPE, tape_path
 from dips.local.options import command_line, option_name
 from dips.local.run_directory import RunDirectory
@@ -52,10 +54,13 @@ _SECURITY = frozenset(SETTINGS)
 STOP_MARGIN_S = 5.0
 """For the step under way and for the program's own end."""
 
+ENDING_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""torchrun's: how many seconds its processes may take to end, before it kills them."""
+
 
 @dataclass(frozen=True)
 class TrainedCluster:
-    """A cluster that runs `dips train`."""
+    """A cluster that runs `dips train`: one process, or the ranks that its settings ask for, started by torchrun."""
 
     train: TrainConfig
     client: ClientConfig
@@ -66,7 +71,9 @@ class TrainedCluster:
 
     def command(self, address: str, security: Sequence[str]) -> list[str]:
         knobs = [*command_line(self.train), *command_line(self.client, without={"master", *_SECURITY})]
-        return _dips("train", *knobs, option_name("master"), address, *security)
+        own = _dips("train", *knobs, option_name("master"), address, *security)
+        n_ranks = self.train.parallelism.n_ranks
+        return own if n_ranks == 1 else _ranks(n_ranks, own)
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,8 @@ def cluster_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[
         if isinstance(cluster, TrainedCluster):
             client = cluster.client
             command += metrics_options(plan, directory, name, client)
+            if cluster.train.parallel:
+                added[ENDING_VARIABLE] = str(math.ceil(leaving_s(client, plan.master)))
         else:
             client = ClientConfig()
             keys = str((directory.keys / name).resolve())
@@ -200,6 +209,12 @@ def leaving_s(client: ClientConfig, master: MasterConfig) -> float:
 
 def _dips(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "dips.cli", *arguments]
+
+
+def _ranks(n_ranks: int, command: Sequence[str]) -> list[str]:
+    """The command as n_ranks processes of this machine, which die with what starts them."""
+    starts = [sys.executable, "-m", "dips.worker.torchrun", "--standalone", f"--nproc-per-node={n_ranks}"]
+    return [*starts, "--no-python", "--", *wrapped(command, parent_pid=WHOEVER_STARTS_IT)]
 
 
 def _environment(plan: RunPlan, added: Mapping[str, str] | None = None) -> dict[str, str]:

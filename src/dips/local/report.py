@@ -4,7 +4,8 @@ Everything in it was measured or recorded: counts come from the master's last st
 tapes, faults from the launcher that made them. Tokens are counts, `seconds`, `when` and `back_when` are
 seconds since the run began, losses are nats per byte, `measured_speed` is tokens a second of computing
 alone. `last_norm`, `last_z` and `last_cosine` are those of a cluster's last judged push, `cosine_usual` is the median
-of its last ones, `cosine_rounds` how many were known (docs/algorithm.md); null where not known.
+of its last ones, `cosine_rounds` how many were known (docs/algorithm.md); null where not known. `parallel` is how a
+cluster's ranks shared the model, empty for one process.
 """
 
 from __future__ import annotations
@@ -230,6 +231,7 @@ class LocalRunOutcome:
     command: str
     speeds: Mapping[str, float] = field(default_factory=dict)  # cluster id -> last measured tokens a second
     gaps: Mapping[str, float] = field(default_factory=dict)
+    parallelisms: Mapping[str, str] = field(default_factory=dict)  # cluster id -> TrainConfig.parallel
     faults: Sequence[Fault] = ()
     faults_never_made: Sequence[PlannedFault] = ()
     exit_codes: Mapping[str, int | None] = field(default_factory=dict)  # process name -> its last exit code
@@ -313,6 +315,7 @@ def _cluster(cluster: ClusterStatus, outcome: LocalRunOutcome) -> dict[str, Any]
         "steps": cluster.steps_total,
         "measured_speed": outcome.speeds.get(cluster.cluster_id, 0.0),
         "speed_gap": outcome.gaps.get(cluster.cluster_id, 0.0),
+        "parallel": outcome.parallelisms.get(cluster.cluster_id, ""),
         "last_norm": _known(cluster.last_norm),
         "last_z": _known(cluster.last_z),
         "last_cosine": _known(cluster.last_cosine),

@@ -151,6 +151,9 @@ def _joined(pairs: Sequence[Text]) -> Padding:
 # ---- view ------------------------------------------------------------------------------------------------------------
 
 
+RANKS_NAMED = 8
+"""Of a cluster with more late ranks the others are counted."""
+
 _VERDICT_STYLES = {"applied": "green", "excluded": "red", "aborted": "yellow", "rolled_back": "magenta"}
 _RECENT_ROUNDS = 5
 _WRAPPED = frozenset({"pushes", "accepted", "excluded"})
@@ -219,6 +222,17 @@ def _waits(status: StatusReply) -> Iterator[tuple[str, str]]:
     ):
         if words:
             yield f"{head}: {words}", style
+    for cluster in status.clusters:
+        if cluster.alive and cluster.late_ranks:
+            yield f"cluster {cluster.cluster_id}: {late_sentence(cluster)}", "yellow"
+
+
+def late_sentence(cluster: ClusterStatus) -> str:
+    """Which of a cluster's ranks its transfer waits for."""
+    ranks, more = cluster.late_ranks[:RANKS_NAMED], len(cluster.late_ranks) - RANKS_NAMED
+    named = ", ".join(map(str, ranks)) + (f" and {more} more" if more > 0 else "")
+    which = f"rank {named} is" if len(cluster.late_ranks) == 1 else f"ranks {named} are"
+    return f"{which} late in a transfer; the other {cluster.ranks - len(cluster.late_ranks)} are done"
 
 
 def _direction_alarm(status: StatusReply) -> str:
@@ -279,8 +293,11 @@ def cluster_table(clusters: Sequence[ClusterStatus]) -> FittingTable:
             verdict.append(f": {cluster.last_reason}", style="default")
         if cluster.quarantined:
             verdict.append(" (quarantined)", style="bold red")
+        name = _name(cluster.cluster_id, cluster.alive)
+        if cluster.ranks > 1:
+            name.append(f" ({cluster.ranks} ranks)", style="default")
         table.add_row(
-            _name(cluster.cluster_id, cluster.alive),
+            name,
             _phase(cluster.phase, cluster.alive),
             str(cluster.incarnation or "-"),
             format_count(cluster.steps_total),

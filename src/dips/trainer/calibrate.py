@@ -26,6 +26,8 @@ def measure_tokens_per_s(train: TrainConfig, seconds: float) -> float:
     """Tokens a second over at least `seconds` of computing, and at least one step. Raises ConfigError."""
     if not seconds > 0:
         raise ConfigError(f"a speed cannot be measured in {seconds} s: give more than 0")
+    if train.parallel:
+        raise ConfigError("the speed of one process is measured: leave --parallel out")
     inner = InnerTrainer(train)
     batches = LeasedBatches(inner.text, train.batch_size, train.sequence_tokens)
     source = all_ranges(inner.text.plan)

@@ -7,13 +7,14 @@ refused. The rest may differ from cluster to cluster.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from dips.core.config import Knobs
-from dips.core.units import Bytes, Count
+from dips.core.units import Bytes, Count, validating
 from dips.trainer.corpus import Corpus, CorpusLimits, read_corpus
+from dips.trainer.parallelism import Parallelism
 from dips.trainer.sizes import SIZES
 
 SECTION = "train"
@@ -24,6 +25,10 @@ def _known_size(name: str) -> str:
     if name not in SIZES:
         raise ValueError(f"choose one of {', '.join(SIZES)}")
     return name
+
+
+def _known_parallelism(text: str) -> str:
+    return str(validating(Parallelism.parse)(text))
 
 
 class TrainConfig(Knobs):
@@ -45,7 +50,15 @@ class TrainConfig(Knobs):
     )
     data_seed: int = Field(0, ge=0, description="Seed of the order of the text; the same on all clusters.")
     model_size: Annotated[str, AfterValidator(_known_size)] = Field(
-        "tiny", description="tiny (0.36 million parameters) or small (3.3 million)."
+        "tiny",
+        description="tiny (0.36 million parameters), small (3.3 million), or wide (0.36 million, in 2 layers of "
+        "4 heads).",
+    )
+    parallel: Annotated[str, AfterValidator(_known_parallelism)] = Field(
+        "",
+        description="How the processes that torchrun started share the model: data=N (each has all of it), fsdp=N, "
+        "tensor=N (a part of each layer's heads) or pipeline=N (stages), or several, as in fsdp=2,tensor=2; the "
+        "product is their number. Empty: one process.",
     )
     seed: int = Field(0, ge=0, description="Seed of the first parameters; counts on the cluster that seeds the run.")
     batch_size: int = Field(4, ge=1, description="Sequences in an inner step.")
@@ -70,6 +83,15 @@ class TrainConfig(Knobs):
         ge=1,
         description="Inner steps of plain training, without a master; with a master the run decides when it ends.",
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        validating(self.parallelism.check)(self.model_size, self.batch_size)
+        return self
+
+    @property
+    def parallelism(self) -> Parallelism:
+        return Parallelism.parse(self.parallel)
 
     @property
     def step_tokens(self) -> int:

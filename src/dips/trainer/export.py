@@ -1,6 +1,7 @@
 """Exports a version as one file: named float32 tensors in safetensors format, with their origin in its metadata.
 
-Works for any layout, also for the user's own models, and without torch. Never leaves an incomplete file.
+Works for any layout, also for the user's own models, and without torch. Never leaves an incomplete file, and never
+copies the model: memory is that of the version itself.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -35,7 +36,7 @@ from dips.worker.checkpoint_files import ITEM_BYTES, MAX_HEADER_BYTES, RawTensor
 # only safetensors: torch's own files are pickles, with which a stranger's file can run code. Never converts a tensor.
 
 
-_OF_TORCH = {
+OF_TORCH = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "uint16": "U16",
     "uint32": "U32", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
 }  # fmt: skip
@@ -117,7 +118,7 @@ def _of_safetensors(path: Path) -> dict[str, RawTensor]:
 
 
 def _check(lacking: Lacking, tensor: RawTensor, path: Path) -> None:
-    dtype = _OF_TORCH.get(lacking.dtype)
+    dtype = OF_TORCH.get(lacking.dtype)
     if tensor.shape != lacking.shape or tensor.dtype != dtype:
         raise ConfigError(
             f"tensor {lacking.name!r} of {path} is {tensor.dtype} of shape {list(tensor.shape)}, the model's is "
@@ -138,6 +139,7 @@ def _check(lacking: Lacking, tensor: RawTensor, path: Path) -> None:
 
 
 FORMAT = "dips-export-1"
+ABOUT = "dips_version.json"
 _SEQUENCE_TOKENS = "sequence_tokens"
 T = TypeVar("T")
 
@@ -192,6 +194,16 @@ def export_model(
     write_whole(path, serialized({**named_tensors(fetched.layout, fetched.flat), **filled}, metadata))
 
 
+def about_version(fetched: Fetched) -> dict[str, Any]:
+    """Which version of which run it is, for the file of this name (ABOUT) in an exported folder."""
+    return {
+        "run_id": fetched.run_id,
+        "version": str(fetched.version),
+        "tokens": fetched.tokens,
+        "layout_hash": fetched.layout.layout_hash.hex(),
+    }
+
+
 def read_export(path: Path) -> Exported:
     """Read an export back. Raises ConfigError naming the file when it is not an export, or damaged."""
     metadata = _opened(path, lambda file: dict(file.metadata() or {}))
@@ -220,8 +232,8 @@ def named_tensors(layout: Layout, flat: NDArray[np.float32]) -> dict[str, NDArra
     }
 
 
-def serialized(tensors: Mapping[str, NDArray[np.float32] | RawTensor], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a safetensors file. Written by hand, because the library's numpy has no bfloat16."""
+def serialized(tensors: Mapping[str, NDArray[np.float32] | RawTensor], metadata: Mapping[str, str]) -> list[memoryview]:
+    """The bytes of a safetensors file, in parts. Written by hand, because the library's numpy has no bfloat16."""
     raw = {
         name: tensor
         if isinstance(tensor, RawTensor)
@@ -230,7 +242,7 @@ def serialized(tensors: Mapping[str, NDArray[np.float32] | RawTensor], metadata:
     }
     # The widest elements first, as in the library: so each tensor begins at a multiple of its elements' size.
     raw = dict(sorted(raw.items(), key=lambda item: -ITEM_BYTES[item[1].dtype]))
-    return b"".join([safetensors_header(raw, metadata), *(tensor.data.data for tensor in raw.values())])
+    return [memoryview(safetensors_header(raw, metadata)), *(tensor.data.data for tensor in raw.values())]
 
 
 def _flat(path: Path, layout: Layout) -> NDArray[np.float32]:
@@ -260,13 +272,14 @@ def _opened(path: Path, read: Callable[[Any], T]) -> T:
         raise ConfigError(f"{path} cannot be read as a safetensors file: {error}") from error
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, parts: Iterable[memoryview]) -> None:
     """Write a file as a whole: temporary file next to it, fsync, rename, fsync of the folder. Raises ConfigError."""
     temporary: str | None = None
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            for part in parts:
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)

@@ -52,7 +52,6 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.n_heads = config.n_heads
         self.wq = nn.Linear(config.dim, config.dim, bias=False)
         self.wk = nn.Linear(config.dim, config.dim, bias=False)
         self.wv = nn.Linear(config.dim, config.dim, bias=False)
@@ -62,12 +61,13 @@ class Attention(nn.Module):
         cos, sin = _rotation(x.shape[1], x.device)
         q, k = (rotate(self._heads(projection(x)), cos, sin) for projection in (self.wq, self.wk))
         mixed = F.scaled_dot_product_attention(q, k, self._heads(self.wv(x)), is_causal=True)
-        out: Tensor = self.wo(mixed.transpose(1, 2).reshape(x.shape))
+        out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, H, T, HEAD_DIM)"""
-        return x.view(*x.shape[:2], self.n_heads, HEAD_DIM).transpose(1, 2)
+        """(B, T, H * HEAD_DIM) -> (B, H, T, HEAD_DIM); under tensor parallelism H is this rank's part of the heads."""
+        heads: Tensor = x.unflatten(2, (-1, HEAD_DIM))
+        return heads.transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -128,5 +128,10 @@ class ByteModel(nn.Module):
 
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """Cross entropy in nats per byte over the targets that are not IGNORED_TARGET; both (B, T)."""
-        logits = self(tokens).view(-1, VOCABULARY)
-        return F.cross_entropy(logits.float(), targets.reshape(-1), ignore_index=IGNORED_TARGET, reduction=reduction)
+        return cross_entropy(self(tokens), targets, reduction)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    """In nats per byte of (B, T, V) logits over the (B, T) targets that are not IGNORED_TARGET."""
+    flat = logits.view(-1, VOCABULARY).float()
+    return F.cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORED_TARGET, reduction=reduction)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -9,7 +10,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -45,6 +46,21 @@ class StopSignals:
         self._received = action
         if self.caught is not None:
             action()
+
+    def another_rank_was_told(self) -> None:
+        """Another rank of this cluster got a signal, which counts as a SIGTERM to this one where it got none."""
+        self.caught = self.caught or signal.SIGTERM
+
+    @contextlib.contextmanager
+    def ending_the_process(self) -> Iterator[None]:
+        """Until the end of this context a signal ends the process: in torch's own waits no handler would run."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            for number in self._before:
+                signal.signal(number, self._handle)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait, at most until a signal comes. Returns whether one has come."""

@@ -1,4 +1,4 @@
-"""Runs `dips train`: the training loop of one cluster, and the same loop without a master.
+"""Runs `dips train`: the training loop of one cluster, or of one of its ranks, and the same loop without a master.
 
 The loop makes steps, and the driver (worker/shell.py) acts between two steps. Never computes on a token that was not
 leased to it, and never goes on after its driver is done.
@@ -6,29 +6,35 @@ leased to it, and never goes on after its driver is done.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dips.core.errors import ConfigError, FatalError
 from dips.core.observe.failpoints import install
 from dips.core.observe.logs import configure_logging
 from dips.core.observe.tape import Tape
+from dips.trainer.cluster_of_ranks import ClusterOfRanks
 from dips.trainer.config import TrainConfig, corpus_of
 from dips.trainer.corpus import all_ranges
+from dips.trainer.cut_model import CutModel, another_rank_may_be_gone
 from dips.trainer.data import Batch, ChunkedText, LeasedBatches
 from dips.trainer.evaluate import heldout_loss, windows_of
 from dips.trainer.model import ByteModel
+from dips.trainer.parallelism import Place, place_here
 from dips.trainer.progress import Slowdown, StepReports, StopSignals
 from dips.trainer.sizes import SIZES
 from dips.worker.config import ClientConfig, check
 from dips.worker.shell import ClusterShell
 from dips.worker.torch_model import TorchParameters
-from dips.worker.torch_state import TorchState
+from dips.worker.torch_state import HasState, TorchState
 
 # ---- schedule --------------------------------------------------------------------------------------------------------
 #
@@ -84,28 +90,61 @@ def device_of(config: TrainConfig) -> torch.device:
 
 
 class InnerTrainer:
-    """A model, its AdamW and the text, ready for steps; sets torch's thread count for the process."""
+    """A model, its AdamW and the text, ready for steps; sets torch's thread count for the process.
+
+    Of several ranks, each has one, and all make the same steps together.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
-        """Raises ConfigError for a device that is not available or text that cannot be used."""
+        """Raises ConfigError for a device that is not available, or text that cannot be used or that differs between
+        ranks. With config.parallel, in the process group of all ranks.
+        """
         self.config = config
         self.device = device_of(config)
         torch.set_num_threads(config.threads)
         corpus = corpus_of(config)
         self.heldout = corpus.heldout
         self.text = ChunkedText(corpus.training, config.data_seed, config.chunk_tokens)
-        self.model = ByteModel(SIZES[config.model_size], config.seed).to(self.device)
-        self.optimizer = make_optimizer(self.model, config)
+        model = ByteModel(SIZES[config.model_size], config.seed).to(self.device)
+        self.cut: CutModel | None = None
+        if config.parallel:
+            with another_rank_may_be_gone():
+                self.cut = CutModel(model, config.parallelism, config.batch_size, config.sequence_tokens)
+            if not self.cut.all_have(self.text.plan.corpus_digest):
+                raise ConfigError(
+                    "the ranks of this cluster have read different texts: give all of them the same files, or, where "
+                    "they train on the source of Python's standard library, the same Python"
+                )
+        self.model = model
+        """Of several ranks, what the cut has left of it."""
+        self.optimizer = make_optimizer(model if self.cut is None else self.cut.module, config)
 
     def step(self, batch: Batch, lr: float) -> float:
         """One forward, backward and optimizer step at learning rate lr; the mean loss in nats per byte.
 
         A non-finite loss changes nothing and raises FatalError: parameters that it would ruin must not be pushed.
         """
-        value = inner_step(self.model, self.optimizer, batch, lr, self.config.grad_clip)
+        if self.cut is None:
+            value = inner_step(self.model, self.optimizer, batch, lr, self.config.grad_clip)
+        else:
+            set_rate(self.optimizer, lr)
+            value = self.cut.step(self.optimizer, batch, self.config.grad_clip)
         if not math.isfinite(value):
             raise FatalError(f"the loss is {value} at learning rate {lr:g}: lower --lr or --grad-clip")
         return value
+
+    def whole_model(self) -> ByteModel:
+        """The whole model, on the processor; of several ranks, call it on all together."""
+        return self.model.cpu() if self.cut is None else self.cut.whole(self.optimizer)
+
+    def close(self) -> None:
+        """End what the ranks share."""
+        if self.cut is not None:
+            self.cut.close()
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether it is so here, or on some other rank of several, which all call this."""
+        return flag if self.cut is None else self.cut.any(flag)
 
 
 def inner_step(model: ByteModel, optimizer: torch.optim.Optimizer, batch: Batch, lr: float, grad_clip: float) -> float:
@@ -113,8 +152,7 @@ def inner_step(model: ByteModel, optimizer: torch.optim.Optimizer, batch: Batch,
 
     A loss that is not finite changes nothing and is returned.
     """
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    set_rate(optimizer, lr)
     device = model.embedding.weight.device
     loss = model.loss(batch.inputs.to(device), batch.targets.to(device))
     value = loss.item()
@@ -126,15 +164,22 @@ def inner_step(model: ByteModel, optimizer: torch.optim.Optimizer, batch: Batch,
     return value
 
 
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay for matrices and none for norms."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, fused=True)
+    """AdamW with weight decay for matrices and none for norms. What is cut over other ranks is a group of its own."""
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for parameter in sorted(model.parameters(), key=lambda parameter: parameter.ndim < 2):
+        cut = getattr(parameter, "device_mesh", None)
+        groups.setdefault((parameter.ndim >= 2, cut), []).append(parameter)
+    decay = {True: config.weight_decay, False: 0.0}
+    return torch.optim.AdamW(
+        [{"params": group, "weight_decay": decay[is_matrix]} for (is_matrix, _), group in groups.items()],
+        lr=config.lr, betas=BETAS, fused=True,
+    )  # fmt: skip
 
 
 # ---- train -----------------------------------------------------------------------------------------------------------
@@ -156,31 +201,101 @@ def run(train: TrainConfig, client: ClientConfig) -> int:
     supervisor which did not send the signal starts it again. In all cases this cluster has left. Raises the errors of
     core/errors.py: ConfigError for settings, Refused when the master has no place for this cluster.
     """
+    place = place_here(train.parallelism)
+    client = settings_of_rank(client, place)
     configure_logging("worker", client.cluster_id or ALONE, client.log_level, client.log_format)
     install("worker", enabled=client.failpoints)
-    if not client.master:
-        return _run_alone(train, client)
-    check(client)
-    with StopSignals() as signals:
-        return _ClusterLoop(train, client, signals).run()
+    if client.master:
+        check(client)
+    elif train.steps is None:
+        raise ConfigError(
+            "neither a master nor a number of steps is given: give --master HOST:PORT to take part in a run, or "
+            "--steps N to train without one"
+        )
+    with StopSignals() as signals, _trainer_here(train, place, signals) as inner:
+        if client.master:
+            return _ClusterLoop(inner, client, place, signals).run()
+        return _run_alone(inner, client, place, signals)
+
+
+def settings_of_rank(client: ClientConfig, place: Place) -> ClientConfig:
+    """Of several ranks the leader writes the records and says how training goes on; the others, what goes wrong."""
+    if place.leads:
+        return client
+    level = "WARNING" if client.log_level.upper() == "INFO" else client.log_level
+    return client.model_copy(update={"tape": None, "log_level": level})
+
+
+@contextlib.contextmanager
+def _trainer_here(train: TrainConfig, place: Place, signals: StopSignals) -> Iterator[InnerTrainer]:
+    """This process's trainer; of several ranks, in the process group of all. A signal ends one of them at once while it
+    waits for the others.
+    """
+    if not train.parallel:
+        yield InnerTrainer(train)
+        return
+    try:
+        with signals.ending_the_process():
+            _meet_all_ranks(train, place)
+            inner = InnerTrainer(train)
+        yield inner
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _meet_all_ranks(train: TrainConfig, place: Place) -> None:
+    """Make the process group. Raises ConfigError for settings with which it cannot be made, and FatalError where
+    another rank is not there, or is gone already.
+    """
+    backend = "gloo"
+    if device_of(train).type == "cuda":
+        n_devices = torch.cuda.device_count()
+        if place.local_rank >= n_devices:
+            raise ConfigError(
+                f"this machine has {n_devices} CUDA devices, and rank {place.rank} is its process number "
+                f"{place.local_rank + 1}: start one process for each device, or give --device cpu"
+            )
+        torch.cuda.set_device(place.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    try:
+        dist.init_process_group(backend)
+    except ValueError as error:
+        raise ConfigError(
+            f"rank {place.rank} is not told where the other processes of its cluster are ({error}): start all of them "
+            "with torchrun, with one rendezvous"
+        ) from error
+    except RuntimeError as error:
+        raise FatalError(
+            f"rank {place.rank} cannot reach the other processes of its cluster, or they have ended ({error}): start "
+            "all of them with torchrun, with one rendezvous"
+        ) from error
 
 
 class _ClusterLoop:
-    """The loop of a cluster in a run."""
+    """The loop of a cluster in a run, or of one of its ranks."""
 
-    def __init__(self, train: TrainConfig, client: ClientConfig, signals: StopSignals) -> None:
-        self._train = train
+    def __init__(self, inner: InnerTrainer, client: ClientConfig, place: Place, signals: StopSignals) -> None:
+        train = self._train = inner.config
         self._signals = signals
-        self._inner = InnerTrainer(train)
-        parameters = TorchParameters(self._inner.model, self._inner.optimizer)
+        self._inner = inner
         self._batches = LeasedBatches(self._inner.text, train.batch_size, train.sequence_tokens)
         self._tape = Tape(client.tape, "worker", client.cluster_id, may_lose=True)
         self._reports = StepReports(self._tape, train.log_every_steps)
-        inner = TorchState(self._inner.model, self._inner.optimizer, {"data": self._batches, "reports": self._reports})
-        plan = self._inner.text.plan
-        self._shell = ClusterShell(client, parameters, parameters.layout(), plan, inner=inner, tape=self._tape)
-        self._slowdown = Slowdown(train.emulate_gap)
+        self._shell = self._session(client)
+        self._slowdown = _slowdown_of(train, place)
         self._forgotten = 0
+
+    def _session(self, client: ClientConfig) -> ClusterShell | ClusterOfRanks:
+        inner, plan = self._inner, self._inner.text.plan
+        kept: dict[str, HasState] = {"data": self._batches, "reports": self._reports}
+        if inner.cut is not None:
+            return ClusterOfRanks(
+                self._train, client, inner.cut, inner.optimizer, plan, self._tape, self._signals, kept
+            )
+        parameters = TorchParameters(inner.model, inner.optimizer)
+        state = TorchState(inner.model, inner.optimizer, kept)
+        return ClusterShell(client, parameters, parameters.layout(), plan, inner=state, tape=self._tape)
 
     def run(self) -> int:
         reason, whole = "finished", True
@@ -196,23 +311,30 @@ class _ClusterLoop:
         finally:
             self._shell.close(reason, push_pending=whole)
             self._tape.close()
+            self._inner.close()
         _logger.info("left the run: %s", self._shell.exit_reason)
         return 0 if self._shell.released else self._signals.exit_code
 
     def _train_until_done(self) -> None:
-        schedule = schedule_of(self._train, self._shell.settings.tk_max_tokens)
+        schedule = schedule_of(self._train, self._shell.total_tokens)
         mixed = MIXED_CHUNKS_PER_ROW * self._train.batch_size * self._train.chunk_tokens
         while not self._shell.done:
             self._shell.checkpoint_if_due()
-            if self._shell.times_forgotten != self._forgotten:
-                # The master leased ranges to other clusters at a new Join, which may precede each lease.
-                self._forgotten = self._shell.times_forgotten
-                self._batches.keep_only(self._shell.held_ranges)
+            self._forget_what_was_taken_back()
             if self._batches.held_tokens < self._train.step_tokens:
                 # Enough for the steps up to the next push, and for a mix of chunks.
-                self._batches.add(self._shell.lease(max(self._shell.local_steps * self._train.step_tokens, mixed)))
+                leased = self._shell.lease(max(self._shell.local_steps * self._train.step_tokens, mixed))
+                # First: of several ranks, held_ranges may be those of just before the lease.
+                self._forget_what_was_taken_back()
+                self._batches.add(leased)
             else:
                 self._step(schedule)
+
+    def _forget_what_was_taken_back(self) -> None:
+        """The master leased ranges to other clusters at a new Join, which may precede each lease."""
+        if self._shell.times_forgotten != self._forgotten:
+            self._forgotten = self._shell.times_forgotten
+            self._batches.keep_only(self._shell.held_ranges)
 
     def _step(self, schedule: LearningRateSchedule) -> None:
         begin_s = time.monotonic()
@@ -230,31 +352,30 @@ def schedule_of(train: TrainConfig, total_tokens: int) -> LearningRateSchedule:
     return LearningRateSchedule(train.lr, train.warmup_tokens, train.min_lr_fraction, total_tokens)
 
 
-def _run_alone(train: TrainConfig, client: ClientConfig) -> int:
+def _run_alone(inner: InnerTrainer, client: ClientConfig, place: Place, signals: StopSignals) -> int:
     """Plain training of the same model on the same text: a baseline, and a first try without any server."""
-    if train.steps is None:
-        raise ConfigError(
-            "neither a master nor a number of steps is given: give --master HOST:PORT to take part in a run, or "
-            "--steps N to train without one"
-        )
-    inner = InnerTrainer(train)
+    train = inner.config
     windows = windows_of(inner.heldout, train.sequence_tokens)
-    name = client.cluster_id or ALONE
-    with StopSignals() as signals, Tape(client.tape, "worker", name, may_lose=True) as tape:
-        tokens = _steps_alone(inner, train.steps, signals, StepReports(tape, train.log_every_steps))
-        loss = heldout_loss(inner.model.cpu(), windows)
-        tape.write("heldout", ALONE, version=None, tokens=tokens, loss=loss)
-        _logger.info("held-out loss %.4f nats per byte after %d tokens, without a master", loss, tokens)
+    with Tape(client.tape, "worker", client.cluster_id or ALONE, may_lose=True) as tape:
+        tokens = _steps_alone(inner, place, signals, StepReports(tape, train.log_every_steps))
+        model = inner.whole_model()
+        if place.leads:
+            loss = heldout_loss(model, windows)
+            tape.write("heldout", ALONE, version=None, tokens=tokens, loss=loss)
+            _logger.info("held-out loss %.4f nats per byte after %d tokens, without a master", loss, tokens)
+        inner.close()
         return signals.exit_code
 
 
-def _steps_alone(inner: InnerTrainer, steps: int, signals: StopSignals, reports: StepReports) -> int:
+def _steps_alone(inner: InnerTrainer, place: Place, signals: StopSignals, reports: StepReports) -> int:
     train = inner.config
-    schedule, slowdown = schedule_of(train, steps * train.step_tokens), Slowdown(train.emulate_gap)
+    assert train.steps is not None, "run() has asked for it"
+    schedule, slowdown = schedule_of(train, train.steps * train.step_tokens), _slowdown_of(train, place)
     batches = LeasedBatches(inner.text, train.batch_size, train.sequence_tokens)
     source, tokens = all_ranges(inner.text.plan), 0
-    for _ in range(steps):
-        if signals.caught is not None:
+    for _ in range(train.steps):
+        if inner.any_rank(signals.caught is not None):
+            signals.another_rank_was_told()
             break
         begin_s = time.monotonic()
         if batches.held_tokens < train.step_tokens:
@@ -265,3 +386,8 @@ def _steps_alone(inner: InnerTrainer, steps: int, signals: StopSignals, reports:
         reports.step(loss, batch.tokens, lr, tokens, "", ALONE)
         signals.wait(slowdown.wait_s(time.monotonic() - begin_s))
     return tokens
+
+
+def _slowdown_of(train: TrainConfig, place: Place) -> Slowdown:
+    """Of several ranks the leader waits, and the others for it."""
+    return Slowdown(train.emulate_gap if place.leads else 0.0)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from scenario import Report, play
-from stack import EVALUATOR, PROJECT, ROLES, ROOT, Stack, StepFailed, command, wait
+from stack import EVALUATOR, NODES, PROJECT, ROLES, ROOT, Stack, StepFailed, command, wait
 
 sys.path.insert(0, str(ROOT / "deploy" / "compose"))
 from up import Missing, compose_command, require_engine
@@ -137,7 +137,7 @@ def _can_be_had(image: str) -> bool:
 
 
 def _show_logs(stack: Stack) -> None:
-    for name in ("keys", *ROLES, EVALUATOR, "link-b", "prometheus"):
+    for name in ("keys", *ROLES, *NODES, EVALUATOR, "link-b", "prometheus"):
         try:
             lines = stack.logs(name).splitlines()[-25:]
         except StepFailed:

@@ -14,7 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stack import CLUSTERS, EVALUATOR, PROJECT, ROLES, Stack, StepFailed, command, copy_records, wait
+from stack import (
+    CLUSTERS,
+    EVALUATOR,
+    NODES,
+    PROJECT,
+    RANKS,
+    RANKS_FILE,
+    ROLES,
+    Stack,
+    StepFailed,
+    command,
+    copy_records,
+    wait,
+)
 
 BUILD_S = 1500.0
 FIRST_VERSION_S = 300.0
@@ -65,6 +78,7 @@ def play(stack: Stack, report: Report, ports: Mapping[str, str], records: Path, 
     kill_watchers(stack, report)
     restart_by_policy(stack, report)
     disconnect(stack, report)
+    ranks(stack, report)
     watched(stack, report, ports)
     end(stack, report, records)
     nothing_is_left(stack, report)
@@ -236,13 +250,66 @@ def disconnect(stack: Stack, report: Report) -> None:
     report.check(lines >= 1, f"{link} limits the new interface")
 
 
+# ---- a cluster of two containers ----
+
+
+def ranks(stack: Stack, report: Report) -> None:
+    """A cluster of two containers joins the run. Each of them is killed, also that where both find each other."""
+    before, begin_s = stack.version(), time.monotonic()
+    stack.add(RANKS_FILE)
+    stack.compose("up", "--detach")
+    after = _ranks_publish(stack, before)
+    took_s = time.monotonic() - begin_s
+    report.check(
+        after >= before + GROWS, f"{RANKS} of two containers joins: version {before} -> {after} in {took_s:.0f} s"
+    )
+    for node in NODES:
+        _is_confined(stack, node)
+    [told] = [one for one in _clusters(stack) if one["cluster_id"] == RANKS]
+    report.check(told["ranks"] == len(NODES), f"{RANKS} has {told['ranks']} ranks, which run as confined as all roles")
+    for killed, other in (NODES, NODES[::-1]):
+        _kill_node(stack, report, killed, other)
+
+
+def _kill_node(stack: Stack, report: Report, killed: str, other: str) -> None:
+    before, begin_s = stack.version(), time.monotonic()
+    left = stack.ranks(other)
+    if len(left) != 1:
+        raise StepFailed(f"{other} has {len(left)} ranks")
+    command("docker", "kill", "-s", "KILL", stack.container(killed))
+    wait(f"the rank of {other} notices that {killed} is lost, and ends", BACK_S, lambda: not left & stack.ranks(other))
+    wait(f"{RANKS} away", BACK_S, lambda: not stack.is_member(RANKS))
+    noticed_s, cut = time.monotonic() - begin_s, stack.version()
+    wait("versions without it", BACK_S, lambda: stack.version() >= cut + GROWS)
+    stack.compose("up", "--detach")
+    after = _ranks_publish(stack, before)
+    took_s = time.monotonic() - begin_s
+    grown = f"version {before} -> {cut} -> {after} in {took_s:.0f} s"
+    report.check(
+        after >= cut + GROWS,
+        f"docker kill {killed}: the rank of {other} ends, {RANKS} is away after {noticed_s:.0f} s; up -d: {grown}",
+    )
+
+
+def _ranks_publish(stack: Stack, before: int) -> int:
+    """The version once it has grown, and another push of the two containers was merged."""
+    wait(f"{RANKS} a member", BACK_S, lambda: stack.is_member(RANKS))
+    merged = stack.applied(RANKS)
+    wait(f"another push of {RANKS} merged", BACK_S, lambda: stack.applied(RANKS) > merged)
+    wait(f"versions after {before}", BACK_S, lambda: stack.version() >= before + GROWS)
+    for node in NODES:
+        if not stack.state(node)["Running"]:
+            raise StepFailed(f"{node} does not run, and {RANKS} pushes")
+    return stack.version()
+
+
 # ---- watching and ending ----
 
 
 def watched(stack: Stack, report: Report, ports: Mapping[str, str]) -> None:
     """Prometheus has data of every process; the master's page answers."""
     port = ports["PROMETHEUS_PORT"]
-    n_processes = len(ROLES) + 1
+    n_processes = len([*ROLES, RANKS, EVALUATOR])  # of several ranks the leader has the metrics
     wait("Prometheus scrapes all", BACK_S, lambda: len(_query(port, 'up{run="compose"} == 1')) == n_processes)
     report.check(True, f"Prometheus: {n_processes} of {n_processes} processes are up")
     version = _query(port, "dips_master_version")
@@ -282,12 +349,11 @@ def _heldout_on_page(stack: Stack, ports: Mapping[str, str]) -> int:
 
 def end(stack: Stack, report: Report, records: Path) -> None:
     """The operator asks and stops; everybody ends by itself; the records prove the promises."""
-    status = json.loads(_operator(stack, "status", "--json"))
-    live = [cluster["cluster_id"] for cluster in status["clusters"]]
-    report.check(set(CLUSTERS) <= set(live), f"`operator status` shows {', '.join(live)}")
+    live = [cluster["cluster_id"] for cluster in _clusters(stack)]
+    report.check({*CLUSTERS, RANKS} <= set(live), f"`operator status` shows {', '.join(live)}")
     before = stack.version()
     _operator(stack, "stop")
-    for service in (*ROLES, EVALUATOR):
+    for service in (*ROLES, *NODES, EVALUATOR):
         wait(f"{service} ended", BACK_S, partial(stack.has_ended, service))
         code = stack.state(service)["ExitCode"]
         if code != 0:
@@ -312,6 +378,12 @@ def nothing_is_left(stack: Stack, report: Report) -> None:
     had = stack.left()
     stack.remove()
     report.check(not stack.left(), f"down -v: {len(had)} containers, networks and volumes are gone, none is left")
+
+
+def _clusters(stack: Stack) -> list[dict[str, Any]]:
+    """As `dips status` shows them."""
+    found: list[dict[str, Any]] = json.loads(_operator(stack, "status", "--json"))["clusters"]
+    return found
 
 
 def _operator(stack: Stack, *words: str) -> str:

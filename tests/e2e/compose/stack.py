@@ -8,13 +8,17 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = "dips-compose-test"
 ROLES = ("master", "slave-0", "slave-1", "cluster-a", "cluster-b", "cluster-c")
 CLUSTERS = ROLES[3:]
+RANKS_FILE = "deploy/compose/ranks.yml"
+RANKS, NODES = "cluster-d", ("cluster-d-0", "cluster-d-1")
+"""The cluster of two containers, each with a rank, that this file adds; the rank of the first leads."""
+
 EVALUATOR = "heldout"
 ASKERS = ("cluster-a", "slave-0", "slave-1")
 LOOK_S = 0.5
@@ -66,12 +70,16 @@ class Stack:
     """docker-compose.yml under a project's name of its own."""
 
     def __init__(self, compose: Sequence[str], files: Sequence[str], settings: Mapping[str, str]) -> None:
-        options = [word for file in files for word in ("-f", file)]
-        self._compose = [*compose, "-p", PROJECT, *options]
+        self._command = [*compose, "-p", PROJECT]
+        self._files = list(files)
         self._settings = settings
 
+    def add(self, file: str) -> None:
+        """From now on also what this file describes."""
+        self._files.append(file)
+
     def compose(self, *words: str, timeout_s: float = COMMAND_S) -> str:
-        return command(*self._compose, *words, timeout_s=timeout_s, environment=self._settings)
+        return self._on(self._files, *words, timeout_s=timeout_s)
 
     def container(self, service: str) -> str:
         """The id of a service's container, running or not. Raises StepFailed when there is none."""
@@ -93,6 +101,14 @@ class Stack:
     def is_healthy(self, service: str) -> bool:
         health = self.state(service).get("Health")
         return isinstance(health, dict) and health.get("Status") == "healthy"
+
+    def ranks(self, service: str) -> set[str]:
+        """Numbers of the processes that torchrun has started in a service's container. Raises StepFailed while it is
+        not running.
+        """
+        lines = command("docker", "top", self.container(service), "-eo", "pid,args").splitlines()
+        found = [line.split(maxsplit=1) for line in lines]
+        return {pid for pid, line in found if " -m dips.cli train " in line and "dips.worker.torchrun" not in line}
 
     def execute(self, service: str, *words: str) -> str:
         return command("docker", "exec", self.container(service), *words, timeout_s=30.0)
@@ -143,7 +159,13 @@ class Stack:
         return found
 
     def remove(self) -> None:
-        self.compose("down", "--volumes", "--remove-orphans", "--timeout", "10", timeout_s=180.0)
+        """Also what an earlier run left, which ended early."""
+        files = dict.fromkeys([*self._files, RANKS_FILE])
+        self._on(files, "down", "--volumes", "--remove-orphans", "--timeout", "10", timeout_s=180.0)
+
+    def _on(self, files: Iterable[str], *words: str, timeout_s: float) -> str:
+        options = [word for file in files for word in ("-f", file)]
+        return command(*self._command, *options, *words, timeout_s=timeout_s, environment=self._settings)
 
 
 def samples(text: str) -> dict[str, float]:
@@ -160,7 +182,7 @@ def copy_records(stack: Stack, to: Path) -> None:
     """What the processes left, out of their containers, laid out as the directory of a run."""
     shutil.rmtree(to, ignore_errors=True)
     places = {name: to / ("slaves" if name.startswith("slave") else "clusters") / name for name in ROLES[1:]}
-    for service, place in {"master": to / "master", **places}.items():
+    for service, place in {"master": to / "master", **places, NODES[0]: to / "clusters" / RANKS}.items():
         place.mkdir(parents=True)
         command("docker", "cp", f"{stack.container(service)}:/var/lib/dips/.", str(place))
 

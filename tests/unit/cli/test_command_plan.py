@@ -25,7 +25,7 @@ def test_sweep_as_json_has_a_row_for_each_schedule_and_case(capsys: pytest.Captu
     code, out, error = told(capsys, "sweep", "--stages", "2,4", "--sites", "2", "--latency", "0,1", "--json")
     rows = json.loads(out)
     assert (code, error) == (0, "")
-    assert len(rows) == 2 * 2 * (len(STATIC) + 3)
+    assert len(rows) == 2 * 2 * (len(STATIC) + 4)
     assert rows[0] == {
         "n_pp": 2, "n_mb": 8, "n_sites": 2, "latency": 0.0, "bandwidth": 0.0, "memory": 1.0, "schedule": "gpipe",
         "makespan": 27.0, "device_span": 27.0, "stage0_span": 27.0, "peak_activations": 8.0,

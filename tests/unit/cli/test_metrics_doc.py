@@ -13,10 +13,12 @@ from dips.core.observe.metrics import Spec
 PAGE = ROOT / "docs" / "metrics.md"
 
 LABELS = {
-    "attempt", "by", "cluster", "code", "direction", "how", "kind", "method", "part", "phase", "reason", "result",
-    "run", "slave", "state", "use", "verdict", "version", "what",
+    "attempt", "by", "cluster", "code", "direction", "how", "kind", "method", "part", "phase", "rank", "reason",
+    "result", "run", "slave", "state", "use", "verdict", "version", "what",
 }  # fmt: skip
-"""Each with a bound: names of the run's clusters and slaves, the run and release themselves, and fixed words."""
+"""Each with a bound: names of the run's clusters and slaves, the ranks of one cluster, the run and release themselves,
+and fixed words.
+"""
 
 ALL = [(prefix + spec.name, spec) for _, prefix, specs in ROLES for spec in specs]
 

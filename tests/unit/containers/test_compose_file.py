@@ -22,6 +22,7 @@ from dips.worker.config import SECTION as WORKER_SECTION
 from dips.worker.config import ClientConfig, check
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+RANKS: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose" / "ranks.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 RUN_FILE = ROOT / "deploy" / "compose" / "run.toml"
 SLAVES = ["slave-0", "slave-1"]
@@ -98,7 +99,8 @@ def test_a_process_sees_its_own_keys_and_no_others() -> None:
         assert f"keys-{name}:/keys/{name}" in SERVICES["keys"]["volumes"]
     dockerfile = (ROOT / "Dockerfile").read_text()
     identities = dockerfile.partition('ARG IDENTITIES="')[2].partition('"')[0].split()
-    assert {volume.split(":")[1] for volume in SERVICES["keys"]["volumes"]} == {f"/keys/{name}" for name in identities}
+    volumes = [*SERVICES["keys"]["volumes"], *RANKS["services"]["keys"]["volumes"]]
+    assert {volume.split(":")[1] for volume in volumes} == {f"/keys/{name}" for name in identities}
 
 
 def test_every_volume_and_network_is_used_and_declared() -> None:

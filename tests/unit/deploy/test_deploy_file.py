@@ -11,6 +11,7 @@ from dips.core.errors import ConfigError
 from dips.core.net.keys import KEY_FILE
 from dips.deploy import identities
 from dips.deploy.deploy_file import processors, quantity, read_deploy_file
+from dips.local.sizing import SizeKnobs, size
 
 
 def test_the_example_puts_the_servers_where_the_papers_rule_says() -> None:
@@ -65,6 +66,22 @@ MISTAKES = {
     "no network": ({'address = "192.0.2.7"': 'address = "192.0.2.7"\ncidrs = ["192.0.2.7/24"]'}, "is no network"),
     "nodes of `dips train`": ({'id = "a"': 'id = "a"\nnodes = 2'}, "`dips train` uses one node"),
     "torchrun of nothing": ({'id = "a"': 'id = "a"\ntorchrun = true'}, "torchrun needs a command of yours"),
+    "two masters of one program": (
+        {'id = "a"': 'id = "a"\nparallel = "fsdp=2"\ncommand = ["x.py"]'},
+        "parallel is for `dips train`: your own command decides by itself",
+    ),
+    "no way to share a model": ({'id = "a"': 'id = "a"\nparallel = "zero=2"'}, "'zero' is no way to share a model"),
+    "nodes that do not divide": (
+        {'id = "a"': 'id = "a"\nparallel = "fsdp=2,tensor=2"\nnodes = 3'},
+        "parallel = 'fsdp=2,tensor=2' is 4 processes on 3 nodes, as many on each",
+    ),
+    "a batch that cannot be dealt": ({'id = "a"': 'id = "a"\nparallel = "data=7"'}, "[train]"),
+    "a parallelism of all": ({"[model]": '[train]\nparallel = "fsdp=2"\n[model]'}, "'parallel' does not belong here"),
+    "processes of nothing": ({'id = "a"': 'id = "a"\nprocesses = 4'}, "processes = 4 needs torchrun = true"),
+    "too many ranks": (
+        {'id = "a"': 'id = "a"\nnodes = 300\ngpus = 8\ntorchrun = true\ncommand = ["x.py"]'},
+        "300 nodes of 8 processes are 2400 ranks, and a cluster has at most 1024",
+    ),
     "no clusters": ({"[[clusters]]": "[clusters]"}, "'clusters' is not a list of tables: write each below"),
 }
 
@@ -144,3 +161,17 @@ def test_a_size_is_written_as_the_api_gives_it_back(n_bytes: int, text: str) -> 
 
 def test_processors_are_written_as_the_api_gives_them_back() -> None:
     assert [processors(cpus) for cpus in (1, 0.05, 2.5)] == ["1", "50m", "2500m"]
+
+
+def test_memory_follows_from_the_ranks(tmp_path: Path) -> None:
+    """What Di-PS takes on a node: all of the model in one process, or the shares of its ranks."""
+    four = 'id = "a"\ntorchrun = true\nprocesses = 2\nnodes = 2\ncommand = ["train.py"]'
+    one, ranks = (
+        read_deploy_file(written(tmp_path, changes={"10M": "1B", 'id = "a"': text})) for text in ('id = "a"', four)
+    )
+    table = size(SizeKnobs(params=1_000_000_000, clusters=1, slaves=2, ranks=4, link="1gbps"))
+    assert ranks.sizes.node_bytes == {"a": 2 * table.whole("rank_memory_most_bytes")}
+    assert ranks.sizes.node_bytes["a"] < 0.4 * one.sizes.node_bytes["a"]
+    many = four.replace("processes = 2", "processes = 64")
+    slave = read_deploy_file(written(tmp_path, changes={"10M": "1B", 'id = "a"': many})).sizes.slave_process_bytes
+    assert slave > ranks.sizes.slave_process_bytes == one.sizes.slave_process_bytes, "a chunk of each rank at least"

@@ -244,16 +244,63 @@ def test_files_hold_no_secret() -> None:
 # ---- clusters ----
 
 
-def test_torchrun_gets_its_nodes_and_the_name_of_the_first() -> None:
+def test_torchrun_gets_its_nodes_and_the_names_by_which_they_find_each_other() -> None:
     deployment = DEPLOYMENTS["three-sites"]
-    (one,) = dict(pods(deployment))["three-sites-cluster-a"]["containers"]
-    assert one["command"][:3] == ["torchrun", "--nnodes=4", "--nproc-per-node=8"]
-    assert "--master-addr=three-sites-cluster-a-0.three-sites-cluster-a" in one["command"]
+    pod = dict(pods(deployment))["three-sites-cluster-a"]
+    (one,) = pod["containers"]
+    assert one["command"][:3] == ["python", "-m", "dips.worker.torchrun"]
+    assert {"--nnodes=4", "--nproc-per-node=8", "--max-restarts=3", "--rdzv-backend=c10d"} <= set(one["command"])
+    assert "--rdzv-endpoint=three-sites-cluster-a-0.three-sites-cluster-a:29600" in one["command"]
+    assert "--local-addr=three-sites-cluster-a-$(JOB_COMPLETION_INDEX).three-sites-cluster-a" in one["command"]
     assert one["command"][-3:] == ["/app/train.py", "--data", "/data"]
+    environment = {variable["name"]: variable.get("value") for variable in one["env"]}
+    assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     service = named(deployment, "Service", "three-sites-cluster-a")
     assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True, "a pod is found by its name before it is ready"
     (jobset,) = dict(pods(deployment))["three-sites-cluster-b"]["containers"]
-    assert "--master-addr=three-sites-cluster-b-node-0-0.three-sites-cluster-b-nodes" in jobset["command"]
+    of_set = "three-sites-cluster-b-node-0-{}.three-sites-cluster-b-nodes"
+    assert f"--rdzv-endpoint={of_set.format(0)}:29600" in jobset["command"]
+    assert f"--local-addr={of_set.format('$(JOB_COMPLETION_INDEX)')}" in jobset["command"]
+
+
+def test_a_cluster_has_the_processes_that_its_table_says(tmp_path: Path) -> None:
+    more = 'id = "a"\ntorchrun = true\nnodes = 2\nprocesses = 3\nrestarts = 0\ncommand = ["python", "-m", "mine"]'
+    deployment = read_deploy_file(written(tmp_path, changes={'id = "a"': more}))
+    (one,) = dict(pods(deployment))["small-cluster-a"]["containers"]
+    assert {"--nproc-per-node=3", "--max-restarts=0", "--nnodes=2"} <= set(one["args"])
+    assert one["args"][-2:] == ["-m", "mine"]
+    assert deployment.clusters[0].ranks == 6
+    alone = read_deploy_file(written(tmp_path, changes={'id = "a"': more.replace("nodes = 2\n", "")}))
+    (one,) = dict(pods(alone))["small-cluster-a"]["containers"]
+    assert "--standalone" in one["args"]
+
+
+def test_ranks_of_dips_train_are_divided_among_the_nodes(tmp_path: Path) -> None:
+    deployment = read_deploy_file(
+        written(tmp_path, changes={'id = "a"': 'id = "a"\nnodes = 2\nparallel = "fsdp=2,data=2"'})
+    )
+    (one,) = dict(pods(deployment))["small-cluster-a"]["containers"]
+    assert {"--nproc-per-node=2", "--nnodes=2"} <= set(one["args"])
+    program = one["args"][one["args"].index("-m", 3) :]
+    settings = "/etc/dips/config/cluster.toml"
+    assert program == ["-m", "dips.cli", "train", "--config", settings, "--parallel", "fsdp=2,data=2"]
+    assert deployment.clusters[0].ranks == 4
+
+
+def test_the_pods_of_one_cluster_may_talk_to_each_other_and_to_no_other_clusters() -> None:
+    deployment = DEPLOYMENTS["three-sites"]
+    for one in (named(deployment, "NetworkPolicy", f"three-sites-cluster-{name}") for name in "ab"):
+        own = [{"podSelector": {"matchLabels": one["spec"]["podSelector"]["matchLabels"]}}]
+        assert own[0]["podSelector"]["matchLabels"]["dips-cluster"] in ("a", "b")
+        among = [rule for rule in one["spec"]["ingress"] if rule["from"] == own]
+        among += [rule for rule in one["spec"]["egress"] if rule.get("to") == own]
+        assert len(among) == 2
+        for rule in among:  # torchrun's port, and those that gloo and NCCL choose
+            (ports,) = rule["ports"]
+            assert ports["port"] <= 29600 <= ports["endPort"] == 65535
+        pods_in = [peer for rule in one["spec"]["ingress"] for peer in rule["from"] if "podSelector" in peer]
+        assert pods_in == own
 
 
 def test_a_cluster_in_a_queue_waits_for_kueue() -> None:
@@ -272,6 +319,8 @@ def test_a_wrong_setting_ends_a_job_and_a_kill_does_not() -> None:
         "onExitCodes": {"containerName": "cluster", "operator": "In", "values": [2]},
     }
     assert named(DEPLOYMENTS["base"], "Job", "dips-cluster-job")["spec"]["backoffLimit"] > 1000
+    (rule,) = named(DEPLOYMENTS["base"], "JobSet", "dips-cluster-jobset")["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
 
 
 def test_a_name_can_never_be_read_as_a_command(tmp_path: Path) -> None:

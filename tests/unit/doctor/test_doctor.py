@@ -16,7 +16,7 @@ from dips.cli import doctor as command_doctor
 from dips.cli import main
 from dips.core.errors import ConfigError
 from dips.core.net.security import Role
-from dips.doctor import host, local, network
+from dips.doctor import host, joining, local, network
 from dips.doctor import host as disk
 from dips.doctor import host as packages
 from dips.doctor.findings import Check, Finding, Grade, examined, fail, ok, warn
@@ -415,3 +415,36 @@ def test_the_last_line_counts() -> None:
     assert (
         command_doctor.summary([ok("a", "x"), warn("b", "x", "y")]) == "1 OK, 1 WARN, 0 FAIL: nothing prevents the run"
     )
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, 3),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, 0),
+        ({"RANK": "three", "WORLD_SIZE": "4"}, None),
+    ],
+)
+def test_a_process_of_torchrun_or_srun_knows_its_rank(environment: dict[str, str], rank: int | None) -> None:
+    assert command_doctor.rank_here(environment) == rank
+
+
+def test_each_rank_says_what_it_does_not_reach_and_one_says_the_rest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [ok("master", "answers"), fail("slaves", "slave s1 cannot be reached", "open the way")]
+    monkeypatch.setattr(joining, "checks", lambda *_: [Check("slaves", lambda: found)])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = {}
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main.run(["doctor", "--master", "127.0.0.1:1", "--insecure"]) == 1
+        said[rank] = capsys.readouterr().out.splitlines()
+    assert said["0"][:2] == [
+        "OK    master: rank 0: answers",
+        "FAIL  slaves: rank 0: slave s1 cannot be reached: open the way",
+    ]
+    assert said["0"][2].startswith("1 OK, 0 WARN, 1 FAIL")
+    assert said["1"] == ["FAIL  slaves: rank 1: slave s1 cannot be reached: open the way"]

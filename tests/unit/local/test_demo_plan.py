@@ -93,3 +93,18 @@ def test_slaves_record_pushes_when_asked_to(tmp_path: Path) -> None:
 def test_an_unknown_size_is_told() -> None:
     with pytest.raises(ConfigError, match="choose one of tiny, small"):
         train_settings(DemoOptions(model_size="huge"))
+
+
+def test_with_parallel_the_kinds_take_turns_and_pushes_are_recorded(tmp_path: Path) -> None:
+    wish = DemoOptions(clusters=5, run_dir=tmp_path, parallel=True)
+    plan = make_plan(wish, train_settings(wish), 1_000)
+    trained = [cluster.train for cluster in plan.clusters if isinstance(cluster, TrainedCluster)]
+    assert [train.parallel for train in trained] == ["", "fsdp=2", "tensor=2", "pipeline=2", ""]
+    assert {train.model_size for train in trained} == {"wide"}
+    assert all(slave.record_pushes for slave in plan.slaves)
+
+
+def test_a_model_that_cannot_be_cut_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    wish = DemoOptions(run_dir=tmp_path, model_size="tiny", parallel=True)
+    with pytest.raises(ConfigError, match="the 3 heads of model_size tiny"):
+        make_plan(wish, train_settings(wish), 1_000)

@@ -99,7 +99,7 @@ def test_the_byte_model_is_a_llama(tmp_path: Path) -> None:
 
 def test_a_large_model_is_written_in_several_files(tmp_path: Path) -> None:
     model = LlamaForCausalLM(CONFIG)
-    write_folder(as_folder(fetched(model)), tmp_path / "model", shard_bytes=20_000)
+    write_folder(replace(as_folder(fetched(model)), shard_bytes=20_000), tmp_path / "model")
     names = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
     assert len(names) > 2
     assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
@@ -141,7 +141,7 @@ def test_what_stands_there_is_not_overwritten_unless_somebody_says_so(tmp_path: 
     first, second = LlamaForCausalLM(CONFIG), LlamaForCausalLM(CONFIG)
     folder = tmp_path / "model"
     folder.mkdir()  # an empty one is as good as none
-    write_folder(as_folder(fetched(first)), folder, shard_bytes=20_000)
+    write_folder(replace(as_folder(fetched(first)), shard_bytes=20_000), folder)
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="is not empty: give another folder, or --force"):
         write_folder(as_folder(fetched(second)), folder)
@@ -194,3 +194,9 @@ def test_a_run_is_a_directory_or_an_address() -> None:
     assert _what_and_where(folder, to, None, None, None) == (to, Form.HUGGINGFACE, None, ROOT / "examples")
     assert _what_and_where("10.0.0.1:29400", to, None, None, None) == (to, Form.HUGGINGFACE, "10.0.0.1:29400", None)
     assert _what_and_where("m.st", None, None, "h:1", None) == (Path("m.st"), Form.SAFETENSORS, "h:1", None)
+
+
+def test_a_checkpoint_for_any_parallelism_is_named_like_a_file_or_like_a_folder() -> None:
+    folder = str(ROOT / "examples")
+    assert _what_and_where("m", None, Form.DCP, "h:1", None) == (Path("m"), Form.DCP, "h:1", None)
+    assert _what_and_where(folder, Path("m"), Form.DCP, None, None) == (Path("m"), Form.DCP, None, ROOT / "examples")

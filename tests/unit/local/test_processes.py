@@ -87,6 +87,22 @@ def test_the_settings_are_on_the_command_line(plan: RunPlan, directory: RunDirec
     assert option(last, "--cluster-id") == ["d"]
 
 
+def test_a_cluster_of_ranks_is_started_by_torchrun_and_dies_with_it(directory: RunDirectory) -> None:
+    wish = DemoOptions(run_dir=directory.path, minutes=1, parallel=True)
+    plan = make_plan(wish, train_settings(wish), 500_000)
+    alone, *of_ranks = cluster_specs(plan, directory, ADDRESS)
+    assert alone.command[:4] == (sys.executable, "-m", "dips.cli", "train")
+    assert [option(spec.command, "--parallel") for spec in of_ranks] == [["fsdp=2"], ["tensor=2"], ["pipeline=2"]]
+    for spec in of_ranks:
+        starts, ranks = spec.command[: spec.command.index("--")], spec.command[spec.command.index("--") + 1 :]
+        assert starts[:3] == (sys.executable, "-m", "dips.worker.torchrun")
+        assert "--nproc-per-node=2" in starts
+        assert ranks[:5] == (sys.executable, "-m", "dips.local.child", "0", "0")
+        assert ranks[5:9] == (sys.executable, "-m", "dips.cli", "train")
+        leaves_s = float(spec.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+        assert 30 <= leaves_s < spec.stop_s, "torchrun must not kill what still leaves, nor outlive its own end"
+
+
 def test_the_evaluator_uses_the_text_of_the_training_and_nothing_else_of_it(
     plan: RunPlan, directory: RunDirectory
 ) -> None:

@@ -63,6 +63,7 @@ def test_the_promised_keys_are_there() -> None:
         "steps": 480,
         "measured_speed": 4400.0,
         "speed_gap": 0.16,
+        "parallel": "",
         "last_norm": None,
         "last_z": None,
         "last_cosine": None,

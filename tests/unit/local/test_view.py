@@ -56,6 +56,17 @@ def test_the_reason_to_wait_stands_above_the_tables() -> None:
     assert "waiting" not in shown(run_status())
 
 
+def test_a_cluster_of_several_ranks_says_so_and_names_the_late_ones() -> None:
+    four, one = cluster_status(ranks=4, late_ranks=(1, 3)), cluster_status(cluster_id="one", ranks=1)
+    text = shown(run_status(clusters=(four, one)))
+    assert f"{four.cluster_id} (4 ranks)" in text
+    assert "one (" not in text
+    told = f"cluster {four.cluster_id}: ranks 1, 3 are late in a transfer; the other 2 are done"
+    assert told in text
+    assert told in plain_line(run_status(clusters=(four, one)))
+    assert "late" not in shown(run_status(clusters=(one,)))
+
+
 def test_a_recovery_stands_above_the_reason_to_wait() -> None:
     status = run_status(recovery="slave s1 lost version 3:7; going back to 3:5", waiting_for="slave s1 is away")
     text = shown(status)

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from dips.core.errors import ConfigError, RefusalCode, Refused
+from dips.core.errors import ConfigError, DipsError, FatalError, RefusalCode, Refused
 from dips.core.ids import Version
 from dips.core.layout import Layout
-from dips.core.messages import DataPlan, DataRange, Settings
+from dips.core.messages import DataPlan, DataRange
 from dips.core.observe.tape import Tape, read_tape
 from dips.trainer import train as module
 from dips.trainer.config import TrainConfig
@@ -61,7 +62,7 @@ class ScriptedDriver:
         self.times_forgotten = 0
         self.held_ranges: tuple[DataRange, ...] = ()
         self.boundaries = 0
-        self.settings = Settings(tk_max_tokens=10_000)
+        self.total_tokens = 10_000
         self.version = Version(1, 4)
         self.cause = "cause"
         self.local_steps = 3
@@ -198,6 +199,28 @@ def test_what_a_new_join_took_away_during_a_lease_is_not_trained_on(
     assert all(part.chunk != lost.chunk for part in claimed)
 
 
+def test_what_was_leased_just_after_a_new_join_is_trained_on(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+    """Several ranks meet before they lease: what the leader's session held then lacks the new ranges."""
+
+    def joins_again(scripted: ScriptedDriver) -> None:
+        lend = scripted.lease
+
+        def lease(tokens: int) -> list[DataRange]:
+            fresh = lend(tokens)
+            if len(scripted.wanted) == 2:
+                scripted.times_forgotten, scripted.held_ranges = 1, ()
+            return fresh
+
+        scripted.lease = lease  # type: ignore[method-assign]
+
+    driver.at_start = staticmethod(joins_again)
+    driver.lends_tokens = train.step_tokens
+    driver.end_after = 3
+    assert run(train.model_copy(update={"chunk_tokens": train.step_tokens}), CLIENT) == 0
+    claimed = {part.chunk for _, ranges, _ in driver.last.steps for part in ranges}
+    assert claimed == {part.chunk for part in driver.last.lent}
+
+
 def test_a_driver_that_ends_while_lending_ends_the_loop(driver: type[ScriptedDriver], train: TrainConfig) -> None:
     def ends(scripted: ScriptedDriver) -> None:
         def lease(tokens: int) -> list[DataRange]:
@@ -293,6 +316,30 @@ def test_the_learning_rate_goes_by_the_runs_tokens(
 def test_a_client_without_a_name_is_told_so(driver: type[ScriptedDriver], train: TrainConfig) -> None:
     with pytest.raises(ConfigError, match="DIPS_CLUSTER"):
         run(train, ClientConfig(master="127.0.0.1:1"))
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "sentence"),
+    [
+        (ValueError("no MASTER_ADDR"), ConfigError, "rank 1 is not told where the other processes of its cluster are"),
+        (
+            RuntimeError("connection refused"),
+            FatalError,
+            "rank 1 cannot reach the other processes .* or they have ended",
+        ),
+    ],
+)
+def test_a_rank_that_is_alone_says_whether_a_person_must_act(
+    train: TrainConfig, monkeypatch: pytest.MonkeyPatch, raised: Exception, expected: type[DipsError], sentence: str
+) -> None:
+    def init_process_group(backend: str) -> None:
+        raise raised
+
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    with pytest.raises(expected, match=sentence):
+        run(train.model_copy(update={"parallel": "data=2", "steps": 1}), ClientConfig())
 
 
 # ---- without a master ----

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from dips.core.errors import ConfigError
+from dips.core.observe.logs import end_with_one_sentence
 from dips.core.release import how_to_install
 
 try:
@@ -33,6 +35,8 @@ _FOLDER = "dips"
 
 class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """The callback; give it to a Trainer: `callbacks=[HuggingFaceCallback()]`.
+
+    Of several processes each gives it to its Trainer: under DistributedDataParallel, FSDP2 or tensor parallelism.
 
     tokens_per_step: tokens behind one optimizer.step() of this process; left out, the `input_ids` that the model is
     trained on are counted, accumulated batches together. checkpoint_dir: a folder for this cluster alone; left out,
@@ -63,15 +67,17 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     ) -> None:
         if not self._options.has_master:
             return
-        _refuse(args, self._options)
+        end_with_one_sentence()  # again: init_process_group() puts a hook around ours that would swallow the sentence
         model, optimizer = given["model"], given["optimizer"]
+        _refuse(args, model, self._options)
         label = step_label(state.global_step) if state.global_step > 0 else None
         self._joined.begin(TrainerLoop(model, optimizer, self._options, self._folder(args), label))
         self._remove_hooks()
         if self._options.tokens_per_step is None:
             self._hooks.append(model.register_forward_pre_hook(self._count, with_kwargs=True))
         self._sees_losses = False
-        self._loss_scale = args.world_size if args.average_tokens_across_devices else 1
+        n_batches = args.world_size // (getattr(model, "tp_size", None) or 1)  # tensor-parallel ranks see the same one
+        self._loss_scale = n_batches if args.average_tokens_across_devices else 1
         if (
             not args.torch_compile
         ):  # a hook sees nothing inside of a compiled model: then the Trainer's log gives the loss
@@ -147,14 +153,19 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return self._options.checkpoint_dir or Path(args.output_dir or ".") / _FOLDER
 
 
-def _refuse(args: TrainingArguments, options: CallbackOptions) -> None:
-    """Raises ConfigError for settings without one model and one inner optimizer in every process."""
-    for name, kind in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP")):
-        if getattr(args, name, None):
-            raise ConfigError(
-                f"{kind} cuts the model or its optimizer state into shards, which this release does not gather: leave "
-                f"out {name}, and train on one device or on several with DistributedDataParallel"
-            )
+def _refuse(args: TrainingArguments, model: torch.nn.Module, options: CallbackOptions) -> None:
+    """Raises ConfigError for settings without one model and one inner optimizer in all processes together."""
+    if getattr(args, "deepspeed", None):
+        raise ConfigError(
+            "DeepSpeed cuts the model or its optimizer state into shards in a form of its own: leave out deepspeed, "
+            "and train with FSDP2 or DistributedDataParallel (docs/integrations.md)"
+        )
+    if getattr(args, "fsdp", None) and not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ConfigError(
+            "fsdp is set, and FSDP2 has not cut the model: Accelerate cuts on accelerators only, and version 1 makes "
+            "shards in a form of its own; set fsdp_config={'version': 2}, or without an accelerator leave out fsdp and "
+            "load the model with distributed_config=DistributedConfig(fsdp_size=...)"
+        )
     if args.load_best_model_at_end:
         raise ConfigError(
             "load_best_model_at_end would put an old checkpoint in place of the run's last version: leave it out, and "

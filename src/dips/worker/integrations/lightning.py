@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from dips.core.errors import TERMINATED, ConfigError
+from dips.core.observe.logs import end_with_one_sentence
 from dips.core.release import how_to_install
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 except ModuleNotFoundError as error:
@@ -33,6 +34,9 @@ _FOLDER, _LABEL = "dips", "dips_label"
 
 class LightningCallback(Callback):
     """The callback; give it to a Trainer: `callbacks=[LightningCallback()]`.
+
+    Of several processes each gives it to its Trainer: under `ddp`, or under ModelParallelStrategy, whose module cuts
+    itself with fully_shard or parallelize_module.
 
     tokens_per_step: tokens (or samples) behind one optimizer.step() of this process; left out, they are counted:
     tokens_of(batch), or the `input_ids` of batches that have them, accumulated batches together. checkpoint_dir: a
@@ -66,6 +70,7 @@ class LightningCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._options.has_master:
+            end_with_one_sentence()  # again: init_process_group() puts a hook around ours that would swallow it
             _refuse(trainer)
             model = trainer.strategy.model or pl_module  # with DDP's wrapper, if there is one
             loop = TrainerLoop(model, trainer.optimizers[0], self._options, self._folder(trainer), self._label)
@@ -109,7 +114,7 @@ class LightningCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         sync = self.sync
         self._joined.end(type(exception), exception, exception.__traceback__)
-        released = sync is None or (sync.shell is not None and sync.shell.released)
+        released = sync is None or sync.released
         if isinstance(exception, SIGTERMException) and not released:
             exception.code = TERMINATED  # Lightning's own is 0, which means that the work is done
 
@@ -125,15 +130,16 @@ class LightningCallback(Callback):
 
 
 def _refuse(trainer: Trainer) -> None:
-    """Raises ConfigError for a trainer without one model and one inner optimizer in every process, or without end."""
+    """Raises ConfigError for a trainer without one model and one inner optimizer in all processes, or without end."""
     if len(trainer.optimizers) != 1:
         raise ConfigError(
             f"the module has {len(trainer.optimizers)} optimizers: a cluster trains with one, whose steps are counted"
         )
-    if not isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)):
+    if not isinstance(trainer.strategy, (DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy)):
         raise ConfigError(
-            f"the strategy {type(trainer.strategy).__name__} may shard the model or its optimizer, which this release "
-            "does not gather: use strategy='ddp', or one device"
+            f"the strategy {type(trainer.strategy).__name__} may cut the model or its optimizer state into shards in a "
+            "form of its own: use ModelParallelStrategy with fully_shard or parallelize_module in configure_model(), "
+            "strategy='ddp', or one device"
         )
     if trainer.min_epochs or trainer.min_steps:
         raise ConfigError(

@@ -85,6 +85,7 @@ class TrainerLoop(DiLoCo):
             resume=label is not None and checkpoint_dir is not None, **given,
         )  # fmt: skip
         self._fixed_tokens = options.tokens_per_step
+        self._has_directory = self._config is not None and self._config.checkpoint_dir is not None
         # Without a label nothing is resumed, not even where DIPS_WORKER_RESUME_REQUIRED is set: then it is an error.
         self._resume_label = label or step_label(0)
         self._label_taken: str | None = None
@@ -124,11 +125,14 @@ class TrainerLoop(DiLoCo):
 
     def checkpoint(self, label: str) -> None:
         """Take the cluster's checkpoint before the trainer writes its own of this name. Once is enough for a name."""
-        if self.shell is None or self._label_taken == label or self.shell.config.checkpoint_dir is None:
+        if not self.active or self._label_taken == label or not self._has_directory:
             return
-        if self.shell.checkpoint_now(label):
-            self._label_taken = label
-        elif not self.run_ended:
+        taken = self._checkpoint_now(label)
+        if taken or self._together is not None:
+            self._label_taken = label  # on all ranks alike, since they take one together
+        if taken or self.shell is None:
+            return
+        if not self.run_ended:
             _logger.warning("no checkpoint of this cluster belongs to %s: resumed from it, it pulls again", label)
 
 

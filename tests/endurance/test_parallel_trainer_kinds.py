@@ -1,0 +1,64 @@
+"""`dips train --parallel` in every mix of kinds has the losses of one process, also after a kill, as other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.byte_model_ranks import NO_MERGE, ROUNDING, STEPS, check_resumption, losses, start_alone
+from support.master_process import START_S, MasterProcess
+from support.trainer_run import Processes
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    children = Processes(tmp_path)
+    yield children
+    children.kill_all()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    master = MasterProcess(tmp_path / "master", *NO_MERGE)
+    yield master.started().address
+    master.popen.kill()
+    master.popen.wait(START_S)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "fsdp=4",
+        "data=4",
+        "tensor=4",
+        "data=2,fsdp=2",
+        "data=2,tensor=2",
+        "pipeline=2,data=2",
+        "pipeline=2,fsdp=2",
+        "pipeline=2,tensor=2",
+        "pipeline=2,fsdp=2,tensor=2",
+    ],
+)
+def test_each_mix_has_the_losses_of_one_process(processes: Processes, kind: str) -> None:
+    one, cut = start_alone(processes), start_alone(processes, kind)
+    expected = losses(processes, one)
+    assert len(expected) == STEPS + 1
+    assert losses(processes, cut) == pytest.approx(expected, rel=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("tensor=2", "fsdp=4"),
+        ("pipeline=2", ""),
+        ("data=2", "pipeline=2,data=2"),
+        ("fsdp=2,tensor=2", "pipeline=2"),
+    ],
+)
+def test_other_ranks_make_the_same_steps_after_a_kill(
+    processes: Processes, address: str, tmp_path: Path, before: str, after: str
+) -> None:
+    check_resumption(processes, address, tmp_path, before, after)

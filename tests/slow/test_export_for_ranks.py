@@ -1,0 +1,89 @@
+"""What `dips export --format dcp` writes is loaded by ranks of any parallelism: the same bits, and the same loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from support.load_process import byte_batch, loss_of
+from support.parallel_models import full_model, merged
+from support.rank_script import run_ranks
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from dips.core.ids import Version
+from dips.core.layout import Layout
+from dips.local.model_folder import write_folder
+from dips.trainer.dcp import CheckpointFolder
+from dips.trainer.model import ByteModel
+from dips.trainer.sizes import SIZES
+from dips.worker.torch_model import TorchParameters
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+VERSION = Version(1, 7)
+M = TypeVar("M", bound=torch.nn.Module)
+
+IN_PIECES_OF = 1_000
+"""Bytes: so that shards begin and end inside of pieces, and span several."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    layout: Layout
+    flat: NDArray[np.float32]
+    run_id: str = "mine"
+    version: Version = VERSION
+    tokens: int = 12345
+
+
+def publish(model: torch.nn.Module, folder: Path) -> Fetched:
+    """A version of this model with other values, exported to folder/checkpoint."""
+    layout = TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1)).layout()
+    flat = np.random.default_rng(3).standard_normal(layout.n_elems, np.float32) * np.float32(0.125)
+    fetched = Fetched(layout, flat)
+    write_folder(CheckpointFolder(fetched, piece_bytes=IN_PIECES_OF), folder / "checkpoint")
+    return fetched
+
+
+def loaded(model: M, folder: Path) -> M:
+    """By one process."""
+    load({name: p for name, p in model.named_parameters() if p.requires_grad}, checkpoint_id=folder / "checkpoint")
+    return model
+
+
+@pytest.mark.parametrize(("n_ranks", "kinds"), [(2, ("fsdp2", "tp2", "pp2", "ddp2")), (4, ("hsdp4", "fsdp-tp4"))])
+def test_every_rank_loads_its_part(tmp_path: Path, n_ranks: int, kinds: tuple[str, ...]) -> None:
+    published = publish(full_model(), tmp_path)
+    told = run_ranks("load_process", n_ranks, tmp_path, *kinds)
+    assert [code for code, _ in told] == [0] * n_ranks, told
+    alone = loss_of(loaded(full_model(), tmp_path))
+    for kind in kinds:
+        full = merged([load_file(tmp_path / f"{kind}-{rank}.safetensors") for rank in range(n_ranks)])
+        flat = torch.cat([full[span.parameter.name].flatten() for span in published.layout.spans])
+        assert np.array_equal(flat.numpy(), published.flat), kind
+        said = [line.split()[2] for _, lines in told for line in lines if line.startswith(f"loss {kind} ")]
+        stages = 0 if kind != "pp2" else n_ranks  # no stage alone has a loss
+        assert [float(loss) for loss in said] == pytest.approx([alone] * (n_ranks - stages), abs=1e-5), kind
+
+
+def test_the_trainers_model_is_loaded_under_every_parallelism_of_the_trainer(tmp_path: Path) -> None:
+    kinds = ("fsdp=2", "tensor=2", "pipeline=2", "data=2")
+    published = publish(ByteModel(SIZES["wide"]), tmp_path)
+    told = run_ranks("load_process", 2, tmp_path, *kinds)
+    assert [code for code, _ in told] == [0, 0], told
+    alone = loaded(ByteModel(SIZES["wide"], seed=5), tmp_path)
+    batch = byte_batch()
+    loss = alone.loss(batch.inputs, batch.targets).item()
+    for kind in kinds:
+        for rank, (_, lines) in enumerate(told):
+            whole = load_file(tmp_path / f"{kind}-{rank}.safetensors")
+            flat = torch.cat([whole[span.parameter.name].flatten() for span in published.layout.spans])
+            assert np.array_equal(flat.numpy(), published.flat), kind
+            (said,) = (line.split()[2] for line in lines if line.startswith(f"loss {kind} "))
+            assert float(said) == pytest.approx(loss, abs=1e-5), kind

@@ -1,0 +1,155 @@
+"""`torchrun -m dips train --parallel ...`: every kind trains the model that one process does, alone and in a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.byte_model_ranks import NO_MERGE, ROUNDING, STEPS, WIDE, check_resumption, losses, start_alone
+from support.dips_command import dips, dips_started, until
+from support.fault_run import free_port
+from support.master_process import START_S, MasterProcess
+from support.trainer_run import Processes
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    children = Processes(tmp_path)
+    yield children
+    children.kill_all()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[MasterProcess]:
+    knobs = ("slaves=2", "min_clusters=2", "sync_every=8", "tk_max=60000", "grace_s=0.2", "linger_s=600")
+    master = MasterProcess(tmp_path / "master", *knobs)
+    master.started()
+    yield master
+    master.popen.kill()
+    master.popen.wait(START_S)
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    master = MasterProcess(tmp_path / "master", *NO_MERGE)
+    yield master.started().address
+    master.popen.kill()
+    master.popen.wait(START_S)
+
+
+@pytest.mark.parametrize("kind", ["data=2", "fsdp=2", "tensor=2", "pipeline=2", "fsdp=2,tensor=2"])
+def test_each_kind_has_the_losses_of_one_process(processes: Processes, kind: str) -> None:
+    one, cut = start_alone(processes), start_alone(processes, kind)
+    expected = losses(processes, one)
+    assert len(expected) == STEPS + 1
+    assert losses(processes, cut) == pytest.approx(expected, rel=ROUNDING)
+
+
+def test_ranks_and_one_process_train_one_model_in_a_run(
+    processes: Processes, run: MasterProcess, tmp_path: Path
+) -> None:
+    address = run.started().address
+    processes.start_slaves(address, ("s0", "s1"), "--record-pushes")
+    kinds = {"a": "fsdp=2", "b": ""}
+    for name, kind in kinds.items():
+        processes.start_cluster(address, name, WIDE.model_copy(update={"parallel": kind, "emulate_gap": 0.2}))
+    for name in kinds:
+        assert processes.exit_code(name) == 0, processes.log(name)[-3000:]
+        assert processes.records(name, "verdict"), processes.log(name)[-3000:]
+        assert "Traceback" not in processes.log(name)
+    told = dips("verify", tmp_path, "--replay")
+    assert told.returncode == 0, told.stdout
+
+
+def test_a_signal_to_one_rank_ends_all_in_order(processes: Processes, run: MasterProcess) -> None:
+    address = run.started().address
+    processes.start_slaves(address, ("s0", "s1"))
+    for name, kind in (("a", "tensor=2"), ("b", "data=2")):
+        processes.start_cluster(address, name, WIDE.model_copy(update={"parallel": kind}))
+    for name in "ab":
+        processes.wait_until(name, lambda name=name: bool(processes.records(name, "step")))  # type: ignore[misc]
+        os.kill(processes.ranks(name)[1], signal.SIGTERM)
+    for name in "ab":
+        assert processes.exit_code(name) == 1, "torchrun's own, for a rank that ends with 143"
+        (left,) = processes.records(name, "left")
+        assert left["reason"] == "SIGTERM"
+        assert "exitcode  : 143" in processes.log(name)
+
+
+def test_ranks_without_their_fellow_end_with_one_sentence(processes: Processes) -> None:
+    train = WIDE.model_copy(update={"parallel": "fsdp=2", "steps": 1_000_000})
+    processes.start_train("a", train)
+    processes.wait_until("a", lambda: bool(processes.records("a", "step")))
+    os.kill(processes.ranks("a")[1], signal.SIGKILL)
+    assert processes.exit_code("a") == 1
+    log = processes.log("a")
+    assert "dips: rank 0 of this cluster has lost another rank, which ended: its own error says why" in log
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sentence"),
+    [
+        ("", "2 processes were started and nothing says how they share the model: give --parallel fsdp=2"),
+        ("fsdp=4", "parallel fsdp=4 is for 4 processes and 2 were started"),
+        ("tensor=2", "the 3 heads of model_size tiny cannot be dealt evenly to 2 tensor-parallel processes"),
+    ],
+)
+def test_a_wrong_use_is_one_sentence_of_each_rank(tmp_path: Path, parallel: str, sentence: str) -> None:
+    # Started as torchrun does, which would end the second rank at the first one's end.
+    given = ["--parallel", parallel] if parallel else []
+    for rank in "01":
+        told = dips("train", "--steps", 1, *given, WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank)
+        assert told.returncode == 2
+        assert told.stderr.count("dips: ") == 1
+        assert sentence in told.stderr
+        assert "Traceback" not in told.stderr
+
+
+def rank_of_two(rank: int, port: int, log: Path, **added: str) -> contextlib.AbstractContextManager[Any]:
+    """As torchrun starts it, and nobody who would end it when the other one ends."""
+    place = {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    place["MASTER_PORT"] = str(port)
+    return dips_started("train", "--steps", 1, "--parallel", "data=2", "--device", "cpu", log=log, **place, **added)
+
+
+def test_a_signal_ends_a_rank_that_waits_for_one_that_never_comes(tmp_path: Path) -> None:
+    port = free_port()
+    with rank_of_two(0, port, tmp_path / "log") as process:
+        until(lambda: _listens(port), "the ranks' store", START_S, tmp_path / "log")
+        process.terminate()
+        assert process.wait(START_S) == -signal.SIGTERM
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_ranks_that_have_read_different_texts_are_refused(tmp_path: Path) -> None:
+    port, texts = free_port(), [tmp_path / "0", tmp_path / "1"]
+    for number, text in enumerate(texts):
+        text.mkdir()
+        for part in range(4):
+            (text / f"{part}.txt").write_text(f"{number} and {part}\n" * 5000)
+    with contextlib.ExitStack() as stack:
+        logs = [tmp_path / f"log-{rank}" for rank in (0, 1)]
+        ranks = [
+            stack.enter_context(rank_of_two(rank, port, log, DIPS_TRAIN_DATA=str(texts[rank])))
+            for rank, log in enumerate(logs)
+        ]
+        assert [rank.wait(2 * START_S) for rank in ranks] == [2, 2]
+        for log in logs:
+            assert "dips: the ranks of this cluster have read different texts" in log.read_text()
+            assert "Traceback" not in log.read_text()
+
+
+def test_other_ranks_make_the_same_steps_after_a_kill(processes: Processes, address: str, tmp_path: Path) -> None:
+    check_resumption(processes, address, tmp_path, "fsdp=2", "tensor=4")

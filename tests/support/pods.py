@@ -1,0 +1,165 @@
+"""The pods of a cluster's Job as processes of this machine: what kubelet and the Job's controller would do with them.
+
+Each pod gets the command, the variables and the volumes that the object in the API server says, and nothing else. Names
+of pods become addresses of the loopback, as DNS would answer them; paths of volumes become folders.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from support.api_stand_in import StandIn
+from support.dips_command import ROOT, children, environment
+
+from dips.deploy.clusters import RENDEZVOUS_PORT
+
+Object = dict[str, Any]
+NAMESPACE = "dips"
+
+
+@dataclass
+class PlayedPod:
+    """One pod that was started. replaces: pods of this index before it."""
+
+    index: int
+    replaces: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def kill(self) -> None:
+        """End every process of it at once, as a lost node does."""
+        for pid in _family(self.process.pid):
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+class JobPlayer:
+    """Context manager: starts the pods of a Job, and with tick() those that follow; none is left at the end."""
+
+    def __init__(self, api: StandIn, job: str, folder: Path, images: Mapping[str, list[str]], **records: str) -> None:
+        """images: the command line that stands for an image's program, by the program's path in it. records: variables
+        that say where the pods' records go."""
+        self._api, self._job, self._folder, self._images = api, api.one("Job", job), folder, images
+        self._records = records
+        self._name = job
+        self._port = _free_port()
+        self.pods: list[PlayedPod] = []
+        self.failed = ""
+        """Why the Job failed; empty while it has not."""
+
+    def __enter__(self) -> JobPlayer:
+        for index in range(self._job["spec"]["parallelism"]):
+            self._start(index, 0)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pod in self.pods:
+            if pod.process.poll() is None:
+                pod.kill()
+
+    @property
+    def live(self) -> list[PlayedPod]:
+        """The newest pod of each index."""
+        return list({pod.index: pod for pod in self.pods}.values())
+
+    @property
+    def complete(self) -> bool:
+        return all(pod.process.poll() == 0 for pod in self.live)
+
+    def tick(self) -> None:
+        """Replace pods that have failed, unless the Job's policy says that the Job fails with them."""
+        for pod in self.live:
+            code = pod.process.poll()
+            if not code or self.failed:
+                continue
+            code = code if code > 0 else 128 - code
+            for rule in self._job["spec"]["podFailurePolicy"]["rules"]:
+                ends = rule.get("onExitCodes")
+                if ends and (code in ends["values"]) == (ends["operator"] == "In") and rule["action"] == "FailJob":
+                    self.failed = f"pod {pod.index} ended with {code}"
+                    return
+            self._start(pod.index, pod.replaces + 1)
+
+    def logs(self) -> str:
+        return "\n".join(f"---- {pod.log.name}\n{pod.log.read_text(errors='replace')[-4000:]}" for pod in self.pods)
+
+    def _start(self, index: int, replaces: int) -> None:
+        pod = self._job["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        places = self._places(pod, container, self._folder / f"pod-{index}-{replaces}")
+        variables = {one["name"]: self._seen(one["value"], index, places) for one in container["env"] if "value" in one}
+        variables["JOB_COMPLETION_INDEX"] = str(index)
+        words = [self._seen(word, index, places) for word in container.get("command") or container["args"]]
+        words = [word for one in words for word in self._images.get(one, [one])]
+        log = self._folder / f"pod-{index}-{replaces}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                words,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=environment(
+                    {**variables, **self._records, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+                ),
+            )
+        self.pods.append(PlayedPod(index, replaces, process, log))
+
+    def _places(self, pod: Object, container: Object, folder: Path) -> dict[str, str]:
+        """The folder that stands for each mount."""
+        volumes = {one["name"]: one for one in pod["volumes"]}
+        places = {}
+        for mount in container["volumeMounts"]:
+            place, volume = folder / mount["name"], volumes[mount["name"]]
+            place.mkdir(parents=True, exist_ok=True)
+            places[mount["mountPath"]] = str(place)
+            for name, data in self._files(volume).items():
+                (place / name).write_bytes(data)
+                (place / name).chmod(0o400)
+        # A short path, as torch has sockets in it.
+        places["/tmp"] = tempfile.mkdtemp(dir=self._folder)
+        return places
+
+    def _files(self, volume: Object) -> dict[str, bytes]:
+        if "secret" in volume:
+            data = self._api.one("Secret", volume["secret"]["secretName"])["data"]
+            return {name: base64.b64decode(value) for name, value in data.items()}
+        if "configMap" in volume:
+            data = self._api.one("ConfigMap", volume["configMap"]["name"])["data"]
+            return {name: value.encode() for name, value in data.items()}
+        return {}
+
+    def _seen(self, text: str, index: int, places: Mapping[str, str]) -> str:
+        """As the container sees it: variables are put in, names are looked up, and paths are where they are here."""
+        text = text.replace("$(JOB_COMPLETION_INDEX)", str(index))
+        for other in range(self._job["spec"]["completions"]):
+            text = text.replace(f"{self._name}-{other}.{self._name}", f"127.0.0.{other + 1}")
+        text = text.replace(f":{RENDEZVOUS_PORT}", f":{self._port}")  # others may run this test here, too
+        for path in sorted(places, key=len, reverse=True):
+            if text == path or text.startswith(f"{path}/"):
+                return places[path] + text[len(path) :]
+        return text
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all below it."""
+    return [pid, *(below for child in children(pid) for below in _family(child))]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

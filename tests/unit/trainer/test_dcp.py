@@ -1,0 +1,196 @@
+"""`dips export --format dcp`: torch.distributed.checkpoint.load() gives the version back, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dips.core.errors import ConfigError
+from dips.core.ids import Version
+from dips.core.layout import Layout, Parameter
+from dips.local.model_folder import as_folder, write_folder
+from dips.trainer import dcp
+from dips.trainer.dcp import PIECE_BYTES, CheckpointFolder
+from dips.trainer.export import read_state
+from dips.trainer.model import ByteModel
+from dips.trainer.sizes import SIZES
+from dips.worker.torch_model import TorchParameters
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+VERSION = Version(1, 7)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    layout: Layout
+    flat: NDArray[np.float32]
+    run_id: str = "mine"
+    version: Version = VERSION
+    tokens: int = 12345
+
+
+def fetched(model: torch.nn.Module) -> Fetched:
+    """What a run of this model publishes."""
+    parameters = TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    flat = np.empty(parameters.layout().n_elems, np.float32)
+    parameters.snapshot(flat)
+    return Fetched(parameters.layout(), flat)
+
+
+def loaded(model: torch.nn.Module, folder: Path, **more: Any) -> torch.nn.Module:
+    """The recipe of docs/integrations.md."""
+    load({name: p for name, p in model.named_parameters() if p.requires_grad}, checkpoint_id=folder, **more)
+    return model
+
+
+@pytest.mark.parametrize("piece_bytes", [5_000, PIECE_BYTES])
+def test_a_model_comes_back_to_the_bit(tmp_path: Path, piece_bytes: int) -> None:
+    """Also in pieces of some rows, of which the last has fewer."""
+    model, other = ByteModel(SIZES["tiny"], seed=1), ByteModel(SIZES["tiny"], seed=2)
+    write_folder(CheckpointFolder(fetched(model), piece_bytes=piece_bytes), tmp_path / "new" / "model")
+    loaded(other, tmp_path / "new" / "model")
+    for (name, mine), its in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, its), name
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"], "nothing is left beside it"
+
+
+def test_a_tensor_is_cut_by_rows(tmp_path: Path) -> None:
+    layout = Layout(
+        (
+            Parameter("w", (5, 2, 3), "bfloat16", "w"),
+            Parameter("b", (), "float32", "b"),
+            Parameter("v", (7,), "float32", "v"),
+        )
+    )
+    flat = np.arange(layout.n_elems, dtype=np.float32)
+    write_folder(CheckpointFolder(Fetched(layout, flat), piece_bytes=2 * 24), tmp_path / "m")
+    described = FileSystemReader(tmp_path / "m").read_metadata().state_dict_metadata
+    sizes = {}
+    for name, told in described.items():
+        assert isinstance(told, TensorStorageMetadata)
+        sizes[name] = [list(chunk.sizes) for chunk in told.chunks]
+    assert sizes == {"w": [[2, 2, 3], [2, 2, 3], [1, 2, 3]], "b": [[]], "v": [[7]]}
+    state = {"w": torch.zeros(5, 2, 3, dtype=torch.bfloat16), "b": torch.zeros(()), "v": torch.zeros(7)}
+    load(state, checkpoint_id=tmp_path / "m")
+    again = torch.cat([state[span.parameter.name].float().flatten() for span in layout.spans])
+    assert np.array_equal(again.numpy(), flat)
+
+
+def test_one_piece_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever torch's writer keeps of those that it has written."""
+    take, pieces = dcp._Pieces.take, list[torch.Tensor]()
+
+    def held() -> list[int]:
+        return [n for n in (piece.untyped_storage().nbytes() for piece in pieces) if n]
+
+    def noted(of: dcp._Pieces, index: MetadataIndex) -> torch.Tensor:
+        assert held() == [], "the one before was freed"
+        pieces.append(take(of, index))
+        return pieces[-1]
+
+    monkeypatch.setattr(dcp._Pieces, "take", noted)
+    model, other = ByteModel(SIZES["tiny"], seed=1), ByteModel(SIZES["tiny"], seed=2)
+    write_folder(CheckpointFolder(fetched(model), piece_bytes=4_000), tmp_path / "m")
+    assert len(pieces) > 100
+    loaded(other, tmp_path / "m")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_checkpoint_that_lacks_a_piece_is_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a writer asked for a piece before it had written the one before."""
+    take = dcp._Pieces.take
+
+    def emptied(of: dcp._Pieces, index: MetadataIndex) -> torch.Tensor:
+        piece = take(of, index)
+        piece.untyped_storage().resize_(0)
+        return piece.new_empty(0)
+
+    monkeypatch.setattr(dcp._Pieces, "take", emptied)
+    with pytest.raises(RuntimeError, match="and its tensors have"):
+        write_folder(CheckpointFolder(fetched(ByteModel(SIZES["tiny"]))), tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tied_parameters_are_loaded_once(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model, other = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    write_folder(CheckpointFolder(fetched(model)), tmp_path / "m")
+    loaded(other, tmp_path / "m")
+    assert torch.equal(model.lm_head.weight, other.lm_head.weight)
+
+
+def test_what_was_filled_in_keeps_its_type(tmp_path: Path) -> None:
+    base = {"table": torch.arange(4), "base": torch.randn(6, 5).bfloat16(), "mask": torch.tensor([True, False])}
+    save_file(base, tmp_path / "base.safetensors")
+    content = CheckpointFolder(fetched(torch.nn.Linear(3, 4)), read_state(tmp_path / "base.safetensors"))
+    write_folder(content, tmp_path / "m")
+    state = {name: torch.zeros_like(tensor) for name, tensor in base.items()}
+    load(state, checkpoint_id=tmp_path / "m")
+    assert all(torch.equal(state[name], base[name]) for name in base)
+
+
+def test_it_says_which_version_it_is(tmp_path: Path) -> None:
+    write_folder(CheckpointFolder(fetched(torch.nn.Linear(3, 4))), tmp_path / "m")
+    about = json.loads((tmp_path / "m" / "dips_version.json").read_text())
+    assert (about["run_id"], about["version"], about["tokens"]) == ("mine", "1:7", 12345)
+
+
+# ---- where ----
+
+
+def test_what_stands_there_is_replaced_only_if_somebody_says_so(tmp_path: Path) -> None:
+    """Also a folder for transformers, of which nothing is left then."""
+    first, second = ByteModel(SIZES["tiny"], seed=1), ByteModel(SIZES["tiny"], seed=2)
+    folder = tmp_path / "model"
+    write_folder(as_folder(fetched(first)), folder)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty: give another folder, or --force"):
+        write_folder(CheckpointFolder(fetched(second)), folder)
+    write_folder(CheckpointFolder(fetched(second)), folder, force=True)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".metadata", "__0_0.distcp", "dips_version.json", "notes.txt",
+    ]  # fmt: skip
+    again = loaded(ByteModel(SIZES["tiny"], seed=3), folder)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), second.parameters(), strict=True))
+
+
+def test_a_disk_that_is_full_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, content = tmp_path / "model", CheckpointFolder(fetched(ByteModel(SIZES["tiny"])))
+    write_folder(content, folder)
+    before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+
+    def full(*given: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.os.fsync", full)
+    with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+        write_folder(replace(content, piece_bytes=1000), folder, force=True)
+    assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == before
+
+
+def test_a_model_of_other_shapes_is_told_so_by_torch(tmp_path: Path) -> None:
+    """So that a wrong model is never half loaded in silence."""
+    write_folder(CheckpointFolder(fetched(torch.nn.Linear(3, 4))), tmp_path / "m")
+    with pytest.raises(BaseException, match=r"Size mismatch|Missing key"):
+        loaded(torch.nn.Linear(4, 4), tmp_path / "m")
+    with pytest.raises(BaseException, match="Missing key"):
+        loaded(torch.nn.Sequential(torch.nn.Linear(3, 4)), tmp_path / "m")
+    part = loaded(torch.nn.Linear(3, 4, bias=False), tmp_path / "m", planner=DefaultLoadPlanner())
+    assert part.weight.shape == (4, 3)
