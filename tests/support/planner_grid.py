@@ -25,8 +25,10 @@ WITHOUT_DELAY = {
     "1f1b": lambda p, m: 3 * (m + p - 1),
     "interleaved_1f1b": lambda p, m: 3 * m + 1.5 * (p - 1),
     "zb_h1": lambda p, m: 3 * m + p - 1,
+    "zb_v": lambda p, m: 3 * m + (p - 1) / 2,
 }
-"""Closed forms of the makespan with T_F = T_D = T_W = 1 (CrossPipe, Table 3; Zero Bubble, arXiv:2401.10241)."""
+"""Closed forms of the makespan with T_F = T_D = T_W = 1, for as many microbatches as devices or more (CrossPipe, Table
+3; Zero Bubble, arXiv:2401.10241; for ZB-V what is found)."""
 
 
 def by_point(rows: Iterable[SweepRow]) -> dict[Point, dict[str, SweepRow]]:
@@ -45,6 +47,7 @@ def check_grid(rows: Iterable[SweepRow]) -> None:
         for row in found.values():
             _check_row(row)
         _check_greedy(found)
+        _check_waves(found)
         _check_static(point, found, points)
         _check_optimal(found)
 
@@ -65,6 +68,14 @@ def _check_greedy(found: Mapping[str, SweepRow]) -> None:
     best = min(row.makespan for name, row in found.items() if name in ("cross_ud/1", "cross_ud/2", "cross_ud/4"))
     assert best <= found["1f1b"].makespan, found["1f1b"]
     assert best <= 1.05 * found["zb_h1"].makespan, found["zb_h1"]
+
+
+def _check_waves(found: Mapping[str, SweepRow]) -> None:
+    """ZB-V needs no more memory than 1F1B, and without delay nobody is faster."""
+    row = found["zb_v"]
+    assert row.peak_activations <= row.n_pp, row
+    if not row.latency and not row.bandwidth:
+        assert row.makespan == min(other.makespan for other in found.values()), row
 
 
 def _check_static(point: Point, found: Mapping[str, SweepRow], points: Mapping[Point, Mapping[str, SweepRow]]) -> None:

@@ -251,12 +251,13 @@ COMMANDS: tuple[Command, ...] = (
         "export",
         "model",
         "export",
-        "Write a published version as one safetensors file, or as a Hugging Face folder.",
+        "Write a published version: one safetensors file, a Hugging Face folder, or a checkpoint for any parallelism.",
         _MODEL,
         (
             "dips export model.safetensors --master 127.0.0.1:29400",
             "dips export model.safetensors --run-dir runs/demo  (also after the run has ended)",
             "dips export runs/demo --to model  (a folder for from_pretrained)",
+            "dips export runs/demo --to checkpoint --format dcp  (for torch.distributed.checkpoint.load)",
             "dips export 127.0.0.1:29400 --to model --version 1:7 --keys runs/own-loop/keys/operator",
         ),
     ),
@@ -281,6 +282,18 @@ COMMANDS: tuple[Command, ...] = (
             "dips plan sweep --latency 0,0.5,1,2 --bandwidth 0,0.5,1,2 --map --out runs/map",
             "dips plan show schedule.csv",
             "dips plan run zb_v --ranks 4",
+        ),
+    ),
+    Command(
+        "profile",
+        "profile",
+        "app",
+        "Measure devices and links for the planner: times of each layer, bandwidths, latencies.",
+        _MODEL,
+        (
+            "dips profile device sites.toml --device h100 --on cuda --dtype bfloat16 --out profile.toml",
+            "dips profile serve --listen 0.0.0.0:29500",
+            "dips profile links sites.toml --from amsterdam --to stockholm=10.0.2.1:29500",
         ),
     ),
     Command(

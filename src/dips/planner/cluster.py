@@ -1,5 +1,5 @@
 """Reads a planner's TOML file: sites with their devices, directed links between them, how the work is split, and, if
-they were measured, the times of a stage.
+they were measured, the times of a stage or of each layer.
 
 The names of the keys contain the units, and every table of numbers names its source. Nothing is guessed: a number that
 a plan needs and the file does not give is asked for by name.
@@ -8,24 +8,29 @@ a plan needs and the file does not give is asked for by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dips.core.config import Knobs, SettingsFile
 from dips.planner.errors import PlanError
-from dips.planner.model import Maybe, Model, Name, PositiveCount, Sourced, model_of, shipped
-
-Amount = Annotated[float, Field(ge=1e-6, le=1e9)]
-"""A rate or a size, in the unit of its key: a value outside of these limits is a mistake in the number or the unit."""
-
-Duration = Annotated[float, Field(gt=0, le=1e8)]
-DurationOrNone = Annotated[float, Field(ge=0, le=1e8)]
-"""A time in milliseconds, up to a day; nanoseconds of all operations together stay whole numbers that a solver can
-hold."""
+from dips.planner.model import (
+    Amount,
+    Duration,
+    DurationOrNone,
+    Maybe,
+    Model,
+    Name,
+    PositiveCount,
+    Sourced,
+    model_of,
+    shipped,
+)
+from dips.planner.profile import Instant, LayerTime, ProfileFile, aware, read_profile, times_of_layers
 
 MOST_BLOCKS = 1 << 16
 """The largest stages x microbatches of a pipeline: 64 x 1024 take a few minutes."""
@@ -51,6 +56,10 @@ class Site(Sourced):
         default=None, description="bandwidth between two stages at this site, 10^9 bit/s"
     )
     network_latency_us: DurationOrNone = Field(default=0.0, description="latency between two stages at this site")
+    device: Name | None = Field(default=None, description="kind of its devices, as a profile names it")
+    since: Instant | None = Field(
+        default=None, description="when it was last changed: a profile that was measured before is refused"
+    )
 
 
 class Link(Sourced):
@@ -64,6 +73,9 @@ class Link(Sourced):
     oversubscription: Annotated[float, Field(ge=1, le=1e4)] = Field(
         default=1.0,
         description="factor by which others share the link: bandwidth / oversubscription is left for this training",
+    )
+    since: Instant | None = Field(
+        default=None, description="when it was last changed: a profile that was measured before is refused"
     )
 
     @property
@@ -98,16 +110,51 @@ class Training(Sourced):
     )
 
 
-class Profile(Sourced):
-    """Measured times of one microbatch on one stage of a uniform division. They replace those of the cost model."""
+StageTimes = tuple[float, float, float]
+"""Milliseconds of one microbatch: T_F, T_D, T_W."""
 
-    forward_ms: Duration = Field(description="T_F")
-    input_gradient_ms: Duration = Field(description="T_D: the gradient of the input")
-    weight_gradient_ms: DurationOrNone = Field(description="T_W: the gradient of the weights")
+
+class Profile(Sourced):
+    """Measured times of one microbatch, in place of those of the cost model: of one stage of a uniform division, or of
+    each layer ([[profile.layers]], or a file of `dips profile`)."""
+
+    forward_ms: Duration | None = Field(default=None, description="T_F of a stage")
+    input_gradient_ms: Duration | None = Field(default=None, description="T_D of a stage: the gradient of the input")
+    weight_gradient_ms: DurationOrNone | None = Field(
+        default=None, description="T_W of a stage: the gradient of the weights"
+    )
+    layers: tuple[LayerTime, ...] = Field(default=(), description="times of each layer, in place of those of a stage")
+    file: str | None = Field(
+        default=None, description="what dips profile wrote, from the folder of this file on: layers, links, overheads"
+    )
+    operation_us: DurationOrNone = Field(default=0.0, description="overhead of each operation, as calibrated")
+    send_us: DurationOrNone = Field(default=0.0, description="overhead of each message, as calibrated")
+    error: Annotated[float, Field(ge=0, le=10)] | None = Field(
+        default=None, description="error of the calibrated prediction, as a fraction: plans say an interval"
+    )
     message_mb: Amount | None = Field(default=None, description="10^6 bytes of one message of one replica")
     memory_microbatches: Amount | None = Field(
         default=None, description="microbatches whose activations a stage of a uniform division can hold"
     )
+
+    @model_validator(mode="after")
+    def _times_are_given_once(self) -> Self:
+        of_stage = (self.forward_ms, self.input_gradient_ms, self.weight_gradient_ms)
+        ways = (any(time is not None for time in of_stage), bool(self.layers), self.file is not None)
+        if sum(ways) != 1 or (ways[0] and None in of_stage):
+            raise ValueError(
+                "times are given by forward_ms, input_gradient_ms and weight_gradient_ms of a stage, by layers "
+                "([[profile.layers]]), or by the file of dips profile: give exactly one of the three"
+            )
+        return self
+
+    @property
+    def times_of_stage_ms(self) -> StageTimes:
+        """T_F, T_D and T_W of a stage. Only where no layers are given."""
+        assert self.forward_ms is not None
+        assert self.input_gradient_ms is not None
+        assert self.weight_gradient_ms is not None
+        return self.forward_ms, self.input_gradient_ms, self.weight_gradient_ms
 
 
 class PlanOptions(Knobs):
@@ -164,18 +211,26 @@ def shipped_setups() -> list[str]:
     return shipped("setups")
 
 
-def read_setup(name: str | Path) -> ClusterFile:
-    """Read a file, or a shipped one by its name. Raises PlanError or ConfigError, which name file and key."""
+def read_setup(name: str | Path, profiled: bool = True) -> ClusterFile:
+    """Read a file, or a shipped one by its name. profiled: with its [profile]; else without, to measure it.
+
+    Raises PlanError or ConfigError, which name file and key.
+    """
     if isinstance(name, str) and name in shipped_setups():
         with resources.as_file(resources.files("dips.planner") / "setups" / f"{name}.toml") as file:
-            return setup_of(SettingsFile.read(file, TABLES))
+            return setup_of(_profiled(SettingsFile.read(file, TABLES), profiled))
     file = Path(name)
     if not file.is_file():
         known = ", ".join(shipped_setups())
         raise PlanError(
             f"{name} is not a file that can be read, and none of the shipped settings ({known}): give one of these"
         )
-    return setup_of(SettingsFile.read(file, TABLES))
+    return setup_of(_profiled(SettingsFile.read(file, TABLES), profiled))
+
+
+def _profiled(file: SettingsFile, profiled: bool) -> SettingsFile:
+    tables = {name: table for name, table in file.tables.items() if profiled or name != "profile"}
+    return replace(file, tables=tables)
 
 
 def setup_of(file: SettingsFile) -> ClusterFile:
@@ -190,11 +245,153 @@ def setup_of(file: SettingsFile) -> ClusterFile:
         sites=file.settings_of_rows(Site, "sites"),
         links=file.settings_of_rows(Link, "links"),
         training=file.settings(Training, "training"),
-        profile=file.settings(Profile, "profile") if "profile" in file.tables else None,
+        profile=_profile_of(file) if "profile" in file.tables else None,
         options=file.settings(PlanOptions, "options"),
     )
     _check(setup)
+    if setup.profile is not None and setup.profile.file is not None:
+        setup = with_profile(setup, read_profile(Path(file.name).parent / setup.profile.file))
+    if setup.profile is not None and setup.profile.layers:
+        for number in range(len(setup.sites)):
+            layer_times_ms(setup, number)
     return setup
+
+
+def _profile_of(file: SettingsFile) -> Profile:
+    table = file.table("profile")
+    rows = SettingsFile(file.where("profile"), table).settings_of_rows(LayerTime, "layers")
+    return file.settings(Profile, "profile", {"layers": rows} if rows else None)
+
+
+# ---- what was measured -----------------------------------------------------------------------------------------------
+
+
+def with_profile(setup: ClusterFile, measured: ProfileFile) -> ClusterFile:
+    """The same problem with the times, links and overheads of a file of `dips profile`, as if it gave them itself.
+
+    Raises PlanError for a file of another model, one that is older than a site or a link, or has not measured a link
+    that the problem has, where it measured others.
+    """
+    assert setup.profile is not None
+    _check_profile(setup, measured)
+    calibration = measured.calibration
+    said = setup.profile.source
+    said = said if isinstance(said, str) else "; ".join(f"{key}: {text}" for key, text in said.items())
+    source = f"{said}; {measured.file}: {measured.head.source}"
+    changes: dict[str, object] = {"file": None, "layers": measured.layers, "source": source}
+    if calibration is not None:
+        changes |= {
+            "operation_us": calibration.operation_us, "send_us": calibration.send_us, "error": calibration.error,
+        }  # fmt: skip
+    profile = setup.profile.model_copy(update=changes)
+    return replace(setup, profile=profile, links=_measured_links(setup, measured))
+
+
+def _check_profile(setup: ClusterFile, measured: ProfileFile) -> None:
+    head, training = measured.head, setup.training
+    pairs = (
+        ("model", head.model, setup.model.name),
+        ("layers", head.layers, setup.model.layers),
+        ("sequence_tokens", head.sequence_tokens, training.sequence_tokens),
+    )
+    for key, was, wanted in pairs:
+        if was != wanted:
+            raise PlanError(
+                f"{measured.file} [measured]: {key} = {was!r}, but {setup.file} has {wanted!r}: it was measured for "
+                f"another problem: measure again with dips profile {setup.file}"
+            )
+    if not measured.layers:
+        raise PlanError(
+            f"{measured.file} has no [[layers]], which [profile] of {setup.file} needs: measure a device with dips "
+            f"profile device {setup.file}"
+        )
+    if training.tensor * training.context > 1:
+        raise PlanError(
+            f"{measured.file} has times of whole layers on one device, and {setup.file} [training] has tensor x "
+            f"context = {training.tensor * training.context}: give both as 1, or times of a stage in [profile]"
+        )
+    for number, site in enumerate(setup.sites, 1):
+        times = (row.at or head.at for row in measured.layers if row.device in (site.device or row.device, ""))
+        _check_newer(measured, min(times, key=aware, default=head.at), f"{setup.file} [[sites]] {number}", site.since)
+    for number, link in enumerate(setup.links, 1):
+        ends = {link.sender, link.receiver}
+        times = (rate.at or head.at for rate in measured.links if {rate.sender, rate.receiver} == ends)
+        _check_newer(measured, min(times, key=aware, default=head.at), f"{setup.file} [[links]] {number}", link.since)
+
+
+def _check_newer(measured: ProfileFile, at: datetime, where: str, since: datetime | None) -> None:
+    if since is not None and aware(at) < aware(since):
+        raise PlanError(
+            f"{measured.file} was measured at {aware(at):%Y-%m-%d %H:%M}, before {where} changed (since = "
+            f"{aware(since):%Y-%m-%d %H:%M}): measure it again with dips profile"
+        )
+
+
+def _measured_links(setup: ClusterFile, measured: ProfileFile) -> tuple[Link, ...]:
+    """The links with their measured numbers, one for each direction; unchanged where the file has no links."""
+    if not measured.links:
+        return setup.links
+    rates = {(link.sender, link.receiver): link for link in measured.links}
+    found = []
+    for number, link in enumerate(setup.links, 1):
+        for sender, receiver in [(link.sender, link.receiver), (link.receiver, link.sender)][: 1 + link.both_ways]:
+            rate = rates.get((sender, receiver))
+            if rate is None:
+                raise PlanError(
+                    f"{measured.file} has not measured the link from {sender} to {receiver} ({setup.file} [[links]] "
+                    f"{number}): measure it with dips profile links, or remove [[links]] from the profile"
+                )
+            found.append(
+                link.model_copy(
+                    update={
+                        "sender": sender, "receiver": receiver, "both_ways": False, "oversubscription": 1.0,
+                        "bandwidth_gbps": rate.bandwidth_gbps, "latency_ms": rate.latency_ms,
+                        "source": f"{measured.file}: {measured.head.source}",
+                    }
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+def layer_times_ms(setup: ClusterFile, site: int) -> list[StageTimes]:
+    """Measured times of one microbatch for each layer at a site, with those of the embedding (extra_layers: as a row of
+    its own, else in the first layer) and of the output layer. Raises PlanError where they were not measured."""
+    profile = setup.profile
+    assert profile is not None
+    where = f"{setup.file} [profile]"
+    kind = _kind_at(setup, profile, site)
+    rows = [row for row in profile.layers if row.device in (kind, "")]
+    found = times_of_layers(rows, setup.model.layers, setup.training.microbatch_sequences, where)
+    first, *layers, last = found
+    extra = setup.training.extra_layers
+    if extra < 1:
+        layers[0] = _sum_of(first, layers[0])
+    if extra < 2:
+        layers[-1] = _sum_of(layers[-1], last)
+    return [*[first] * (extra >= 1), *layers, *[last] * (extra >= 2)]
+
+
+def _sum_of(a: StageTimes, b: StageTimes) -> StageTimes:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
+
+
+def _kind_at(setup: ClusterFile, profile: Profile, site: int) -> str:
+    """The kind of device whose times hold at a site; empty: those of rows without a kind."""
+    known = sorted({row.device for row in profile.layers if row.device})
+    kind = setup.sites[site].device
+    if kind is None:
+        if len(known) > 1:
+            raise PlanError(
+                f"{setup.file} [[sites]] {site + 1}: device is not given, and the profile has times of "
+                f"{', '.join(known)}: give one of them"
+            )
+        return known[0] if known else ""
+    if kind not in known and (known or not profile.layers) and not any(not row.device for row in profile.layers):
+        raise PlanError(
+            f"{setup.file} [[sites]] {site + 1}: device = {kind!r} was not measured, only {', '.join(known)}: run dips "
+            f"profile device --device {kind} there, or correct the name"
+        )
+    return kind
 
 
 def _check(setup: ClusterFile) -> None:

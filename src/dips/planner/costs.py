@@ -7,7 +7,8 @@ that the caller chooses (bytes, or activations of one microbatch on one device),
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from dips.planner.errors import PlanError
@@ -51,6 +52,9 @@ class StageCost:
         return self.activation - self.d_release if kind is Kind.W else self.activation
 
 
+OWN_WIRES = 1 << 32
+"""The first resource number of wires that only overheads make: each pair of devices has its own."""
+
 REPLICAS_APART = 1 << 40
 """The distance between the resource numbers of two replicas that do not share a link."""
 
@@ -88,6 +92,8 @@ class Costs:
     wires: Mapping[tuple[int, int], Wire] = field(default_factory=dict)
     exchanges: tuple[Exchange, ...] = ()  # what replicas send each other of each stage; empty: they cost nothing
     overlapped: bool = True  # they do so while the pipeline computes; else before all of it and after all of it
+    operation_ns: int = 0  # overhead of each operation, of each part of one too, beyond the stages' times
+    send_ns: int = 0  # overhead of each message: a part of the latency of every wire
 
     def __post_init__(self) -> None:
         if len(self.exchanges) not in (0, len(self.stages)):
@@ -96,7 +102,22 @@ class Costs:
     def compute_ns(self, stage: int, kind: Kind, part: int = 0, parts: int = 1) -> int:
         """Time of one part of an operation; the first parts get the nanoseconds that do not divide."""
         whole, rest = divmod(self.stages[stage].compute_ns(kind), parts)
-        return whole + (part < rest)
+        return whole + (part < rest) + self.operation_ns
+
+    def with_overheads(self, operation_ns: int, send_ns: int, places: Sequence[int]) -> Costs:
+        """The same costs with other overheads, also of messages that else take no time. places[s]: device of stage
+        s."""
+        pairs = {pair for a, b in pairwise(places) if a != b for pair in ((a, b), (b, a))}
+        wires = dict(self.wires)
+        for number, pair in enumerate(sorted(pairs - set(wires)) if send_ns else ()):
+            wires[pair] = Wire(OWN_WIRES + number, 0, self.send_ns, shared=False)
+        latencies = {pair: wire.latency_ns - self.send_ns + send_ns for pair, wire in wires.items()}
+        changed = {
+            pair: wire._replace(latency_ns=latencies[pair])
+            for pair, wire in wires.items()
+            if latencies[pair] or wire.busy_ns or wire.hold_ns
+        }
+        return replace(self, wires=changed, operation_ns=operation_ns, send_ns=send_ns)
 
 
 def uniform(
@@ -173,6 +194,8 @@ def costs_json(costs: Costs) -> dict[str, Any]:
             for (sender, receiver), wire in sorted(costs.wires.items())
         ],
         "replicas_exchange": bool(costs.exchanges),
+        "operation_ns": costs.operation_ns,
+        "send_ns": costs.send_ns,
     }
 
 
@@ -189,4 +212,7 @@ def read_costs(found: Any) -> Costs:
         )
         for one in found["wires"]
     }
-    return Costs(stages, wires)
+    operation_ns, send_ns = int(found.get("operation_ns", 0)), int(found.get("send_ns", 0))
+    if operation_ns < 0 or any(not 0 <= send_ns <= wire.latency_ns for wire in wires.values()):
+        raise PlanError(f"overheads of {operation_ns} and {send_ns} ns are negative, or more than a message takes")
+    return Costs(stages, wires, operation_ns=operation_ns, send_ns=send_ns)

@@ -17,6 +17,14 @@ from dips.planner.errors import PlanError
 PositiveCount = Annotated[int, Field(ge=1, le=10**9)]
 Maybe = Annotated[int, Field(ge=0, le=10**9)]
 
+Amount = Annotated[float, Field(ge=1e-6, le=1e9)]
+"""A rate or a size, in the unit of its key: a value outside of these limits is a mistake in the number or the unit."""
+
+Duration = Annotated[float, Field(gt=0, le=1e8)]
+DurationOrNone = Annotated[float, Field(ge=0, le=1e8)]
+"""A time in milliseconds, up to a day; nanoseconds of all operations together stay whole numbers that a solver can
+hold."""
+
 
 def _one_line(name: str) -> str:
     if not name.strip() or not name.isprintable():

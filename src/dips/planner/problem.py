@@ -15,12 +15,20 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from dips.core.config import SettingsFile
-from dips.planner.cluster import ClusterFile, Link, Site, setup_of, stages_of_sites
+from dips.planner.cluster import ClusterFile, Link, Site, layer_times_ms, setup_of, stages_of_sites
 from dips.planner.costs import NS, Costs, StageCost, Wire
 from dips.planner.errors import PlanError
 from dips.planner.exchange import Exchange
 from dips.planner.ir import straight
-from dips.planner.units import Division, Unit, even_division, pipeline_message_bytes, tflops_of, units_of
+from dips.planner.units import (
+    Division,
+    Unit,
+    even_division,
+    pipeline_message_bytes,
+    tflops_of,
+    units_of,
+    with_layer_times,
+)
 
 RELEASED_BY_INPUT_GRADIENT = 2 / 34
 """The part of an activation that is released when D ends; the rest when W ends: with flash attention a layer holds 34 s
@@ -100,10 +108,20 @@ class Problem:
             return profile.message_mb * 1e6
         return pipeline_message_bytes(self.setup.model, self.setup.training)
 
+    @cached_property
+    def units_at(self) -> tuple[tuple[Unit, ...], ...]:
+        """The units with the times of each site, where a profile has them for each layer; else those of the first."""
+        profile, sites = self.setup.profile, range(len(self.setup.sites))
+        if profile is None or not profile.layers:
+            return tuple(self.units for _ in sites)
+        return tuple(self.units if site == 0 else with_layer_times(self.setup, site, self.units) for site in sites)
+
     def _slowness(self, device: int) -> float:
-        """Time on this device / time on a device of the first site."""
+        """Time on this device / the time of its site's units: of a device of the first site, or of each layer."""
         site = self.site_of[device]
-        sites = self.setup.sites
+        sites, profile = self.setup.sites, self.setup.profile
+        if profile is not None and profile.layers:
+            return 1.0
         if site == 0 or (sites[0].sustained_tflops is None and sites[site].sustained_tflops is None):
             return 1.0
         return tflops_of(self.setup, 0) / tflops_of(self.setup, site)
@@ -122,7 +140,11 @@ class Problem:
     def balanced(self, places: Sequence[int]) -> Division:
         """The division with stage times as equal as possible (least squares), where units or sites differ; places[s]:
         device of stage s."""
-        slower = [self._slowness(device) for device in places]
+        first_s = sum(unit.total_s for unit in self.units)
+        slower = [
+            self._slowness(device) * sum(unit.total_s for unit in self.units_at[self.site_of[device]]) / first_s
+            for device in places
+        ]
         if self.paces:  # measured on a layer of the middle
             unit = self.units[len(self.units) // 2]
             parts = (unit.forward_s, unit.input_gradient_s, unit.weight_gradient_s)
@@ -135,9 +157,16 @@ class Problem:
         messages one wire carries as one (a fair share of the link for each); all of them if not given."""
         placed = straight(self.n_devices) if places is None else tuple(places)
         starts = [0, *accumulate(division)]
-        stages = tuple(self._stage(self.units[starts[s] : starts[s + 1]], placed[s]) for s in range(len(division)))
+        stages = tuple(
+            self._stage(self.units_at[self.site_of[placed[s]]][starts[s] : starts[s + 1]], placed[s])
+            for s in range(len(division))
+        )
         wires = self.wires(placed, self.replicas if together is None else together)
-        return Costs(stages, wires, self.exchanges(division, placed), self.setup.options.overlap)
+        costs = Costs(stages, wires, self.exchanges(division, placed), self.setup.options.overlap)
+        profile = self.setup.profile
+        if profile is None or not (profile.operation_us or profile.send_us):
+            return costs
+        return costs.with_overheads(round(profile.operation_us * 1e3), round(profile.send_us * 1e3), placed)
 
     def _stage(self, units: Sequence[Unit], device: int) -> StageCost:
         slowness, paces = self._slowness(device), self.paces[device] if self.paces else (1.0, 1.0, 1.0)
@@ -321,17 +350,22 @@ def regrouped(problem: Problem, groups: int) -> Problem:
                 f"{' and '.join(site.name for site in places)} has {have} devices, an equal share of the replicas "
                 f"needs {needed}"
             )
-    sites = tuple(_together([setup.sites[index] for index in each], width == 1) for each in members)
+    sites = tuple(_together(setup, each, width == 1) for each in members)
     inner = replace(setup, sites=sites, links=tuple(_links_of(setup, members, sites)))
     return replace(problem, setup=inner, rings=tuple(_ring_of(setup, each) for each in members))
 
 
-def _together(sites: Sequence[Site], alone: bool) -> Site:
+def _together(setup: ClusterFile, each: Sequence[int], alone: bool) -> Site:
     """All sites of one position as one site. alone: there is no other position, so it takes all stages."""
+    sites = [setup.sites[index] for index in each]
+    slowest = sites[0].device
+    if setup.profile is not None and setup.profile.layers:
+        slowest = setup.sites[max(each, key=lambda site: sum(map(sum, layer_times_ms(setup, site))))].device
     networks = [site.network_gbps for site in sites if site.network_gbps is not None]
     return sites[0].model_copy(
         update={
             "name": " / ".join(site.name for site in sites),
+            "device": slowest,
             "devices": len(sites) * min(site.devices for site in sites),
             "memory_gib": min((s.memory_gib for s in sites if s.memory_gib is not None), default=None),
             "sustained_tflops": min(

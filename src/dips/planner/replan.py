@@ -21,12 +21,12 @@ from pydantic import Field
 from dips.core.config import MAX_TOML_BYTES, Knobs, SettingsFile
 from dips.core.errors import ConfigError
 from dips.planner.candidates import Candidate
-from dips.planner.cluster import Amount, Duration, DurationOrNone, Link
+from dips.planner.cluster import Link
 from dips.planner.costs import NS
 from dips.planner.errors import PlanError
 from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Schedule
-from dips.planner.model import Maybe, PositiveCount
+from dips.planner.model import Amount, Duration, DurationOrNone, Maybe, PositiveCount
 from dips.planner.plan import FORMAT, Plan, make_plan, pipelines_of
 from dips.planner.problem import Problem, TimesPerLayer, read_problem, regrouped
 from dips.planner.simulate import simulate

@@ -137,8 +137,8 @@ def _check(case: Case) -> None:
 
 def names_of(case: Case, optimal: bool = False) -> list[str]:
     """The schedules that a case has rows for. Interleaved 1F1B takes a multiple of its devices as microbatches."""
-    left_out = {"cross_wave", *(["interleaved_1f1b"] if case.n_mb % case.n_pp else [])}
-    return [*(name for name in SCHEDULES if name not in left_out), *(OPTIMAL if optimal else ())]
+    fits = {name: name != "interleaved_1f1b" or case.n_mb % case.n_pp == 0 for name in SCHEDULES}
+    return [*(name for name in SCHEDULES if fits[name]), *(OPTIMAL if optimal else ())]
 
 
 def check_compared(grid: Sequence[Case], over: str, optimal: bool) -> None:

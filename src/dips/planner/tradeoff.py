@@ -133,11 +133,10 @@ def _with_profile(before: Problem, after: Problem) -> Problem:
     if profile is None:
         return after
     share = before.n_devices / after.n_devices
-    changes: dict[str, float] = {
-        "forward_ms": profile.forward_ms * share,
-        "input_gradient_ms": profile.input_gradient_ms * share,
-        "weight_gradient_ms": profile.weight_gradient_ms * share,
-    }
+    changes: dict[str, float] = {}
+    if not profile.layers:
+        names = ("forward_ms", "input_gradient_ms", "weight_gradient_ms")
+        changes = {name: time_ms * share for name, time_ms in zip(names, profile.times_of_stage_ms, strict=True)}
     if profile.memory_microbatches is not None:
         changes["memory_microbatches"] = _room(before, after, profile.memory_microbatches)
     scaled = profile.model_copy(update=changes)

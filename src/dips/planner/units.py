@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from dips.planner.cluster import ClusterFile, Training
+from dips.planner.cluster import ClusterFile, StageTimes, Training, layer_times_ms
 from dips.planner.errors import PlanError
 from dips.planner.model import Model
 
@@ -127,7 +127,7 @@ Division = tuple[int, ...]
 
 
 class Unit(NamedTuple):
-    """One layer on one device. Times in seconds are at the first site's speed."""
+    """One layer on one device. Times in seconds are those of the first site."""
 
     forward_s: float
     input_gradient_s: float
@@ -152,13 +152,28 @@ def units_of(setup: ClusterFile, groups: int = 1) -> tuple[Unit, ...]:
     output = _weights(training, model.output_parameters(), groups)
     if training.extra_layers:
         extra = _with_weights_of(layers[0], embedding), _with_weights_of(layers[0], output)
-        return (extra[0], *layers, *extra[1 : training.extra_layers])
+        units = (extra[0], *layers, *extra[1 : training.extra_layers])
+        profile = setup.profile
+        return units if profile is None or not profile.layers else with_layer_times(setup, 0, units)
     layers[0] = _plus(layers[0], embedding)
     layers[-1] = _plus(layers[-1], output)
+    if setup.profile is not None and setup.profile.layers:
+        return with_layer_times(setup, 0, layers)
     if setup.profile is None:
         tokens = training.microbatch_sequences * training.sequence_tokens
         layers[-1] = _plus(layers[-1], _timed(setup, output_work(model, tokens)))
     return tuple(layers)
+
+
+def with_layer_times(setup: ClusterFile, site: int, units: Sequence[Unit]) -> tuple[Unit, ...]:
+    """The same units with the times of each layer that a profile has for a site. Raises PlanError."""
+    again = setup.training.recompute == "full"
+
+    def timed(unit: Unit, times_ms: StageTimes) -> Unit:
+        f, d, w = (time_ms / 1e3 for time_ms in times_ms)
+        return unit._replace(forward_s=f, input_gradient_s=d + again * f, weight_gradient_s=w)
+
+    return tuple(timed(*each) for each in zip(units, layer_times_ms(setup, site), strict=True))
 
 
 def tflops_of(setup: ClusterFile, site: int) -> float:
@@ -181,11 +196,13 @@ def _layer(setup: ClusterFile, layer: int, groups: int) -> Unit:
         0.0, 0.0, 0.0, layer_activation_bytes(model, layer, training), layer_state_bytes(model, layer, training),
         whole * WEIGHT_BYTES, inside_exchange_bytes(whole, experts, training, groups),
     )  # fmt: skip
+    if profile is not None and profile.layers:
+        return known
     if profile is not None:
         share = training.pipeline / (model.layers + training.extra_layers) / 1e3
-        again = profile.forward_ms if recomputes else 0.0
-        times_ms = (profile.forward_ms, profile.input_gradient_ms + again, profile.weight_gradient_ms)
-        f, d, w = (time_ms * share for time_ms in times_ms)
+        forward_ms, input_gradient_ms, weight_gradient_ms = profile.times_of_stage_ms
+        again = forward_ms if recomputes else 0.0
+        f, d, w = (time_ms * share for time_ms in (forward_ms, input_gradient_ms + again, weight_gradient_ms))
         return known._replace(forward_s=f, input_gradient_s=d, weight_gradient_s=w)
     tokens = training.microbatch_sequences * training.sequence_tokens
     work = layer_work(model, layer, tokens, training.sequence_tokens)

@@ -12,6 +12,7 @@ from support.planner_grid import STATIC
 from dips.planner.costs import NS, Costs, StageCost, Wire, equal_sites, site_wires, uniform
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Op, Schedule, straight
+from dips.planner.schedules import SCHEDULES
 from dips.planner.schedules.fixed import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from dips.planner.schedules.greedy import cross_ud
 from dips.planner.simulate import simulate
@@ -61,6 +62,51 @@ def test_memory_of_the_static_schedules() -> None:
     assert held(gpipe(4, 8), 1) == [8] * 4
     assert max(held(zb_h1(4, 8), 1)) == 4
     assert held(zb_v(4, 8), 2) == [4] * 4
+
+
+@pytest.mark.parametrize(
+    ("devices", "microbatches", "makespan"),
+    [(8, 8, 27.5), (8, 12, 39.5), (4, 4, 13.5), (4, 2, 9.5), (2, 1, 4.5), (16, 8, 39.5)],
+)
+def test_zb_v_of_few_microbatches(devices: int, microbatches: int, makespan: float) -> None:
+    """Its pattern alone takes 30.5 with eight devices and eight microbatches: W comes before what others wait for."""
+    case = Case(devices, microbatches, 1, 0, 0, 1)
+    schedule, costs = case.schedule("zb_v")
+    timeline = validate(schedule, costs, case.limits())
+    assert schedule.name == "zb_v"
+    assert timeline.makespan_ns == makespan * NS
+    between = validate(zb_v(devices, microbatches, w_between=True), costs, case.limits())
+    assert between.makespan_ns == makespan * NS < validate(zb_v(devices, microbatches), costs).makespan_ns
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (1.0, 1.0, 2.0), (38.0, 46.5, 20.5)])
+@pytest.mark.parametrize("devices", [1, 2, 3, 5, 8])
+def test_zb_v_of_as_many_microbatches_as_devices_or_fewer(devices: int, times: tuple[float, float, float]) -> None:
+    """Without delay, never longer than the greedy, 1F1B, or its own pattern; in 1F1B's memory."""
+    one, two = uniform(devices, 1, times, activation=UNIT), uniform(2 * devices, 2, times, activation=UNIT)
+    limits = [devices * UNIT] * devices
+    for microbatches in range(1, devices + 1):
+        found = validate(SCHEDULES["zb_v"].make(devices, microbatches, two, limits), two, limits).makespan_ns
+        assert found <= validate(SCHEDULES["cross_wave"].make(devices, microbatches, two, limits), two).makespan_ns
+        assert found <= validate(one_f_one_b(devices, microbatches), one).makespan_ns
+        assert found <= validate(zb_v(devices, microbatches), two).makespan_ns
+
+
+def test_zb_v_of_few_microbatches_is_the_shortest_order_that_fits() -> None:
+    """The shorter orders hold more on the first devices."""
+    costs = uniform(16, 2, activation=UNIT)
+    pattern = zb_v(8, 8)
+    tight = peaks(pattern, costs)
+    assert tight[0] == 4.5 * UNIT
+    assert SCHEDULES["zb_v"].make(8, 8, costs, tight) == pattern
+    wide = SCHEDULES["zb_v"].make(8, 8, costs, [8 * UNIT] * 8)
+    assert peaks(wide, costs)[0] == 6.25 * UNIT
+    assert SCHEDULES["zb_v"].make(8, 8, costs, [UNIT] * 8) == wide, "none fits: then what it needs is said of this one"
+
+
+def test_zb_v_of_many_microbatches_is_its_pattern_whatever_the_delays() -> None:
+    for case in (Case(4, 8, 2, 0, 0, 1), Case(4, 8, 2, 2, 2, 2), Case(4, 6, 4, 1, 0.5, 1)):
+        assert case.schedule("zb_v")[0] == zb_v(4, case.n_mb)
 
 
 # ---- messages ----
@@ -240,7 +286,7 @@ def test_costs_must_fit_the_schedule() -> None:
 def test_rows_have_every_schedule_and_their_delays() -> None:
     (case,) = cases([4], [8], [2], [0.5], [0], [1])
     rows = {row.schedule: row for row in rows_of(case)}
-    assert list(rows) == [*STATIC, "cross_ud/1", "cross_ud/2", "cross_ud/4"]
+    assert list(rows) == [*STATIC, "cross_ud/1", "cross_ud/2", "cross_ud/4", "cross_wave"]
     assert rows["1f1b"].makespan == 37
     assert rows["cross_ud/1"].makespan < rows["1f1b"].makespan
     assert rows["1f1b"].peak_activations == 4

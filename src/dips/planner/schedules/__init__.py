@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from dips.planner.costs import Costs
 from dips.planner.ir import Schedule, loop, straight, wave
-from dips.planner.schedules.fixed import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
+from dips.planner.schedules.fixed import gpipe, interleaved_1f1b, one_f_one_b, runs_evenly, zb_h1, zb_v
 from dips.planner.schedules.greedy import cross_ud, cross_wave
+from dips.planner.simulate import simulate
+from dips.planner.validate import peaks
 
 
 class NamedSchedule(NamedTuple):
@@ -21,7 +24,7 @@ class NamedSchedule(NamedTuple):
     # of devices, microbatches, costs, and the memory of each device
     make: Callable[[int, int, Costs, Sequence[int]], Schedule]
     places: Callable[[int], tuple[int, ...]]  # of devices: the device of each stage
-    fixed: bool  # the order does not depend on costs and memory
+    fixed: bool  # the order knows no costs and no limit of memory, but for ZB-V's choice
 
     def chunks(self, n_devices: int) -> int:
         """The number of stages on each device."""
@@ -32,12 +35,35 @@ def _fixed(make: Callable[[int, int], Schedule], places: Callable[[int], tuple[i
     return NamedSchedule(lambda n, n_microbatches, costs, memory: make(n, n_microbatches), places, True)
 
 
+def _zb_v_of(n_devices: int, n_microbatches: int, costs: Costs, memory: Sequence[int]) -> Schedule:
+    """ZB-V; where microbatches are too few for its pattern, the shortest of the orders for few, the pattern first, and
+    of those that fit in the memory, if any does: the pattern needs the least.
+
+    With as many as devices or fewer, one of them is the greedy's for links without delay: they all fit in 1F1B's
+    memory. So without delay it is never longer than `cross_wave` there.
+    """
+    orders = [zb_v(n_devices, n_microbatches)]
+    if not runs_evenly(n_devices, n_microbatches):
+        orders.append(zb_v(n_devices, n_microbatches, w_between=True))
+    if n_microbatches <= n_devices:
+        held = [stage.activation for stage in costs.stages]
+        room = [n_microbatches * (held[d] + held[-1 - d]) for d in range(n_devices)]
+        greedy = cross_wave(n_devices, n_microbatches, replace(costs, wires={}), room)
+        orders.append(replace(greedy, name="zb_v"))
+    if len(orders) == 1:
+        return orders[0]
+    fit = [
+        order for order in orders if all(peak <= left for peak, left in zip(peaks(order, costs), memory, strict=True))
+    ]
+    return min(fit or orders, key=lambda order: simulate(order, costs).makespan_ns)
+
+
 SCHEDULES = {
     "gpipe": _fixed(gpipe, straight),
     "1f1b": _fixed(one_f_one_b, straight),
     "interleaved_1f1b": _fixed(interleaved_1f1b, partial(loop, chunks=2)),
     "zb_h1": _fixed(zb_h1, straight),
-    "zb_v": _fixed(zb_v, wave),
+    "zb_v": NamedSchedule(_zb_v_of, wave, True),
     "cross_ud/1": NamedSchedule(cross_ud, straight, False),
     "cross_ud/2": NamedSchedule(partial(cross_ud, parts=2), straight, False),
     "cross_ud/4": NamedSchedule(partial(cross_ud, parts=4), straight, False),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Sequence
 
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Op, Schedule, loop, straight, wave
@@ -87,11 +88,22 @@ def interleaved_1f1b(n_devices: int, n_microbatches: int, chunks: int = 2) -> Sc
     return Schedule("interleaved_1f1b", loop(n_devices, chunks), n_microbatches, tuple(orders))
 
 
-def zb_v(n_devices: int, n_microbatches: int) -> Schedule:
+def zb_v(n_devices: int, n_microbatches: int, *, w_between: bool = False) -> Schedule:
     """ZB-V: down the pipeline and back, with split backward passes (Qi et al., arXiv:2405.15362). 1F1B's memory, and
-    no bubble on the first device when T_F = T_D = T_W and n_microbatches >= 2 n_devices."""
+    no bubble on the first device when T_F = T_D = T_W and n_microbatches >= 2 n_devices.
+
+    w_between: F and D in the pattern's order, and W where a device would wait. Where microbatches are too few to run
+    evenly, this is shorter when T_F = T_D = T_W; the pattern may be when they are not.
+    """
     orders = tuple(_zb_v_order(device, n_devices, n_microbatches) for device in range(n_devices))
+    if w_between:
+        orders = _with_w_between(orders, n_devices, n_microbatches)
     return Schedule("zb_v", wave(n_devices), n_microbatches, orders)
+
+
+def runs_evenly(n_devices: int, n_microbatches: int) -> bool:
+    """Whether microbatches suffice for all devices to be in the middle of ZB-V's pattern at once."""
+    return n_microbatches >= 2 * (n_devices - 1)
 
 
 def _zb_v_order(device: int, n_devices: int, n: int) -> tuple[Op, ...]:
@@ -123,3 +135,38 @@ def _zb_v_order(device: int, n_devices: int, n: int) -> tuple[Op, ...]:
     while done["W1"] < n or done["W0"] < n:
         add("W1", "W0")
     return tuple(order)
+
+
+def _with_w_between(orders: Sequence[Sequence[Op]], n_devices: int, n: int) -> tuple[tuple[Op, ...], ...]:
+    """The orders of a wave, with each W, oldest first, where its device waits for an input, or for memory of another F,
+    when all operations take the same time, and messages none. A device holds n_devices microbatches at most.
+    """
+    last = 2 * n_devices - 1
+    plan = [deque(op for op in order if op.kind is not Kind.W) for order in orders]
+    left: list[deque[Op]] = [deque() for _ in orders]  # each device's W whose D is done
+    held = [0] * n_devices  # halves of a stage's activation: F takes two, D and W free one each
+    made: list[list[Op]] = [[] for _ in orders]
+    done: set[Op] = set()
+
+    def is_ready(device: int, op: Op) -> bool:
+        if op.kind is Kind.F:
+            fits = held[device] + 2 <= 4 * n_devices
+            return fits and (op.stage == 0 or Op(Kind.F, op.stage - 1, op.microbatch) in done)
+        return (Op(Kind.F, last, op.microbatch) if op.stage == last else op._replace(stage=op.stage + 1)) in done
+
+    while len(done) < 3 * 2 * n_devices * n:
+        now = []
+        for device, order in enumerate(plan):
+            if order and is_ready(device, order[0]):
+                op = order.popleft()
+            elif left[device]:
+                op = left[device].popleft()
+            else:
+                continue
+            if op.kind is Kind.D:
+                left[device].append(op._replace(kind=Kind.W))
+            held[device] += 2 if op.kind is Kind.F else -1
+            made[device].append(op)
+            now.append(op)
+        done.update(now)
+    return tuple(map(tuple, made))

@@ -238,8 +238,7 @@ class _Jeeves:
     def __init__(self, n_microbatches: int, costs: Costs, memory: Sequence[int], replicas: int) -> None:
         _check_memory("stage", [stage.activation for stage in costs.stages], memory)
         self._n = n = len(costs.stages)
-        self._f_ns = [stage.f_ns for stage in costs.stages]
-        self._b_ns = [stage.d_ns + stage.w_ns for stage in costs.stages]
+        self._f_ns, self._b_ns = ([costs.compute_ns(s, kind) for s in range(n)] for kind in (Kind.F, Kind.B))
         self._activation = [stage.activation for stage in costs.stages]
         self._limit = list(memory)
 

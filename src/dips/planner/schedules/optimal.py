@@ -155,7 +155,9 @@ class _Problem:
 
     def _serial(self) -> int:
         """The time of all operations and messages one after the other."""
-        work = sum(stage.compute_ns(kind) for stage in self._costs.stages for kind in KINDS)
+        pieces = [(kind, part) for kind in KINDS for part in range(self._parts)]
+        stages = range(self._n_stages)
+        work = sum(self._costs.compute_ns(stage, kind, part, self._parts) for stage in stages for kind, part in pieces)
         slowest = max((wire.busy_ns + wire.latency_ns + wire.hold_ns for wire in self._costs.wires.values()), default=0)
         between_replicas = sum(sum(one[1:]) for one in self._costs.exchanges)
         return (self._n * (work + 2 * self._n_stages * slowest) + between_replicas) // self.unit_ns

@@ -1,0 +1,113 @@
+"""Links are measured over real sockets; who answers takes no harm from a peer that speaks something else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from support.repository import ROOT
+
+from dips.cli import main
+from dips.core.errors import ConfigError, FatalError
+from dips.planner.profile import read_profile
+from dips.planner.run.link_probe import ANSWER, PROTOCOL, REQUEST, TAKE, LinkTimes, fit, listening, probe, serve
+
+AT = datetime(2026, 3, 1, tzinfo=UTC)
+SITES = str(ROOT / "examples/04-plan-a-schedule/sites.toml")
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Of an end that answers until the test has ended."""
+    ended = threading.Event()
+    server = listening("127.0.0.1", 0)
+    number: int = server.getsockname()[1]
+    thread = threading.Thread(target=serve, args=(server, 1.0, lambda: float(ended.is_set())))
+    thread.start()
+    yield number
+    ended.set()
+    socket.create_connection(("127.0.0.1", number)).close()  # so that it looks at the clock
+    thread.join()
+    server.close()
+
+
+def test_both_directions_of_a_link_have_a_time_in_each_round(port: int) -> None:
+    sent, got = probe("127.0.0.1", port, 100_000, rounds=3, warm_up=1)
+    for times in (sent, got):
+        assert (len(times.small_ns), len(times.large_ns)) == (3, 3)
+        assert min(times.small_ns) > 0
+
+
+def test_the_command_writes_and_completes_a_profile(
+    port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "profile.toml"
+    peer = f"stockholm=127.0.0.1:{port}"
+    command = ["profile", "links", SITES, "--from", "amsterdam", "--to", peer, "--out", str(out), "--json"]
+    assert main.run(command) == 0
+    told = json.loads(capsys.readouterr().out)
+    ends = [("amsterdam", "stockholm"), ("stockholm", "amsterdam")]
+    assert [(link["sender"], link["receiver"]) for link in told["links"]] == ends
+    assert main.run(command) == 0  # measured again: replaced
+    assert [(link.sender, link.receiver) for link in read_profile(out).links] == ends
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"GET / HTTP/1.1\r\n\r\n", REQUEST.pack(PROTOCOL, 9, 1), REQUEST.pack(PROTOCOL, TAKE, 1 << 40), b"dips"],
+)
+def test_a_peer_that_speaks_something_else_is_left_and_the_next_one_answered(port: int, said: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as peer:
+        peer.sendall(said)
+        peer.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):  # closed with bytes that nobody read
+            assert peer.recv(len(ANSWER)) == b""
+    assert len(probe("127.0.0.1", port, 1000, rounds=1, warm_up=0)[0].small_ns) == 1
+
+
+def test_latency_and_bandwidth_are_those_of_the_line_through_both_payloads() -> None:
+    """1 Gbit/s and 2 ms each way: 40 bytes take 4.00032 ms with the answer, a megabyte 12 ms."""
+    times = LinkTimes([4_000_320] * 3, [11_000_000, 12_000_000, 13_000_000])
+    found = fit(times, 1_000_000, "a", "b", AT)
+    assert found.bandwidth_gbps == pytest.approx(1.0)
+    assert found.latency_ms == pytest.approx(2.0)
+    assert found.spread == pytest.approx(1 / 12)
+
+
+def test_a_payload_that_is_too_small_to_tell_the_bandwidth() -> None:
+    with pytest.raises(FatalError, match="1000 bytes took no longer than 40: give a larger --payload-mb"):
+        fit(LinkTimes([5, 5], [5, 5]), 1000, "a", "b", AT)
+
+
+def test_an_end_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with listening("127.0.0.1", 0) as server:
+        number = server.getsockname()[1]
+    with pytest.raises(FatalError, match=f"127.0.0.1:{number} cannot be measured: .*: run dips profile serve --listen"):
+        probe("127.0.0.1", number, 1000, 1, 0)
+    with pytest.raises(ConfigError, match=r"--listen 192.0.2.1:1 cannot be used: .*: give an address of this machine"):
+        listening("192.0.2.1", 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--from", "amsterdam", "--to", "stockholm"], "--to stockholm has no address: write SITE=HOST:PORT"),
+        (["--from", "oslo", "--to", "stockholm=h:1"], "'oslo' is no site; "),
+        (["--from", "stockholm", "--to", "stockholm=h:1"], "--to stockholm is where this runs: name another site"),
+        (["--from", "amsterdam", "--to", "stockholm=h:1", "--rounds", "1"], "--rounds 1 cannot be: give 3 to"),
+        (["--from", "amsterdam", "--to", "stockholm=h:1", "--payload-mb", "-1"], "--payload-mb -1 cannot be sent"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    options: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["profile", "links", SITES, *options, "--out", str(tmp_path / "p.toml")]) == ConfigError.exit_code
+    told = capsys.readouterr().err.strip()
+    assert sentence in told
+    assert "\n" not in told
