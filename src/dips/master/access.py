@@ -130,7 +130,7 @@ class Access:
         """Reads changed lists, ends calls that are no longer valid, and returns the revoked certificates of callers."""
         if self._identity is None:
             return []
-        self._read_authorities(self._identity.directory)
+        self._read_authorities()
         fresh = self._read_revoked()
         for call in self._open:
             try:
@@ -171,7 +171,10 @@ class Access:
         """Whether a trusted authority signed it. Each signature is verified once: that takes 0.1 ms."""
         if certificate not in self._trusted:
             if not is_signed_by(certificate, self._authorities):
-                return False
+                # A new authority may have signed it since the last look().
+                self._read_authorities()
+                if not is_signed_by(certificate, self._authorities):
+                    return False
             if len(self._trusted) >= KNOWN_CERTIFICATES:
                 self._trusted.clear()
             self._trusted.add(certificate)
@@ -179,7 +182,10 @@ class Access:
 
     # ---- files ----
 
-    def _read_authorities(self, directory: Path) -> None:
+    def _read_authorities(self) -> None:
+        """Does nothing while the files are as they were."""
+        assert self._identity is not None, "there are certificates only with keys"
+        directory = self._identity.directory
         stamp = stamp_of(directory)
         if stamp == self._keys_stamp:
             return

@@ -206,6 +206,13 @@ async def test_a_retired_authority_is_out_on_open_calls_too(keys: Path) -> None:
     refused(access, JOIN, old)
 
 
+def test_a_certificate_of_a_new_authority_counts_before_the_next_look(keys: Path) -> None:
+    access, authority = access_of(keys), Authority(keys)
+    authority.new_authority()
+    authority.renew("a")
+    assert access.admit(JOIN, pem(keys, "a")).name == "a"
+
+
 def test_without_keys_nothing_is_judged() -> None:
     access = Access(INSECURE)
     assert not access.checks
