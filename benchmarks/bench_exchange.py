@@ -3,8 +3,9 @@
 For each parallelism, collect (before a push) and spread (after a pull) of a transformer's parameters, on the ranks of
 this machine, float32 in host memory, one thread for each rank. The floor is a copy of the rank's share in memory, and
 gloo's all_to_all of as many bytes as the exchange sends, one after the other; all in turn, the fastest of the repeats.
-The last table has no ranks: it is the time of the plan of an exchange for large clusters, on one rank of these.
-Nothing here judges a number.
+The second table is what a meeting of the ranks between two steps costs each of them where nothing is to be exchanged:
+their reports to the leader, and its word that training goes on. The last table has no ranks: it is the time of the
+plan of an exchange for large clusters, on one rank of these. Nothing here judges a number.
 
     python benchmarks/bench_exchange.py [--ranks N] [--width W] [--layers L] [--repeats R] [--quick] [--json]
 
@@ -18,6 +19,7 @@ import json
 import multiprocessing
 import os
 import platform
+import statistics
 import sys
 import tempfile
 import time
@@ -32,9 +34,14 @@ import torch.distributed as dist
 
 from dips.core.layout import FLOAT32_BYTES, Layout, Parameter
 from dips.worker.parallel.exchange import Exchange
+from dips.worker.parallel.meetings import Report, tally
+from dips.worker.parallel.orders import GoOn, from_bytes, to_bytes
 from dips.worker.parallel.ownership import Piece, copies_to_holders, copies_to_owners, shares_of_ranks
+from dips.worker.parallel.ranks import Ranks
 
 UNIT_BYTES = 1 << 20
+
+BATCHES, MEETINGS = 15, 200
 
 KINDS = ("ddp", "fsdp", "tp")
 COLUMNS = ("o", "down")
@@ -71,6 +78,18 @@ class Plan:
     largest: float
     sent_before_push: float
     sent_after_pull: float
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Of one rank; medians over batches of meetings. processor_s: of all of its threads, gloo's too."""
+
+    rank: int
+    took_s: float
+    processor_s: float
+
+
+Found = tuple[list[Row], list[Meeting]]
 
 
 def transformer(width: int, n_layers: int) -> Layout:
@@ -124,7 +143,7 @@ def all_to_all(n_bytes: int, n_ranks: int, rank: int, group: dist.ProcessGroup) 
     return lambda: dist.all_to_all_single(received, sent, splits, splits, group)
 
 
-def measured(rank: int, n_ranks: int, store: str, layout: Layout, repeats: int, out: Queue[list[Row]]) -> None:
+def measured(rank: int, n_ranks: int, store: str, layout: Layout, repeats: int, out: Queue[Found]) -> None:
     """One rank's process. The first one tells what was found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=n_ranks)
@@ -133,8 +152,11 @@ def measured(rank: int, n_ranks: int, store: str, layout: Layout, repeats: int, 
     rows = [
         row for kind in KINDS for row in exchanged(kind, rank, held_by(kind, layout, n_ranks), layout, repeats, group)
     ]
+    mine = meeting(Ranks(range(n_ranks), dist.FileStore(f"{store}-ranks", n_ranks)), group)
+    meetings: list[Meeting] = [mine] * n_ranks
+    dist.all_gather_object(meetings, mine, group)
     if rank == 0:
-        out.put(rows)
+        out.put((rows, meetings))
     dist.barrier(group)
     dist.destroy_process_group()
 
@@ -162,11 +184,32 @@ def exchanged(
     return rows
 
 
-def on_ranks(n_ranks: int, layout: Layout, repeats: int) -> list[Row]:
+def meeting(ranks: Ranks, group: dist.ProcessGroup) -> Meeting:
+    """What one costs this rank; call it on all of them."""
+    report, order = Report(steps=1, tokens=4096, loss_sum=4096.0, loss_tokens=4096).numbers(), to_bytes(GoOn())
+    took_s: list[float] = []
+    processor_s: list[float] = []
+    for _ in range(BATCHES):
+        dist.barrier(group)
+        began_s, used_s = time.perf_counter(), time.process_time()
+        for _ in range(MEETINGS):
+            said = ranks.report(report)
+            if ranks.is_leader:
+                tally([Report.of_numbers(numbers) for numbers in said], range(ranks.n_ranks))
+                ranks.say(order)
+            else:
+                from_bytes(ranks.hear())
+        took_s.append((time.perf_counter() - began_s) / MEETINGS)
+        processor_s.append((time.process_time() - used_s) / MEETINGS)
+    ranks.close()
+    return Meeting(ranks.rank, statistics.median(took_s), statistics.median(processor_s))
+
+
+def on_ranks(n_ranks: int, layout: Layout, repeats: int) -> Found:
     spawned = multiprocessing.get_context("spawn")
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        out: Queue[list[Row]] = spawned.Queue()
+        out: Queue[Found] = spawned.Queue()
         store = os.path.join(folder, "store")
         processes = [
             spawned.Process(target=measured, args=(rank, n_ranks, store, layout, repeats, out), daemon=True)
@@ -174,10 +217,10 @@ def on_ranks(n_ranks: int, layout: Layout, repeats: int) -> list[Row]:
         ]
         for process in processes:
             process.start()
-        rows = out.get()
+        found = out.get()
         for process in processes:
             process.join()
-    return rows
+    return found
 
 
 def planned(layout: Layout, plans: Sequence[tuple[str, int, int]]) -> list[Plan]:
@@ -211,21 +254,25 @@ def main() -> int:
     if arguments.quick:
         width, n_layers, repeats, large = 256, 2, 2, transformer(1024, 4)
     layout = transformer(width, n_layers)
-    rows = on_ranks(arguments.ranks, layout, repeats)
+    rows, meetings = on_ranks(arguments.ranks, layout, repeats)
     plans = planned(large, PLANS)
     setting = {
         "ranks": arguments.ranks, "elems": layout.n_elems, "repeats": repeats, "cpus": os.cpu_count(),
         "machine": platform.machine(),
     }  # fmt: skip
     if arguments.json:
-        found = {"setting": setting, "results": [asdict(r) for r in rows], "plans": [asdict(p) for p in plans]}
-        print(json.dumps(found, indent=2))
+        tables = {"results": rows, "meetings": meetings, "plans": plans}
+        found = {name: [asdict(row) for row in table] for name, table in tables.items()}
+        print(json.dumps({"setting": setting, **found}, indent=2))
         return 0
     print(", ".join(f"{key} {value}" for key, value in setting.items()))
     print(f"{'exchange':<16}{'sent':>8}{'ms':>8}{'copy ms':>10}{'gloo ms':>10}{'of_floor':>10}")
     for r in rows:
         times = f"{1e3 * r.exchange_s:>8.1f}{1e3 * r.copy_s:>10.1f}{1e3 * r.all_to_all_s:>10.1f}"
         print(f"{r.kind + ' ' + r.way:<16}{r.sent:>8.3f}{times}{r.of_floor:>10.2f}")
+    print(f"{'meeting':<16}{'ms':>8}{'processor ms':>14}")
+    for m in meetings:
+        print(f"{f'rank {m.rank}':<16}{1e3 * m.took_s:>8.3f}{1e3 * m.processor_s:>14.3f}")
     print(
         f"{'plan':<16}{'ranks':>8}{'elems':>10}{'shares s':>10}{'copies s':>10}{'copies':>10}{'largest':>9}{'sent':>16}"
     )
