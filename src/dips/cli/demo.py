@@ -77,8 +77,14 @@ def demo(
         _tell(result)
     failed = failed_checks(result.report)
     for name in failed:
-        print(f"dips: the run ended, but this does not hold: {name.replace('_', ' ')}", file=sys.stderr)
+        remedy = _REMEDIES.get(name, "")
+        print(f"dips: the run ended, but this does not hold: {name.replace('_', ' ')}{remedy}", file=sys.stderr)
     return 1 if failed else 0
+
+
+_REMEDIES = {
+    "everything_killed_came_back": " (a process that starts slowly may come too late: give the run more --minutes)"
+}
 
 
 def _tell(result: DemoResult) -> None:
