@@ -139,13 +139,13 @@ def serve(server: socket.socket, until_s: float, now_s: Callable[[], float] = ti
         with link, contextlib.suppress(OSError):  # a peer that leaves, or never says a word, is no reason to end
             link.settimeout(IDLE_S)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            served += _answer(link)
+            served += _answer(link, lambda: now_s() >= until_s)
     return served
 
 
-def _answer(link: socket.socket) -> bool:
-    """Answer a peer's requests until it leaves; False when it speaks something else."""
-    while True:
+def _answer(link: socket.socket, is_over: Callable[[], bool]) -> bool:
+    """Answer a peer's requests until it leaves; False when it speaks something else, or goes on when it is over."""
+    while not is_over():
         asked = b""
         while len(asked) < REQUEST.size:
             more = link.recv(REQUEST.size - len(asked))
@@ -160,3 +160,4 @@ def _answer(link: socket.socket) -> bool:
             link.sendall(ANSWER)
         else:
             _send(link, size)
+    return False
