@@ -37,7 +37,7 @@ from dips.worker.parallel.exchange import Exchange
 from dips.worker.parallel.meetings import Report, tally
 from dips.worker.parallel.orders import GoOn, from_bytes, to_bytes
 from dips.worker.parallel.ownership import Piece, copies_to_holders, copies_to_owners, shares_of_ranks
-from dips.worker.parallel.ranks import Ranks
+from dips.worker.parallel.ranks import Ranks, ranks_here
 
 UNIT_BYTES = 1 << 20
 
@@ -152,9 +152,12 @@ def measured(rank: int, n_ranks: int, store: str, layout: Layout, repeats: int, 
     rows = [
         row for kind in KINDS for row in exchanged(kind, rank, held_by(kind, layout, n_ranks), layout, repeats, group)
     ]
-    mine = meeting(Ranks(range(n_ranks), dist.FileStore(f"{store}-ranks", n_ranks)), group)
-    meetings: list[Meeting] = [mine] * n_ranks
-    dist.all_gather_object(meetings, mine, group)
+    meetings: list[Meeting] = []
+    ranks = ranks_here()
+    if ranks is not None:
+        mine = meeting(ranks, group)
+        meetings = [mine] * n_ranks
+        dist.all_gather_object(meetings, mine, group)
     if rank == 0:
         out.put((rows, meetings))
     dist.barrier(group)
@@ -261,8 +264,11 @@ def main() -> int:
         "machine": platform.machine(),
     }  # fmt: skip
     if arguments.json:
-        tables = {"results": rows, "meetings": meetings, "plans": plans}
-        found = {name: [asdict(row) for row in table] for name, table in tables.items()}
+        found = {
+            "results": [asdict(r) for r in rows],
+            "meetings": [asdict(m) for m in meetings],
+            "plans": [asdict(p) for p in plans],
+        }
         print(json.dumps({"setting": setting, **found}, indent=2))
         return 0
     print(", ".join(f"{key} {value}" for key, value in setting.items()))

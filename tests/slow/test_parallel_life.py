@@ -57,8 +57,8 @@ def test_a_run_of_ranks(
     server: ForkServer, tmp_path: Path, overlap: str, drained: str, stays: str, wires: tuple[str, str]
 ) -> None:
     # NaN alone is excluded: on a busy machine one push has 4 steps and the next 100, and their norms tell nothing.
-    settings: dict[str, object] = {"overlap": overlap, "chunk_bytes": 4096, "grace_s": 0.2, "detector": "off"}
-    with JudgedRun(tmp_path / "run", 2, server=server, **settings) as run:
+    settings: dict[str, Any] = {"overlap": overlap, "chunk_bytes": 4096, "grace_s": 0.2, "detector": "off"}
+    with JudgedRun(tmp_path / "run", server=server, **settings) as run:
         a = start(server, run, "a", drained, wires[0], number=0)
         b = start(server, run, "b", stays, wires[1], number=1, spoil=41)
         run.wait_for_version(4)
