@@ -29,7 +29,7 @@ def test_the_whole_grid_by_the_command(capsys: pytest.CaptureFixture[str]) -> No
     assert main.run(COMMAND.split()) == 0
     rows = [SweepRow(**row) for row in json.loads(capsys.readouterr().out)]
     assert len(by_point(rows)) == 2 * 2 * 2 * 5 * 5 * 2
-    assert len(rows) == 400 * 9
+    assert len(rows) == 400 * 10
     check_grid(rows)
 
 

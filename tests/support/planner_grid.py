@@ -58,7 +58,7 @@ def _check_row(row: SweepRow) -> None:
         crossings = 2 * (row.n_sites - 1)
         assert row.makespan >= 2 * row.n_pp + 1 + crossings * (row.latency + row.bandwidth), (row, "one there and back")
     assert row.makespan >= 3 * row.n_mb, row
-    if row.schedule.startswith("cross_"):
+    if row.schedule.startswith(("cross_", "compact_")):
         assert row.peak_activations <= row.memory * row.n_pp, row
     if not row.latency and not row.bandwidth and row.schedule in WITHOUT_DELAY:
         assert row.makespan == WITHOUT_DELAY[row.schedule](row.n_pp, row.n_mb), row
@@ -93,7 +93,7 @@ def _check_static(point: Point, found: Mapping[str, SweepRow], points: Mapping[P
 
 def _check_optimal(found: Mapping[str, SweepRow]) -> None:
     """The solver's bound holds for all of its kind that fit, and its own schedule is the best of them."""
-    down = ("zb_h1", "cross_ud/1", "cross_ud/2", "cross_ud/4")
+    down = ("zb_h1", "cross_ud/1", "cross_ud/2", "cross_ud/4", "compact_zb")
     kinds = {"cross_ud/optimal": down, "cross_wave/optimal": ("zb_v",)}
     for name, others in kinds.items():
         if name not in found:

@@ -1,4 +1,5 @@
-"""`dips plan`: finds the best way to train a model over links between sites; compares, checks and shows schedules."""
+"""`dips plan`: finds the best way to train a model over links between sites; compares, checks and shows schedules;
+groups devices."""
 
 from __future__ import annotations
 
@@ -16,12 +17,23 @@ from rich.progress import track
 from rich.table import Table
 from typer.core import TyperGroup
 
-from dips.cli.plan_text import checks_text, grid_text, plan_text, replan_text, sweep_text, table_of, tradeoff_text
+from dips.cli.plan_text import (
+    checks_text,
+    grid_text,
+    groups_text,
+    plan_text,
+    replan_text,
+    sweep_text,
+    table_of,
+    tradeoff_text,
+)
 from dips.core.errors import ConfigError
 from dips.core.units import format_seconds
 from dips.local.plan_run import outcome_json, run_plan, source_of, tell, write_files
 from dips.planner import api
+from dips.planner.cluster import read_setup
 from dips.planner.costs import NS
+from dips.planner.grouping import ALIKE, THRESHOLD_GBPS, group, grouping_json, measured_of
 from dips.planner.plan import PLAN_FILES, plan_json, ready_folder, write_plan, writing
 from dips.planner.replan import Limits, read_measured, read_running, verdict_json
 from dips.planner.replan import replan as decide_to_replan
@@ -138,6 +150,40 @@ def tradeoff(
 
 
 @app.command()
+def groups(
+    file: SetupFile,
+    threshold_gbps: Annotated[
+        float,
+        typer.Option("--threshold", metavar="GBPS", help="Merge groups between which a message goes as fast as this."),
+    ] = THRESHOLD_GBPS,
+    alike: Annotated[
+        float, typer.Option(metavar="PERCENT", help="Merge subgroups of which one is faster by this at most.")
+    ] = 100 * ALIKE,
+    as_json: AsJson = False,
+) -> int:
+    """Which of the file's devices belong together: groups with a fast network inside, and in each of them subgroups of
+    devices of about the same speed (SpanTrain). Cut a model at the borders of groups: messages between them are slow.
+
+    Devices begin alone; the two groups that are nearest merge, again and again, while a message of one microbatch goes
+    between them at --threshold Gbit/s or faster, latency counted. Subgroups merge likewise, by speed: a profile's times
+    of layers, or sustained_tflops. Every merge is printed, and every one that was refused at the end, with its number;
+    and how far measurements may be off before groups can change.
+
+    Every pair of sites needs a link in the file: measure those that are missing with dips profile links.
+    """
+    if not (math.isfinite(threshold_gbps) and threshold_gbps > 0):
+        raise ConfigError(f"--threshold {threshold_gbps:g} is no rate: give Gbit/s, more than 0")
+    if not (math.isfinite(alike) and alike >= 0):
+        raise ConfigError(f"--alike {alike:g} is no difference: give percent, at least 0")
+    found = group(measured_of(read_setup(file)), threshold_gbps, alike / 100)
+    if as_json:
+        print(json.dumps(grouping_json(found)))
+    else:
+        _print(groups_text(found))
+    return 0
+
+
+@app.command()
 def replan(
     plan: Annotated[
         Path, typer.Argument(metavar="PLAN", help="The plan.json that is carried out, of dips plan FILE --out FOLDER.")
@@ -225,14 +271,14 @@ def compare(
 
 @app.command(name="validate")
 def validate_papers(
-    paper: Annotated[str, typer.Option(help="jeeves, crosspipe, or all.")] = "all",
+    paper: Annotated[str, typer.Option(help="jeeves, crosspipe, spantrain, or all.")] = "all",
     optimal: Annotated[
         bool, typer.Option("--optimal", help="Also CrossPipe's solved schedules: ten minutes, on two cores more.")
     ] = False,
     seconds: Annotated[float, typer.Option("--seconds", help="The solver's time for each schedule.")] = 10.0,
     as_json: AsJson = False,
 ) -> int:
-    """Published numbers of JEEVES and CrossPipe next to what the planner computes, with the error of each.
+    """Published numbers of JEEVES, CrossPipe and SpanTrain next to what the planner computes, with the error of each.
 
     Exit code 1 if a number is outside of its tolerance; numbers without one are for information. What a paper leaves
     out, and what was taken in its place, is printed above its numbers.

@@ -11,6 +11,7 @@ from rich.table import Table
 from dips.core.units import format_bytes, format_seconds
 from dips.planner.candidates import Candidate
 from dips.planner.costs import NS
+from dips.planner.grouping import Grouping, Parts
 from dips.planner.plan import Plan, layers_of
 from dips.planner.problem import assumptions
 from dips.planner.replan import ReplanVerdict, Running
@@ -98,6 +99,41 @@ def _candidates_table(candidates: Sequence[Candidate]) -> Table:
             f"{one.bubble_fraction:.1%}",
         )
     return table
+
+
+def groups_text(found: Grouping) -> Iterator[str | Table]:
+    """The groups of devices, and why each merge was made or refused."""
+    measured, size = found.measured, format_bytes(round(found.measured.message_bytes))
+
+    def named(parts: Parts) -> str:
+        names = (f"{measured.sites[part.site]} x {part.devices}" for part in parts)
+        return ", ".join(names) or "each other"
+
+    for number, group in enumerate(found.groups, 1):
+        yield f"group {number}: {group.devices} device{'s' * (group.devices > 1)}"
+        for inner, subgroup in enumerate(group.subgroups, 1):
+            yield f"  {number}.{inner}  {named(subgroup.parts)}: {subgroup.power:.4g} {measured.power_unit} each"
+    for margin in found.margins:
+        ends = " and ".join(measured.sites[site] for site in dict.fromkeys(margin.pair))
+        what = "groups" if margin.level == 1 else "subgroups"
+        if margin.error:
+            most = f"{min(margin.error, 1.0):.1%} (by {ends})"
+            yield f"{what} stay the same while no measurement is off by more than {most}"
+        else:
+            yield f"{what} may change with any error: {ends} are on the other side of the threshold than their {what}"
+    yield f"merges of groups: a message of {size} must go at {found.threshold_gbps:g} Gbit/s or faster"
+    table = table_of(("devices", "and"), ("Gbit/s", ""))
+    for step in found.steps:
+        rate = f"{measured.gbps(step.apart):.4g}" if step.apart else "no time"
+        table.add_row(named(step.left), named(step.right), rate, "merged" if step.merged else "refused")
+    yield table
+    yield f"merges of subgroups: one may be faster by {100 * found.alike:.4g} % at most"
+    table = table_of(("group", "devices", "and"), ("faster by", ""))
+    for number, group in enumerate(found.groups, 1):
+        for step in group.steps:
+            apart, verdict = f"{step.apart:.1%}", "merged" if step.merged else "refused"
+            table.add_row(str(number), named(step.left), named(step.right), apart, verdict)
+    yield table
 
 
 def checks_text(checks: Iterable[PaperCheck]) -> Iterator[str | Table]:

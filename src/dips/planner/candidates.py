@@ -197,7 +197,7 @@ def optimal_of(problem: Problem, name: str) -> Candidate:
 def best_hint(problem: Problem, name: str, costs: Costs, limits: Sequence[int]) -> Schedule | None:
     """The best schedule of whole, split blocks with the same places that fits the memory; None if there is none."""
     found = []
-    for other in ("zb_h1", "cross_ud/1") if name == "optimal_ud" else ("zb_v", "cross_wave"):
+    for other in ("zb_h1", "cross_ud/1", "compact_zb") if name == "optimal_ud" else ("zb_v", "cross_wave"):
         try:
             schedule = SCHEDULES[other].make(problem.n_devices, problem.n_microbatches, costs, limits)
             found.append((validate(schedule, costs, limits).makespan_ns, other, schedule))

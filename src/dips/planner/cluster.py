@@ -186,15 +186,15 @@ class ClusterFile:
     profile: Profile | None
     options: PlanOptions
 
-    def link(self, sender: str, receiver: str) -> Link:
-        """The link between two sites. Raises PlanError when there is none."""
+    def link(self, sender: str, receiver: str, needed: str = "which neighbouring stages need") -> Link:
+        """The link between two sites. Raises PlanError when there is none; needed: for what, in its sentence."""
         for link in self.links:
             if (link.sender, link.receiver) == (sender, receiver):
                 return link
             if link.both_ways and (link.receiver, link.sender) == (sender, receiver):
                 return link
         raise PlanError(
-            f"{self.file}: no link from {sender} to {receiver}, which neighbouring stages need: add a table "
+            f"{self.file}: no link from {sender} to {receiver}, {needed}: add a table "
             "[[links]] with "
             f'sender = "{sender}" and receiver = "{receiver}"'
         )

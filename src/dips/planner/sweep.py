@@ -161,9 +161,8 @@ def rows_of(case: Case, optimal_s: float = 0.0) -> Iterator[SweepRow]:
         schedule, costs = case.schedule(name)
         yield _row(case, schedule, costs, name, None if SCHEDULES[name].fixed else case.limits())
     if optimal_s > 0:
-        down, back = (
-            [case.schedule(name)[0] for name in names] for names in (("zb_h1", *CROSS_UD), ("zb_v", "cross_wave"))
-        )
+        kinds = (("zb_h1", *CROSS_UD, "compact_zb"), ("zb_v", "cross_wave"))
+        down, back = ([case.schedule(name)[0] for name in names] for names in kinds)
         yield _best_cut(case, down, case.costs(), optimal_s)
         yield _optimum(case, OPTIMAL[1], wave(case.n_pp), case.costs(2), back, optimal_s)
 

@@ -50,7 +50,7 @@ NOTHING_GIVEN: dict[str, float | None] = dict.fromkeys(CASE)
 
 @pytest.mark.parametrize(
     ("name", "makespan"),
-    [("1f1b", 39.0), ("zb_v", 29.25), ("cross_ud/2", 31.0), ("cross_wave", 28.0)],
+    [("1f1b", 39.0), ("zb_v", 29.25), ("cross_ud/2", 31.0), ("cross_wave", 28.0), ("compact_zb", 33.5)],
 )
 def test_a_name_is_the_schedule_of_the_sweep(name: str, makespan: float) -> None:
     source = source_of(name, NOTHING_GIVEN)

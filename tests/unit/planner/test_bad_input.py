@@ -255,4 +255,4 @@ def test_a_grid_that_cannot_be(capsys: pytest.CaptureFixture[str], arguments: li
 
 def test_equal_numbers_are_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(("plan", "sweep", "--latency", "0,0.0", "--json")) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 9
+    assert len(json.loads(capsys.readouterr().out)) == 10

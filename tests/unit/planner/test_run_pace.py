@@ -16,7 +16,7 @@ from dips.planner.ir import Kind, Op
 from dips.planner.run.links import FORTH, LinkBoard, PlanJob, RankLink, RankPace, RankReport, parse_cells
 from dips.planner.simulate import Timeline, simulate
 
-EVERY = (*STATIC, "cross_ud/1", "cross_ud/2", "cross_ud/4", "cross_wave")
+EVERY = (*STATIC, "cross_ud/1", "cross_ud/2", "cross_ud/4", "cross_wave", "compact_zb")
 NOTHING_GIVEN: dict[str, float | None] = dict.fromkeys(CASE)
 
 

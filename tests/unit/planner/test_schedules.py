@@ -286,7 +286,7 @@ def test_costs_must_fit_the_schedule() -> None:
 def test_rows_have_every_schedule_and_their_delays() -> None:
     (case,) = cases([4], [8], [2], [0.5], [0], [1])
     rows = {row.schedule: row for row in rows_of(case)}
-    assert list(rows) == [*STATIC, "cross_ud/1", "cross_ud/2", "cross_ud/4", "cross_wave"]
+    assert list(rows) == [*STATIC, "cross_ud/1", "cross_ud/2", "cross_ud/4", "cross_wave", "compact_zb"]
     assert rows["1f1b"].makespan == 37
     assert rows["cross_ud/1"].makespan < rows["1f1b"].makespan
     assert rows["1f1b"].peak_activations == 4

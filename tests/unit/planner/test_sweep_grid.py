@@ -24,7 +24,7 @@ RATIOS = [0, 0.25, 0.5, 1, 2]
 def test_what_holds_in_every_case_of_four_devices() -> None:
     grid = cases([4], [8], [2, 4], RATIOS, RATIOS, [1, 2])
     rows = [row for case in grid for row in rows_of(case)]
-    assert len(rows) == 100 * 9
+    assert len(rows) == 100 * 10
     check_grid(rows)
 
 

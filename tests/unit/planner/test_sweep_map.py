@@ -135,7 +135,7 @@ def test_the_map_in_the_terminal_has_the_longest_latency_on_top(capsys: pytest.C
     assert lines[1] == ["latency", "\\", "bandwidth", "0", "2"]
     assert lines[3:] == [
         ["2", "cross_wave", "1.38x", "cross_ud/1", "1.51x"],
-        ["0", "zb_v", "1.29x", "cross_ud/1", "1.36x"],
+        ["0", "zb_v", "1.29x", "compact_zb", "1.40x"],
     ]
     whole = told(capsys, *GRID)[1]
     assert whole.endswith(out)

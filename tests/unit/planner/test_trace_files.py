@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import _ComputationType, _PipelineSc
 
 from dips.planner.costs import Costs
 from dips.planner.ir import Schedule, straight
-from dips.planner.schedules.greedy import cross_ud, cross_wave, jeeves
+from dips.planner.schedules.greedy import compact_zb, cross_ud, cross_wave, jeeves
 from dips.planner.schedules.optimal import optimal
 from dips.planner.simulate import Timeline, simulate
 from dips.planner.sweep import Case
@@ -30,7 +30,7 @@ SHARDING = {_ComputationType.UNSHARD, _ComputationType.RESHARD, _ComputationType
 CASE = Case(4, 8, 2, 0.5, 0.25, 1)
 
 
-KINDS = [*STATIC, "cross_ud/1", "cross_ud/2", "cross_ud/4", "cross_wave", "jeeves", "optimal"]
+KINDS = [*STATIC, "cross_ud/1", "cross_ud/2", "cross_ud/4", "cross_wave", "compact_zb", "jeeves", "optimal"]
 EACH = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -43,6 +43,7 @@ def schedules() -> dict[str, tuple[Schedule, Costs]]:
     }
     found |= {f"cross_ud/{parts}": (cross_ud(4, 8, one, limits, parts), one) for parts in (1, 2, 4)}
     found["cross_wave"] = cross_wave(4, 8, two, limits), two
+    found["compact_zb"] = compact_zb(4, 8, one, limits), one
     found["jeeves"] = jeeves(8, one, limits)[0], one
     hint = found["cross_ud/1"][0]
     found["optimal"] = optimal("optimal", straight(4), 8, one, limits, hint, time_limit_s=0.5).schedule, one

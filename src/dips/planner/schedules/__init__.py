@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dips.planner.costs import Costs
 from dips.planner.ir import Schedule, loop, straight, wave
 from dips.planner.schedules.fixed import gpipe, interleaved_1f1b, one_f_one_b, runs_evenly, zb_h1, zb_v
-from dips.planner.schedules.greedy import cross_ud, cross_wave
+from dips.planner.schedules.greedy import compact_zb, cross_ud, cross_wave
 from dips.planner.simulate import simulate
 from dips.planner.validate import peaks
 
@@ -68,6 +68,7 @@ SCHEDULES = {
     "cross_ud/2": NamedSchedule(partial(cross_ud, parts=2), straight, False),
     "cross_ud/4": NamedSchedule(partial(cross_ud, parts=4), straight, False),
     "cross_wave": NamedSchedule(cross_wave, wave, False),
+    "compact_zb": NamedSchedule(compact_zb, straight, False),
 }
 
 CROSS_UD = ("cross_ud/1", "cross_ud/2", "cross_ud/4")
