@@ -116,12 +116,12 @@ def sweep_text(
     rows: Iterable[SweepRow], maps: Iterable[Panel], only_map: bool, error: float | None
 ) -> Iterator[str | Table]:
     """A line for each schedule, and maps of the best. error: of the calibration, where there is one."""
-    yield calibration_text(error)
     if not only_map:
         yield _rows_table(rows)
     for panel in maps:
         yield _heading(panel)
         yield _map_table(panel)
+    yield calibration_text(error)
 
 
 def _rows_table(rows: Iterable[SweepRow]) -> Table:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dips.core.units import format_bytes
-from dips.planner.calibration import interval_json
+from dips.planner.calibration import interval_json, interval_text
 from dips.planner.candidates import (
     NAMES,
     Candidate,
@@ -340,7 +340,8 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
         json.dumps(trace_events(chosen.timeline, names)) + "\n",
     )
     files = [folder / name for name in PLAN_FILES]
-    title = f"{plan.problem.setup.model.name}: {chosen.name}, {chosen.iteration_s:.4g} s an iteration"
+    interval = interval_text(chosen.iteration_s, plan.problem.calibration_error)
+    title = f"{plan.problem.setup.model.name}: {chosen.name}, {chosen.iteration_s:.4g} s an iteration ({interval})"
     ready_folder(folder)
     with writing(folder):
         for file, text in zip(files, texts, strict=False):

@@ -154,9 +154,21 @@ def test_a_sweep_counts_the_overheads_of_a_profile(
     assert row["makespan"] == pytest.approx(plain["makespan"] + (22 * 0.4 + 6 * 0.25) / 4, abs=0.01)
     assert row["makespan_low"] == pytest.approx(0.95 * row["makespan"])
     assert row["makespan_high"] == pytest.approx(1.05 * row["makespan"])
-    assert told(capsys, "sweep", "--latency", "0")[1].startswith("uncalibrated: ")
+    assert "\nuncalibrated: " in told(capsys, "sweep", "--latency", "0")[1]
     text = told(capsys, "sweep", "--latency", "0", "--profile", profile, "--operation-ms", "4")[1]
-    assert text.startswith("calibrated: predicted times are meant +- 5.00%")
+    assert "\ncalibrated: predicted times are meant +- 5.00%" in text
+
+
+@pytest.mark.parametrize("error", [-0.1, "much", True, float("nan"), 11])
+def test_an_error_that_cannot_be_is_refused_where_a_plan_is_read(
+    error: object, problem: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan" / "plan.json"
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"calibration_error": error}))
+    for command in (["show", plan], ["run", plan], ["calibrate", plan, tmp_path / "measured.json"]):
+        code, _, said = told(capsys, *command)
+        assert code == 2
+        assert f"plan.json: calibration_error = {error!r}: make the plan again with dips plan FILE --out" in said
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.documents import blocks
+from support.repository import ROOT
 
 from dips.core.errors import ConfigError
 from dips.planner.calibration import (
@@ -195,6 +197,13 @@ def test_an_iteration_counts_from_its_first_start_and_may_have_a_span_alone() ->
     assert run.iterations[0].span_ns == pytest.approx(measured(schedule, costs, 500, 300)[0].makespan_ns, abs=2)
     assert run.iterations[1] == MeasuredIteration(1_500_000_000)
     assert run.forward_ms is None
+
+
+def test_the_documents_example_is_read() -> None:
+    (text,) = [one.text for one in blocks(ROOT / "docs" / "planner.md") if '"forward_ms": null' in one.text]
+    schedule = Schedule.from_csv("\n".join(json.loads(text)["orders"]))
+    run = read_measured_run(text, "docs/planner.md", schedule)
+    assert [one.span_ns for one in run.iterations] == [62_000_000, 63_000_000]
 
 
 @pytest.mark.parametrize(
