@@ -282,6 +282,7 @@ COMMANDS: tuple[Command, ...] = (
             "dips plan sweep --latency 0,0.5,1,2 --bandwidth 0,0.5,1,2 --map --out runs/map",
             "dips plan show schedule.csv",
             "dips plan run zb_v --ranks 4",
+            "dips plan calibrate runs/plan/plan.json runs/run/measured.json --out profile.toml",
         ),
     ),
     Command(

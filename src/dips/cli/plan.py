@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -29,12 +30,16 @@ from dips.cli.plan_text import (
 )
 from dips.core.errors import ConfigError
 from dips.core.units import format_seconds
+from dips.local.plan_calibrate import calibrate as fit_to_run
+from dips.local.plan_calibrate import calibrated_profile, calibration_json, calibration_lines
 from dips.local.plan_run import outcome_json, run_plan, source_of, tell, write_files
 from dips.planner import api
+from dips.planner.calibration import interval_text
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS
 from dips.planner.grouping import ALIKE, THRESHOLD_GBPS, group, grouping_json, measured_of
 from dips.planner.plan import PLAN_FILES, plan_json, ready_folder, write_plan, writing
+from dips.planner.profile import write_profile
 from dips.planner.replan import Limits, read_measured, read_running, verdict_json
 from dips.planner.replan import replan as decide_to_replan
 from dips.planner.simulate import Timeline
@@ -61,7 +66,6 @@ SetupFile = Annotated[
     str, typer.Argument(metavar="FILE", help="TOML file with sites, links, model; or a shipped one's name.")
 ]
 
-MOST_MS = 60_000.0
 MOST_REPEATS = 1000
 BACKENDS = ("gloo", "nccl")
 
@@ -84,7 +88,7 @@ def run(
         bool, typer.Option("--check-gradients", help="Only compare the gradients with those of one process.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where run.json, trace.json and the ranks' logs go.")
+        Path | None, typer.Option(metavar="FOLDER", help="Where run.json, trace.json, measured.json and the logs go.")
     ] = None,
     backend: Annotated[str, typer.Option(help="gloo (processors), or nccl (a GPU for each rank).")] = "gloo",
     stages: Annotated[int | None, typer.Option(metavar="N", help="For a name: devices; 4.")] = None,
@@ -124,6 +128,40 @@ def run(
     else:
         _print(tell(outcome), files)
     return int(not outcome.good)
+
+
+@app.command()
+def calibrate(
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="The plan.json that ran, of dips plan FILE --out FOLDER.")
+    ],
+    measured: Annotated[
+        Path, typer.Argument(metavar="MEASURED", help="The measured.json of dips plan run PLAN --out FOLDER.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="PROFILE", help="The profile file to write them to; none: only print.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Fit the overhead of an operation and of a message to a measured run of a plan, so that later plans count them and
+    say how far off they may be.
+
+    Plans from times of layers alone are too short: starting operations and handing over messages takes time too. Run a
+    plan once (`dips plan run PLAN --out FOLDER`), calibrate with it, and name the profile in [profile] of the problem's
+    file. Plans are then made with both overheads, and every predicted time has an interval; without, it is called
+    uncalibrated. What the profile has of devices and links stays.
+
+    Overheads are of the engine and machine that ran: measure again when these change. With `dips plan run` they are
+    those of torch's pipeline runtime on this machine.
+    """
+    found = fit_to_run(plan, measured)
+    if out is not None:
+        write_profile(calibrated_profile(found, out, datetime.now(UTC).replace(microsecond=0)), out)
+    if as_json:
+        print(json.dumps(calibration_json(found)))
+    else:
+        _print(calibration_lines(found, out), [] if out is None else [out])
+    return 0
 
 
 @app.command()
@@ -258,13 +296,16 @@ def compare(
     """The plans of several files side by side: each schedule's iteration, in seconds."""
     if len(files) < 2:
         raise ConfigError("dips plan compare takes at least two files: name another one")
-    rows = api.compare(files)
+    plans = [api.make(file, sensitivity=False) for file in files]
+    rows, errors = api.compared(plans), [plan.problem.calibration_error for plan in plans]
     if as_json:
-        print(json.dumps({"files": files, "iteration_s": rows}))
+        print(json.dumps({"files": files, "iteration_s": rows, "calibration_error": errors}))
         return 0
     table = table_of(("schedule",), [Path(file).stem for file in files])
     for name, times in rows.items():
         table.add_row(name, *("-" if one is None else f"{one:.4g}" for one in times))
+    table.add_section()
+    table.add_row("calibration", *("uncalibrated" if error is None else f"+- {error:.2%}" for error in errors))
     _print([table])
     return 0
 
@@ -301,6 +342,12 @@ def sweep(
     latency: Annotated[str, typer.Option(metavar="R,...", help="Between two sites, in T_F.")] = "0,0.5,1",
     bandwidth: Annotated[str, typer.Option(metavar="R,...", help="A message's time on its link, in T_F.")] = "0",
     memory: Annotated[str, typer.Option(metavar="R,...", help="Activation memory, in that of 1F1B.")] = "1",
+    profile: Annotated[
+        Path | None, typer.Option(metavar="PROFILE", help="Count the overheads of its [calibration].")
+    ] = None,
+    operation_ms: Annotated[
+        float | None, typer.Option("--operation-ms", help="With --profile: what T_F is, in milliseconds.")
+    ] = None,
     optimal: Annotated[bool, typer.Option("--optimal", help="Also let a solver look for the best schedule.")] = False,
     seconds: Annotated[float, typer.Option("--seconds", help="The solver's time for each schedule.")] = 20.0,
     over: Annotated[str, typer.Option(metavar="SCHEDULE", help="What the maps compare the best one with.")] = "1f1b",
@@ -314,8 +361,10 @@ def sweep(
 
     Times are in units of T_F, the forward pass of one microbatch on one device; T_F = T_D = T_W = 1. A map says for
     each latency and bandwidth which schedule that fits the memory is best, and how many times faster it is than
-    another one. --seconds goes with --optimal.
+    another one. --seconds goes with --optimal. Overheads of operations and messages count with --profile alone: they
+    are times, so T_F must be one too.
     """
+    overheads = api.calibrated(profile, operation_ms)
     grid = cases(
         *(
             _numbers(name, text, int)
@@ -325,6 +374,7 @@ def sweep(
             _numbers(name, text, float)
             for name, text in (("latency", latency), ("bandwidth", bandwidth), ("memory", memory))
         ),
+        overheads=overheads,
     )
     check_compared(grid, over, optimal)
     if out is not None:
@@ -341,7 +391,7 @@ def sweep(
     if as_json:
         print(rows_json)
     else:
-        _print(sweep_text(rows, maps, only_map), _written(out, ("rows.json", "map.svg", "map.png")))
+        _print(sweep_text(rows, maps, only_map, overheads.error), _written(out, ("rows.json", "map.svg", "map.png")))
     return 0
 
 
@@ -367,7 +417,11 @@ def show(
         return 0
     makespan_ns = timeline.makespan_ns
     print("\n".join(grid_text(timeline, -(-makespan_ns // 100) if whole else NS // 2)))
-    length = format_seconds(makespan_ns / NS) if whole else f"{makespan_ns / NS:g} T_F"
+    length = f"{makespan_ns / NS:g} T_F"
+    if whole:
+        length = (
+            f"{format_seconds(makespan_ns / NS)} ({interval_text(makespan_ns / NS, api.error_of(text, str(file)))})"
+        )
     print(f"makespan {length}, bubble {timeline.bubble_fraction:.1%}")
     return 0
 
@@ -395,8 +449,8 @@ def _limits(least_gain: float, within: int, pause_s: float) -> Limits:
 
 
 def _check_numbers(operation_ms: float, repeats: int, tolerance: float, backend: str) -> None:
-    if not 0 < operation_ms <= MOST_MS:
-        raise ConfigError(f"--operation-ms {operation_ms:g} cannot be timed: give more than 0, up to {MOST_MS:g}")
+    if not 0 < operation_ms <= api.MOST_MS:
+        raise ConfigError(f"--operation-ms {operation_ms:g} cannot be timed: give more than 0, up to {api.MOST_MS:g}")
     if not 1 <= repeats <= MOST_REPEATS:
         raise ConfigError(f"--repeats {repeats}: give 1 to {MOST_REPEATS}; --check-gradients times nothing")
     if not 0 < tolerance < 100:

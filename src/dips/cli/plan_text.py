@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 
 from dips.core.units import format_bytes, format_seconds
+from dips.planner.calibration import calibration_text, interval_text
 from dips.planner.candidates import Candidate
 from dips.planner.costs import NS
 from dips.planner.grouping import Grouping, Parts
@@ -51,7 +52,8 @@ def plan_text(plan: Plan) -> Iterator[str | Table]:
     yield f"chosen: {_named(chosen.name, chosen.sharing)}"
     exposed = f", of it {format_seconds(chosen.sync_ns / NS)} for weights and gradients that nothing hides"
     yield (
-        f"iteration: {format_seconds(chosen.iteration_s)}, bubble {chosen.bubble_fraction:.1%}"
+        f"iteration: {format_seconds(chosen.iteration_s)} "
+        f"({interval_text(chosen.iteration_s, plan.problem.calibration_error)}), bubble {chosen.bubble_fraction:.1%}"
         f"{exposed if chosen.sync_ns else ''}"
     )
     if chosen.lower_bound_ns is not None:
@@ -146,13 +148,16 @@ def checks_text(checks: Iterable[PaperCheck]) -> Iterator[str | Table]:
         yield table
 
 
-def sweep_text(rows: Iterable[SweepRow], maps: Iterable[Panel], only_map: bool) -> Iterator[str | Table]:
-    """A line for each schedule, and maps of the best."""
+def sweep_text(
+    rows: Iterable[SweepRow], maps: Iterable[Panel], only_map: bool, error: float | None
+) -> Iterator[str | Table]:
+    """A line for each schedule, and maps of the best. error: of the calibration, where there is one."""
     if not only_map:
         yield _rows_table(rows)
     for panel in maps:
         yield _heading(panel)
         yield _map_table(panel)
+    yield calibration_text(error)
 
 
 def _rows_table(rows: Iterable[SweepRow]) -> Table:
@@ -197,13 +202,17 @@ def grid_text(timeline: Timeline, column_ns: int) -> Iterable[str]:
 
 def replan_text(running: Running, verdict: ReplanVerdict) -> Iterator[str]:
     """A verdict: the present plan, the best one now, what a swap gains and costs."""
-    new, swap = verdict.new, verdict.swap
+    new, swap, error = verdict.new, verdict.swap, running.problem.calibration_error
     yield (
-        f"present: {_named(running.name, running.sharing)}: {format_seconds(verdict.now_s)} an iteration as measured, "
+        f"present: {_named(running.name, running.sharing)}: {format_seconds(verdict.now_s)} "
+        f"({interval_text(verdict.now_s, error)}) an iteration as measured, "
         f"{format_seconds(verdict.planned_s)} as planned"
     )
     layers = ",".join(map(str, new.division))
-    yield f"best now: {_named(new.name, new.sharing)}, layers {layers}: {format_seconds(new.iteration_s)} an iteration"
+    yield (
+        f"best now: {_named(new.name, new.sharing)}, layers {layers}: {format_seconds(new.iteration_s)} "
+        f"({interval_text(new.iteration_s, error)}) an iteration"
+    )
     yield f"gain: {format_seconds(verdict.gain_s)} an iteration, {verdict.gain_s / verdict.now_s:.2%}"
     moved = "only the order changes" if not swap.layers else f"{swap.layers} layers change their device"
     yield f"swap: {moved}, {format_seconds(swap.seconds)}"
@@ -220,6 +229,7 @@ def tradeoff_text(found: Tradeoff) -> Iterator[str | Table]:
         f"{setup.model.name}, {setup.model.parameters() / 1e9:.4g}B parameters: stages x replicas = "
         f"{training.pipeline * training.data}, {training.microbatches * training.data} microbatches in all"
     )
+    yield calibration_text(found.problem.calibration_error)
     yield _choices_table(found)
     for no in found.impossible:
         split = no.split

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import sys
@@ -23,7 +24,8 @@ from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, FatalError
 from dips.core.units import format_bytes, format_seconds
 from dips.local.supervisor import POLL_S, ChildSpec, ProcessSupervisor, how_it_ended, last_word, log_tail
-from dips.planner.api import is_plan, read_text
+from dips.planner.api import error_of, is_plan, read_text
+from dips.planner.calibration import MEASURED_FILE, interval_json, interval_text, measured_json
 from dips.planner.costs import NS, Costs, StageCost, equal_sites, read_costs
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Op, Schedule
@@ -66,12 +68,14 @@ UNEXCHANGED = "one replica runs: what replicas exchange of gradients and weights
 @dataclass(frozen=True)
 class PlanSource:
     """schedule: of whole blocks, its parts being stages. costs: of those stages. sites[d]: the name of device d's.
-    note: in what the run differs from the plan; empty: in nothing."""
+    note: in what the run differs from the plan; empty: in nothing. error: of predictions, as a fraction, where the plan
+    is calibrated."""
 
     schedule: Schedule
     costs: Costs
     sites: tuple[str, ...]
     note: str = ""
+    error: float | None = None
 
 
 def source_of(plan: str, options: dict[str, float | None]) -> PlanSource:
@@ -154,7 +158,7 @@ def _from_json(text: str, where: str, options: dict[str, float | None]) -> PlanS
             f"{where} does not say what its operations cost ({type(error).__name__}: {error}): make it again with "
             "dips plan FILE --out FOLDER"
         ) from error
-    return PlanSource(schedule, costs, sites, "; ".join(notes))
+    return PlanSource(schedule, costs, sites, "; ".join(notes), error_of(text, where))
 
 
 def _from_csv(text: str, where: str, options: dict[str, float | None]) -> PlanSource:
@@ -465,11 +469,13 @@ def tell(outcome: PlanRunOutcome) -> Iterator[str | Table]:
     )
     if not outcome.measured:
         return
+    predicted_s = outcome.predicted.makespan_ns / NS
     spans = sorted(timeline.makespan_ns / NS for timeline in outcome.measured)
     yield (
         f"iteration, at {outcome.forward_ms:g} ms for a forward pass on a device: predicted "
-        f"{outcome.predicted.makespan_ns / NS:.3f} s, measured {outcome.median.makespan_ns / NS:.3f} s (median of "
-        f"{len(spans)}, {spans[0]:.3f} to {spans[-1]:.3f} s): {outcome.error:+.2%}, "
+        f"{predicted_s:.3f} s ({interval_text(predicted_s, source.error)}), measured "
+        f"{outcome.median.makespan_ns / NS:.3f} s (median of {len(spans)}, {spans[0]:.3f} to "
+        f"{spans[-1]:.3f} s): {outcome.error:+.2%}, "
         f"{'within' if abs(outcome.error) <= outcome.tolerance else 'OUTSIDE OF'} {100 * outcome.tolerance:g} %"
     )
     if outcome.slowness > BUSY_MACHINE:
@@ -529,6 +535,8 @@ def outcome_json(outcome: PlanRunOutcome) -> dict[str, Any]:
         found |= {
             "operation_ms": outcome.forward_ms,
             "predicted_s": outcome.predicted.makespan_ns / NS,
+            **interval_json("predicted", outcome.predicted.makespan_ns / NS, outcome.source.error),
+            "calibration_error": outcome.source.error,
             "measured_s": [timeline.makespan_ns / NS for timeline in outcome.measured],
             "median_s": outcome.median.makespan_ns / NS,
             "error": outcome.error,
@@ -586,7 +594,8 @@ def links_json(outcome: PlanRunOutcome) -> list[dict[str, Any]]:
 
 
 def write_files(outcome: PlanRunOutcome, folder: Path) -> list[Path]:
-    """Write run.json, and trace.json with the prediction and the median iteration. Raises PlanError."""
+    """Write run.json; trace.json with the prediction and the median iteration; and measured.json with the times of all
+    operations, which `dips plan calibrate` reads. Raises PlanError."""
     texts = {folder / "run.json": json.dumps(outcome_json(outcome), indent=1)}
     if outcome.measured:
         sites = list(enumerate(outcome.source.sites))
@@ -596,6 +605,8 @@ def write_files(outcome: PlanRunOutcome, folder: Path) -> list[Path]:
             event["pid"] += _APART
             both["traceEvents"].append(event)
         texts[folder / "trace.json"] = json.dumps(both)
+        ran = f"dips plan run of {outcome.source.schedule.name}, {outcome.backend}, {platform.node()}, torch's runtime"
+        texts[folder / MEASURED_FILE] = json.dumps(measured_json(ran, outcome.forward_ms, outcome.measured))
     with writing(folder):
         for file, text in texts.items():
             file.write_text(text + "\n")

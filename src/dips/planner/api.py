@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +14,19 @@ from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule
 from dips.planner.plan import Plan, make_plan, read_plan, ready_folder, write_plan
 from dips.planner.problem import Problem
+from dips.planner.profile import read_profile
 from dips.planner.simulate import Timeline
-from dips.planner.sweep import Case, SweepRow, cases, rows_of
+from dips.planner.sweep import UNCALIBRATED, Case, SweepOverheads, SweepRow, cases, overheads_of, rows_of
 from dips.planner.validate import check_complete, validate
 
 MOST_SECONDS = 3600.0
 """The longest search of a solver."""
+
+MOST_MS = 60_000.0
+"""The longest T_F."""
+
+MOST_ERROR = 10.0
+"""Of a calibration, as a fraction."""
 
 MOST_BYTES = 1 << 26
 """The largest file that is shown: several times the largest plan's."""
@@ -47,7 +55,11 @@ def make(
 def compare(setups: Iterable[str | Path]) -> dict[str, list[float | None]]:
     """Schedule -> its best iteration with each of the setups, in seconds; None where it is not possible. Raises
     ConfigError."""
-    plans = [make(setup, sensitivity=False) for setup in setups]
+    return compared([make(setup, sensitivity=False) for setup in setups])
+
+
+def compared(plans: Sequence[Plan]) -> dict[str, list[float | None]]:
+    """What compare() says of plans that are made."""
     names = dict.fromkeys(c.name for plan in plans for c in plan.candidates)
     return {
         name: [min((c.iteration_s for c in plan.candidates if c.name == name), default=None) for plan in plans]
@@ -78,12 +90,33 @@ def sweep_rows(
     *,
     optimal: bool = False,
     seconds: float = 20.0,
+    profile: str | Path | None = None,
+    operation_ms: float | None = None,
 ) -> list[SweepRow]:
     """Every schedule for every combination, in units of T_F. seconds: the solver's for each schedule, with optimal.
+    profile: a profile file whose calibration counts, where T_F takes operation_ms.
 
     Raises ConfigError for an impossible combination, before anything is computed.
     """
-    return list(swept(cases(stages, microbatches, sites, latency, bandwidth, memory), optimal, seconds))
+    overheads = calibrated(profile, operation_ms)
+    grid = cases(stages, microbatches, sites, latency, bandwidth, memory, overheads=overheads)
+    return list(swept(grid, optimal, seconds))
+
+
+def calibrated(profile: str | Path | None, operation_ms: float | None) -> SweepOverheads:
+    """The overheads of a profile file, in units of a T_F of operation_ms; none without a file. Raises ConfigError."""
+    if profile is None and operation_ms is None:
+        return UNCALIBRATED
+    if profile is None or operation_ms is None:
+        raise PlanError("overheads of a sweep need --profile and --operation-ms, the time of T_F: give both or none")
+    if not 0 < operation_ms <= MOST_MS:
+        raise PlanError(f"--operation-ms {operation_ms:g} is no time of T_F: give more than 0, up to {MOST_MS:g}")
+    calibration = read_profile(Path(profile)).calibration
+    if calibration is None:
+        raise PlanError(
+            f"{profile} has no [calibration]: fit it with dips plan calibrate PLAN MEASURED --out {profile}"
+        )
+    return overheads_of(calibration, operation_ms)
 
 
 def swept(grid: Iterable[Case], optimal: bool, seconds: float) -> Iterator[SweepRow]:
@@ -119,6 +152,17 @@ def planned(text: str, where: str) -> Timeline:
         check_complete(schedule)
     starts, ends = (tuple(tuple(pair[which] for pair in row) for row in times) for which in (0, 1))
     return Timeline(schedule, starts, ends, ())
+
+
+def error_of(text: str, where: str) -> float | None:
+    """The error of the calibration that a plan.json was made with, as a fraction; None: it has none. Raises
+    PlanError."""
+    error = json.loads(text).get("calibration_error")
+    if error is None:
+        return None
+    if isinstance(error, bool) or not isinstance(error, int | float) or not 0 <= error <= MOST_ERROR:
+        raise PlanError(f"{where}: calibration_error = {error!r}: make the plan again with dips plan FILE --out FOLDER")
+    return float(error)
 
 
 def played(text: str, name: str, latency: float) -> Timeline:

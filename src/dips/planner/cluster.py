@@ -116,7 +116,7 @@ StageTimes = tuple[float, float, float]
 
 class Profile(Sourced):
     """Measured times of one microbatch, in place of those of the cost model: of one stage of a uniform division, or of
-    each layer ([[profile.layers]], or a file of `dips profile`)."""
+    each layer ([[profile.layers]], or a file of `dips profile`); and overheads to add to any of them."""
 
     forward_ms: Duration | None = Field(default=None, description="T_F of a stage")
     input_gradient_ms: Duration | None = Field(default=None, description="T_D of a stage: the gradient of the input")
@@ -140,8 +140,9 @@ class Profile(Sourced):
     @model_validator(mode="after")
     def _times_are_given_once(self) -> Self:
         of_stage = (self.forward_ms, self.input_gradient_ms, self.weight_gradient_ms)
-        ways = (any(time is not None for time in of_stage), bool(self.layers), self.file is not None)
-        if sum(ways) != 1 or (ways[0] and None in of_stage):
+        given = (any(time is not None for time in of_stage), bool(self.layers))
+        overheads = self.file is not None or self.error is not None  # to add to the times that the cost model has
+        if all(given) or not (any(given) or overheads) or (given[0] and None in of_stage):
             raise ValueError(
                 "times are given by forward_ms, input_gradient_ms and weight_gradient_ms of a stage, by layers "
                 "([[profile.layers]]), or by the file of dips profile: give exactly one of the three"
@@ -149,12 +150,10 @@ class Profile(Sourced):
         return self
 
     @property
-    def times_of_stage_ms(self) -> StageTimes:
-        """T_F, T_D and T_W of a stage. Only where no layers are given."""
-        assert self.forward_ms is not None
-        assert self.input_gradient_ms is not None
-        assert self.weight_gradient_ms is not None
-        return self.forward_ms, self.input_gradient_ms, self.weight_gradient_ms
+    def times_of_stage_ms(self) -> StageTimes | None:
+        """T_F, T_D and T_W of a stage; None where layers have theirs, or the cost model says them."""
+        f, d, w = self.forward_ms, self.input_gradient_ms, self.weight_gradient_ms
+        return None if f is None or d is None or w is None else (f, d, w)
 
 
 class PlanOptions(Knobs):
@@ -278,7 +277,9 @@ def with_profile(setup: ClusterFile, measured: ProfileFile) -> ClusterFile:
     said = setup.profile.source
     said = said if isinstance(said, str) else "; ".join(f"{key}: {text}" for key, text in said.items())
     source = f"{said}; {measured.file}: {measured.head.source}"
-    changes: dict[str, object] = {"file": None, "layers": measured.layers, "source": source}
+    changes: dict[str, object] = {"file": None, "source": source}
+    if measured.layers:
+        changes["layers"] = measured.layers
     if calibration is not None:
         changes |= {
             "operation_us": calibration.operation_us, "send_us": calibration.send_us, "error": calibration.error,
@@ -300,22 +301,30 @@ def _check_profile(setup: ClusterFile, measured: ProfileFile) -> None:
                 f"{measured.file} [measured]: {key} = {was!r}, but {setup.file} has {wanted!r}: it was measured for "
                 f"another problem: measure again with dips profile {setup.file}"
             )
-    if not measured.layers:
+    assert setup.profile is not None
+    has_times = bool(setup.profile.layers) or setup.profile.times_of_stage_ms is not None
+    if not measured.layers and not has_times and measured.calibration is None:
         raise PlanError(
             f"{measured.file} has no [[layers]], which [profile] of {setup.file} needs: measure a device with dips "
             f"profile device {setup.file}"
         )
-    if training.tensor * training.context > 1:
+    if measured.layers and has_times:
+        raise PlanError(
+            f"{measured.file} has [[layers]], and [profile] of {setup.file} has times of its own: remove one of them"
+        )
+    if measured.layers and training.tensor * training.context > 1:
         raise PlanError(
             f"{measured.file} has times of whole layers on one device, and {setup.file} [training] has tensor x "
             f"context = {training.tensor * training.context}: give both as 1, or times of a stage in [profile]"
         )
     for number, site in enumerate(setup.sites, 1):
-        times = (row.at or head.at for row in measured.layers if row.device in (site.device or row.device, ""))
+        times = [row.at or head.at for row in measured.layers if row.device in (site.device or row.device, "")]
+        if measured.calibration is not None:
+            times.append(measured.calibration.at or head.at)
         _check_newer(measured, min(times, key=aware, default=head.at), f"{setup.file} [[sites]] {number}", site.since)
     for number, link in enumerate(setup.links, 1):
         ends = {link.sender, link.receiver}
-        times = (rate.at or head.at for rate in measured.links if {rate.sender, rate.receiver} == ends)
+        times = [rate.at or head.at for rate in measured.links if {rate.sender, rate.receiver} == ends]
         _check_newer(measured, min(times, key=aware, default=head.at), f"{setup.file} [[links]] {number}", link.since)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dips.core.units import format_bytes
+from dips.planner.calibration import interval_json, interval_text
 from dips.planner.candidates import (
     NAMES,
     Candidate,
@@ -242,6 +243,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "setup": Path(setup.file).name,
         "model": setup.model.name,
         "replicas": plan.problem.replicas,
+        "calibration_error": plan.problem.calibration_error,
         "chosen": candidate_json(plan, chosen),
         "candidates": [
             {
@@ -249,6 +251,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
                 "sharing": c.sharing,
                 "layers": list(c.division),
                 "iteration_s": c.iteration_s,
+                **interval_json("iteration", c.iteration_s, plan.problem.calibration_error),
                 "bubble_fraction": c.bubble_fraction,
                 "slower_by": c.iteration_s / best - 1,
             }
@@ -297,6 +300,7 @@ def candidate_json(plan: Plan, chosen: Candidate) -> dict[str, Any]:
         "schedule": chosen.name,
         "sharing": chosen.sharing,
         "iteration_s": chosen.iteration_s,
+        **interval_json("iteration", chosen.iteration_s, plan.problem.calibration_error),
         "sync_s": chosen.sync_ns / NS,
         "layers": list(chosen.division),
         "bubble_fraction": chosen.bubble_fraction,
@@ -336,7 +340,8 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
         json.dumps(trace_events(chosen.timeline, names)) + "\n",
     )
     files = [folder / name for name in PLAN_FILES]
-    title = f"{plan.problem.setup.model.name}: {chosen.name}, {chosen.iteration_s:.4g} s an iteration"
+    interval = interval_text(chosen.iteration_s, plan.problem.calibration_error)
+    title = f"{plan.problem.setup.model.name}: {chosen.name}, {chosen.iteration_s:.4g} s an iteration ({interval})"
     ready_folder(folder)
     with writing(folder):
         for file, text in zip(files, texts, strict=False):

@@ -91,6 +91,11 @@ class Problem:
         """The sites, as the file numbers them, that a site of this problem represents."""
         return self.rings[site].members if self.rings else (site,)
 
+    @property
+    def calibration_error(self) -> float | None:
+        """The error of predicted times, as a fraction; None: they are not calibrated."""
+        return None if self.setup.profile is None else self.setup.profile.error
+
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         return units_of(self.setup, self.groups)

@@ -70,7 +70,8 @@ class Calibration(Knobs):
     source: str = Field(min_length=1, description="the run")
     operation_us: DurationOrNone = Field(description="of each operation")
     send_us: DurationOrNone = Field(description="of each message")
-    error: Fraction = Field(description="of the fitted prediction, and of the run's iterations, as a fraction")
+    error: Fraction = Field(description="of the fitted prediction: nine of ten iterations are as near, as a fraction")
+    at: Instant | None = Field(default=None, description="when it was fitted; else as [measured] says")
 
 
 class ProfileHead(Knobs):
@@ -115,8 +116,8 @@ def read_profile(file: Path) -> ProfileFile:
         tables.settings_of_rows(LinkRate, "links"),
         tables.settings(Calibration, "calibration") if "calibration" in tables.tables else None,
     )
-    if not found.layers and not found.links:
-        raise PlanError(f"{file} has neither [[layers]] nor [[links]]: measure them with dips profile")
+    if not found.layers and not found.links and found.calibration is None:
+        raise PlanError(f"{file} has no [[layers]], [[links]] or [calibration]: measure them with dips profile")
     _check_different(found)
     return found
 
@@ -184,10 +185,14 @@ def merged(files: Sequence[ProfileFile], name: str) -> ProfileFile:
     sources = list(dict.fromkeys(one.head.source for one in files))
     oldest = min((one.head.at for one in files), key=aware)
     head = first.head.model_copy(update={"source": "; ".join(sources), "at": oldest})
-    last = next((one.calibration for one in reversed(files) if one.calibration is not None), None)
+    calibrations = [
+        one.calibration.model_copy(update={"at": one.calibration.at or one.head.at})
+        for one in files
+        if one.calibration is not None
+    ]
     return replace(
         first, file=name, head=head, layers=tuple(row for rows in layers.values() for row in rows),
-        links=tuple(links.values()), calibration=last,
+        links=tuple(links.values()), calibration=calibrations[-1] if calibrations else None,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from pydantic import Field
 
 from dips.core.config import MAX_TOML_BYTES, Knobs, SettingsFile
 from dips.core.errors import ConfigError
+from dips.planner.calibration import interval_json
 from dips.planner.candidates import Candidate
 from dips.planner.cluster import Link
 from dips.planner.costs import NS
@@ -137,22 +138,25 @@ def decide(now_s: float, new_s: float, swap_s: float, limits: Limits) -> tuple[i
 
 def verdict_json(running: Running, verdict: ReplanVerdict) -> dict[str, Any]:
     """The verdict as a JSON object; times in seconds."""
-    new, swap = verdict.new, verdict.swap
+    new, swap, error = verdict.new, verdict.swap, running.problem.calibration_error
     return {
         "advised": verdict.advised,
         "why": verdict.why,
+        "calibration_error": error,
         "present": {
             "schedule": running.name,
             "sharing": running.sharing,
             "layers": list(running.division),
             "planned_s": verdict.planned_s,
             "iteration_s": verdict.now_s,
+            **interval_json("iteration", verdict.now_s, error),
         },
         "new": {
             "schedule": new.name,
             "sharing": new.sharing,
             "layers": list(new.division),
             "iteration_s": new.iteration_s,
+            **interval_json("iteration", new.iteration_s, error),
         },
         "gain_s": verdict.gain_s,
         "swap": {

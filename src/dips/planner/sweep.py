@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from dips.planner.calibration import interval_of
 from dips.planner.costs import NS, Costs, equal_sites, site_wires, uniform
 from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule, straight, wave
+from dips.planner.profile import Calibration
 from dips.planner.schedules import CROSS_UD, SCHEDULES
 from dips.planner.simulate import simulate
 from dips.planner.trace import save
@@ -45,6 +47,24 @@ OPTIMAL = ("cross_ud/optimal", "cross_wave/optimal")
 
 
 @dataclass(frozen=True)
+class SweepOverheads:
+    """What a calibration adds to every operation and message, in units of T_F."""
+
+    operation: float = 0.0
+    message: float = 0.0
+    error: float | None = None  # of calibrated predictions, as a fraction; None: not calibrated
+
+
+def overheads_of(calibration: Calibration, forward_ms: float) -> SweepOverheads:
+    """The overheads of a profile, where T_F takes so many milliseconds."""
+    operation, message = (us / 1e3 / forward_ms for us in (calibration.operation_us, calibration.send_us))
+    return SweepOverheads(operation, message, calibration.error)
+
+
+UNCALIBRATED = SweepOverheads()
+
+
+@dataclass(frozen=True)
 class Case:
     """One point of the grid."""
 
@@ -54,11 +74,16 @@ class Case:
     latency: float
     bandwidth: float
     memory: float
+    overheads: SweepOverheads = UNCALIBRATED
 
     def costs(self, chunks: int = 1, wraps: bool = False) -> Costs:
         """The costs with `chunks` stages on each device. wraps: the last device sends to the first."""
         wires = site_wires(equal_sites(self.n_pp, self.n_sites), self.bandwidth, self.latency, wraps)
-        return uniform(self.n_pp * chunks, chunks, wires=wires, activation=ACTIVATION)
+        costs = uniform(self.n_pp * chunks, chunks, wires=wires, activation=ACTIVATION)
+        operation_ns, send_ns = (round(units * NS) for units in (self.overheads.operation, self.overheads.message))
+        if not (operation_ns or send_ns):
+            return costs
+        return costs.with_overheads(operation_ns, send_ns, (*range(self.n_pp), *(0,) * wraps))
 
     def limits(self) -> list[int]:
         """The activation memory of each device."""
@@ -88,6 +113,9 @@ class SweepRow:
     peak_activations: float  # microbatches, on the device that holds most
     # no schedule of this kind, with blocks in as many parts, has a shorter makespan; None: no solver looked
     lower_bound: float | None = None
+    # the makespan - and + the error of the calibration; None: not calibrated
+    makespan_low: float | None = None
+    makespan_high: float | None = None
 
 
 def cases(
@@ -97,6 +125,8 @@ def cases(
     latencies: Sequence[float],
     bandwidths: Sequence[float],
     memories: Sequence[float],
+    *,
+    overheads: SweepOverheads = UNCALIBRATED,
 ) -> list[Case]:
     """The grid, checked as a whole before anything is computed. Raises PlanError."""
     blocks = sum(stages) * sum(microbatches) * len(sites) * len(latencies) * len(bandwidths) * len(memories)
@@ -104,7 +134,7 @@ def cases(
     delays = itertools.product(dict.fromkeys(latencies), dict.fromkeys(bandwidths), dict.fromkeys(memories))
     found = []
     for size, delay in itertools.product(sizes, delays):
-        case = Case(*size, *delay)
+        case = Case(*size, *delay, overheads)
         _check(case)
         found.append(case)
         if blocks > MOST_BLOCKS_OF_A_GRID:
@@ -116,7 +146,7 @@ def cases(
 
 
 def _check(case: Case) -> None:
-    for value in (case.latency, case.bandwidth, case.memory):
+    for value in (case.latency, case.bandwidth, case.memory, case.overheads.operation, case.overheads.message):
         if not math.isfinite(value) or value > MOST:
             raise PlanError(f"{value:g} is not a number that can be planned with: give one up to {MOST:g}")
     if case.n_pp < 1 or case.n_mb < 1:
@@ -203,6 +233,7 @@ def _row(
     lower_bound_ns: int | None = None,
 ) -> SweepRow:
     timeline = validate(schedule, costs, memory)
+    low, high = interval_of(timeline.makespan_ns / NS, case.overheads.error) or (None, None)
     return SweepRow(
         n_pp=case.n_pp,
         n_mb=case.n_mb,
@@ -216,6 +247,8 @@ def _row(
         stage0_span=timeline.stage0_span_ns / NS,
         peak_activations=max(peaks(schedule, costs)) / ACTIVATION,
         lower_bound=None if lower_bound_ns is None else lower_bound_ns / NS,
+        makespan_low=low,
+        makespan_high=high,
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dips.planner.calibration import interval_json
 from dips.planner.candidates import Candidate
 from dips.planner.cluster import check_parallelism
 from dips.planner.costs import NS
@@ -134,7 +135,7 @@ def _with_profile(before: Problem, after: Problem) -> Problem:
         return after
     share = before.n_devices / after.n_devices
     changes: dict[str, float] = {}
-    if not profile.layers:
+    if profile.times_of_stage_ms is not None:
         names = ("forward_ms", "input_gradient_ms", "weight_gradient_ms")
         changes = {name: time_ms * share for name, time_ms in zip(names, profile.times_of_stage_ms, strict=True)}
     if profile.memory_microbatches is not None:
@@ -164,6 +165,7 @@ def tradeoff_json(found: Tradeoff) -> dict[str, Any]:
     return {
         "setup": Path(setup.file).name,
         "model": setup.model.name,
+        "calibration_error": found.problem.calibration_error,
         "choices": [_choice_json(found, choice, best_s) for choice in found.choices],
         "impossible": [{**_split_json(no.split), "why": no.why} for no in found.impossible],
         "assumptions": assumptions(found.problem),
@@ -178,6 +180,7 @@ def _choice_json(found: Tradeoff, choice: Choice, best_s: float) -> dict[str, An
         "sharing": best.sharing,
         "layers": list(best.division),
         "iteration_s": best.iteration_s,
+        **interval_json("iteration", best.iteration_s, found.problem.calibration_error),
         "slower_by": best.iteration_s / best_s - 1,
         "sync_s": best.sync_ns / NS,
         "bubble_fraction": best.bubble_fraction,

@@ -159,7 +159,7 @@ def units_of(setup: ClusterFile, groups: int = 1) -> tuple[Unit, ...]:
     layers[-1] = _plus(layers[-1], output)
     if setup.profile is not None and setup.profile.layers:
         return with_layer_times(setup, 0, layers)
-    if setup.profile is None:
+    if setup.profile is None or setup.profile.times_of_stage_ms is None:
         tokens = training.microbatch_sequences * training.sequence_tokens
         layers[-1] = _plus(layers[-1], _timed(setup, output_work(model, tokens)))
     return tuple(layers)
@@ -198,7 +198,7 @@ def _layer(setup: ClusterFile, layer: int, groups: int) -> Unit:
     )  # fmt: skip
     if profile is not None and profile.layers:
         return known
-    if profile is not None:
+    if profile is not None and profile.times_of_stage_ms is not None:
         share = training.pipeline / (model.layers + training.extra_layers) / 1e3
         forward_ms, input_gradient_ms, weight_gradient_ms = profile.times_of_stage_ms
         again = forward_ms if recomputes else 0.0

@@ -185,7 +185,7 @@ def test_gradients_that_differ_are_no_success(tmp_path: Path) -> None:
 def test_the_trace_has_the_prediction_and_the_run(tmp_path: Path) -> None:
     outcome = outcome_of(tmp_path, "1f1b", late_ns=500_000)
     files = write_files(outcome, tmp_path)
-    assert [file.name for file in files] == ["run.json", "trace.json"]
+    assert [file.name for file in files] == ["run.json", "trace.json", "measured.json"]
     assert json.loads(files[0].read_text()) == json.loads(json.dumps(outcome_json(outcome)))
     events = json.loads(files[1].read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]

@@ -12,9 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dips.core.errors import ConfigError
-from dips.planner.cluster import read_setup, with_profile
+from dips.planner.cluster import read_setup
 from dips.planner.grouping import Grouping, Measured, Part, group, grouping_json, measured_of
-from dips.planner.profile import read_profile
 
 SETTINGS = ("spantrain-figure-5", "spantrain-setting-1", "spantrain-setting-2")
 MESSAGE_BYTES = 125e6
@@ -337,10 +336,12 @@ def test_a_device_without_a_time(tmp_path: Path) -> None:
 
 
 def test_a_profile_replaces_what_the_problem_says_of_links(tmp_path: Path) -> None:
-    setup = read_setup(problem(tmp_path), profiled=False)
-    given = replace(setup, profile=read_setup(tmp_path / "problem.toml").profile)
-    assert measured_of(given).times_s[0][1] == pytest.approx(0.005 + 128 * 64 * 2 * 0.8e-9)
-    assert measured_of(with_profile(given, read_profile(tmp_path / "profile.toml"))).times_s[0][1] < 0.003
+    path = problem(tmp_path)
+    as_said, setup = read_setup(path, profiled=False), read_setup(path)
+    assert measured_of(replace(setup, links=as_said.links)).times_s[0][1] == pytest.approx(
+        0.005 + 128 * 64 * 2 * 0.8e-9
+    )
+    assert measured_of(setup).times_s[0][1] < 0.003
 
 
 def test_more_devices_than_can_be_compared() -> None:

@@ -130,6 +130,11 @@ error = 0.03
 """
 
 
+OVERHEADS = PROFILE[PROFILE.index("[calibration]") :]
+HEAD = PROFILE[: PROFILE.index("[[layers]]")]
+OF_STAGE = "forward_ms = 10\ninput_gradient_ms = 10\nweight_gradient_ms = 10"
+
+
 def files(folder: Path, *changes: tuple[str, str]) -> Path:
     """The problem's file, beside its profile; each change is made where its text is."""
     texts = {"problem.toml": PROBLEM, "profile.toml": PROFILE}
@@ -175,6 +180,40 @@ def test_overheads_are_added_to_each_operation_and_each_message(tmp_path: Path) 
     assert with_them.with_overheads(0, 0, (0, 1, 2, 3)) == plain
 
 
+def test_a_file_of_overheads_alone_goes_with_any_times(tmp_path: Path) -> None:
+    """Times of a stage, of each layer in the problem, or of the cost model."""
+    no_times = (PROFILE, HEAD + OVERHEADS)
+    stages = problem(tmp_path, no_times, ('file = "profile.toml"', 'file = "profile.toml"\n' + OF_STAGE))
+    costs = stages.costs((1, 1, 1, 1))
+    assert (costs.stages[0].f_ns, costs.operation_ns, costs.send_ns) == (10_000_000, 100_000, 50_000)
+    assert stages.calibration_error == 0.03
+    speed = [(f'device = "{kind}"\nsource', "sustained_tflops = 1\nsource") for kind in ("fast", "slow")]
+    modelled = problem(tmp_path, no_times, *speed)
+    plain = problem(tmp_path, *speed, ('[profile]\nfile = "profile.toml"\nsource = "a test"\n', ""))
+    assert modelled.costs((1, 1, 1, 1)).stages == plain.costs((1, 1, 1, 1)).stages
+    assert (modelled.costs((1, 1, 1, 1)).operation_ns, plain.costs((1, 1, 1, 1)).operation_ns) == (100_000, 0)
+    assert plain.calibration_error is None
+
+
+def test_a_calibration_before_a_site_changed_is_refused(tmp_path: Path) -> None:
+    since = ("memory_gib = 8", "memory_gib = 8\nsince = 2026-03-02")
+    with pytest.raises(ConfigError, match=r"was measured at 2026-03-01 10:00, before .*problem.toml .*1 changed"):
+        problem(tmp_path, (PROFILE, HEAD + OVERHEADS), since)
+    later = OVERHEADS.replace("error", "at = 2026-03-03T00:00:00Z\nerror")
+    assert problem(tmp_path, (PROFILE, HEAD + later), since).calibration_error == 0.03
+
+
+def test_plans_from_a_calibrated_profile_have_an_interval(tmp_path: Path) -> None:
+    found = plan_json(make_plan(problem(tmp_path), sensitivity=False))
+    assert found["calibration_error"] == 0.03
+    for row in (found["chosen"], *found["candidates"]):
+        assert row["iteration_low_s"] == pytest.approx(0.97 * row["iteration_s"])
+        assert row["iteration_high_s"] == pytest.approx(1.03 * row["iteration_s"])
+    plain = plan_json(make_plan(problem(tmp_path, (OVERHEADS, "")), sensitivity=False))
+    assert (plain["calibration_error"], plain["chosen"]["iteration_low_s"]) == (None, None)
+    assert plain["chosen"]["iteration_s"] < found["chosen"]["iteration_s"]
+
+
 def test_extra_layers_are_the_embedding_and_the_output(tmp_path: Path) -> None:
     found = problem(tmp_path, ("microbatches = 4", "extra_layers = 2\nmicrobatches = 4"))
     assert [round(unit.forward_s * 1e3) for unit in found.units] == [1, 10, 10, 10, 20, 3]
@@ -212,7 +251,15 @@ def test_times_of_layers_can_stand_in_the_problem_itself(tmp_path: Path) -> None
     ("before", "after", "sentence"),
     [
         (PROFILE, "", r"profile.toml: the table \[measured\] is missing: make the file again with dips profile"),
-        (PROFILE[PROFILE.index("[[layers]]") :], "", r"has neither \[\[layers\]\] nor \[\[links\]\]: measure them"),
+        (PROFILE[PROFILE.index("[[layers]]") :], "", r"has no \[\[layers\]\], \[\[links\]\] or"),
+        (PROFILE[PROFILE.index("[[layers]]") : PROFILE.index("[calibration]")],
+         "[[links]]\nsender = \"here\"\nreceiver = \"there\"\nbandwidth_gbps = 1\nlatency_ms = 1\n",
+         r"not measured the link from there to here"),
+        (PROFILE[PROFILE.index("[[links]]") :], OVERHEADS.replace("100", "-1"), r"operation_us = -1: .* equal to 0"),
+        (PROFILE[PROFILE.index("[[links]]") :], OVERHEADS.replace("50", "nan"), r"send_us = nan: .*finite number"),
+        (PROFILE[PROFILE.index("[[links]]") :], OVERHEADS.replace("0.03", "inf"), r"error = inf: .*finite number"),
+        (PROFILE[PROFILE.index("[[links]]") :], OVERHEADS.replace("error = 0.03", ""), r"\[calibration\]: error"),
+        ('file = "profile.toml"', 'file = "profile.toml"\n' + OF_STAGE, r"has times of its own: remove one of them"),
         ("forward_ms = 10", "forward_ms = -10", r"profile.toml \[\[layers\]\] 2: forward_ms = -10: .* equal to 0"),
         ("forward_ms = 10", "forward_ms = 0", r"layer 0 takes no time: give forward_ms and input_gradient_ms"),
         ('model = "four"', 'model = "five"', r"\[measured\]: model = 'five', but .*problem.toml has 'four': .*again"),
@@ -263,7 +310,9 @@ def test_merged_files_keep_the_later_times_of_a_device_and_every_date(tmp_path: 
     found = merged([old, new], "both")
     assert [(x.device, x.at) for x in found.layers] == [("fast", old.head.at)] * 4 + [("slow", later)]
     assert [link.at for link in found.links] == [old.head.at] * 2
-    assert (found.head.source, found.head.at, found.calibration) == ("a test; another", old.head.at, old.calibration)
+    assert (found.head.source, found.head.at) == ("a test; another", old.head.at)
+    assert found.calibration is not None
+    assert (found.calibration.operation_us, found.calibration.at) == (100, old.head.at)
 
 
 def test_files_of_different_models_are_not_merged(tmp_path: Path) -> None:
