@@ -8,8 +8,15 @@ m the sequences of a microbatch.
 from __future__ import annotations
 
 import math
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dips.planner.model import Model
+
+Bytes = TypeVar("Bytes", float, NDArray[np.float64])
+"""One size, or many."""
 
 BYTES = 2.0
 """Of a number that is sent: activations, weights and gradients in 16 bits, as in the paper's formula."""
@@ -55,7 +62,7 @@ def sprayed_bytes_per_s(latency_s: float, packets: int = 512, packet_bytes: int 
     return packets * packet_bytes / latency_s if latency_s else math.inf
 
 
-def ring_s(n_bytes: float, members: int, bytes_per_s: float, latency_s: float) -> float:
+def ring_s(n_bytes: Bytes, members: int, bytes_per_s: float, latency_s: float) -> Bytes:
     """An all-gather or a reduce-scatter of so many bytes in a ring: members - 1 steps of a part, each as long as the
     slowest pair takes (section 3.2: with 1,024 members latency dominates)."""
     return (members - 1) * (n_bytes / members / bytes_per_s + latency_s)
