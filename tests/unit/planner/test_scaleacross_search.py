@@ -79,7 +79,8 @@ def test_the_best_is_within_2_percent_of_all(
             rows = compositions(layers, case.n_chunks, topology.search.chunk_ratio)
             if len(rows):
                 fastest = float(rebuild(topology, case, rows, links).seconds.min())
-                assert lower_bound_s(topology, case) <= fastest * (1 + 1e-9)
+                # Kernels are rounded to whole nanoseconds, the bound is not.
+                assert lower_bound_s(topology, case) <= fastest * (1 + 1e-7)
                 best = min(best, fastest)
     assert explore(topology, links).best[0].seconds(links) <= 1.02 * best
 

@@ -158,6 +158,9 @@ def lower_bound_s(topology: Topology, case: Case) -> float:
         for stage, message_s in enumerate(messages_s[:-1])
     )
     bounds = [n * (forward_s + backward_s) / p + fill_s / p + last_s]
+    # The device with the longest layer (usually the last one, with the output layer) has others as well.
+    others_s = (case.chunks * least - 1) * float(layers.total_s.min())
+    bounds.append(n * slower * (float(layers.total_s.max()) + others_s))
     # One microbatch goes forward and back through all chunks; interleaved ZBV has so many on their way at most.
     turns = case.chunks * sum(messages_s[:-1]) + (0.0 if zbv else (case.chunks - 1) * sum(messages_s[-1:]))
     path_s = forward_s + float(layers.input_gradient_s.sum()) * slower + 2 * turns
@@ -300,9 +303,11 @@ def explore(topology: Topology, links: bool = False) -> Explored:
 
 
 def _group(case: Case) -> tuple[object, ...]:
-    """Cases that differ only by stages and by how these are used."""
+    """What is played together: with PP-out, cases that differ only by stages and how these are used; else one case."""
     split = case.split
-    return (*case.kind, split.tensor, split.context, split.expert, split.microbatch_sequences)
+    if case.outermost is Outermost.PP:
+        return (*case.kind, split.tensor, split.context, split.expert, split.microbatch_sequences)
+    return (*case.kind, *split, case.chunks, case.together)
 
 
 def _exploited(topology: Topology, found: Sequence[_Found], links: bool) -> list[_Found]:
