@@ -16,7 +16,16 @@ from rich.progress import track
 from rich.table import Table
 from typer.core import TyperGroup
 
-from dips.cli.plan_text import checks_text, grid_text, plan_text, replan_text, sweep_text, table_of, tradeoff_text
+from dips.cli.plan_text import (
+    checks_text,
+    explored_text,
+    grid_text,
+    plan_text,
+    replan_text,
+    sweep_text,
+    table_of,
+    tradeoff_text,
+)
 from dips.core.errors import ConfigError
 from dips.core.units import format_seconds
 from dips.local.plan_run import outcome_json, run_plan, source_of, tell, write_files
@@ -25,6 +34,8 @@ from dips.planner.costs import NS
 from dips.planner.plan import PLAN_FILES, plan_json, ready_folder, write_plan, writing
 from dips.planner.replan import Limits, read_measured, read_running, verdict_json
 from dips.planner.replan import replan as decide_to_replan
+from dips.planner.scaleacross.report import report_of
+from dips.planner.scaleacross.topology import read_topology
 from dips.planner.simulate import Timeline
 from dips.planner.sweep import cases, check_compared, draw_maps, panels
 from dips.planner.tradeoff import tradeoff as split_all_ways
@@ -134,6 +145,33 @@ def tradeoff(
         print(json.dumps(tradeoff_json(found)))
     else:
         _print(tradeoff_text(found), width=140)
+    return 0
+
+
+@app.command()
+def explore(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="TOML file with zones, buildings, routes, model; or a shipped one's name."),
+    ],
+    links: Annotated[
+        bool,
+        typer.Option("--links", help="Go by times with one message at a time on each way; else by Algorithm 1 alone."),
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """ScaleAcross Explorer: the best way to split a training over buildings and regions, among all degrees of
+    parallelism, microbatches, sizes of chunks, placements and schedules.
+
+    Prints the best configuration of each kind, what the best one spends its time on, what the next one would need, and
+    how to use the long links. Both times are printed: Algorithm 1 of the paper has no contention for a link, --links
+    searches by the planner's own model of links.
+    """
+    found = report_of(read_topology(file), links)
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        _print(explored_text(found), width=160)
     return 0
 
 
