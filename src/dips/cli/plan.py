@@ -263,14 +263,15 @@ def compare(
 
 @app.command(name="validate")
 def validate_papers(
-    paper: Annotated[str, typer.Option(help="jeeves, crosspipe, or all.")] = "all",
+    paper: Annotated[str, typer.Option(help="jeeves, crosspipe, scaleacross, or all.")] = "all",
     optimal: Annotated[
         bool, typer.Option("--optimal", help="Also CrossPipe's solved schedules: ten minutes, on two cores more.")
     ] = False,
     seconds: Annotated[float, typer.Option("--seconds", help="The solver's time for each schedule.")] = 10.0,
     as_json: AsJson = False,
 ) -> int:
-    """Published numbers of JEEVES and CrossPipe next to what the planner computes, with the error of each.
+    """Published numbers of JEEVES, CrossPipe and ScaleAcross Explorer next to what the planner computes, with the error
+    of each.
 
     Exit code 1 if a number is outside of its tolerance; numbers without one are for information. What a paper leaves
     out, and what was taken in its place, is printed above its numbers.

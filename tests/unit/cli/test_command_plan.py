@@ -188,7 +188,10 @@ def test_published_numbers_beside_ours(capsys: pytest.CaptureFixture[str], monke
         (["nowhere.toml"], "nowhere.toml is not a file that can be read"),
         (["make", FEW, "--seconds", "-1"], "-1 seconds are not a valid time for a solver: give 0 to 3600"),
         (["compare", FEW], "takes at least two files: name another one"),
-        (["validate", "--paper", "dapple"], "--paper 'dapple' is unknown: choose one of jeeves, crosspipe, all"),
+        (
+            ["validate", "--paper", "dapple"],
+            "--paper 'dapple' is unknown: choose one of jeeves, crosspipe, scaleacross, all",
+        ),
         (["validate", "--seconds", "0"], "--seconds 0 is no time"),
     ],
 )

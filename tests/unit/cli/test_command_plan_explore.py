@@ -43,6 +43,7 @@ def file(tmp_path: Path) -> Path:
 def test_the_best_why_and_the_network(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     code, out, error = told(capsys, str(file))
     assert (code, error) == (0, "")
+    out = " ".join(out.split())  # lines are as wide as the terminal
     assert "64 accelerators in 2 buildings, 64 sequences an iteration" in out
     assert "searched by Algorithm 1 as printed" in out
     assert "computing on the busiest accelerator" in out
