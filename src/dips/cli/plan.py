@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 
 from dips.cli.plan_text import (
     checks_text,
+    explored_text,
     grid_text,
     groups_text,
     plan_text,
@@ -42,6 +43,8 @@ from dips.planner.plan import PLAN_FILES, plan_json, ready_folder, write_plan, w
 from dips.planner.profile import write_profile
 from dips.planner.replan import Limits, read_measured, read_running, verdict_json
 from dips.planner.replan import replan as decide_to_replan
+from dips.planner.scaleacross.report import report_of
+from dips.planner.scaleacross.topology import read_topology
 from dips.planner.simulate import Timeline
 from dips.planner.sweep import cases, check_compared, draw_maps, panels
 from dips.planner.tradeoff import tradeoff as split_all_ways
@@ -222,6 +225,33 @@ def groups(
 
 
 @app.command()
+def explore(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="TOML file with zones, buildings, routes, model; or a shipped one's name."),
+    ],
+    links: Annotated[
+        bool,
+        typer.Option("--links", help="Go by times with one message at a time on each way; else by Algorithm 1 alone."),
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """ScaleAcross Explorer: the best way to split a training over buildings and regions, among all degrees of
+    parallelism, microbatches, sizes of chunks, placements and schedules.
+
+    Prints the best configuration of each kind, what the best one spends its time on, what the next one would need, and
+    how to use the long links. Both times are printed: Algorithm 1 of the paper has no contention for a link, --links
+    searches by the planner's own model of links.
+    """
+    found = report_of(read_topology(file), links)
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        _print(explored_text(found), width=160)
+    return 0
+
+
+@app.command()
 def replan(
     plan: Annotated[
         Path, typer.Argument(metavar="PLAN", help="The plan.json that is carried out, of dips plan FILE --out FOLDER.")
@@ -312,14 +342,15 @@ def compare(
 
 @app.command(name="validate")
 def validate_papers(
-    paper: Annotated[str, typer.Option(help="jeeves, crosspipe, spantrain, or all.")] = "all",
+    paper: Annotated[str, typer.Option(help="jeeves, crosspipe, spantrain, scaleacross, or all.")] = "all",
     optimal: Annotated[
         bool, typer.Option("--optimal", help="Also CrossPipe's solved schedules: ten minutes, on two cores more.")
     ] = False,
     seconds: Annotated[float, typer.Option("--seconds", help="The solver's time for each schedule.")] = 10.0,
     as_json: AsJson = False,
 ) -> int:
-    """Published numbers of JEEVES, CrossPipe and SpanTrain next to what the planner computes, with the error of each.
+    """Published numbers of JEEVES, CrossPipe, SpanTrain and ScaleAcross Explorer next to what the planner computes,
+    with the error of each.
 
     Exit code 1 if a number is outside of its tolerance; numbers without one are for information. What a paper leaves
     out, and what was taken in its place, is printed above its numbers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
@@ -16,6 +17,7 @@ from dips.planner.grouping import Grouping, Parts
 from dips.planner.plan import Plan, layers_of
 from dips.planner.problem import assumptions
 from dips.planner.replan import ReplanVerdict, Running
+from dips.planner.scaleacross.report import Report
 from dips.planner.simulate import Timeline
 from dips.planner.sweep import Panel, SweepRow
 from dips.planner.tradeoff import Tradeoff
@@ -257,3 +259,45 @@ def _choices_table(found: Tradeoff) -> Table:
             format_bytes(round(max(best.link_bytes.values(), default=0.0))),
         )
     return table
+
+
+def explored_text(found: Report) -> Iterator[str | Table]:
+    """ScaleAcross Explorer's choice, why, what the next one would need, and how to use the long links."""
+    explored = found.explored
+    topology, links = explored.topology, explored.links
+    yield (
+        f"{topology.model.name}, {topology.model.parameters() / 1e9:.4g}B parameters: {topology.n_accelerators} "
+        f"accelerators in {len(topology.buildings)} buildings, {topology.batch.sequences} sequences an iteration"
+    )
+    yield f"{explored.n_played} of {explored.n_cases} cases played, {explored.n_divisions} divisions into chunks"
+    yield f"searched by {'times with one message at a time on each way' if links else 'Algorithm 1 as printed'}"
+    table = table_of(
+        ("TP-CP-EP-PP-DP", "microbatch", "outermost", "replicas", "schedule", "chunks of a stage", "layers of a chunk"),
+        ("Algorithm 1", "with links", "slower by", "memory"),
+    )
+    best_s = explored.best[0].seconds(links)
+    rows = [*explored.best, *([explored.present] if explored.present is not None else [])]
+    for choice in rows:
+        case = choice.case
+        sizes = f"{min(choice.division)} to {max(choice.division)}" if len(set(choice.division)) > 1 else None
+        table.add_row(
+            str(case.split),
+            str(case.split.microbatch_sequences),
+            case.outermost,
+            case.sharding,
+            case.pipelining + (" (present)" if choice is explored.present else ""),
+            str(case.chunks),
+            sizes or str(choice.division[0]),
+            *("does not fit" if math.isinf(t) else format_seconds(t) for t in (choice.printed_s, choice.links_s)),
+            "" if math.isinf(choice.links_s) else f"{choice.seconds(links) / best_s - 1:.1%}",
+            format_bytes(round(choice.used_bytes)),
+        )
+    yield table
+    yield from found.why
+    yield "for the long links:"
+    for advice in found.advice:
+        yield f"  {advice.about}: {advice.use}"
+        yield f"    {advice.why}"
+        yield f"    rule: {advice.rule} (ScaleAcross Explorer, {advice.source})"
+    if not found.advice:
+        yield "  there are none: all accelerators are in one building"

@@ -1,0 +1,82 @@
+"""A file of `dips plan explore`: two buildings in two regions, 64 accelerators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dips.planner.scaleacross.topology import Topology, read_topology
+
+FILE = """
+[model]
+name = "llama3-8b"
+
+[accelerators]
+memory_gib = 80
+sustained_tflops = 400
+per_server = 8
+server_gbps = 3600
+network_gbps = 400
+network_latency_us = 5
+source = "here"
+
+[[zones]]
+name = "a1"
+building = "A"
+accelerators = 16
+source = "here"
+
+[[zones]]
+name = "b1"
+building = "B"
+accelerators = 16
+source = "here"
+
+[[zones]]
+name = "a2"
+building = "A"
+accelerators = 16
+source = "here"
+
+[[zones]]
+name = "b2"
+building = "B"
+accelerators = 16
+source = "here"
+
+[[buildings]]
+name = "A"
+region = "north"
+oversubscription = 2
+distance_km = 1
+source = "here"
+
+[[buildings]]
+name = "B"
+region = "south"
+oversubscription = 2
+distance_km = 1
+source = "here"
+
+[[routes]]
+ends = ["north", "south"]
+oversubscription = 8
+distance_km = 200
+source = "here"
+
+[batch]
+sequences = 64
+sequence_tokens = 8192
+source = "here"
+
+[network]
+queue_pairs = 4
+loss_rate = 0.0002
+usual_oversubscription = 3
+source = "here"
+"""
+
+
+def read(folder: Path, text: str = FILE) -> Topology:
+    file = folder / "topology.toml"
+    file.write_text(text)
+    return read_topology(file)

@@ -1,0 +1,175 @@
+"""ScaleAcross Explorer's search against all there is, and what it says about its choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.scaleacross import FILE, read
+
+from dips.planner.errors import PlanError
+from dips.planner.scaleacross.iteration import Ints, Outermost, Sharding, Split, rebuild
+from dips.planner.scaleacross.search import (
+    FACTORS,
+    cases_of,
+    catches_up,
+    choice_of,
+    counts_of_chunks,
+    even,
+    explore,
+    lower_bound_s,
+    parts_of,
+    sampled,
+    splits,
+    varied,
+)
+from dips.planner.scaleacross.topology import Topology
+
+
+def small(
+    folder: Path, layers: int = 9, oversubscription: float = 8, memory_gib: float = 80, km: float = 200
+) -> Topology:
+    """16 accelerators in two buildings of one zone each, so few layers that all divisions can be enumerated."""
+    topology = read(folder, FILE.replace("sequences = 64", "sequences = 16"))
+    given = topology.accelerators.model_copy(
+        update={"per_server": 4, "memory_gib": memory_gib, "sustained_tflops": 100.0}
+    )
+    topology = replace(
+        topology,
+        model=topology.model.model_copy(update={"layers": layers}),
+        accelerators=given,
+        zones=tuple(
+            zone.model_copy(update={"accelerators": 8}) for zone in topology.zones if zone.name in ("a1", "b1")
+        ),
+    )
+    return topology.with_routes(oversubscription, km)
+
+
+def compositions(total: int, parts: int, ratio: float) -> Ints:
+    def rows(left: int, n: int) -> Iterator[tuple[int, ...]]:
+        if n == 1:
+            yield (left,)
+            return
+        for first in range(1, left - n + 2):
+            for rest in rows(left - first, n - 1):
+                yield (first, *rest)
+
+    @cache
+    def found() -> Ints:
+        return np.array([row for row in rows(total, parts) if max(row) <= ratio * min(row)], np.int64)
+
+    return found()
+
+
+@pytest.mark.parametrize("links", [False, True])
+@pytest.mark.parametrize(
+    ("layers", "oversubscription", "km"), [(6, 1, 0), (7, 8, 10), (8, 64, 200), (9, 4, 1000), (8, 1000, 0)]
+)
+def test_the_best_is_within_2_percent_of_all(
+    tmp_path: Path, layers: int, oversubscription: float, km: float, links: bool
+) -> None:
+    topology = small(tmp_path, layers, oversubscription, km=km)
+    best = np.inf
+    for split in splits(topology):
+        for case in cases_of(topology, split):
+            rows = compositions(layers, case.n_chunks, topology.search.chunk_ratio)
+            if len(rows):
+                fastest = float(rebuild(topology, case, rows, links).seconds.min())
+                # Kernels are rounded to whole nanoseconds, the bound is not.
+                assert lower_bound_s(topology, case) <= fastest * (1 + 1e-7)
+                best = min(best, fastest)
+    assert explore(topology, links).best[0].seconds(links) <= 1.02 * best
+
+
+def test_it_is_deterministic_and_follows_the_seed(tmp_path: Path) -> None:
+    topology = small(tmp_path, 12)
+    a, b = explore(topology), explore(topology)
+    assert (a.best, a.n_divisions) == (b.best, b.n_divisions)
+    other = explore(replace(topology, search=topology.search.model_copy(update={"seed": 1})))
+    assert other.best[0].printed_s == pytest.approx(a.best[0].printed_s, rel=0.02)
+
+
+def test_the_best_of_each_kind_the_fastest_first(tmp_path: Path) -> None:
+    found = explore(small(tmp_path), links=True)
+    times = [choice.links_s for choice in found.best]
+    assert times == sorted(times)
+    assert len({choice.case.kind for choice in found.best}) == len(found.best)
+    assert {choice.case.outermost for choice in found.best} == set(Outermost)
+    for choice in found.best:
+        assert sum(choice.division) == 9
+        assert max(choice.division) <= 3 * min(choice.division)
+        assert choice.printed_s <= choice.links_s
+        assert choice.used_bytes <= 80 * 2**30
+        split = choice.case.split
+        assert split.tensor * split.context * split.pipeline * split.data == 16
+
+
+def test_one_building_has_no_placement(tmp_path: Path) -> None:
+    topology = small(tmp_path)
+    alone = replace(
+        topology,
+        buildings=topology.buildings[:1],
+        routes=(),
+        zones=(topology.zones[0].model_copy(update={"accelerators": 16}),),
+    )
+    assert {choice.case.kind[:2] for choice in explore(alone).best} == {(Outermost.DP, Sharding.FSDP)}
+
+
+def test_too_little_memory(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"no configuration of .* fits in memory_gib = 1 and in the buildings"):
+        explore(small(tmp_path, memory_gib=1))
+
+
+def test_parts_add_up(tmp_path: Path) -> None:
+    topology = small(tmp_path)
+    for choice in explore(topology, links=True).best:
+        parts = parts_of(topology, choice, links=True)
+        assert sum(parts) == pytest.approx(choice.links_s)
+        assert parts.computing_s > 0
+        assert min(parts) >= 0
+
+
+def test_the_bandwidth_at_which_another_is_as_fast(tmp_path: Path) -> None:
+    """Narrow ways between buildings suit one placement, wide ones the other."""
+    topology = small(tmp_path, oversubscription=200)
+    best, *others = explore(topology, links=True).best
+    for other in others:
+        found = catches_up(topology, best, other, links=True)
+        if found is None:
+            continue
+        factor, more = found
+        changed = topology.with_bandwidth(factor if more else 1 / factor)
+        a, b = (choice_of(changed, one.case, one.division).links_s for one in (best, other))
+        assert b <= a
+    slowest = max(others, key=lambda choice: choice.links_s)
+    assert catches_up(topology, slowest, best, links=True) == (FACTORS[0], True)
+
+
+def test_the_default_degrees(tmp_path: Path) -> None:
+    """TP is the accelerators of a server; a part of a sequence has 2,048 tokens at least."""
+    found = list(splits(read(tmp_path)))
+    assert {split.tensor for split in found} == {8}
+    assert {split.context for split in found} == {1, 2, 4}
+    assert {split.expert for split in found} == {1}
+    assert Split(8, 1, 1, 2, 4, 2) in found
+
+
+def test_counts_of_chunks() -> None:
+    assert counts_of_chunks(9, 2) == [1, 2, 3, 4]
+    assert counts_of_chunks(62, 2) == [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 31]
+
+
+def test_divisions_keep_their_layers_and_their_ratio() -> None:
+    rng = np.random.default_rng(0)
+    rows = sampled(50, 8, 3.0, 100, rng)
+    more = varied(rows, 3.0, 20, rng)
+    assert len(rows) >= 90
+    assert even(50, 8) in rows.tolist()
+    for found in (rows, more):
+        assert (found.sum(axis=1) == 50).all()
+        assert (found.max(axis=1) <= 3 * found.min(axis=1)).all()
+    assert sampled(8, 8, 3.0, 100, rng).tolist() == [[1] * 8]

@@ -1,0 +1,124 @@
+"""Zones, buildings, regions, and the traffic formulas of ScaleAcross Explorer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.scaleacross import FILE, read
+
+from dips.core.errors import ConfigError
+from dips.planner.model import read_model
+from dips.planner.scaleacross import traffic
+from dips.planner.scaleacross.topology import Way, read_topology, shipped_topologies
+
+
+def test_ways_follow_servers_zones_buildings_and_regions(tmp_path: Path) -> None:
+    topology = read(tmp_path)
+    assert [zone.name for zone in topology.zones] == ["a1", "a2", "b1", "b2"]
+    assert topology.way(0, 7) == Way(450e9, 0.0)
+    assert topology.way(0, 8) == Way(50e9, 5e-6)
+    assert topology.way(0, 16) == pytest.approx(Way(25e9, 10e-6))
+    assert topology.way(0, 32) == pytest.approx(Way(6.25e9, 1005e-6))
+    assert topology.slowest([(0, 7), (0, 16), (0, 8)]) == topology.way(0, 16)
+
+
+def test_ten_kilometres_are_50_us(tmp_path: Path) -> None:
+    topology = read(tmp_path)
+    near, far = topology.with_routes(distance_km=0), topology.with_routes(distance_km=10)
+    assert far.way(0, 32).latency_s - near.way(0, 32).latency_s == pytest.approx(50e-6)
+
+
+def test_a_route_of_two_buildings_precedes_that_of_their_regions(tmp_path: Path) -> None:
+    more = '\n[[routes]]\nends = ["B", "A"]\noversubscription = 4\ndistance_km = 3\nsource = "here"\n'
+    topology = read(tmp_path, FILE + more)
+    assert topology.route(0, 1).oversubscription == 4
+    longest = topology.longest()
+    assert longest is not None
+    assert longest.distance_km == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ('ends = ["north", "south"]', 'ends = ["north", "B"]', r"\[\[routes\]\] 1: ends = .* are neither"),
+        ('building = "B"', 'building = "C"', r"\[\[zones\]\] 2: building = 'C' is none: choose one of A, B"),
+        ('"a2"\nbuilding = "A"\naccelerators = 16', '"a2"\nbuilding = "A"\naccelerators = 8',
+         r"\[\[zones\]\] 3: accelerators = 8, those before have 16"),
+        ('name = "a2"\nbuilding = "A"', 'name = "a2"\nbuilding = "B"', "B has 3 zones, A has 1: give each building"),
+        ('name = "b1"', 'name = "a1"', r"\[\[zones\]\]: name = 'a1' is there twice"),
+        ("per_server = 8", "per_server = 12", r"accelerators = 16 are no whole servers of 12"),
+        ('region = "south"', 'region = "A"', "'A' is a building and a region"),
+        ('ends = ["north", "south"]', 'ends = ["north", "north"]', r"no \[\[routes\]\] from A to B: add one"),
+        ("distance_km = 200", "distance_km = -1", "distance_km"),
+        ('oversubscription = 8\ndistance_km = 200\nsource = "here"', "oversubscription = 8\ndistance_km = 200",
+         r"\[\[routes\]\] 1.*source"),
+        ("[batch]", "[bath]", "'bath' is unknown"),
+        ("loss_rate = 0.0002", "loss_rate = 2", "loss_rate"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(tmp_path: Path, before: str, after: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read(tmp_path, FILE.replace(before, after, 1))
+
+
+def test_a_number_without_a_source_is_refused(tmp_path: Path) -> None:
+    text = FILE.replace(
+        'oversubscription = 8\ndistance_km = 200\nsource = "here"',
+        'oversubscription = 8\ndistance_km = 200\n[routes.source]\ndistance_km = "a map"',
+    )
+    with pytest.raises(ConfigError, match="source does not name oversubscription"):
+        read(tmp_path, text)
+
+
+def test_the_shipped_topologies_can_be_read() -> None:
+    found = {name: read_topology(name) for name in shipped_topologies()}
+    assert {name: topology.n_accelerators for name, topology in found.items()} == {
+        "scaleacross-17b-dense": 64,
+        "scaleacross-40b-moe": 128,
+    }
+    for topology in found.values():
+        assert topology.model.parameters() / 1e9 == pytest.approx(float(topology.model.name.split("B")[0]), rel=0.03)
+
+
+def test_an_unknown_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere is not a file that can be read, and none of the shipped topologies"):
+        read_topology("nowhere")
+
+
+# ---- traffic ----
+
+
+def test_the_formulas_of_section_3_1() -> None:
+    dense = read_model("llama3-8b")
+    assert traffic.message_bytes(dense, 8192, 4, 8, 2) == 2 * (4096 / 8) * (8192 / 2) * 4
+    assert traffic.messages_each_way(11, 25) == 275
+    assert traffic.exchanged_elements(dense, 0, 8, 1) == (4 * 4096**2 + 3 * 4096 * 14336) / 8
+    experts = read_model("mixtral-8x7b")
+    assert traffic.exchanged_elements(experts, 0, 4, 2) == (4 * 4096**2 + 3 * 4096 * 14336 * 8 / 2) / 4
+
+
+def test_collectives_crossings_and_queue_pairs() -> None:
+    assert traffic.collectives(31) == 62
+    assert [traffic.crossings_in_a_loop(c) for c in (1, 2, 3)] == [2, 6, 10]
+    assert [traffic.crossings_in_a_v(c) for c in (1, 2, 3)] == [2, 4, 6]
+    assert traffic.sprayed_bytes_per_s(1e-3) * 8 / 1e9 == pytest.approx(16.777216)
+    assert traffic.sprayed_bytes_per_s(50e-6) * 8 / 1e9 == pytest.approx(335.54432)
+
+
+def test_a_message_is_never_faster_than_its_size_over_the_latency() -> None:
+    for size in (1.0, 1e6, 1e9):
+        for latency_s in (50e-6, 1e-3):
+            assert size / Way(1e15, latency_s).message_s(size) <= size / latency_s
+
+
+def test_a_ring_of_many_members_is_bound_by_latency() -> None:
+    assert traffic.ring_s(8e6, 1, 1e9, 1.0) == 0
+    assert traffic.ring_s(8e6, 4, 1e9, 0.0) == pytest.approx(6e-3)
+    assert traffic.ring_s(8e6, 1024, 1e12, 1e-3) == pytest.approx(1.023, rel=1e-3)
+
+
+def test_a_lost_packet_costs_its_message_a_round_trip() -> None:
+    assert traffic.retransmission_s(10, 4096, 0.5, 4096, 2e-3) == pytest.approx(10 * 0.5 * 2e-3)
+    assert traffic.retransmission_s(10, 4097, 0.5, 4096, 2e-3) == pytest.approx(10 * 0.75 * 2e-3)
+    assert traffic.retransmission_s(10, 1e6, 0.0, 4096, 2e-3) == 0
