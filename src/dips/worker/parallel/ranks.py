@@ -46,11 +46,6 @@ class Ranks:
         """The group in which parameters are exchanged, on the training thread."""
         self._short = torch.zeros(SHORT_BYTES, dtype=torch.uint8)
         self._short_bytes = self._short.numpy().data
-        # Kept between meetings: with new memory each time a meeting takes a third more processor time.
-        self._mine = torch.zeros(0, dtype=torch.float64)
-        self._rows: list[torch.Tensor] = []
-        self._from_leader, self._to_the_leader = dist.BroadcastOptions(), dist.GatherOptions()
-        self._from_leader.rootRank = self._to_the_leader.rootRank = LEADER
 
     @property
     def is_leader(self) -> bool:
@@ -90,19 +85,12 @@ class Ranks:
 
     def report(self, numbers: Sequence[float]) -> list[list[float]]:
         """Send some numbers, as many on each rank, to the leader; returns all ranks' there, and nothing elsewhere."""
-        if self._mine.numel() != len(numbers):
-            self._mine = torch.zeros(len(numbers), dtype=torch.float64)
-            self._rows = self._room_for(self._mine)
-        self._mine.numpy()[:] = numbers
-        self._to_leader(self._mine, self._rows)
-        return [row.tolist() for row in self._rows]
+        rows: list[list[float]] = self._to_leader(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        return rows
 
     def report_bytes(self, mine: bytes, n_bytes: int) -> list[bytes]:
         """Likewise with bytes, padded with zeros to n_bytes, which is the same on each rank."""
-        padded = _padded(mine, n_bytes)
-        rows = self._room_for(padded)
-        self._to_leader(padded, rows)
-        return [_bytes(row) for row in rows]
+        return [_bytes(row) for row in self._to_leader(_padded(mine, n_bytes))]
 
     def copy(self, tensor: torch.Tensor, ranks: Sequence[int]) -> None:
         """Overwrite the tensor of all these ranks with the first one's; they have one shape and type. Called on these
@@ -134,18 +122,20 @@ class Ranks:
         gloo = dist.distributed_c10d.ProcessGroupGloo(store, self.rank, self.n_ranks, timeout=PATIENCE)
         return cast(dist.ProcessGroup, gloo)  # it has the same collectives, which torch's stubs do not know
 
-    def _room_for(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """On the leader, room for a row from each rank; elsewhere, none."""
-        return [torch.empty_like(mine) for _ in range(self.n_ranks if self.is_leader else 0)]
-
-    def _to_leader(self, mine: torch.Tensor, rows: list[torch.Tensor]) -> None:
-        """Send a row to the leader, which gets all of them; rows: from _room_for()."""
+    def _to_leader(self, mine: torch.Tensor) -> torch.Tensor:
+        """On the leader, a row from each rank; elsewhere, no rows."""
+        rows = mine.new_empty(self.n_ranks if self.is_leader else 0, mine.numel())
+        options = dist.GatherOptions()
+        options.rootRank = LEADER
         with self._others() as group:
-            group.gather([rows] if self.is_leader else [], [mine], self._to_the_leader).wait()
+            group.gather([list(rows)] if self.is_leader else [], [mine], options).wait()
+        return rows
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = LEADER
         with self._others() as group:
-            group.broadcast([tensor], self._from_leader).wait()
+            group.broadcast([tensor], options).wait()
 
     @contextlib.contextmanager
     def _others(self) -> Iterator[dist.ProcessGroup]:
