@@ -14,6 +14,8 @@ added       the most memory that a rank had (resident), less that of the same ra
             the largest of the ranks. model: what `dips size` says for it, without checkpoints, as a cluster has it
             whose training waits for its pushes and pulls.
 goal        the Nth part of what is added to one rank, 50 MB, and the rank's shard of the largest tensor
+private     likewise, of the memory that is the rank's own alone: without pages of libraries and other files, which the
+            ranks of a machine share; looked at every 20 ms. Its goal is by what is added to one rank's private memory.
 
 Other work on the machine lengthens a round: each job waits up to --gate seconds for a moment with less than --foreign
 processors of it. Nothing here judges a number. Needs root, for the namespaces; without, it says so and exits with
@@ -36,6 +38,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from quiet import Gate
 from shaped import LAN, Cable, NotPossible, ShapedNet
@@ -78,8 +81,17 @@ class Row:
     added_bytes: int
     model_bytes: int
     goal_bytes: int
+    private_bytes: int
+    private_goal_bytes: int
     push_faster: float
     pull_faster: float
+
+
+class Memory(NamedTuple):
+    """The most that a process had, in bytes: as flows/rank_job.py prints it."""
+
+    resident: int
+    private: int
 
 
 # ---- processes ----
@@ -175,14 +187,14 @@ def serve(here: Stage, folder: Path, n_slaves: int, n_params: int) -> str:
     return address
 
 
-def run_job(here: Stage, n_ranks: int, width: int, n_steps: int, within_s: float, **variables: str) -> list[int]:
-    """The most memory that each rank of a job had, in bytes."""
+def run_job(here: Stage, n_ranks: int, width: int, n_steps: int, within_s: float, **variables: str) -> list[Memory]:
+    """The most memory that each rank of a job had."""
     store = f"tcp://{here.net.lan_address('r0')}:{STORE_PORT}"
     started = [
         here.start(name, JOB, rank, n_ranks, store, width, LAYERS, n_steps, GLOO_SOCKET_IFNAME=LAN, **variables)
         for rank, name in enumerate(names("r", n_ranks))
     ]
-    return [int(json.loads(here.end_of(each, within_s))["peak_bytes"]) for each in started]
+    return [Memory(**json.loads(here.end_of(each, within_s))) for each in started]
 
 
 def rounds_of(tape: Path) -> tuple[list[float], list[float]]:
@@ -208,10 +220,13 @@ def measure(n_ranks: int, options: argparse.Namespace) -> Row:
         variables = {"DIPS_MASTER": address, "DIPS_CLUSTER": "a", "DIPS_INSECURE": "1", "DIPS_WORKER_TAPE": str(tape)}
         shared = run_job(here, n_ranks, width, options.rounds, within_s, **variables)
         pushes, pulls = rounds_of(tape)
-    added = max(with_it - without for with_it, without in zip(shared, alone, strict=True))
+    pairs = list(zip(shared, alone, strict=True))
+    added = max(with_it.resident - without.resident for with_it, without in pairs)
+    private = max(with_it.private - without.private for with_it, without in pairs)
     model = size_of_rank(n_params, n_ranks, options.slaves)
     push_s, pull_s = statistics.median(pushes), statistics.median(pulls)
-    return Row(n_ranks, n_params, push_s, pull_s, len(pushes), max(alone), added, model, 0, 1.0, 1.0)
+    most_alone = max(each.resident for each in alone)
+    return Row(n_ranks, n_params, push_s, pull_s, len(pushes), most_alone, added, model, 0, private, 0, 1.0, 1.0)
 
 
 def size_of_rank(n_params: int, n_ranks: int, n_slaves: int) -> int:
@@ -227,14 +242,17 @@ def size_of_rank(n_params: int, n_ranks: int, n_slaves: int) -> int:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """With what needs the first one: how much faster the others are, and the goal for what is added to them."""
+    """With what needs the first one: how much faster the others are, and the goals for what is added to them."""
     first = rows[0]
     found = []
     for row in rows:
-        tensor = 4 * row.params // LAYERS
-        goal = first.added_bytes * first.ranks // row.ranks + CODE_BYTES + tensor // row.ranks
+        beside = CODE_BYTES + 4 * row.params // LAYERS // row.ranks
+        goals = (first.ranks * of_first // row.ranks + beside for of_first in (first.added_bytes, first.private_bytes))
+        goal, private_goal = goals
         faster = first.push_s / row.push_s, first.pull_s / row.pull_s
-        found.append(replace(row, goal_bytes=goal, push_faster=faster[0], pull_faster=faster[1]))
+        found.append(
+            replace(row, goal_bytes=goal, private_goal_bytes=private_goal, push_faster=faster[0], pull_faster=faster[1])
+        )
     return found
 
 
@@ -300,11 +318,16 @@ def _table(setting: Mapping[str, object], rows: Sequence[Row]) -> str:
         "added MiB",
         "model MiB",
         "goal MiB",
+        "private",
+        "goal",
     )
     lines.append("".join(f"{name:>11}" for name in head))
     for row in rows:
         times = f"{row.push_s:>11.2f}{row.push_faster:>11.2f}{row.pull_s:>11.2f}{row.pull_faster:>11.2f}"
-        sizes = (row.alone_bytes, row.added_bytes, row.model_bytes, row.goal_bytes)
+        sizes = (
+            *(row.alone_bytes, row.added_bytes, row.model_bytes, row.goal_bytes),
+            *(row.private_bytes, row.private_goal_bytes),
+        )
         lines.append(f"{row.ranks:>11}{row.params / 1e6:>10.1f}M{times}" + "".join(f"{n / MIB:>11.0f}" for n in sizes))
     return "\n".join(lines)
 

@@ -2,13 +2,15 @@
 
     python rank_job.py RANK N_RANKS STORE WIDTH LAYERS STEPS    (STORE: tcp://HOST:PORT of rank 0)
 
-It prints, in JSON, the most memory that the process had: resident bytes.
+It prints, in JSON, the most memory that the process had: resident bytes, and those of them that are its own alone and
+not pages of a file (of a library, say), which the processes of a machine share.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -40,14 +42,35 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     return data.to_local() if isinstance(data, DTensor) else data
 
 
-def peak_bytes() -> int:
-    """Resident, since the process began."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+def status_bytes(name: str) -> int:
+    """A row of /proc/self/status."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
     return int(line.split()[1]) << 10
+
+
+class PrivateMemory(threading.Thread):
+    """Looks at the private memory every 20 ms: the system keeps no peak of it."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._ends = threading.Event()
+        self._peak_bytes = 0
+
+    def run(self) -> None:
+        while not self._ends.wait(0.02):
+            self._peak_bytes = max(self._peak_bytes, status_bytes("RssAnon"))
+
+    def end(self) -> int:
+        """The most that it had."""
+        self._ends.set()
+        self.join()
+        return self._peak_bytes
 
 
 def main(rank: int, n_ranks: int, store: str, width: int, n_layers: int, n_steps: int) -> None:
     torch.set_num_threads(1)
+    private = PrivateMemory()
+    private.start()
     if n_ranks > 1:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=n_ranks)
     model = make(width, n_layers, n_ranks)
@@ -57,7 +80,7 @@ def main(rank: int, n_ranks: int, store: str, width: int, n_layers: int, n_steps
             for parameter in model.parameters():
                 local(parameter).add_(1e-3)
             optimizer.step()
-    print(json.dumps({"peak_bytes": peak_bytes()}), flush=True)
+    print(json.dumps({"resident": status_bytes("VmHWM"), "private": private.end()}), flush=True)
     if n_ranks > 1:
         dist.destroy_process_group()
 
