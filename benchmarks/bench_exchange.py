@@ -4,8 +4,9 @@ For each parallelism, collect (before a push) and spread (after a pull) of a tra
 this machine, float32 in host memory, one thread for each rank. The floor is a copy of the rank's share in memory, and
 gloo's all_to_all of as many bytes as the exchange sends, one after the other; all in turn, the fastest of the repeats.
 The second table is what a meeting of the ranks between two steps costs each of them where nothing is to be exchanged:
-their reports to the leader, and its word that training goes on. The last table has no ranks: it is the time of the
-plan of an exchange for large clusters, on one rank of these. Nothing here judges a number.
+their reports to the leader, and its answer that training goes on; beside it, gloo's collectives alone. The last table
+has no ranks: it is the time of the plan of an exchange for large clusters, on one rank of these. Nothing here judges a
+number.
 
     python benchmarks/bench_exchange.py [--ranks N] [--width W] [--layers L] [--repeats R] [--quick] [--json]
 
@@ -37,7 +38,7 @@ from dips.worker.parallel.exchange import Exchange
 from dips.worker.parallel.meetings import Report, tally
 from dips.worker.parallel.orders import GoOn, from_bytes, to_bytes
 from dips.worker.parallel.ownership import Piece, copies_to_holders, copies_to_owners, shares_of_ranks
-from dips.worker.parallel.ranks import Ranks, ranks_here
+from dips.worker.parallel.ranks import SHORT_BYTES, Ranks, ranks_here
 
 UNIT_BYTES = 1 << 20
 
@@ -82,11 +83,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Of one rank; medians over batches of meetings. processor_s: of all of its threads, gloo's too."""
+    """Of one rank; medians over batches of meetings. processor_s: of all of its threads, gloo's too. gloo_processor_s:
+    of a gather and a broadcast of as many bytes alone.
+    """
 
     rank: int
     took_s: float
     processor_s: float
+    gloo_processor_s: float
 
 
 Found = tuple[list[Row], list[Meeting]]
@@ -190,22 +194,33 @@ def exchanged(
 def meeting(ranks: Ranks, group: dist.ProcessGroup) -> Meeting:
     """What one costs this rank; call it on all of them."""
     report, order = Report(steps=1, tokens=4096, loss_sum=4096.0, loss_tokens=4096).numbers(), to_bytes(GoOn())
-    took_s: list[float] = []
-    processor_s: list[float] = []
+    rows = [torch.zeros(len(report), dtype=torch.float64) for _ in range(ranks.n_ranks)]
+    word = torch.zeros(SHORT_BYTES, dtype=torch.uint8)
+
+    def meet() -> None:
+        said = ranks.report(report)
+        if ranks.is_leader:
+            tally([Report.of_numbers(numbers) for numbers in said], range(ranks.n_ranks))
+            ranks.say(order)
+        else:
+            from_bytes(ranks.hear())
+
+    def gloo() -> None:
+        dist.gather(rows[0], rows if ranks.is_leader else None, 0, group)
+        dist.broadcast(word, 0, group)
+
+    took: dict[Callable[[], None], list[tuple[float, float]]] = {meet: [], gloo: []}
     for _ in range(BATCHES):
-        dist.barrier(group)
-        began_s, used_s = time.perf_counter(), time.process_time()
-        for _ in range(MEETINGS):
-            said = ranks.report(report)
-            if ranks.is_leader:
-                tally([Report.of_numbers(numbers) for numbers in said], range(ranks.n_ranks))
-                ranks.say(order)
-            else:
-                from_bytes(ranks.hear())
-        took_s.append((time.perf_counter() - began_s) / MEETINGS)
-        processor_s.append((time.process_time() - used_s) / MEETINGS)
+        for work, times in took.items():
+            dist.barrier(group)
+            began_s, used_s = time.perf_counter(), time.process_time()
+            for _ in range(MEETINGS):
+                work()
+            times.append(((time.perf_counter() - began_s) / MEETINGS, (time.process_time() - used_s) / MEETINGS))
     ranks.close()
-    return Meeting(ranks.rank, statistics.median(took_s), statistics.median(processor_s))
+    took_s, processor_s = map(statistics.median, zip(*took[meet], strict=True))
+    _, gloo_s = map(statistics.median, zip(*took[gloo], strict=True))
+    return Meeting(ranks.rank, took_s, processor_s, gloo_s)
 
 
 def on_ranks(n_ranks: int, layout: Layout, repeats: int) -> Found:
@@ -276,9 +291,10 @@ def main() -> int:
     for r in rows:
         times = f"{1e3 * r.exchange_s:>8.1f}{1e3 * r.copy_s:>10.1f}{1e3 * r.all_to_all_s:>10.1f}"
         print(f"{r.kind + ' ' + r.way:<16}{r.sent:>8.3f}{times}{r.of_floor:>10.2f}")
-    print(f"{'meeting':<16}{'ms':>8}{'processor ms':>14}")
+    print(f"{'meeting':<16}{'ms':>8}{'processor ms':>14}{'gloo alone':>12}")
     for m in meetings:
-        print(f"{f'rank {m.rank}':<16}{1e3 * m.took_s:>8.3f}{1e3 * m.processor_s:>14.3f}")
+        times = f"{1e3 * m.took_s:>8.3f}{1e3 * m.processor_s:>14.3f}{1e3 * m.gloo_processor_s:>12.3f}"
+        print(f"{f'rank {m.rank}':<16}{times}")
     print(
         f"{'plan':<16}{'ranks':>8}{'elems':>10}{'shares s':>10}{'copies s':>10}{'copies':>10}{'largest':>9}{'sent':>16}"
     )
