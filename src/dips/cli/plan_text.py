@@ -21,7 +21,7 @@ from dips.planner.scaleacross.report import Report
 from dips.planner.simulate import Timeline
 from dips.planner.sweep import Panel, SweepRow
 from dips.planner.tradeoff import Tradeoff
-from dips.planner.validation import PaperCheck
+from dips.planner.validation.checks import PaperCheck
 
 WIDEST = 400
 """Cells of time that a timeline has in a line."""

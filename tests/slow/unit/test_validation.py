@@ -7,18 +7,10 @@ import pytest
 from dips.planner.cluster import read_setup
 from dips.planner.errors import PlanError
 from dips.planner.problem import RELEASED_BY_INPUT_GRADIENT, Problem
-from dips.planner.validation import (
-    TABLE_5,
-    TABLE_6,
-    PaperCheck,
-    all_checks,
-    dapple_ns,
-    each_s,
-    figure_8,
-    holds,
-    inside_ns,
-    within,
-)
+from dips.planner.validation import all_checks
+from dips.planner.validation.checks import PaperCheck, holds, within
+from dips.planner.validation.crosspipe import TABLE_5, TABLE_6, each_s, figure_8
+from dips.planner.validation.jeeves import dapple_ns, inside_ns
 
 
 def test_all_binding_numbers_are_kept() -> None:
@@ -36,7 +28,7 @@ def test_all_binding_numbers_are_kept() -> None:
 
 
 def test_what_does_not_hold_of_scaleacross_explorer() -> None:
-    """What docs/planner.md says: with what was assumed beforehand these orderings come out the other way."""
+    """What docs/planner/validation.md says: with what was assumed beforehand these orderings come out the other way."""
     missed: dict[str, list[str]] = {}
     for check in all_checks("scaleacross"):
         if check.what.endswith(": DOES NOT HOLD"):
@@ -70,7 +62,7 @@ def test_zb_v_and_zb_h1_tie_at_latency_alone() -> None:
 
 
 def test_with_halves_two_numbers_of_table_5_were_missed() -> None:
-    """What docs/planner.md says of the first choice."""
+    """What docs/planner/validation.md says of the first choice."""
     setup = read_setup("crosspipe-m70-2dc-twice")
     errors = []
     for latency, published in ((0.25, 0.144), (2, 0.145)):

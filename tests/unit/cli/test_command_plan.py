@@ -12,7 +12,7 @@ from support.repository import ROOT
 from dips.cli import main
 from dips.cli import plan as command_plan
 from dips.planner.schedules.fixed import zb_h1
-from dips.planner.validation import PaperCheck
+from dips.planner.validation.checks import PaperCheck
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
