@@ -20,10 +20,10 @@ from typer.core import TyperGroup
 
 from dips.cli.plan_text import (
     checks_text,
+    decision_text,
     explored_text,
     grid_text,
     groups_text,
-    plan_text,
     replan_text,
     sweep_text,
     table_of,
@@ -34,6 +34,7 @@ from dips.core.units import format_seconds
 from dips.local.plan_calibrate import calibrate as fit_to_run
 from dips.local.plan_calibrate import calibrated_profile, calibration_json, calibration_lines
 from dips.local.plan_run import outcome_json, run_plan, source_of, tell, write_files
+from dips.local.plan_systems import System, decide, decision_json
 from dips.planner import api
 from dips.planner.calibration import interval_text
 from dips.planner.cluster import read_setup
@@ -295,6 +296,10 @@ def replan(
 @app.command()
 def make(
     file: SetupFile,
+    systems: Annotated[
+        list[System] | None,
+        typer.Option("--system", metavar="NAME", help=f"Ask this one only, of {', '.join(System)}; may be repeated."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where the plan's files go; none: only print.")
     ] = None,
@@ -304,17 +309,30 @@ def make(
     sensitivity: Annotated[bool, typer.Option(help="Also say what would help most.")] = True,
     as_json: AsJson = False,
 ) -> int:
-    """The best schedule for a file's sites, links and model: how long an iteration takes, memory of each stage,
-    bytes of each link, what else was tried, what would help most.
+    """How to train a file's model over its sites and links: which system to use, and why.
 
-    `dips plan FILE` is short for `dips plan make FILE`. With --out, writes plan.json, plan.csv (for torch's pipeline
-    runtime), trace.json (for Perfetto), timeline.svg and timeline.png.
+    All systems are asked: JEEVES and CrossPipe for the order of a pipeline's operations, SpanTrain for groups of
+    devices with layers and microbatches of their own, ScaleAcross Explorer for all degrees of parallelism; and Di-PS
+    for a cluster at each site that trains by itself. Then the best plan for the pipelines that the file describes: how
+    long an iteration takes, memory of each stage, bytes of each link, what else was tried, what would help most.
+
+    `dips plan FILE` is short for `dips plan make FILE`. With --out, writes the plan of these pipelines: plan.json,
+    plan.csv (for torch's pipeline runtime), trace.json (for Perfetto), timeline.svg and timeline.png.
     """
-    plan = api.make(file, out=out, seconds=solver_s, sensitivity=sensitivity)
+    problem = api.pose(file, solver_s)
+    if out is not None:
+        ready_folder(out)
+    decision = decide(problem, tuple(dict.fromkeys(systems or System)), sensitivity)
+    if out is not None:
+        if decision.plan is None:
+            reasons = "; ".join(no.why for no in decision.refused) or "neither jeeves nor crosspipe was asked"
+            raise ConfigError(f"--out {out}: there is no plan of the file's pipelines to write: {reasons}")
+        write_plan(decision.plan, out)
     if as_json:
-        print(json.dumps(plan_json(plan)))
+        whole = {} if decision.plan is None else plan_json(decision.plan)
+        print(json.dumps(whole | decision_json(decision)))
     else:
-        _print(plan_text(plan), _written(out, PLAN_FILES))
+        _print(decision_text(decision), _written(out, PLAN_FILES))
     return 0
 
 

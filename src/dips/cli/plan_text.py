@@ -10,6 +10,8 @@ from rich import box
 from rich.table import Table
 
 from dips.core.units import format_bytes, format_seconds
+from dips.local.plan_clusters import AsynchronousClusters, rounds_text
+from dips.local.plan_systems import CANNOT_SEE, Decision
 from dips.planner.calibration import calibration_text, interval_text
 from dips.planner.candidates import Candidate
 from dips.planner.costs import NS
@@ -41,6 +43,39 @@ def table_of(left: Sequence[str], right: Sequence[str] = ()) -> Table:
 
 def _named(name: str, sharing: str) -> str:
     return f"{name}, {SHARING[sharing]}" if SHARING[sharing] else name
+
+
+def decision_text(decision: Decision) -> Iterator[str | Table]:
+    """Which system to use and why, all answers, and the plan of the file's pipelines."""
+    use = decision.use
+    if len(decision.answers) + len(decision.refused) > 1:
+        yield f"use {use.system.value}: {use.what}"
+        yield from (f"  {sentence}" for sentence in decision.why)
+        yield _systems_table(decision)
+    for answer in decision.answers:
+        yield f"{answer.system.value} cannot see: {CANNOT_SEE[answer.system]}"
+    for no in decision.refused:
+        yield f"{no.system.value} has no answer: {no.why}"
+    for answer in decision.answers:
+        if isinstance(answer.found, AsynchronousClusters):
+            yield from rounds_text(answer.found)
+    if decision.plan is not None:
+        yield ""
+        yield from plan_text(decision.plan)
+
+
+def _systems_table(decision: Decision) -> Table:
+    table = table_of(("system", "how"), ("iteration", "tokens/s", "of the best"))
+    best = decision.answers[0].tokens_per_s
+    for answer in decision.answers:
+        table.add_row(
+            answer.system.value,
+            answer.what,
+            "asynchronous" if answer.iteration_s is None else format_seconds(answer.iteration_s),
+            f"{answer.tokens_per_s:,.0f}",
+            f"{answer.tokens_per_s / best:.1%}",
+        )
+    return table
 
 
 def plan_text(plan: Plan) -> Iterator[str | Table]:

@@ -38,7 +38,7 @@ MOST_BLOCKS = 1 << 16
 MOST_MESSAGES = 1 << 18
 """The largest stages x microbatches x replicas: their messages take turns on a link."""
 
-TABLES = ("model", "sites", "links", "training", "profile", "options")
+TABLES = ("model", "sites", "links", "training", "profile", "options", "asynchronous")
 
 
 class Site(Sourced):
@@ -173,6 +173,25 @@ class PlanOptions(Knobs):
     blocking: bool = Field(default=False, description="whether a sender waits for the last message's acknowledgement")
 
 
+class Asynchronous(Knobs):
+    """What is assumed where each site is a cluster of its own under Di-PS, which pushes what it has learned."""
+
+    sync_every: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        default=64, description="inner steps between two pushes"
+    )
+    overlap: Literal["none", "push", "full"] = Field(
+        default="none", description="what clusters train through, as the master's"
+    )
+    wire: Literal["float32", "bfloat16", "int8", "int4"] = Field(
+        default="float32", description="how pushes are written"
+    )
+    slaves: Annotated[int, Field(ge=1, le=1024)] = Field(default=8, description="slaves that share the model")
+    more_tokens: Annotated[float, Field(ge=1, le=100)] = Field(
+        default=1.5,
+        description="times as many tokens as synchronous training until the same loss: an assumption, measure it",
+    )
+
+
 @dataclass(frozen=True)
 class ClusterFile:
     """The content of a whole file."""
@@ -184,6 +203,7 @@ class ClusterFile:
     training: Training
     profile: Profile | None
     options: PlanOptions
+    asynchronous: Asynchronous
 
     def link(self, sender: str, receiver: str, needed: str = "which neighbouring stages need") -> Link:
         """The link between two sites. Raises PlanError when there is none; needed: for what, in its sentence."""
@@ -246,6 +266,7 @@ def setup_of(file: SettingsFile) -> ClusterFile:
         training=file.settings(Training, "training"),
         profile=_profile_of(file) if "profile" in file.tables else None,
         options=file.settings(PlanOptions, "options"),
+        asynchronous=file.settings(Asynchronous, "asynchronous"),
     )
     _check(setup)
     if setup.profile is not None and setup.profile.file is not None:

@@ -142,7 +142,7 @@ class Plan:
 
 def make_plan(problem: Problem, sensitivity: bool = True) -> Plan:
     """Make the plan of a problem. Raises PlanError when nothing fits, with the reason of each candidate."""
-    names = _names(problem)
+    names = schedules_of(problem)
     found: list[Candidate] = []
     refused: list[RefusedCandidate] = []
     for name in names:
@@ -194,7 +194,8 @@ def _check_one_fits(problem: Problem) -> None:
             )
 
 
-def _names(problem: Problem) -> list[str]:
+def schedules_of(problem: Problem) -> list[str]:
+    """The schedules that a plan of this problem compares. Raises PlanError for one that the file names in vain."""
     asked, options = problem.setup.options.schedules, problem.setup.options
     for name in asked:
         if name not in NAMES:

@@ -125,10 +125,10 @@ def divided_so(problem: Problem, split: Split) -> Problem:
     check_parallelism(found.setup)
     if split.pipeline == training.pipeline and split.data == training.data:
         return found
-    return _with_profile(problem, found)
+    return with_scaled_profile(problem, found)
 
 
-def _with_profile(before: Problem, after: Problem) -> Problem:
+def with_scaled_profile(before: Problem, after: Problem) -> Problem:
     """The measured profile, converted to the new number of stages: times of a stage and microbatches that fit."""
     profile = before.setup.profile
     if profile is None:

@@ -207,3 +207,34 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
     assert code == 2
     assert "no file can be written there" in error
     assert "choose another --out" in error
+
+
+def test_one_system_can_be_asked_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(ROOT / "examples" / "04-plan-a-schedule" / "sites.toml")
+    code, out, _ = told(capsys, file, "--system", "jeeves", "--no-sensitivity", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert [row["system"] for row in found["systems"]] == [found["use"]] == ["jeeves"]
+    assert {row["schedule"] for row in found["candidates"]} == {"jeeves"}
+    assert found["systems"][0]["iteration_s"] == found["chosen"]["iteration_s"]
+    code, out, error = told(capsys, file, "--system", "compass")
+    assert code == 2
+    assert "compass" in error
+
+
+def test_asynchronous_clusters_alone_have_no_plan_to_write(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = str(ROOT / "examples" / "04-plan-a-schedule" / "sites.toml")
+    code, out, error = told(capsys, file, "--system", "dips", "--out", str(tmp_path / "plan"))
+    assert (code, out) == (2, "")
+    assert "no plan of the file's pipelines to write: neither jeeves nor crosspipe was asked" in error
+    code, out, _ = told(capsys, file, "--system", "dips")
+    assert code == 0
+    assert "a round of 64 steps" in out
+
+
+def test_all_systems_are_compared_and_one_is_advised(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = told(capsys, str(ROOT / "examples" / "04-plan-a-schedule" / "sites.toml"), "--no-sensitivity")
+    assert code == 0
+    assert out.startswith("use crosspipe: cross_ud/1, 8 stages x 4 replicas")
+    assert "crosspipe cannot see: " in out
+    assert "asynchronous clusters train 1.05 times as many tokens a second" in " ".join(out.split())

@@ -38,7 +38,8 @@ def test_make_is_what_the_command_plans(plan: Plan, folder: Path, capsys: pytest
     assert isinstance(found, dict)
     assert found["chosen"]["schedule"] == plan.chosen.name
     assert found["chosen"]["iteration_s"] == plan.chosen.iteration_s
-    assert json.loads((folder / "plan.json").read_text()) == found
+    written = json.loads((folder / "plan.json").read_text())
+    assert {key: value for key, value in found.items() if key in written} == written
     assert len(plan.effects) == len(found["sensitivity"])
 
 

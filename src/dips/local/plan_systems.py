@@ -1,0 +1,195 @@
+"""Asks every system how to train a problem, compares their answers for the same batch, and says which to use and why.
+
+JEEVES and CrossPipe order the operations of the pipelines that the file describes; SpanTrain groups the devices and
+chooses layers and microbatches too; ScaleAcross Explorer chooses all degrees of parallelism. These train synchronously.
+Asynchronous clusters under Di-PS do not: they train more tokens in the same time, and need more of them for the same
+loss. How many more cannot be computed: the file assumes a factor (`[asynchronous] more_tokens`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from dips.local.plan_clusters import AsynchronousClusters, asynchronous_clusters
+from dips.planner.calibration import interval_json
+from dips.planner.candidates import NAMES
+from dips.planner.errors import PlanError
+from dips.planner.plan import Plan, make_plan, schedules_of
+from dips.planner.problem import Problem
+
+
+class System(StrEnum):
+    """A system that can be asked."""
+
+    JEEVES = "jeeves"
+    CROSSPIPE = "crosspipe"
+    DIPS = "dips"
+
+
+CANNOT_SEE = {
+    System.JEEVES: "gradients of weights as operations of their own; stages and replicas other than the file's",
+    System.CROSSPIPE: "stages and replicas other than the file's (dips plan tradeoff compares them)",
+    System.DIPS: "how many more tokens it needs for the same loss; the wait for the grace window of a round",
+}
+"""What a system leaves out: where it matters, its answer is further off than the others'."""
+
+SCHEDULES_OF = {
+    System.JEEVES: ("jeeves",),
+    System.CROSSPIPE: tuple(name for name in NAMES if name not in ("jeeves", "compact_zb")),
+}
+"""The schedules of a plan that are a system's answer. CrossPipe compares its own with the known ones."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one system says."""
+
+    system: System
+    what: str  # in a few words
+    tokens_per_s: float
+    iteration_s: float | None  # of the file's batch; None: clusters do not meet for one
+    found: Plan | AsynchronousClusters  # all of it
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether its training is equal to that of one device which takes the whole batch."""
+        return self.iteration_s is not None
+
+
+@dataclass(frozen=True)
+class NoAnswer:
+    """A system that cannot train this problem, and the reason as a sentence."""
+
+    system: System
+    why: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """All answers, and which to use."""
+
+    problem: Problem
+    answers: tuple[Answer, ...]  # most tokens a second first
+    refused: tuple[NoAnswer, ...]
+    plan: Plan | None  # of the pipelines that the file describes, with the schedules of all systems that were asked
+    use: Answer
+    why: tuple[str, ...]  # sentences without a full stop
+
+
+def decide(problem: Problem, systems: Sequence[System] = tuple(System), sensitivity: bool = True) -> Decision:
+    """Ask the systems. sensitivity: also which change of a setting would help the pipelines most.
+
+    Raises PlanError where none of them can train the problem, with the reason of each.
+    """
+    schedules_of(problem)  # a mistake in the file is one of the user, not a system's refusal
+    answers: list[Answer] = []
+    refused: list[NoAnswer] = []
+    plan = _pipelines(problem, systems, sensitivity, refused)
+    for system in systems:
+        try:
+            answers.append(_ask(system, problem, plan))
+        except PlanError as error:
+            if not any(no.system is system for no in refused):
+                refused.append(NoAnswer(system, str(error)))
+    if not answers:
+        why = list(dict.fromkeys(no.why for no in refused))
+        raise PlanError("; ".join(why))
+    answers.sort(key=lambda answer: -answer.tokens_per_s)
+    use, reasons = _chosen(problem, answers)
+    return Decision(problem, tuple(answers), tuple(refused), plan, use, reasons)
+
+
+def _pipelines(problem: Problem, systems: Sequence[System], sensitivity: bool, refused: list[NoAnswer]) -> Plan | None:
+    """The plan of the file's pipelines, with the schedules of the systems; None where it is not possible."""
+    asked = [system for system in systems if system in SCHEDULES_OF]
+    names = schedules_of(problem)
+    if len(asked) < len(SCHEDULES_OF):
+        names = [name for name in names if any(name in SCHEDULES_OF[system] for system in asked)]
+        problem = problem.with_options(schedules=names)
+    if not names:
+        return None
+    try:
+        return make_plan(problem, sensitivity)
+    except PlanError as error:
+        refused += [NoAnswer(system, str(error)) for system in asked]
+        return None
+
+
+def _left_out(problem: Problem) -> PlanError:
+    return PlanError(
+        f"{problem.setup.file} [options]: schedules has none of its schedules: add one, or remove the key"
+    )
+
+
+def _ask(system: System, problem: Problem, plan: Plan | None) -> Answer:
+    """One system's answer. Raises PlanError where it has none."""
+    training = problem.setup.training
+    tokens = training.data * training.microbatches * training.microbatch_sequences * training.sequence_tokens
+    if system in SCHEDULES_OF:
+        if plan is None:
+            raise _left_out(problem)
+        own = tuple(one for one in plan.candidates if one.name.removeprefix("dp/") in SCHEDULES_OF[system])
+        if not own:
+            reasons = [no.why for no in plan.refused if no.name in SCHEDULES_OF[system]]
+            raise PlanError(reasons[0]) if reasons else _left_out(problem)
+        best = own[0]
+        what = f"{best.name}, {training.pipeline} stages x {training.data} replicas"
+        return Answer(system, what, tokens / best.iteration_s, best.iteration_s, replace(plan, candidates=own))
+    clusters = asynchronous_clusters(problem)
+    every = problem.setup.asynchronous.sync_every
+    what = f"{len(clusters.clusters)} clusters, H {every}, servers at {clusters.servers_at}"
+    return Answer(system, what, clusters.tokens_per_s, None, clusters)
+
+
+def _chosen(problem: Problem, answers: Sequence[Answer]) -> tuple[Answer, tuple[str, ...]]:
+    """The answer to use: the fastest synchronous one, unless asynchronous clusters make up for their tokens."""
+    needed = problem.setup.asynchronous.more_tokens
+    together = [answer for answer in answers if answer.synchronous]
+    apart = next((answer for answer in answers if not answer.synchronous), None)
+    if not together:
+        assert apart is not None
+        return apart, ("no system that trains synchronously was asked and can train this problem",)
+    best, *others = together
+    reasons = [
+        f"{best.system.value} has the shortest iteration of those that train synchronously"
+        + "".join(f"; {one.system.value} takes {best.tokens_per_s / one.tokens_per_s - 1:.1%} longer" for one in others)
+    ]
+    if apart is None:
+        return best, tuple(reasons)
+    times = apart.tokens_per_s / best.tokens_per_s
+    reasons.append(
+        f"asynchronous clusters train {times:.3g} times as many tokens a second; the file assumes that they need "
+        f"{needed:g} times as many for the same loss ([asynchronous] more_tokens): measure it with your model"
+    )
+    return (apart if times > needed else best), tuple(reasons)
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def decision_json(found: Decision) -> dict[str, Any]:
+    """The systems' answers as JSON; times in seconds."""
+    return {
+        "use": found.use.system.value,
+        "why": list(found.why),
+        "systems": [_answer_json(found, answer) for answer in found.answers],
+        "no_answer": [{"system": no.system.value, "why": no.why} for no in found.refused],
+    }
+
+
+def _answer_json(found: Decision, answer: Answer) -> dict[str, Any]:
+    calibrated = answer.iteration_s if answer.system in SCHEDULES_OF else None
+    error = found.problem.calibration_error
+    return {
+        "system": answer.system.value,
+        "what": answer.what,
+        "tokens_per_s": answer.tokens_per_s,
+        "iteration_s": answer.iteration_s,
+        **(interval_json("iteration", calibrated, error) if calibrated is not None else {}),
+        "synchronous": answer.synchronous,
+        "cannot_see": CANNOT_SEE[answer.system],
+        **({"clusters": answer.found.to_json()} if isinstance(answer.found, AsynchronousClusters) else {}),
+    }

@@ -1,0 +1,153 @@
+"""Which system a problem is planned with, and what asynchronous clusters would do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.repository import ROOT
+
+from dips.local.plan_clusters import asynchronous_clusters
+from dips.local.plan_systems import Decision, System, decide, decision_json
+from dips.local.sizing import SizeKnobs, size
+from dips.planner.api import pose
+from dips.planner.errors import PlanError
+from dips.planner.plan import make_plan
+from dips.planner.problem import Problem
+
+EXAMPLE = ROOT / "examples" / "04-plan-a-schedule" / "sites.toml"
+QUICK = ["1f1b", "zb_h1", "cross_ud/1", "jeeves"]
+PIPELINES = (System.JEEVES, System.CROSSPIPE, System.DIPS)
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return pose(EXAMPLE).with_options(schedules=QUICK)
+
+
+def assuming(problem: Problem, **changes: object) -> Problem:
+    assumed = problem.setup.asynchronous.model_copy(update=changes)
+    return replace(problem, setup=replace(problem.setup, asynchronous=assumed))
+
+
+def decided(problem: Problem) -> Decision:
+    return decide(problem, PIPELINES, sensitivity=False)
+
+
+def test_the_shortest_synchronous_iteration_is_used_with_the_reason(problem: Problem) -> None:
+    found = decided(assuming(problem, more_tokens=50.0))
+    spans = {answer.system: answer.iteration_s for answer in found.answers}
+    plan = make_plan(problem, sensitivity=False)
+    assert spans[System.CROSSPIPE] == plan.chosen.iteration_s
+    assert spans[System.JEEVES] == min(c.iteration_s for c in plan.candidates if c.name == "jeeves")
+    assert found.use.system is System.CROSSPIPE
+    assert "jeeves takes 6.4% longer" in found.why[0]
+    assert "the file assumes that they need 50 times as many" in found.why[1]
+
+
+def test_asynchronous_clusters_are_used_where_they_make_up_for_their_tokens(problem: Problem) -> None:
+    slow = assuming(problem.with_links(bandwidth=0.02), overlap="full", sync_every=2000)
+    found = decided(slow)
+    rates = {answer.system: answer.tokens_per_s for answer in found.answers}
+    times = rates[System.DIPS] / max(rates[System.JEEVES], rates[System.CROSSPIPE])
+    assert times > slow.setup.asynchronous.more_tokens
+    assert found.use.system is System.DIPS
+    assert decided(assuming(slow, more_tokens=times * 1.01)).use.system is System.CROSSPIPE
+
+
+def test_the_answers_of_all_systems_are_for_the_same_batch(problem: Problem) -> None:
+    found = decided(problem)
+    training = problem.setup.training
+    tokens = training.data * training.microbatches * training.sequence_tokens
+    for answer in found.answers:
+        if answer.iteration_s is not None:
+            assert answer.tokens_per_s * answer.iteration_s == pytest.approx(tokens)
+    (apart,) = (row["clusters"] for row in decision_json(found)["systems"] if row["system"] == "dips")
+    assert sum(cluster["step_tokens"] for cluster in apart["clusters"]) == tokens
+
+
+def test_a_system_without_an_answer_says_why(problem: Problem) -> None:
+    only = problem.with_options(schedules=["1f1b"])
+    found = decided(only)
+    assert [(no.system, no.why) for no in found.refused] == [
+        (
+            System.JEEVES,
+            f"{EXAMPLE} [options]: schedules has none of its schedules: add one, or remove the key",
+        )
+    ]
+    alone = replace(only, setup=replace(only.setup, sites=only.setup.sites[:1]))
+    with pytest.raises(PlanError, match="at least two"):
+        asynchronous_clusters(alone)
+
+
+def test_no_answer_at_all_is_the_mistake_of_the_file(problem: Problem) -> None:
+    sites = tuple(site.model_copy(update={"memory_gib": 0.5}) for site in problem.setup.sites)
+    with pytest.raises(PlanError, match=r"memory_gib = 0\.5 of amsterdam holds less") as told:
+        decided(replace(problem, setup=replace(problem.setup, sites=sites)))
+    assert "alone cannot train the model" in str(told.value)
+    with pytest.raises(PlanError, match="'none_such', which is unknown"):
+        decided(problem.with_options(schedules=["none_such", "1f1b"]))
+
+
+# ---- asynchronous clusters ----
+
+
+def test_a_round_is_that_of_dips_size(problem: Problem) -> None:
+    found = asynchronous_clusters(assuming(problem, sync_every=100, overlap="push"))
+    one = found.clusters[0]
+    ranks = problem.setup.sites[0].devices
+    sizes = size(
+        SizeKnobs(
+            params=problem.setup.model.parameters(), clusters=2, slaves=8, ranks=ranks, link=25e9 / ranks,
+            slave_link=25e9, sync_every=100, overlap="push", tokens_per_step=one.tokens,
+            tokens_per_s=one.tokens / one.step_s,
+        )
+    )  # fmt: skip
+    assert one.compute_s == pytest.approx(100 * one.step_s)
+    assert one.stall_s == sizes["stall_together_s"].value < one.exchange_s
+    assert one.tokens_per_s(100) == pytest.approx(100 * one.tokens / (100 * one.step_s + one.stall_s))
+
+
+def test_a_cluster_of_slower_devices_takes_longer_steps(problem: Problem) -> None:
+    first, second = problem.setup.sites
+    slow = second.model_copy(update={"sustained_tflops": 200.0})
+    a, b = asynchronous_clusters(replace(problem, setup=replace(problem.setup, sites=(first, slow)))).clusters
+    assert b.step_s == pytest.approx(2 * a.step_s, rel=1e-6)
+    assert a.tokens == b.tokens
+
+
+def test_a_cluster_of_fewer_devices_takes_a_smaller_part_of_the_batch(problem: Problem) -> None:
+    first, second = problem.setup.sites
+    small = second.model_copy(update={"devices": 16})
+    setup = replace(problem.setup, sites=(first.model_copy(update={"devices": 48}), small))
+    a, b = asynchronous_clusters(replace(problem, setup=setup)).clusters
+    assert a.tokens == 3 * b.tokens
+
+
+def test_times_of_a_stage_are_of_the_first_site_and_scaled_to_others() -> None:
+    measured = pose("jeeves").with_options(schedules=["1f1b"])
+    first, second = measured.setup.sites
+    assert (first.sustained_tflops is None) == (second.sustained_tflops is None)
+    rates = [site.model_copy(update={"sustained_tflops": rate}) for site, rate in ((first, 300.0), (second, 100.0))]
+    a, b = asynchronous_clusters(
+        replace(measured, setup=replace(measured.setup, sites=tuple(rates))).with_training(data=4, microbatches=4)
+    ).clusters
+    assert b.step_s == pytest.approx(3 * a.step_s, rel=1e-6)
+
+
+def test_servers_are_where_the_links_and_the_speed_are(problem: Problem) -> None:
+    first, second = problem.setup.sites
+    third = second.model_copy(update={"name": "milan", "devices": 8})
+    (link,) = problem.setup.links
+    fast = link.model_copy(update={"sender": "stockholm", "receiver": "milan", "bandwidth_gbps": 100.0})
+    slow = link.model_copy(update={"sender": "amsterdam", "receiver": "milan", "bandwidth_gbps": 1.0})
+    setup = replace(problem.setup, sites=(first, second, third), links=(link, fast, slow))
+    assert asynchronous_clusters(replace(problem, setup=setup)).servers_at == "stockholm"
+
+
+def test_clusters_need_a_link_between_all_sites(problem: Problem) -> None:
+    first, second = problem.setup.sites
+    third = second.model_copy(update={"name": "milan"})
+    setup = replace(problem.setup, sites=(first, second, third))
+    with pytest.raises(PlanError, match="no link from amsterdam to milan, over which clusters would push"):
+        asynchronous_clusters(replace(problem, setup=setup))
