@@ -119,9 +119,7 @@ def _pipelines(problem: Problem, systems: Sequence[System], sensitivity: bool, r
 
 
 def _left_out(problem: Problem) -> PlanError:
-    return PlanError(
-        f"{problem.setup.file} [options]: schedules has none of its schedules: add one, or remove the key"
-    )
+    return PlanError(f"{problem.setup.file} [options]: schedules has none of its schedules: add one, or remove the key")
 
 
 def _ask(system: System, problem: Problem, plan: Plan | None) -> Answer:
