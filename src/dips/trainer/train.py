@@ -343,8 +343,9 @@ class _ClusterLoop:
         loss = self._inner.step(batch, lr)
         # Before the step is reported: the driver measures this cluster's speed, and the wait is part of that.
         self._signals.wait(self._slowdown.wait_s(time.monotonic() - begin_s))
+        # Written before the shell knows of the step, in which this cluster may leave the run: a tape ends with that.
+        self._reports.step(loss, batch.tokens, lr, self._shell.progress + batch.tokens, base, self._shell.cause)
         self._shell.step(batch.tokens, batch.ranges, loss)
-        self._reports.step(loss, batch.tokens, lr, self._shell.progress, base, self._shell.cause)
 
 
 def schedule_of(train: TrainConfig, total_tokens: int) -> LearningRateSchedule:

@@ -139,6 +139,22 @@ def test_it_trains_until_the_driver_is_done_and_leaves(driver: type[ScriptedDriv
     assert driver.last.closed == ["finished"]
 
 
+def test_the_tape_has_a_step_before_what_the_driver_writes_of_it(
+    driver: type[ScriptedDriver], train: TrainConfig, tmp_path: Path
+) -> None:
+    """In its last step the driver leaves the run, which ends a tape."""
+
+    def leaves(scripted: ScriptedDriver) -> None:
+        if len(scripted.steps) == scripted.end_after:
+            scripted.tape.write("left", "cause", reason="finished")
+
+    driver.at_step = staticmethod(leaves)
+    tape = tmp_path / "tape"
+    run(train, CLIENT.model_copy(update={"tape": tape}))
+    kinds = [(record["kind"], record.get("tokens")) for record in read_tape(tape)]
+    assert kinds[-2:] == [("step", driver.end_after * train.step_tokens), ("left", None)]
+
+
 def test_steps_claim_exactly_what_they_trained_on(driver: type[ScriptedDriver], train: TrainConfig) -> None:
     driver.end_after = 40
     run(train, CLIENT)
