@@ -12,11 +12,18 @@ from support.repository import ROOT
 FILE = ROOT / "benchmarks" / "bench_calibration.py"
 
 
-def test_small_sizes_have_every_number() -> None:
-    command = [sys.executable, str(FILE), "--quick", "--repeats", "2", "--operation-ms", "20", "--json"]
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        (["--operation-ms", "20"], ["1f1b 4 mb", "zb_h1 2 mb"]),
+        (["--layers"], ["2 ranks"]),
+    ],
+)
+def test_small_sizes_have_every_number(options: list[str], others: list[str]) -> None:
+    command = [sys.executable, str(FILE), "--quick", "--repeats", "2", *options, "--json"]
     found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
     rows, whole = found["others"], found["summary"]
-    assert [row["setting"].split(",")[0] for row in rows] == ["1f1b 4 mb", "zb_h1 2 mb"]
+    assert [row["setting"].split(",")[0] for row in rows] == others
     assert whole["overhead_per_op_s"] >= 0
     assert whole["overhead_per_message_s"] >= 0
     for row in (found["calibrated_on"], *rows):
