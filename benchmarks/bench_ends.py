@@ -7,7 +7,7 @@ medians of the processor seconds, of all processes together and kernel included,
 
     python benchmarks/bench_ends.py [--slaves 1 2 4 8] [--clusters 1 2 3 4] [--mib N] [--repeats R] [--quick] [--json]
 
-What the ratio contains beside the bytes: each transfer costs 1 to 2 ms for each slave (connection, question, digest),
+What the ratio contains besides the bytes: each transfer costs 1 to 2 ms for each slave (connection, question, digest),
 so small models compare worse; slaves also take the products between the pushes of several clusters, which MEASURE would
 take later; and on one machine all ends share its caches.
 

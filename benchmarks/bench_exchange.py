@@ -4,7 +4,7 @@ For each parallelism, collect (before a push) and spread (after a pull) of a tra
 this machine, float32 in host memory, one thread for each rank. The floor is a copy of the rank's share in memory, and
 gloo's all_to_all of as many bytes as the exchange sends, one after the other; all in turn, the fastest of the repeats.
 The second table is what a meeting of the ranks between two steps costs each of them where nothing is to be exchanged:
-their reports to the leader, and its answer that training goes on; beside it, gloo's collectives alone. The last table
+their reports to the leader, and its answer that training goes on; next to it, gloo's collectives alone. The last table
 has no ranks: it is the time of the plan of an exchange for large clusters, on one rank of these. Nothing here judges a
 number.
 

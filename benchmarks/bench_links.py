@@ -10,7 +10,7 @@ slow   four clusters, one with a link ten times slower, four slaves: each fast t
        one slave after the other).
 narrow four clusters with equal links and one slave, whose link all share: when they end, as scheduled and free-for-all.
 mixed  the paper's Figures 2a, 9 and 11: the same four clusters with the fourth link at 1, 1/2, 1/5 and 1/10 of the
-       others', push and pull beside a ring all-reduce among the clusters, which is what systems without servers do.
+       others', push and pull against a ring all-reduce among the clusters, which is what systems without servers do.
 
 Rates are what this machine can shape, so only ratios say something. Each transfer opens its own connections. Nothing
 here judges a number. Needs root, for the namespaces; without, it says so and exits with code 2.
@@ -153,7 +153,7 @@ def slow(options: Options) -> list[Row]:
 
 
 def narrow(options: Options) -> list[Row]:
-    """One slave's link shared by four: nobody can end sooner than the sum allows, but three can end before the last."""
+    """One slave's link shared by four: no one can end sooner than the sum allows, but three can end before the last."""
     clusters = [*FAST, FOURTH]
     cables = {name: cable for name, cable in _cables(options, 1.0).items() if name in (*clusters, "s0")}
     least_s = 8 * len(clusters) * options.n_bytes / options.bits_per_s

@@ -1,10 +1,10 @@
 """How fast the planner is, and how near its greedy comes to the best schedule.
 
-Operations a second of the simulator on one core, beside the floor, a plain loop over as many that only adds and
+Operations a second of the simulator on one core, next to the floor, a plain loop over as many that only adds and
 compares; seconds in which the greedy plans 64 stages x 512 microbatches; seconds of a whole `dips plan` of JEEVES'
 setting, the process's start included; and, over every case of the 4 x 8 grid, seconds in which the solver proves its
-optimum, and the greedy's makespan (best of 1, 2 and 4 parts) over the solver's lower bound. Each stands beside what is
-wanted of it, which a machine with other work can miss: look at the load that is printed.
+optimum, and the greedy's makespan (best of 1, 2 and 4 parts) over the solver's lower bound. Each is printed next to
+what is wanted of it, which a machine with other work can miss: look at the load that is printed.
 
     python benchmarks/bench_planner.py [--repeats R] [--quick] [--json]
 """
@@ -147,7 +147,7 @@ def main() -> None:
 
 
 def judged(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each number beside what is wanted of it."""
+    """Each number next to what is wanted of it."""
     ours = {
         "simulate_ops_per_s": min(row["ops_per_s"] for row in found["simulate"]),
         "greedy_s": found["greedy"]["median_s"],

@@ -10,7 +10,8 @@ run in calm; then, cycle by cycle, each of these happens at a random moment of t
     hung      SIGSTOP of a slave, until the master counts it as gone; then SIGCONT, until a version is published
 
 gap: the longest time that a cluster which was not touched made no step, from the fault until all is well again; the
-ratio is to the longest one of the calm run. Times in seconds. Nothing here judges a number; targets stand beside them.
+ratio is to the longest one of the calm run. Times in seconds. Nothing here judges a number; targets are printed with
+them.
 
     python benchmarks/bench_recovery.py [--cycles C] [--elems N] [--data own|leased] [--calm S] [--rest S] [--quick]
                                         [--json]

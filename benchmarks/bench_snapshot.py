@@ -2,7 +2,7 @@
 
 The floor is an overwrite of a file of as many bytes that is there already, 4 MiB at a time from the same memory, and
 one fsync. A snapshot is that and its checksums, the manifest that it replaces, its own, and their fsyncs: once as a
-round writes it that waits for it (durability "sync"), once as it is written beside the rounds ("async": past the page
+round writes it that waits for it (durability "sync"), once as it is written during the rounds ("async": past the page
 cache). All turn by turn, since a disk's pace moves.
 
 The second table has a whole slave (its engine, without a network) go through rounds of one push: quiet ones, with no
@@ -276,9 +276,9 @@ class Slave:
 
 
 async def rounds(n_elems: int, repeats: int, directory: Path) -> list[Rounds]:
-    """Quiet rounds and rounds beside a snapshot turn by turn, then rounds that wait for their own."""
+    """Quiet rounds and rounds during a snapshot turn by turn, then rounds that wait for their own."""
     layout = Layout((Parameter("w", (n_elems,), "float32", "w"),))
-    times: dict[str, list[tuple[float, float]]] = {"quiet": [], "beside a snapshot": [], "sync": []}
+    times: dict[str, list[tuple[float, float]]] = {"quiet": [], "during a snapshot": [], "sync": []}
     slave = Slave(directory / "async", layout, "async")
     await slave.start()
     for _ in range(repeats):
@@ -286,7 +286,7 @@ async def rounds(n_elems: int, repeats: int, directory: Path) -> list[Rounds]:
         times["quiet"].append(await slave.round())
         if not slave.saving:
             raise RuntimeError("the snapshot was written before a round could begin: give more --elems")
-        times["beside a snapshot"].append(await slave.round())
+        times["during a snapshot"].append(await slave.round())
     await slave.saved()
     await slave.close()
     slave = Slave(directory / "sync", layout, "sync")

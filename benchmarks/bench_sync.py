@@ -3,7 +3,7 @@
 Real processes on this machine: a master, slaves and clusters that run the README's loop around a torch model. The
 clusters end their inner loops at the same moment; the time of a cluster is that of its optimizer.step(), which pushes,
 waits for the verdict, pulls and installs. The same work by others, in the same run and turn by turn (every cycle starts
-each system anew, and its first rounds are not counted):
+each system again, and its first rounds are not counted):
 
     tcp        the floor: the same bytes over raw TCP in both directions, landed, one copy out of the model and one in
     torchft    DiLoCo over gloo with one fragment, synchronous quorum
@@ -11,7 +11,7 @@ each system anew, and its first rounds are not counted):
     plain      a straightforward parameter server: torch.save over ZeroMQ, torch's SGD (benchmarks/peers)
 
 All begin with the same parameters, make the same inner moves, and take the same outer step; a few elements of every
-tensor are compared after each round with what it must give, so that nobody is fast by leaving work out (but for tcp,
+tensor are compared after each round with what it must give, so that no one is fast by leaving work out (but for tcp,
 which computes nothing). Between two rounds all rest for --pause seconds, where clusters would compute: what a system
 does then (Di-PS writes its snapshot) is not in the time. Nothing here judges a number.
 

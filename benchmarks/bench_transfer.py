@@ -22,9 +22,9 @@ spread: (slowest - fastest) / median of the times.
 CPU seconds are of the whole process, kernel included; on loopback the sender also pays for most of the receiver's
 protocol work. A push includes checksums, the sums of squares that MEASURE needs, the slave's acknowledgements and the
 digest. compute_kept_beside_push: how much of the slave's outer step (one thread) is left while pushes bring it 10
-Gbit/s, or what the machine can beside it; the same with the Python loop, and with raw TCP, which is the floor, since
+Gbit/s, or what the machine can do with it; the same with the Python loop, and with raw TCP, which is the floor, since
 the sender wants a part of this machine too. push_kept_while_scraped: pushes one after the other while the slave's
-metrics are scraped each second, over those while nobody asks, in turns; scrape_cpu_s: processor time of the slave for
+metrics are scraped each second, over those while no one asks, in turns; scrape_cpu_s: processor time of the slave for
 one scrape.
 
 "tuned" in the first line names every setting that is not as a run has it by default, and where it was set.

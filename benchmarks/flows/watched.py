@@ -1,7 +1,7 @@
 """A slave end's metrics, served as slave/process.py serves them, and a scraper that asks for them.
 
 The collector, the snapshot on an event loop, the server and the figures of the data port are the real ones; the state
-machine is attached to nobody.
+machine is attached to no one.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Dips(Party):
 
 
 def _there(address: str) -> dict[str, str]:
-    """Without keys, as the systems beside it run: what is compared is the way of the parameters."""
+    """Without keys, as the other systems run: what is compared is the way of the parameters."""
     return {"DIPS_MASTER": address, "DIPS_INSECURE": "1"}
 
 

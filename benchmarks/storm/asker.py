@@ -2,7 +2,7 @@
 
     python -m storm.asker ADDRESS [KEYS]
 
-A process of its own, as `dips status` is: beside the storm's threads each call would wait for Python's lock as well.
+A process of its own, as `dips status` is: next to the storm's threads each call would wait for Python's lock as well.
 """
 
 from __future__ import annotations

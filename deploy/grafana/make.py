@@ -74,7 +74,7 @@ OVERVIEW = Dashboard(
                   [Query(f"dips_master_slaves{{{R}}}", "{{state}}"),
                    Query(f"dips_master_slaves_expected{{{R}}}", "expected")], kind="stat", width=3, height=4),
             Panel("What the run does", "The phase of the round. Not one phase but idle for long; idle for long means "
-                  "that nobody pushes.", [Query(f"dips_master_round_phase{{{R}}} == 1", "{{phase}}")],
+                  "that no one pushes.", [Query(f"dips_master_round_phase{{{R}}} == 1", "{{phase}}")],
                   "none", "state-timeline", 12, 7, values={1.0: ("now", BLUE)}),
             Panel("What it waits for", "The one thing that the run waits for; `none` while it goes on.",
                   [Query(f"dips_master_waiting{{{R}}} == 1", "{{reason}}")],
@@ -95,7 +95,7 @@ OVERVIEW = Dashboard(
                    Query(f"dips_master_tokens_per_second{{{R}}}", "computed")]),
             Panel("Goodput", "Applied over computed. Normal: 0.8 to 1; swings with short runs and after changes of "
                   "speed.", [Query(f"dips:goodput_ratio:rate5m{{{R}}}", "goodput")], "percentunit", least=0),
-            Panel("Rounds per minute", "By result. Normal: commit alone. void: nobody was accepted. abort: given up, "
+            Panel("Rounds per minute", "By result. Normal: commit alone. void: no one was accepted. abort: given up, "
                   "and tried again.", [Query(f"dips:rounds_per_minute:rate5m{{{R}}}", "{{result}}")], stacked=True),
             Panel("Loss", "Training loss of each cluster, in nats per token, and the held-out loss in nats per byte.",
                   [Query(f"dips_master_cluster_loss{{{R}}}", "{{cluster}}"),
@@ -158,7 +158,7 @@ CLUSTERS = Dashboard(
                   [Query(f"dips_master_cluster_incarnations_total{{{C}}}", "{{cluster}}")], decimals=0),
             Panel("Departures in five minutes", "evict: silent for too long. leave: in order.",
                   [Query(rises("dips_master_departures_total", C, "cluster, how"), "{{cluster}} {{how}}")]),
-            Panel("Calls in five minutes", "failed: nobody answered. refused: see the next panel.",
+            Panel("Calls in five minutes", "failed: no one answered. refused: see the next panel.",
                   [Query(rises("dips_worker_calls_total", CN, "name, result"), "{{name}} {{result}}")]),
             Panel("Refused calls in five minutes", "FENCED and STALE_EPOCH after restarts; IDENTITY, LAYOUT and "
                   "DATA_PLAN need somebody.",

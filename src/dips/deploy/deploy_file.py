@@ -221,7 +221,7 @@ class PodSizes:
     slave_volume_bytes: int
     master_process_bytes: int
     master_volume_bytes: int
-    node_bytes: Mapping[str, int]  # of a node of each cluster, by its id: what Di-PS takes beside the training
+    node_bytes: Mapping[str, int]  # of a node of each cluster, by its id: what Di-PS takes in addition to the training
 
     def explain(self) -> list[str]:
         """For a person, one line each."""

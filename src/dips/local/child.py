@@ -22,7 +22,7 @@ _EXIT_NOT_STARTED = 127
 """What shells answer for a command that cannot be found."""
 
 WHOEVER_STARTS_IT = 0
-"""A parent's pid that nobody has: the command line is made before it is known."""
+"""A parent's pid that no one has: the command line is made before it is known."""
 
 
 def wrapped(command: Sequence[str], niceness: int = 0, parent_pid: int | None = None) -> list[str]:

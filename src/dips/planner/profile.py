@@ -139,11 +139,11 @@ def write_profile(found: ProfileFile, file: Path) -> None:
         lines += _table("[[links]]", link)
     if found.calibration is not None:
         lines += _table("[calibration]", found.calibration)
-    beside = file.with_name(f".{file.name}.new")
+    written = file.with_name(f".{file.name}.new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text("\n".join(lines) + "\n")
-        beside.replace(file)
+        written.write_text("\n".join(lines) + "\n")
+        written.replace(file)
     except OSError as error:
         raise PlanError(f"{file} cannot be written: {error.strerror}: choose another --out") from error
 

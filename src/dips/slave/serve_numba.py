@@ -4,7 +4,7 @@ serve() takes messages from the ROUTER socket as slave/data_server.py does. It s
 request for a chunk of a version's parameters; every other message comes back with its frames still in place, and Python
 serves it as if there were no such loop. So nothing is refused here, and no sentence of a refusal is written twice.
 
-What it knows stands in tables (Tables) that Python makes anew whenever something changed; what landed it notes in the
+What it knows stands in tables (Tables) that Python makes again whenever something changed; what landed it notes in the
 columns of slave/state/staging.py and slave/landing.py themselves, by their own functions. The rest of what it did it
 counts, and Python takes these counts after each call (Loop.settle).
 

@@ -195,7 +195,7 @@ class Transfers:
         self._thread.run(job, carry, lambda why: self._failed(job, why))
 
     def pull(self, job: int, grant: PullGrant, flat: F32, cause: str, times: Times) -> None:
-        """Fetch into `flat`; ends in Done or Failed, or as a part, whose digests nobody has compared yet."""
+        """Fetch into `flat`; ends in Done or Failed, or as a part, whose digests no one has compared yet."""
         clock = self._clock
         n_ranks = 1 if self._of_rank is None else self._of_rank.n_ranks
         limits = _settings(grant.chunk_bytes, window_of_rank(PULL_WINDOW_CHUNKS, n_ranks), times)

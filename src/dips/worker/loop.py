@@ -531,7 +531,7 @@ class DiLoCo:
         self._in_step = False
         asked, ended = self._asked, self.run_ended
         self._asked = False
-        alone = self._together is None or self._together.news.done  # nobody else must hear of a SIGTERM any longer
+        alone = self._together is None or self._together.news.done  # no one else must hear of a SIGTERM any longer
         if (self._ends or (self._sigterm.caught and alone and self.active)) and not asked:
             raise self._end_of_process()  # a loop that does not read `done` would go on
         if ended and not asked and not self._warned_of_end:

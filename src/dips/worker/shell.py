@@ -457,7 +457,7 @@ class ClusterShell:
                 if not self.done:
                     self._handle(StopWanted(reason, push_pending and not self._part.alone))
                 if not self.done and self._part.alone:
-                    self._handle(StopWanted(reason, push_pending=False))  # the open push is given up: nobody can pull
+                    self._handle(StopWanted(reason, push_pending=False))  # the open push is given up: no one can pull
                 while not self.done and self._clock.monotonic_s() < self._session.gives_up_s:
                     self._wait("wait")
         except KeyboardInterrupt:

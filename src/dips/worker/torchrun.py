@@ -17,7 +17,7 @@ from dips.core.observe.logs import say_last
 
 OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torchrun's variable. Without it the nodes that are left keep the address of their first attempt's store, and tell it
-to nobody: a node that comes later waits for it until its time is over (seen with torch 2.13).
+to no one: a node that comes later waits for it until its time is over (seen with torch 2.13).
 """
 
 A_PERSON_MUST_ACT = (ConfigError.exit_code, NAME_TAKEN_EXIT)

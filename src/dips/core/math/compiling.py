@@ -5,7 +5,7 @@ the constants of other files compiled into it. So here the code is kept for the 
 every file of dips that this one imports, directly or not: a change of any of them compiles it again. The key also has
 the processor's name and features, and the versions of Python and numba.
 
-The folder is NUMBA_CACHE_DIR if that is set and can be written, else the __pycache__ beside the file, else numba's
+The folder is NUMBA_CACHE_DIR if that is set and can be written, else the __pycache__ next to the file, else numba's
 folder in the user's cache; where none can be written, code is compiled again at every start, and a warning says so.
 One process at a time compiles: the others wait for it at a lock file and load what it made. The lock is the operating
 system's, so it ends with the process that holds it.
@@ -136,7 +136,7 @@ def stamp_of(path: Path) -> str:
 
 
 class _Stamped:
-    """Beside one of numba's locators, which say in which folder the code of a function is kept."""
+    """Next to one of numba's locators, which say in which folder the code of a function is kept."""
 
     def __init__(self, function: Callable[..., Any], file: str) -> None:
         super().__init__(function, file)  # type: ignore[call-arg]
@@ -284,7 +284,7 @@ _turn = _Turn()
 
 @functools.cache
 def folder() -> Path | None:
-    """Where code is kept that is compiled from files beside this one, and the lock of all; None: nowhere."""
+    """Where code is kept that is compiled from files next to this one, and the lock of all; None: nowhere."""
     try:
         return Path(_Cache(compiled).cache_path)
     except RuntimeError:

@@ -3,7 +3,7 @@
 A chunk is bound by memory, so every further pass over it costs as much as the copy. The checksums are those of the
 xxhash package (core/math/xxh3_numba.py), the sums and counts those of core/math/outer_numpy.py, to the bit. In one pass
 the bytes are written before their checksum is known: the caller counts nothing as landed until it has compared, and
-nobody may read what is not counted.
+no one may read what is not counted.
 
 `land_chunk` and `copy_chunk` check their arguments and are for the interpreter. The other functions are for compiled
 loops: they take the payload's address, at any alignment, and check nothing. Their scratch: acc uint64 (8,), lanes

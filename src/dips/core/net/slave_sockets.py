@@ -132,7 +132,7 @@ class SlaveSockets:
                     payload = dealer.recv(copy=False)
 
     def dealer(self, slave: str) -> zmq.Socket[bytes] | None:
-        """The slave's socket, to be used beside this object until the next change; None: there is none."""
+        """The slave's socket, to be used in parallel with this object until the next change; None: there is none."""
         return self._sockets.get(slave)
 
     def monitors(self) -> list[zmq.Socket[bytes]]:
@@ -140,7 +140,7 @@ class SlaveSockets:
         return [handshakes.socket for handshakes in self._handshakes.values()]
 
     def look(self) -> None:
-        """What receive() does besides receiving, for who receives beside this object."""
+        """What receive() does besides receiving, for who receives without this object."""
         self._note_news({monitor: zmq.POLLIN for monitor in self.monitors() if monitor.poll(0)})
 
     def turned_away(self) -> Iterator[tuple[str, str]]:

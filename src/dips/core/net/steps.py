@@ -176,7 +176,7 @@ def next_request(columns: Columns, now_s: float) -> int:
     """The slot of the next request, which counts as sent from now on; NONE: no slave may be asked.
 
     One to each slave in turn, in the order of begin_turns(), so that all shares end together. A slave that may not be
-    asked has no more turns until then: nobody else's turn can change that.
+    asked has no more turns until then: no one else's turn can change that.
     """
     counts = columns.counts
     turn, n_turns = counts[TURN], counts[N_TURNS]

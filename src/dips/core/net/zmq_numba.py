@@ -81,7 +81,7 @@ _C_TYPES = {types.int32: ctypes.c_int32, types.intp: ctypes.c_ssize_t, types.int
 
 
 def _linked(name: str) -> str:
-    """The name by which compiled code knows a C function: one of our own, so that it is nobody else's."""
+    """The name by which compiled code knows a C function: one of our own, so that it is no one else's."""
     return f"dips_{name}"
 
 
@@ -240,7 +240,7 @@ socket was closed, perhaps.
 
 
 def new_messages(n: int) -> Messages:
-    """Memory for n messages. What lies in it is closed by nobody but whoever received it."""
+    """Memory for n messages. What lies in it is closed by no one but whoever received it."""
     return np.zeros((n, MESSAGE_BYTES), np.uint8)
 
 

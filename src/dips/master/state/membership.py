@@ -182,7 +182,7 @@ class Membership:
         if len(request.rank_keys) != (pushers - 1 if shared.allowed.encrypted else 0):
             raise Refused(
                 RefusalCode.KEY,
-                f"cluster {name!r} has {pushers} ranks and brings {len(request.rank_keys)} data keys beside its "
+                f"cluster {name!r} has {pushers} ranks and brings {len(request.rank_keys)} data keys besides its "
                 "first: with --keys there is one for each other rank, with --insecure none; start all ranks alike",
             )
         shared.allowed.check(KeyRole.CLUSTER, name, request.curve_key, request.rank_keys)

@@ -124,7 +124,7 @@ class Ranks:
         """Those of the job that the leader knows."""
 
         self.dead = 0
-        """A follower that has died, which nobody has noticed; 0: none."""
+        """A follower that has died, which no one has noticed; 0: none."""
 
     @property
     def followers(self) -> range:

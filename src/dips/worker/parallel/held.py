@@ -251,7 +251,7 @@ def reshard(models: Sequence[torch.nn.Module]) -> None:
 
 
 def _fsdp_modules(models: Sequence[torch.nn.Module]) -> Iterator[Any]:
-    """Told by the name of their class, so that nobody loads FSDP2 who does not use it."""
+    """Told by the name of their class, so that no one loads FSDP2 who does not use it."""
     for model in models:
         for module in model.modules():
             if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):

@@ -76,7 +76,7 @@ def _unit_edges(layout: Layout, unit_bytes: int) -> I64:
 
 def _runs_of_candidates(layout: Layout, held: Sequence[Sequence[Piece]], edges: I64) -> list[tuple[I64, int, int]]:
     """(candidates, first, last): units [first, last) are held best by the same ranks; those with fewest first, so that
-    who has a choice can make up for who has none. Units that nobody holds are in no run.
+    who has a choice can make up for who has none. Units that no one holds are in no run.
     """
     alike: dict[tuple[Piece, ...], list[int]] = {}  # replicas are counted once
     for rank, pieces in enumerate(held):

@@ -1,6 +1,6 @@
 """The training state of a rank among several besides the flat vectors, by names of the full model.
 
-The optimizer's state of each parameter, the model's buffers, parameters in fewer bits beside their masters, random
+The optimizer's state of each parameter, the model's buffers, parameters in fewer bits with their masters, random
 number generators, and the parts that the loop adds. What belongs to a parameter is cut as this is, so that ranks of
 another number, or of another parallelism, take their own boxes of it. Each element is written by one rank alone: of
 several that hold it, by the one with least to write. Sends messages at the start only.

@@ -108,7 +108,7 @@ class Ranks:
             tensor.copy_(host)
 
     def close(self) -> None:
-        """Close the groups without waiting for other ranks, which notice it: a group is closed once nobody refers to
+        """Close the groups without waiting for other ranks, which notice it: a group is closed once no one refers to
         it. One left open may abort the process at its end. May be called twice, and after the user has destroyed all
         groups.
         """

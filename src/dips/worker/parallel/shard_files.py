@@ -45,7 +45,7 @@ class Shard(NamedTuple):
 
 
 def whole(name: str, tensor: torch.Tensor) -> Shard:
-    """A tensor of which nobody else has a part."""
+    """A tensor of which no one else has a part."""
     return Shard(name, tuple(tensor.shape), Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
 
 
