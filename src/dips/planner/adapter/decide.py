@@ -6,14 +6,16 @@ stages has two, both computed from the plan:
 
 * late: a message of a whole microbatch takes longer than the compute that hides it and the overhead of one more piece.
   Compute that hides it: while a message is under way, its sender computes the next one and its receiver the one before;
-  the longer of these two operations. One late message is enough: sizes change while the delay lasts.
+  the longer of these two operations. One late message is enough, so that sizes change while the delay lasts.
 * on time again: it takes no longer than that compute. All of the last 20 messages must be (the paper checks each 20).
 
 Between them nothing changes, nor with one fast message among late ones. While messages are late, how many times the
 compute is contained in them, in powers of two, is the border's level; sizes are chosen when a level changes. A choice
-plays one iteration at the measured bandwidths for each candidate, and takes the shortest; of equal ones, that with the
-fewest operations. So where smaller pieces cost more than they save, nothing changes. While no border is late, sizes are
-the planned ones, whatever else might be shorter: this is no search for the best microbatch.
+plays one iteration for each candidate, and takes the shortest; of equal ones, that with the fewest operations. So where
+smaller pieces cost more than they save, nothing changes. After one late message it plays the measured bandwidths and
+the planned ones, and takes the sum of both, each relative to the best candidate's: the delay may be over. When it has
+lasted for 20 messages, only the measured ones count. While no border is late, sizes are the planned ones, whatever
+else might be shorter: this is no search for the best microbatch.
 
 Time is an argument, and there is no state but AdapterState: an engine can use the machine as the simulation does.
 """
@@ -99,6 +101,7 @@ class AdapterState:
     rates: tuple[int, ...]  # as measured last, in parts of WHOLE of the plan's bandwidth
     levels: tuple[int, ...]
     windows: tuple[Window, ...]
+    lasts: tuple[bool, ...]  # whether messages have been late for a whole window
     changes: int = 0  # how often sizes have changed
 
 
@@ -108,13 +111,12 @@ class Rules:
 
     pipeline: Pipeline
     borders: tuple[Border, ...]
-    monitor_ns: int = 0  # what an operation takes longer because its message is timed
     _forecasts: dict[tuple[tuple[Sizes, ...], tuple[int, ...]], Played] = field(default_factory=dict, repr=False)
 
     @cached_property
     def start(self) -> AdapterState:
         n = len(self.borders)
-        return AdapterState(self.pipeline.whole, (WHOLE,) * n, (0,) * n, (Window(),) * n)
+        return AdapterState(self.pipeline.whole, (WHOLE,) * n, (0,) * n, (Window(),) * n, (False,) * n)
 
     @cached_property
     def border_of(self) -> dict[tuple[int, int], int]:
@@ -137,46 +139,52 @@ class Rules:
         border = self.borders[number]
         work = border.busy_ns * transfer.sequences * WHOLE // self.pipeline.sequences
         busy_ns = max(1, transfer.freed_ns - transfer.start_ns)
-        rate, was = max(1, work // busy_ns), state.levels[number]
+        rate, was, window = max(1, work // busy_ns), state.levels[number], state.windows[number]
         level = border.level(rate, was)
         if level > was:
-            return self._changed(state, number, rate, level)
-        window = state.windows[number]
+            return self._changed(state, number, rate, level, False)
         slowest = min(rate, window.slowest) if window.messages else rate
         window = Window(window.messages + 1, window.work + work, window.busy_ns + busy_ns, slowest)
         if window.messages < WINDOW:
             return replace(state, windows=_with(state.windows, number, window))
         mean, level = max(1, window.work // window.busy_ns), border.level(window.slowest, was)
-        if level < was:
-            return self._changed(state, number, mean, level)
-        rates = _with(state.rates, number, mean)
-        return replace(state, rates=rates, windows=_with(state.windows, number, Window()))
+        if level < was or (was and not state.lasts[number]):
+            return self._changed(state, number, mean, level, level > 0)
+        rates, windows = _with(state.rates, number, mean), _with(state.windows, number, Window())
+        return replace(state, rates=rates, windows=windows)
 
     def measured(self, state: AdapterState, rates: Mapping[tuple[str, str], int]) -> AdapterState:
         """The state when whole windows of messages had these rates, by link."""
         found = tuple(rates.get(border.link, old) for border, old in zip(self.borders, state.rates, strict=True))
         levels = tuple(map(Border.level, self.borders, found, state.levels))
-        sizes = self.choose(found, levels)
+        sizes = state.sizes if levels == state.levels else self.choose(found, levels)
         changes = state.changes + (sizes != state.sizes)
-        return AdapterState(sizes, found, levels, (Window(),) * len(found), changes)
+        lasts = tuple(level > 0 for level in levels)
+        return AdapterState(sizes, found, levels, (Window(),) * len(found), lasts, changes)
 
-    def _changed(self, state: AdapterState, number: int, rate: int, level: int) -> AdapterState:
+    def _changed(self, state: AdapterState, number: int, rate: int, level: int, lasts: bool) -> AdapterState:
         rates, levels = _with(state.rates, number, rate), _with(state.levels, number, level)
-        sizes = self.choose(rates, levels)
+        last = _with(state.lasts, number, lasts)
+        sizes = self.choose(rates, levels, all(long for long, late in zip(last, levels, strict=True) if late))
         windows = _with(state.windows, number, Window())
-        return AdapterState(sizes, rates, levels, windows, state.changes + (sizes != state.sizes))
+        return AdapterState(sizes, rates, levels, windows, last, state.changes + (sizes != state.sizes))
 
-    def choose(self, rates: Sequence[int], levels: Sequence[int]) -> tuple[Sizes, ...]:
-        """The candidate with the shortest iteration at these rates, the planned sizes while no border is late."""
+    def choose(self, rates: Sequence[int], levels: Sequence[int], lasts: bool = True) -> tuple[Sizes, ...]:
+        """The best candidate at these rates, the planned sizes while no border is late. lasts: whether the rates are
+        sure to last; else they may be the planned ones again."""
         late = [border for border, level in zip(self.borders, levels, strict=True) if level]
         if not late:
             return self.pipeline.whole
+        found = list(self._candidates(late))
+        worlds = (tuple(rates),) if lasts else (tuple(rates), (WHOLE,) * len(rates))
+        played = [[self.forecast(sizes, world) for sizes in found] for world in worlds]
+        shortest = [max(1, min(one.span_ns for one in row)) for row in played]
 
-        def cost(sizes: tuple[Sizes, ...]) -> tuple[int, int]:
-            played = self.forecast(sizes, rates)
-            return played.span_ns, played.operations
+        def cost(index: int) -> tuple[float, int]:
+            relative = (row[index].span_ns / least for row, least in zip(played, shortest, strict=True))
+            return sum(relative), played[0][index].operations
 
-        return min(self._candidates(late), key=cost)
+        return found[min(range(len(found)), key=cost)]
 
     def _candidates(self, late: Iterable[Border]) -> Iterator[tuple[Sizes, ...]]:
         """The planned sizes; each smaller size for the stages at late borders, or for all, either throughout or while
@@ -197,7 +205,7 @@ class Rules:
             channels = {
                 border.resource: Channel((0,), (rate,)) for border, rate in zip(self.borders, rates, strict=True)
             }
-            found = self._forecasts[key] = play(self.pipeline, sizes, channels, monitor_ns=self.monitor_ns)
+            found = self._forecasts[key] = play(self.pipeline, sizes, channels)
         return found
 
 
@@ -205,9 +213,7 @@ def _with(row: tuple[T, ...], number: int, value: T) -> tuple[T, ...]:
     return (*row[:number], value, *row[number + 1 :])
 
 
-def borders_of(
-    pipeline: Pipeline, links: Mapping[int, tuple[tuple[str, str], float]], monitor_ns: int = 0
-) -> tuple[Border, ...]:
+def borders_of(pipeline: Pipeline, links: Mapping[int, tuple[tuple[str, str], float]]) -> tuple[Border, ...]:
     """The borders of a pipeline. links: names and planned Gbit/s of those that can be measured, by the resource of
     their wires."""
     costs, places, found = pipeline.costs, pipeline.schedule.device_of_stage, []
@@ -224,7 +230,7 @@ def borders_of(
             found.append(
                 Border(
                     sender, receiver, wire.resource, link, gbps, wire.busy_ns, wire.latency_ns,
-                    costs.compute_ns(hides, kind) + monitor_ns, _piece_ns(pipeline, hides, kind) + monitor_ns,
+                    costs.compute_ns(hides, kind), _piece_ns(pipeline, hides, kind),
                 )
             )  # fmt: skip
     return tuple(found)

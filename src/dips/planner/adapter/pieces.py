@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import NamedTuple
 
 from dips.planner.adapter.traces import WHOLE, Channel
@@ -94,7 +95,7 @@ class Pipeline:
         if sequences == self.sequences:
             return whole
         known = [(0, 0), *((n, costs[stage].compute_ns(kind)) for n, costs in self.profiled), (self.sequences, whole)]
-        for (low, before), (high, after) in zip(known, known[1:], strict=False):
+        for (low, before), (high, after) in pairwise(known):
             if low <= sequences <= high and high > low:
                 return before + (after - before) * (sequences - low) // (high - low)
         raise PlanError(f"a piece of {sequences} sequences of a microbatch of {self.sequences}")
@@ -108,7 +109,7 @@ class Played:
     end_ns: int  # of the last operation or exchange
     busy_ns: tuple[int, ...]  # time that each device computed
     operations: int
-    messages: int  # over links that have a wire
+    messages: tuple[int, ...]  # that each device received over a wire
 
     @property
     def span_ns(self) -> int:
@@ -125,15 +126,14 @@ def play(
     channels: Mapping[int, Channel] | None = None,
     begin_ns: int = 0,
     watch: Watch | None = None,
-    monitor_ns: int = 0,
     pieces: list[Piece] | None = None,
 ) -> Played:
     """Play one iteration. sizes[s]: of stage s. channels: by the resource of a wire; the plan's bandwidth elsewhere.
-    monitor_ns: what an operation takes longer because its message is timed. pieces: gets every operation.
+    pieces: gets every operation.
 
     Raises PlanError when devices wait for each other.
     """
-    run = _Run(pipeline, sizes, channels or {}, begin_ns, watch, monitor_ns, pieces)
+    run = _Run(pipeline, sizes, channels or {}, begin_ns, watch, pieces)
     run.follow()
     return run.played()
 
@@ -158,12 +158,11 @@ class _Run:
         channels: Mapping[int, Channel],
         begin_ns: int,
         watch: Watch | None,
-        monitor_ns: int,
         pieces: list[Piece] | None,
     ) -> None:
         schedule = self._schedule = pipeline.schedule
         self._pipe, self._sizes, self._channels = pipeline, sizes, channels
-        self._watch, self._monitor_ns, self._pieces = watch, monitor_ns, pieces
+        self._watch, self._pieces = watch, pieces
         self._n, self._b, stages = schedule.n_microbatches, pipeline.sequences, schedule.n_stages
         self._there = [[[0] * self._n for _ in range(stages)] for _ in (_F, _D)]
         self._there[_F][0] = [self._b] * self._n
@@ -179,7 +178,8 @@ class _Run:
         self._begin_ns = self.now = begin_ns
         self._stage_end = [begin_ns] * stages
         self._busy = [0] * schedule.n_devices
-        self.operations = self.messages = 0
+        self._messages = [0] * schedule.n_devices
+        self._operations = 0
         self._split = schedule.split
         self._heap: list[_Event] = []
         exchanges, overlapped = pipeline.costs.exchanges, pipeline.costs.overlapped
@@ -218,7 +218,7 @@ class _Run:
             ready = [end - self._begin_ns for end in self._stage_end]
             last = [one.ends_ns for one in reduced(costs.exchanges, ready, costs.overlapped)]
             end_ns = max(end_ns, self._begin_ns + max(last, default=0))
-        return Played(self._begin_ns, end_ns, tuple(self._busy), self.operations, self.messages)
+        return Played(self._begin_ns, end_ns, tuple(self._busy), self._operations, tuple(self._messages))
 
     # ---- what a device runs next ----
 
@@ -231,8 +231,7 @@ class _Run:
         key = (kind, stage, n)
         lasts = self._lasts.get(key)
         if lasts is None:
-            sends = row == _F and stage + 1 < len(self._gates) or row == _D and stage > 0
-            lasts = self._pipe.compute_ns(stage, kind, n) + self._pipe.costs.operation_ns + sends * self._monitor_ns
+            lasts = self._pipe.compute_ns(stage, kind, n) + self._pipe.costs.operation_ns
             self._lasts[key] = lasts
         if row == _F:
             self._held[device] += self._pipe.costs.stages[stage].activation * n
@@ -240,7 +239,7 @@ class _Run:
             self._begun_d[stage] = True
         self._running[device] = True
         self._busy[device] += lasts
-        self.operations += 1
+        self._operations += 1
         if self._pieces is not None:
             first = self._done[row][stage][microbatch]
             self._pieces.append(Piece(kind, stage, microbatch, first, n, self.now, self.now + lasts))
@@ -330,7 +329,7 @@ class _Run:
             freed = channel.end_ns(start, wire.busy_ns * n * WHOLE // self._b)
         if wire.busy_ns or wire.hold_ns:
             self._link_free[wire.resource] = freed + wire.hold_ns
-        self.messages += 1
+        self._messages[places[target]] += 1
         arrives = freed + wire.latency_ns
         heappush(self._heap, (arrives, _ARRIVES, places[target], target, row, microbatch, n, start, freed))
 

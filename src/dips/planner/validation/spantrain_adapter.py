@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dips.planner.adapter.decide import Rules, borders_of
-from dips.planner.adapter.pieces import Pipeline
+from dips.planner.adapter.pieces import Pipeline, Sizes
 from dips.planner.adapter.play import Comparison, compare
 from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace, shipped_traces
 from dips.planner.cluster import Link
@@ -17,10 +17,6 @@ from dips.planner.costs import NS, Costs, StageCost, Wire
 from dips.planner.ir import straight
 from dips.planner.schedules import SCHEDULES
 from dips.planner.validation.checks import PaperCheck, holds
-
-MONITOR_NS = 10_000
-"""What an operation takes longer because its message is timed: more than twice what benchmarks/bench_adapter.py finds
-for one call of the state machine."""
 
 MS = NS // 1000
 
@@ -39,7 +35,7 @@ class Setting:
 
     def rules(self) -> Rules:
         n = len(self.times_ms)
-        stages = tuple(StageCost(*(round(ms * MS) for ms in times), 34, 2) for times in self.times_ms)
+        stages = tuple(StageCost(round(f * MS), round(d * MS), round(w * MS), 34, 2) for f, d, w in self.times_ms)
         wires = {
             way: Wire(way[0] * n + way[1], round(ms * MS), round(self.latency_ms * MS))
             for left, ms in enumerate(self.transfers_ms)
@@ -50,7 +46,7 @@ class Setting:
         schedule = SCHEDULES[self.order].make(n, self.microbatches, costs, room)
         pipeline = Pipeline(schedule, costs, self.sequences, limits=tuple(room) if self.order == "compact_zb" else None)
         links = {wire.resource: ((f"group-{a + 1}", f"group-{b + 1}"), 1.0) for (a, b), wire in wires.items()}
-        return Rules(pipeline, borders_of(pipeline, links, MONITOR_NS), MONITOR_NS)
+        return Rules(pipeline, borders_of(pipeline, links))
 
     def compared(self, trace: str) -> Comparison:
         """With and without the adapter under a shipped trace."""
@@ -74,50 +70,79 @@ class Setting:
 # ---- the adapter under the shipped traces ----------------------------------------------------------------------------
 
 TRACES = (
-    "SpanTrain, section 3.4: the adapter under the shipped traces (planner/traces, each with its source), 120 s each; 1\n"
-    "where a statement holds. assumed: 4 groups, 8 microbatches of 32, T_F = T_D = T_W = 100 ms, latency 5 ms, overhead\n"
-    "of an operation 1 ms, of timing a message 10 us; a message takes 0.2, 0.7 or 1.5 T_F at the plan's bandwidth;\n"
-    "compact_zb by readiness, and 1f1b; pieces of 16, 8 and 4. Late: a message takes longer than the compute that hides\n"
-    "it and the overhead of one more piece. The stated cost is the time that a device computes longer"
+    "SpanTrain, section 3.4: the adapter under the shipped traces (planner/traces, each with its source), 120 s each\n"
+    "assumed: 4 groups, 8 microbatches of 32, T_F = T_D = T_W = 100 ms, latency 5 ms, overhead of an operation 1 ms,\n"
+    "of timing a message 10 us; a message takes 0.2, 0.7 or 1.5 T_F at the plan's bandwidth; compact_zb by readiness,\n"
+    "and 1f1b; pieces of 16, 8 and 4. Late: a message takes longer than the compute that hides it and the overhead\n"
+    "of one more piece. The stated cost is the time that a device computes longer, and observes messages. 1 where a\n"
+    "statement holds. Changed after the comparison: (a) the time to observe messages is added, no longer played: it\n"
+    "made iterations of the compact order up to 3 % shorter without any change of size, as ties broke otherwise. (b)\n"
+    "With 1 ms smaller microbatches are faster at any bandwidth, so 25 ms was added, with which pieces use devices\n"
+    "worse, as the paper says of its own. (c) There the adapter was slower in 4 of 30 cases, by 1.7 % at most, after\n"
+    "delays of one message; so until a delay has lasted it also plays the planned bandwidth, which was judged on random\n"
+    "pipelines and bandwidths (benchmarks/bench_adapter.py)"
 )
 
 NOMINAL = (0.2, 0.7, 1.5)
 ORDERS = ("compact_zb", "1f1b")
+OVERHEADS_MS = (1.0, 25.0)
 
 
-def setting(order: str, nominal: float) -> Setting:
-    return Setting(order, ((100.0, 100.0, 100.0),) * 4, (100.0 * nominal,) * 3, 1.0, 5.0)
+def setting(order: str, nominal: float, operation_ms: float = 1.0) -> Setting:
+    """Equal stages; a message takes `nominal` T_F at the plan's bandwidth."""
+    return Setting(order, ((100.0, 100.0, 100.0),) * 4, (100.0 * nominal,) * 3, operation_ms, 5.0)
 
 
 def under_traces() -> Iterator[PaperCheck]:
     found = {
-        (order, nominal, trace): setting(order, nominal).compared(trace)
+        (operation_ms, order, nominal, trace): setting(order, nominal, operation_ms).compared(trace)
+        for operation_ms in OVERHEADS_MS
         for order in ORDERS
         for nominal in NOMINAL
         for trace in shipped_traces()
     }
     late = [one for one in found.values() if one.late]
-    hidden = [one for one in found.values() if not one.late]
-    what = f"faster under each of {len(late)} traces in which messages come to be late"
-    yield holds(TRACES, what, all(one.slower_ns < 0 for one in late))
-    what = f"and not slower by more than the stated cost under each of {len(hidden)} others"
-    yield holds(TRACES, what, all(one.slower_ns <= one.cost_ns for one in hidden))
-    yield holds(TRACES, "where sizes stay as planned", all(not one.adapted.changes for one in hidden))
-    most = max(one.cost_ns / one.without.span_ns for one in hidden)
-    yield PaperCheck(TRACES, "the greatest stated cost of these", None, most, percent=True)
-    for (order, nominal, trace), one in found.items():
-        if one.late:
-            yield PaperCheck(TRACES, f"{order}, {nominal:g} T_F, {trace}: times faster", None, one.speedup)
+    on_time = [one for one in found.values() if not one.late]
+    first, second = ([one for key, one in found.items() if key[0] == ms and one.late] for ms in OVERHEADS_MS)
+    what = f"faster in each of {len(first)} cases in which messages come to be late"
+    yield holds(TRACES, what, all(one.slower_ns < 0 for one in first))
+    what = f"not slower by more than the stated cost in each of all {len(found)} cases"
+    yield holds(TRACES, what, all(one.slower_ns <= one.cost_ns for one in found.values()))
+    what = f"sizes stay as planned in each of {len(on_time)} cases in which no message is late"
+    yield holds(TRACES, what, all(not one.adapted.changes for one in on_time))
+    what = f"with 25 ms, faster in so many of {len(second)} in which messages come to be late"
+    yield PaperCheck(TRACES, what, None, sum(one.slower_ns < 0 for one in second))
+    most = max(one.cost_ns / one.without.span_ns for one in on_time)
+    yield PaperCheck(TRACES, "the greatest stated cost where no message is late", None, most, percent=True)
+    most = max(one.cost_ns / one.without.span_ns for one in late)
+    yield PaperCheck(TRACES, "and where messages come to be late", None, most, percent=True)
+    for operation_ms in OVERHEADS_MS:
+        for order in ORDERS:
+            faster = [one.speedup for key, one in found.items() if key[:2] == (operation_ms, order) and one.late]
+            for which, value in (("least", min(faster)), ("greatest", max(faster))):
+                what = f"{order}, {operation_ms:g} ms an operation: times faster, the {which} of {len(faster)}"
+                yield PaperCheck(TRACES, what, None, value)
+            fixed = _fixed(setting(order, 0.7, operation_ms), 8)
+            what = f"{order}, {operation_ms:g} ms, 0.7 T_F, nothing lost: pieces of 8 always, times faster than 32"
+            yield PaperCheck(TRACES, what, None, fixed)
+
+
+def _fixed(one: Setting, sequences: int) -> float:
+    """Whole microbatches / pieces of so many sequences throughout, at the plan's bandwidth, without adapter."""
+    rules = one.rules()
+    rates = (WHOLE,) * len(rules.borders)
+    pieces = (Sizes(sequences, sequences, sequences),) * len(rules.pipeline.whole)
+    return rules.forecast(rules.pipeline.whole, rates).span_ns / rules.forecast(pieces, rates).span_ns
 
 
 # ---- section 4.4 -----------------------------------------------------------------------------------------------------
 
 SECTION_4_4 = (
-    "SpanTrain, section 4.4 (Figure 12): throughput with the adapter over that without, 40, 50 or 60 % of the bandwidth\n"
-    'lost (the best, as the paper says "up to"), and none. The paper gives no times, sizes or links of its 4 groups.\n'
-    "assumed: groups of 4 RTX4090, 2 RTX3090, 1 and 1 RTX3080 at 40 % of the FP16 peak of Table 2, batches of 256 as 8\n"
-    "x 32, the compact order, latency 5 ms, overhead of timing a message 10 us. GPT-2: 117M, 3 layers of 12 on each\n"
-    "stage and the output layer on the last, 512 tokens, messages of 2 bytes a number, overhead of an operation 0.5 ms.\n"
+    "SpanTrain, section 4.4 (Figure 12): throughput with the adapter over that without, 40, 50 or 60 % of the\n"
+    'bandwidth lost (the best, as the paper says "up to"), and none. The paper gives no times, sizes or links\n'
+    "assumed: groups of 4 RTX4090, 2 RTX3090, 1 and 1 RTX3080 at 40 % of the FP16 peak of Table 2, batches of 256 as\n"
+    "8 x 32, the compact order, latency 5 ms, overhead of timing a message 10 us. GPT-2: 117M, 3 of 12 layers on each\n"
+    "stage, the output layer on the last, 512 tokens, messages of 2 bytes a number, overhead of an operation 0.5 ms.\n"
     "ResNet101: torchvision's, 32 x 32 pixels, 0.16 G multiply-adds an image in equal parts, borders after layer2\n"
     "(512 x 4 x 4 numbers) and twice in layer3 (1024 x 2 x 2), 4 bytes a number, overhead of an operation 1 ms: about\n"
     "100 kernels of 10 us. Links of 100 Mbit/s, since slow links part first-level groups; then, what the paper's\n"
