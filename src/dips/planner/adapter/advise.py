@@ -269,15 +269,18 @@ def draw(running: Running, trace: TraceFile, compared: Comparison, files: Sequen
     upper.legend(loc="lower left", fontsize=8)
     rules = rules_of(running, running.problem)
     links = _links_of(running.problem, rules)
+    drawn: dict[tuple[tuple[float, ...], tuple[float, ...]], list[str]] = {}
     for name, channel in channels_of(trace, links).items():
         planned = links[name].bandwidth_gbps / links[name].oversubscription
         edges = [time / NS for time in channel.times_ns if time < trace.duration_ns]
         values = [rate / WHOLE * planned for rate in channel.rates[: len(edges)]]
-        lower.stairs(values, [*edges, trace.head.duration_s], label=f"{name[0]} to {name[1]}", baseline=None)
+        drawn.setdefault(((*edges, trace.head.duration_s), tuple(values)), []).append(f"{name[0]} to {name[1]}")
+    for (at_s, gbps), names in drawn.items():
+        lower.stairs(gbps, at_s, label=names[0] if len(names) == 1 else f"{len(names)} links", baseline=None)
     lower.set_ylabel("Gbit/s")
     lower.set_ylim(bottom=0)
     lower.set_xlabel("time, s")
-    if len(links) <= 6:
+    if len(drawn) <= 6:
         lower.legend(loc="lower left", fontsize=7)
     n = len(compared.without.ends_ns)
     figure.suptitle(f"{Path(trace.file).stem}: {n} iterations, {compared.speedup:.2f} times as fast with the adapter")

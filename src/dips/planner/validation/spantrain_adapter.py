@@ -79,8 +79,8 @@ TRACES = (
     "made iterations of the compact order up to 3 % shorter without any change of size, as ties broke otherwise. (b)\n"
     "With 1 ms smaller microbatches are faster at any bandwidth, so 25 ms was added, with which pieces use devices\n"
     "worse, as the paper says of its own. (c) There the adapter was slower in 4 of 30 cases, by 1.7 % at most, after\n"
-    "delays of one message; so until a delay has lasted it also plays the planned bandwidth, which was judged on random\n"
-    "pipelines and bandwidths (benchmarks/bench_adapter.py)"
+    "delays of one message; so until a delay has lasted it also plays the planned bandwidth, which was judged on\n"
+    "random pipelines and bandwidths (benchmarks/bench_adapter.py)"
 )
 
 NOMINAL = (0.2, 0.7, 1.5)
