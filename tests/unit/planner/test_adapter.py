@@ -19,12 +19,13 @@ from dips.planner.adapter.decide import WINDOW, AdapterState, Border, Rules
 from dips.planner.adapter.pieces import Piece, Pipeline, Sizes, Transfer, play
 from dips.planner.adapter.play import MONITOR_NS, compare, with_adapter, without_adapter
 from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace, shipped_traces
-from dips.planner.cluster import read_setup
+from dips.planner.cluster import Profile, read_setup
 from dips.planner.costs import NS, Costs, StageCost, Wire
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, straight
 from dips.planner.plan import make_plan, plan_json
 from dips.planner.problem import Problem
+from dips.planner.profile import LayerTime
 from dips.planner.replan import MeasuredFile, Running, read_measured, read_running
 from dips.planner.schedules import SCHEDULES
 from dips.planner.simulate import simulate
@@ -478,3 +479,47 @@ def test_a_plan_under_a_shipped_trace() -> None:
     _, found = traced(running(), read_trace("loss-60"))
     assert found.late
     assert found.speedup > 1.1
+
+
+def test_measured_times_of_stages_count(tmp_path: Path) -> None:
+    """Stages twice as slow as planned hide messages that would be late."""
+    one, file = running(), measured(tmp_path, 1.0)
+    assert advise(one, file).advised
+    row = "[[stages]]\nstage = {}\nforward_ms = 200\ninput_gradient_ms = 200\nweight_gradient_ms = 200\n"
+    path = tmp_path / "stages.toml"
+    path.write_text(Path(file.file).read_text() + "".join(row.format(stage) for stage in range(4)))
+    advice = advise(one, read_measured(path))
+    assert not advice.advised
+    assert {border.hide_ns for border in advice.rules.borders} == {225_000_000}
+
+
+def test_layers_profiled_with_several_sizes_give_the_times_of_pieces() -> None:
+    """32, 16 and 8 sequences were measured, so 4 are no candidate, and a piece of 8 takes the time of 8."""
+    one = running()
+    layers = tuple(
+        LayerTime(count=12, microbatch_sequences=n, forward_ms=ms, input_gradient_ms=ms, weight_gradient_ms=ms)
+        for n, ms in ((8, 20.0), (16, 24.0), (32, 40.0))
+    )
+    setup = one.problem.setup
+    profile = Profile(layers=layers, memory_microbatches=8, source="a test")
+    profiled = replace(one, problem=replace(one.problem, setup=replace(setup, profile=profile)))
+    of = rules_of(profiled, profiled.problem)
+    assert of.smaller == (16, 8)
+    assert [of.pipeline.compute_ns(1, Kind.F, n) for n in (8, 12, 16, 32)] == [
+        60 * 10**6,
+        66 * 10**6,
+        72 * 10**6,
+        120 * 10**6,
+    ]
+    assert of.borders[0].piece_ns == 2 * 72 * 10**6 - 120 * 10**6
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_replicas_and_blocking_senders_as_planned(blocking: bool) -> None:
+    """Fair shares of a link, and senders that wait for acknowledgements, take what the plan says."""
+    problem = Problem(read_setup("jeeves")).with_training(microbatches=8)
+    problem = problem.with_options(schedules=["1f1b"], replicas="fair", division="uniform", blocking=blocking)
+    one = read_running(json.dumps(plan_json(make_plan(problem, sensitivity=False))), "plan.json")
+    assert one.problem.replicas > 1
+    pipeline = rules_of(one, one.problem).pipeline
+    assert play(pipeline, pipeline.whole).span_ns == round(one.iteration_s(one.problem) * NS)

@@ -130,7 +130,11 @@ def _pipeline_of(running: Running, problem: Problem) -> Pipeline:
     if running.name == COMPACT:
         limits = tuple(problem.limits(running.division, running.places))
     schedule, sequences = running.schedules[0], problem.setup.training.microbatch_sequences
-    return Pipeline(schedule, costs, sequences, _profiled(running, problem), limits)
+    profiled = _profiled(running, problem)
+    try:
+        return Pipeline(schedule, costs, sequences, profiled, limits)
+    except PlanError as error:
+        raise PlanError(f"{running.problem.setup.file}: {error}") from None
 
 
 def _profiled(running: Running, problem: Problem) -> tuple[tuple[int, tuple[StageCost, ...]], ...]:
