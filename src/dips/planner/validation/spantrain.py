@@ -1,4 +1,4 @@
-"""SpanTrain (Wang et al.): Figure 5 and the settings of section 4.1, grouped; Figure 6, the compact order; the adapter."""
+"""SpanTrain (Wang et al.): Figure 5 and the settings of section 4.1; Figure 6, the compact order; the adapter."""
 
 from __future__ import annotations
 
