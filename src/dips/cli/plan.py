@@ -19,6 +19,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from dips.cli.plan_text import (
+    advice_text,
     checks_text,
     decision_text,
     explored_text,
@@ -27,6 +28,7 @@ from dips.cli.plan_text import (
     replan_text,
     sweep_text,
     table_of,
+    traced_text,
     tradeoff_text,
 )
 from dips.core.errors import ConfigError
@@ -36,13 +38,15 @@ from dips.local.plan_calibrate import calibrated_profile, calibration_json, cali
 from dips.local.plan_run import outcome_json, run_plan, source_of, tell, write_files
 from dips.local.plan_systems import System, decide, decision_json
 from dips.planner import api
+from dips.planner.adapter.advise import ADAPT_FILES, advice_json, advise, draw, read_before, traced, traced_json
+from dips.planner.adapter.traces import read_trace
 from dips.planner.calibration import interval_text
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS
 from dips.planner.grouping import ALIKE, THRESHOLD_GBPS, group, grouping_json, measured_of
 from dips.planner.plan import PLAN_FILES, plan_json, ready_folder, write_plan, writing
 from dips.planner.profile import write_profile
-from dips.planner.replan import Limits, read_measured, read_running, verdict_json
+from dips.planner.replan import Limits, Running, read_measured, read_running, verdict_json
 from dips.planner.replan import replan as decide_to_replan
 from dips.planner.scaleacross.report import report_of
 from dips.planner.scaleacross.topology import read_topology
@@ -291,6 +295,73 @@ def replan(
     else:
         _print(replan_text(running, verdict), files)
     return int(verdict.advised)
+
+
+@app.command()
+def adapt(
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="The plan.json that is carried out, of dips plan FILE --out FOLDER.")
+    ],
+    measured: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What was measured: TOML, or JSON if it ends in .json.")
+    ] = None,
+    before: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --measured: what was answered last, with --json.")
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Bandwidths over time: TOML, or a shipped trace's name.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="With --trace: where adapt.json, .svg and .png go.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """How many sequences of a microbatch each stage should take at a time while links are slower than planned
+    (SpanTrain's adapter): smaller pieces arrive earlier, so that the next stage begins sooner.
+
+    With --measured: the sizes to use now, why, and what an iteration takes with them and with whole microbatches. The
+    file is that of `dips plan replan --profile`. With --before, a stage goes back to whole microbatches only when
+    messages are on time again by the second, stricter threshold. With --trace: iterations under changing bandwidth,
+    with and without the adapter.
+
+    Messages are late while one of a whole microbatch takes longer than the compute that hides it. Gradients stay those
+    of the whole batch: training equals synchronous training with any sizes.
+
+    Exit code 0: keep the sizes. 1: change them. 2: a mistake in a file or an option.
+    """
+    if (measured is None) == (trace is None):
+        raise ConfigError("give either --measured FILE, for an answer now, or --trace FILE, to play a trace")
+    if (before is not None and measured is None) or (out is not None and trace is None):
+        raise ConfigError("--before goes with --measured, and --out with --trace: leave it out")
+    running = read_running(api.read_text(plan, "plan.json", "make one with dips plan FILE --out FOLDER"), str(plan))
+    if trace is not None:
+        return _adapt_traced(running, trace, out, as_json)
+    assert measured is not None
+    last = None
+    if before is not None:
+        last = read_before(api.read_text(before, "an answer", "leave --before out"), str(before))
+    advice = advise(running, read_measured(measured), last)
+    if as_json:
+        print(json.dumps(advice_json(advice)))
+    else:
+        _print(advice_text(advice))
+    return int(advice.advised)
+
+
+def _adapt_traced(running: Running, trace: str, out: Path | None, as_json: bool) -> int:
+    file = read_trace(trace)
+    if out is not None:
+        ready_folder(out)
+    rules, compared = traced(running, file)
+    if out is not None:
+        with writing(out):
+            (out / ADAPT_FILES[0]).write_text(json.dumps(traced_json(compared)) + "\n")
+            draw(running, file, compared, [out / name for name in ADAPT_FILES[1:]])
+    if as_json:
+        print(json.dumps(traced_json(compared)))
+    else:
+        _print(traced_text(rules, compared, running.problem.calibration_error), _written(out, ADAPT_FILES))
+    return 0
 
 
 @app.command()

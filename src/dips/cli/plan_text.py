@@ -12,6 +12,10 @@ from rich.table import Table
 from dips.core.units import format_bytes, format_seconds
 from dips.local.plan_clusters import AsynchronousClusters, rounds_text
 from dips.local.plan_systems import CANNOT_SEE, Decision
+from dips.planner.adapter.advise import Advice
+from dips.planner.adapter.decide import Border, Rules
+from dips.planner.adapter.pieces import Sizes
+from dips.planner.adapter.play import Comparison
 from dips.planner.calibration import calibration_text, interval_text
 from dips.planner.candidates import Candidate
 from dips.planner.costs import NS
@@ -256,6 +260,73 @@ def replan_text(running: Running, verdict: ReplanVerdict) -> Iterator[str]:
     for (sender, receiver), size in sorted(swap.link_bytes.items()):
         yield f"  {sender} to {receiver}: {format_bytes(round(size))}"
     yield f"{'swap' if verdict.advised else 'keep'}: {verdict.why}"
+
+
+def advice_text(advice: Advice) -> Iterator[str | Table]:
+    """The sizes to use now, the borders that decide, and what an iteration takes."""
+    rules, error = advice.rules, advice.running.problem.calibration_error
+    yield f"a microbatch has {rules.pipeline.sequences} sequences; so many each stage should take at a time:"
+    table = table_of(("stage", "site"), ("while it fills", "runs", "drains"))
+    sites, site_of = advice.running.problem.setup.sites, advice.running.problem.site_of
+    for stage, (place, sizes) in enumerate(zip(advice.running.places, advice.state.sizes, strict=True)):
+        table.add_row(str(stage), sites[site_of[place]].name, *map(str, sizes))
+    yield table
+    yield _borders_table(rules, [advice.transfer_ns(number) for number in range(len(rules.borders))])
+    for name, time_ns in (("with these sizes", advice.with_ns), ("with whole microbatches", advice.without_ns)):
+        yield f"iteration {name}: {format_seconds(time_ns / NS)} ({interval_text(time_ns / NS, error)})"
+    yield f"{'change' if advice.advised else 'keep'}: {advice.why}"
+
+
+def _borders_table(rules: Rules, transfers_ns: Sequence[float]) -> Table:
+    table = table_of(("stages", "link"), ("a message", "compute", "late below", "on time from"))
+
+    def gbps(value: float) -> str:
+        return f"{value:.4g} Gbit/s" if math.isfinite(value) else "any"
+
+    def row(border: Border, time_ns: float) -> None:
+        times = (format_seconds(ns / NS) for ns in (time_ns, border.hide_ns))
+        ends = f"{border.sender} to {border.receiver}", f"{border.link[0]} to {border.link[1]}"
+        table.add_row(*ends, *times, gbps(border.late_below_gbps), gbps(border.on_time_from_gbps))
+
+    for border, time_ns in zip(rules.borders, transfers_ns, strict=True):
+        row(border, time_ns)
+    return table
+
+
+MOST_ROWS = 24
+"""Iterations that a trace's table shows."""
+
+
+def traced_text(rules: Rules, compared: Comparison, error: float | None) -> Iterator[str | Table]:
+    """Iterations under a trace with and without the adapter; of many, some at equal distances."""
+    yield _borders_table(rules, [border.busy_ns + border.latency_ns for border in rules.borders])
+    without, adapted = compared.without, compared.adapted
+    n = len(without.ends_ns)
+    table = table_of(("iteration",), ("begins", "without", "begins", "with", "sizes as it begins"))
+    for number in sorted({i * (n - 1) // max(1, MOST_ROWS - 1) for i in range(MOST_ROWS)}):
+        cells = []
+        for found in (without, adapted):
+            begin_ns = found.ends_ns[number - 1] if number else 0
+            cells += [f"{begin_ns / NS:.4g} s", format_seconds((found.ends_ns[number] - begin_ns) / NS)]
+        table.add_row(str(number + 1), *cells, _sizes_text(adapted.sizes[number], rules.pipeline.whole))
+    yield table
+    spans = (format_seconds(ns / NS) for ns in (without.span_ns, compared.adapted_ns))
+    yield f"{n} iterations: {' without, '.join(spans)} with the adapter"
+    yield f"{compared.speedup:.3f} times as fast; sizes changed {adapted.changes} times"
+    yield (
+        f"stated cost: {format_seconds(compared.cost_ns / NS)} at most, {compared.cost_ns / without.span_ns:.2%}: the "
+        f"overhead of smaller pieces, and {format_seconds(compared.monitored_ns / NS)} to observe messages"
+    )
+    if not compared.late:
+        yield "no message came to be late: sizes stay as planned"
+    yield calibration_text(error)
+
+
+def _sizes_text(sizes: Sequence[Sizes], whole: Sequence[Sizes]) -> str:
+    """The sizes of each stage; those while it fills, runs and drains where they differ."""
+    if tuple(sizes) == tuple(whole):
+        return "whole"
+    return ",".join(str(one.run) if len(set(one)) == 1 else "/".join(map(str, one)) for one in sizes)
 
 
 def tradeoff_text(found: Tradeoff) -> Iterator[str | Table]:

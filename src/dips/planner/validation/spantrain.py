@@ -1,4 +1,4 @@
-"""SpanTrain (Wang et al.): Figure 5 and the settings of section 4.1, grouped; Figure 6, the compact order."""
+"""SpanTrain (Wang et al.): Figure 5 and the settings of section 4.1; Figure 6, the compact order; the adapter."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from dips.planner.simulate import simulate
 from dips.planner.sweep import ACTIVATION, Case
 from dips.planner.validate import peaks
 from dips.planner.validation.checks import PaperCheck, holds
+from dips.planner.validation.spantrain_adapter import adapter_checks
 
 
 def spantrain_checks() -> Iterator[PaperCheck]:
     yield from figure_5()
     yield from figure_6()
+    yield from adapter()
 
 
 FIGURE_5 = (
@@ -86,3 +88,8 @@ def _both(latency: float, bandwidth: float, memory: float = 1.5) -> tuple[float,
     case = Case(4, 6, 4, latency, bandwidth, memory)
     compact, original = (simulate(*case.schedule(name)).makespan_ns / NS for name in ("compact_zb", "zb_h1"))
     return compact, original
+
+
+def adapter() -> Iterator[PaperCheck]:
+    """Sections 3.4 and 4.4: the adapter of microbatch sizes."""
+    yield from adapter_checks()

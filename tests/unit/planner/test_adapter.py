@@ -1,0 +1,525 @@
+"""The adapter: bandwidth traces, pieces of microbatches, the state machine, and iterations with and without it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dips.planner.adapter.advise import advise, read_before, rules_of, traced
+from dips.planner.adapter.decide import WINDOW, AdapterState, Border, Rules
+from dips.planner.adapter.pieces import Piece, Pipeline, Sizes, Transfer, play
+from dips.planner.adapter.play import MONITOR_NS, compare, with_adapter, without_adapter
+from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace, shipped_traces
+from dips.planner.cluster import Profile, read_setup
+from dips.planner.costs import NS, Costs, StageCost, Wire
+from dips.planner.errors import PlanError
+from dips.planner.ir import Kind, straight
+from dips.planner.plan import make_plan, plan_json
+from dips.planner.problem import Problem
+from dips.planner.profile import LayerTime
+from dips.planner.replan import MeasuredFile, Running, read_measured, read_running
+from dips.planner.schedules import SCHEDULES
+from dips.planner.simulate import simulate
+from dips.planner.sweep import Case
+from dips.planner.validation.spantrain_adapter import setting
+
+NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "cross_ud/1", "cross_wave", "compact_zb")
+
+
+# ---- links over time ----
+
+
+def test_a_message_takes_the_integral_of_the_bandwidth() -> None:
+    channel = Channel((0, 100, 200, 300), (WHOLE, WHOLE // 2, 0, 2 * WHOLE))
+    assert channel.end_ns(0, 70 * WHOLE) == 70
+    assert channel.end_ns(0, 100 * WHOLE) == 100
+    assert channel.end_ns(50, 70 * WHOLE) == 140, "50 at the whole rate, 20 at half of it"
+    assert channel.end_ns(150, 30 * WHOLE) == 303, "25 at half, then nothing passes, then 5 at twice the rate"
+    assert channel.end_ns(250, 0) == 250
+    assert channel.end_ns(500, 7 * WHOLE) == 504, "rounded up"
+    assert [channel.rate_at(t) for t in (0, 99, 100, 250, 10**12)] == [WHOLE, WHOLE, WHOLE // 2, 0, 2 * WHOLE]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 3)), min_size=1, max_size=6), st.integers(0, 200))
+def test_integration_agrees_with_counting_nanoseconds(steps: list[tuple[int, int]], start: int) -> None:
+    times = (0, *itertools.accumulate(length for length, _ in steps))
+    rates = (*(rate for _, rate in steps), 1)
+    channel, work, now = Channel(times, tuple(rate * WHOLE for rate in rates)), 77, start
+    while work > 0:
+        work -= channel.rate_at(now) // WHOLE
+        now += 1
+    assert channel.end_ns(start, 77 * WHOLE) == now
+
+
+HEAD = '[trace]\nsource = "a test"\nduration_s = 9\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (HEAD, r"there is no table \[\[links\]\]"),
+        ("[[links]]\ntime_s = [0]\npart_of_plan = [1]\n", r"the table \[trace\] is missing: add it"),
+        (HEAD + "[[links]]\ntime_s = []\npart_of_plan = []\n", r"\[\[links\]\] 1: time_s is empty: give at least"),
+        (HEAD + "[[links]]\ntime_s = [0, 5]\npart_of_plan = [1]\n", "part_of_plan has 1 values for 2 of time_s: give"),
+        (HEAD + "[[links]]\ntime_s = [1]\npart_of_plan = [1]\n", "time_s begins at 1: let the first step begin at 0"),
+        (HEAD + "[[links]]\ntime_s = [0, 5, 4]\npart_of_plan = [1, 1, 1]\n", "time_s has 4 after 5: give steps in the"),
+        (HEAD + "[[links]]\ntime_s = [0, nan]\npart_of_plan = [1, 1]\n", "time_s"),
+        (HEAD + "[[links]]\ntime_s = [0]\nbandwidth_gbps = [-2]\n", "bandwidth_gbps has -2: give rates of at least 0"),
+        (HEAD + "[[links]]\ntime_s = [0]\nbandwidth_gbps = [nan]\n", "bandwidth_gbps"),
+        (HEAD + "[[links]]\ntime_s = [0]\npart_of_plan = [0]\n", "part_of_plan ends with 0, so that messages never"),
+        (HEAD + "[[links]]\ntime_s = [0]\n", "give either bandwidth_gbps or part_of_plan"),
+        (HEAD + '[[links]]\nsender = "a"\ntime_s = [0]\npart_of_plan = [1]\n', "sender or receiver is missing: give"),
+    ],
+)
+def test_a_trace_that_cannot_be(tmp_path: Path, text: str, sentence: str) -> None:
+    file = tmp_path / "trace.toml"
+    file.write_text(text)
+    with pytest.raises(Exception, match=sentence) as caught:
+        read_trace(file)
+    assert str(file) in str(caught.value)
+
+
+def test_a_trace_of_a_link_that_the_plan_does_not_have(tmp_path: Path) -> None:
+    file = tmp_path / "trace.toml"
+    rules = rules_of(running(), running().problem)
+    links = {border.link: running().problem.setup.link(*border.link) for border in rules.borders}
+    table = '[[links]]\nsender = "{}"\nreceiver = "{}"\ntime_s = [0]\nbandwidth_gbps = [0.671]\n'
+    file.write_text(HEAD + table.format("group-1", "group-3"))
+    with pytest.raises(PlanError, match="1: the plan sends nothing from group-1 to group-3: choose from group-1 to gr"):
+        channels_of(read_trace(file), links)
+    file.write_text(HEAD + 2 * table.format("group-1", "group-2"))
+    with pytest.raises(PlanError, match=r"\[\[links\]\] 2: from group-1 to group-2 was given before: remove one"):
+        channels_of(read_trace(file), links)
+    file.write_text(HEAD + table.format("group-1", "group-2") + "[[links]]\ntime_s = [0]\npart_of_plan = [0.25]\n")
+    found = channels_of(read_trace(file), links)
+    assert found["group-1", "group-2"].rates == (WHOLE // 2,), "a named link goes before every link"
+    assert found["group-3", "group-2"].rates == (WHOLE // 4,)
+
+
+def test_shipped_traces_have_sources() -> None:
+    assert {"constant", "loss-40", "loss-60", "ramp", "burst", "wave", "random", "outage"} == set(shipped_traces())
+    for name in shipped_traces():
+        trace = read_trace(name)
+        assert len(trace.head.source) > 20
+        assert trace.duration_ns == 120 * NS
+    drawn = random.Random(1)
+    (link,) = read_trace("random").links
+    assert list(link.part_of_plan or ()) == [round(drawn.uniform(0.3, 1), 3) for _ in range(24)]
+    with pytest.raises(PlanError, match=r"none of the shipped traces \(burst, constant"):
+        read_trace("nothing-like-this")
+
+
+# ---- pieces ----
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sites", [1, 2, 4])
+def test_whole_microbatches_take_what_simulate_says(name: str, sites: int) -> None:
+    """To the nanosecond: every order, with overheads, links that are shared by several senders included."""
+    for latency, busy, microbatches in itertools.product((0, 0.5, 3), (0, 0.25, 2), (4, 8)):
+        case = Case(4, microbatches, sites, latency, busy, 1.5)
+        schedule, bare = case.schedule(name)
+        costs = bare.with_overheads(7_000_001, 3_000_000, schedule.device_of_stage)
+        pipeline = Pipeline(schedule, costs, 32)
+        channels = {wire.resource: Channel() for wire in costs.wires.values()}
+        wanted = simulate(schedule, costs).makespan_ns
+        assert play(pipeline, pipeline.whole).span_ns == wanted
+        assert play(pipeline, pipeline.whole, channels, begin_ns=12345).span_ns == wanted
+
+
+def test_the_compact_order_by_readiness_takes_what_its_schedule_takes() -> None:
+    for latency, busy, memory in itertools.product((0, 0.5, 3), (0, 0.25, 2), (0.5, 1, 1.5)):
+        case = Case(4, 8, 4, latency, busy, memory)
+        schedule, costs = case.schedule("compact_zb")
+        pipeline = Pipeline(schedule, costs, 32, limits=tuple(case.limits()))
+        assert play(pipeline, pipeline.whole).span_ns == simulate(schedule, costs).makespan_ns
+
+
+def test_exchanges_of_replicas_count() -> None:
+    setup = read_setup("crosspipe-m8")
+    sites = tuple(site.model_copy(update={"network_gbps": 100.0}) for site in setup.sites)
+    problem = Problem(replace(setup, sites=sites)).with_training(data=2, tensor=1)
+    schedule = SCHEDULES["1f1b"].make(problem.n_devices, problem.n_microbatches, problem.costs(problem.uniform()), [])
+    costs = problem.costs(problem.uniform())
+    assert costs.exchanges
+    for overlapped in (True, False):
+        timed = replace(costs, overlapped=overlapped)
+        pipeline = Pipeline(schedule, timed, 1)
+        assert play(pipeline, pipeline.whole, begin_ns=99).span_ns == simulate(schedule, timed).makespan_ns
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(NAMES),
+    st.integers(2, 4),
+    st.integers(1, 5),
+    st.sampled_from((1, 4, 6, 32)),
+    st.sampled_from((0.5, 1, 2)),
+    st.integers(0, 10**6),
+)
+def test_each_sequence_goes_through_each_stage_once(
+    name: str, devices: int, rounds: int, sequences: int, memory: float, seed: int
+) -> None:
+    """F, D and W of each sequence, once at each stage and in a legal order, whatever sizes stages have and whenever
+    these change; a device runs one operation at a time, and its memory holds."""
+    drawn = random.Random(seed)
+    case = Case(devices, rounds * devices, devices, drawn.choice((0, 0.3, 2)), drawn.choice((0, 0.3, 2)), memory)
+    schedule, costs = case.schedule(name)
+    limits = tuple(case.limits()) if name == "compact_zb" else None
+    pipeline = Pipeline(schedule, costs, sequences, limits=limits)
+    sizes = [n for n in range(1, sequences + 1) if sequences % n == 0]
+
+    def some() -> tuple[Sizes, ...]:
+        return tuple(Sizes(*(drawn.choice(sizes) for _ in range(3))) for _ in pipeline.whole)
+
+    channels = {
+        wire.resource: Channel((0, 2 * NS, 9 * NS), (WHOLE, drawn.choice((0, WHOLE // 3)), WHOLE * 2))
+        for wire in costs.wires.values()
+    }
+    done: list[Piece] = []
+    played = play(pipeline, some(), channels, 0, lambda _: some() if drawn.random() < 0.3 else None, done)
+    check_pieces(pipeline, done)
+    assert played.end_ns == max(piece.end_ns for piece in done)
+    assert played.operations == len(done)
+    if limits is not None:
+        check_memory(pipeline, done, limits)
+
+
+def check_pieces(pipeline: Pipeline, done: Sequence[Piece]) -> None:
+    schedule, b = pipeline.schedule, pipeline.sequences
+    when: dict[tuple[Kind, int, int, int], Piece] = {}
+    for piece in done:
+        assert 1 <= piece.sequences <= b - piece.first
+        for sequence in range(piece.first, piece.first + piece.sequences):
+            key = piece.kind, piece.stage, piece.microbatch, sequence
+            assert key not in when, "computed twice"
+            when[key] = piece
+    kinds = (Kind.F, Kind.D, Kind.W) if schedule.split else (Kind.F, Kind.B)
+    cells = set(itertools.product(kinds, range(schedule.n_stages), range(schedule.n_microbatches), range(b)))
+    assert set(when) == cells, "all sequences, and no others"
+    last = schedule.n_stages - 1
+    for (kind, stage, microbatch, sequence), piece in when.items():
+        needed = {Kind.F: (kind, stage - 1), Kind.W: (Kind.D, stage)}.get(kind, (kind, stage + 1))
+        if kind in (Kind.D, Kind.B) and stage == last:
+            needed = (Kind.F, last)
+        if needed[1] >= 0:
+            assert when[(*needed, microbatch, sequence)].end_ns <= piece.start_ns
+    by_device: dict[int, list[Piece]] = defaultdict(list)
+    for piece in done:
+        by_device[schedule.device_of_stage[piece.stage]].append(piece)
+    for pieces in by_device.values():
+        assert all(a.end_ns <= c.start_ns for a, c in itertools.pairwise(pieces)), "one operation at a time"
+
+
+def check_memory(pipeline: Pipeline, done: Sequence[Piece], limits: Sequence[int]) -> None:
+    for device, limit in enumerate(limits):
+        cost, changes = pipeline.costs.stages[device], []
+        for piece in (one for one in done if one.stage == device):
+            charged = cost.activation * piece.sequences if piece.kind is Kind.F else 0
+            changes += [(piece.start_ns, 1, charged), (piece.end_ns, 0, -cost.released(piece.kind) * piece.sequences)]
+        held = list(itertools.accumulate(change for *_, change in sorted(changes)))
+        assert max(held) <= limit * pipeline.sequences
+        assert held[-1] == 0
+
+
+def test_a_piece_costs_its_overhead_and_its_part_of_the_time() -> None:
+    """Two stages, one microbatch of 4: F in halves, the message of the first half while the second is computed."""
+    costs = Costs((StageCost(400, 400, 0, 1, 1),) * 2, {(0, 1): Wire(0, 200, 30), (1, 0): Wire(1, 200, 30)})
+    costs = costs.with_overheads(10, 0, straight(2))
+    pipeline = Pipeline(SCHEDULES["1f1b"].make(2, 1, costs, []), costs, 4)
+    done: list[Piece] = []
+    play(pipeline, (Sizes(2, 2, 2), Sizes(4, 4, 4)), pieces=done)
+    assert [(str(p.kind), p.stage, p.sequences, p.start_ns, p.end_ns) for p in done] == [
+        ("F", 0, 2, 0, 210),
+        ("F", 0, 2, 210, 420),
+        ("F", 1, 4, 550, 960),  # aggregated: the second half arrives at 420 + 100 + 30
+        ("B", 1, 4, 960, 1370),
+        ("B", 0, 2, 1600, 1810),  # split again
+        ("B", 0, 2, 1810, 2020),
+    ]
+
+
+def test_times_between_profiled_sizes_are_interpolated() -> None:
+    costs = Costs((StageCost(800, 800, 0, 1, 1),))
+    small = (StageCost(500, 500, 0, 1, 1),)
+    pipeline = Pipeline(SCHEDULES["1f1b"].make(1, 1, costs, []), costs, 8, ((2, small),))
+    assert [pipeline.compute_ns(0, Kind.F, n) for n in (8, 5, 2, 1)] == [800, 650, 500, 250]
+
+
+def test_what_cannot_be_cut() -> None:
+    case = Case(4, 8, 2, 0.5, 0.5, 1)
+    schedule, costs = case.schedule("cross_ud/2")
+    with pytest.raises(PlanError, match="cuts its blocks into 2 parts, so pieces of microbatches have no place in it"):
+        Pipeline(schedule, costs, 4)
+    schedule, costs = case.schedule("zb_v")
+    with pytest.raises(PlanError, match="one stage on each device"):
+        Pipeline(schedule, costs, 4, limits=(1,) * 4)
+
+
+# ---- state machine ----
+
+
+def rules(nominal: float = 0.7, operation_ms: float = 1.0) -> Rules:
+    return setting("1f1b", nominal, operation_ms).rules()
+
+
+def messages(of: Rules, state: AdapterState, rate: float, count: int, border: int = 0) -> AdapterState:
+    one = of.borders[border]
+    took = round(one.busy_ns / rate)
+    for _ in range(count):
+        state = of.observe(state, Transfer(one.sender, one.receiver, 32, 0, took, took))
+    return state
+
+
+def test_thresholds_come_from_the_plan() -> None:
+    """T_F 100 ms, 1 ms an operation, 5 ms latency, 70 ms for a message at 1 Gbit/s."""
+    border = rules().borders[0]
+    assert (border.hide_ns, border.piece_ns) == (101_000_000, 1_000_000)
+    assert border.late_below_gbps == pytest.approx(70 / (102 - 5))
+    assert border.on_time_from_gbps == pytest.approx(70 / (101 - 5))
+    backward = next(one for one in rules().borders if one.receiver < one.sender)
+    assert backward.hide_ns == 201_000_000, "1F1B computes both gradients in one operation"
+    far = replace(border, latency_ns=300_000_000)
+    assert far.late_below_gbps == float("inf")
+    assert far.level(10**6 * WHOLE, 0) > 0
+
+
+def test_levels_are_powers_of_two_of_the_compute() -> None:
+    border = Border(0, 1, 0, ("a", "b"), 1.0, 100, 0, 100, 10)
+    rate = {n: WHOLE / n for n in (1, 1.05, 1.09, 1.11, 1.99, 2.01, 4.5)}
+    assert [border.level(rate[n], 0) for n in rate] == [0, 0, 0, 1, 1, 2, 3]
+    assert [border.level(rate[n], 1) for n in rate] == [0, 1, 1, 1, 1, 2, 3], "between the thresholds it stays late"
+
+
+def test_sizes_shrink_after_one_late_message_and_grow_after_a_window() -> None:
+    of = rules()
+    state = messages(of, of.start, 1.0, 100)
+    assert state.sizes == of.pipeline.whole
+    late = messages(of, state, 0.5, 1)
+    assert late.levels[0] == 1
+    assert late.changes == 1
+    assert min(one.fill for one in late.sizes) < 32
+    assert state.sizes == of.pipeline.whole, "a state never changes"
+    almost = messages(of, late, 1.0, WINDOW - 1)
+    assert almost.sizes == late.sizes
+    assert messages(of, almost, 1.0, 1).sizes == of.pipeline.whole
+    mixed = messages(of, messages(of, almost, 0.5, 1), 1.0, WINDOW - 1)
+    assert mixed.levels[0] == 1, "the window with a late message ended, and the next one has not"
+    assert messages(of, mixed, 1.0, WINDOW).sizes == of.pipeline.whole
+
+
+def test_between_the_thresholds_nothing_changes() -> None:
+    of = rules()
+    border = of.borders[0]
+    between = border.busy_ns / (border.hide_ns + border.piece_ns // 2 - border.latency_ns)
+    assert messages(of, of.start, between, 100).levels[0] == 0
+    late = messages(of, of.start, 0.5, 1)
+    assert messages(of, late, between, 100).levels[0] == 1
+
+
+def test_a_delay_that_has_lasted_counts_alone() -> None:
+    """At first the planned bandwidth counts too: pieces that only pay while the delay lasts come after a window."""
+    of = setting("compact_zb", 1.5, 25.0).rules()
+    first = of.choose((WHOLE // 5,) * 6, (3,) * 6, lasts=False)
+    lasting = of.choose((WHOLE // 5,) * 6, (3,) * 6, lasts=True)
+    now, planned = (WHOLE // 5,) * 6, (WHOLE,) * 6
+    assert of.forecast(lasting, now).span_ns < of.forecast(first, now).span_ns
+    assert of.forecast(first, planned).span_ns < of.forecast(lasting, planned).span_ns
+    state = messages(of, of.start, 0.2, 1)
+    assert not state.lasts[0]
+    assert messages(of, state, 0.2, WINDOW).lasts[0]
+
+
+def test_nothing_changes_where_pieces_do_not_pay() -> None:
+    of = rules(operation_ms=500.0)
+    state = messages(of, of.start, 0.05, 3)
+    assert state.levels[0] > 0
+    assert state.sizes == of.pipeline.whole
+
+
+def test_sizes_divide_the_microbatch_and_are_within_the_profile() -> None:
+    pipeline = rules().pipeline
+    assert Rules(pipeline, ()).smaller == (16, 8, 4)
+    assert Rules(replace(pipeline, sequences=6), ()).smaller == (3, 2, 1)
+    assert Rules(replace(pipeline, sequences=1), ()).smaller == ()
+    profiled = ((8, pipeline.costs.stages),)
+    assert Rules(replace(pipeline, profiled=profiled), ()).smaller == (16, 8)
+
+
+def test_only_one_slow_link_may_change_only_its_ends() -> None:
+    """Stages decide on their own: the choice contains sizes for the ends of the slow link alone."""
+    of = rules()
+    found = list(of._candidates([of.borders[-1]]))
+    ends = {of.borders[-1].sender, of.borders[-1].receiver}
+    alone = [sizes for sizes in found if {s for s, one in enumerate(sizes) if one.fill < 32} == ends]
+    assert len(alone) == 2 * len(of.smaller)
+
+
+# ---- with and without ----
+
+
+@pytest.mark.parametrize("order", ["compact_zb", "1f1b"])
+def test_faster_where_messages_are_late_and_the_same_where_not(order: str) -> None:
+    late = setting(order, 0.7).under(0.4, 8)
+    assert late.late
+    assert late.slower_ns < 0
+    on_time = setting(order, 0.2).under(0.4, 8)
+    assert not on_time.late
+    assert on_time.adapted.span_ns == on_time.without.span_ns
+    assert on_time.slower_ns == on_time.cost_ns == on_time.monitored_ns == MONITOR_NS * 2 * 8 * 8
+    assert set(on_time.adapted.sizes) == {setting(order, 0.2).rules().pipeline.whole}
+
+
+def test_the_stated_cost_is_what_devices_compute_longer() -> None:
+    found = setting("1f1b", 0.7).under(0.4, 8)
+    longer = [a - b for a, b in zip(found.adapted.busy_ns, found.without.busy_ns, strict=True)]
+    extra = found.adapted.operations - found.without.operations
+    assert sum(longer) == extra * 1_000_000, "1 ms for each operation that is there more"
+    assert found.cost_ns == found.monitored_ns + max(longer)
+
+
+def test_iterations_without_are_those_of_play() -> None:
+    """Iterations that are alike are played once; the result is that of playing each."""
+    of = rules()
+    channels = {border.resource: Channel((0, 20 * NS, 31 * NS), (WHOLE, WHOLE // 3, WHOLE)) for border in of.borders}
+    found, end_ns = without_adapter(of.pipeline, channels, 60 * NS), 0
+    for ends_ns in found.ends_ns:
+        end_ns = play(of.pipeline, of.pipeline.whole, channels, end_ns).end_ns
+        assert ends_ns == end_ns
+    never = Rules(of.pipeline, ())
+    assert with_adapter(never, channels, len(found.ends_ns))[0].ends_ns == found.ends_ns
+
+
+def test_a_trace_that_is_too_long() -> None:
+    of = rules()
+    with pytest.raises(PlanError, match=r"more than 6250 iterations start within 1e\+06 s: give the trace a shorter"):
+        without_adapter(of.pipeline, {}, 10**6 * NS)
+    assert compare(of, {}, 1).speedup < 1
+
+
+# ---- plans ----
+
+
+def running(name: str = "spantrain-adapter", **options: object) -> Running:
+    problem = Problem(read_setup(name)).with_options(**options)
+    return read_running(json.dumps(plan_json(make_plan(problem, sensitivity=False))), "plan.json")
+
+
+def measured(folder: Path, gbps: float) -> MeasuredFile:
+    file = folder / "measured.toml"
+    file.write_text(
+        '[measured]\nsource = "a test"\n'
+        + "".join(
+            f'[[links]]\nsender = "group-{n}"\nreceiver = "group-{n + 1}"\nbandwidth_gbps = {gbps}\nlatency_ms = 5\n'
+            for n in (1, 2, 3)
+        )
+    )
+    return read_measured(file)
+
+
+def test_a_plan_without_pieces_takes_what_was_planned() -> None:
+    for schedule in ("compact_zb", "1f1b", "zb_v", "gpipe"):
+        one = running(schedules=[schedule], division="uniform")
+        pipeline = rules_of(one, one.problem).pipeline
+        assert (pipeline.limits is None) == (schedule != "compact_zb")
+        assert play(pipeline, pipeline.whole).span_ns == round(one.iteration_s(one.problem) * NS)
+
+
+def test_advice_follows_the_measured_links(tmp_path: Path) -> None:
+    one = running()
+    fast = advise(one, measured(tmp_path, 2.0))
+    assert not fast.advised
+    assert fast.why.startswith("no message is late: a message from stage 0 to 1 takes 0.85 of the compute that hides")
+    slow = advise(one, measured(tmp_path, 0.5))
+    assert slow.advised
+    assert slow.with_ns < slow.without_ns
+    assert "smaller pieces save" in slow.why
+    late = advise(one, measured(tmp_path, 1.3))
+    assert late.advised
+    between = advise(one, measured(tmp_path, 1.5), late.state)
+    assert not between.advised, "on time by the first threshold, and not by the second one"
+    assert not advise(one, measured(tmp_path, 1.5)).state.levels[0]
+    assert advise(one, measured(tmp_path, 2.0), slow.state).state.sizes == slow.rules.pipeline.whole
+
+
+def test_plans_that_cannot_be_adapted(tmp_path: Path) -> None:
+    one = running()
+    with pytest.raises(
+        PlanError, match="replicas take turns on a link, which the adapter does not play: make the plan"
+    ):
+        rules_of(replace(one, sharing="coordinated"), one.problem)
+    with pytest.raises(PlanError, match="has a whole pipeline at each site, so no microbatch crosses a link"):
+        rules_of(replace(one, groups=4), one.problem)
+    with pytest.raises(PlanError, match="answer is not an answer of dips plan adapt"):
+        read_before("{}", "answer")
+    other = AdapterState((Sizes(1, 1, 1),), (), (), (), ())
+    with pytest.raises(PlanError, match="--before is an answer for another plan: give one for this plan"):
+        advise(one, measured(tmp_path, 1.0), other)
+
+
+def test_a_microbatch_of_one_sequence_cannot_be_split(tmp_path: Path) -> None:
+    one = running()
+    alone = replace(one, problem=one.problem.with_training(microbatch_sequences=1))
+    advice = advise(alone, measured(tmp_path, 0.01))
+    assert not advice.advised
+    assert advice.why.endswith("a microbatch of one sequence cannot be split")
+
+
+def test_a_plan_under_a_shipped_trace() -> None:
+    _, found = traced(running(), read_trace("loss-60"))
+    assert found.late
+    assert found.speedup > 1.1
+
+
+def test_measured_times_of_stages_count(tmp_path: Path) -> None:
+    """Stages twice as slow as planned hide messages that would be late."""
+    one, file = running(), measured(tmp_path, 1.0)
+    assert advise(one, file).advised
+    row = "[[stages]]\nstage = {}\nforward_ms = 200\ninput_gradient_ms = 200\nweight_gradient_ms = 200\n"
+    path = tmp_path / "stages.toml"
+    path.write_text(Path(file.file).read_text() + "".join(row.format(stage) for stage in range(4)))
+    advice = advise(one, read_measured(path))
+    assert not advice.advised
+    assert {border.hide_ns for border in advice.rules.borders} == {225_000_000}
+
+
+def test_layers_profiled_with_several_sizes_give_the_times_of_pieces() -> None:
+    """32, 16 and 8 sequences were measured, so 4 are no candidate, and a piece of 8 takes the time of 8."""
+    one = running()
+    layers = tuple(
+        LayerTime(count=12, microbatch_sequences=n, forward_ms=ms, input_gradient_ms=ms, weight_gradient_ms=ms)
+        for n, ms in ((8, 20.0), (16, 24.0), (32, 40.0))
+    )
+    setup = one.problem.setup
+    profile = Profile(layers=layers, memory_microbatches=8, source="a test")
+    profiled = replace(one, problem=replace(one.problem, setup=replace(setup, profile=profile)))
+    of = rules_of(profiled, profiled.problem)
+    assert of.smaller == (16, 8)
+    assert [of.pipeline.compute_ns(1, Kind.F, n) for n in (8, 12, 16, 32)] == [
+        60 * 10**6,
+        66 * 10**6,
+        72 * 10**6,
+        120 * 10**6,
+    ]
+    assert of.borders[0].piece_ns == 2 * 72 * 10**6 - 120 * 10**6
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_replicas_and_blocking_senders_as_planned(blocking: bool) -> None:
+    """Fair shares of a link, and senders that wait for acknowledgements, take what the plan says."""
+    problem = Problem(read_setup("jeeves")).with_training(microbatches=8)
+    problem = problem.with_options(schedules=["1f1b"], replicas="fair", division="uniform", blocking=blocking)
+    one = read_running(json.dumps(plan_json(make_plan(problem, sensitivity=False))), "plan.json")
+    assert one.problem.replicas > 1
+    pipeline = rules_of(one, one.problem).pipeline
+    assert play(pipeline, pipeline.whole).span_ns == round(one.iteration_s(one.problem) * NS)
