@@ -38,9 +38,9 @@ CANNOT_SEE = {
 
 SCHEDULES_OF = {
     System.JEEVES: ("jeeves",),
-    System.CROSSPIPE: tuple(name for name in NAMES if name not in ("jeeves", "compact_zb")),
+    System.CROSSPIPE: tuple(name for name in NAMES if name != "jeeves"),
 }
-"""The schedules of a plan that are a system's answer. CrossPipe compares its own with the known ones."""
+"""The schedules of a plan that are a system's answer. CrossPipe compares its own with all others that are known."""
 
 
 @dataclass(frozen=True)
