@@ -60,7 +60,7 @@ def _formulas(dense: Topology, moe: Topology) -> Iterator[PaperCheck]:
         yield exact(what, gbps, traffic.sprayed_bytes_per_s(latency_us / 1e6) * 8 / 1e9)
     yield exact("10 km, us", 50, 10 * US_PER_KM)
     fast = replace(moe, accelerators=moe.accelerators.model_copy(update={"network_gbps": 1e9}))
-    way = fast.way(0, fast.of_a_building)
+    way = fast.way(0, fast.first_of(1))
     bounded = all(size / way.message_s(size) <= size / way.latency_s for size in (1e3, 1e6, 1e9))
     yield holds(about, "a message's throughput is at most its size over the latency", bounded)
     deals = [dora_pp(2, 4, 3, 2).stages_of(stage) for stage in (0, 1)] == [(0, 2, 4), (1, 3, 5)]
@@ -168,6 +168,7 @@ def _losses(dense: Topology) -> Iterator[PaperCheck]:
             seconds[latency_us] = choice.seconds(True)
             messages, size = crossing(far, choice)
             network = dense.network
+            assert network is not None
             lost[latency_us] = traffic.retransmission_s(
                 messages, size, network.loss_rate, network.packet_bytes, 2 * latency_us / 1e6
             )
