@@ -250,7 +250,7 @@ def test_gradients_share_the_link_too(tmp_path: Path) -> None:
 
 
 def test_a_search_over_a_problems_file() -> None:
-    """Three regions over slow links: ten times the bandwidth is faster, and nothing is recommended without its table."""
+    """Three regions over slow links: ten times the bandwidth is faster. Nothing is recommended without [network]."""
     topology = of_problem(read_setup("cloud-three-regions"))
     assert [zone.accelerators for zone in topology.zones] == [8, 8, 8]
     few = topology.search.model_copy(update={"samples": 1, "top": 1, "variations": 0, "microbatches": (1,)})

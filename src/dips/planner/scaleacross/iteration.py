@@ -137,7 +137,11 @@ def layer_costs(topology: Topology, split: Split) -> LayerCosts:
     )  # fmt: skip
     server, network = topology.way(0, 0), topology.zone_way if _several_servers(topology) else None
     # Two all-gathers and two reduce-scatters of the activations in each direction (sequence parallel).
-    sent_s = 4 * (tensor - 1) / tensor * own * model.hidden * BYTES / server.bytes_per_s
+    sent = 4 * (tensor - 1) / tensor * own * model.hidden * BYTES
+    if tensor <= given.per_server or network is None:
+        sent_s = sent / server.bytes_per_s
+    else:  # a ring over several servers, with the network's latency in each of its steps
+        sent_s = sent / network.bytes_per_s + 4 * (tensor - 1) * network.latency_s
     if context > 1:  # keys and values go round the group
         way = server if tensor * context <= given.per_server else network or server
         keys_values = model.n_kv_heads * (model.qk_width + model.v_width) / tensor
@@ -190,6 +194,7 @@ class Ways:
     leaders: Way | None  # between the buildings, with HSDP
 
 
+@lru_cache(maxsize=4096)
 def shares_of(topology: Topology, outermost: Outermost, split: Split) -> tuple[int, ...]:
     """How many replicas (DP-out) or stages (PP-out) each building has: in proportion to those for which it has whole
     groups of tensor x context. Raises PlanError where that are too few."""
