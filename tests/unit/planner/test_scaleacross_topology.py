@@ -74,9 +74,11 @@ def test_a_number_without_a_source_is_refused(tmp_path: Path) -> None:
 def test_the_shipped_topologies_can_be_read() -> None:
     found = {name: read_topology(name) for name in shipped_topologies()}
     assert {name: topology.n_accelerators for name, topology in found.items()} == {
+        "scaleacross-100k-dense": 98304,
         "scaleacross-17b-dense": 64,
         "scaleacross-40b-moe": 128,
     }
+    assert found.pop("scaleacross-100k-dense").model.parameters() / 1e9 == pytest.approx(412, rel=0.01)
     for topology in found.values():
         assert topology.model.parameters() / 1e9 == pytest.approx(float(topology.model.name.split("B")[0]), rel=0.03)
 
