@@ -28,7 +28,8 @@ rules, without events of the network.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -101,7 +102,7 @@ class LayerPlayer:
     the device computes; else it waits for each."""
 
     def __init__(self, free_ns: int, overlapped: bool) -> None:
-        self.rows: list[Exchanged] = []
+        self.log = ShardLog()
         self.waited_ns = 0  # inside of operations: for weights of a layer that is not the first, and for gradients
         self._free_ns, self._overlapped = free_ns, overlapped
         self._began_ns = 0  # when the last layer began
@@ -112,19 +113,25 @@ class LayerPlayer:
         """When an operation of so much computation begins and ends, if its device and its input are ready."""
         now = start = ready_ns
         whole, rest = divmod(lasts_ns, op.layers)
+        gathers, reduces, overlapped, cost = op.gathers, op.reduces, self._overlapped, op.costs
         for layer in range(op.layers):
-            if op.gathers:
-                at = self._send(op, True, self._began_ns if self._overlapped else now)
-                now = max(now, at)
-            self.flush()
+            if gathers:
+                at = self._began_ns if overlapped else now
+                if at < self._free_ns:
+                    at = self._free_ns
+                freed = self._free_ns = at + cost.gather_ns
+                self.log.add(op.stage, True, at, freed, freed + cost.gather_latency_ns)
+                now = max(now, freed + cost.gather_latency_ns)
+            if self._leaves is not None:
+                self.flush()
             if layer == 0:
                 start = now
             self._began_ns = now
             now += whole + (layer < rest)
-            if op.reduces:
+            if reduces:
                 now = max(now, self._reduced_ns)
                 self._leaves = now, op
-                if not self._overlapped:
+                if not overlapped:
                     self.flush()
                     now = self._reduced_ns
         self.waited_ns += now - start - lasts_ns
@@ -134,16 +141,38 @@ class LayerPlayer:
         """Play the reduce-scatter that is ready: it follows the all-gather of the layer after its own."""
         if self._leaves is not None:
             (ready_ns, op), self._leaves = self._leaves, None
-            self._reduced_ns = self._send(op, False, ready_ns)
+            start = max(ready_ns, self._free_ns)
+            self._free_ns = start + op.costs.reduce_ns
+            self._reduced_ns = self._free_ns + op.costs.reduce_latency_ns
+            self.log.add(op.stage, False, start, self._free_ns, self._reduced_ns)
 
-    def _send(self, op: LayeredOp, before: bool, ready_ns: int) -> int:
-        """Occupy the network; returns when it has arrived."""
-        cost = op.costs
-        busy, latency = (cost.gather_ns, cost.gather_latency_ns) if before else (cost.reduce_ns, cost.reduce_latency_ns)
-        start = max(ready_ns, self._free_ns)
-        self._free_ns = start + busy
-        self.rows.append(Exchanged(op.stage, before, cost.resource, start, self._free_ns, self._free_ns + latency))
-        return self._free_ns + latency
+
+class ShardLog:
+    """What the layers of one device exchanged, in the order of its network: three numbers for each exchange, since a
+    large plan has millions of them."""
+
+    def __init__(self) -> None:
+        self._numbers = array("q")  # 2 x stage + (1 for weights), start, end on the network
+        self.first_ns = 0  # start of the first one
+        self.last_ns = 0  # when all have arrived
+
+    def add(self, stage: int, before: bool, start_ns: int, freed_ns: int, ends_ns: int) -> None:
+        if not self._numbers:
+            self.first_ns = start_ns
+        self._numbers.extend((2 * stage + before, start_ns, freed_ns))
+        if ends_ns > self.last_ns:
+            self.last_ns = ends_ns
+
+    def __len__(self) -> int:
+        return len(self._numbers) // 3
+
+    def rows(self, shards: Sequence[ShardExchange]) -> Iterator[Exchanged]:
+        """The exchanges, with their costs."""
+        for at in range(0, len(self._numbers), 3):
+            code, start_ns, freed_ns = self._numbers[at : at + 3]
+            one, before = shards[code >> 1], bool(code & 1)
+            latency_ns = one.gather_latency_ns if before else one.reduce_latency_ns
+            yield Exchanged(code >> 1, before, one.resource, start_ns, freed_ns, freed_ns + latency_ns)
 
 
 def least_ns(op: LayeredOp, lasts_ns: int, overlapped: bool) -> int:

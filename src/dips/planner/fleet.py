@@ -65,19 +65,13 @@ def simulate_fleet(schedules: Sequence[Schedule], costs: Costs) -> Fleet:
     for message in run.messages:
         sent[message.source].append(message._replace(source=message.source % n, target=message.target % n))
     done = exchanged(costs, [(schedule, ends[each]) for schedule, each in zip(schedules, mine, strict=True)])
-    return Fleet(
-        tuple(
-            Timeline(
-                schedule,
-                tuple(map(tuple, starts[each])),
-                tuple(map(tuple, ends[each])),
-                tuple(message for row in sent[each] for message in row),
-                done,
-                *run.sharded(each),
-            )
-            for schedule, each in zip(schedules, mine, strict=True)
-        )
-    )
+    timelines = []
+    for schedule, each in zip(schedules, mine, strict=True):
+        logs, waited_ns = run.sharded(each)
+        rows = tuple(map(tuple, starts[each])), tuple(map(tuple, ends[each]))
+        messages = tuple(message for row in sent[each] for message in row)
+        timelines.append(Timeline(schedule, *rows, messages, done, logs, costs.shards, waited_ns))
+    return Fleet(tuple(timelines))
 
 
 @dataclass

@@ -21,7 +21,17 @@ from typing import NamedTuple, TypeVar
 
 from dips.planner.costs import Costs, Wire
 from dips.planner.errors import PlanError
-from dips.planner.exchange import Exchanged, LayeredOp, LayerPlayer, gates, gathered, layered, reduced
+from dips.planner.exchange import (
+    Exchanged,
+    LayeredOp,
+    LayerPlayer,
+    ShardExchange,
+    ShardLog,
+    gates,
+    gathered,
+    layered,
+    reduced,
+)
 from dips.planner.ir import Kind, Op, Schedule
 
 NOTHING = -1
@@ -54,8 +64,14 @@ class Timeline:
     ends: tuple[tuple[int, ...], ...]  # ends[d][i]: the same
     messages: tuple[SimulatedMessage, ...]  # those between devices that have a wire
     exchanges: tuple[Exchanged, ...] = ()  # between replicas, which this timeline takes part in
-    shards: tuple[Exchanged, ...] = ()  # the same for every microbatch, with ZeRO 2 and 3
+    shard_logs: tuple[ShardLog, ...] = ()  # the same for every microbatch, with ZeRO 2 and 3: of each device
+    shard_costs: tuple[ShardExchange, ...] = ()
     waited_ns: int = 0  # of all devices, for these, inside of operations
+
+    @property
+    def shards(self) -> tuple[Exchanged, ...]:
+        """What layers exchanged for every microbatch."""
+        return tuple(row for log in self.shard_logs for row in log.rows(self.shard_costs))
 
     @property
     def all_exchanges(self) -> tuple[Exchanged, ...]:
@@ -64,12 +80,14 @@ class Timeline:
     @property
     def begin_ns(self) -> int:
         """Start of the first operation or exchange."""
-        return min([s[0] for s in self.starts if s] + [one.start_ns for one in self.all_exchanges])
+        found = [s[0] for s in self.starts if s] + [one.start_ns for one in self.exchanges]
+        return min(found + [log.first_ns for log in self.shard_logs if len(log)])
 
     @property
     def end_ns(self) -> int:
         """End of the last operation or exchange."""
-        return max([e[-1] for e in self.ends if e] + [one.ends_ns for one in self.all_exchanges])
+        found = [e[-1] for e in self.ends if e] + [one.ends_ns for one in self.exchanges]
+        return max(found + [log.last_ns for log in self.shard_logs])
 
     @property
     def busy_ns(self) -> int:
@@ -122,9 +140,16 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         raise PlanError(stuck(schedule, program.operations_before(run.at)))
     starts, ends = program.strip(run.starts), program.strip(run.ends)
     done = exchanged(costs, [(schedule, ends)])
-    shards, waited_ns = run.sharded(slice(None))
+    logs, waited_ns = run.sharded(slice(None))
     return Timeline(
-        schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(run.messages), done, shards, waited_ns
+        schedule,
+        tuple(map(tuple, starts)),
+        tuple(map(tuple, ends)),
+        tuple(run.messages),
+        done,
+        logs,
+        costs.shards,
+        waited_ns,
     )
 
 
@@ -332,12 +357,12 @@ class Run:
         self._link_free: dict[int, int] = {}
         self._players = [LayerPlayer(at_ns, program.overlapped) for at_ns in program.networks_ns if program.layered]
 
-    def sharded(self, devices: slice) -> tuple[tuple[Exchanged, ...], int]:
+    def sharded(self, devices: slice) -> tuple[tuple[ShardLog, ...], int]:
         """What the layers of these devices exchanged, and how long operations waited for it."""
         players = self._players[devices]
         for player in players:
             player.flush()
-        return tuple(row for player in players for row in player.rows), sum(player.waited_ns for player in players)
+        return tuple(player.log for player in players), sum(player.waited_ns for player in players)
 
     def _span(self, device: int, index: int, ready_ns: int) -> tuple[int, int]:
         """When an operation begins and ends whose layers may exchange."""
