@@ -340,6 +340,19 @@ def test_zero_3_sends_one_and_a_half_times_as_much_for_a_microbatch() -> None:
         assert problem.ring_passes == times
 
 
+def test_stages_0_and_1_take_what_they_took_before() -> None:
+    """Numbers of the planner that knew no exchange of every microbatch."""
+    wanted = {
+        0: (9180132058, 10157666817, 207557322023, 48830545920),
+        1: (9163836695, 10157666817, 205888946223, 21363363840),
+    }
+    for stage, numbers in wanted.items():
+        problem = small(zero_stage=stage)
+        spans_ = plain(problem, "zb_h1").makespan_ns, plain(problem, "zb_v").makespan_ns
+        found = (*spans_, data_parallel(problem).makespan_ns, problem.state_bytes(problem.uniform())[0])
+        assert found == numbers
+
+
 def test_stages_0_and_1_have_no_exchange_of_every_microbatch() -> None:
     for stage in (0, 1):
         assert small(zero_stage=stage).costs(small().uniform()).shards == ()
