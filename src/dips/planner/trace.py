@@ -118,9 +118,7 @@ def draw(timeline: Timeline, files: Sequence[Path], title: str, names: Sequence[
         axes.broken_barh(sent, (row - 0.3, 0.6), facecolors=LINK_COLOUR, edgecolor="white", linewidth=0.3)
     for row, network in enumerate(networks, n + len(pairs)):
         exchanged = [
-            (one.start_ns / 1e9, (one.freed_ns - one.start_ns) / 1e9)
-            for one in exchanges
-            if one.resource == network
+            (one.start_ns / 1e9, (one.freed_ns - one.start_ns) / 1e9) for one in exchanges if one.resource == network
         ]
         axes.broken_barh(exchanged, (row - 0.3, 0.6), facecolors=EXCHANGE_COLOUR, edgecolor="white", linewidth=0.3)
     axes.set_yticks(
