@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from dips.planner.errors import PlanError
-from dips.planner.exchange import Exchange
+from dips.planner.exchange import Exchange, ShardExchange, layered, least_ns
 from dips.planner.ir import Kind
 
 NS = 1_000_000_000
@@ -91,6 +91,7 @@ class Costs:
     # by (from, to), between devices; none where messages take no time
     wires: Mapping[tuple[int, int], Wire] = field(default_factory=dict)
     exchanges: tuple[Exchange, ...] = ()  # what replicas send each other of each stage; empty: they cost nothing
+    shards: tuple[ShardExchange, ...] = ()  # what they send each other for every microbatch, with ZeRO 2 and 3
     overlapped: bool = True  # they do so while the pipeline computes; else before all of it and after all of it
     operation_ns: int = 0  # overhead of each operation, of each part of one too, beyond the stages' times
     send_ns: int = 0  # overhead of each message: a part of the latency of every wire
@@ -98,11 +99,20 @@ class Costs:
     def __post_init__(self) -> None:
         if len(self.exchanges) not in (0, len(self.stages)):
             raise PlanError(f"exchanges of {len(self.exchanges)} stages for {len(self.stages)} stages: give one each")
+        if len(self.shards) not in (0, len(self.stages)):
+            raise PlanError(f"shards of {len(self.shards)} stages for {len(self.stages)} stages: give one each")
 
     def compute_ns(self, stage: int, kind: Kind, part: int = 0, parts: int = 1) -> int:
         """Time of one part of an operation; the first parts get the nanoseconds that do not divide."""
         whole, rest = divmod(self.stages[stage].compute_ns(kind), parts)
         return whole + (part < rest) + self.operation_ns
+
+    def least_ns(self, stage: int, kind: Kind, part: int = 0, parts: int = 1) -> int:
+        """The least time of one part of an operation with the exchanges of its layers; without any, its computation."""
+        lasts = self.compute_ns(stage, kind, part, parts)
+        if not self.shards:
+            return lasts
+        return least_ns(layered(stage, kind, part, parts, self.shards[stage]), lasts, self.overlapped)
 
     def with_overheads(self, operation_ns: int, send_ns: int, places: Sequence[int]) -> Costs:
         """The same costs with other overheads, also of messages that else take no time. places[s]: device of stage
@@ -193,7 +203,7 @@ def costs_json(costs: Costs) -> dict[str, Any]:
             }
             for (sender, receiver), wire in sorted(costs.wires.items())
         ],
-        "replicas_exchange": bool(costs.exchanges),
+        "replicas_exchange": bool(costs.exchanges or costs.shards),
         "operation_ns": costs.operation_ns,
         "send_ns": costs.send_ns,
     }

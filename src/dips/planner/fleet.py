@@ -43,7 +43,7 @@ class Fleet:
     @property
     def bubble_fraction(self) -> float:
         """The part of makespan x all devices without computation."""
-        busy = sum(sum(map(sum, t.ends)) - sum(map(sum, t.starts)) for t in self.timelines)
+        busy = sum(t.busy_ns for t in self.timelines)
         whole = self.makespan_ns * sum(t.schedule.n_devices for t in self.timelines)
         return 1.0 - busy / whole if whole else 0.0
 
@@ -65,18 +65,13 @@ def simulate_fleet(schedules: Sequence[Schedule], costs: Costs) -> Fleet:
     for message in run.messages:
         sent[message.source].append(message._replace(source=message.source % n, target=message.target % n))
     done = exchanged(costs, [(schedule, ends[each]) for schedule, each in zip(schedules, mine, strict=True)])
-    return Fleet(
-        tuple(
-            Timeline(
-                schedule,
-                tuple(map(tuple, starts[each])),
-                tuple(map(tuple, ends[each])),
-                tuple(message for row in sent[each] for message in row),
-                done,
-            )
-            for schedule, each in zip(schedules, mine, strict=True)
-        )
-    )
+    timelines = []
+    for schedule, each in zip(schedules, mine, strict=True):
+        logs, waited_ns = run.sharded(each)
+        rows = tuple(map(tuple, starts[each])), tuple(map(tuple, ends[each]))
+        messages = tuple(message for row in sent[each] for message in row)
+        timelines.append(Timeline(schedule, *rows, messages, done, logs, costs.shards, waited_ns))
+    return Fleet(tuple(timelines))
 
 
 @dataclass
@@ -136,11 +131,12 @@ class BlockingRun(Run):
         if ready < 0:
             return
         start = max(self._free[device], ready)
+        start, end = self._span(device, index, start) if self._players else (start, start + lasts[index])
         self.starts[device].append(start)
-        self.ends[device].append(start + lasts[index])
-        self._free[device] = start + lasts[index]
+        self.ends[device].append(end)
+        self._free[device] = end
         self._running[device] = True
-        heappush(self._heap, (start + lasts[index], _ENDS, device, NOTHING))
+        heappush(self._heap, (end, _ENDS, device, NOTHING))
 
     def _end(self, device: int, now: int) -> None:
         index = self.at[device]

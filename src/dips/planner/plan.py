@@ -278,7 +278,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
                 "freed": one.freed_ns,
                 "end": one.ends_ns,
             }
-            for one in chosen.timeline.exchanges
+            for one in chosen.timeline.all_exchanges
         ],
         "schedule_of_replica": [orders_of(chosen).index(one) for one in chosen.schedules],
         "problem": problem_json(plan.problem),

@@ -18,7 +18,7 @@ from dips.core.config import SettingsFile
 from dips.planner.cluster import ClusterFile, Link, Site, layer_times_ms, setup_of, stages_of_sites
 from dips.planner.costs import NS, Costs, StageCost, Wire
 from dips.planner.errors import PlanError
-from dips.planner.exchange import Exchange
+from dips.planner.exchange import Exchange, ShardExchange
 from dips.planner.ir import straight
 from dips.planner.units import (
     Division,
@@ -167,7 +167,8 @@ class Problem:
             for s in range(len(division))
         )
         wires = self.wires(placed, self.replicas if together is None else together)
-        costs = Costs(stages, wires, self.exchanges(division, placed), self.setup.options.overlap)
+        exchanges, shards = self.exchanges(division, placed), self.shards(division, placed)
+        costs = Costs(stages, wires, exchanges, shards, self.setup.options.overlap)
         profile = self.setup.profile
         if profile is None or not (profile.operation_us or profile.send_us):
             return costs
@@ -207,30 +208,66 @@ class Problem:
     # ---- between replicas ----
 
     def exchanges(self, division: Division, placed: Sequence[int]) -> tuple[Exchange, ...]:
-        """The exchanges of each stage; empty when they cost nothing: one replica, or a site whose network is not
-        given."""
-        starts = [0, *accumulate(division)]
-        found = [self._exchange(self.units[starts[s] : starts[s + 1]], device) for s, device in enumerate(placed)]
-        return tuple(found) if any(one.reduces for one in found) else ()
+        """The exchanges of each stage, once in an iteration; empty when they cost nothing: one replica, or a site whose
+        network is not given. With ZeRO stage 2 these are the weights, and with stage 3 none: see shards()."""
+        stage = self.setup.training.zero_stage
+        found = []
+        for units, device in self._stages(division, placed):
+            resource, busy_ns, latency_ns = self._ring(units, device)
+            if stage == 0:
+                found.append(Exchange(resource, 0, 2 * busy_ns, 0, 2 * latency_ns))
+            elif stage == 1:
+                found.append(Exchange(resource, busy_ns, busy_ns, latency_ns, latency_ns))
+            else:
+                gathers = stage == 2
+                found.append(Exchange(resource, busy_ns * gathers, 0, latency_ns * gathers, 0))
+        return tuple(found) if any(one.gathers or one.reduces for one in found) else ()
 
-    def _exchange(self, units: Sequence[Unit], device: int) -> Exchange:
-        """The exchange of one stage: a ring inside the site, then (for weights: before) one between sites. Of these two
-        it occupies the latter where there is one: the link is what stages share."""
+    def shards(self, division: Division, placed: Sequence[int]) -> tuple[ShardExchange, ...]:
+        """What the layers of each stage exchange for every microbatch, with ZeRO stages 2 and 3; else empty, and where
+        it costs nothing. Between sites each stage has an equal share of the link."""
+        stage, found = self.setup.training.zero_stage, []
+        if stage < 2:
+            return ()
+        for units, device in self._stages(division, placed):
+            resource, busy_ns, latency_ns = self._ring(units, device, len(units))
+            if self.rings:
+                busy_ns *= self.site_of.count(self.site_of[device])
+                resource = self.n_devices + len(self.rings) + device
+            gathers = stage == 3
+            found.append(
+                ShardExchange(resource, len(units), busy_ns * gathers, busy_ns, latency_ns * gathers, latency_ns)
+            )
+        return tuple(found) if any(one.reduce_ns or one.reduce_latency_ns for one in found) else ()
+
+    def _stages(self, division: Division, placed: Sequence[int]) -> Iterable[tuple[Sequence[Unit], int]]:
+        """The units and the device of each stage."""
+        starts = [0, *accumulate(division)]
+        return [(self.units[starts[s] : starts[s + 1]], device) for s, device in enumerate(placed)]
+
+    def _ring(self, units: Sequence[Unit], device: int, equal: int = 1) -> tuple[int, int, int]:
+        """One of so many equal exchanges that carry the weights of a stage: its resource, its time there and its
+        latency, in nanoseconds. A ring inside the site, then (for weights: before) one between sites. Of these two it
+        occupies the latter where there is one: the link is what stages share."""
         position = self.site_of[device]
-        site, training = self.setup.sites[position], self.setup.training
-        members = self.replicas * training.context
+        site = self.setup.sites[position]
+        members = self.replicas * self.setup.training.context
         busy_s, latency_s, resource = 0.0, (members - 1) * site.network_latency_us / 1e6, device
         if site.network_gbps is not None:
-            busy_s = sum(unit.inside_bytes for unit in units) * 8 / site.network_gbps / 1e9
+            busy_s = sum(unit.inside_bytes for unit in units) * 8 / site.network_gbps / 1e9 / equal
         if self.rings:
             ring, k = self.rings[position], self.groups
             latency_s += busy_s + (k - 1) * ring.latency_s
-            busy_s = sum(unit.weight_bytes for unit in units) * (k - 1) / k / ring.bytes_per_s
+            busy_s = sum(unit.weight_bytes for unit in units) * (k - 1) / k / ring.bytes_per_s / equal
             resource = self.n_devices + position
-        busy_ns, latency_ns = round(busy_s * NS), round(latency_s * NS)
-        if training.zero_stage == 0:
-            return Exchange(resource, 0, 2 * busy_ns, 0, 2 * latency_ns)
-        return Exchange(resource, busy_ns, busy_ns, latency_ns, latency_ns)
+        return resource, round(busy_s * NS), round(latency_s * NS)
+
+    @cached_property
+    def ring_passes(self) -> int:
+        """How often the weights of the model, or gradients of the same size, go round a ring in an iteration: ZeRO's 2
+        for each microbatch of an iteration with one; with stage 3, 3 for each microbatch."""
+        stage, n = self.setup.training.zero_stage, self.n_microbatches
+        return 2 if stage < 2 else 1 + n if stage == 2 else 3 * n
 
     def ring_bytes(self, division: Division, placed: Sequence[int]) -> dict[tuple[int, int], float]:
         """Weights and gradients of an iteration over each directed link between sites, as the file numbers them."""
@@ -240,18 +277,21 @@ class Problem:
             whole = sum(unit.weight_bytes for unit in self.units[starts[stage] : starts[stage + 1]])
             each = self.members(self.site_of[device])
             for pair in zip(each, (*each[1:], each[0]), strict=True):
-                found[pair] = found.get(pair, 0.0) + 2 * (k - 1) / k * whole
+                found[pair] = found.get(pair, 0.0) + self.ring_passes * (k - 1) / k * whole
         return found
 
     # ---- memory ----
 
     def state_bytes(self, division: Division, places: Sequence[int] | None = None) -> list[int]:
-        """Weights, gradients and optimizer state on each device."""
-        placed = straight(self.n_devices) if places is None else places
-        starts, found = [0, *accumulate(division)], [0.0] * self.n_devices
-        for stage, device in enumerate(placed):
-            found[device] += sum(unit.state_bytes for unit in self.units[starts[stage] : starts[stage + 1]])
-        return [round(value) for value in found]
+        """Weights, gradients and optimizer state on each device. Where they are sharded, two layers are whole at a
+        time: gradients with ZeRO stage 2, and weights too with stage 3."""
+        training, found = self.setup.training, [0.0] * self.n_devices
+        sharded = 2 * max(0, training.zero_stage - 1) if training.data * training.context > 1 else 0
+        largest = [0.0] * self.n_devices
+        for units, device in self._stages(division, straight(self.n_devices) if places is None else places):
+            found[device] += sum(unit.state_bytes for unit in units)
+            largest[device] = max(largest[device], *(unit.whole_bytes for unit in units))
+        return [round(state + sharded * whole) for state, whole in zip(found, largest, strict=True)]
 
     def limits(self, division: Division, places: Sequence[int] | None = None) -> list[int]:
         """Bytes of activations that each device may hold. Raises PlanError when nothing is left for them."""
@@ -460,9 +500,14 @@ def assumptions(problem: Problem) -> list[str]:
             found.append("the exchange of weights and gradients inside a site without network_gbps costs no time")
         if training.zero_stage >= 2:
             found.append(
-                f"what zero_stage = {training.zero_stage} exchanges for every microbatch is hidden; counted are "
-                "weights before the first one and gradients after the last one"
+                f"with zero_stage = {training.zero_stage} the layers of a stage count as equal in what they exchange "
+                "for every microbatch, and all replicas as equally far"
             )
+            if len(sites) > 1:
+                found.append(
+                    f"whole pipelines at each site (dp): with zero_stage = {training.zero_stage} each stage has an "
+                    "equal share of the link for what it exchanges for every microbatch"
+                )
     found.append(
         "after the gradient of the input 2/34 of an activation are released, the rest after that of the weights"
     )

@@ -3,7 +3,8 @@
 CrossPipe's conventions (arXiv:2507.00217, section 3.5): an operation starts when its device has ended the one before
 and its input is there; a message starts when its producer ends and its link is free, occupies the link for busy_ns
 and arrives latency_ns later; sending costs a device nothing. A link serves messages in the order in which they are
-ready, equal ones by device. What replicas exchange before and after each stage is in dips.planner.exchange.
+ready, equal ones by device. What replicas exchange before and after each stage, and for every microbatch, is in
+dips.planner.exchange.
 
 The simulation follows time (a heap of device wake-ups) only where a link is shared by several senders; where each link
 has one sender, messages are ready in the sender's own order, and following the dependencies gives the same times
@@ -20,7 +21,17 @@ from typing import NamedTuple, TypeVar
 
 from dips.planner.costs import Costs, Wire
 from dips.planner.errors import PlanError
-from dips.planner.exchange import Exchanged, gates, gathered, reduced
+from dips.planner.exchange import (
+    Exchanged,
+    LayeredOp,
+    LayerPlayer,
+    ShardExchange,
+    ShardLog,
+    gates,
+    gathered,
+    layered,
+    reduced,
+)
 from dips.planner.ir import Kind, Op, Schedule
 
 NOTHING = -1
@@ -53,16 +64,35 @@ class Timeline:
     ends: tuple[tuple[int, ...], ...]  # ends[d][i]: the same
     messages: tuple[SimulatedMessage, ...]  # those between devices that have a wire
     exchanges: tuple[Exchanged, ...] = ()  # between replicas, which this timeline takes part in
+    shard_logs: tuple[ShardLog, ...] = ()  # the same for every microbatch, with ZeRO 2 and 3: of each device
+    shard_costs: tuple[ShardExchange, ...] = ()
+    waited_ns: int = 0  # of all devices, for these, inside of operations
+
+    @property
+    def shards(self) -> tuple[Exchanged, ...]:
+        """What layers exchanged for every microbatch."""
+        return tuple(row for log in self.shard_logs for row in log.rows(self.shard_costs))
+
+    @property
+    def all_exchanges(self) -> tuple[Exchanged, ...]:
+        return (*self.exchanges, *self.shards)
 
     @property
     def begin_ns(self) -> int:
         """Start of the first operation or exchange."""
-        return min([s[0] for s in self.starts if s] + [one.start_ns for one in self.exchanges])
+        found = [s[0] for s in self.starts if s] + [one.start_ns for one in self.exchanges]
+        return min(found + [log.first_ns for log in self.shard_logs if len(log)])
 
     @property
     def end_ns(self) -> int:
         """End of the last operation or exchange."""
-        return max([e[-1] for e in self.ends if e] + [one.ends_ns for one in self.exchanges])
+        found = [e[-1] for e in self.ends if e] + [one.ends_ns for one in self.exchanges]
+        return max(found + [log.last_ns for log in self.shard_logs])
+
+    @property
+    def busy_ns(self) -> int:
+        """The computation of all devices together."""
+        return sum(map(sum, self.ends)) - sum(map(sum, self.starts)) - self.waited_ns
 
     @property
     def makespan_ns(self) -> int:
@@ -94,9 +124,8 @@ class Timeline:
     @property
     def bubble_fraction(self) -> float:
         """The part of makespan x devices without computation."""
-        busy = sum(map(sum, self.ends)) - sum(map(sum, self.starts))
         whole = self.makespan_ns * self.schedule.n_devices
-        return 1.0 - busy / whole if whole else 0.0
+        return 1.0 - self.busy_ns / whole if whole else 0.0
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -111,7 +140,17 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         raise PlanError(stuck(schedule, program.operations_before(run.at)))
     starts, ends = program.strip(run.starts), program.strip(run.ends)
     done = exchanged(costs, [(schedule, ends)])
-    return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(run.messages), done)
+    logs, waited_ns = run.sharded(slice(None))
+    return Timeline(
+        schedule,
+        tuple(map(tuple, starts)),
+        tuple(map(tuple, ends)),
+        tuple(run.messages),
+        done,
+        logs,
+        costs.shards,
+        waited_ns,
+    )
 
 
 def exchanged(costs: Costs, played: Iterable[tuple[Schedule, Sequence[Sequence[int]]]]) -> tuple[Exchanged, ...]:
@@ -171,6 +210,10 @@ class Program(NamedTuple):
     orders: list[tuple[Op, ...]]
     filled: dict[int, int]  # slots that are filled from the beginning, and when
     pauses: list[list[int]]  # pauses[d]: indices of the pauses on device d
+    # layered[d][i]: how operation i of device d exchanges, None for a pause; empty: no layer exchanges
+    layered: list[list[LayeredOp | None]]
+    networks_ns: list[int]  # when the network of each device is free, after the weights that come before everything
+    overlapped: bool
 
     def strip(self, rows: list[list[T]]) -> list[list[T]]:
         """Remove the entries of pauses from the values of each device."""
@@ -199,9 +242,30 @@ def compile_program(schedules: Sequence[Schedule], costs: Costs) -> Program:
         devices += [tables.device(device, order) for device, order in enumerate(schedule.orders)]
         orders += schedule.orders
         base += 2 * schedule.n_stages * schedule.n_microbatches
-    program = Program(devices, base, orders, {}, [[] for _ in devices])
+    exchanging: list[list[LayeredOp | None]] = []
+    free_ns = [0] * len(devices)
+    if costs.shards:
+        kinds = _layered_ops(schedules[0], costs)
+        exchanging = [[kinds[op.stage, op.kind, op.part] for op in order] for order in orders]
+        taken = {one.resource: one.freed_ns for one in gathered(costs.exchanges)}
+        resource_of = {
+            place: one.resource for place, one in zip(schedules[0].device_of_stage, costs.shards, strict=True)
+        }
+        n = schedules[0].n_devices
+        free_ns = [taken.get(resource_of.get(device % n, NOTHING), 0) for device in range(len(devices))]
+    program = Program(devices, base, orders, {}, [[] for _ in devices], exchanging, free_ns, costs.overlapped)
     waits = gates(costs.exchanges, costs.overlapped)
     return _with_pauses(program, waits) if any(waits) else program
+
+
+def _layered_ops(schedule: Schedule, costs: Costs) -> dict[tuple[int, Kind, int], LayeredOp]:
+    """How each operation exchanges, by stage, kind and part."""
+    return {
+        (stage, kind, part): layered(stage, kind, part, schedule.parts, costs.shards[stage])
+        for stage in range(schedule.n_stages)
+        for kind in Kind
+        for part in range(schedule.parts)
+    }
 
 
 def _with_pauses(program: Program, waits: Sequence[int]) -> Program:
@@ -216,9 +280,11 @@ def _with_pauses(program: Program, waits: Sequence[int]) -> Program:
             device.needs.insert(at, program.n_slots + order[at].stage)
             device.gives.insert(at, None)
             longer.insert(at, order[at])
+            if program.layered:
+                program.layered[number].insert(at, None)
         orders[number] = tuple(longer)
         pauses.append([at + before for before, at in enumerate(firsts)])
-    return Program(program.devices, program.n_slots + len(waits), orders, filled, pauses)
+    return program._replace(n_slots=program.n_slots + len(waits), orders=orders, filled=filled, pauses=pauses)
 
 
 class _Tables:
@@ -289,6 +355,20 @@ class Run:
         for slot, at_ns in program.filled.items():
             self._there[slot] = at_ns
         self._link_free: dict[int, int] = {}
+        self._players = [LayerPlayer(at_ns, program.overlapped) for at_ns in program.networks_ns if program.layered]
+
+    def sharded(self, devices: slice) -> tuple[tuple[ShardLog, ...], int]:
+        """What the layers of these devices exchanged, and how long operations waited for it."""
+        players = self._players[devices]
+        for player in players:
+            player.flush()
+        return tuple(player.log for player in players), sum(player.waited_ns for player in players)
+
+    def _span(self, device: int, index: int, ready_ns: int) -> tuple[int, int]:
+        """When an operation begins and ends whose layers may exchange."""
+        lasts = self.program.devices[device].lasts[index]
+        op = self.program.layered[device][index]
+        return self._players[device].play(op, ready_ns, lasts) if op else (ready_ns, ready_ns + lasts)
 
     @property
     def stuck(self) -> bool:
@@ -312,7 +392,7 @@ class Run:
         lasts, needs, gives = self.program.devices[number]
         free, there = self._free[number], self._there
         woken: set[int] = set()
-        starts, ends = self.starts[number], self.ends[number]
+        starts, ends, exchange = self.starts[number], self.ends[number], bool(self._players)
         index = self.at[number]
         for index in range(index, len(lasts)):  # noqa: B020  the loop goes on where the device stood
             need = needs[index]
@@ -323,8 +403,12 @@ class Run:
                     return woken
                 if ready > free:
                     free = ready
-            starts.append(free)
-            free += lasts[index]
+            if exchange:
+                start, free = self._span(number, index, free)
+                starts.append(start)
+            else:
+                starts.append(free)
+                free += lasts[index]
             ends.append(free)
             give = gives[index]
             if give is not None:
@@ -363,7 +447,7 @@ class Run:
         lasts, needs, gives = zip(*self.program.devices, strict=True)
         add_start = [starts.append for starts in self.starts]
         add_end = [ends.append for ends in self.ends]
-        running, left = [False] * n, [len(row) for row in lasts]
+        running, left, exchange = [False] * n, [len(row) for row in lasts], bool(self._players)
         wanted: Sequence[int] = range(n)
         while True:
             for device in wanted:  # begin the next operation there
@@ -377,8 +461,12 @@ class Run:
                         continue
                     if ready > start:
                         start = ready
-                add_start[device](start)
-                start += lasts[device][index]
+                if exchange:
+                    begin, start = self._span(device, index, start)
+                    add_start[device](begin)
+                else:
+                    add_start[device](start)
+                    start += lasts[device][index]
                 add_end[device](start)
                 free[device] = start
                 running[device] = True

@@ -57,17 +57,19 @@ def trace_events(timeline: Timeline, names: Sequence[str] = ()) -> dict[str, Any
 
 def _exchanged(timeline: Timeline, process: int, thread: int) -> Iterator[dict[str, Any]]:
     """The exchanges between replicas: a thread for each network, after those of the links."""
-    networks = sorted({one.resource for one in timeline.exchanges})
+    exchanges = timeline.all_exchanges
+    networks = sorted({one.resource for one in exchanges})
     for number, _ in enumerate(networks):
         named = {"name": f"between replicas {number}"}
         yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread + number, "args": named}
-    for one in timeline.exchanges:
+    thread_of = {network: thread + number for number, network in enumerate(networks)}
+    for one in exchanges:
         yield {
             "ph": "X",
             "name": f"{'weights' if one.before else 'gradients'} s{one.stage}",
             "cat": "exchange",
             "pid": process,
-            "tid": thread + networks.index(one.resource),
+            "tid": thread_of[one.resource],
             "ts": one.start_ns / 1e3,
             "dur": (one.freed_ns - one.start_ns) / 1e3,
             "args": {"arrives_us": one.ends_ns / 1e3},
@@ -100,7 +102,8 @@ def draw(timeline: Timeline, files: Sequence[Path], title: str, names: Sequence[
 
     n = timeline.schedule.n_devices
     pairs = sorted({(message.source, message.target) for message in timeline.messages})
-    networks = sorted({one.resource for one in timeline.exchanges})
+    exchanges = timeline.all_exchanges
+    networks = sorted({one.resource for one in exchanges})
     rows = n + len(pairs) + len(networks)
     figure = Figure(figsize=(_INCHES_WIDE, 1.4 + 0.34 * rows), dpi=110, layout="constrained")
     axes = figure.add_subplot()
@@ -115,9 +118,7 @@ def draw(timeline: Timeline, files: Sequence[Path], title: str, names: Sequence[
         axes.broken_barh(sent, (row - 0.3, 0.6), facecolors=LINK_COLOUR, edgecolor="white", linewidth=0.3)
     for row, network in enumerate(networks, n + len(pairs)):
         exchanged = [
-            (one.start_ns / 1e9, (one.freed_ns - one.start_ns) / 1e9)
-            for one in timeline.exchanges
-            if one.resource == network
+            (one.start_ns / 1e9, (one.freed_ns - one.start_ns) / 1e9) for one in exchanges if one.resource == network
         ]
         axes.broken_barh(exchanged, (row - 0.3, 0.6), facecolors=EXCHANGE_COLOUR, edgecolor="white", linewidth=0.3)
     axes.set_yticks(

@@ -137,6 +137,7 @@ class Unit(NamedTuple):
     weight_bytes: float = 0.0  # of its weights (or gradients) as they are sent, all devices of a stage together
     # what all devices of a replica send inside their site when replicas share weights or gradients
     inside_bytes: float = 0.0
+    whole_bytes: float = 0.0  # its weights on one device that computes with them, none of them sharded
 
     @property
     def total_s(self) -> float:
@@ -195,6 +196,7 @@ def _layer(setup: ClusterFile, layer: int, groups: int) -> Unit:
     known = Unit(
         0.0, 0.0, 0.0, layer_activation_bytes(model, layer, training), layer_state_bytes(model, layer, training),
         whole * WEIGHT_BYTES, inside_exchange_bytes(whole, experts, training, groups),
+        (whole - experts + experts / training.expert) / training.tensor * WEIGHT_BYTES,
     )  # fmt: skip
     if profile is not None and profile.layers:
         return known
@@ -213,7 +215,9 @@ def _weights(training: Training, parameters: float, groups: int) -> Unit:
     """A unit of so many parameters without computation."""
     inside = inside_exchange_bytes(parameters, 0, training, groups)
     state = state_bytes(parameters / training.tensor, training)
-    return Unit(0.0, 0.0, 0.0, 0.0, state, parameters * WEIGHT_BYTES, inside)
+    return Unit(
+        0.0, 0.0, 0.0, 0.0, state, parameters * WEIGHT_BYTES, inside, parameters / training.tensor * WEIGHT_BYTES
+    )
 
 
 def _timed(setup: ClusterFile, work: MicrobatchCost) -> Unit:
@@ -229,7 +233,10 @@ def _plus(a: Unit, b: Unit) -> Unit:
 def _with_weights_of(unit: Unit, weights: Unit) -> Unit:
     """A unit that computes as one and has the weights of the other."""
     return unit._replace(
-        state_bytes=weights.state_bytes, weight_bytes=weights.weight_bytes, inside_bytes=weights.inside_bytes
+        state_bytes=weights.state_bytes,
+        weight_bytes=weights.weight_bytes,
+        inside_bytes=weights.inside_bytes,
+        whole_bytes=weights.whole_bytes,
     )
 
 

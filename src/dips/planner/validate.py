@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 
 from dips.planner.costs import Costs
 from dips.planner.errors import PlanError
-from dips.planner.exchange import check_exchanges
+from dips.planner.exchange import check_exchanges, check_shards
 from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.simulate import Timeline, simulate
 
@@ -32,6 +32,8 @@ def validate(schedule: Schedule, costs: Costs, memory: Sequence[int] | None = No
     timeline = simulate(schedule, costs)
     if costs.exchanges:
         check_exchanges(timeline.exchanges, costs.exchanges, *_stage_spans(timeline))
+    if costs.shards:
+        check_shards(timeline.shards, costs.shards, schedule.n_microbatches)
     return timeline
 
 

@@ -70,7 +70,7 @@ def test_as_json_with_links(capsys: pytest.CaptureFixture[str], file: Path) -> N
 def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path, file: Path) -> None:
     code, out, error = told(capsys, "nowhere.toml")
     assert (code, out) == (2, "")
-    assert "nowhere.toml is not a file that can be read, and none of the shipped topologies (scaleacross-17b" in error
+    assert "nowhere.toml is not a file that can be read, and none of the shipped topologies (scaleacross-100k" in error
     file.write_text(FILE + PRESENT.replace("data = 4", "data = 8"))
     code, _, error = told(capsys, str(file))
     assert code == 2

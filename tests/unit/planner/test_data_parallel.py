@@ -264,8 +264,10 @@ def test_pipelines_count_their_exchange_too() -> None:
     assert with_it.iteration_s > without.iteration_s
 
 
-def test_no_zero_stage_above_one_is_taken_for_one() -> None:
-    assert any("zero_stage = 2 exchanges" in line for line in assumptions(small(zero_stage=2)))
+def test_what_a_zero_stage_takes_for_granted_is_said() -> None:
+    assert any(
+        "with zero_stage = 2 the layers of a stage count as equal" in line for line in assumptions(small(zero_stage=2))
+    )
     assert not any("zero_stage" in line for line in assumptions(small()))
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dips.core.errors import ConfigError
 from dips.planner.cluster import read_setup
 from dips.planner.grouping import Grouping, Measured, Part, group, grouping_json, measured_of
+from dips.planner.validation.spantrain import first_level, second_level, shaken
 
 SETTINGS = ("spantrain-figure-5", "spantrain-setting-1", "spantrain-setting-2")
 MESSAGE_BYTES = 125e6
@@ -102,6 +103,48 @@ def test_subgroups_that_errors_can_change_are_told() -> None:
     """The peak rates of RTX 3090 and 3080 are 19.5 % apart: 5 % of error on both may bring them within 12 %."""
     level_2 = group(measured_of(read_setup("spantrain-setting-1"))).margins[1]
     assert (level_2.level, round(level_2.error, 3)) == (2, 0.032)
+
+
+# ---- three cloud regions ----
+
+
+def test_two_near_regions_are_one_group_and_the_far_one_another() -> None:
+    """A message of 8 MiB: 0.071 s between Virginia and Ohio, 0.345 s between Ohio and Singapore; 0.268 s at most."""
+    found = group(measured_of(read_setup("cloud-three-regions")))
+    assert plain(found) == [[[("virginia", 8), ("ohio", 8)]], [[("singapore", 8)]]]
+    assert found.measured.message_bytes == 2048 * 2048 * 2
+    assert round(found.measured.times_s[0][1], 4) == round(0.011 + 8.388608e6 * 8 / 1.12e9, 4)
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, "cloud-three-regions"])
+def test_groups_stay_where_no_merge_is_within_what_measurements_are_off(name: str) -> None:
+    """Up or down by 5 % each, or by anything less: the groups stay, and the subgroups where their margin is larger."""
+    clean = group(measured_of(read_setup(name)))
+    first, second = clean.margins
+    assert (first.error > 0.05, second.error > 0.05) == (True, name in ("spantrain-figure-5", "cloud-three-regions"))
+    for seed in range(60):
+        noisy = group(shaken(clean.measured, 0.05 if seed % 2 else 0.05 * random.Random(seed).random(), seed))
+        assert first_level(noisy) == first_level(clean)
+        if second.error > 0.05:
+            assert second_level(noisy) == second_level(clean)
+
+
+def test_a_merge_within_what_measurements_are_off_is_no_surprise() -> None:
+    """Tokyo in Singapore's place (143 ms, 0.524 Gbit/s from Virginia): the mean time to both other regions is 0.249 s,
+    7 % below the limit of 0.268 s. The margin says so, and errors of 10 % decide the groups."""
+    setup = read_setup("cloud-three-regions")
+    numbers = {"virginia": (0.524, 143.0), "ohio": (0.694, 130.0)}
+    links = tuple(
+        link.model_copy(update=dict(zip(("bandwidth_gbps", "latency_ms"), numbers[link.sender], strict=True)))
+        if link.receiver == "singapore"
+        else link
+        for link in setup.links
+    )
+    clean = group(measured_of(replace(setup, links=links)))
+    assert len(clean.groups) == 1
+    assert round(clean.steps[-1].apart, 3) == 0.249
+    assert clean.margins[0].error < 0.07
+    assert {len(group(shaken(clean.measured, 0.1, seed)).groups) for seed in range(60)} == {1, 2}
 
 
 # ---- what decides ----

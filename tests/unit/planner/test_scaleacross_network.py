@@ -17,6 +17,7 @@ PP = Case(Split(8, 1, 1, 2, 4, 2), Outermost.PP, Sharding.FSDP, Pipelining.DORA,
 
 
 def used(topology: Topology, oversubscription: float, km: float, queue_pairs: int = 4, case: Case = PP) -> list[str]:
+    assert topology.network is not None
     network = topology.network.model_copy(update={"queue_pairs": queue_pairs})
     changed = replace(topology, network=network).with_routes(oversubscription, km)
     advice = recommend(changed, choice_of(changed, case, even(32, case.n_chunks)))

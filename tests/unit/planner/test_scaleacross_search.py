@@ -12,7 +12,7 @@ import pytest
 from support.scaleacross import FILE, read
 
 from dips.planner.errors import PlanError
-from dips.planner.scaleacross.iteration import Ints, Outermost, Sharding, Split, rebuild
+from dips.planner.scaleacross.iteration import Outermost, Sharding, Split, rebuild
 from dips.planner.scaleacross.search import (
     FACTORS,
     cases_of,
@@ -27,7 +27,7 @@ from dips.planner.scaleacross.search import (
     splits,
     varied,
 )
-from dips.planner.scaleacross.topology import Topology
+from dips.planner.scaleacross.topology import Ints, Topology
 
 
 def small(

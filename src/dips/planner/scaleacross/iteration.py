@@ -23,12 +23,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dips.planner.cluster import Training
+from dips.planner.cluster import Training, in_proportion
 from dips.planner.costs import NS
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Schedule
 from dips.planner.problem import RELEASED_BY_INPUT_GRADIENT
-from dips.planner.scaleacross.topology import Topology, Way
+from dips.planner.scaleacross.topology import Ints, Topology, Way
 from dips.planner.scaleacross.traffic import BYTES, exchanged_elements, message_bytes, ring_s
 from dips.planner.schedules.fixed import one_f_one_b
 from dips.planner.schedules.scaleacross import OPERATION, dora_pp, interleaved_zb_v
@@ -41,7 +41,6 @@ from dips.planner.units import (
     output_work,
 )
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
@@ -136,9 +135,13 @@ def layer_costs(topology: Topology, split: Split) -> LayerCosts:
         microbatches=split.microbatches(topology), microbatch_sequences=m, sequence_tokens=batch.sequence_tokens,
         recompute=batch.recompute, source="explored",
     )  # fmt: skip
-    server, network = topology.way(0, 0), topology.way(0, given.per_server) if _several_servers(topology) else None
+    server, network = topology.way(0, 0), topology.zone_way if _several_servers(topology) else None
     # Two all-gathers and two reduce-scatters of the activations in each direction (sequence parallel).
-    sent_s = 4 * (tensor - 1) / tensor * own * model.hidden * BYTES / server.bytes_per_s
+    sent = 4 * (tensor - 1) / tensor * own * model.hidden * BYTES
+    if tensor <= given.per_server or network is None:
+        sent_s = sent / server.bytes_per_s
+    else:  # a ring over several servers, with the network's latency in each of its steps
+        sent_s = sent / network.bytes_per_s + 4 * (tensor - 1) * network.latency_s
     if context > 1:  # keys and values go round the group
         way = server if tensor * context <= given.per_server else network or server
         keys_values = model.n_kv_heads * (model.qk_width + model.v_width) / tensor
@@ -191,59 +194,78 @@ class Ways:
     leaders: Way | None  # between the buildings, with HSDP
 
 
-def accelerator(topology: Topology, case: Case, stage: int, replica: int) -> int:
-    """The number of the first accelerator of a stage and replica."""
-    split, buildings = case.split, len(topology.buildings)
-    if case.outermost is Outermost.DP:
-        each = split.data // buildings
-        building, within = replica // each, stage * each + replica % each
-    else:
-        each = split.pipeline // buildings
-        building, within = stage // each, stage % each * split.data + replica
-    return building * topology.of_a_building + within * split.tensor * split.context
+@lru_cache(maxsize=4096)
+def shares_of(topology: Topology, outermost: Outermost, split: Split) -> tuple[int, ...]:
+    """How many replicas (DP-out) or stages (PP-out) each building has: in proportion to those for which it has whole
+    groups of tensor x context. Raises PlanError where that are too few."""
+    dp = outermost is Outermost.DP
+    outer, inner = (split.data, split.pipeline) if dp else (split.pipeline, split.data)
+    rooms = [len(groups) // inner for groups in _groups(topology, split.tensor * split.context)]
+    if sum(rooms) < outer:
+        what = "replicas" if dp else "stages"
+        raise PlanError(
+            f"{outermost}: the buildings have room for {' + '.join(map(str, rooms))} {what} of {inner} groups of "
+            f"{split.tensor * split.context} accelerators, {outer} are wanted: such groups stay in a zone"
+        )
+    return tuple(in_proportion(rooms, outer))
+
+
+@lru_cache(maxsize=256)
+def _groups(topology: Topology, accelerators: int) -> list[Ints]:
+    return topology.groups(accelerators)
+
+
+def places_of(topology: Topology, outermost: Outermost, split: Split) -> Ints:
+    """The number of the first accelerator of each stage and replica: (stages, replicas). Raises PlanError."""
+    p, d = split.pipeline, split.data
+    found, first = np.empty((p, d), np.int64), 0
+    groups = _groups(topology, split.tensor * split.context)
+    for share, starts in zip(shares_of(topology, outermost, split), groups, strict=True):
+        if outermost is Outermost.DP:
+            found[:, first : first + share] = starts[: p * share].reshape(p, share)
+        else:
+            found[first : first + share] = starts[: share * d].reshape(share, d)
+        first += share
+    return found
 
 
 def check_places(topology: Topology, case: Case) -> None:
     """Check that a case fits the buildings and zones. Raises PlanError."""
-    split, buildings = case.split, len(topology.buildings)
-    outer = split.data if case.outermost is Outermost.DP else split.pipeline
-    if outer % buildings:
-        raise PlanError(f"{case.outermost}: {outer} do not divide among {buildings} buildings")
+    split = case.split
+    shares = [share for share in shares_of(topology, case.outermost, split) if share]
+    if case.sharding is Sharding.HSDP and len(shares) < 2:
+        raise PlanError("HSDP needs replicas in two buildings")
     group = split.tensor * split.context
-    replicas = split.data // (buildings if case.outermost is Outermost.DP else 1)
-    if topology.of_a_zone % group or topology.of_a_zone % split.expert or group * replicas % split.expert:
+    replicas = shares if case.outermost is Outermost.DP else [split.data]
+    if any(zone.accelerators % split.expert for zone in topology.zones) or any(
+        group * each % split.expert for each in replicas
+    ):
         raise PlanError(
-            f"tensor x context = {group} and expert = {split.expert} do not divide a zone of {topology.of_a_zone} and "
-            "the replicas of a building: these groups stay in a zone"
+            f"expert = {split.expert} does not divide the accelerators of each zone and those of a stage in each "
+            "building: expert groups stay in a zone"
         )
 
 
 @lru_cache(maxsize=4096)
 def ways_of(topology: Topology, outermost: Outermost, sharding: Sharding, split: Split) -> Ways:
-    case = Case(split, outermost, sharding, Pipelining.DORA, 1, 1)
-    p, d, buildings = split.pipeline, split.data, len(topology.buildings)
-
-    def at(stage: int, replica: int) -> int:
-        return accelerator(topology, case, stage, replica)
-
-    hops = tuple(
-        topology.slowest([(at(a, r), at(b, r)) for r in range(d)]) for a, b in pairwise([*range(p), 0]) if a != b
-    )
+    p, d = split.pipeline, split.data
+    group = split.tensor * split.context
+    at = places_of(topology, outermost, split)
+    # Over a way with a bandwidth of its own: all replicas of one stage, or a replica of each stage in its ring.
+    senders = group * (p if outermost is Outermost.DP else d)
+    hops = tuple(topology.slowest(at[a], at[b], senders) for a, b in pairwise([*range(p), 0]) if a != b)
     hierarchical = sharding is Sharding.HSDP
-    group = d // buildings if hierarchical else d
-    pairs = [
-        (at(stage, first + r), at(stage, first + (r + 1) % group))
-        for stage in range(p)
-        for first in range(0, d, group)
-        for r in range(group)
-    ]
-    if group == 1:  # the ring of a context group
-        pairs = [(a, a + split.tensor * (split.context - 1)) for a, _ in pairs]
+    shares = [each for each in shares_of(topology, outermost, split) if each] if hierarchical else [d]
+    firsts = np.cumsum([0, *shares[:-1]])
+    after = np.arange(1, d + 1)
+    after[firsts + np.array(shares) - 1] = firsts  # each ring closes
+    there = at[:, after]
+    if d == 1 or (hierarchical and max(shares) == 1):  # the ring of a context group
+        there = at + split.tensor * (split.context - 1)
     leaders = None
     if hierarchical:
-        firsts = [*range(0, d, group), 0]
-        leaders = topology.slowest([(at(stage, a), at(stage, b)) for stage in range(p) for a, b in pairwise(firsts)])
-    return Ways(hops, topology.slowest(pairs), leaders)
+        leaders = topology.slowest(at[:, firsts].ravel(), at[:, np.roll(firsts, -1)].ravel(), senders)
+    return Ways(hops, topology.slowest(at.ravel(), there.ravel(), senders), leaders)
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
@@ -446,7 +468,7 @@ def kernels_of(topology: Topology, case: Case, divisions: Ints) -> Kernels:
 
 def collective_s(topology: Topology, case: Case, ways: Ways, sizes: Floats) -> tuple[Floats, Floats]:
     """Times of an all-gather and of a reduce-scatter of so many bytes."""
-    split, buildings = case.split, len(topology.buildings)
+    split = case.split
     members = split.data * split.context
     if members == 1:
         return np.zeros_like(sizes), np.zeros_like(sizes)
@@ -457,10 +479,11 @@ def collective_s(topology: Topology, case: Case, ways: Ways, sizes: Floats) -> t
     if ways.leaders is None:
         each = ring(members, ways.ring)
         return each, each
-    inside = ring(members // buildings, ways.ring)
+    shares = [share for share in shares_of(topology, case.outermost, split) if share]
+    inside = ring(max(shares) * split.context, ways.ring)
     # Gradients are summed in the building and come together at its leader; the leaders add theirs, each the whole of
     # them, in a ring; and what belongs to the others goes back to them.
-    return inside, 3 * inside + 2 * ring(buildings, ways.leaders)
+    return inside, 3 * inside + 2 * ring(len(shares), ways.leaders)
 
 
 def _messages(topology: Topology, case: Case, ways: Ways) -> dict[tuple[int, int], tuple[int, int]]:
@@ -480,7 +503,10 @@ def memory_of(topology: Topology, case: Case, program: Program, divisions: Ints)
     among the replicas that shard it, and activations. With HSDP a leader has its gradients a second time."""
     split, layers = case.split, layer_costs(topology, case.split)
     hierarchical = case.sharding is Sharding.HSDP
-    shards = split.data * split.context // (len(topology.buildings) if hierarchical else 1)
+    replicas = split.data
+    if hierarchical:
+        replicas = min(share for share in shares_of(topology, case.outermost, split) if share)
+    shards = replicas * split.context
     experts_shards = max(1.0, shards * split.tensor / (split.expert if split.expert > 1 else split.tensor))
     each = WEIGHT_BYTES + GRADIENT_BYTES * (2 if hierarchical else 1)
     state = layers.dense_parameters * (each + OPTIMIZER_BYTES / shards)

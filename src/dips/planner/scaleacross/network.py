@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dips.planner.scaleacross.iteration import Outermost, Pipelining, Sharding, layer_costs, sums_of
+from dips.planner.scaleacross.iteration import Outermost, Pipelining, Sharding, layer_costs, shares_of, sums_of
 from dips.planner.scaleacross.search import Choice
 from dips.planner.scaleacross.topology import Topology, Way
 from dips.planner.scaleacross.traffic import (
@@ -44,13 +44,14 @@ class Advice:
 
 
 def recommend(topology: Topology, choice: Choice) -> list[Advice]:
-    """Recommendations for the longest route between buildings; none for one building."""
+    """Recommendations for the longest route between buildings; none for one building, or an unknown network."""
     longest = topology.longest()
-    if longest is None:
+    if longest is None or topology.network is None:
         return []
-    case, each = choice.case, topology.of_a_building
-    n = len(topology.buildings)
-    way = topology.slowest([(a * each, b * each) for a in range(n) for b in range(n) if a != b])
+    case, n = choice.case, len(topology.buildings)
+    firsts = np.array([topology.first_of(building) for building in range(n)])
+    here, there = np.nonzero(~np.eye(n, dtype=bool))
+    way = topology.slowest(firsts[here], firsts[there])
     latency_us = way.latency_s * 1e6
     ratio = max(topology.route(a, b).oversubscription for a in range(n) for b in range(a))
     messages, size = crossing(topology, choice)
@@ -76,7 +77,7 @@ def crossing(topology: Topology, choice: Choice) -> tuple[int, float]:
     rows = np.array([choice.division], np.int64)
     whole = float(sums_of(layer_costs(topology, split).exchanged_bytes, rows)[0, 0])
     if case.sharding is Sharding.HSDP:
-        buildings = len(topology.buildings)
+        buildings = sum(share > 0 for share in shares_of(topology, case.outermost, split))
         return 2 * (buildings - 1), whole / buildings
     members = split.data * split.context
     return 2 * (members - 1), whole / members
@@ -84,6 +85,7 @@ def crossing(topology: Topology, choice: Choice) -> tuple[int, float]:
 
 def _balancing(topology: Topology, way: Way, latency_us: float) -> Advice:
     network = topology.network
+    assert network is not None
     bound = sprayed_bytes_per_s(way.latency_s, network.in_flight_packets, network.packet_bytes)
     needed = max(1, math.ceil(way.bytes_per_s / bound))
     enough = network.queue_pairs >= needed
@@ -107,6 +109,7 @@ def _balancing(topology: Topology, way: Way, latency_us: float) -> Advice:
 
 
 def _congestion(topology: Topology, latency_us: float, ratio: float) -> Advice:
+    assert topology.network is not None
     usual = topology.network.usual_oversubscription
     off = latency_us >= FAR_US and ratio >= CONGESTED * usual
     return Advice(
@@ -121,6 +124,7 @@ def _congestion(topology: Topology, latency_us: float, ratio: float) -> Advice:
 
 def _loss(topology: Topology, latency_us: float, messages: int, size: float, outermost: Outermost) -> Advice:
     network = topology.network
+    assert network is not None
     lost_s = retransmission_s(messages, size, network.loss_rate, network.packet_bytes, 2 * latency_us / 1e6)
     far = latency_us > FAR_US
     return Advice(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dips.core.units import format_seconds
+from dips.planner.scaleacross.iteration import Outermost, shares_of
 from dips.planner.scaleacross.network import Advice, recommend
 from dips.planner.scaleacross.search import Choice, Explored, Parts, catches_up, explore, parts_of
 from dips.planner.scaleacross.topology import Topology
@@ -75,7 +76,15 @@ def _why(found: Explored, parts: Parts) -> list[str]:
         ("weights and gradients that nothing hides", parts.collectives_s),
     )
     listed = ", ".join(f"{what} {format_seconds(seconds)} ({seconds / whole:.1%})" for what, seconds in shares)
-    sentences = [f"best: {name_of(best)}: {format_seconds(whole)}: {listed}"]
+    sentences = [*found.topology.notes, f"best: {name_of(best)}: {format_seconds(whole)}: {listed}"]
+    split = best.case.split
+    used, there = split.tensor * split.context * split.pipeline * split.data, found.topology.n_accelerators
+    if used < there:
+        given = shares_of(found.topology, best.case.outermost, split)
+        what = "replicas" if best.case.outermost is Outermost.DP else "stages"
+        named = zip(found.topology.buildings, given, strict=True)
+        listed = ", ".join(f"{share} {what} in {building.name}" for building, share in named)
+        sentences.append(f"it uses {used} of {there} accelerators: {listed}")
     if len(found.best) > 1:
         sentences.append(_next(found, best, found.best[1]))
     if found.present is not None and math.isfinite(found.present.seconds(links)):

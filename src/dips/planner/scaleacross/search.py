@@ -22,7 +22,6 @@ from dips.planner.scaleacross.iteration import (
     MOST_PASSES,
     Case,
     Floats,
-    Ints,
     Outermost,
     Pipelining,
     Sharding,
@@ -37,7 +36,7 @@ from dips.planner.scaleacross.iteration import (
     rebuild,
     ways_of,
 )
-from dips.planner.scaleacross.topology import Topology
+from dips.planner.scaleacross.topology import Ints, Topology
 from dips.planner.scaleacross.traffic import message_bytes
 
 ROWS_AT_ONCE = 4096
@@ -84,6 +83,9 @@ def splits(topology: Topology) -> Iterator[Split]:
     """All ways to split accelerators and batch, fewest stages first. Experts are divided by powers of what divides
     them; TP is that of the file, CP leaves each part of a sequence enough tokens."""
     model, batch, search = topology.model, topology.batch, topology.search
+    if not topology.even:
+        yield from _uneven_splits(topology)
+        return
     for tensor in search.tensor or (topology.accelerators.per_server,):
         if topology.n_accelerators % tensor or model.heads % tensor:
             continue
@@ -98,6 +100,30 @@ def splits(topology: Topology) -> Iterator[Split]:
                     if batch.sequences // data % m == 0:
                         for expert in divisors(model.experts) if model.experts else [1]:
                             yield Split(tensor, context, expert, pipeline, data, m)
+
+
+def _uneven_splits(topology: Topology) -> Iterator[Split]:
+    """Ways to split where zones or buildings differ: for each number of stages the most replicas for which there is
+    room, with DP-out and with PP-out, so that accelerators can be left over."""
+    model, batch, search = topology.model, topology.batch, topology.search
+    replicas = divisors(batch.sequences)[::-1]
+    for tensor in search.tensor or (topology.accelerators.per_server,):
+        contexts = divisors(batch.sequence_tokens) if model.heads % tensor == 0 else []
+        for context in contexts:
+            if batch.sequence_tokens // context < search.least_context_tokens:
+                break
+            rooms = [len(groups) for groups in topology.groups(tensor * context)]
+            for pipeline in range(1, min(model.layers, sum(rooms)) + 1):
+                whole = sum(room // pipeline for room in rooms)
+                most = {
+                    next((d for d in replicas if d <= whole), 0),
+                    next((d for d in replicas if sum(room // d for room in rooms) >= pipeline), 0),
+                } - {0}
+                for data in sorted(most):
+                    for m in search.microbatches or (1, 2, 4, 8):
+                        if batch.sequences // data % m == 0:
+                            for expert in divisors(model.experts) if model.experts else [1]:
+                                yield Split(tensor, context, expert, pipeline, data, m)
 
 
 def counts_of_chunks(layers: int, stages: int) -> list[int]:
@@ -368,7 +394,7 @@ def present_case(topology: Topology) -> tuple[Case, list[int]]:
         present.tensor, present.context, present.expert, present.pipeline, present.data, present.microbatch_sequences
     )
     used = split.tensor * split.context * split.pipeline * split.data
-    if used != topology.n_accelerators:
+    if used != topology.n_accelerators and (topology.even or used > topology.n_accelerators):
         raise PlanError(
             f"{where}: tensor x context x pipeline x data = {used}, there are {topology.n_accelerators} accelerators: "
             "correct it"

@@ -5,8 +5,10 @@ occupies a link; no two overlap on a device or a link; a message follows its pro
 consumer; activations are a cumulative resource of each device; microbatches keep their order within a stage and kind
 (which halves the search, and excludes no best schedule when stages' costs are equal for all microbatches). What
 replicas exchange is as in the paper's Figure 7: each stage's weights come before its first F, its gradients are an
-interval on their network after its last W. Minimizes the makespan, exchanges included. The solver's lower bound says
-how far from the best a schedule may be.
+interval on their network after its last W. With ZeRO stages 2 and 3, whose layers exchange for every microbatch, the
+model is a relaxation: an operation takes what its layers need on an idle network, and the makespan is at least the time
+on each network; so the bound holds, and what the solver finds is simulated with all of it. Minimizes the makespan,
+exchanges included. The solver's lower bound says how far from the best a schedule may be.
 """
 
 from __future__ import annotations
@@ -114,6 +116,7 @@ class _Problem:
         self._limit(memory)
         self._span()
         self._exchange()
+        self._exchange_shards()
         self.model.minimize(self._makespan)
 
     def hint(self, timeline: Timeline) -> None:
@@ -148,18 +151,20 @@ class _Problem:
     def _unit(self) -> int:
         pieces = [(kind, part) for kind in KINDS for part in range(self._parts)]
         stages = range(self._n_stages)
-        times = [self._costs.compute_ns(stage, kind, part, self._parts) for stage in stages for kind, part in pieces]
+        times = [self._costs.least_ns(stage, kind, part, self._parts) for stage in stages for kind, part in pieces]
         times += [ns for wire in self._costs.wires.values() for ns in (wire.busy_ns, wire.latency_ns, wire.hold_ns)]
         times += [ns for one in self._costs.exchanges for ns in one[1:]]
+        times += [ns for one in self._costs.shards for ns in one[2:]]
         return math.gcd(*times) or 1
 
     def _serial(self) -> int:
         """The time of all operations and messages one after the other."""
         pieces = [(kind, part) for kind in KINDS for part in range(self._parts)]
         stages = range(self._n_stages)
-        work = sum(self._costs.compute_ns(stage, kind, part, self._parts) for stage in stages for kind, part in pieces)
+        work = sum(self._costs.least_ns(stage, kind, part, self._parts) for stage in stages for kind, part in pieces)
         slowest = max((wire.busy_ns + wire.latency_ns + wire.hold_ns for wire in self._costs.wires.values()), default=0)
         between_replicas = sum(sum(one[1:]) for one in self._costs.exchanges)
+        between_replicas += sum(3 * self._n * one.layers * sum(one[2:]) for one in self._costs.shards)
         return (self._n * (work + 2 * self._n_stages * slowest) + between_replicas) // self.unit_ns
 
     def _add_block(self, block: Op) -> list[Any]:
@@ -175,7 +180,7 @@ class _Problem:
         return intervals
 
     def _length(self, op: Op) -> int:
-        return self._costs.compute_ns(op.stage, op.kind, op.part, self._parts) // self.unit_ns
+        return self._costs.least_ns(op.stage, op.kind, op.part, self._parts) // self.unit_ns
 
     def _part_end(self, op: Op) -> Any:
         return self._starts[op] + self._length(op)
@@ -274,6 +279,19 @@ class _Problem:
                 on_network[one.resource].append(travels)
         for intervals in on_network.values():
             self.model.add_no_overlap(intervals)
+
+    def _exchange_shards(self) -> None:
+        """Add what holds whatever the networks carry meanwhile: the first layer's weights come before each stage's
+        first F, the last layer's gradients after its last W, and a network carries all of its exchanges."""
+        on_network: dict[int, int] = defaultdict(int)
+        for stage, one in enumerate(self._costs.shards):
+            first = (one.gather_ns + one.gather_latency_ns) // self.unit_ns
+            last = (one.reduce_ns + one.reduce_latency_ns) // self.unit_ns
+            self.model.add(self._starts[Op(Kind.F, stage, 0)] >= first)
+            self.model.add(self._makespan >= self._end(Op(Kind.W, stage, self._n - 1)) + last)
+            busy = one.layers * self._n * (2 * one.gather_ns + one.reduce_ns) // self.unit_ns
+            on_network[one.resource] += busy
+        self.model.add(self._makespan >= max(on_network.values(), default=0))
 
     def _apart(self) -> None:
         """Add the exchanges as constants: weights before all operations, gradients after all of them."""

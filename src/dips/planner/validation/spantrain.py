@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS
-from dips.planner.grouping import group, measured_of
+from dips.planner.grouping import Grouping, Measured, group, measured_of
 from dips.planner.simulate import simulate
 from dips.planner.sweep import ACTIVATION, Case
 from dips.planner.validate import peaks
@@ -18,6 +20,7 @@ def spantrain_checks() -> Iterator[PaperCheck]:
     yield from figure_5()
     yield from figure_6()
     yield from adapter()
+    yield from regions()
 
 
 FIGURE_5 = (
@@ -93,3 +96,51 @@ def _both(latency: float, bandwidth: float, memory: float = 1.5) -> tuple[float,
 def adapter() -> Iterator[PaperCheck]:
     """Sections 3.4 and 4.4: the adapter of microbatch sizes."""
     yield from adapter_checks()
+
+
+REGIONS = (
+    "SpanTrain, section 3.2: groups with every measurement up or down by 5 %; 1 where they stay the same, 40 seeds\n"
+    "The paper makes no such claim. No merge may lie within 5 % of the threshold; the margin of every pair of devices\n"
+    "says whether one does (dips plan groups prints it). Three regions: bandwidths and delays measured by Yuan et al.\n"
+    "(arXiv:2206.01288), regions chosen as two near and one far. Subgroups of settings 1 and 2 are not within the claim"
+)
+
+OFF_BY = 0.05
+
+
+def regions() -> Iterator[PaperCheck]:
+    names = ("spantrain-figure-5", "spantrain-setting-1", "spantrain-setting-2", "cloud-three-regions")
+    for name in names:
+        clean = group(measured_of(read_setup(name)))
+        least = {margin.level: margin.error for margin in clean.margins}
+        moved = [group(shaken(clean.measured, OFF_BY, seed)) for seed in range(40)]
+        for level, what, of in ((1, "groups", first_level), (2, "subgroups", second_level)):
+            same = sum(of(one) == of(clean) for one in moved) / len(moved)
+            binds = least[level] > OFF_BY
+            row = f"{name}: {what} (margin {least[level]:.1%})"
+            yield PaperCheck(REGIONS, row, None, same, 1.0 if binds else None, 1.0 if binds else None)
+    near = [sorted({site for devices in one for site in devices}) for one in _grouped(names[3])]
+    yield PaperCheck(REGIONS, "three regions: groups", None, len(near), 2, 2)
+    yield PaperCheck(
+        REGIONS, "Virginia and Ohio are one of them", None, float(near[0] == ["ohio", "virginia"]), 1.0, 1.0
+    )
+
+
+def shaken(clean: Measured, error: float, seed: int) -> Measured:
+    """Every measurement up or down by this part, as the seed says."""
+    dice = random.Random(seed)
+    n = len(clean.sites)
+    times_s = [list(row) for row in clean.times_s]
+    for a in range(n):
+        for b in range(a, n):
+            times_s[a][b] = times_s[b][a] = clean.times_s[a][b] * dice.choice((1 - error, 1 + error))
+    powers = tuple(power * dice.choice((1 - error, 1 + error)) for power in clean.powers)
+    return replace(clean, times_s=tuple(map(tuple, times_s)), powers=powers)
+
+
+def first_level(found: Grouping) -> list[object]:
+    return [one.parts for one in found.groups]
+
+
+def second_level(found: Grouping) -> list[object]:
+    return [[inner.parts for inner in one.subgroups] for one in found.groups]

@@ -1,0 +1,298 @@
+"""ScaleAcross Explorer where zones and buildings differ, and where an ordinary problem's file is what it searches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.scaleacross import FILE, read
+
+from dips.core.errors import ConfigError
+from dips.planner.cluster import ClusterFile, read_setup
+from dips.planner.errors import PlanError
+from dips.planner.problem import Problem
+from dips.planner.scaleacross.iteration import (
+    Case,
+    Outermost,
+    Pipelining,
+    Sharding,
+    Split,
+    check_places,
+    memory_of,
+    places_of,
+    program_for,
+    shares_of,
+    ways_of,
+)
+from dips.planner.scaleacross.report import report_of
+from dips.planner.scaleacross.search import explore, splits
+from dips.planner.scaleacross.topology import FREE_GBPS, Topology, of_problem
+from dips.planner.scaleacross.traffic import message_bytes
+
+
+def uneven(folder: Path, numbers: tuple[int, ...] = (16, 32, 16, 24), **changes: str) -> Topology:
+    """Zones a1, b1, a2, b2 with so many accelerators. changes: replaced in the file's text, old by new."""
+    text = FILE
+    for name, number in zip(("a1", "b1", "a2", "b2"), numbers, strict=True):
+        text = text.replace(
+            f'name = "{name}"\nbuilding = "{name[0].upper()}"\naccelerators = 16',
+            f'name = "{name}"\nbuilding = "{name[0].upper()}"\naccelerators = {number}',
+        )
+    for old, new in changes.items():
+        text = text.replace(old, new, 1)
+    return read(folder, text)
+
+
+# ---- places ----
+
+
+def test_replicas_and_stages_go_to_buildings_in_proportion(tmp_path: Path) -> None:
+    """32 and 56 accelerators, in groups of 8: 4 and 7 groups."""
+    topology = uneven(tmp_path)
+    assert not topology.even
+    assert [len(groups) for groups in topology.groups(8)] == [4, 7]
+    assert shares_of(topology, Outermost.DP, Split(8, 1, 1, 1, 11, 1)) == (4, 7)
+    assert shares_of(topology, Outermost.DP, Split(8, 1, 1, 2, 5, 1)) == (2, 3)
+    assert shares_of(topology, Outermost.PP, Split(8, 1, 1, 5, 2, 1)) == (2, 3)
+    assert shares_of(topology, Outermost.DP, Split(8, 1, 1, 4, 2, 1)) == (1, 1)
+    with pytest.raises(PlanError, match=r"DP-out: the buildings have room for 2 \+ 3 replicas of 2 groups of 8"):
+        shares_of(topology, Outermost.DP, Split(8, 1, 1, 2, 6, 1))
+
+
+def test_no_group_leaves_its_zone_and_none_is_there_twice(tmp_path: Path) -> None:
+    """Groups of 16: zone b2 has 24, so one of its groups of 8 is left over."""
+    topology = uneven(tmp_path)
+    assert [list(groups) for groups in topology.groups(16)] == [[0, 16], [32, 48, 64]]
+    for outermost, split in ((Outermost.DP, Split(8, 2, 1, 1, 5, 1)), (Outermost.PP, Split(8, 2, 1, 5, 1, 1))):
+        at = places_of(topology, outermost, split)
+        assert sorted(at.ravel().tolist()) == [0, 16, 32, 48, 64]
+        assert {topology.zone_of(int(first)) == topology.zone_of(int(first) + 15) for first in at.ravel()} == {True}
+    at = places_of(topology, Outermost.DP, Split(8, 1, 1, 2, 5, 1))
+    buildings = [[topology.building_of_zone[topology.zone_of(int(one))] for one in row] for row in at]
+    assert buildings == [[0, 0, 1, 1, 1]] * 2
+    at = places_of(topology, Outermost.PP, Split(8, 1, 1, 5, 2, 1))
+    assert [topology.building_of_zone[topology.zone_of(int(row[0]))] for row in at] == [0, 0, 1, 1, 1]
+
+
+def test_even_zones_are_placed_as_before(tmp_path: Path) -> None:
+    """Stage after stage of a building's replicas, in the order of the accelerators."""
+    topology = read(tmp_path)
+    assert topology.even
+    at = places_of(topology, Outermost.DP, Split(8, 1, 1, 2, 4, 1))
+    assert at.tolist() == [[0, 8, 32, 40], [16, 24, 48, 56]]
+    at = places_of(topology, Outermost.PP, Split(4, 2, 1, 4, 2, 1))
+    assert at.tolist() == [[0, 8], [16, 24], [32, 40], [48, 56]]
+
+
+def test_rings_of_unequal_buildings(tmp_path: Path) -> None:
+    topology = uneven(tmp_path)
+    split = Split(8, 1, 1, 2, 5, 1)
+    case = Case(split, Outermost.DP, Sharding.HSDP, Pipelining.DORA, 2, 2)
+    check_places(topology, case)
+    inside = ways_of(topology, Outermost.DP, Sharding.HSDP, split)
+    assert inside.leaders == topology.way(0, 32)
+    assert inside.ring == topology.way(32, 64)  # the building with three replicas has two zones
+    assert ways_of(topology, Outermost.DP, Sharding.FSDP, split).ring == topology.way(0, 32)
+    # Two replicas share the optimizer's state in the smaller building, five with FSDP.
+    rows = np.array([[8] * 4], np.int64)
+    program = program_for(topology, case)
+    hsdp, fsdp = (
+        memory_of(topology, case._replace(sharding=sharding), program, rows)[0]
+        for sharding in (Sharding.HSDP, Sharding.FSDP)
+    )
+    assert hsdp > fsdp
+    with pytest.raises(PlanError, match="HSDP needs replicas in two buildings"):
+        check_places(uneven(tmp_path, (16, 8, 16, 8)), case._replace(split=Split(8, 1, 1, 4, 1, 1)))
+
+
+def test_experts_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    case = Case(Split(8, 1, 16, 1, 11, 1), Outermost.DP, Sharding.FSDP, Pipelining.DORA, 2, 2)
+    with pytest.raises(PlanError, match="expert = 16 does not divide the accelerators of each zone"):
+        check_places(uneven(tmp_path), case)
+
+
+# ---- the search ----
+
+
+def test_a_search_says_what_it_leaves_over(tmp_path: Path) -> None:
+    """32 and 56 accelerators are 11 groups of 8; 64 sequences divide among 1, 2, 4, 8 replicas."""
+    topology = uneven(tmp_path)
+    few = topology.search.model_copy(update={"samples": 4, "top": 4, "variations": 2, "microbatches": (1,)})
+    topology = replace(topology, search=few, model=topology.model.model_copy(update={"layers": 8}))
+    found = report_of(topology)
+    split = found.explored.best[0].case.split
+    used = split.tensor * split.context * split.pipeline * split.data
+    assert used <= 88
+    assert any(f"it uses {used} of 88 accelerators: " in line for line in found.why) == (used < 88)
+    for one in splits(topology):
+        assert one.tensor * one.context * one.pipeline * one.data <= 88
+        assert 64 % one.data == 0
+
+
+def test_more_accelerators_in_one_building_are_no_loss(tmp_path: Path) -> None:
+    """Whatever fits the smaller topology has room in the larger one; only the splits that are tried can be others."""
+    few = {"samples": 1, "top": 1, "variations": 0, "microbatches": (1,)}
+
+    def best_s(numbers: tuple[int, ...]) -> float:
+        topology = uneven(tmp_path, numbers)
+        topology = replace(
+            topology,
+            search=topology.search.model_copy(update=few),
+            model=topology.model.model_copy(update={"layers": 8}),
+        )
+        return explore(topology).best[0].printed_s
+
+    assert best_s((16, 16, 16, 24)) <= best_s((16, 16, 16, 16)) * 1.0001
+    assert best_s((32, 32, 32, 40)) < 0.7 * best_s((16, 16, 16, 16))
+
+
+def test_the_slowest_zone_counts_and_that_is_said(tmp_path: Path) -> None:
+    slow = {'name = "b2"': 'name = "b2"\nsustained_tflops = 300\nmemory_gib = 96'}
+    topology = uneven(tmp_path, (16, 16, 16, 16), **slow)
+    assert topology.accelerators.sustained_tflops == 300
+    assert topology.accelerators.memory_gib == 80
+    assert topology.notes == (
+        "all accelerators count with the least sustained_tflops, 300 TFLOP/s of zone b2",
+        "all accelerators count with the least memory_gib, 80 GiB of zone a1",
+    )
+
+
+# ---- a problem's file ----
+
+
+def two_sites(folder: Path, **changes: str) -> ClusterFile:
+    text = """
+[model]
+name = "llama3-8b"
+
+[[sites]]
+name = "amsterdam"
+devices = 8
+memory_gib = 80
+sustained_tflops = 400
+network_gbps = 1600
+source = "here"
+
+[[sites]]
+name = "stockholm"
+devices = 16
+memory_gib = 80
+sustained_tflops = 400
+network_gbps = 3200
+source = "here"
+
+[[links]]
+sender = "amsterdam"
+receiver = "stockholm"
+bandwidth_gbps = 100
+latency_ms = 12
+oversubscription = 2
+source = "here"
+
+[training]
+pipeline = 3
+data = 4
+tensor = 2
+microbatches = 8
+sequence_tokens = 4096
+source = "here"
+"""
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    file = folder / "sites.toml"
+    file.write_text(text)
+    return read_setup(file)
+
+
+def test_sites_are_buildings(tmp_path: Path) -> None:
+    topology = of_problem(two_sites(tmp_path))
+    assert [(b.name, b.region) for b in topology.buildings] == [
+        ("amsterdam", "region of amsterdam"), ("stockholm", "region of stockholm")
+    ]  # fmt: skip
+    assert [zone.accelerators for zone in topology.zones] == [8, 16]
+    assert topology.batch.sequences == 32
+    assert topology.search.tensor == (2,)
+    assert topology.routes[0].distance_km == 2400
+    assert topology.network is None
+    assert topology.present is None
+    assert topology.accelerators.network_gbps == 800  # of one device; the slower site's, two devices a stage
+
+
+def test_a_message_takes_as_long_as_on_the_link_of_a_plan(tmp_path: Path) -> None:
+    """Four replicas of two devices share 50 Gbit/s (100, oversubscribed 2): 6.25 each."""
+    setup = two_sites(tmp_path)
+    topology, problem = of_problem(setup), Problem(setup)
+    split = Split(2, 1, 1, 3, 4, 1)
+    at = places_of(topology, Outermost.PP, split)
+    assert [topology.building_of_zone[topology.zone_of(int(row[0]))] for row in at] == [0, 1, 1]
+    hop = ways_of(topology, Outermost.PP, Sharding.FSDP, split).hops[0]
+    wire = problem.costs(problem.uniform()).wires[0, 1]
+    busy_s = message_bytes(setup.model, 4096, 1, 2, 1) / hop.bytes_per_s
+    assert busy_s * 1e9 == pytest.approx(wire.busy_ns, rel=1e-6)
+    assert hop.latency_s * 1e9 == pytest.approx(wire.latency_ns, rel=1e-6)
+    inside = ways_of(topology, Outermost.PP, Sharding.FSDP, split).hops[1]
+    wire = problem.costs(problem.uniform()).wires[1, 2]
+    assert message_bytes(setup.model, 4096, 1, 2, 1) / inside.bytes_per_s * 1e9 == pytest.approx(
+        2 * wire.busy_ns, rel=1e-6  # 3200 Gbit/s there; the slower site's counts everywhere
+    )  # fmt: skip
+
+
+def test_gradients_share_the_link_too(tmp_path: Path) -> None:
+    """DP-out: a replica of each stage sends on at the building's edge, three stages of two devices."""
+    topology = of_problem(two_sites(tmp_path))
+    ring = ways_of(topology, Outermost.DP, Sharding.FSDP, Split(2, 1, 1, 3, 3, 1)).ring
+    assert ring.bytes_per_s == pytest.approx(50e9 / 8 / 6)
+    wide = topology.with_bandwidth(1e4)
+    assert wide.way(0, 8, 6).bytes_per_s == 800e9 / 8
+
+
+def test_a_search_over_a_problems_file() -> None:
+    """Three regions over slow links: ten times the bandwidth is faster. Nothing is recommended without [network]."""
+    topology = of_problem(read_setup("cloud-three-regions"))
+    assert [zone.accelerators for zone in topology.zones] == [8, 8, 8]
+    few = topology.search.model_copy(update={"samples": 1, "top": 1, "variations": 0, "microbatches": (1,)})
+    topology = replace(topology, search=few)
+    found = report_of(topology, links=True)
+    faster = explore(topology.with_bandwidth(10), links=True)
+    assert faster.best[0].links_s < found.explored.best[0].links_s
+    assert found.advice == ()
+
+
+def test_a_network_that_costs_nothing_stays_free(tmp_path: Path) -> None:
+    setup = two_sites(tmp_path, **{"network_gbps = 1600\n": "", "network_gbps = 3200\n": ""})
+    assert of_problem(setup).accelerators.network_gbps == FREE_GBPS
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("sustained_tflops = 400\n", "", r"\[\[sites\]\] 1: sustained_tflops of amsterdam is not given"),
+        ("memory_gib = 80\n", "", r"\[\[sites\]\] 1: memory_gib of amsterdam is not given"),
+        ("microbatches = 8", "activation_bytes = 1\nmicrobatches = 8", r"activation_bytes cannot be counted"),
+        ("microbatches = 8", "flash_attention = false\nmicrobatches = 8", r"flash_attention cannot be counted"),
+        ("[training]", '[options]\noverlap = false\n[training]', r"\[options\]: overlap cannot be counted"),
+        ("[training]", '[options]\nblocking = true\n[training]', r"\[options\]: blocking cannot be counted"),
+        ("latency_ms = 12", "latency_ms = 1200", r"latency_ms = 1200 from amsterdam to stockholm"),
+        ("[training]", "[profile]\nerror = 0.1\nsource = 'x'\n[training]", r"\[profile\] cannot be counted"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_counted_is_refused(tmp_path: Path, old: str, new: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        of_problem(two_sites(tmp_path, **{old: new}))
+
+
+def test_every_pair_of_sites_needs_a_link(tmp_path: Path) -> None:
+    setup = two_sites(tmp_path)
+    with pytest.raises(PlanError, match="no link from amsterdam to stockholm, which ScaleAcross Explorer needs"):
+        of_problem(replace(setup, links=()))
+
+
+def test_devices_without_a_whole_group_are_said(tmp_path: Path) -> None:
+    setup = two_sites(tmp_path, **{"devices = 8": "devices = 9", "memory_gib = 80": "memory_gib = 40"})
+    assert of_problem(setup).notes == (
+        "1 devices of amsterdam are not used: no whole group of 2",
+        "all accelerators count with the least memory_gib, 40 GiB of zone amsterdam",
+    )

@@ -1,0 +1,417 @@
+"""ZeRO stages 2 and 3: what layers exchange for every microbatch, played, checked, solved, and of ZeRO's size."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from heapq import heappop, heappush
+
+import pytest
+
+from dips.planner.candidates import coordinated, data_parallel, plain
+from dips.planner.cluster import read_setup
+from dips.planner.costs import NS, Costs, Wire, uniform
+from dips.planner.errors import PlanError
+from dips.planner.exchange import ShardExchange, check_shards
+from dips.planner.fleet import simulate_fleet
+from dips.planner.ir import Kind, Op, Schedule, straight, wave
+from dips.planner.plan import make_plan
+from dips.planner.problem import Problem, assumptions
+from dips.planner.schedules.fixed import gpipe, one_f_one_b, zb_h1, zb_v
+from dips.planner.schedules.optimal import optimal
+from dips.planner.simulate import Timeline, simulate
+from dips.planner.validate import validate
+
+
+def costs_of(
+    places: tuple[int, ...], layers: int, gather: float, reduce: float, latency: float = 0.0, apart: bool = False
+) -> Costs:
+    """T_F = T_D = T_W = 1 for a device; gather and reduce of one layer in the same unit."""
+    chunks = len(places) // (max(places) + 1)
+    shards = tuple(
+        ShardExchange(
+            device, layers, round(gather * NS), round(reduce * NS),
+            round(latency * NS) if gather else 0, round(latency * NS),
+        )
+        for device in places
+    )  # fmt: skip
+    return replace(uniform(len(places), chunks), shards=shards, overlapped=not apart)
+
+
+def alone(*cells: str) -> Schedule:
+    """A schedule of one device."""
+    return Schedule.from_csv(",".join(cells) + "\n")
+
+
+def spans(timeline: Timeline) -> list[tuple[bool, float, float]]:
+    return [(one.before, one.start_ns / NS, one.ends_ns / NS) for one in timeline.shards]
+
+
+# ---- by hand: one device ----
+
+
+def test_weights_of_the_next_layer_come_while_a_layer_computes() -> None:
+    """Two layers of 0.5 each: the first waits 0.3, then all is hidden; W needs no weights."""
+    timeline = validate(alone("0F0", "0I0", "0W0"), costs_of((0,), 2, 0.3, 0))
+    assert spans(timeline) == [(True, 0, 0.3), (True, 0.3, 0.6), (True, 0.8, 1.1), (True, 1.3, 1.6)]
+    assert (timeline.starts[0][0], timeline.ends[0][0]) == (round(0.3 * NS), round(1.3 * NS))
+    assert timeline.makespan_ns == round(3.3 * NS)
+    assert timeline.exposed_ns == round(0.3 * NS)
+    assert timeline.waited_ns == 0
+
+
+def test_a_slow_network_sets_the_pace() -> None:
+    """Weights of a layer take 0.8, the layer 0.5: layers begin 0.8 apart, and W of the end is computation alone."""
+    timeline = validate(alone("0F0", "0I0", "0W0"), costs_of((0,), 2, 0.8, 0))
+    assert [start / NS for start in timeline.starts[0]] == [0.8, 2.4, 3.7]
+    assert [end / NS for end in timeline.ends[0]] == [2.1, 3.7, 4.7]
+    assert timeline.waited_ns == round(0.6 * NS)
+    assert timeline.bubble_fraction == pytest.approx(1 - 3 / 4.7)
+
+
+def test_gradients_leave_in_the_background_and_hold_back_the_next_but_one() -> None:
+    """Gradients of a layer take 0.7: those of the first leave at 2.5, of the second when these have arrived."""
+    timeline = validate(alone("0F0", "0I0", "0W0"), costs_of((0,), 2, 0, 0.7))
+    assert spans(timeline) == [(False, 2.5, 3.2), (False, 3.2, 3.9)]
+    assert timeline.ends[0][-1] / NS == 3.2
+    assert timeline.makespan_ns == round(3.9 * NS)
+
+
+def test_latency_delays_and_occupies_nothing() -> None:
+    timeline = validate(alone("0F0", "0B0"), costs_of((0,), 1, 0.25, 0.25, latency=2))
+    assert spans(timeline) == [(True, 0, 2.25), (True, 2.25, 4.5), (False, 6.5, 8.75)]
+
+
+def test_apart_the_device_waits_for_each() -> None:
+    timeline = validate(alone("0F0", "0B0"), costs_of((0,), 2, 0.3, 0.2, apart=True))
+    assert timeline.makespan_ns == round((3 + 4 * 0.3 + 2 * 0.2) * NS)
+
+
+def test_parts_have_whole_layers() -> None:
+    """Three layers in two parts: two and one, and the gradients of parts likewise; one layer goes with one part."""
+    cells = ["0F0", "0F0.1", "0I0", "0I0.1", "0W0", "0W0.1"]
+    for layers in (1, 3):
+        timeline = validate(alone(*cells), costs_of((0,), layers, 0.1, 0.1))
+        assert sum(before for before, _, _ in spans(timeline)) == 2 * layers
+        assert len(timeline.shards) == 3 * layers
+
+
+# ---- the same times, event by event ----
+
+
+def reference(schedule: Schedule, costs: Costs) -> tuple[list[list[tuple[int, int]]], int]:
+    """Spans of all operations, and the end of the last exchange: a heap of events, one for each layer, exchange and
+    message. Each network is a queue in the order in which exchanges become ready. It looks at nothing but the rules."""
+    layers = [
+        [(op, layer, costs.shards[op.stage]) for op in order for layer in range(costs.shards[op.stage].layers)]
+        for order in schedule.orders
+    ]
+    n = schedule.n_devices
+    done: dict[tuple[bool, int, int], int] = {}  # inputs: forward?, stage, microbatch -> when
+    at = [0] * n
+    asked = [0] * n  # layers whose weights were asked for
+    weights: list[dict[int, int]] = [{} for _ in range(n)]
+    queues: list[list[tuple[int, int, bool, int]]] = [[] for _ in range(n)]  # waiting: ready, number, before, layer
+    reduced, sent = [0] * n, 0
+    held: list[int | None] = [None] * n  # end of a layer whose gradients wait for those before
+    in_flight = [False] * n
+    spans_ = [[(0, 0) for _ in order] for order in schedule.orders]
+    heap: list[tuple[int, int, str, int, int]] = []
+    running = [False] * n
+    count = last_exchange = 0
+    link_free: dict[int, int] = {}
+
+    def push(time: int, what: str, device: int, value: int = 0) -> None:
+        nonlocal count
+        count += 1
+        heappush(heap, (time, count, what, device, value))
+
+    def ask(device: int, now: int) -> None:
+        """The weights of the next layer, if it needs them."""
+        number = asked[device]
+        if number < len(layers[device]) and number <= at[device] + running[device]:
+            asked[device] += 1
+            op, _, shard = layers[device][number]
+            if op.kind is Kind.W or not (shard.gather_ns or shard.gather_latency_ns):
+                weights[device][number] = 0
+            else:
+                enqueue(device, now, True, number)
+
+    def enqueue(device: int, now: int, before: bool, number: int) -> None:
+        nonlocal sent
+        sent += 1
+        heappush(queues[device], (now, sent, before, number))
+        serve(device, now)
+
+    def serve(device: int, now: int) -> None:
+        nonlocal last_exchange
+        if in_flight[device] or not queues[device]:
+            return
+        _, _, before, number = heappop(queues[device])
+        shard = layers[device][number][2]
+        busy = shard.gather_ns if before else shard.reduce_ns
+        latency = shard.gather_latency_ns if before else shard.reduce_latency_ns
+        in_flight[device] = True
+        push(now + busy, "freed", device)
+        arrives = now + busy + latency
+        last_exchange = max(last_exchange, arrives)
+        push(arrives, "weights" if before else "reduced", device, number)
+
+    def begin(device: int, now: int) -> None:
+        number = at[device]
+        if running[device] or held[device] is not None or number == len(layers[device]):
+            return
+        op, layer, shard = layers[device][number]
+        if weights[device].get(number, 1 << 62) > now:
+            return
+        if layer == 0 and op.kind is not Kind.W:
+            needed = (True, op.stage, op.microbatch) if op.kind is Kind.F else (False, op.stage, op.microbatch)
+            free = op.kind is Kind.F and op.stage == 0
+            if not free and done.get(needed, 1 << 62) > now:
+                return
+        whole, rest = divmod(costs.compute_ns(op.stage, op.kind), shard.layers)
+        running[device] = True
+        if layer == 0:
+            spans_[device][number_of(device, number)] = (now, 0)
+        push(now + whole + (layer < rest), "ends", device, number)
+        ask(device, now)
+
+    def number_of(device: int, layer_number: int) -> int:
+        found, total = 0, 0
+        for found, op in enumerate(schedule.orders[device]):
+            total += costs.shards[op.stage].layers
+            if layer_number < total:
+                return found
+        raise AssertionError
+
+    def finish(device: int, number: int, now: int) -> None:
+        """A layer is over: its gradients, if it has any, may leave."""
+        op, layer, shard = layers[device][number]
+        if op.kind in (Kind.W, Kind.B) and (shard.reduce_ns or shard.reduce_latency_ns):
+            reduced[device] += 1
+            enqueue(device, now, False, number)
+        at[device] = number + 1
+        if layer == shard.layers - 1:
+            index = number_of(device, number)
+            spans_[device][index] = (spans_[device][index][0], now)
+            hand_on(op, device, now)
+        begin(device, now)
+
+    def hand_on(op: Op, device: int, now: int) -> None:
+        if op.kind is Kind.W:
+            return
+        if op.kind is Kind.F and op.stage == schedule.n_stages - 1:
+            done[False, op.stage, op.microbatch] = now
+            return
+        to = op.stage + (1 if op.kind is Kind.F else -1)
+        if not 0 <= to < schedule.n_stages:
+            return
+        there = schedule.device_of_stage[to]
+        wire = costs.wires.get((device, there))
+        arrives = now
+        if wire is not None:
+            start = max(now, link_free.get(wire.resource, 0))
+            link_free[wire.resource] = start + wire.busy_ns
+            arrives = start + wire.busy_ns + wire.latency_ns
+        done[op.kind is Kind.F, to, op.microbatch] = arrives
+        push(arrives, "input", there)
+
+    for device in range(n):
+        ask(device, 0)
+        push(0, "input", device)
+    while heap:
+        now, _, what, device, value = heappop(heap)
+        if what == "freed":
+            in_flight[device] = False
+            serve(device, now)
+        elif what == "weights":
+            weights[device][value] = now
+        elif what == "reduced":
+            reduced[device] -= 1
+            if held[device] is not None:
+                number, held[device] = held[device], None
+                assert number is not None
+                finish(device, number, now)
+        elif what == "ends":
+            running[device] = False
+            op = layers[device][value][0]
+            if op.kind in (Kind.W, Kind.B) and reduced[device]:
+                held[device] = value
+            else:
+                finish(device, value, now)
+        begin(device, now)
+    return spans_, last_exchange
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_layer_after_layer_gives_the_times_of_the_rules(seed: int) -> None:
+    """Exact: against a simulation of events of each network. Numbers have no two events at the same time."""
+    rng = random.Random(seed)
+    make, places = rng.choice(((one_f_one_b, straight(3)), (zb_h1, straight(3)), (gpipe, straight(3)), (zb_v, wave(3))))
+    schedule = make(3, rng.randint(3, 6))
+    gather = rng.choice((0, 1)) * rng.uniform(0.05, 1.5)
+    costs = costs_of(places, rng.randint(1, 4), gather, rng.uniform(0.05, 1.5), rng.choice((0.0, rng.uniform(0, 1))))
+    stages = tuple(
+        replace(one, f_ns=rng.randint(1, NS), d_ns=rng.randint(1, NS), w_ns=rng.randint(1, NS)) for one in costs.stages
+    )
+    wires = {(a, b): Wire(10 * a + b, rng.randint(0, NS), rng.randint(0, NS)) for a in range(3) for b in range(3)}
+    costs = replace(costs, stages=stages, wires=wires)
+    timeline = validate(schedule, costs)
+    wanted, last = reference(schedule, costs)
+    assert [list(zip(*rows, strict=True)) for rows in zip(timeline.starts, timeline.ends, strict=True)] == wanted
+    assert max(one.ends_ns for one in timeline.shards) == last
+
+
+def test_all_ways_of_playing_agree() -> None:
+    costs = costs_of(wave(2), 2, 0.4, 0.3, 0.1)
+    wires = {(0, 1): Wire(1, NS // 2, NS), (1, 0): Wire(2, NS // 2, NS)}
+    apart, meeting = (
+        replace(costs, wires={**wires, **more}) for more in ({}, {(5, 6): Wire(1, 1, 0), (6, 5): Wire(2, 1, 0)})
+    )
+    one, two = simulate(zb_v(2, 4), apart), simulate(zb_v(2, 4), meeting)
+    fleet = simulate_fleet([zb_v(2, 4)], apart).timelines[0]
+    held = replace(costs, wires={pair: wire._replace(hold_ns=1) for pair, wire in wires.items()})
+    blocking = simulate_fleet([zb_v(2, 4)], held).timelines[0]
+    rows = [(found.starts, found.ends, sorted(found.shards)) for found in (one, two, fleet)]
+    assert rows[0] == rows[1] == rows[2]
+    assert len(blocking.shards) == len(one.shards)
+    assert abs(blocking.makespan_ns - one.makespan_ns) < 100
+
+
+def test_a_wrong_exchange_is_named() -> None:
+    costs = costs_of((0, 1), 2, 0.2, 0.3)
+    rows = simulate(one_f_one_b(2, 2), costs).shards
+    check_shards(rows, costs.shards, 2)
+    with pytest.raises(PlanError, match="stage 0: 7 exchanges of weights instead of 8"):
+        check_shards(rows[1:], costs.shards, 2)
+    with pytest.raises(PlanError, match="stages 0 and 0 exchange at the same time on one network"):
+        check_shards([rows[0]._replace(freed_ns=NS), *rows[1:]], costs.shards, 2)
+    with pytest.raises(PlanError, match="shards of 1 stages for 2 stages"):
+        replace(uniform(2, 1), shards=costs.shards[:1])
+
+
+# ---- solved ----
+
+
+@pytest.mark.parametrize(
+    ("layers", "gather", "reduce", "latency", "apart"),
+    [(1, 0.4, 0.4, 0, False), (2, 0.2, 1.0, 0.1, False), (2, 0.7, 0.3, 0, False), (3, 0, 0.5, 0, False),
+     (2, 0.1, 0.1, 0, True)],
+)  # fmt: skip
+def test_no_schedule_is_below_the_solvers_bound(
+    layers: int, gather: float, reduce: float, latency: float, apart: bool
+) -> None:
+    for make, places, n in ((zb_h1, straight(2), 3), (zb_v, wave(2), 2)):
+        costs = costs_of(places, layers, gather, reduce, latency, apart)
+        hint = make(2, n)
+        found = optimal("best", places, n, costs, [4 << 20] * 2, hint)
+        spans_ = [validate(schedule, costs).makespan_ns for schedule in (hint, found.schedule)]
+        assert found.lower_bound_ns <= spans_[1] <= spans_[0]
+        assert found.lower_bound_ns > simulate(found.schedule, replace(costs, shards=())).makespan_ns
+
+
+# ---- of which size ----
+
+
+def small(**changes: object) -> Problem:
+    """CrossPipe's 405B setting with few microbatches, four replicas, and in the sites a network and enough memory."""
+    setup = read_setup("crosspipe-405b")
+    sites = tuple(site.model_copy(update={"network_gbps": 800.0, "memory_gib": 200}) for site in setup.sites)
+    given = {"data": 4, "microbatches": 16, "extra_layers": 0, **changes}
+    return Problem(replace(setup, sites=sites)).with_training(**given)
+
+
+def carried_ns(problem: Problem) -> int:
+    """The time that the network of device 5 carries exchanges in an iteration."""
+    timeline = plain(problem, "zb_h1").timeline
+    return sum(row.freed_ns - row.start_ns for row in timeline.all_exchanges if row.resource == 5)
+
+
+def test_zero_3_sends_one_and_a_half_times_as_much_for_a_microbatch() -> None:
+    """ZeRO (arXiv:1910.02054), section 7: 2 psi for stages 0 to 2, 3 psi for stage 3, of one microbatch."""
+    one = small(microbatches=1)
+    before = carried_ns(one.with_training(zero_stage=1))
+    for stage, times in ((0, 1.0), (2, 1.0), (3, 1.5)):
+        assert carried_ns(one.with_training(zero_stage=stage)) == pytest.approx(times * before, rel=1e-6)
+    many = small()
+    for stage, times in ((0, 2), (1, 2), (2, 17), (3, 48)):
+        problem = many.with_training(zero_stage=stage)
+        assert carried_ns(problem) == pytest.approx(times / 2 * before, rel=1e-6)
+        assert problem.ring_passes == times
+
+
+def test_stages_0_and_1_take_what_they_took_before() -> None:
+    """Numbers of the planner that knew no exchange of every microbatch."""
+    wanted = {
+        0: (9180132058, 10157666817, 207557322023, 48830545920),
+        1: (9163836695, 10157666817, 205888946223, 21363363840),
+    }
+    for stage, numbers in wanted.items():
+        problem = small(zero_stage=stage)
+        spans_ = plain(problem, "zb_h1").makespan_ns, plain(problem, "zb_v").makespan_ns
+        found = (*spans_, data_parallel(problem).makespan_ns, problem.state_bytes(problem.uniform())[0])
+        assert found == numbers
+
+
+def test_stages_0_and_1_have_no_exchange_of_every_microbatch() -> None:
+    for stage in (0, 1):
+        assert small(zero_stage=stage).costs(small().uniform()).shards == ()
+    setup = read_setup("crosspipe-405b")
+    assert Problem(setup).with_training(zero_stage=3, data=4).costs(small().uniform()).shards == ()  # free inside
+
+
+def with_network(problem: Problem, gbps: float | None) -> Problem:
+    sites = tuple(site.model_copy(update={"network_gbps": gbps}) for site in problem.setup.sites)
+    return replace(problem, setup=replace(problem.setup, sites=sites))
+
+
+def test_a_fast_network_hides_nearly_all_and_a_slow_one_decides() -> None:
+    once, gradients, all_ = (with_network(small(zero_stage=stage), 16000) for stage in (1, 2, 3))
+    spans_ = [plain(problem, "zb_h1").makespan_ns for problem in (once, gradients, all_)]
+    free = plain(with_network(once, None), "zb_h1").makespan_ns
+    assert free < spans_[1] < spans_[0]  # gradients of one layer at the end, not of a stage
+    assert spans_[2] < 1.05 * free
+    slow = [plain(with_network(problem, 800), "zb_h1").makespan_ns for problem in (once, gradients, all_)]
+    assert slow[0] < slow[1] < slow[2]
+    assert slow[2] > carried_ns(with_network(all_, 800))
+
+
+def test_two_whole_layers_are_in_memory() -> None:
+    """Shards alone would be ZeRO's bytes; two layers' weights and gradients are whole at a time."""
+    problem = small()
+    division, unit = problem.uniform(), problem.units[20]
+    whole = sum(u.whole_bytes for u in problem.units[16:24])
+    assert unit.whole_bytes == 2 * problem.setup.model.layer_parameters(20) / problem.setup.training.tensor
+    for stage, kept, layers in ((1, 2 + 12 / 2 / 4, 0), (2, 1 + (1 + 6) / 4, 2), (3, 8 / 4, 4)):
+        at = problem.with_training(zero_stage=stage)
+        assert len(at.units) == 126
+        units = at.units[sum(division[:5]) : sum(division[:6])]
+        whole = sum(u.whole_bytes for u in units)
+        wanted = whole * kept + layers * units[0].whole_bytes
+        assert at.state_bytes(division)[5] == pytest.approx(wanted, rel=1e-9)
+
+
+def test_pipelines_at_each_site_share_the_link_evenly() -> None:
+    problem = small(zero_stage=3, microbatches=4)
+    found = data_parallel(problem)
+    n, link = problem.setup.model.parameters(), problem.setup.links[0]
+    whole = 3 * 4 * 2 * n / 2
+    assert found.link_bytes == {(0, 1): pytest.approx(whole), (1, 0): pytest.approx(whole)}
+    assert found.iteration_s > whole / link.bytes_per_s
+    assert any("equal share of the link" in line for line in assumptions(problem))
+
+
+def test_fleets_count_them_too() -> None:
+    problem = small(zero_stage=3, microbatches=4)
+    alone_ = plain(problem, "zb_h1")
+    together = coordinated(problem, alone_, 2)
+    assert len(together.timeline.shards) == len(alone_.timeline.shards)
+    assert together.makespan_ns > coordinated(problem.with_training(zero_stage=1), alone_, 2).makespan_ns * 0.9
+
+
+def test_a_plan_with_zero_3() -> None:
+    problem = small(zero_stage=3, microbatches=4).with_options(schedules=["1f1b", "zb_h1", "jeeves", "dp"])
+    plan = make_plan(problem, sensitivity=True)
+    assert {candidate.name for candidate in plan.candidates} >= {"1f1b", "zb_h1", "jeeves"}
+    assert all(candidate.timeline.shards for candidate in plan.candidates)
+    assert plan.chosen.costs.least_ns(0, Kind.F) >= plan.chosen.costs.compute_ns(0, Kind.F)
