@@ -92,16 +92,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = {
-        "observation_us": observation_us(),
-        "traces": traced_rows(),
-        "random": random_rows(options.pipelines, options.seed),
-    }
+    observed_us, traced, drawn = observation_us(), traced_rows(), random_rows(options.pipelines, options.seed)
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps({"observation_us": observed_us, "traces": traced, "random": drawn}))
         return
-    print(f"one message is observed in {found['observation_us']:.1f} us")
-    for rows in (found["traces"], found["random"]):
+    print(f"one message is observed in {observed_us:.1f} us")
+    for rows in (traced, drawn):
         print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
         for row in rows:
             cells = (f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values())

@@ -403,7 +403,7 @@ def make(
         whole = {} if decision.plan is None else plan_json(decision.plan)
         print(json.dumps(whole | decision_json(decision)))
     else:
-        _print(decision_text(decision), _written(out, PLAN_FILES))
+        _print(decision_text(decision), _written(out, PLAN_FILES), width=140)
     return 0
 
 

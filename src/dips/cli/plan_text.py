@@ -63,6 +63,9 @@ def decision_text(decision: Decision) -> Iterator[str | Table]:
     for answer in decision.answers:
         if isinstance(answer.found, AsynchronousClusters):
             yield from rounds_text(answer.found)
+        elif isinstance(answer.found, Report) and answer is use:
+            yield ""
+            yield from explored_text(answer.found)
     if decision.plan is not None:
         yield ""
         yield from plan_text(decision.plan)
@@ -400,6 +403,8 @@ def explored_text(found: Report) -> Iterator[str | Table]:
         )
     yield table
     yield from found.why
+    if topology.network is None:
+        return
     yield "for the long links:"
     for advice in found.advice:
         yield f"  {advice.about}: {advice.use}"

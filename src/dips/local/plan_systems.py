@@ -19,6 +19,8 @@ from dips.planner.candidates import NAMES
 from dips.planner.errors import PlanError
 from dips.planner.plan import Plan, make_plan, schedules_of
 from dips.planner.problem import Problem
+from dips.planner.scaleacross.report import Report, name_of, report_of
+from dips.planner.scaleacross.topology import of_problem
 
 
 class System(StrEnum):
@@ -26,12 +28,15 @@ class System(StrEnum):
 
     JEEVES = "jeeves"
     CROSSPIPE = "crosspipe"
+    SCALEACROSS = "scaleacross"
     DIPS = "dips"
 
 
 CANNOT_SEE = {
     System.JEEVES: "gradients of weights as operations of their own; stages and replicas other than the file's",
     System.CROSSPIPE: "stages and replicas other than the file's (dips plan tradeoff compares them)",
+    System.SCALEACROSS: "measured times of a [profile]; schedules other than DoraPP and interleaved ZBV; as printed, "
+    "its Algorithm 1 knows no contention for links (here one message at a time goes over each)",
     System.DIPS: "how many more tokens it needs for the same loss; the wait for the grace window of a round",
 }
 """What a system leaves out: where it matters, its answer is further off than the others'."""
@@ -51,7 +56,7 @@ class Answer:
     what: str  # in a few words
     tokens_per_s: float
     iteration_s: float | None  # of the file's batch; None: clusters do not meet for one
-    found: Plan | AsynchronousClusters  # all of it
+    found: Plan | Report | AsynchronousClusters  # all of it
 
     @property
     def synchronous(self) -> bool:
@@ -136,6 +141,13 @@ def _ask(system: System, problem: Problem, plan: Plan | None) -> Answer:
         best = own[0]
         what = f"{best.name}, {training.pipeline} stages x {training.data} replicas"
         return Answer(system, what, tokens / best.iteration_s, best.iteration_s, replace(plan, candidates=own))
+    if system is System.SCALEACROSS:
+        report = report_of(of_problem(problem.setup), links=True)
+        choice = report.explored.best[0]
+        what = (
+            f"{name_of(choice)}, TP-CP-EP-PP-DP {choice.case.split}, {choice.case.split.microbatch_sequences} sequences"
+        )
+        return Answer(system, what, tokens / choice.links_s, choice.links_s, report)
     clusters = asynchronous_clusters(problem)
     every = problem.setup.asynchronous.sync_every
     what = f"{len(clusters.clusters)} clusters, H {every}, servers at {clusters.servers_at}"
@@ -189,5 +201,5 @@ def _answer_json(found: Decision, answer: Answer) -> dict[str, Any]:
         **(interval_json("iteration", calibrated, error) if calibrated is not None else {}),
         "synchronous": answer.synchronous,
         "cannot_see": CANNOT_SEE[answer.system],
-        **({"clusters": answer.found.to_json()} if isinstance(answer.found, AsynchronousClusters) else {}),
+        **({} if isinstance(answer.found, Plan) else {"found": answer.found.to_json()}),
     }

@@ -14,6 +14,7 @@ from dips.planner.api import pose
 from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan
 from dips.planner.problem import Problem
+from dips.planner.scaleacross.report import Report
 
 EXAMPLE = ROOT / "examples" / "04-plan-a-schedule" / "sites.toml"
 QUICK = ["1f1b", "zb_h1", "cross_ud/1", "jeeves"]
@@ -62,7 +63,7 @@ def test_the_answers_of_all_systems_are_for_the_same_batch(problem: Problem) -> 
     for answer in found.answers:
         if answer.iteration_s is not None:
             assert answer.tokens_per_s * answer.iteration_s == pytest.approx(tokens)
-    (apart,) = (row["clusters"] for row in decision_json(found)["systems"] if row["system"] == "dips")
+    (apart,) = (row["found"] for row in decision_json(found)["systems"] if row["system"] == "dips")
     assert sum(cluster["step_tokens"] for cluster in apart["clusters"]) == tokens
 
 
@@ -87,6 +88,18 @@ def test_no_answer_at_all_is_the_mistake_of_the_file(problem: Problem) -> None:
     assert "alone cannot train the model" in str(told.value)
     with pytest.raises(PlanError, match="'none_such', which is unknown"):
         decided(problem.with_options(schedules=["none_such", "1f1b"]))
+
+
+def test_scaleacross_explorer_reads_the_same_file(problem: Problem) -> None:
+    small = problem.with_training(pipeline=2, data=2, microbatches=4, tensor=8)
+    found = decide(small, (System.SCALEACROSS,), sensitivity=False)
+    (answer,) = found.answers
+    assert isinstance(answer.found, Report)
+    best = answer.found.explored.best[0]
+    assert found.plan is None
+    assert answer.iteration_s == best.links_s >= best.printed_s
+    assert answer.found.explored.topology.batch.sequences == 8
+    assert best.case.split.tensor == 8
 
 
 # ---- asynchronous clusters ----
