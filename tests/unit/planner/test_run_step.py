@@ -37,7 +37,7 @@ def test_gradients_are_those_of_the_whole_model_at_once(text: str) -> None:
     pipeline = PlannedPipeline(parse_cells(text, "plan.csv"), modules, model.loss, CPU)
     inputs, targets = model.batch(2, CPU)
     losses = pipeline.step(inputs, targets)
-    assert model.gradient_error(2, 2, modules, CPU) < 1e-14
+    assert model.OneProcess(2, 2, CPU).gradient_error(0, modules) < 1e-14
     whole = model.loss(nn.Sequential(*stages().values())(inputs), targets)
     assert torch.stack(losses).mean().item() == pytest.approx(whole.item(), rel=1e-14)
 
@@ -45,11 +45,11 @@ def test_gradients_are_those_of_the_whole_model_at_once(text: str) -> None:
 def test_gradients_add_up_over_steps_and_the_error_notices() -> None:
     """torch's own scaling would halve the first step's gradients in the second one."""
     modules = stages()
-    assert model.gradient_error(2, 2, modules, CPU) == float("inf")
+    assert model.OneProcess(2, 2, CPU).gradient_error(0, modules) == float("inf")
     pipeline = PlannedPipeline(parse_cells(FUSED, "plan.csv"), modules, model.loss, CPU)
     for _ in range(2):
         pipeline.step(*model.batch(2, CPU))
-    assert model.gradient_error(2, 2, modules, CPU) == pytest.approx(1.0)
+    assert model.OneProcess(2, 2, CPU).gradient_error(0, modules) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

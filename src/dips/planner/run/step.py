@@ -7,13 +7,20 @@ Every rank of a process group holds the stages that the plan gives it and calls 
     losses = pipeline.step(inputs, targets)
 
 Gradients are in the parameters afterwards; the optimizer is the caller's.
+
+Another plan takes over between two steps (CrossPipe, arXiv:2507.00217, section 6: hot-swapping), in the same processes:
+
+    layers = move_layers(layers, layer_places(cells, division), layer_places(new, new_division), make_layer, optimizer)
+    pipeline.swap(new, stage_modules(layers, new, new_division, rank))
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +52,18 @@ class PlannedPipeline:
 
         Raises ConfigError where the group, the modules or the schedule do not fit.
         """
+        self._loss, self._device, self._group, self._make = loss, device, group, make_stage or _plain_stage
+        self.swap(cells, modules)
+
+    def swap(self, cells: Schedule, modules: Mapping[int, nn.Module]) -> None:
+        """Go on in the order of another plan from the next step() on. Every rank of the group calls it, between the
+        same two steps.
+
+        modules: as for the constructor, of the new plan; they may be the old ones (move_layers() moves those that
+        change their rank). Gradients and the optimizer are not touched; shapes are learnt again in the next step.
+        Raises ConfigError where the group, the modules or the schedule do not fit; the old plan is kept then.
+        """
+        group = self._group
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if size != cells.n_devices:
             raise ConfigError(f"the plan has {cells.n_devices} ranks, the process group has {size}: make them equal")
@@ -53,11 +72,10 @@ class PlannedPipeline:
             raise ConfigError(
                 f"rank {rank} was given stages {sorted(modules)}, the plan has {list(stages)} there: give those"
             )
-        self._cells, self._last = cells, cells.n_stages - 1 in stages
-        self._first = 0 in stages
-        make = make_stage or _plain_stage
-        made = [make(modules[stage], stage, cells.n_stages, device, group) for stage in stages]
-        self._schedule = _runtime(cells, made, loss)
+        # torch's stages keep shapes and buffers of their order: a new order has new ones, over the same modules.
+        made = [self._make(modules[stage], stage, cells.n_stages, self._device, group) for stage in stages]
+        self._schedule = _runtime(cells, made, self._loss)
+        self._cells, self._first, self._last = cells, 0 in stages, cells.n_stages - 1 in stages
 
     def step(self, inputs: torch.Tensor | None = None, targets: torch.Tensor | None = None) -> list[torch.Tensor]:
         """One iteration: the gradients of the mean loss are added to the parameters of this rank's stages.
@@ -104,3 +122,136 @@ def _runtime(cells: Schedule, stages: list[PipelineStage], loss: LossFunction) -
             why = str(error).partition("\n")[0]
             raise ConfigError(f"torch cannot run the schedule: {why}: make it again with dips plan FILE") from error
     return runtime
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+#
+# A stage is a row of layers. Plans have other stages than each other, but the model's layers stay: so layers are what
+# moves from rank to rank.
+
+
+def layer_places(cells: Schedule, division: Sequence[int]) -> tuple[int, ...]:
+    """The rank of each layer. division[s]: layers of stage s ("layers" of plan.json, where blocks are not cut)."""
+    if len(division) != cells.n_stages:
+        raise ConfigError(f"layers of {len(division)} stages, the plan has {cells.n_stages}: give a number for each")
+    return tuple(place for place, n in zip(cells.device_of_stage, division, strict=True) for _ in range(n))
+
+
+def stage_modules(
+    layers: Mapping[int, nn.Module], cells: Schedule, division: Sequence[int], rank: int
+) -> dict[int, nn.Module]:
+    """The stages of a rank, made of its layers."""
+    starts = [0, *accumulate(division)]
+    return {s: nn.Sequential(*(layers[n] for n in range(starts[s], starts[s + 1]))) for s in cells.stages_of(rank)}
+
+
+def move_layers(
+    layers: Mapping[int, nn.Module],
+    old: Sequence[int],
+    new: Sequence[int],
+    make: Callable[[int], nn.Module],
+    optimizer: torch.optim.Optimizer | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[int, nn.Module]:
+    """Move layers to the ranks where a new plan has them, over the process group; every rank calls it, between two
+    steps. Returns the layers that this rank has then, in their order.
+
+    layers: of this rank now. old, new: of layer_places(). make(n): layer n on this rank's device, with any values,
+    for those that arrive. Parameters and buffers move, and what the optimizer keeps of each parameter, which comes
+    into the parameter group with the same number. Gradients do not move: swap after the optimizer's step. A parameter
+    that two layers share becomes two.
+
+    Raises ConfigError for another number of layers, and for a made layer that is not like the one that arrives.
+    """
+    if len(old) != len(new):
+        raise ConfigError(f"the old plan has {len(old)} layers, the new one {len(new)}: plans must be of one model")
+    rank = dist.get_rank(group)
+    found = {number: layer for number, layer in layers.items() if new[number] == rank}
+    for number, (source, target) in enumerate(zip(old, new, strict=True)):  # in one order on all ranks: none waits long
+        if source == target:
+            continue
+        if source == rank:
+            _send_layer(layers[number], optimizer, target, group)
+        elif target == rank:
+            found[number] = make(number)
+            _receive_layer(number, found[number], optimizer, source, group)
+    return dict(sorted(found.items()))
+
+
+Form = tuple[torch.Size, torch.dtype]
+Described = list[tuple[str, Form, int | None, dict[str, Any]]]
+"""Of each parameter and buffer: name, form, number of the parameter's group in the optimizer, and of the optimizer's
+state the values, or, where they are tensors on the layer's device, which follow as messages, their form."""
+
+
+def _send_layer(
+    layer: nn.Module, optimizer: torch.optim.Optimizer | None, target: int, group: dist.ProcessGroup | None
+) -> None:
+    described: Described = []
+    tensors: list[torch.Tensor] = []
+    for name, tensor in _named(layer):
+        tensors.append(tensor.detach())
+        number, state = None, dict[str, Any]()
+        if optimizer is not None and isinstance(tensor, nn.Parameter):
+            number, state = _forget(optimizer, tensor)
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.device == tensor.device:
+                tensors.append(value)
+                state[key] = (value.shape, value.dtype)
+        described.append((name, (tensor.shape, tensor.dtype), number, state))
+    dist.send_object_list([described], group=group, device=_device_of(tensors), group_dst=target)
+    for tensor in tensors:
+        dist.send(tensor.contiguous(), group=group, group_dst=target)
+
+
+def _receive_layer(
+    number: int,
+    layer: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    source: int,
+    group: dist.ProcessGroup | None,
+) -> None:
+    ours, got = _named(layer), list[Any]([None])
+    dist.recv_object_list(got, group=group, device=_device_of([tensor for _, tensor in ours]), group_src=source)
+    described: Described = got[0]
+    forms = [(name, (tensor.shape, tensor.dtype)) for name, tensor in ours]
+    if forms != [(name, form) for name, form, _, _ in described]:
+        raise ConfigError(
+            f"layer {number} was made with {[name for name, _ in ours]}, what arrives is {[d[0] for d in described]}, "
+            "or shapes or types differ: make it like the one that moves"
+        )
+
+    def arrived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        dist.recv(tensor, group=group, group_src=source)
+        return tensor
+
+    for (_, tensor), (_, _, group_number, state) in zip(ours, described, strict=True):
+        with torch.no_grad():
+            tensor.copy_(arrived(tensor.shape, tensor.dtype, tensor.device))
+        for key, value in state.items():
+            if isinstance(value, tuple):
+                shape, dtype = value
+                state[key] = arrived(shape, dtype, tensor.device)
+        if optimizer is not None and group_number is not None:
+            optimizer.param_groups[group_number]["params"].append(tensor)
+            if state:
+                optimizer.state[tensor] = state
+
+
+def _named(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*layer.named_parameters(), *layer.named_buffers()]
+
+
+def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device | None:
+    return tensors[0].device if tensors else None
+
+
+def _forget(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple[int | None, dict[str, Any]]:
+    """Take a parameter out of the optimizer; returns the number of its group, and its state."""
+    for number, one in enumerate(optimizer.param_groups):
+        kept = [other for other in one["params"] if other is not parameter]
+        if len(kept) < len(one["params"]):
+            one["params"] = kept
+            return number, dict(optimizer.state.pop(parameter, {}))
+    return None, {}
