@@ -301,7 +301,7 @@ class SwapPart:
     measured: tuple[Timeline, ...]
     gradient_error: float  # in its first and its last iteration, the larger
     skipped: int  # iterations before it that were trained and not timed
-    swap_s: float  # from the last one of those until all ranks could begin
+    pause_s: float  # from when all ranks had ended those until the first operation
 
     @property
     def predicted_s(self) -> float:
@@ -434,8 +434,13 @@ class _Swap:
             measured=timelines(source, reports),
             gradient_error=max(report.gradient_error for report in reports),
             skipped=max(report.skipped for report in reports),
-            swap_s=max(report.swap_s for report in reports),
+            pause_s=_pause_s(reports),
         )
+
+
+def _pause_s(reports: Sequence[RankReport]) -> float:
+    starts = [one.iterations[0].times[0][0] for one in reports if one.iterations]
+    return (min(starts) - max(report.taken_ns for report in reports)) / NS if starts else 0.0
 
 
 def run_change(
@@ -499,8 +504,9 @@ def tell_change(outcome: SwapOutcome) -> Iterator[str | Table]:
         return
     new = outcome.parts[NEW]
     yield (
-        f"swap to {verdict.new.name}: {verdict.why}; {outcome.layers} of {sum(running.division)} layers moved, in "
-        f"{format_seconds(new.swap_s)}; {new.skipped} iterations of the old plan went on while it was made"
+        f"swap to {verdict.new.name}: {verdict.why}; {outcome.layers} of {sum(running.division)} layers moved; "
+        f"training paused for {format_seconds(new.pause_s)}, and {new.skipped} iterations of the old plan went on while "
+        "the new one was made"
     )
     found = outcome.recovered
     if found is None:
@@ -535,7 +541,7 @@ def change_json(outcome: SwapOutcome) -> dict[str, Any]:
         "profile": outcome.profile,
         "verdict": verdict_json(outcome.change.running, outcome.verdict),
         "layers_moved": outcome.layers,
-        "swap_s": outcome.parts[NEW].swap_s if advised else None,
+        "pause_s": outcome.parts[NEW].pause_s if advised else None,
         "iterations_while_planning": outcome.parts[NEW].skipped if advised else None,
         "recovered": outcome.recovered,
         "recovered_at_least": RECOVERED,

@@ -117,7 +117,7 @@ class RankReport:
     gradient_error: float  # the largest difference of a gradient from that of one process, over the largest gradient
     message_bytes: int  # of one message between stages, as sent
     skipped: int = 0  # iterations of the job before that were trained and not timed
-    swap_s: float = 0.0  # from the end of the job before until this rank could begin: what changing the order took
+    taken_ns: int = 0  # when it took the job, after its last iteration of the one before
 
 
 _JOB, _REPORT = TypeAdapter(PlanJob), TypeAdapter(RankReport)

@@ -230,13 +230,12 @@ class _Trainee:
             cells = parse_cells(job.csv, "the plan")
             sizes = board_sizes(job, cells.n_stages, cells.n_microbatches)
             with LinkBoard(board_file(self._folder, number), *sizes) as board:
-                began_s = time.monotonic()
+                taken_ns = time.monotonic_ns()
                 if number:
                     self._follow(job, cells, board)
                 else:
                     self._begin(job, cells, board)
-                swap_s = time.monotonic() - began_s if number else 0.0
-                write_report(self._folder, self._rank, self._timed(job, number, swap_s), number)
+                write_report(self._folder, self._rank, self._timed(job, number, taken_ns), number)
                 if job.last:
                     return
                 self._train_on(job.repeats, number + 1)
@@ -264,12 +263,9 @@ class _Trainee:
             self._layers = move_layers(self._layers, self._places, places, make, self._optimizer)
             self._pipeline.swap(cells, stage_modules(self._layers, cells, division, self._rank))
             self._places = places
-            gc.unfreeze()
-            gc.collect()  # what the order before received, which torch holds in cycles
-            gc.freeze()
         self._job, self._division = job, division
 
-    def _timed(self, job: PlanJob, number: int, swap_s: float) -> RankReport:
+    def _timed(self, job: PlanJob, number: int, taken_ns: int) -> RankReport:
         """The timed iterations of a job, after one that is not if it is the first. Gradients are compared in the first
         iteration and in the last one."""
         errors = []
@@ -293,7 +289,7 @@ class _Trainee:
             gradient_error=max(errors, default=0.0),
             message_bytes=message.numel() * message.element_size(),
             skipped=self._skipped,
-            swap_s=swap_s,
+            taken_ns=taken_ns,
         )
 
     def _train_on(self, row: int, number: int) -> None:

@@ -30,6 +30,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from dips.core.errors import ConfigError
 from dips.planner.ir import Schedule
+from dips.planner.run.share import SharedStage, StageShare, shared_of
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 StageMaker = Callable[[nn.Module, int, int, torch.device, dist.ProcessGroup | None], PipelineStage]
@@ -46,20 +47,24 @@ class PlannedPipeline:
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         make_stage: StageMaker | None = None,
+        shares: Mapping[int, StageShare] | None = None,
     ) -> None:
         """modules[s]: stage s, on `device`, for the stages of this rank: one tensor in, one out. loss(output, target):
-        the mean over a microbatch. group: of as many ranks as the plan has; default: all.
+        the mean over a microbatch. group: of as many ranks as the plan has; default: all. shares[s]: for a stage of
+        this rank that others help with (dips.planner.run.share).
 
         Raises ConfigError where the group, the modules or the schedule do not fit.
         """
         self._loss, self._device, self._group, self._make = loss, device, group, make_stage or _plain_stage
-        self.swap(cells, modules)
+        self.swap(cells, modules, shares)
 
-    def swap(self, cells: Schedule, modules: Mapping[int, nn.Module]) -> None:
+    def swap(
+        self, cells: Schedule, modules: Mapping[int, nn.Module], shares: Mapping[int, StageShare] | None = None
+    ) -> None:
         """Go on in the order of another plan from the next step() on. Every rank of the group calls it, between the
         same two steps.
 
-        modules: as for the constructor, of the new plan; they may be the old ones (move_layers() moves those that
+        modules, shares: as for the constructor, of the new plan; modules may be the old ones (move_layers() moves those that
         change their rank). Gradients and the optimizer are not touched; shapes are learnt again in the next step.
         Raises ConfigError where the group, the modules or the schedule do not fit; the old plan is kept then.
         """
@@ -73,7 +78,14 @@ class PlannedPipeline:
                 f"rank {rank} was given stages {sorted(modules)}, the plan has {list(stages)} there: give those"
             )
         # torch's stages keep shapes and buffers of their order: a new order has new ones, over the same modules.
-        made = [self._make(modules[stage], stage, cells.n_stages, self._device, group) for stage in stages]
+        shares, form = shares or {}, (cells.n_stages, self._device, group)
+        made = [
+            SharedStage(shares[stage], modules[stage], stage, *form)
+            if stage in shares
+            else self._make(modules[stage], stage, *form)
+            for stage in stages
+        ]
+        self._shared = shared_of(made)
         self._schedule = _runtime(cells, made, self._loss)
         self._cells, self._first, self._last = cells, 0 in stages, cells.n_stages - 1 in stages
 
@@ -92,7 +104,11 @@ class PlannedPipeline:
                 size = "none" if batch is None else f"a batch of {len(batch)}"
                 raise ConfigError(f"step() was given {size} as {name}: give a multiple of the plan's {n} microbatches")
         arguments = (inputs,) if self._first else ()
+        for stage in self._shared:
+            stage.begin_step()
         self._schedule.step(*arguments, target=targets if self._last else None, losses=losses, return_outputs=False)
+        for stage in self._shared:
+            stage.end_step()
         return [loss.detach() * n for loss in losses]
 
 
