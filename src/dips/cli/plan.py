@@ -79,6 +79,7 @@ SetupFile = Annotated[
 ]
 
 MOST_REPEATS = 1000
+LINKS_AFTER = 5
 BACKENDS = ("gloo", "nccl")
 
 
@@ -126,8 +127,8 @@ def run(
         float | None, typer.Option(metavar="R", help="For a name: a message on its link in mid-run, in T_F.")
     ] = None,
     links_after: Annotated[
-        int, typer.Option("--links-after", metavar="N", help="Timed iterations before the links change.")
-    ] = 5,
+        int | None, typer.Option("--links-after", metavar="N", help="Timed iterations before links change; 5.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Run a planned schedule here, a process for each device, and compare the time it takes with the plan.
@@ -149,16 +150,19 @@ def run(
                "bandwidth": bandwidth, "memory": memory}  # fmt: skip
     status = Console(stderr=True).status
     if links is not None or then_latency is not None or then_bandwidth is not None:
-        _check_change(links_after, check_gradients, [then_latency, then_bandwidth])
+        after = LINKS_AFTER if links_after is None else links_after
+        _check_change(after, check_gradients, [then_latency, then_bandwidth])
         change = _change(plan, options, links, then_latency, then_bandwidth)
         _check_ranks(ranks, change.running.schedules[0].n_devices, plan)
-        swapped = run_change(change, operation_ms, links_after, repeats, backend, out, tolerance / 100, status)
+        swapped = run_change(change, operation_ms, after, repeats, backend, out, tolerance / 100, status)
         files = write_change(swapped, out) if out is not None else []
         if as_json:
             print(json.dumps(change_json(swapped)))
         else:
             _print(tell_change(swapped), files)
         return int(not swapped.good)
+    if links_after is not None:
+        raise ConfigError("--links-after says when links change: give --links, --then-latency or --then-bandwidth too")
     source = source_of(plan, options)
     _check_ranks(ranks, source.schedule.n_devices, plan)
     repeats = 0 if check_gradients else repeats

@@ -397,9 +397,7 @@ class PlanRunOutcome:
     @property
     def slowness(self) -> float:
         """By how much all operations of the median iteration together were longer than planned."""
-        ranks = range(self.source.schedule.n_devices)
-        busy_s, planned_s = (sum(_busy_and_idle(one, r)[0] for r in ranks) for one in (self.median, self.predicted))
-        return busy_s / planned_s - 1
+        return slowness(self.median, self.predicted)
 
     @property
     def good(self) -> bool:
@@ -483,6 +481,20 @@ def gradients_of(reports: Sequence[RankReport]) -> Gradients:
     return Gradients(sum(report.parameters for report in reports), max(report.gradient_error for report in reports))
 
 
+def slowness(measured: Timeline, planned: Timeline) -> float:
+    """By how much all operations together were longer than planned, as a fraction."""
+    ranks = range(planned.schedule.n_devices)
+    busy_s, planned_s = (sum(_busy_and_idle(one, rank)[0] for rank in ranks) for one in (measured, planned))
+    return busy_s / planned_s - 1
+
+
+def busy_text(longer: float) -> str:
+    return (
+        f"operations took {longer:.1%} longer than their times: this machine is busy with something "
+        "else; run it alone, or give longer times with --operation-ms"
+    )
+
+
 # ---- for people ----
 
 
@@ -512,10 +524,7 @@ def tell(outcome: PlanRunOutcome) -> Iterator[str | Table]:
         f"{'within' if abs(outcome.error) <= outcome.tolerance else 'OUTSIDE OF'} {100 * outcome.tolerance:g} %"
     )
     if outcome.slowness > BUSY_MACHINE:
-        yield (
-            f"operations took {outcome.slowness:.1%} longer than their times: this machine is busy with something "
-            "else; run it alone, or give longer times with --operation-ms"
-        )
+        yield busy_text(outcome.slowness)
     yield _ranks_table(outcome)
     if outcome.median.messages:
         yield _links_table(outcome)

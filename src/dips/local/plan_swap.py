@@ -26,13 +26,16 @@ from dips.core.clock import SystemClock
 from dips.core.config import SettingsFile
 from dips.core.units import format_seconds
 from dips.local.plan_run import (
+    BUSY_MACHINE,
     START_S,
     PlanSource,
+    busy_text,
     filled,
     job_of,
     ranks_folder,
     reports_of,
     run_ranks,
+    slowness,
     source_of,
     stretch_of,
     stretched,
@@ -238,8 +241,8 @@ def _measured_stages(
             sum(statistics.median(lasted[s, kind] or [0]) for s in range(stage * parts, (stage + 1) * parts))
             for kind in (Kind.F, Kind.D, Kind.W, Kind.B)
         )
-        share = plan.d_ns / (plan.d_ns + plan.w_ns)
-        times = (f, d + share * b, w + (1 - share) * b)
+        share = plan.d_ns / max(1, plan.d_ns + plan.w_ns)
+        times = (f, d + share * b, (w + (1 - share) * b) * (plan.w_ns > 0))  # no weights: an operation without work
         names = ("forward_ms", "input_gradient_ms", "weight_gradient_ms")
         rows.append({"stage": stage, **{k: ns / stretch / 1e6 for k, ns in zip(names, times, strict=True)}})
     return rows
@@ -313,7 +316,12 @@ class SwapPart:
 
     @property
     def median_s(self) -> float:
-        return self.spans_s[len(self.measured) // 2]
+        return self.median.makespan_ns / NS
+
+    @property
+    def median(self) -> Timeline:
+        """The iteration whose length is the median; of two, the longer one."""
+        return sorted(self.measured, key=lambda timeline: timeline.makespan_ns)[len(self.measured) // 2]
 
     @property
     def error(self) -> float:
@@ -355,9 +363,9 @@ class SwapOutcome:
         return kept and self.gradients_equal and all(abs(part.error) <= self.tolerance for part in self.parts)
 
 
-class _Swap:
-    """Follows the ranks through a run: plans again as soon as they have measured the old plan on the changed links, and
-    gives them the jobs that follow."""
+class SwapRun:
+    """Follows the ranks through a run: called again and again, it plans as soon as they have measured the old plan on
+    the changed links, and gives them the jobs that follow. sources: of each part; jobs: of the first two."""
 
     def __init__(
         self, folder: Path, change: Change, operation_ms: float, after: int, repeats: int, backend: str
@@ -459,7 +467,7 @@ def run_change(
     files go. status: shows what goes on. Raises as run_ranks() and replan() do.
     """
     with ranks_folder(out) as folder:
-        swap = _Swap(folder, change, operation_ms, after, repeats, backend)
+        swap = SwapRun(folder, change, operation_ms, after, repeats, backend)
         what = f"{swap.n_ranks} ranks run {after} iterations, the links change, and {repeats} and more follow"
         with status(what):
             run_ranks(folder, swap.jobs, swap.longest_s, SystemClock(), swap)
@@ -487,6 +495,9 @@ def tell_change(outcome: SwapOutcome) -> Iterator[str | Table]:
         times = (format_seconds(s) for s in (part.predicted_s, part.median_s, spans[0], spans[-1]))
         table.add_row(name, part.source.schedule.name, *times, f"{part.error:+.2%}")
     yield table
+    longer = max(slowness(part.median, part.predicted) for part in outcome.parts)
+    if longer > BUSY_MACHINE:
+        yield busy_text(longer)
     for link in outcome.profile["links"]:
         true = outcome.change.problem.setup.link(link["sender"], link["receiver"])
         yield (
@@ -505,8 +516,8 @@ def tell_change(outcome: SwapOutcome) -> Iterator[str | Table]:
     new = outcome.parts[NEW]
     yield (
         f"swap to {verdict.new.name}: {verdict.why}; {outcome.layers} of {sum(running.division)} layers moved; "
-        f"training paused for {format_seconds(new.pause_s)}, and {new.skipped} iterations of the old plan went on while "
-        "the new one was made"
+        f"training paused for {format_seconds(new.pause_s)}, and {new.skipped} iterations of the old plan went on "
+        "while the new one was made"
     )
     found = outcome.recovered
     if found is None:

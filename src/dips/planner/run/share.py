@@ -156,12 +156,12 @@ class _SplitRows(nn.Module):
             said = (Kind.F, self._microbatch, rows.shape, rows.dtype)
             dist.send_object_list([said], group=self._share.group, device=self._device, group_dst=member)
         handed = [
-            _Hand.apply(rows, self._anchor, self._share.group, member, self._is_first)
+            _Hand.apply(rows, self._anchor, self._share.group, member, self._is_first)  # type: ignore[no-untyped-call]
             for member, rows in zip(self._share.helpers, others, strict=True)
         ]
         out = self.module(own)
         taken = [
-            _Take.apply(rows, out, self._share.group, member)
+            _Take.apply(rows, out, self._share.group, member)  # type: ignore[no-untyped-call]
             for member, rows in zip(self._share.helpers, handed, strict=True)
         ]
         return torch.cat([out, *taken])
@@ -183,7 +183,7 @@ class _Hand(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, unused: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, unused: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.is_first:
             return None, None, None, None, None
         group, member = ctx.at
@@ -205,7 +205,7 @@ class _Take(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         group, member = ctx.at
         dist.send(gradient.contiguous(), group=group, group_dst=member)
         shape, dtype = ctx.rows

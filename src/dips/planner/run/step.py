@@ -64,8 +64,8 @@ class PlannedPipeline:
         """Go on in the order of another plan from the next step() on. Every rank of the group calls it, between the
         same two steps.
 
-        modules, shares: as for the constructor, of the new plan; modules may be the old ones (move_layers() moves those that
-        change their rank). Gradients and the optimizer are not touched; shapes are learnt again in the next step.
+        modules, shares: as for the constructor, of the new plan; modules may be the old ones (move_layers() moves those
+        that change their rank). Gradients and the optimizer are not touched; shapes are learnt again in the next step.
         Raises ConfigError where the group, the modules or the schedule do not fit; the old plan is kept then.
         """
         group = self._group
