@@ -52,7 +52,7 @@ def difference(layers: dict[int, nn.Module], whole: nn.Sequential) -> float:
             assert ours.grad is not None
             assert true.grad is not None
             for a, b in ((ours.detach(), true.detach()), (ours.grad, true.grad)):
-                found = max(found, float((a - b).abs().max() / max(b.abs().max(), 1e-3)))
+                found = max(found, float((a - b).abs().max()) / max(float(b.abs().max()), 1e-3))
     return found
 
 

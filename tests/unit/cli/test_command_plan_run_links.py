@@ -84,7 +84,7 @@ def told(outcome: SwapOutcome) -> str:
 
 def test_a_pipeline_that_a_slow_link_hurts_gets_the_plan_for_that_link(tmp_path: Path) -> None:
     """ZB-V, best without delay, has two stages on each device; the new plan has one, so most layers move."""
-    run, outcome = played(tmp_path, change_of_name("zb_v", NEAR, 2.0, 1.0))
+    _, outcome = played(tmp_path, change_of_name("zb_v", NEAR, 2.0, 1.0))
     before, old, new, best = outcome.parts
     assert [round(part.median_s / 0.08, 2) for part in (before, old, best)] == [25.5, 52.0, 39.0]
     assert new.median_s == best.median_s
@@ -135,7 +135,7 @@ def test_a_link_for_whose_messages_no_one_waited_is_left_as_planned(tmp_path: Pa
 
 
 def test_a_change_that_no_plan_answers_is_no_swap(tmp_path: Path) -> None:
-    run, outcome = played(tmp_path, change_of_name("cross_ud/1", {**NEAR, "latency": 2.0, "bandwidth": 2.0}, 2.1, 2.0))
+    _, outcome = played(tmp_path, change_of_name("cross_ud/1", {**NEAR, "latency": 2.0, "bandwidth": 2.0}, 2.1, 2.0))
     assert not outcome.verdict.advised
     assert len(outcome.parts) == 2
     assert outcome.recovered is None
