@@ -17,6 +17,7 @@ Another plan takes over between two steps (CrossPipe, arXiv:2507.00217, section 
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -181,78 +182,85 @@ def move_layers(
     """
     if len(old) != len(new):
         raise ConfigError(f"the old plan has {len(old)} layers, the new one {len(new)}: plans must be of one model")
-    rank = dist.get_rank(group)
-    found = {number: layer for number, layer in layers.items() if new[number] == rank}
-    for number, (source, target) in enumerate(zip(old, new, strict=True)):  # in one order on all ranks: none waits long
-        if source == target:
-            continue
+    rank, moves = dist.get_rank(group), defaultdict[tuple[int, int], list[int]](list)
+    for number, pair in enumerate(zip(old, new, strict=True)):
+        moves[pair].append(number)
+    found = {number: layers[number] for number in moves[rank, rank]}
+    ops: list[dist.P2POp] = []
+    for source, target in sorted(pair for pair in moves if pair[0] != pair[1]):  # the same order on all ranks
+        numbers = moves[source, target]
         if source == rank:
-            _send_layer(layers[number], optimizer, target, group)
+            ops += _sent([layers[number] for number in numbers], optimizer, target, group)
         elif target == rank:
-            found[number] = make(number)
-            _receive_layer(number, found[number], optimizer, source, group)
+            arriving = {number: make(number) for number in numbers}
+            ops += _received(arriving, optimizer, source, group)
+            found |= arriving
+    for work in dist.batch_isend_irecv(ops) if ops else ():
+        work.wait()
     return dict(sorted(found.items()))
 
 
 Form = tuple[torch.Size, torch.dtype]
 Described = list[tuple[str, Form, int | None, dict[str, Any]]]
-"""Of each parameter and buffer: name, form, number of the parameter's group in the optimizer, and of the optimizer's
-state the values, or, where they are tensors on the layer's device, which follow as messages, their form."""
+"""Of each parameter and buffer of a layer: name, form, number of the parameter's group in the optimizer, and of the
+optimizer's state the values, or, where they are tensors on the layer's device, which follow as messages, their form."""
 
 
-def _send_layer(
-    layer: nn.Module, optimizer: torch.optim.Optimizer | None, target: int, group: dist.ProcessGroup | None
-) -> None:
-    described: Described = []
+def _sent(
+    layers: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, target: int, group: dist.ProcessGroup | None
+) -> list[dist.P2POp]:
+    """Describe layers to the rank that gets them; returns the messages to send."""
+    said: list[Described] = []
     tensors: list[torch.Tensor] = []
-    for name, tensor in _named(layer):
-        tensors.append(tensor.detach())
-        number, state = None, dict[str, Any]()
-        if optimizer is not None and isinstance(tensor, nn.Parameter):
-            number, state = _forget(optimizer, tensor)
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.device == tensor.device:
-                tensors.append(value)
-                state[key] = (value.shape, value.dtype)
-        described.append((name, (tensor.shape, tensor.dtype), number, state))
-    dist.send_object_list([described], group=group, device=_device_of(tensors), group_dst=target)
-    for tensor in tensors:
-        dist.send(tensor.contiguous(), group=group, group_dst=target)
+    for layer in layers:
+        said.append([])
+        for name, tensor in _named(layer):
+            tensors.append(tensor.detach())
+            number, state = None, dict[str, Any]()
+            if optimizer is not None and isinstance(tensor, nn.Parameter):
+                number, state = _forget(optimizer, tensor)
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.device == tensor.device:
+                    tensors.append(value)
+                    state[key] = (value.shape, value.dtype)
+            said[-1].append((name, (tensor.shape, tensor.dtype), number, state))
+    dist.send_object_list([said], group=group, device=_device_of(tensors), group_dst=target)
+    return [dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=target) for tensor in tensors]
 
 
-def _receive_layer(
-    number: int,
-    layer: nn.Module,
+def _received(
+    layers: Mapping[int, nn.Module],
     optimizer: torch.optim.Optimizer | None,
     source: int,
     group: dist.ProcessGroup | None,
-) -> None:
-    ours, got = _named(layer), list[Any]([None])
-    dist.recv_object_list(got, group=group, device=_device_of([tensor for _, tensor in ours]), group_src=source)
-    described: Described = got[0]
-    forms = [(name, (tensor.shape, tensor.dtype)) for name, tensor in ours]
-    if forms != [(name, form) for name, form, _, _ in described]:
-        raise ConfigError(
-            f"layer {number} was made with {[name for name, _ in ours]}, what arrives is {[d[0] for d in described]}, "
-            "or shapes or types differ: make it like the one that moves"
-        )
-
-    def arrived(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        dist.recv(tensor, group=group, group_src=source)
-        return tensor
-
-    for (_, tensor), (_, _, group_number, state) in zip(ours, described, strict=True):
-        with torch.no_grad():
-            tensor.copy_(arrived(tensor.shape, tensor.dtype, tensor.device))
-        for key, value in state.items():
-            if isinstance(value, tuple):
-                shape, dtype = value
-                state[key] = arrived(shape, dtype, tensor.device)
-        if optimizer is not None and group_number is not None:
-            optimizer.param_groups[group_number]["params"].append(tensor)
-            if state:
-                optimizer.state[tensor] = state
+) -> list[dist.P2POp]:
+    """Give layers that were made the optimizer's state of those that arrive; returns the messages to receive."""
+    got: list[Any] = [None]
+    device = _device_of([tensor for layer in layers.values() for _, tensor in _named(layer)])
+    dist.recv_object_list(got, group=group, device=device, group_src=source)
+    said: list[Described] = got[0]
+    tensors: list[torch.Tensor] = []
+    for (number, layer), described in zip(layers.items(), said, strict=True):
+        ours = _named(layer)
+        if [(name, (tensor.shape, tensor.dtype)) for name, tensor in ours] != [one[:2] for one in described]:
+            raise ConfigError(
+                f"layer {number} was made with {[name for name, _ in ours]}, what arrives is "
+                f"{[one[0] for one in described]}, or shapes or types differ: make it like the one that moves"
+            )
+        for (name, tensor), (_, _, group_number, state) in zip(ours, described, strict=True):
+            if not tensor.is_contiguous():
+                raise ConfigError(f"layer {number}: {name} is not contiguous, so nothing can be received into it")
+            tensors.append(tensor.detach())
+            for key, value in state.items():
+                if isinstance(value, tuple):
+                    shape, dtype = value
+                    state[key] = torch.empty(shape, dtype=dtype, device=tensor.device)
+                    tensors.append(state[key])
+            if optimizer is not None and group_number is not None:
+                optimizer.param_groups[group_number]["params"].append(tensor)
+                if state:
+                    optimizer.state[tensor] = state
+    return [dist.P2POp(dist.irecv, tensor, group=group, group_peer=source) for tensor in tensors]
 
 
 def _named(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
