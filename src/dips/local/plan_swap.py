@@ -77,6 +77,9 @@ RECOVERED = 0.8
 BLOCKS = 4
 """Of the small model for each layer: the smallest number that schedules with parts divide (cross_ud/4)."""
 
+MOST_GBPS = 1e9
+"""The highest rate that a file may give."""
+
 PLANNING_S = 600.0
 """The longest time that planning may take."""
 
@@ -194,24 +197,25 @@ def problem_of(case: Case, layers_of_a_device: int) -> Problem:
 
 def _gbps_of(bandwidth: float) -> float:
     """The rate at which a message of a megabyte occupies its link for so many seconds; 0: the fastest there is."""
-    return min(1e9, 8e-3 / bandwidth) if bandwidth else 1e9
+    return min(MOST_GBPS, 8e-3 / bandwidth) if bandwidth else MOST_GBPS
 
 
 # ---- what was measured -----------------------------------------------------------------------------------------------
 
 
 class _Way(NamedTuple):
-    """Times of the messages from one site to another, as the ranks at its ends saw them, in nanoseconds."""
+    """Times of the messages from one site to another, as the ranks at its ends noted them, in nanoseconds."""
 
     busy: list[int]  # from a message's start to when its sender's link was free again
-    travelled: list[int]  # from then until the receiver, which waited for it, saw it
+    travelled: list[int]  # from then until the receiver, which waited for it, began with it
 
 
 def measured_profile(
     running: Running, source: PlanSource, reports: Sequence[RankReport], stretch: float
 ) -> dict[str, Any]:
     """The profile of what the ranks measured with a plan, for `replan`. Medians of operations, and of messages between
-    sites: the time on the link, and the time from then until a receiver that waited saw it. stretch: of all times.
+    sites: the time on the link, and the time from then until a receiver that waited began with it. stretch: of all
+    times.
 
     A link that no message of a timed iteration used, or for whose messages no rank waited, is left out. A backward pass
     that is not split is shared as planned.
@@ -253,26 +257,30 @@ def _measured_links(
 ) -> list[dict[str, Any]]:
     ways = defaultdict[tuple[str, str], _Way](lambda: _Way([], []))
     for iterations in zip(*(report.iterations for report in reports), strict=True):
-        sent = {_receiver_of(one): (rank, one) for rank, row in enumerate(iterations) for one in row.sent}
-        for rank, row in enumerate(iterations):
-            for seen in row.seen:
-                sending, one = sent[_key(Op.parse(seen.cell))]
-                if source.sites[sending] != source.sites[rank]:
-                    way = ways[source.sites[sending], source.sites[rank]]
-                    way.busy.append(one.freed_ns - one.start_ns)
-                    if seen.waited:
-                        way.travelled.append(seen.at_ns - one.freed_ns)
+        sent: dict[Arrival | None, tuple[int, Sent]] = {
+            _arrival(one): (rank, one) for rank, row in enumerate(iterations) for one in row.sent
+        }
+        for rank, (order, row) in enumerate(zip(source.schedule.orders, iterations, strict=True)):
+            ended = None
+            for op, (start, end) in zip(order, row.times, strict=True):
+                sender, message = sent.get(_need(op), (rank, None))
+                if message is not None and source.sites[sender] != source.sites[rank]:
+                    way = ways[source.sites[sender], source.sites[rank]]
+                    way.busy.append(message.freed_ns - message.start_ns)
+                    if ended is None or message.arrives_ns > ended:  # it came after the rank was ready for it
+                        way.travelled.append(start - message.freed_ns)
+                ended = end
     message_bits = running.problem.message_bytes * 8
     rows = []
-    for (sender, receiver), way in sorted(ways.items()):
+    for (here, there), way in sorted(ways.items()):
         if way.travelled:
             busy_ns = max(1.0, statistics.median(way.busy) / stretch)  # a clock shows no less
             rows.append(
                 {
-                    "sender": sender,
-                    "receiver": receiver,
+                    "sender": here,
+                    "receiver": there,
                     "both_ways": False,
-                    "bandwidth_gbps": message_bits / busy_ns,
+                    "bandwidth_gbps": min(MOST_GBPS, message_bits / busy_ns),
                     "latency_ms": max(0.0, statistics.median(way.travelled)) / stretch / 1e6,
                 }
             )
@@ -283,13 +291,14 @@ Arrival = tuple[bool, int, int]
 """A message by what it is for: whether a forward pass, the stage that takes it, the microbatch."""
 
 
-def _receiver_of(sent: Sent) -> Arrival:
+def _arrival(sent: Sent) -> Arrival:
     op = Op.parse(sent.cell)
     return op.kind is Kind.F, op.stage + (1 if op.kind is Kind.F else -1), op.microbatch
 
 
-def _key(op: Op) -> Arrival:
-    return op.kind is Kind.F, op.stage, op.microbatch
+def _need(op: Op) -> Arrival | None:
+    """The message that an operation takes, if one is sent for it."""
+    return None if op.kind is Kind.W else (op.kind is Kind.F, op.stage, op.microbatch)
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from dips.planner.api import make
 from dips.planner.costs import NS
 from dips.planner.errors import PlanError
 from dips.planner.replan import read_running
-from dips.planner.run.links import Iteration, RankReport, job_file, read_job, write_job, write_report
+from dips.planner.run.links import RankReport, job_file, read_job, write_job, write_report
 from dips.planner.schedules import SCHEDULES
 from dips.planner.simulate import simulate
 from dips.planner.sweep import Case
@@ -125,13 +125,19 @@ def test_a_link_for_whose_messages_no_one_waited_is_left_as_planned(tmp_path: Pa
     run = SwapRun(tmp_path, change, 80.0, 1, 1, "gloo")
     timed = replace(run.sources[OLD], costs=stretched(run.sources[OLD].costs, 0.08))
     rows = play(tmp_path, timed)
+    early = tuple(one._replace(arrives_ns=-1) for one in rows[2].sent)  # to rank 1, which has something to do before
+    rows[2] = replace(rows[2], sent=early)
+    found = measured_profile(change.running, timed, [RankReport((row,), 6, 0.0, 0) for row in rows], 0.08)
+    assert [(link["sender"], link["receiver"]) for link in found["links"]] == [("site 0", "site 1")]
 
-    def without_waiting(row: Iteration, rank: int) -> Iteration:
-        return replace(row, seen=tuple(one._replace(waited=one.waited and rank != 2) for one in row.seen))
 
-    reports = [RankReport((without_waiting(row, rank),), 6, 0.0, 0) for rank, row in enumerate(rows)]
-    found = measured_profile(change.running, timed, reports, 0.08)
-    assert [(link["sender"], link["receiver"]) for link in found["links"]] == [("site 1", "site 0")]
+def test_a_link_that_becomes_free_is_noticed(tmp_path: Path) -> None:
+    """No message waits for its link any longer, and receivers begin as soon as senders have ended."""
+    run, outcome = played(tmp_path, change_of_name("cross_ud/1", {**NEAR, "latency": 2.0, "bandwidth": 1.0}, 0.0, 0.0))
+    assert {link["latency_ms"] for link in run.profile["links"]} == {0}
+    assert outcome.verdict.advised
+    assert outcome.verdict.new.name == "zb_v"
+    assert outcome.recovered == 1
 
 
 def test_a_change_that_no_plan_answers_is_no_swap(tmp_path: Path) -> None:

@@ -90,14 +90,6 @@ class Sent(NamedTuple):
     arrives_ns: int
 
 
-class Seen(NamedTuple):
-    """When an operation could begin that needs a message over a link, as its rank saw it."""
-
-    cell: str
-    at_ns: int
-    waited: bool  # for the message; else it was here before, no one knows since when
-
-
 @dataclass(frozen=True)
 class Iteration:
     """One timed iteration of one rank. times[i]: start and end of its operation i, on the clock that all ranks
@@ -105,7 +97,6 @@ class Iteration:
 
     times: tuple[tuple[int, int], ...]
     sent: tuple[Sent, ...]
-    seen: tuple[Seen, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -318,7 +309,6 @@ class RankPace:
         self._times: list[tuple[int, int]] = []
         self._ended: dict[Op, int] = {}
         self._sent: list[Sent] = []
-        self._seen: list[Seen] = []
         self.follow(job, schedule, board)
 
     def follow(self, job: PlanJob, schedule: Schedule, board: LinkBoard) -> None:
@@ -334,12 +324,12 @@ class RankPace:
     def begin(self, iteration: int) -> None:
         """The next operations belong to this timed iteration."""
         self._iteration = iteration
-        self._times, self._sent, self._seen, self._ended = [], [], [], {}
+        self._times, self._sent, self._ended = [], [], {}
 
     def finish(self) -> Iteration:
         """The times that were recorded since begin()."""
         self._iteration = _UNTIMED
-        return Iteration(tuple(self._times), tuple(self._sent), tuple(self._seen))
+        return Iteration(tuple(self._times), tuple(self._sent))
 
     def run(self, op: Op, work: Callable[[], T]) -> T:
         """Do an operation's real work in its planned time."""
@@ -381,6 +371,4 @@ class RankPace:
         note = (self._iteration, direction, op.stage, op.microbatch)
         while (arrives_ns := self._board.arrives_ns(*note)) == NO_NOTE:
             self._waits.wait_until(self._waits.now_ns() + LOOK_AGAIN_NS)
-        waited = self._waits.now_ns() < arrives_ns
         self._waits.wait_until(arrives_ns)
-        self._seen.append(Seen(str(op), self._waits.now_ns(), waited))
