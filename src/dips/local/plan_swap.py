@@ -138,6 +138,7 @@ def change_of_name(
             f"--then-latency and --then-bandwidth go with a schedule's name, and {name} is none: choose one of "
             f"{', '.join(SCHEDULES)}, or give --links with a plan.json"
         )
+    source_of(name, options)  # refuses what could not run at all
     given = filled(options)
     if given["sites"] < 2:
         raise PlanError("--then-latency and --then-bandwidth change links between sites: give --sites 2 or more")

@@ -270,7 +270,7 @@ class _Trainee:
         iteration and in the last one."""
         errors = []
         if not number:
-            self._zero_grad()
+            self._optimizer.zero_grad()
             self._pipeline.step(*self._batch)
             errors.append(self._whole.gradient_error(self._steps, self._layers))
             self._update()
@@ -309,14 +309,11 @@ class _Trainee:
             self._skipped += 1
 
     def _iterate(self, row: int) -> Iteration:
-        self._zero_grad()
+        self._optimizer.zero_grad()
         dist.barrier()
         self._pace.begin(row)
         self._pipeline.step(*self._batch)
         return self._pace.finish()
-
-    def _zero_grad(self) -> None:
-        self._optimizer.zero_grad()
 
     def _update(self) -> None:
         self._optimizer.step()
