@@ -44,6 +44,18 @@ def test_an_iteration_takes_as_long_as_planned(name: str, cuts: int, tmp_path: P
     assert (tmp_path / "trace.json").is_file()
 
 
+def test_a_swap_recovers_what_a_slow_link_costs(tmp_path: Path) -> None:
+    """CrossPipe, section 6: 1F1B near each other, then a link of twice T_F. On a quiet machine it recovers 98 %."""
+    near, far = ("--latency", 0, "--bandwidth", 0), ("--then-latency", 2, "--then-bandwidth", 0.5, "--links-after", 2)
+    done = dips("plan", "run", "1f1b", *near, *far, "--repeats", 2, *TOLERANT, "--ranks", 4, "--json")
+    found = json.loads(done.stdout)
+    assert found["verdict"]["advised"]
+    assert found["gradients_equal"]
+    assert found["recovered"] > 0.5, found
+    assert all(-0.01 <= part["error"] <= 0.5 for part in found["parts"])
+    assert found["parts"][2]["schedule"].startswith("cross_")
+
+
 def test_the_plan_of_a_file_runs(tmp_path: Path) -> None:
     """Unequal stages and a link of a plan.json; then the same order as plan.csv, for its gradients."""
     text = (EXAMPLE / "sites.toml").read_text()

@@ -1,4 +1,5 @@
-"""`dips plan run` with real ranks: gradients, and no process that outlives the command. Times: tests/endurance."""
+"""`dips plan run` with real ranks, and own loops: gradients, plans that are swapped, stages that are shared, and no
+process that outlives the command. Times: tests/endurance."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.dips_command import children, dips, dips_started, ended, is_running, until
+from support.rank_script import run_ranks
 
 LONG = ("zb_v", "--stages", "2", "--microbatches", "4", "--operation-ms", "5000")
 """Two ranks that run for minutes."""
@@ -21,6 +23,106 @@ def test_two_ranks_have_the_gradients_of_one_process() -> None:
     assert (found["ranks"], found["stages"], found["good"]) == (2, 4, True)
     assert found["gradients"]["parameters"] == 4 * 6
     assert found["gradients"]["largest_difference"] < 1e-13
+
+
+@pytest.mark.parametrize(("name", "stages"), [("compact_zb", 2), ("dora_pp", 8), ("interleaved_zb_v", 8)])
+def test_other_schedules_have_them_too(name: str, stages: int) -> None:
+    done = dips("plan", "run", name, "--stages", "2", "--microbatches", "4", "--check-gradients", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["ranks"], found["stages"], found["schedule"]) == (2, stages, name)
+    assert found["gradients"]["largest_difference"] < 1e-13
+
+
+UNEVEN = """
+[model]
+name = "five layers"
+layers = 5
+hidden = 64
+heads = 4
+mlp_width = 256
+vocabulary = 100
+source = "made up"
+[[sites]]
+name = "near"
+devices = 1
+source = "made up"
+[[sites]]
+name = "far"
+devices = 1
+source = "made up"
+[[links]]
+sender = "near"
+receiver = "far"
+bandwidth_gbps = 1
+latency_ms = 50
+source = "made up"
+[training]
+pipeline = 2
+microbatches = 4
+sequence_tokens = 128
+source = "made up"
+[profile]
+forward_ms = 100
+input_gradient_ms = 100
+weight_gradient_ms = 100
+memory_microbatches = 4
+source = "made up"
+[options]
+schedules = ["cross_ud/2"]
+"""
+
+
+def test_stages_of_unequal_length_have_their_layers(tmp_path: Path) -> None:
+    """Two layers and three, each cut in two, since the plan's blocks are."""
+    (tmp_path / "uneven.toml").write_text(UNEVEN)
+    assert dips("plan", tmp_path / "uneven.toml", "--out", tmp_path / "plan").returncode == 0
+    plan = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert sorted(plan["chosen"]["layers"]) == [2, 3]
+    done = dips("plan", "run", tmp_path / "plan" / "plan.json", "--check-gradients", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["stages"], found["gradients"]["parameters"]) == (4, 6 * 5 * 2)
+    assert found["gradients"]["largest_difference"] < 1e-13
+
+
+def test_a_plan_is_swapped_while_ranks_train(tmp_path: Path) -> None:
+    """Two stages on each rank become one: layers move, with their momentum. Times are those of a busy machine here."""
+    near = ("--stages", 2, "--microbatches", 4, "--latency", 0, "--bandwidth", 0)
+    far = ("--then-latency", 3, "--then-bandwidth", 3, "--links-after", 1)
+    times = ("--operation-ms", 40, "--repeats", 2)
+    done = dips("plan", "run", "zb_v", *near, *far, *times, "--out", tmp_path, "--json")
+    assert done.returncode in (0, 1), done.stderr
+    found = json.loads(done.stdout)
+    assert [part["part"] for part in found["parts"]] == [
+        "before the change",
+        "old plan",
+        "swapped plan",
+        "plan for these links",
+    ]
+    assert found["verdict"]["advised"]
+    assert found["layers_moved"] > 0
+    assert found["gradients_equal"]
+    assert max(part["gradient_difference"] for part in found["parts"]) < 1e-12
+    assert (tmp_path / "plan" / "plan.csv").is_file()
+    assert json.loads((tmp_path / "profile.json").read_text()) == found["profile"]
+
+
+def test_an_own_loop_swaps_its_plan_with_the_state_of_its_optimizer(tmp_path: Path) -> None:
+    """Parameters and gradients after six steps of AdamW, of which three are with another plan."""
+    for code, lines in run_ranks("planned_ranks", 2, tmp_path, "swap"):
+        assert code == 0, lines
+        assert float(lines[-1].split()[-1]) < 1e-10
+
+
+def test_a_rank_helps_with_a_third_of_a_stage(tmp_path: Path) -> None:
+    """The first stage, one in the middle, and the last one, with backward passes that are split and that are not."""
+    kinds = [f"share-{stage}-{order}" for stage in range(3) for order in ("1f1b", "zb_h1")]
+    for code, lines in run_ranks("planned_ranks", 4, tmp_path, *kinds):
+        assert code == 0, lines
+        found = dict(line.split() for line in lines if line.startswith("share-"))
+        assert list(found) == kinds
+        assert max(map(float, found.values())) < 1e-10
 
 
 @pytest.mark.parametrize("victim", ["a rank", "the command"])

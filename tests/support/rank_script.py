@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from support.dips_command import environment
 from support.repository import ROOT
 
 WAIT_S = 240.0
+PATHS = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "src"))
 
 
 def run_ranks(script: str, n_ranks: int, folder: Path, *kinds: str) -> list[tuple[int, list[str]]]:
@@ -17,7 +19,7 @@ def run_ranks(script: str, n_ranks: int, folder: Path, *kinds: str) -> list[tupl
     started = [
         subprocess.Popen(
             [sys.executable, "-m", f"support.{script}", str(rank), str(n_ranks), str(folder), *kinds],
-            cwd=ROOT / "tests", env={**environment(), "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
+            cwd=ROOT / "tests", env={**environment(), "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(n_ranks)

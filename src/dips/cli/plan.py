@@ -36,6 +36,15 @@ from dips.core.units import format_seconds
 from dips.local.plan_calibrate import calibrate as fit_to_run
 from dips.local.plan_calibrate import calibrated_profile, calibration_json, calibration_lines
 from dips.local.plan_run import outcome_json, run_plan, source_of, tell, write_files
+from dips.local.plan_swap import (
+    Change,
+    change_json,
+    change_of_file,
+    change_of_name,
+    run_change,
+    tell_change,
+    write_change,
+)
 from dips.local.plan_systems import System, decide, decision_json
 from dips.planner import api
 from dips.planner.adapter.advise import ADAPT_FILES, advice_json, advise, draw, read_before, traced, traced_json
@@ -75,6 +84,7 @@ SetupFile = Annotated[
 ]
 
 MOST_REPEATS = 1000
+LINKS_AFTER = 5
 BACKENDS = ("gloo", "nccl")
 
 
@@ -111,6 +121,19 @@ def run(
         float | None, typer.Option(metavar="R", help="For a name or plan.csv: a message on its link, in T_F; 0.25.")
     ] = None,
     memory: Annotated[float | None, typer.Option(metavar="R", help="For a name: of 1F1B's memory; 1.")] = None,
+    links: Annotated[
+        Path | None,
+        typer.Option("--links", metavar="FILE", help="For a plan.json: links in mid-run, as in replan's --profile."),
+    ] = None,
+    then_latency: Annotated[
+        float | None, typer.Option(metavar="R", help="For a name: the latency in mid-run, in T_F.")
+    ] = None,
+    then_bandwidth: Annotated[
+        float | None, typer.Option(metavar="R", help="For a name: a message on its link in mid-run, in T_F.")
+    ] = None,
+    links_after: Annotated[
+        int | None, typer.Option("--links-after", metavar="N", help="Timed iterations before links change; 5.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Run a planned schedule here, a process for each device, and compare the time it takes with the plan.
@@ -119,17 +142,36 @@ def run(
     plan gives them, and messages between sites arrive when the plan's links would bring them, so that a few
     processors represent many devices. The gradients of an iteration must equal those of one process.
 
-    Exit code 1: the iteration took longer or shorter by more than the tolerance, or gradients differ.
+    With --links (a plan.json) or --then-latency and --then-bandwidth (a name), the links between sites change in
+    mid-run. Operations and messages are measured, the plan is made again with them while training goes on, and, where
+    that is advised, the ranks swap it between two iterations without a restart. The plan that is made for the new links
+    runs last, for comparison.
+
+    Exit code 1: an iteration took longer or shorter by more than the tolerance, gradients differ, or a swap recovered
+    less than 80 % of what the plan for the new links saves.
     """
     _check_numbers(operation_ms, repeats, tolerance, backend)
     options = {"stages": stages, "microbatches": microbatches, "sites": sites, "latency": latency,
                "bandwidth": bandwidth, "memory": memory}  # fmt: skip
+    status = Console(stderr=True).status
+    if links is not None or then_latency is not None or then_bandwidth is not None:
+        after = LINKS_AFTER if links_after is None else links_after
+        _check_change(after, check_gradients, [then_latency, then_bandwidth])
+        change = _change(plan, options, links, then_latency, then_bandwidth)
+        _check_ranks(ranks, change.running.schedules[0].n_devices, plan)
+        swapped = run_change(change, operation_ms, after, repeats, backend, out, tolerance / 100, status)
+        files = write_change(swapped, out) if out is not None else []
+        if as_json:
+            print(json.dumps(change_json(swapped)))
+        else:
+            _print(tell_change(swapped), files)
+        return int(not swapped.good)
+    if links_after is not None:
+        raise ConfigError("--links-after says when links change: give --links, --then-latency or --then-bandwidth too")
     source = source_of(plan, options)
-    n = source.schedule.n_devices
-    if ranks is not None and ranks != n:
-        raise ConfigError(f"--ranks {ranks}, but {plan} has {n} devices: give --ranks {n}, or make a plan for {ranks}")
+    _check_ranks(ranks, source.schedule.n_devices, plan)
     repeats = 0 if check_gradients else repeats
-    outcome = run_plan(source, operation_ms, repeats, backend, out, tolerance / 100, Console(stderr=True).status)
+    outcome = run_plan(source, operation_ms, repeats, backend, out, tolerance / 100, status)
     files = write_files(outcome, out) if out is not None else []
     if as_json:
         print(json.dumps(outcome_json(outcome)))
@@ -577,6 +619,39 @@ def _check_numbers(operation_ms: float, repeats: int, tolerance: float, backend:
         raise ConfigError(f"--tolerance {tolerance:g} is no percentage: give more than 0, below 100")
     if backend not in BACKENDS:
         raise ConfigError(f"--backend {backend} is unknown: choose {' or '.join(BACKENDS)}")
+
+
+def _check_ranks(ranks: int | None, n_devices: int, plan: str) -> None:
+    if ranks is not None and ranks != n_devices:
+        raise ConfigError(
+            f"--ranks {ranks}, but {plan} has {n_devices} devices: give --ranks {n_devices}, or make a plan for {ranks}"
+        )
+
+
+def _check_change(after: int, check_gradients: bool, then: Iterable[float | None]) -> None:
+    if not 1 <= after <= MOST_REPEATS:
+        raise ConfigError(f"--links-after {after} is no number of iterations: give 1 to {MOST_REPEATS}")
+    if check_gradients:
+        raise ConfigError("--check-gradients times nothing, so links cannot change: leave it out; they are compared")
+    for value in then:
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{value:g} is no delay of a link: give T_F, at least 0")
+
+
+def _change(
+    plan: str,
+    options: dict[str, float | None],
+    links: Path | None,
+    latency: float | None,
+    bandwidth: float | None,
+) -> Change:
+    if links is None:
+        return change_of_name(plan, options, latency, bandwidth)
+    if latency is not None or bandwidth is not None:
+        raise ConfigError(
+            "--links names the links' numbers, as --then-latency and --then-bandwidth do: give one of both"
+        )
+    return change_of_file(plan, links, options)
 
 
 # ---- output ----

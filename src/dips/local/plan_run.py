@@ -31,19 +31,16 @@ from dips.planner.errors import PlanError
 from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.plan import read_plan, ready_folder, writing
 from dips.planner.run.links import (
-    BOARD_FILE,
     GRADIENT_TOLERANCE,
     Iteration,
-    LinkBoard,
     PlanJob,
     RankLink,
     RankReport,
-    board_sizes,
     parse_cells,
     read_report,
     write_job,
 )
-from dips.planner.schedules import SCHEDULES
+from dips.planner.schedules import MANY_CHUNKS, SCHEDULES
 from dips.planner.simulate import SimulatedMessage, Timeline, simulate
 from dips.planner.sweep import cases
 from dips.planner.trace import trace_events
@@ -69,13 +66,14 @@ UNEXCHANGED = "one replica runs: what replicas exchange of gradients and weights
 class PlanSource:
     """schedule: of whole blocks, its parts being stages. costs: of those stages. sites[d]: the name of device d's.
     note: in what the run differs from the plan; empty: in nothing. error: of predictions, as a fraction, where the plan
-    is calibrated."""
+    is calibrated. layers: of each stage, as the small model has them; empty: one each."""
 
     schedule: Schedule
     costs: Costs
     sites: tuple[str, ...]
     note: str = ""
     error: float | None = None
+    layers: tuple[int, ...] = ()
 
 
 def source_of(plan: str, options: dict[str, float | None]) -> PlanSource:
@@ -83,15 +81,16 @@ def source_of(plan: str, options: dict[str, float | None]) -> PlanSource:
 
     Raises PlanError for what cannot be read, found or run.
     """
-    if plan in SCHEDULES:
-        found = _named(plan, _filled(options))
+    names = (*SCHEDULES, *MANY_CHUNKS)
+    if plan in names:
+        found = _named(plan, filled(options))
     else:
         if not Path(plan).exists():
-            known = ", ".join(SCHEDULES)
+            known = ", ".join(names)
             raise PlanError(f"{plan} is no file, nor a schedule: name a plan.json, a plan.csv, or one of {known}")
         text = read_text(Path(plan), "plan", "name a plan.json or a plan.csv")
         found = _from_json(text, plan, options) if is_plan(text) else _from_csv(text, plan, options)
-    found = _with_parts_as_stages(found)
+    found = with_parts_as_stages(found)
     schedule = found.schedule
     validate(schedule, found.costs)
     idle = [device for device, order in enumerate(schedule.orders) if not order]
@@ -105,11 +104,20 @@ def source_of(plan: str, options: dict[str, float | None]) -> PlanSource:
 def scaled(costs: Costs, n_devices: int, forward_ms: float) -> Costs:
     """The same with all times in proportion, so that a forward pass of one microbatch takes so long on a device (on
     average, where devices differ), and without overheads. Raises PlanError where forward passes take no time."""
-    costs = costs.with_overheads(0, 0, ())
+    return stretched(costs, stretch_of(costs, n_devices, forward_ms))
+
+
+def stretch_of(costs: Costs, n_devices: int, forward_ms: float) -> float:
+    """The factor of all times with which a forward pass takes so long. Raises PlanError where it takes no time."""
     forward_ns = sum(stage.f_ns for stage in costs.stages)
     if not forward_ns:
         raise PlanError("forward passes of the plan take no time: nothing can be timed with it")
-    factor = forward_ms * 1e6 * n_devices / forward_ns
+    return forward_ms * 1e6 * n_devices / forward_ns
+
+
+def stretched(costs: Costs, factor: float) -> Costs:
+    """The same with all times multiplied, and without overheads."""
+    costs = costs.with_overheads(0, 0, ())
     stages = tuple(
         replace(s, f_ns=round(s.f_ns * factor), d_ns=round(s.d_ns * factor), w_ns=round(s.w_ns * factor))
         for s in costs.stages
@@ -133,7 +141,8 @@ def _named(name: str, given: dict[str, float]) -> PlanSource:
     return PlanSource(schedule, costs, _site_names(case.n_pp, case.n_sites))
 
 
-def _filled(options: dict[str, float | None]) -> dict[str, float]:
+def filled(options: dict[str, float | None]) -> dict[str, float]:
+    """The options of CASE, with its numbers where they were not given."""
     return {key: CASE[key] if value is None else value for key, value in options.items()}
 
 
@@ -150,6 +159,7 @@ def _from_json(text: str, where: str, options: dict[str, float | None]) -> PlanS
     found = json.loads(text)
     try:
         costs = read_costs(found["costs"])
+        layers = tuple(int(n) for n in found["chosen"]["layers"])
         sites = tuple(str(stage["site"]) for stage in found["chosen"]["stages"])
         notes = [ALONE] * (found["chosen"]["sharing"] == "coordinated")
         notes += [UNEXCHANGED] * bool(found["costs"]["replicas_exchange"])
@@ -158,14 +168,14 @@ def _from_json(text: str, where: str, options: dict[str, float | None]) -> PlanS
             f"{where} does not say what its operations cost ({type(error).__name__}: {error}): make it again with "
             "dips plan FILE --out FOLDER"
         ) from error
-    return PlanSource(schedule, costs, sites, "; ".join(notes), error_of(text, where))
+    return PlanSource(schedule, costs, sites, "; ".join(notes), error_of(text, where), layers)
 
 
 def _from_csv(text: str, where: str, options: dict[str, float | None]) -> PlanSource:
     _refuse(options, _OF_CSV, "a plan.csv, which has its own")
     schedule = Schedule.from_csv(text, where)
     n = schedule.n_devices
-    given = _filled({**options, "sites": options["sites"] or 2 - n % 2})
+    given = filled({**options, "sites": options["sites"] or 2 - n % 2})
     delays = ([given["latency"]], [given["bandwidth"]])
     (case,) = cases([n], [schedule.n_microbatches], [int(given["sites"])], *delays, [1.0])
     last_to_first = any(
@@ -185,17 +195,19 @@ def _refuse(options: dict[str, float | None], known: Sequence[str], what: str) -
 # ---- what torch can run ----
 
 
-def _with_parts_as_stages(source: PlanSource) -> PlanSource:
+def with_parts_as_stages(source: PlanSource, blocks: int = 0) -> PlanSource:
+    """The source with a stage for each part. The small model has so many blocks for each of the plan's layers; 0: as
+    many as parts, so that each part gets some of each layer."""
     schedule, costs = source.schedule, source.costs
-    if schedule.parts == 1:
-        return source
+    parts = schedule.parts
+    layers = tuple(n * (blocks or parts) // parts for n in source.layers for _ in range(parts))
+    if parts == 1:
+        return replace(source, layers=layers)
     pure = costs.with_overheads(0, 0, ())
-    stages = tuple(
-        _part(pure, stage, part, schedule.parts) for stage in range(schedule.n_stages) for part in range(schedule.parts)
-    )
+    stages = tuple(_part(pure, stage, part, parts) for stage in range(schedule.n_stages) for part in range(parts))
     whole, places = schedule.with_parts_as_stages(), schedule.device_of_stage
     made = Costs(stages, pure.wires).with_overheads(costs.operation_ns, costs.send_ns, places)
-    return replace(source, schedule=whole, costs=made)
+    return replace(source, schedule=whole, costs=made, layers=layers)
 
 
 def _part(costs: Costs, stage: int, part: int, parts: int) -> StageCost:
@@ -228,34 +240,46 @@ _ENVIRONMENT = {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK
 _NEIGHBOUR_GONE = re.compile(r"connection (was )?(closed|reset)|broken pipe|timed out", re.IGNORECASE)
 
 
-def job_of(source: PlanSource, repeats: int, backend: str, predicted_s: float) -> PlanJob:
-    """The job of all ranks. source: with the times that the operations should take."""
+def job_of(source: PlanSource, repeats: int, backend: str, predicted_s: float, last: bool = True) -> PlanJob:
+    """The job of all ranks. source: with the times that the operations should take. last: no other job follows."""
     numbers = {resource: n for n, resource in enumerate(sorted({w.resource for w in source.costs.wires.values()}))}
     links = tuple(
         RankLink(sender, receiver, numbers[wire.resource], wire.busy_ns, wire.latency_ns, wire.hold_ns)
         for (sender, receiver), wire in sorted(source.costs.wires.items())
     )
     lasts_ns = tuple((stage.f_ns, stage.d_ns, stage.w_ns) for stage in source.costs.stages)
-    return PlanJob(source.schedule.to_csv(), lasts_ns, links, repeats, backend, START_S + 3 * predicted_s)
+    timeout_s = START_S + 3 * predicted_s
+    return PlanJob(source.schedule.to_csv(), lasts_ns, links, repeats, backend, timeout_s, source.layers, last)
 
 
-def run_ranks(folder: Path, job: PlanJob, deadline_s: float, clock: Clock) -> list[RankReport]:
-    """Run a job in `folder`, which holds the ranks' logs afterwards; the reports by rank.
+def run_ranks(
+    folder: Path,
+    jobs: Sequence[PlanJob],
+    deadline_s: float,
+    clock: Clock,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    """Run jobs in `folder`, which holds the ranks' reports and logs afterwards.
 
-    deadline_s: how long all of it may take. Raises ModuleNotFoundError without torch, ConfigError or FatalError where a
-    rank cannot do its part.
+    deadline_s: how long all of it may take. meanwhile: is called again and again while the ranks run; it may write more
+    jobs, if the last one here says that others follow. Raises ModuleNotFoundError without torch, ConfigError or
+    FatalError where a rank cannot do its part.
     """
     if importlib.util.find_spec("torch") is None:
         raise ModuleNotFoundError("torch", name="torch")
-    cells = parse_cells(job.csv, "the plan")
-    write_job(folder, job)
-    LinkBoard.make(folder / BOARD_FILE, *board_sizes(job, cells.n_stages, cells.n_microbatches))
-    names = [rank_name(rank) for rank in range(cells.n_devices)]
+    for number, job in enumerate(jobs):
+        write_job(folder, job, number)
+    n_devices = parse_cells(jobs[0].csv, "the plan").n_devices
+    names = [rank_name(rank) for rank in range(n_devices)]
     with ProcessSupervisor(clock, lambda event: None) as ranks:
-        for rank in range(cells.n_devices):
+        for rank in range(n_devices):
             ranks.start(_spec(folder, rank))
-        _watch(ranks, names, folder, clock, deadline_s)
-    return [read_report(folder, rank) for rank in range(cells.n_devices)]
+        _watch(ranks, names, folder, clock, deadline_s, meanwhile)
+
+
+def reports_of(folder: Path, n_ranks: int, number: int = 0) -> list[RankReport]:
+    """The reports of a job, by rank."""
+    return [read_report(folder, rank, number) for rank in range(n_ranks)]
 
 
 def rank_name(rank: int) -> str:
@@ -271,7 +295,14 @@ def log_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.log"
 
 
-def _watch(ranks: ProcessSupervisor, names: list[str], folder: Path, clock: Clock, deadline_s: float) -> None:
+def _watch(
+    ranks: ProcessSupervisor,
+    names: list[str],
+    folder: Path,
+    clock: Clock,
+    deadline_s: float,
+    meanwhile: Callable[[], None],
+) -> None:
     """Until all have ended well. Raises ConfigError or FatalError."""
     end_s = clock.monotonic_s() + deadline_s
     while not ranks.ended(names):
@@ -284,6 +315,7 @@ def _watch(ranks: ProcessSupervisor, names: list[str], folder: Path, clock: Cloc
                 f"the ranks have not ended within {deadline_s:.0f} s: give this machine less other work, or "
                 f"look into their logs in {folder}"
             )
+        meanwhile()
         time.sleep(POLL_S)
     else:
         return
@@ -365,9 +397,7 @@ class PlanRunOutcome:
     @property
     def slowness(self) -> float:
         """By how much all operations of the median iteration together were longer than planned."""
-        ranks = range(self.source.schedule.n_devices)
-        busy_s, planned_s = (sum(_busy_and_idle(one, r)[0] for r in ranks) for one in (self.median, self.predicted))
-        return busy_s / planned_s - 1
+        return slowness(self.median, self.predicted)
 
     @property
     def good(self) -> bool:
@@ -394,8 +424,9 @@ def run_plan(
     predicted_s = predicted.makespan_ns / NS
     job = job_of(replace(source, costs=costs), repeats, backend, predicted_s)
     what = f"{repeats} iterations of about {predicted_s:.1f} s" if repeats else "one iteration"
-    with _folder(out) as folder, status(f"{source.schedule.n_devices} ranks run {what}"):
-        reports = run_ranks(folder, job, START_S + 3 * predicted_s * (repeats + 1), SystemClock())
+    with ranks_folder(out) as folder, status(f"{source.schedule.n_devices} ranks run {what}"):
+        run_ranks(folder, [job], START_S + 3 * predicted_s * (repeats + 1), SystemClock())
+        reports = reports_of(folder, source.schedule.n_devices)
     return PlanRunOutcome(
         source=source,
         backend=backend,
@@ -409,7 +440,7 @@ def run_plan(
 
 
 @contextmanager
-def _folder(out: Path | None) -> Iterator[Path]:
+def ranks_folder(out: Path | None) -> Iterator[Path]:
     """Where the ranks' files go: a new folder under --out, or a temporary one, which stays only where a rank failed."""
     if out is None:
         folder = Path(tempfile.mkdtemp(prefix="dips-plan-run-"))
@@ -450,6 +481,20 @@ def gradients_of(reports: Sequence[RankReport]) -> Gradients:
     return Gradients(sum(report.parameters for report in reports), max(report.gradient_error for report in reports))
 
 
+def slowness(measured: Timeline, planned: Timeline) -> float:
+    """By how much all operations together were longer than planned, as a fraction."""
+    ranks = range(planned.schedule.n_devices)
+    busy_s, planned_s = (sum(_busy_and_idle(one, rank)[0] for rank in ranks) for one in (measured, planned))
+    return busy_s / planned_s - 1
+
+
+def busy_text(longer: float) -> str:
+    return (
+        f"operations took {longer:.1%} longer than their times: this machine is busy with something "
+        "else; run it alone, or give longer times with --operation-ms"
+    )
+
+
 # ---- for people ----
 
 
@@ -479,10 +524,7 @@ def tell(outcome: PlanRunOutcome) -> Iterator[str | Table]:
         f"{'within' if abs(outcome.error) <= outcome.tolerance else 'OUTSIDE OF'} {100 * outcome.tolerance:g} %"
     )
     if outcome.slowness > BUSY_MACHINE:
-        yield (
-            f"operations took {outcome.slowness:.1%} longer than their times: this machine is busy with something "
-            "else; run it alone, or give longer times with --operation-ms"
-        )
+        yield busy_text(outcome.slowness)
     yield _ranks_table(outcome)
     if outcome.median.messages:
         yield _links_table(outcome)

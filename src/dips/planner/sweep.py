@@ -22,7 +22,7 @@ from dips.planner.costs import NS, Costs, equal_sites, site_wires, uniform
 from dips.planner.errors import PlanError
 from dips.planner.ir import Schedule, straight, wave
 from dips.planner.profile import Calibration
-from dips.planner.schedules import CROSS_UD, SCHEDULES
+from dips.planner.schedules import CROSS_UD, MANY_CHUNKS, SCHEDULES
 from dips.planner.simulate import simulate
 from dips.planner.trace import save
 from dips.planner.validate import peaks, validate
@@ -91,8 +91,8 @@ class Case:
 
     def schedule(self, name: str) -> tuple[Schedule, Costs]:
         """A schedule by its name, and the costs that it was made for. Raises PlanError where it cannot be made."""
-        kind = SCHEDULES[name]
-        costs = self.costs(kind.chunks(self.n_pp), wraps=name == "interleaved_1f1b")
+        kind = {**SCHEDULES, **MANY_CHUNKS}[name]
+        costs = self.costs(kind.chunks(self.n_pp), wraps=kind.goes_round(self.n_pp))
         return kind.make(self.n_pp, self.n_mb, costs, self.limits()), costs
 
 

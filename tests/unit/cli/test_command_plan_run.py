@@ -50,9 +50,17 @@ NOTHING_GIVEN: dict[str, float | None] = dict.fromkeys(CASE)
 
 @pytest.mark.parametrize(
     ("name", "makespan"),
-    [("1f1b", 39.0), ("zb_v", 29.25), ("cross_ud/2", 31.0), ("cross_wave", 28.0), ("compact_zb", 33.5)],
+    [
+        ("1f1b", 39.0),
+        ("zb_v", 29.25),
+        ("cross_ud/2", 31.0),
+        ("cross_wave", 28.0),
+        ("compact_zb", 33.5),
+        ("dora_pp", 35.0),
+        ("interleaved_zb_v", 42.5),
+    ],
 )
-def test_a_name_is_the_schedule_of_the_sweep(name: str, makespan: float) -> None:
+def test_a_name_is_a_schedule_with_the_costs_of_the_sweep(name: str, makespan: float) -> None:
     source = source_of(name, NOTHING_GIVEN)
     assert simulate(source.schedule, source.costs).makespan_ns / NS == makespan
     assert source.sites == ("site 0", "site 0", "site 1", "site 1")

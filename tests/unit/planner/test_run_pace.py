@@ -14,9 +14,10 @@ from dips.local.plan_run import CASE, PlanSource, scaled, source_of, timelines
 from dips.planner.costs import Costs, StageCost, Wire
 from dips.planner.ir import Kind, Op
 from dips.planner.run.links import FORTH, LinkBoard, PlanJob, RankLink, RankPace, RankReport, parse_cells
+from dips.planner.schedules import MANY_CHUNKS
 from dips.planner.simulate import Timeline, simulate
 
-EVERY = (*STATIC, "cross_ud/1", "cross_ud/2", "cross_ud/4", "cross_wave", "compact_zb")
+EVERY = (*STATIC, "cross_ud/1", "cross_ud/2", "cross_ud/4", "cross_wave", "compact_zb", *MANY_CHUNKS)
 NOTHING_GIVEN: dict[str, float | None] = dict.fromkeys(CASE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,8 @@ from torch import nn
 from dips.core.errors import ConfigError
 from dips.planner.run import rank as model
 from dips.planner.run.links import parse_cells
-from dips.planner.run.step import PlannedPipeline
+from dips.planner.run.share import StageShare
+from dips.planner.run.step import PlannedPipeline, layer_places, move_layers, stage_modules
 
 CPU = torch.device("cpu")
 FUSED = "0F0,1F0,0F1,1B0,0B0,1F1,1B1,0B1\n"
@@ -37,7 +39,7 @@ def test_gradients_are_those_of_the_whole_model_at_once(text: str) -> None:
     pipeline = PlannedPipeline(parse_cells(text, "plan.csv"), modules, model.loss, CPU)
     inputs, targets = model.batch(2, CPU)
     losses = pipeline.step(inputs, targets)
-    assert model.gradient_error(2, 2, modules, CPU) < 1e-14
+    assert model.OneProcess(2, 2, CPU).gradient_error(0, modules) < 1e-14
     whole = model.loss(nn.Sequential(*stages().values())(inputs), targets)
     assert torch.stack(losses).mean().item() == pytest.approx(whole.item(), rel=1e-14)
 
@@ -45,11 +47,11 @@ def test_gradients_are_those_of_the_whole_model_at_once(text: str) -> None:
 def test_gradients_add_up_over_steps_and_the_error_notices() -> None:
     """torch's own scaling would halve the first step's gradients in the second one."""
     modules = stages()
-    assert model.gradient_error(2, 2, modules, CPU) == float("inf")
+    assert model.OneProcess(2, 2, CPU).gradient_error(0, modules) == float("inf")
     pipeline = PlannedPipeline(parse_cells(FUSED, "plan.csv"), modules, model.loss, CPU)
     for _ in range(2):
         pipeline.step(*model.batch(2, CPU))
-    assert model.gradient_error(2, 2, modules, CPU) == pytest.approx(1.0)
+    assert model.OneProcess(2, 2, CPU).gradient_error(0, modules) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +81,62 @@ def test_a_batch_that_does_not_divide_is_refused(sizes: tuple[int | None, int | 
     inputs, targets = (None if n is None else torch.zeros(n, model.WIDTH, dtype=torch.float64) for n in sizes)
     with pytest.raises(ConfigError, match=sentence):
         pipeline.step(inputs, targets)
+
+
+# ---- another plan between two steps ----
+
+
+def test_a_swapped_plan_goes_on_and_the_old_one_is_freed() -> None:
+    """Also with other stages of the same layers; shapes are learnt again."""
+    layers = {n: model.block(n, CPU) for n in range(3)}
+    old, new = parse_cells(FUSED, "old"), parse_cells(SPLIT, "new")
+    pipeline = PlannedPipeline(old, stage_modules(layers, old, (1, 2), 0), model.loss, CPU)
+    inputs, targets = model.batch(4, CPU)
+    pipeline.step(inputs, targets)
+    before = weakref.ref(pipeline._schedule)
+    places = layer_places(old, (1, 2)), layer_places(new, (2, 1))
+    assert places == ((0, 0, 0), (0, 0, 0))
+    layers = move_layers(layers, *places, lambda n: pytest.fail("nothing moves"))
+    pipeline.swap(new, stage_modules(layers, new, (2, 1), 0))
+    assert before() is None
+    for layer in layers.values():
+        layer.zero_grad()
+    pipeline.step(inputs[:4], targets[:4])
+    whole = [model.block(n, CPU) for n in range(3)]
+    model.loss(nn.Sequential(*whole)(inputs[:4]), targets[:4]).backward()
+    for ours, true in zip(layers.values(), whole, strict=True):
+        for a, b in zip(ours.parameters(), true.parameters(), strict=True):
+            assert a.grad is not None
+            assert b.grad is not None
+            assert torch.allclose(a.grad, b.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_plan_that_cannot_be_swapped_to_leaves_the_old_one() -> None:
+    modules = stages()
+    pipeline = PlannedPipeline(parse_cells(FUSED, "old"), modules, model.loss, CPU)
+    for text in ("0F0,0B0\n", "0F0,0F1,1F0,1F1,1B0,0B0,1B1\n", "0F0,1F0,1B0,0B0\n2F0,2B0\n"):
+        with pytest.raises(ConfigError):
+            pipeline.swap(parse_cells(text, "new"), modules)
+    pipeline.step(*model.batch(2, CPU))
+    assert model.OneProcess(2, 2, CPU).gradient_error(0, modules) < 1e-14
+
+
+def test_plans_of_another_model_are_refused() -> None:
+    cells = parse_cells(FUSED, "plan.csv")
+    with pytest.raises(ConfigError, match="layers of 3 stages, the plan has 2: give a number for each"):
+        layer_places(cells, (1, 1, 1))
+    with pytest.raises(ConfigError, match="the old plan has 2 layers, the new one 3: plans must be of one model"):
+        move_layers({}, (0, 0), (0, 0, 0), lambda n: nn.Identity())
+
+
+def test_shares_that_cannot_be_are_refused() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    with pytest.raises(ConfigError, match="a stage is shared 1:2 by a group of 1 ranks: give each rank a whole number"):
+        StageShare(group, (1, 2))
+    with pytest.raises(ConfigError, match="a stage is shared 0 by a group of 1 ranks"):
+        StageShare(group, (0,))
+    share = StageShare(group, (3,))
+    assert share.rows(6) == [6]
+    with pytest.raises(ConfigError, match="4 rows of a microbatch do not divide 3: give a multiple of 3"):
+        share.rows(4)

@@ -28,11 +28,13 @@ from dips.planner.ir import Kind, Op, Schedule
 
 # ---- job -------------------------------------------------------------------------------------------------------------
 #
-# The job and the report of a rank of `dips plan run`, as JSON files in the folder of the run.
+# Jobs and reports of the ranks of `dips plan run`, as JSON files in the folder of the run. Jobs have numbers from 0 on:
+# when links change in mid-run, or the schedule, the next job says so. A file appears whole, so ranks can wait for it.
 
 
-JOB_FILE = "job.json"
 BOARD_FILE = "links.bin"
+"""Of the first job; later ones have boards of their own."""
+
 STORE_FILE = "rendezvous"
 
 GRADIENT_TOLERANCE = 1e-10
@@ -58,15 +60,23 @@ class PlanJob:
     # of F, of the gradient of the input, and of the gradient of the weights of each stage
     lasts_ns: tuple[tuple[int, int, int], ...]
     links: tuple[RankLink, ...]
-    repeats: int  # timed iterations after the first, which is not timed; 0: none
+    # timed iterations; 0: none. Of the first job, they come after one that is not timed
+    repeats: int
     backend: str
     timeout_s: float  # after so long without a message a rank gives up
+    layers: tuple[int, ...] = ()  # of each stage; empty: one each
+    last: bool = True  # no job follows; else ranks train on until the next one is there
+
+
+SPARE_ITERATIONS = 1000
+"""While a rank waits for the next job, it trains on for so many iterations, and pauses then."""
 
 
 def board_sizes(job: PlanJob, n_stages: int, n_microbatches: int) -> tuple[int, int, int, int]:
     """The sizes of the links' file: iterations, links, stages, microbatches."""
     n_links = max((link.resource for link in job.links), default=-1) + 1
-    return max(1, job.repeats), n_links, n_stages, n_microbatches
+    n_iterations = max(1, job.repeats) if job.last else job.repeats + SPARE_ITERATIONS
+    return n_iterations, n_links, n_stages, n_microbatches
 
 
 class Sent(NamedTuple):
@@ -97,25 +107,48 @@ class RankReport:
     parameters: int  # of its stages
     gradient_error: float  # the largest difference of a gradient from that of one process, over the largest gradient
     message_bytes: int  # of one message between stages, as sent
+    skipped: int = 0  # iterations of the job before that were trained and not timed
+    taken_ns: int = 0  # when it took the job, after its last iteration of the one before
 
 
 _JOB, _REPORT = TypeAdapter(PlanJob), TypeAdapter(RankReport)
 
 
-def write_job(folder: Path, job: PlanJob) -> None:
-    (folder / JOB_FILE).write_bytes(_JOB.dump_json(job))
+def job_file(folder: Path, number: int) -> Path:
+    return folder / f"job-{number}.json"
 
 
-def read_job(folder: Path) -> PlanJob:
-    return _JOB.validate_json((folder / JOB_FILE).read_bytes())
+def board_file(folder: Path, number: int) -> Path:
+    return folder / (f"{number}-{BOARD_FILE}" if number else BOARD_FILE)
 
 
-def write_report(folder: Path, rank: int, report: RankReport) -> None:
-    (folder / f"rank-{rank}.json").write_bytes(_REPORT.dump_json(report))
+def report_file(folder: Path, rank: int, number: int) -> Path:
+    return folder / f"rank-{rank}-{number}.json"
 
 
-def read_report(folder: Path, rank: int) -> RankReport:
-    return _REPORT.validate_json((folder / f"rank-{rank}.json").read_bytes())
+def write_job(folder: Path, job: PlanJob, number: int = 0) -> None:
+    """Write a job, and before it the file of its links."""
+    cells = parse_cells(job.csv, "the plan")
+    LinkBoard.make(board_file(folder, number), *board_sizes(job, cells.n_stages, cells.n_microbatches))
+    _appear(job_file(folder, number), _JOB.dump_json(job))
+
+
+def read_job(folder: Path, number: int = 0) -> PlanJob:
+    return _JOB.validate_json(job_file(folder, number).read_bytes())
+
+
+def write_report(folder: Path, rank: int, report: RankReport, number: int = 0) -> None:
+    _appear(report_file(folder, rank, number), _REPORT.dump_json(report))
+
+
+def read_report(folder: Path, rank: int, number: int = 0) -> RankReport:
+    return _REPORT.validate_json(report_file(folder, rank, number).read_bytes())
+
+
+def _appear(file: Path, content: bytes) -> None:
+    half = file.with_suffix(".part")
+    half.write_bytes(content)
+    half.replace(file)
 
 
 # ---- order of operations ---------------------------------------------------------------------------------------------
@@ -192,7 +225,8 @@ class LinkBoard:
     @staticmethod
     def make(file: Path, n_iterations: int, n_links: int, n_stages: int, n_microbatches: int) -> None:
         """Make the file: all links are free, no message is on its way."""
-        file.write_bytes(bytes(8 * n_iterations * (n_links + 2 * n_stages * n_microbatches)))
+        with file.open("wb") as stream:  # zeros that take no space until they are written
+            stream.truncate(8 * n_iterations * (n_links + 2 * n_stages * n_microbatches))
 
     def __enter__(self) -> LinkBoard:
         return self
@@ -270,17 +304,22 @@ class RankPace:
         settle: Callable[[], None] = lambda: None,
     ) -> None:
         """settle: waits until the device has finished its work."""
-        self._schedule, self._rank, self._board, self._waits, self._settle = schedule, rank, board, waits, settle
+        self._rank, self._waits, self._settle = rank, waits, settle
+        self._iteration = _UNTIMED
+        self._times: list[tuple[int, int]] = []
+        self._ended: dict[Op, int] = {}
+        self._sent: list[Sent] = []
+        self.follow(job, schedule, board)
+
+    def follow(self, job: PlanJob, schedule: Schedule, board: LinkBoard) -> None:
+        """Keep the times of another job, from the next iteration on."""
+        self._schedule, self._board = schedule, board
         self._lasts = {
             (stage, kind): ns
             for stage, (f, d, w) in enumerate(job.lasts_ns)
             for kind, ns in ((Kind.F, f), (Kind.D, d), (Kind.W, w), (Kind.B, d + w))
         }
         self._links: Mapping[tuple[int, int], RankLink] = {(link.source, link.target): link for link in job.links}
-        self._iteration = _UNTIMED
-        self._times: list[tuple[int, int]] = []
-        self._ended: dict[Op, int] = {}
-        self._sent: list[Sent] = []
 
     def begin(self, iteration: int) -> None:
         """The next operations belong to this timed iteration."""

@@ -7,13 +7,21 @@ Every rank of a process group holds the stages that the plan gives it and calls 
     losses = pipeline.step(inputs, targets)
 
 Gradients are in the parameters afterwards; the optimizer is the caller's.
+
+Another plan takes over between two steps (CrossPipe, arXiv:2507.00217, section 6: hot-swapping), in the same processes:
+
+    layers = move_layers(layers, layer_places(cells, division), layer_places(new, new_division), make_layer, optimizer)
+    pipeline.swap(new, stage_modules(layers, new, new_division, rank))
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +31,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from dips.core.errors import ConfigError
 from dips.planner.ir import Schedule
+from dips.planner.run.share import SharedStage, StageShare, shared_of
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 StageMaker = Callable[[nn.Module, int, int, torch.device, dist.ProcessGroup | None], PipelineStage]
@@ -39,12 +48,28 @@ class PlannedPipeline:
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         make_stage: StageMaker | None = None,
+        shares: Mapping[int, StageShare] | None = None,
     ) -> None:
         """modules[s]: stage s, on `device`, for the stages of this rank: one tensor in, one out. loss(output, target):
-        the mean over a microbatch. group: of as many ranks as the plan has; default: all.
+        the mean over a microbatch. group: of as many ranks as the plan has; default: all. shares[s]: for a stage of
+        this rank that others help with (dips.planner.run.share).
 
         Raises ConfigError where the group, the modules or the schedule do not fit.
         """
+        self._loss, self._device, self._group, self._make = loss, device, group, make_stage or _plain_stage
+        self.swap(cells, modules, shares)
+
+    def swap(
+        self, cells: Schedule, modules: Mapping[int, nn.Module], shares: Mapping[int, StageShare] | None = None
+    ) -> None:
+        """Go on in the order of another plan from the next step() on. Every rank of the group calls it, between the
+        same two steps.
+
+        modules, shares: as for the constructor, of the new plan; modules may be the old ones (move_layers() moves those
+        that change their rank). Gradients and the optimizer are not touched; shapes are learnt again in the next step.
+        Raises ConfigError where the group, the modules or the schedule do not fit; the old plan is kept then.
+        """
+        group = self._group
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if size != cells.n_devices:
             raise ConfigError(f"the plan has {cells.n_devices} ranks, the process group has {size}: make them equal")
@@ -53,11 +78,17 @@ class PlannedPipeline:
             raise ConfigError(
                 f"rank {rank} was given stages {sorted(modules)}, the plan has {list(stages)} there: give those"
             )
-        self._cells, self._last = cells, cells.n_stages - 1 in stages
-        self._first = 0 in stages
-        make = make_stage or _plain_stage
-        made = [make(modules[stage], stage, cells.n_stages, device, group) for stage in stages]
-        self._schedule = _runtime(cells, made, loss)
+        # torch's stages keep shapes and buffers of their order: a new order has new ones, over the same modules.
+        shares, form = shares or {}, (cells.n_stages, self._device, group)
+        made = [
+            SharedStage(shares[stage], modules[stage], stage, *form)
+            if stage in shares
+            else self._make(modules[stage], stage, *form)
+            for stage in stages
+        ]
+        self._shared = shared_of(made)
+        self._schedule = _runtime(cells, made, self._loss)
+        self._cells, self._first, self._last = cells, 0 in stages, cells.n_stages - 1 in stages
 
     def step(self, inputs: torch.Tensor | None = None, targets: torch.Tensor | None = None) -> list[torch.Tensor]:
         """One iteration: the gradients of the mean loss are added to the parameters of this rank's stages.
@@ -74,7 +105,11 @@ class PlannedPipeline:
                 size = "none" if batch is None else f"a batch of {len(batch)}"
                 raise ConfigError(f"step() was given {size} as {name}: give a multiple of the plan's {n} microbatches")
         arguments = (inputs,) if self._first else ()
+        for stage in self._shared:
+            stage.begin_step()
         self._schedule.step(*arguments, target=targets if self._last else None, losses=losses, return_outputs=False)
+        for stage in self._shared:
+            stage.end_step()
         return [loss.detach() * n for loss in losses]
 
 
@@ -104,3 +139,143 @@ def _runtime(cells: Schedule, stages: list[PipelineStage], loss: LossFunction) -
             why = str(error).partition("\n")[0]
             raise ConfigError(f"torch cannot run the schedule: {why}: make it again with dips plan FILE") from error
     return runtime
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+#
+# A stage is a row of layers. Plans have other stages than each other, but the model's layers stay: so layers are what
+# moves from rank to rank.
+
+
+def layer_places(cells: Schedule, division: Sequence[int]) -> tuple[int, ...]:
+    """The rank of each layer. division[s]: layers of stage s ("layers" of plan.json, where blocks are not cut)."""
+    if len(division) != cells.n_stages:
+        raise ConfigError(f"layers of {len(division)} stages, the plan has {cells.n_stages}: give a number for each")
+    return tuple(place for place, n in zip(cells.device_of_stage, division, strict=True) for _ in range(n))
+
+
+def stage_modules(
+    layers: Mapping[int, nn.Module], cells: Schedule, division: Sequence[int], rank: int
+) -> dict[int, nn.Module]:
+    """The stages of a rank, made of its layers."""
+    starts = [0, *accumulate(division)]
+    return {s: nn.Sequential(*(layers[n] for n in range(starts[s], starts[s + 1]))) for s in cells.stages_of(rank)}
+
+
+def move_layers(
+    layers: Mapping[int, nn.Module],
+    old: Sequence[int],
+    new: Sequence[int],
+    make: Callable[[int], nn.Module],
+    optimizer: torch.optim.Optimizer | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[int, nn.Module]:
+    """Move layers to the ranks where a new plan has them, over the process group; every rank calls it, between two
+    steps. Returns the layers that this rank has then, in their order.
+
+    layers: of this rank now. old, new: of layer_places(). make(n): layer n on this rank's device, with any values,
+    for those that arrive. Parameters and buffers move, and what the optimizer keeps of each parameter, which comes
+    into the parameter group with the same number. Gradients do not move: swap after the optimizer's step. A parameter
+    that two layers share becomes two.
+
+    Raises ConfigError for another number of layers, and for a made layer that is not like the one that arrives.
+    """
+    if len(old) != len(new):
+        raise ConfigError(f"the old plan has {len(old)} layers, the new one {len(new)}: plans must be of one model")
+    rank, moves = dist.get_rank(group), defaultdict[tuple[int, int], list[int]](list)
+    for number, pair in enumerate(zip(old, new, strict=True)):
+        moves[pair].append(number)
+    found = {number: layers[number] for number in moves[rank, rank]}
+    ops: list[dist.P2POp] = []
+    for source, target in sorted(pair for pair in moves if pair[0] != pair[1]):  # the same order on all ranks
+        numbers = moves[source, target]
+        if source == rank:
+            ops += _sent([layers[number] for number in numbers], optimizer, target, group)
+        elif target == rank:
+            arriving = {number: make(number) for number in numbers}
+            ops += _received(arriving, optimizer, source, group)
+            found |= arriving
+    for work in dist.batch_isend_irecv(ops) if ops else ():
+        work.wait()
+    return dict(sorted(found.items()))
+
+
+Form = tuple[torch.Size, torch.dtype]
+Described = list[tuple[str, Form, int | None, dict[str, Any]]]
+"""Of each parameter and buffer of a layer: name, form, number of the parameter's group in the optimizer, and of the
+optimizer's state the values, or, where they are tensors on the layer's device, which follow as messages, their form."""
+
+
+def _sent(
+    layers: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, target: int, group: dist.ProcessGroup | None
+) -> list[dist.P2POp]:
+    """Describe layers to the rank that gets them; returns the messages to send."""
+    said: list[Described] = []
+    tensors: list[torch.Tensor] = []
+    for layer in layers:
+        said.append([])
+        for name, tensor in _named(layer):
+            tensors.append(tensor.detach())
+            number, state = None, dict[str, Any]()
+            if optimizer is not None and isinstance(tensor, nn.Parameter):
+                number, state = _forget(optimizer, tensor)
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.device == tensor.device:
+                    tensors.append(value)
+                    state[key] = (value.shape, value.dtype)
+            said[-1].append((name, (tensor.shape, tensor.dtype), number, state))
+    dist.send_object_list([said], group=group, device=_device_of(tensors), group_dst=target)
+    return [dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=target) for tensor in tensors]
+
+
+def _received(
+    layers: Mapping[int, nn.Module],
+    optimizer: torch.optim.Optimizer | None,
+    source: int,
+    group: dist.ProcessGroup | None,
+) -> list[dist.P2POp]:
+    """Give layers that were made the optimizer's state of those that arrive; returns the messages to receive."""
+    got: list[Any] = [None]
+    device = _device_of([tensor for layer in layers.values() for _, tensor in _named(layer)])
+    dist.recv_object_list(got, group=group, device=device, group_src=source)
+    said: list[Described] = got[0]
+    tensors: list[torch.Tensor] = []
+    for (number, layer), described in zip(layers.items(), said, strict=True):
+        ours = _named(layer)
+        if [(name, (tensor.shape, tensor.dtype)) for name, tensor in ours] != [one[:2] for one in described]:
+            raise ConfigError(
+                f"layer {number} was made with {[name for name, _ in ours]}, what arrives is "
+                f"{[one[0] for one in described]}, or shapes or types differ: make it like the one that moves"
+            )
+        for (name, tensor), (_, _, group_number, state) in zip(ours, described, strict=True):
+            if not tensor.is_contiguous():
+                raise ConfigError(f"layer {number}: {name} is not contiguous, so nothing can be received into it")
+            tensors.append(tensor.detach())
+            for key, value in state.items():
+                if isinstance(value, tuple):
+                    shape, dtype = value
+                    state[key] = torch.empty(shape, dtype=dtype, device=tensor.device)
+                    tensors.append(state[key])
+            if optimizer is not None and group_number is not None:
+                optimizer.param_groups[group_number]["params"].append(tensor)
+                if state:
+                    optimizer.state[tensor] = state
+    return [dist.P2POp(dist.irecv, tensor, group=group, group_peer=source) for tensor in tensors]
+
+
+def _named(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*layer.named_parameters(), *layer.named_buffers()]
+
+
+def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device | None:
+    return tensors[0].device if tensors else None
+
+
+def _forget(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple[int | None, dict[str, Any]]:
+    """Take a parameter out of the optimizer; returns the number of its group, and its state."""
+    for number, one in enumerate(optimizer.param_groups):
+        kept = [other for other in one["params"] if other is not parameter]
+        if len(kept) < len(one["params"]):
+            one["params"] = kept
+            return number, dict(optimizer.state.pop(parameter, {}))
+    return None, {}

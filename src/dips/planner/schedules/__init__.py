@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 from dips.planner.costs import Costs
 from dips.planner.ir import Schedule, loop, straight, wave
 from dips.planner.schedules.fixed import gpipe, interleaved_1f1b, one_f_one_b, runs_evenly, zb_h1, zb_v
 from dips.planner.schedules.greedy import compact_zb, cross_ud, cross_wave
+from dips.planner.schedules.scaleacross import OPERATION, dora_pp, interleaved_zb_v, zigzag
 from dips.planner.simulate import simulate
 from dips.planner.validate import peaks
 
@@ -29,6 +31,11 @@ class NamedSchedule(NamedTuple):
     def chunks(self, n_devices: int) -> int:
         """The number of stages on each device."""
         return len(self.places(n_devices)) // n_devices
+
+    def goes_round(self, n_devices: int) -> bool:
+        """Whether the last device sends to the first."""
+        places = self.places(n_devices)
+        return n_devices > 1 and (n_devices - 1, 0) in pairwise(places)
 
 
 def _fixed(make: Callable[[int, int], Schedule], places: Callable[[int], tuple[int, ...]]) -> NamedSchedule:
@@ -70,6 +77,28 @@ SCHEDULES = {
     "cross_wave": NamedSchedule(cross_wave, wave, False),
     "compact_zb": NamedSchedule(compact_zb, straight, False),
 }
+
+CHUNKS = 4
+"""Stages on each device of the schedules in MANY_CHUNKS."""
+
+
+def _dora_pp_of(n_devices: int, n_microbatches: int, costs: Costs, memory: Sequence[int]) -> Schedule:
+    """DoraPP with as many microbatches at once as devices."""
+    return dora_pp(n_devices, n_microbatches, CHUNKS, n_devices)
+
+
+def _interleaved_zb_v_of(n_devices: int, n_microbatches: int, costs: Costs, memory: Sequence[int]) -> Schedule:
+    """Interleaved ZBV with as many microbatches on their way as devices, made for the longest delay of a message."""
+    operation_ns = max(1, costs.stages[0].f_ns)
+    delay_ns = max((wire.busy_ns + wire.latency_ns for wire in costs.wires.values()), default=0)
+    return interleaved_zb_v(n_devices, n_microbatches, CHUNKS, n_devices, round(OPERATION * delay_ns / operation_ns))
+
+
+MANY_CHUNKS = {
+    "dora_pp": NamedSchedule(_dora_pp_of, partial(loop, chunks=CHUNKS), True),
+    "interleaved_zb_v": NamedSchedule(_interleaved_zb_v_of, partial(zigzag, chunks=CHUNKS), True),
+}
+"""Schedules of ScaleAcross Explorer, which can be run; plans and sweeps do not choose from them."""
 
 CROSS_UD = ("cross_ud/1", "cross_ud/2", "cross_ud/4")
 """"UDSub" in the paper: blocks in so many parts."""
