@@ -93,11 +93,11 @@ def _both(latency: float, bandwidth: float, memory: float = 1.5) -> tuple[float,
 SECTION_4 = (
     "SpanTrain, sections 4.2 and 4.3: GPT-2 in settings 1 and 2, planned; 1 where the paper's statement holds\n"
     "assumed before any comparison: the shipped files spantrain-setting-1 and -2 (GPT-2 with 124M parameters, 512\n"
-    "tokens, 16-bit messages and gradients, compute at the FP16 rates of the paper's Table 2); all microbatch sizes that\n"
-    "divide the batch; two groups talk over one link, the slowest between them. Peers: DDP is an even share of the\n"
-    "batch on each of the 22 GPUs, the slowest of them, then a ring all-reduce of all gradients over the slowest link,\n"
-    "which nothing hides; DeepSpeed Pipeline is 1F1B and GPipe is GPipe, both with one GPU and an even part of the\n"
-    "layers on each of the 10 servers, in the order of the file, with the file's microbatches of 32. No second level:\n"
-    "the devices of a group share its layers with even parts of each microbatch. FSDP, Alpa, Metis, HetPipe and\n"
-    "Asteroid are not modelled, nor are ResNet-101, EfficientNet and BERT-small"
+    "tokens, 16-bit messages and gradients, compute at the FP16 rates of the paper's Table 2); all sizes of\n"
+    "microbatches that divide the batch; two groups talk over one link, the slowest between them. Peers: DDP is an\n"
+    "even share of the batch on each of the 22 GPUs, the slowest of them, then a ring all-reduce of all gradients over\n"
+    "the slowest link, which nothing hides; DeepSpeed Pipeline is 1F1B and GPipe is GPipe, both with one GPU and an\n"
+    "even part of the layers on each of the 10 servers, in the order of the file, with the file's microbatches of 32.\n"
+    "No second level: the devices of a group share its layers with even parts of each microbatch. FSDP, Alpa, Metis,\n"
+    "HetPipe and Asteroid are not modelled, nor are ResNet-101, EfficientNet and BERT-small"
 )
