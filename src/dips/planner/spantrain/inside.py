@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from heapq import heapify, heapreplace
@@ -147,6 +147,7 @@ class Team:
     tensor_s: float  # collectives of one layer and microbatch in its forward pass, and as long in its backward pass
     sync_s_per_byte: float  # all-reduce of gradients, after the last microbatch
     sync_latency_s: float
+    strict: bool = False  # only where those left out cannot hold these layers with one sequence
 
     @property
     def working(self) -> int:
@@ -252,7 +253,7 @@ DEFAULT_RULES = Rules()
 
 def teams_of(work: Work, parts: Sequence[Part], alike: bool, rules: Rules) -> Iterator[Team]:
     """The teams that devices can be. alike: they are one subgroup."""
-    even = not rules.second_level
+    even, strict = not rules.second_level, False
     by_memory = sorted({work.memory_bytes[part.site] for part in parts})
     for least in by_memory[:1] if even else by_memory:
         used = [part for part in parts if work.memory_bytes[part.site] >= least]
@@ -261,7 +262,9 @@ def teams_of(work: Work, parts: Sequence[Part], alike: bool, rules: Rules) -> It
             found = list(_symmetric(work, used, idle, even))
         else:
             found = [_data_parallel(work, used, idle), *_grid(work, used, idle)]
-        yield from (team for team in found if rules.idle or team.working + team.left_out == _devices(parts))
+        allowed = [team for team in found if rules.idle or team.working + team.left_out == _devices(parts)]
+        yield from (replace(team, strict=strict) for team in allowed)
+        strict = strict or not allowed
 
 
 def _devices(parts: Sequence[Part]) -> int:
@@ -446,8 +449,13 @@ class Planner:
 
 
 def _fits(work: Work, stage: Stage) -> bool:
-    """Whether each device holds its state and one microbatch."""
-    return tightest(work, stage).microbatches >= 1
+    """Whether each device holds its state and one microbatch; and where that matters, whether none that is left out
+    could hold one sequence."""
+    if tightest(work, stage).microbatches < 1:
+        return False
+    one = Tile(Fraction(1, work.sequences), Fraction(1, stage.team.tensor_parts))
+    out = [share for share in stage.team.shares if stage.team.strict and not share.tile.data]
+    return all(held_by(work, share._replace(tile=one), stage.first, stage.last).microbatches < 1 for share in out)
 
 
 def _stage_s(work: Work, stage: Stage, microbatches: int) -> float:

@@ -174,16 +174,17 @@ def report_of(
     rules = Rules(second_level, idle)
     found = search(setup, grouping.groups, wanted, microbatch_sequences, seed=seed, rules=rules)
     flowing = flow(found.simulated[0]) if out_of_order else None
-    unseen = [*_unseen(setup, found), *([SENTENCE] if out_of_order else [])]
+    sentences = [*unseen(setup, found), *([SENTENCE] if out_of_order else [])]
     if alternatives:
-        unseen += _alternatives(setup, grouping.groups, found, microbatch_sequences, seed, rules)
-    return Report(setup, grouping, found, rules, flowing, tuple(unseen))
+        sentences += _alternatives(setup, grouping.groups, found, microbatch_sequences, seed, rules)
+    return Report(setup, grouping, found, rules, flowing, tuple(sentences))
 
 
 # ---- what SpanTrain does not see -------------------------------------------------------------------------------------
 
 
-def _unseen(setup: ClusterFile, found: Found) -> Iterator[str]:
+def unseen(setup: ClusterFile, found: Found) -> Iterator[str]:
+    """What SpanTrain does not see of the best plan, as sentences without a full stop."""
     best, training = found.simulated[0], setup.training
     work, stages = found.works[best.chain.sequences], best.chain.stages
     off = best.chain.equation_s / best.iteration_s - 1

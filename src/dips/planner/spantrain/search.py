@@ -48,7 +48,6 @@ from dips.planner.schedules.greedy import compact_zb
 from dips.planner.simulate import Timeline, simulate
 from dips.planner.spantrain.inside import DEFAULT_RULES, Inside, Planner, Rules, Stage, tensor_s, tightest, times_of
 from dips.planner.spantrain.work import Way, Work, work_of
-from dips.planner.units import even_division
 
 BEAM = 24
 """Candidates that are kept: l of Algorithm 1."""
@@ -61,6 +60,10 @@ FINALISTS = 16
 
 CLIMBERS = 3
 """Simulated candidates that are moved on: so many of all, and the best of each batch and microbatch size."""
+
+MOST_COMPARED = 60_000
+"""Candidates whose Equation 1 one search computes, about: a few seconds. The beams of all batches and microbatch sizes
+get equal parts, and end at a round that exceeds theirs."""
 
 MOST_SCANNED = 32
 """Layers up to which every place of a cut is tried, not only those near the balance."""
@@ -189,20 +192,21 @@ class Level:
 
     # ---- Algorithm 1 ----
 
-    def best(self, dice: random.Random) -> list[Candidate]:
-        """Beam search; the best first, and none where nothing fits. The same dice give the same candidates."""
+    def best(self, dice: random.Random, most: int = MOST_COMPARED) -> list[Candidate]:
+        """Beam search; the best first, and none where nothing fits. The same dice give the same candidates. most: are
+        compared, about."""
         beam = self._ranked(self._initial(dice))
         for _ in range(ROUNDS):
             grown = self._ranked(dict.fromkeys([*beam, *(new for one in beam for new in moves(one))]))
-            if grown == beam:
-                break
+            if grown == beam or self.compared > most:
+                return grown
             beam = grown
         return beam
 
-    def finalists(self, dice: random.Random) -> list[Candidate]:
+    def finalists(self, dice: random.Random, most: int = MOST_COMPARED) -> list[Candidate]:
         """What is simulated: the best, and the best of each order of the groups, since Equation 1 and the simulation
         differ most between orders."""
-        best = self.best(dice)[:FINALISTS]
+        best = self.best(dice, most)[:FINALISTS]
         of_order: dict[tuple[int, ...], Candidate] = {}
         for one in sorted(self._seen, key=lambda one: (self._seen[one], one)):
             if math.isfinite(self._seen[one]):
@@ -227,16 +231,20 @@ class Level:
 
     def in_proportion(self, order: Sequence[int]) -> tuple[int, ...] | None:
         """Layers in proportion to the computing power of the groups; None where groups are more than layers."""
-        times = self.work.times_s
-        if self.work.units < len(order):
+        times, units, n = self.work.times_s, self.work.units, len(order)
+        if units < n:
             return None
         whole_s = times[0][-1].total_s
         speeds = [
             math.fsum(part.devices * whole_s / times[part.site][-1].total_s for part in self.groups[group].parts)
             for group in order
         ]
-        each_s = [high.total_s - low.total_s for low, high in pairwise(times[0])]
-        return even_division(each_s, [1 / speed for speed in speeds])
+        ends = [0]
+        for number, wanted in enumerate(accumulate(speeds), 1):
+            goal_s = whole_s * wanted / math.fsum(speeds)
+            some = range(ends[-1] + 1, units - (n - number) + 1)
+            ends.append(units if number == n else min(some, key=lambda end: abs(times[0][end].total_s - goal_s)))
+        return tuple(b - a for a, b in pairwise(ends))
 
     def segmented(self, order: Sequence[int]) -> tuple[int, ...] | None:
         """Layers such that the slowest group is as fast as possible, with its collectives and memory; None where they
@@ -428,20 +436,28 @@ def search(
 ) -> Found:
     """Algorithm 1 over batches (sequences of an iteration) and microbatch sizes (None: all divisors of each batch),
     then the simulation of the best. Raises PlanError where nothing fits."""
+    if not batches or min([*batches, *(microbatch_sequences or [1])]) < 1:
+        raise PlanError(
+            f"batches {list(batches)} and microbatches {microbatch_sequences} are not at least 1: correct them"
+        )
     found = Found([])
     levels: dict[tuple[int, int], Level] = {}
     finalists: list[tuple[float, int, int, Candidate]] = []
-    for batch in batches:
-        for size in divisors(batch) if microbatch_sequences is None else microbatch_sequences:
-            try:
-                level = levels[batch, size] = _level(setup, groups, batch, size, rules, found.works)
-            except PlanError as error:
-                found.refused.append(Refused(batch, size, str(error)))
-                continue
-            best = level.finalists(random.Random(f"{seed} {batch} {size}"))
-            if not best:
-                found.refused.append(Refused(batch, size, why_not(level)))
-            finalists += [(level.seconds(one) / batch, batch, size, one) for one in best]
+    pairs = [
+        (batch, size)
+        for batch in dict.fromkeys(batches)
+        for size in (divisors(batch) if microbatch_sequences is None else dict.fromkeys(microbatch_sequences))
+    ]
+    for batch, size in pairs:
+        try:
+            level = levels[batch, size] = _level(setup, groups, batch, size, rules, found.works)
+        except PlanError as error:
+            found.refused.append(Refused(batch, size, str(error)))
+            continue
+        best = level.finalists(random.Random(f"{seed} {batch} {size}"), MOST_COMPARED // len(pairs))
+        if not best:
+            found.refused.append(Refused(batch, size, why_not(level)))
+        finalists += [(level.seconds(one) / batch, batch, size, one) for one in best]
     if not finalists:
         raise PlanError(found.refused[0].why)
     found.simulated = _Ranking(levels).ranked(sorted(finalists))

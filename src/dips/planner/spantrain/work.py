@@ -8,8 +8,8 @@ takes that part of the time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -59,11 +59,17 @@ class Work:
     weight_bytes: tuple[float, ...]  # sums, as gradients are sent
     memory_bytes: tuple[float, ...]  # of a device, by site
     ways: tuple[tuple[Way, ...], ...]  # ways[a][b]: from site a to site b
+    # what slowest() found before
+    _slowest: dict[tuple[tuple[int, ...], tuple[int, ...]], Way] = field(default_factory=dict, init=False)
 
-    def slowest(self, senders: Iterable[int], receivers: Iterable[int]) -> Way:
+    def slowest(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Way:
         """The way on which a message of one microbatch takes longest, of those between two sets of sites."""
-        found = [self.ways[a][b] for a in senders for b in receivers]
-        return max(found, key=lambda way: way.busy_s(self.message_bytes) + way.latency_s)
+        found = self._slowest.get((senders, receivers))
+        if found is None:
+            ways = [self.ways[a][b] for a in senders for b in receivers]
+            found = max(ways, key=lambda way: way.busy_s(self.message_bytes) + way.latency_s)
+            self._slowest[senders, receivers] = found
+        return found
 
     def slowest_within(self, sites: Sequence[int], devices: Sequence[int]) -> Way:
         """The way with the least bandwidth between devices of these sites; devices: of each site."""
