@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from fractions import Fraction
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
-from support.spantrain import all_links, grouped, problem
+from support.spantrain import Row, all_links, grouped, problem
 
 from dips.planner.cluster import ClusterFile
 from dips.planner.errors import PlanError
@@ -20,6 +21,7 @@ from dips.planner.spantrain.inside import (
     Planner,
     Rules,
     Stage,
+    Team,
     Tile,
     data_shares,
     grid_of,
@@ -37,11 +39,11 @@ from dips.planner.spantrain.work import Work, work_of
 THIRD, TWO_THIRDS = Fraction(1, 3), Fraction(2, 3)
 
 
-def lan(*sites: dict[str, object], layers: int = 6, gbps: float = 1, **training: object) -> ClusterFile:
+def lan(*sites: Row, layers: int = 6, gbps: float = 1, **training: Any) -> ClusterFile:
     """Sites that are one group."""
     named = [{"name": f"s{number}"} | site for number, site in enumerate(sites)]
     links = all_links([str(site["name"]) for site in named], lambda a, b: gbps)
-    return problem(named, links, layers, **training)  # type: ignore[arg-type]
+    return problem(named, links, layers, **training)
 
 
 def planned(setup: ClusterFile, sequences: int, microbatches: int = 4, rules: Rules = DEFAULT_RULES) -> Planner:
@@ -106,8 +108,8 @@ def test_figure_7b_in_a_plan() -> None:
     stages = whole(planned(setup, 3)).stages
     lone = next(stage.team for stage in stages if stage.team.layout == DATA)
     assert [(share.site, share.tile.data, share.tile.tensor) for share in lone.shares] == [
-        (1, THIRD, 1),
-        (2, TWO_THIRDS, 1),
+        (1, THIRD, Fraction(1)),
+        (2, TWO_THIRDS, Fraction(1)),
     ]
     assert len(stages) == 2
 
@@ -137,7 +139,6 @@ def test_whole_shares_are_the_fastest_of_all() -> None:
 
 
 def test_a_microbatch_needs_a_sequence_for_each_device() -> None:
-    setup = lan({"devices": 2, "network_gbps": 0.001, "memory_gib": 24, "sustained_tflops": 1}, gbps=1)
     setup = problem([{"name": "a", "devices": 7, "network_gbps": 10, "sustained_tflops": 1}], [], layers=6)
     assert not planned(setup, 6).has_teams(0)
     assert planned(setup, 7).has_teams(0)
@@ -205,7 +206,7 @@ def test_memory_of_a_device_by_hand() -> None:
 
 def test_a_device_is_left_out_for_its_memory_alone() -> None:
     """A small one cannot hold a layer: the other one has all. With memory enough it works, though it is slow."""
-    rows = [{"sustained_tflops": 1.0, "memory_gib": 0.05}, {"sustained_tflops": 8.0}]
+    rows: list[Row] = [{"sustained_tflops": 1.0, "memory_gib": 0.05}, {"sustained_tflops": 8.0}]
     small = whole(planned(lan(*rows, gbps=0.3), 4))
     assert [(stage.layers, stage.team.working, stage.team.left_out) for stage in small.stages] == [(6, 1, 1)]
     large = whole(planned(lan(rows[0] | {"memory_gib": 8}, rows[1], gbps=0.3), 4))
@@ -230,14 +231,14 @@ def all_insides(planner: Planner, group: int) -> list[Inside]:
     """The insides of all lines with all cuts and all ways, by brute force."""
     work, found = planner.work, []
 
-    def grown(line: list[tuple[object, ...]], stages: list[Stage], first: int) -> None:
+    def grown(line: list[tuple[Team, ...]], stages: list[Stage], first: int) -> None:
         if not line:
             if first == work.units:
                 found.append(inside_of(work, stages))
             return
         for last in range(first + 1, work.units + 1):
             for team in line[0]:
-                stage = Stage(team, first, last)  # type: ignore[arg-type]
+                stage = Stage(team, first, last)
                 if tightest(work, stage).microbatches >= 1:
                     grown(line[1:], [*stages, stage], last)
 
