@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+from support.repository import ROOT
 from support.spantrain import Row, all_links, grouped, problem
 
 from dips.planner.cluster import ClusterFile, read_setup
 from dips.planner.errors import PlanError
+from dips.planner.ir import Schedule
 from dips.planner.spantrain.inside import DEFAULT_RULES
-from dips.planner.spantrain.report import Report, report_of, slowest_stage, unseen
+from dips.planner.spantrain.report import Report, report_of, slowest_stage, unseen, write_report
 from dips.planner.spantrain.search import Candidate, Found, Level, simulated
 from dips.planner.spantrain.work import work_of
 
@@ -119,6 +124,40 @@ def test_a_link_that_several_messages_share_is_named() -> None:
         ]
         wanted = ["messages behind stages 0 and 2 share the link from a to b: simulated, but not in Equation 1"]
         assert said == (wanted if shared else [])
+
+
+def test_files(found: Report, tmp_path: Path) -> None:
+    """They are written into a new folder; plan.csv holds the schedule, trace.json its operations."""
+    files = write_report(found, tmp_path / "new" / "plan")
+    names = [file.name for file in files]
+    assert names == ["spantrain.json", "plan.csv", "trace.json", "timeline.svg", "timeline.png"]
+    assert json.loads(files[0].read_text()) == json.loads(json.dumps(found.to_json()))
+    schedule = found.best.timeline.schedule
+    assert Schedule.from_csv(files[1].read_text()).orders == schedule.orders
+    assert "SpanTrain: small" in files[3].read_text()
+    assert files[4].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_lines_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/planner/spantrain.md, and what it says of setting 1."""
+    page = (ROOT / "docs" / "planner" / "spantrain.md").read_text()
+    (lines,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    kept: dict[str, Any] = {}
+    exec(compile(lines, "spantrain.md", "exec"), kept)
+    assert (tmp_path / "runs" / "spantrain" / "timeline.png").is_file()
+    assert [one["layers"] for one in kept["report"].to_json()["groups"]] == [12, 20]
+    setting = report_of(read_setup("spantrain-setting-1"), out_of_order=True)
+    for seconds in (setting.best.iteration_s, setting.iteration_s):
+        assert f"{seconds:.2f} s" in page
+    assert "with group 1 alone an iteration takes 2.957 s" in " ".join(setting.unseen)
+
+
+def test_a_network_that_is_not_given_is_named() -> None:
+    setup = problem([{"name": "a", "devices": 2, "sustained_tflops": 1}], [], 4, 4)
+    said = report_of(setup, alternatives=False).unseen
+    assert "network_gbps of a is not given: collectives and messages inside take no time" in said
 
 
 def test_mistakes_are_one_sentence() -> None:

@@ -10,7 +10,8 @@ The paper does not say more. The model here:
   later uses the new weights, what began before used the old ones. No stage keeps old weights.
 * A stage holds as many microbatches as an iteration has, at most (and as its memory allows): from the beginning of F to
   the end of W. So weights lack about one iteration at most, or those that an all-reduce takes longer than.
-* The all-reduce of an iteration runs while the next one computes; iterations cannot follow each other faster than it.
+* The all-reduce of an iteration runs while the next one computes. Iterations cannot follow each other faster than it:
+  where it takes longer than all else, operations are stretched evenly, until they last as long.
 
 Times are of the steady state: of iterations after the first ones, and before the last one. It is NOT equal to
 synchronous training.
@@ -55,7 +56,7 @@ class Flowing:
     iteration_s: float
     staleness: tuple[Staleness, ...]  # of each stage
     activation_bytes: tuple[int, ...]  # the peak of each stage's tightest device
-    timeline: Timeline  # of all iterations
+    timeline: Timeline  # of all iterations, without all-reduces
 
 
 def flow(one: Simulated) -> Flowing:
@@ -70,9 +71,13 @@ def flow(one: Simulated) -> Flowing:
     ends = _ends_of_iterations(timeline, n)
     last = [max(row[k] for row in ends) for k in range(ITERATIONS)]
     period_ns = (last[MEASURED[-1]] - last[MEASURED[0] - 1]) / len(MEASURED)
+    longest_ns = max(period_ns, *sync_ns)
+    stretch = longest_ns / period_ns
     return Flowing(
-        iteration_s=max(period_ns, *sync_ns) / NS,
-        staleness=tuple(_staleness(timeline, device, n, ends[device], sync_ns[device]) for device in range(stages)),
+        iteration_s=longest_ns / NS,
+        staleness=tuple(
+            _staleness(timeline, device, n, ends[device], round(sync_ns[device] / stretch)) for device in range(stages)
+        ),
         activation_bytes=peaks(schedule, costs),
         timeline=timeline,
     )
@@ -89,6 +94,7 @@ def _ends_of_iterations(timeline: Timeline, n: int) -> list[list[int]]:
 
 
 def _staleness(timeline: Timeline, device: int, n: int, ends: list[int], sync_ns: int) -> Staleness:
+    """sync_ns: of the all-reduce, in the timeline's own time."""
     changed = [end + sync_ns for end in ends]  # in the order of iterations
     order, starts = timeline.schedule.orders[device], timeline.starts[device]
     began = {Op(op.kind, 0, op.microbatch): start for op, start in zip(order, starts, strict=True)}

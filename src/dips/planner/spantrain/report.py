@@ -3,6 +3,7 @@ iteration, what else was tried, and what SpanTrain does not see."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -13,10 +14,12 @@ from dips.core.units import format_seconds
 from dips.planner.cluster import ClusterFile
 from dips.planner.errors import PlanError
 from dips.planner.grouping import ALIKE, THRESHOLD_GBPS, Group, Grouping, group, measured_of
+from dips.planner.plan import ready_folder, writing
 from dips.planner.spantrain.flowing import SENTENCE, Flowing, flow
 from dips.planner.spantrain.inside import Rules, Share, Stage, held_by
 from dips.planner.spantrain.search import Found, Simulated, Terms, search, way_between
 from dips.planner.spantrain.work import Work
+from dips.planner.trace import draw, trace_events
 from dips.planner.validate import peaks
 
 RUNNERS_UP = 5
@@ -208,6 +211,14 @@ def unseen(setup: ClusterFile, found: Found) -> Iterator[str]:
         yield "a message between two stages goes over one link, the slowest between their devices, whole"
     if any(share.tile.data * share.tile.tensor not in (0, 1) for stage in stages for share in stage.team.shares):
         yield "a part of a microbatch, or of a layer, is taken to need that part of its time on a device"
+    free = {
+        setup.sites[share.site].name: None
+        for stage in stages
+        for share in stage.team.shares
+        if share.devices > 1 and setup.sites[share.site].network_gbps is None
+    }
+    if free:
+        yield f"network_gbps of {', '.join(free)} is not given: collectives and messages inside take no time"
     split = {name: getattr(training, name) for name in ("tensor", "context", "expert", "data")}
     given = ", ".join(f"{name} = {value}" for name, value in split.items() if value > 1)
     if given:
@@ -256,6 +267,31 @@ def _alternatives(
             seconds, some = min(tried)
             names = " and ".join(str(number + 1) for number in some)
             yield says(f"SpanTrain uses all groups: with group {names} alone", seconds)
+
+
+def write_report(report: Report, folder: Path) -> list[Path]:
+    """Write the answer as files, and make the folder: spantrain.json (to_json()), plan.csv (a line for each team, as
+    torch's pipeline runtime loads it), trace.json for Perfetto, timeline.svg and .png. Of the out-of-order variant the
+    orders and times are of all simulated iterations. Raises PlanError when it cannot be written."""
+    best, setup = report.best, report.setup
+    timeline = best.timeline if report.flowing is None else report.flowing.timeline
+    names = [
+        f"{number}: {', '.join(dict.fromkeys(setup.sites[site].name for site in stage.team.sites))}"
+        for number, stage in enumerate(best.chain.stages)
+    ]
+    title = f"SpanTrain: {setup.model.name}, {format_seconds(report.iteration_s)} an iteration"
+    texts = {
+        "spantrain.json": json.dumps(report.to_json()) + "\n",
+        "plan.csv": timeline.schedule.to_csv(),
+        "trace.json": json.dumps(trace_events(timeline, names)) + "\n",
+    }
+    pictures = [folder / "timeline.svg", folder / "timeline.png"]
+    ready_folder(folder)
+    with writing(folder):
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+        draw(timeline, pictures, title if report.flowing is None else f"{title}, out of order", names)
+    return [*(folder / name for name in texts), *pictures]
 
 
 def slowest_stage(report: Report) -> tuple[int, Terms]:
