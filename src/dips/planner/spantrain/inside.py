@@ -371,8 +371,10 @@ class Planner:
             for group in groups
         ]
         self._best: dict[tuple[int, int, int], Inside | None] = {}
-        self._sides: dict[tuple[int, int, int], Stage | None] = {}
-        self._numbers = {id(teams): n for n, teams in enumerate(t for ls in self._lines for line in ls for t in line)}
+        self._tables: dict[tuple[int, int], tuple[list[float], list[list[int]]]] = {}
+        self._sides: dict[
+            tuple[int, int, int], tuple[float, Stage | None]
+        ] = {}  # by id of the ways, which _lines keeps
 
     def has_teams(self, group: int) -> bool:
         """Whether the devices of a group can share a microbatch at all, whatever their memory."""
@@ -396,56 +398,62 @@ class Planner:
             yield inside_of(self.work, stages)
 
     def _cut(self, line: Sequence[tuple[Team, ...]], first: int, last: int) -> list[Stage] | None:
-        """Cut units into consecutive parts with the least maximum of the teams' times: by dynamic programming, where
-        the best place of each cut is found by bisection, since a team's time grows with its units."""
-        if last - first < len(line):
-            return None
-        ends = range(first, last + 1)
-        best = [0.0 if end == first else math.inf for end in ends]  # of the teams so far, by where they end
-        cuts: list[list[int]] = []
-        for number, teams in enumerate(line):
-            after, cut = [math.inf] * len(best), [0] * len(best)
-            final = number == len(line) - 1
-            for end in range(last if final else first + number + 1, last + 1):
-                low, high = first + number, end - 1
-                while low < high:  # the first cut at which the teams before take longer than this one
-                    middle = (low + high) // 2
-                    if best[middle - first] >= self._seconds(teams, middle, end):
-                        high = middle
-                    else:
-                        low = middle + 1
-                for begin in range(max(first + number, low - 1), min(low + 1, end)):
-                    seconds = max(best[begin - first], self._seconds(teams, begin, end))
-                    if seconds < after[end - first]:
-                        after[end - first], cut[end - first] = seconds, begin
-            best = after
-            cuts.append(cut)
-        if math.isinf(best[-1]):
+        """Cut units into consecutive parts with the least maximum of the teams' times; None where they do not fit."""
+        best, cuts = self._table(line, first)
+        if math.isinf(best[last]):
             return None
         stages, end = [], last
         for teams, cut in zip(reversed(line), reversed(cuts), strict=True):
-            begin = cut[end - first]
-            stage = self._side(teams, begin, end)
+            _, stage = self._side(teams, cut[end], end)
             assert stage is not None
             stages.append(stage)
-            end = begin
+            end = cut[end]
         return stages[::-1]
 
-    def _seconds(self, teams: tuple[Team, ...], first: int, last: int) -> float:
-        stage = self._side(teams, first, last)
-        return math.inf if stage is None else _stage_s(self.work, stage, self.microbatches)
+    def _table(self, line: Sequence[tuple[Team, ...]], first: int) -> tuple[list[float], list[list[int]]]:
+        """For units from the first on, by where they end: the time of the slowest team, and where each team begins. By
+        dynamic programming; the best place of a cut is where both sides take as long, since a team's time grows with
+        its units."""
+        key = id(line), first
+        if key in self._tables:
+            return self._tables[key]
+        units = self.work.units
+        best = [0.0 if end == first else math.inf for end in range(units + 1)]
+        cuts: list[list[int]] = []
+        for number, teams in enumerate(line):
+            after, cut = [math.inf] * (units + 1), [0] * (units + 1)
+            low = first + number
+            for end in range(first + number + 1, units + 1):
+                # the first cut at which the teams before take longer than this one: with more units it comes later
+                while low < end - 1 and best[low] < self._seconds(teams, low, end):
+                    low += 1
+                for begin in range(max(first + number, low - 1), min(low + 1, end)):
+                    seconds = max(best[begin], self._seconds(teams, begin, end))
+                    if seconds < after[end]:
+                        after[end], cut[end] = seconds, begin
+                if math.isinf(after[end]) and end > first + len(line):
+                    break  # more units do not fit either
+            best = after
+            cuts.append(cut)
+        self._tables[key] = best, cuts
+        return best, cuts
 
-    def _side(self, teams: tuple[Team, ...], first: int, last: int) -> Stage | None:
-        """The fastest of a team's ways for these units; None where none fits."""
-        key = self._numbers[id(teams)], first, last
-        if key not in self._sides:
+    def _seconds(self, teams: tuple[Team, ...], first: int, last: int) -> float:
+        return self._side(teams, first, last)[0]
+
+    def _side(self, teams: tuple[Team, ...], first: int, last: int) -> tuple[float, Stage | None]:
+        """The fastest of a team's ways for these units, and its time; None where none fits."""
+        key = id(teams), first, last
+        found = self._sides.get(key)
+        if found is None:
             self.evaluated += len(teams)
             fit = [one for one in (Stage(team, first, last) for team in teams) if _fits(self.work, one)]
             if not self.rules.idle:  # devices are left out for their memory alone
                 fewest = min((one.team.left_out for one in fit), default=0)
                 fit = [one for one in fit if one.team.left_out == fewest]
-            self._sides[key] = min(fit, key=lambda one: _stage_s(self.work, one, self.microbatches), default=None)
-        return self._sides[key]
+            timed = [(_stage_s(self.work, one, self.microbatches), one) for one in fit]
+            found = self._sides[key] = min(timed, key=lambda row: row[0], default=(math.inf, None))
+        return found
 
 
 def _fits(work: Work, stage: Stage) -> bool:

@@ -17,7 +17,7 @@ from dips.planner.grouping import ALIKE, THRESHOLD_GBPS, Group, Grouping, group,
 from dips.planner.plan import ready_folder, writing
 from dips.planner.spantrain.flowing import SENTENCE, Flowing, flow
 from dips.planner.spantrain.inside import Rules, Share, Stage, held_by
-from dips.planner.spantrain.search import Found, Simulated, Terms, search, way_between
+from dips.planner.spantrain.search import SIMULATED_OPERATIONS, Found, Simulated, Terms, search, way_between
 from dips.planner.spantrain.work import Work
 from dips.planner.trace import draw, trace_events
 from dips.planner.validate import peaks
@@ -225,6 +225,8 @@ def unseen(setup: ClusterFile, found: Found) -> Iterator[str]:
         yield f"[training] has {given}: not used but for the batch, since SpanTrain chooses how devices share layers"
     if training.zero_stage and any(stage.team.replicas > 1 for stage in stages):
         yield f"[training] has zero_stage = {training.zero_stage}: not used, each replica has all states of its layers"
+    if setup.profile is not None and setup.profile.memory_microbatches is not None:
+        yield "[profile] has memory_microbatches: not used, memory is what memory_gib leaves"
     for stage in stages:
         out = [share for share in stage.team.shares if not share.tile.data]
         names = ", ".join(f"{setup.sites[share.site].name} x {share.devices}" for share in out)
@@ -246,7 +248,9 @@ def _alternatives(
 
     def faster(some: Sequence[Group], changed: Rules) -> float | None:
         try:
-            one = search(setup, some, [batch], sizes, seed=seed, rules=changed).simulated[0]
+            one = search(
+                setup, some, [batch], sizes, seed=seed, rules=changed, operations=SIMULATED_OPERATIONS // 8
+            ).simulated[0]
         except PlanError:  # this one is not possible
             return None
         return one.iteration_s if one.iteration_s < best.iteration_s * 0.99 else None

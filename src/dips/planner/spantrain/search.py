@@ -376,6 +376,7 @@ def costs_of(work: Work, chain: Chain) -> tuple[Costs, tuple[int, ...]]:
         tuple(found),
         {pair: wire for pair, wire in wires.items() if wire.busy_ns or wire.latency_ns},
         exchanges if any(one.reduces for one in exchanges) else (),
+        work.setup.options.overlap,
     )
     profile = work.setup.profile
     if profile is not None and (profile.operation_us or profile.send_us):
@@ -387,8 +388,10 @@ def costs_of(work: Work, chain: Chain) -> tuple[Costs, tuple[int, ...]]:
 
 def _wire(work: Work, way: Way, pair: int) -> Wire:
     """Inside of a site each pair of teams has a wire of its own; a link between sites is shared by all."""
-    resource = len(work.ways) ** 2 + pair if way.sender == way.receiver else way.resource
-    return Wire(resource, round(way.busy_s(work.message_bytes) * NS), round(way.latency_s * NS))
+    busy_ns, latency_ns = round(way.busy_s(work.message_bytes) * NS), round(way.latency_s * NS)
+    if way.sender == way.receiver:
+        return Wire(len(work.ways) ** 2 + pair, busy_ns, latency_ns)
+    return Wire(way.resource, busy_ns, latency_ns, 2 * latency_ns if work.setup.options.blocking else 0)
 
 
 def _exchange(work: Work, number: int, stage: Stage) -> Exchange:
@@ -433,9 +436,10 @@ def search(
     *,
     seed: int = 0,
     rules: Rules = DEFAULT_RULES,
+    operations: int = SIMULATED_OPERATIONS,
 ) -> Found:
     """Algorithm 1 over batches (sequences of an iteration) and microbatch sizes (None: all divisors of each batch),
-    then the simulation of the best. Raises PlanError where nothing fits."""
+    then the simulation of the best. operations: that are simulated, about. Raises PlanError where nothing fits."""
     if not batches or min([*batches, *(microbatch_sequences or [1])]) < 1:
         raise PlanError(
             f"batches {list(batches)} and microbatches {microbatch_sequences} are not at least 1: correct them"
@@ -460,7 +464,7 @@ def search(
         finalists += [(level.seconds(one) / batch, batch, size, one) for one in best]
     if not finalists:
         raise PlanError(found.refused[0].why)
-    found.simulated = _Ranking(levels).ranked(sorted(finalists))
+    found.simulated = _Ranking(levels, operations).ranked(sorted(finalists))
     found.evaluated = sum(level.planner.evaluated for level in levels.values())
     found.compared = sum(level.compared for level in levels.values())
     return found
@@ -498,11 +502,11 @@ def why_not(level: Level) -> str:
 
 
 class _Ranking:
-    """Simulates candidates, the most promising first, within SIMULATED_OPERATIONS."""
+    """Simulates candidates, the most promising first, within a number of operations."""
 
-    def __init__(self, levels: dict[tuple[int, int], Level]) -> None:
+    def __init__(self, levels: dict[tuple[int, int], Level], operations: int) -> None:
         self._levels = levels
-        self._left = SIMULATED_OPERATIONS
+        self._left = operations
         self._done: dict[tuple[int, int, Candidate], Simulated] = {}
 
     def ranked(self, finalists: Sequence[tuple[float, int, int, Candidate]]) -> list[Simulated]:
