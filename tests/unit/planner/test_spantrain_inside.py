@@ -119,7 +119,7 @@ def test_figure_7c_in_a_plan() -> None:
     powers = (1, 2, 2, 4)
     setup = lan(*({"sustained_tflops": power} for power in powers), gbps=1e6)
     planner = planned(setup, 3)
-    (team,) = (team for team in planner._lines[0][-1][0] if team.layout == GRID)
+    (team,) = (team for team in planner.lines[0][-1][0] if team.layout == GRID)
     parts = {share.site: share.tile for share in team.shares for _ in range(share.devices)}
     assert [parts[site].data * parts[site].tensor * 9 for site in range(4)] == list(powers)
 
@@ -182,7 +182,7 @@ def test_tensor_parallel_by_hand() -> None:
 def test_a_part_of_a_microbatch_takes_its_part_of_the_time() -> None:
     setup = lan({"sustained_tflops": 1}, {"sustained_tflops": 3})
     planner = planned(setup, 4, microbatches=1000)
-    alone = times_of(planner.work, Stage(planner._lines[0][-1][0][0], 0, 6)).total_s  # all devices in one team
+    alone = times_of(planner.work, Stage(planner.lines[0][-1][0][0], 0, 6)).total_s  # all devices in one team
     assert alone == pytest.approx(planner.work.times_s[0][-1].total_s / 4)
 
 
@@ -192,7 +192,7 @@ def test_a_part_of_a_microbatch_takes_its_part_of_the_time() -> None:
 def test_memory_of_a_device_by_hand() -> None:
     setup = lan({"sustained_tflops": 1, "memory_gib": 4}, {"sustained_tflops": 3})
     planner = planned(setup, 4)
-    stage = Stage(planner._lines[0][-1][0][0], 1, 3)
+    stage = Stage(planner.lines[0][-1][0][0], 1, 3)
     share = stage.team.shares[0]
     layer = setup.model.layer_parameters(0)
     held = held_by(planner.work, share, 1, 3)
@@ -242,7 +242,7 @@ def all_insides(planner: Planner, group: int) -> list[Inside]:
                 if tightest(work, stage).microbatches >= 1:
                     grown(line[1:], [*stages, stage], last)
 
-    for line in planner._lines[group]:
+    for line in planner.lines[group]:
         grown(list(line), [], 0)
     return found
 
@@ -260,7 +260,7 @@ def test_layers_inside_a_group_are_cut_as_well_as_can_be(gbps: float, memory_gib
     planner = planned(setup, 4, rules=Rules(idle=True))
     slowest = min(slowest_s(planner, one) for one in all_insides(planner, 0))
     chosen = min(
-        slowest_s(planner, one) for line in planner._lines[0] for one in planner._of_line(line, 0, planner.work.units)
+        slowest_s(planner, one) for line in planner.lines[0] for one in planner.of_line(line, 0, planner.work.units)
     )
     assert chosen == pytest.approx(slowest)
 
@@ -286,7 +286,7 @@ def test_a_group_is_one_stage_of_equation_1() -> None:
     """Two teams: filling goes through both and the link; the slower one and the message decide the running."""
     setup = lan({"sustained_tflops": 1}, {"sustained_tflops": 8}, gbps=0.3)
     planner = planned(setup, 4, microbatches=1)
-    line = next(line for line in planner._lines[0] if len(line) == 2)
+    line = next(line for line in planner.lines[0] if len(line) == 2)
     stages = [Stage(line[0][0], 0, 1), Stage(line[1][0], 1, 6)]
     one, times = inside_of(planner.work, stages), [times_of(planner.work, stage) for stage in stages]
     busy_s = planner.work.message_bytes / 37.5e6

@@ -11,11 +11,12 @@ from itertools import pairwise
 import pytest
 from support.spantrain import Row, all_links, brute_force, candidates, drawn, grouped, problem
 
-from dips.planner.cluster import ClusterFile, read_setup
+from dips.core.config import SettingsFile
+from dips.planner.cluster import ClusterFile, Profile, read_setup, setup_of
 from dips.planner.costs import NS
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind
-from dips.planner.problem import Problem
+from dips.planner.problem import Problem, problem_json
 from dips.planner.simulate import simulate
 from dips.planner.spantrain.flowing import ITERATIONS, flow
 from dips.planner.spantrain.inside import DEFAULT_RULES, Rules
@@ -197,10 +198,6 @@ def test_times_of_layers_are_those_of_each_device() -> None:
         for kind, slow in (("slow", 3), ("fast", 1))
         for size in (2, 4)
     ]  # fmt: skip
-    from dips.core.config import SettingsFile
-    from dips.planner.cluster import setup_of
-    from dips.planner.problem import problem_json
-
     tables = problem_json(Problem(replace_microbatch(setup, 2)))["tables"]
     measured = setup_of(SettingsFile("problem.toml", tables | {"profile": {"source": "a test", "layers": rows}}))
     found = search(measured, grouped(measured), [16])
@@ -238,15 +235,28 @@ def test_stages_share_the_link_between_their_sites() -> None:
     chain = level.chain(Candidate((0, 2, 1, 3), (2, 1, 1, 2)))
     assert chain is not None
     costs, _ = costs_of(level.work, chain)
-    assert costs.wires[0, 1].resource == costs.wires[2, 3].resource == costs.wires[2, 1].resource - 0
+    assert costs.wires[0, 1].resource == costs.wires[2, 3].resource
     assert costs.wires[1, 2].resource == costs.wires[3, 2].resource
     assert costs.wires[0, 1].resource != costs.wires[1, 2].resource
 
 
+def test_senders_that_wait_take_longer() -> None:
+    """blocking: a link is free again after a round trip more, which counts where the link is what all wait for."""
+    setup = far({}, {}, gbps=0.02)
+    blocking = replace(setup, options=setup.options.model_copy(update={"blocking": True}))
+    found = []
+    for one in (setup, blocking):
+        level = level_of(one, 1)
+        chain = level.chain(Candidate((0, 1), (3, 3)))
+        assert chain is not None
+        found.append(simulated(level.work, chain))
+    assert found[1].costs.wires[0, 1].hold_ns == 2 * found[1].costs.wires[0, 1].latency_ns > 0
+    assert found[0].costs.wires[0, 1].hold_ns == 0
+    assert found[1].iteration_s > found[0].iteration_s
+
+
 def test_overheads_of_a_calibration_count() -> None:
     setup = far({}, {})
-    from dips.planner.cluster import Profile
-
     profile = Profile(operation_us=1000, send_us=2000, error=0.05, source="a test")
     level, other = level_of(setup, 2), level_of(replace(setup, profile=profile), 2)
     plain, longer = (

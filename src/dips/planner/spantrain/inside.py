@@ -302,7 +302,7 @@ def _shared(
 
 
 def _grid(work: Work, used: Sequence[Part], idle: Sequence[Part]) -> list[Team]:
-    """None where powers are no grid, or a row or column of it would get nothing."""
+    """Empty where powers are no grid, or a row or column of it would get nothing."""
     sites = [part.site for part in used for _ in range(part.devices)]
     powers = [_power(work, site) for site in sites]
     grid = grid_of(powers)
@@ -363,7 +363,8 @@ class Planner:
     def __init__(self, work: Work, groups: Sequence[Group], microbatches: int, rules: Rules) -> None:
         self.work, self.microbatches, self.rules = work, microbatches, rules
         self.evaluated = 0  # teams with layers whose time was computed
-        self._lines = [
+        # of each group: lines of teams, each with the ways in which it may share layers
+        self.lines = [
             [
                 [tuple(teams_of(work, parts, alike, rules)) for parts, alike in line]
                 for line in lines_of(group, rules.second_level)
@@ -372,26 +373,25 @@ class Planner:
         ]
         self._best: dict[tuple[int, int, int], Inside | None] = {}
         self._tables: dict[tuple[int, int], tuple[list[float], list[list[int]]]] = {}
-        self._sides: dict[
-            tuple[int, int, int], tuple[float, Stage | None]
-        ] = {}  # by id of the ways, which _lines keeps
+        # by the identity of a team's ways, which self.lines keeps
+        self._sides: dict[tuple[int, int, int], tuple[float, Stage | None]] = {}
 
     def has_teams(self, group: int) -> bool:
         """Whether the devices of a group can share a microbatch at all, whatever their memory."""
-        return any(all(line) for line in self._lines[group])
+        return any(all(line) for line in self.lines[group])
 
     def inside(self, group: int, first: int, last: int) -> Inside | None:
         """The best way for a group to hold these units; None where they do not fit."""
         key = group, first, last
         if key not in self._best:
-            found = [one for line in self._lines[group] for one in self._of_line(line, first, last)]
+            found = [one for line in self.lines[group] for one in self.of_line(line, first, last)]
             self._best[key] = min(found, key=self._whole_s, default=None)
         return self._best[key]
 
     def _whole_s(self, inside: Inside) -> float:
         return inside.stage_s(self.microbatches) + inside.fill_s
 
-    def _of_line(self, line: Sequence[tuple[Team, ...]], first: int, last: int) -> Iterator[Inside]:
+    def of_line(self, line: Sequence[tuple[Team, ...]], first: int, last: int) -> Iterator[Inside]:
         """The line with units such that its slowest team is as fast as possible."""
         stages = self._cut(line, first, last)
         if stages is not None:
