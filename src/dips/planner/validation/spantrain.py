@@ -123,7 +123,7 @@ SECTION_4 = (
     "and an even part of the layers on each of the 10 servers, in the order of the file, with the file's\n"
     "microbatches of 32. No second level: the devices of a group share its layers with even parts of each\n"
     "microbatch. FSDP, Alpa, Metis, HetPipe and Asteroid are not modelled, nor are ResNet-101, EfficientNet and\n"
-    "BERT-small"
+    "BERT-small. A published range is shown by its middle"
 )
 
 
