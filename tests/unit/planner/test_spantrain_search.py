@@ -187,6 +187,24 @@ def test_sizes_that_do_not_divide_are_refused_and_others_planned() -> None:
         search(setup, grouped(setup), [0])
 
 
+def test_microbatches_that_are_too_many_are_refused() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    setup = far({"devices": 4, "network_gbps": 10}, {})
+    found = search(setup, grouped(setup), [1 << 16], [1, 64])
+    assert [one.sequences for one in found.refused] == [1]
+    assert "at most 65536 stages x microbatches can be planned" in found.refused[0].why
+
+
+def test_a_site_of_many_devices_is_refused_at_once() -> None:
+    """A million devices and eight sequences: nothing that grows with the devices is computed before the refusal."""
+    rows: list[Row] = [{"devices": 1_000_000, "network_gbps": 1e3}, {}]
+    setup = far(*rows, batch=8)
+    with pytest.raises(
+        PlanError, match=r"microbatches of 1: the 1000000 devices of group 1 .*; .* microbatches of 8: the"
+    ):
+        search(setup, grouped(setup), [8])
+
+
 def test_times_of_layers_are_those_of_each_device() -> None:
     """Measured times: one kind of device is three times as slow in all layers, at two sizes."""
     setup = far({"device": "slow"}, {"device": "fast"}, layers=8)

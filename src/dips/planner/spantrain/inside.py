@@ -258,10 +258,11 @@ def teams_of(work: Work, parts: Sequence[Part], alike: bool, rules: Rules) -> It
     for least in by_memory[:1] if even else by_memory:
         used = [part for part in parts if work.memory_bytes[part.site] >= least]
         idle = [part for part in parts if work.memory_bytes[part.site] < least]
+        most = math.inf if rules.idle else work.sequences  # replicas, each of which needs a sequence
         if alike or even:
-            found = list(_symmetric(work, used, idle, even))
+            found = list(_symmetric(work, used, idle, even, most))
         else:
-            found = [_data_parallel(work, used, idle), *_grid(work, used, idle)]
+            found = [*_data_parallel(work, used, idle, most), *_grid(work, used, idle)]
         allowed = [team for team in found if rules.idle or team.working + team.left_out == _devices(parts)]
         yield from (replace(team, strict=strict) for team in allowed)
         strict = strict or not allowed
@@ -276,17 +277,21 @@ def _power(work: Work, site: int) -> float:
     return 1 / work.times_s[site][-1].total_s
 
 
-def _symmetric(work: Work, used: Sequence[Part], idle: Sequence[Part], even: bool) -> Iterator[Team]:
+def _symmetric(work: Work, used: Sequence[Part], idle: Sequence[Part], even: bool, most: float) -> Iterator[Team]:
     common, heads = math.gcd(*(part.devices for part in used)), work.setup.model.heads
-    for parts in (size for size in range(1, common + 1) if common % size == 0 and heads % size == 0):
+    for parts in (size for size in range(1, min(common, heads) + 1) if common % size == 0 and heads % size == 0):
+        if _devices(used) // parts > most:
+            continue
         sites = [part.site for part in used for _ in range(part.devices // parts)]
         powers = tuple(1.0 if even else _power(work, site) for site in sites)
         yield _shared(work, SYMMETRIC, sites, powers, idle, parts)
 
 
-def _data_parallel(work: Work, used: Sequence[Part], idle: Sequence[Part]) -> Team:
+def _data_parallel(work: Work, used: Sequence[Part], idle: Sequence[Part], most: float) -> Iterator[Team]:
+    if _devices(used) > most:
+        return
     sites = [part.site for part in used for _ in range(part.devices)]
-    return _shared(work, DATA, sites, tuple(_power(work, site) for site in sites), idle, 1)
+    yield _shared(work, DATA, sites, tuple(_power(work, site) for site in sites), idle, 1)
 
 
 def _shared(
@@ -303,6 +308,8 @@ def _shared(
 
 def _grid(work: Work, used: Sequence[Part], idle: Sequence[Part]) -> list[Team]:
     """Empty where powers are no grid, or a row or column of it would get nothing."""
+    if _devices(used) > MOST_IN_A_GRID:
+        return []
     sites = [part.site for part in used for _ in range(part.devices)]
     powers = [_power(work, site) for site in sites]
     grid = grid_of(powers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,7 +133,7 @@ class Report:
             "devices": [row._asdict() for row in self.devices()],
             "staleness": None if self.flowing is None else [one._asdict() for one in self.flowing.staleness],
             "runners_up": [_short(one) for one in self.runners_up],
-            "refused": [one.__dict__ for one in self.found.refused],
+            "refused": [asdict(one) for one in self.found.refused],
             "unseen": list(self.unseen),
         }
 

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, permutations
 from typing import NamedTuple
 
-from dips.planner.cluster import ClusterFile
+from dips.planner.cluster import MOST_BLOCKS, ClusterFile
 from dips.planner.costs import NS, Costs, StageCost, Wire
 from dips.planner.errors import PlanError
 from dips.planner.exchange import Exchange
@@ -425,7 +425,8 @@ def least_s(work: Work, chain: Chain) -> float:
 
 
 def divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def search(
@@ -439,7 +440,8 @@ def search(
     operations: int = SIMULATED_OPERATIONS,
 ) -> Found:
     """Algorithm 1 over batches (sequences of an iteration) and microbatch sizes (None: all divisors of each batch),
-    then the simulation of the best. operations: that are simulated, about. Raises PlanError where nothing fits."""
+    then the simulation of the best. operations: that are simulated, about. Raises PlanError where nothing fits, with
+    the reason of the smallest and of the largest size."""
     if not batches or min([*batches, *(microbatch_sequences or [1])]) < 1:
         raise PlanError(
             f"batches {list(batches)} and microbatches {microbatch_sequences} are not at least 1: correct them"
@@ -463,7 +465,7 @@ def search(
             found.refused.append(Refused(batch, size, why_not(level)))
         finalists += [(level.seconds(one) / batch, batch, size, one) for one in best]
     if not finalists:
-        raise PlanError(found.refused[0].why)
+        raise PlanError("; ".join(dict.fromkeys(one.why for one in (found.refused[0], found.refused[-1]))))
     found.simulated = _Ranking(levels, operations).ranked(sorted(finalists))
     found.evaluated = sum(level.planner.evaluated for level in levels.values())
     found.compared = sum(level.compared for level in levels.values())
@@ -475,6 +477,11 @@ def _level(
 ) -> Level:
     if size < 1 or batch % size:
         raise PlanError(f"microbatches of {size} sequences do not divide a batch of {batch}: give a divisor")
+    if batch // size * len(groups) > MOST_BLOCKS:
+        raise PlanError(
+            f"a batch of {batch} has {batch // size} microbatches of {size} sequences: at most {MOST_BLOCKS} stages x "
+            "microbatches can be planned: use larger microbatches"
+        )
     if size not in works:
         works[size] = work_of(setup, size)
     return Level(works[size], groups, batch, rules)
