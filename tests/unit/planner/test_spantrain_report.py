@@ -93,6 +93,17 @@ def test_idle_devices_and_groups_that_are_left_out() -> None:
     assert quiet.iteration_s == found.iteration_s
 
 
+def test_another_threshold_is_named_where_it_is_faster() -> None:
+    """25 Gbit/s and 12 ms are above the paper's threshold; two groups are faster than collectives over that link."""
+    setup = read_setup(ROOT / "examples" / "04-plan-a-schedule" / "sites.toml")
+    found = report_of(setup)
+    assert len(found.grouping.groups) == 1
+    (said,) = (one for one in found.unseen if one.startswith("groups depend on the threshold: with "))
+    limit = float(said.split()[6])
+    assert said.split()[7:11] == ["Gbit/s", "there", "are", "2,"]
+    assert report_of(setup, threshold_gbps=limit, alternatives=False).iteration_s < found.iteration_s / 2
+
+
 def test_the_out_of_order_variant_is_asked_for_and_says_what_it_is() -> None:
     plain, out = (report_of(two_regions(), out_of_order=asked, alternatives=False) for asked in (False, True))
     assert plain.flowing is None

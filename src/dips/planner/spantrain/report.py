@@ -4,6 +4,7 @@ iteration, what else was tried, and what SpanTrain does not see."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations, pairwise
@@ -26,6 +27,9 @@ RUNNERS_UP = 5
 
 MOST_LEFT_OUT = 4
 """Groups up to which plans without some of them are tried: all ways to leave groups out."""
+
+MOST_THRESHOLDS, MOST_GROUPS = 4, 6
+"""Other thresholds that are tried, and groups up to which they are: more take long to plan."""
 
 
 class DeviceRow(NamedTuple):
@@ -168,7 +172,8 @@ def report_of(
 
     batches: sequences of an iteration, of which the one with most samples a second is chosen; None: the file's.
     microbatch_sequences: None: all divisors of each batch. second_level, idle: see Rules. out_of_order: the paper's
-    variant that does not equal synchronous training. alternatives: also plans with idle devices, or without groups.
+    variant that does not equal synchronous training. alternatives: also plans with idle devices, without groups, and
+    by other thresholds, to say where these are faster.
     Raises PlanError where nothing fits.
     """
     training = setup.training
@@ -179,7 +184,7 @@ def report_of(
     flowing = flow(found.simulated[0]) if out_of_order else None
     sentences = [*unseen(setup, found), *([SENTENCE] if out_of_order else [])]
     if alternatives:
-        sentences += _alternatives(setup, grouping.groups, found, microbatch_sequences, seed, rules)
+        sentences += _alternatives(setup, grouping, found, microbatch_sequences, seed, rules)
     return Report(setup, grouping, found, rules, flowing, tuple(sentences))
 
 
@@ -236,14 +241,14 @@ def unseen(setup: ClusterFile, found: Found) -> Iterator[str]:
 
 def _alternatives(
     setup: ClusterFile,
-    groups: Sequence[Group],
+    grouping: Grouping,
     found: Found,
     sizes: Sequence[int] | None,
     seed: int,
     rules: Rules,
 ) -> Iterator[str]:
     """Plans that SpanTrain does not look for, where they are faster, for the same batch."""
-    best = found.simulated[0]
+    groups, best = grouping.groups, found.simulated[0]
     batch = best.chain.batch
 
     def faster(some: Sequence[Group], changed: Rules) -> float | None:
@@ -271,6 +276,30 @@ def _alternatives(
             seconds, some = min(tried)
             names = " and ".join(str(number + 1) for number in some)
             yield says(f"SpanTrain uses all groups: with group {names} alone", seconds)
+    others = [
+        (seconds, limit, len(some))
+        for limit, some in _other_groups(grouping)
+        if (seconds := faster(some, rules)) is not None
+    ]
+    if others:
+        seconds, limit, count = min(others)
+        yield says(f"groups depend on the threshold: with {limit:.4g} Gbit/s there are {count}, and", seconds)
+
+
+def _other_groups(grouping: Grouping) -> Iterator[tuple[float, tuple[Group, ...]]]:
+    """Groups by higher thresholds, just above what a message gets between two sites; a few of them, and few groups."""
+    measured = grouping.measured
+    rates = {measured.gbps(measured.times_s[a][b]) for a, b in combinations(range(len(measured.sites)), 2)}
+    above = sorted(rate * 1.001 for rate in rates if grouping.threshold_gbps <= rate * 1.001 < math.inf)
+    seen = {len(grouping.groups)}
+    for limit in above[:: -(-len(above) // MOST_THRESHOLDS) or 1]:
+        try:
+            some = group(measured, limit, grouping.alike).groups
+        except PlanError:  # too many devices on slow networks of their own
+            continue
+        if len(some) <= MOST_GROUPS and len(some) not in seen:
+            seen.add(len(some))
+            yield limit, some
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:
