@@ -123,7 +123,9 @@ SECTION_4 = (
     "and an even part of the layers on each of the 10 servers, in the order of the file, with the file's\n"
     "microbatches of 32. No second level: the devices of a group share its layers with even parts of each\n"
     "microbatch. FSDP, Alpa, Metis, HetPipe and Asteroid are not modelled, nor are ResNet-101, EfficientNet and\n"
-    "BERT-small. A published range is shown by its middle"
+    "BERT-small. A published range is shown by its middle. Added after the first plans were seen, before these rows\n"
+    "were computed: every device works, as SpanTrain's do; with idle ones setting 1 takes 16.17 s with and without a\n"
+    "second level. That activations and DDP's gradients over 100 Mbit/s take about 16 and 38 s was known beforehand"
 )
 
 
