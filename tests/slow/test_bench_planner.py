@@ -20,6 +20,8 @@ def test_small_sizes_have_every_number() -> None:
     assert 0 < found["simulate"][0]["ops_per_s"] < found["floor"]["ops_per_s"]
     assert found["greedy"]["median_s"] > 0
     assert found["plan"]["setup"] == "crosspipe-m8"
+    assert found["spantrain"]["devices"] == 22
+    assert 0 < found["spantrain"]["candidates"] < found["spantrain"]["teams"]
     assert found["optimal"]["proved"] == found["optimal"]["cases"] == 2
     assert 1 <= found["optimal"]["greedy_over_bound_most"] <= 1.05
     assert "wanted" not in found, "sizes are not those that something is wanted of"
@@ -31,8 +33,10 @@ def test_each_number_is_kept_or_missed() -> None:
     found: dict[str, Any] = {
         "simulate": [{"ops_per_s": 400_000}, {"ops_per_s": 299_999}],
         "greedy": {"median_s": 1.9}, "plan": {"median_s": 10.5}, "optimal": optimal,
+        "spantrain": {"median_s": 9.5},
     }  # fmt: skip
     kept = {name: row["kept"] for name, row in judged(found).items()}
     assert kept == {
-        "simulate_ops_per_s": False, "greedy_s": True, "plan_s": False, "proof_s": True, "greedy_over_bound": False,
+        "simulate_ops_per_s": False, "greedy_s": True, "plan_s": False, "spantrain_s": True, "proof_s": True,
+        "greedy_over_bound": False,
     }  # fmt: skip

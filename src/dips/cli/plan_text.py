@@ -25,6 +25,8 @@ from dips.planner.problem import assumptions
 from dips.planner.replan import ReplanVerdict, Running
 from dips.planner.scaleacross.report import Report
 from dips.planner.simulate import Timeline
+from dips.planner.spantrain.report import Report as SpanTrainReport
+from dips.planner.spantrain.report import slowest_stage
 from dips.planner.sweep import Panel, SweepRow
 from dips.planner.tradeoff import Tradeoff
 from dips.planner.validation.checks import PaperCheck
@@ -366,6 +368,85 @@ def _choices_table(found: Tradeoff) -> Table:
             f"{best.iteration_s / best_s - 1:.1%}",
             f"{choice.memory_used:.0%}",
             format_bytes(round(max(best.link_bytes.values(), default=0.0))),
+        )
+    return table
+
+
+def spantrain_text(found: SpanTrainReport) -> Iterator[str | Table]:
+    """SpanTrain's plan: groups and layers, what each device does, Equation 1, what else was tried, and its limits."""
+    setup, best = found.setup, found.best
+    chain = best.chain
+    yield (
+        f"SpanTrain: {setup.model.name}, {setup.model.parameters() / 1e9:.4g}B parameters, "
+        f"{sum(site.devices for site in setup.sites)} devices in {len(found.grouping.groups)} groups"
+    )
+    yield (
+        f"batch {chain.batch}: {chain.microbatches} microbatches of {chain.sequences} sequences, schedule compact_zb"
+        f"{'' if found.flowing is None else ', OUT OF ORDER'}"
+    )
+    yield (
+        f"iteration: {format_seconds(found.iteration_s)} simulated "
+        f"({interval_text(found.iteration_s, None if setup.profile is None else setup.profile.error)}), "
+        f"{found.samples_per_s:.4g} samples/s; Equation 1: {format_seconds(found.equation_s)}"
+    )
+    yield _spantrain_groups(found)
+    yield _spantrain_devices(found)
+    if found.flowing is not None:
+        yield (
+            f"without a drain: {format_seconds(found.iteration_s)} from one iteration to the next, "
+            f"{1 - found.iteration_s / best.iteration_s:.1%} less than with one"
+        )
+        for number, stale in enumerate(found.flowing.staleness):
+            yield (
+                f"  stage {number}: weights lack up to {stale.iterations} iterations ({stale.microbatches} "
+                f"microbatches are not computed); {stale.mixed:.0%} of microbatches go back with other weights"
+            )
+    if found.runners_up:
+        yield _spantrain_others(found)
+    for no in found.found.refused:
+        yield f"not possible: microbatches of {no.sequences}: {no.why}"
+    yield "what SpanTrain does not see or say:"
+    for sentence in found.unseen:
+        yield f"  {sentence}"
+
+
+def _spantrain_groups(found: SpanTrainReport) -> Table:
+    chain, (slowest, _) = found.best.chain, slowest_stage(found)
+    table = table_of(("group",), ("layers", "filling", "running", "waiting", "collectives", "Equation 1"))
+    rows = zip(chain.candidate.order, chain.candidate.layers, chain.terms, strict=True)
+    for number, layers, terms in rows:
+        name = f"{number + 1}{' (slowest)' if number + 1 == slowest else ''}"
+        table.add_row(name, str(layers), *map(format_seconds, (*terms, terms.total_s)))
+    return table
+
+
+def _spantrain_devices(found: SpanTrainReport) -> Table:
+    table = table_of(
+        ("stage", "group", "devices", "how they share"),
+        ("layers", "sequences", "of a microbatch", "of a layer", "weights and optimizer", "activations", "of"),
+    )
+    for row in found.devices():
+        layers = f"{row.first_layer} to {row.first_layer + row.layers - 1}" if row.layers else "idle"
+        sizes = (row.state_bytes, row.activation_bytes, row.memory_bytes)
+        table.add_row(
+            str(row.stage), str(row.group), f"{row.site} x {row.devices}", row.layout, layers, str(row.sequences),
+            row.data, row.tensor, *(format_bytes(round(size)) for size in sizes),
+        )  # fmt: skip
+    return table
+
+
+def _spantrain_others(found: SpanTrainReport) -> Table:
+    table = table_of(("runner-up: groups", "layers"), ("batch", "microbatch", "iteration", "slower by", "Equation 1"))
+    for one in found.runners_up:
+        chain = one.chain
+        table.add_row(
+            ",".join(str(number + 1) for number in chain.candidate.order),
+            ",".join(map(str, chain.candidate.layers)),
+            str(chain.batch),
+            str(chain.sequences),
+            format_seconds(one.iteration_s),
+            f"{found.best.samples_per_s / one.samples_per_s - 1:.1%}",
+            format_seconds(chain.equation_s),
         )
     return table
 

@@ -123,7 +123,10 @@ class Problem:
 
     def _slowness(self, device: int) -> float:
         """Time on this device / the time of its site's units: of a device of the first site, or of each layer."""
-        site = self.site_of[device]
+        return self.slowness_at(self.site_of[device])
+
+    def slowness_at(self, site: int) -> float:
+        """The same for a device of a site. Raises PlanError where one site has a rate and this one has none."""
         sites, profile = self.setup.sites, self.setup.profile
         if profile is not None and profile.layers:
             return 1.0

@@ -241,14 +241,16 @@ def _with_weights_of(unit: Unit, weights: Unit) -> Unit:
 
 
 def even_division(times: Sequence[float], slowness: Sequence[float]) -> Division:
-    """Divide units in their order, at least one on each stage, so that the sum of the squared stage times is least."""
+    """Divide units in their order, at least one on each stage, so that stage times are as equal as possible: the sum of
+    their squares, each weighted by its device's speed, is least. (Without the weights a device that is twice as fast
+    would get four times the units.)"""
     n, sums = len(times), [0.0, *accumulate(times)]
     best = [0.0] + [math.inf] * n  # least sum for the first k units on the stages so far
     cuts: list[list[int]] = []
     for stage, slow in enumerate(slowness):
         cut, after = [0] * (n + 1), [math.inf] * (n + 1)
         for end in range(stage + 1, n + 1):
-            after[end], cut[end] = min((best[k] + ((sums[end] - sums[k]) * slow) ** 2, k) for k in range(stage, end))
+            after[end], cut[end] = min((best[k] + (sums[end] - sums[k]) ** 2 * slow, k) for k in range(stage, end))
         best = after
         cuts.append(cut)
     found, end = [], n

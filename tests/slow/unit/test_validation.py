@@ -16,13 +16,13 @@ from dips.planner.validation.jeeves import dapple_ns, inside_ns
 def test_all_binding_numbers_are_kept() -> None:
     checks = list(all_checks())
     assert [(c.about.split(":")[0], c.what, round(c.ours, 4)) for c in checks if c.missed] == []
-    assert len(checks) == 119 + 13 + 10 + 73 + 14 + 26
+    assert len(checks) == 119 + 32 + 10 + 26 + 73 + 14
     low = {c.what: round(c.ours, 4) for c in checks if "low bandwidth" in c.what or "300 Gbit/s" in c.what}
     assert low == {
         "saving at low bandwidth, the greatest of 19 (275 Gbit/s), 1 ms": 0.4189,
         "the same at 300 Gbit/s": 0.4011,
     }
-    assert sum(check.binds for check in checks) == 5 + 2 * (10 + 10 + 5 + 5) + 7 + 2 + 9 + 8 + 12 + 3
+    assert sum(check.binds for check in checks) == 5 + 2 * (10 + 10 + 5 + 5) + 7 + 2 + 16 + 8 + 3 + 12
     tables = [check for check in checks if check.about.startswith("CrossPipe")]
     assert all("assumed" in check.about for check in tables)
 

@@ -22,6 +22,7 @@ from dips.planner.problem import Problem
 from dips.planner.schedules.greedy import cross_ud
 from dips.planner.simulate import simulate
 from dips.planner.sweep import Case
+from dips.planner.units import even_division
 from dips.planner.validate import validate
 
 
@@ -247,3 +248,11 @@ def test_replicas_with_orders_of_their_own_are_kept() -> None:
 def test_a_file_that_is_no_plan(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         read_plan(text, "mine.json")
+
+
+@pytest.mark.parametrize(("slowness", "division"), [((1, 3), (9, 3)), ((3, 1, 1, 1), (1, 3, 3, 3)), ((2, 2), (6, 6))])
+def test_devices_get_layers_in_proportion_to_their_speed(slowness: tuple[int, ...], division: tuple[int, ...]) -> None:
+    """A device that is three times as fast gets three times the layers, so that stage times are equal: not nine times,
+    as it did when the sum of squared times was least."""
+    n_layers = sum(division)
+    assert even_division([1.0] * n_layers, slowness) == division

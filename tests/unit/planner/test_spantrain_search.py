@@ -1,0 +1,352 @@
+"""SpanTrain's first level: Equation 1 by hand, Algorithm 1 against brute force, the simulation, the out-of-order
+variant."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from support.spantrain import Row, all_links, brute_force, candidates, drawn, grouped, problem
+
+from dips.core.config import SettingsFile
+from dips.planner.cluster import ClusterFile, Profile, read_setup, setup_of
+from dips.planner.costs import NS
+from dips.planner.errors import PlanError
+from dips.planner.ir import Kind
+from dips.planner.problem import Problem, problem_json
+from dips.planner.simulate import simulate
+from dips.planner.spantrain.flowing import ITERATIONS, flow
+from dips.planner.spantrain.inside import DEFAULT_RULES, Rules
+from dips.planner.spantrain.search import (
+    Candidate,
+    Level,
+    costs_of,
+    divisors,
+    least_s,
+    moves,
+    search,
+    simulated,
+    wide_moves,
+)
+from dips.planner.spantrain.work import work_of
+from dips.planner.validate import peaks, validate
+
+
+def far(*sites: Row, gbps: float = 0.1, layers: int = 6, batch: int = 8, **training: object) -> ClusterFile:
+    """Sites that are a group each."""
+    named = [{"name": f"s{number}", "sustained_tflops": 1} | site for number, site in enumerate(sites)]
+    links = all_links([str(site["name"]) for site in named], lambda a, b: gbps)
+    return problem(named, links, layers, batch, **training)
+
+
+def level_of(setup: ClusterFile, sequences: int, rules: Rules = DEFAULT_RULES) -> Level:
+    batch = setup.training.microbatches * setup.training.microbatch_sequences
+    return Level(work_of(setup, sequences), grouped(setup), batch, rules)
+
+
+# ---- Equation 1 ----
+
+
+def test_equation_1_by_hand() -> None:
+    """Two groups of a device each, 2 + 4 layers, 4 microbatches of 2 sequences, a link of 0.1 Gbit/s and 1 ms."""
+    level = level_of(far({}, {}), 2)
+    chain = level.chain(Candidate((0, 1), (2, 4)))
+    assert chain is not None
+    units = Problem(replace_microbatch(level.work.setup, 2)).units
+    first, second = (sum(unit.total_s for unit in some) for some in (units[:2], units[2:]))
+    busy_s = 2 * 512 * 768 * 2 * 8 / 0.1e9
+    assert chain.terms[0].run_s == pytest.approx(4 * first)
+    assert (chain.terms[0].fill_s, chain.terms[0].wait_s, chain.terms[0].collective_s) == (0, 0, 0)
+    assert chain.terms[1].fill_s == pytest.approx(sum(unit.forward_s for unit in units[:2]) + busy_s + 1e-3)
+    assert chain.terms[1].run_s == pytest.approx(4 * second)
+    assert chain.terms[1].wait_s == pytest.approx(4 * max(0.0, busy_s - first))
+    assert chain.equation_s == max(terms.total_s for terms in chain.terms)
+
+
+def replace_microbatch(setup: ClusterFile, sequences: int) -> ClusterFile:
+    return replace(setup, training=setup.training.model_copy(update={"microbatch_sequences": sequences}))
+
+
+def test_messages_that_computation_hides_cost_filling_alone() -> None:
+    fast = level_of(far({}, {}, gbps=0.2), 1).chain(Candidate((0, 1), (3, 3)))
+    slow = level_of(far({}, {}, gbps=0.02), 1).chain(Candidate((0, 1), (3, 3)))
+    assert fast is not None
+    assert slow is not None
+    assert fast.terms[1].wait_s == 0 < slow.terms[1].wait_s
+
+
+def test_an_iteration_of_one_group_is_its_computation_and_collectives() -> None:
+    setup = problem([{"name": "a", "devices": 2, "network_gbps": 10, "sustained_tflops": 1}], [], 4, 8)
+    level = level_of(setup, 4)
+    chain = level.chain(Candidate((0,), (4,)))
+    assert chain is not None
+    assert chain.equation_s == pytest.approx(chain.insides[0].stage_s(2))
+    assert simulated(level.work, chain).iteration_s == pytest.approx(chain.equation_s, rel=1e-6)
+
+
+# ---- Algorithm 1 ----
+
+
+def test_moves() -> None:
+    found = set(moves(Candidate((0, 1, 2), (1, 2, 3))))
+    assert Candidate((1, 0, 2), (2, 1, 3)) in found
+    assert Candidate((1, 0, 2), (1, 2, 3)) in found
+    assert Candidate((0, 1, 2), (2, 1, 3)) in found
+    assert Candidate((0, 1, 2), (1, 3, 2)) in found
+    assert all(sum(one.layers) == 6 and min(one.layers) > 0 for one in found)
+    assert Candidate((0, 1, 2), (3, 2, 1)) in set(wide_moves(Candidate((0, 1, 2), (1, 2, 3))))
+
+
+def test_the_first_candidates_follow_the_speeds() -> None:
+    """One group is three times as fast as the other: it computes three quarters, to within the longest layer."""
+    level = level_of(far({"sustained_tflops": 3}, {}, layers=12), 1)
+    times = level.work.times_s[0]
+    longest = max(b.total_s - a.total_s for a, b in pairwise(times)) / times[-1].total_s
+    for layers in (level.in_proportion((0, 1)), level.segmented((0, 1))):
+        assert layers is not None
+        assert sum(layers) == 12
+        assert abs(times[layers[0]].total_s / times[-1].total_s - 3 / 4) < longest
+    assert level_of(far({}, {}, {}, layers=2), 1).in_proportion((0, 1, 2)) is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_beam_finds_the_least_of_equation_1(seed: int) -> None:
+    setup = drawn(seed)
+    for size in divisors(setup.training.microbatches)[:2]:
+        level = level_of(setup, size)
+        least = min((level.seconds(one) for one in candidates(level)), default=math.inf)
+        found = level_of(setup, size).best(random.Random(seed))
+        assert (level.seconds(found[0]) if found else math.inf) <= least * 1.03
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 10))
+def test_the_search_finds_the_best_plan(seed: int) -> None:
+    """A part of the family in tests/slow/unit/test_spantrain_brute_force.py."""
+    setup = drawn(seed)
+    best = brute_force(setup).iteration_s
+    assert best is not None
+    found = search(setup, grouped(setup), [setup.training.microbatches]).simulated[0]
+    assert best <= found.iteration_s * (1 + 1e-9)
+    assert found.iteration_s <= best * 1.03
+
+
+def test_the_same_seed_gives_the_same_plan() -> None:
+    setup = drawn(3)
+    first, second = (search(setup, grouped(setup), [setup.training.microbatches], seed=7) for _ in range(2))
+    assert [one.chain for one in first.simulated] == [one.chain for one in second.simulated]
+    assert (first.evaluated, first.compared) == (second.evaluated, second.compared)
+
+
+def test_of_several_batches_the_one_with_most_samples_a_second() -> None:
+    setup = far({}, {}, gbps=0.02)
+    found = search(setup, grouped(setup), [4, 32])
+    assert found.simulated[0].chain.batch == 32
+    assert {one.chain.batch for one in found.simulated} == {4, 32}
+
+
+def test_memory_changes_the_layers() -> None:
+    """The fast group would take most layers, and cannot."""
+    rows: list[Row] = [{"sustained_tflops": 8}, {}]
+    ample, tight = far(*rows, layers=12), far(rows[0] | {"memory_gib": 0.8}, rows[1], layers=12)
+    found = {}
+    for name, setup in (("ample", ample), ("tight", tight)):
+        chain = search(setup, grouped(setup), [8]).simulated[0].chain
+        found[name] = dict(zip(chain.candidate.order, chain.candidate.layers, strict=True))[0]
+    assert found["tight"] < found["ample"]
+
+
+def test_no_device_holds_a_layer() -> None:
+    setup = far({}, {"memory_gib": 0.05})
+    with pytest.raises(PlanError, match=r"no device of group 2 \(s1\) holds a layer with its gradients"):
+        search(setup, grouped(setup), [8])
+
+
+def test_more_groups_than_layers() -> None:
+    setup = far({}, {}, {}, layers=2)
+    with pytest.raises(PlanError, match="3 groups are more than 2 layers"):
+        search(setup, grouped(setup), [8])
+
+
+def test_groups_hold_single_layers_but_not_all() -> None:
+    setup = far({"memory_gib": 0.85}, {"memory_gib": 0.4}, layers=10)
+    with pytest.raises(PlanError, match="the groups together do not hold all layers"):
+        search(setup, grouped(setup), [8])
+
+
+def test_sizes_that_do_not_divide_are_refused_and_others_planned() -> None:
+    setup = far({}, {})
+    found = search(setup, grouped(setup), [8], [3, 4])
+    assert [(one.sequences, one.why) for one in found.refused] == [
+        (3, "microbatches of 3 sequences do not divide a batch of 8: give a divisor")
+    ]
+    assert {one.chain.sequences for one in found.simulated} == {4}
+    with pytest.raises(PlanError, match=r"batches \[0\] and microbatches None are not at least 1"):
+        search(setup, grouped(setup), [0])
+
+
+def test_microbatches_that_are_too_many_are_refused() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    setup = far({"devices": 4, "network_gbps": 10}, {})
+    found = search(setup, grouped(setup), [1 << 16], [1, 64])
+    assert [one.sequences for one in found.refused] == [1]
+    assert "at most 65536 stages x microbatches can be planned" in found.refused[0].why
+
+
+def test_a_site_of_many_devices_is_refused_at_once() -> None:
+    """A million devices and eight sequences: nothing that grows with the devices is computed before the refusal."""
+    rows: list[Row] = [{"devices": 1_000_000, "network_gbps": 1e3}, {}]
+    setup = far(*rows, batch=8)
+    with pytest.raises(
+        PlanError, match=r"microbatches of 1: the 1000000 devices of group 1 .*; .* microbatches of 8: the"
+    ):
+        search(setup, grouped(setup), [8])
+
+
+def test_times_of_layers_are_those_of_each_device() -> None:
+    """Measured times: one kind of device is three times as slow in all layers, at two sizes."""
+    setup = far({"device": "slow"}, {"device": "fast"}, layers=8)
+    rows = [
+        {
+            "device": kind, "layer": 0, "count": 8, "microbatch_sequences": size, "forward_ms": 30 * slow * size,
+            "input_gradient_ms": 30 * slow * size, "weight_gradient_ms": 30 * slow * size,
+        }
+        for kind, slow in (("slow", 3), ("fast", 1))
+        for size in (2, 4)
+    ]  # fmt: skip
+    tables = problem_json(Problem(replace_microbatch(setup, 2)))["tables"]
+    measured = setup_of(SettingsFile("problem.toml", tables | {"profile": {"source": "a test", "layers": rows}}))
+    found = search(measured, grouped(measured), [16])
+    assert {(one.sequences, "was measured with 2, 4" in one.why) for one in found.refused} == {
+        (1, True), (8, True), (16, True),
+    }  # fmt: skip
+    chain = found.simulated[0].chain
+    layers = dict(zip(chain.candidate.order, chain.candidate.layers, strict=True))
+    assert layers == {0: 2, 1: 6}
+
+
+# ---- simulation ----
+
+
+def test_a_simulated_chain_is_valid_and_within_memory() -> None:
+    setup = drawn(20)
+    for one in search(setup, grouped(setup), [setup.training.microbatches]).simulated[:5]:
+        schedule = one.timeline.schedule
+        assert validate(schedule, one.costs, one.limits).makespan_ns == one.timeline.makespan_ns
+        assert all(peak <= limit for peak, limit in zip(peaks(schedule, one.costs), one.limits, strict=True))
+
+
+def test_no_simulation_is_shorter_than_its_bound() -> None:
+    level = level_of(drawn(4), 2)
+    chains = [chain for chain in map(level.chain, candidates(level)) if chain is not None][:40]
+    assert chains
+    assert all(least_s(level.work, chain) <= simulated(level.work, chain).iteration_s + 1e-9 for chain in chains)
+
+
+def test_stages_share_the_link_between_their_sites() -> None:
+    """Two sites whose own networks are slow, with two devices each: four groups, two messages on one link."""
+    rows: list[Row] = [{"devices": 2, "network_gbps": 0.05}, {"devices": 2, "network_gbps": 0.05}]
+    level = level_of(far(*rows), 2)
+    assert len(level.groups) == 4
+    chain = level.chain(Candidate((0, 2, 1, 3), (2, 1, 1, 2)))
+    assert chain is not None
+    costs, _ = costs_of(level.work, chain)
+    assert costs.wires[0, 1].resource == costs.wires[2, 3].resource
+    assert costs.wires[1, 2].resource == costs.wires[3, 2].resource
+    assert costs.wires[0, 1].resource != costs.wires[1, 2].resource
+
+
+def test_senders_that_wait_take_longer() -> None:
+    """blocking: a link is free again after a round trip more, which counts where the link is what all wait for."""
+    setup = far({}, {}, gbps=0.02)
+    blocking = replace(setup, options=setup.options.model_copy(update={"blocking": True}))
+    found = []
+    for one in (setup, blocking):
+        level = level_of(one, 1)
+        chain = level.chain(Candidate((0, 1), (3, 3)))
+        assert chain is not None
+        found.append(simulated(level.work, chain))
+    assert found[1].costs.wires[0, 1].hold_ns == 2 * found[1].costs.wires[0, 1].latency_ns > 0
+    assert found[0].costs.wires[0, 1].hold_ns == 0
+    assert found[1].iteration_s > found[0].iteration_s
+
+
+def test_overheads_of_a_calibration_count() -> None:
+    setup = far({}, {})
+    profile = Profile(operation_us=1000, send_us=2000, error=0.05, source="a test")
+    level, other = level_of(setup, 2), level_of(replace(setup, profile=profile), 2)
+    plain, longer = (
+        simulated(one.work, chain)
+        for one in (level, other)
+        if (chain := one.chain(Candidate((0, 1), (3, 3)))) is not None
+    )
+    assert longer.iteration_s > plain.iteration_s + 8 * 1e-3
+
+
+# ---- the out-of-order variant ----
+
+
+def test_iterations_that_flow() -> None:
+    """It is not slower than with a drain, and not faster than computation and links allow."""
+    for seed in (0, 4, 9, 20):
+        setup = drawn(seed)
+        found = search(setup, grouped(setup), [setup.training.microbatches])
+        one = found.simulated[0]
+        out = flow(one)
+        assert out.iteration_s <= one.iteration_s * (1 + 1e-9)
+        busiest = max(s.f_ns + s.d_ns + s.w_ns for s in one.costs.stages) * one.chain.microbatches / NS
+        assert out.iteration_s >= busiest * (1 - 1e-9)
+        assert all(0 <= stale.mixed <= 1 and stale.iterations <= 1 for stale in out.staleness)
+        assert all(
+            held <= min(limit, one.chain.microbatches * stage.activation)
+            for held, limit, stage in zip(out.activation_bytes, one.limits, one.costs.stages, strict=True)
+        )
+
+
+def test_staleness_by_hand() -> None:
+    """One device holds as many microbatches as an iteration has: the first F of the second iteration follows the first
+    W, so it lacks the gradients of three microbatches, and the weights of a whole iteration."""
+    setup = problem([{"name": "a", "sustained_tflops": 1}], [], 4, 4)
+    found = search(setup, grouped(setup), [4], [1])
+    out = flow(found.simulated[0])
+    (order,) = out.timeline.schedule.orders
+    assert [str(op) for op in order[:9]] == ["0F0", "0F1", "0F2", "0F3", "0I0", "0I1", "0I2", "0I3", "0W0"]
+    assert str(order[9]) == "0F4"
+    (stale,) = out.staleness
+    assert stale == (1, 3, 0.0)
+    assert out.iteration_s == pytest.approx(found.simulated[0].iteration_s)
+    assert sum(op.kind is Kind.F for op in order) == 4 * ITERATIONS
+    assert simulate(out.timeline.schedule, replace(found.simulated[0].costs, exchanges=())).makespan_ns
+
+
+def test_microbatches_go_back_through_other_weights() -> None:
+    """Where messages take long, a stage's weights change between F and D of the same microbatch."""
+    setup = far({}, {}, gbps=0.02)
+    out = flow(search(setup, grouped(setup), [8], [1]).simulated[0])
+    assert out.staleness[0].mixed > 0 == out.staleness[1].mixed
+    assert out.staleness[0].iterations == 1
+
+
+def test_iterations_do_not_overtake_their_all_reduce() -> None:
+    setup = far({"sustained_tflops": 50}, {"sustained_tflops": 50}, gbps=0.3, layers=4)
+    one = search(setup, grouped(setup), [4], [4], rules=Rules(second_level=False)).simulated[0]
+    (exchange,) = one.costs.exchanges
+    out = flow(one)
+    assert out.iteration_s == pytest.approx((exchange.reduce_ns + exchange.reduce_latency_ns) / NS)
+    assert out.staleness[0].iterations == 1  # the last gradients are on their way when the next iteration begins
+
+
+# ---- the paper's setting ----
+
+
+def test_setting_1() -> None:
+    """The batch crosses 100 Mbit/s once each way; gradients of the model do not."""
+    setup = read_setup("spantrain-setting-1")
+    best = search(setup, grouped(setup), [256]).simulated[0]
+    crossing_s = 256 * 512 * 768 * 2 * 8 / 0.1e9
+    assert crossing_s < best.iteration_s < crossing_s * 1.1
+    assert sum(best.chain.candidate.layers) == 12
+    working = sum(stage.team.working for stage in best.chain.stages)
+    assert working == 22
