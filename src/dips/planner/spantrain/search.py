@@ -376,7 +376,7 @@ def costs_of(work: Work, chain: Chain) -> tuple[Costs, tuple[int, ...]]:
         tuple(found),
         {pair: wire for pair, wire in wires.items() if wire.busy_ns or wire.latency_ns},
         exchanges if any(one.reduces for one in exchanges) else (),
-        work.setup.options.overlap,
+        overlapped=work.setup.options.overlap,
     )
     profile = work.setup.profile
     if profile is not None and (profile.operation_us or profile.send_us):

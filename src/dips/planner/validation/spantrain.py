@@ -1,5 +1,5 @@
-"""SpanTrain (Wang et al.): Figure 5 and the settings of section 4.1, grouped; groups when measurements are off; Figure 6,
-the compact order; Figure 7, shares of unequal devices; sections 4.2 and 4.3, plans and peers; the adapter."""
+"""SpanTrain (Wang et al.): Figure 5 and the settings of section 4.1, grouped; groups when measurements are off;
+Figure 6, the compact order; Figure 7, shares of unequal devices; sections 4.2 and 4.3, plans and peers; the adapter."""
 
 from __future__ import annotations
 
