@@ -65,9 +65,10 @@ def decision_text(decision: Decision) -> Iterator[str | Table]:
     for answer in decision.answers:
         if isinstance(answer.found, AsynchronousClusters):
             yield from rounds_text(answer.found)
-        elif isinstance(answer.found, Report) and answer is use:
-            yield ""
-            yield from explored_text(answer.found)
+        elif answer is use and isinstance(answer.found, SpanTrainReport):
+            yield from ("", *spantrain_text(answer.found))
+        elif answer is use and isinstance(answer.found, Report):
+            yield from ("", *explored_text(answer.found))
     if decision.plan is not None:
         yield ""
         yield from plan_text(decision.plan)

@@ -19,8 +19,11 @@ from dips.planner.candidates import NAMES
 from dips.planner.errors import PlanError
 from dips.planner.plan import Plan, make_plan, schedules_of
 from dips.planner.problem import Problem
-from dips.planner.scaleacross.report import Report, name_of, report_of
+from dips.planner.scaleacross.report import Report as ExplorerReport
+from dips.planner.scaleacross.report import name_of, report_of
 from dips.planner.scaleacross.topology import of_problem
+from dips.planner.spantrain.report import Report as SpanTrainReport
+from dips.planner.spantrain.report import report_of_best_groups
 
 
 class System(StrEnum):
@@ -28,6 +31,7 @@ class System(StrEnum):
 
     JEEVES = "jeeves"
     CROSSPIPE = "crosspipe"
+    SPANTRAIN = "spantrain"
     SCALEACROSS = "scaleacross"
     DIPS = "dips"
 
@@ -35,11 +39,15 @@ class System(StrEnum):
 CANNOT_SEE = {
     System.JEEVES: "gradients of weights as operations of their own; stages and replicas other than the file's",
     System.CROSSPIPE: "stages and replicas other than the file's (dips plan tradeoff compares them)",
+    System.SPANTRAIN: "expert and context parallelism, zero_stage, blocks in parts; other orders than compact_zb",
     System.SCALEACROSS: "measured times of a [profile]; schedules other than DoraPP and interleaved ZBV; as printed, "
     "its Algorithm 1 knows no contention for links (here one message at a time goes over each)",
     System.DIPS: "how many more tokens it needs for the same loss; the wait for the grace window of a round",
 }
 """What a system leaves out: where it matters, its answer is further off than the others'."""
+
+DECIDE_INSIDE = (System.SPANTRAIN, System.SCALEACROSS)
+"""Systems that choose how devices of one site share layers. Where its network is not given, that costs them nothing."""
 
 SCHEDULES_OF = {
     System.JEEVES: ("jeeves",),
@@ -56,7 +64,7 @@ class Answer:
     what: str  # in a few words
     tokens_per_s: float
     iteration_s: float | None  # of the file's batch; None: clusters do not meet for one
-    found: Plan | Report | AsynchronousClusters  # all of it
+    found: Plan | SpanTrainReport | ExplorerReport | AsynchronousClusters  # all of it
 
     @property
     def synchronous(self) -> bool:
@@ -141,6 +149,14 @@ def _ask(system: System, problem: Problem, plan: Plan | None) -> Answer:
         best = own[0]
         what = f"{best.name}, {training.pipeline} stages x {training.data} replicas"
         return Answer(system, what, tokens / best.iteration_s, best.iteration_s, replace(plan, candidates=own))
+    if system is System.SPANTRAIN:
+        span = report_of_best_groups(problem.setup)
+        chain, groups = span.best.chain, span.grouping
+        what = (
+            f"{len(groups.groups)} groups ({groups.threshold_gbps:.3g} Gbit/s), {len(chain.stages)} stages, "
+            f"{chain.microbatches} microbatches of {chain.sequences}"
+        )
+        return Answer(system, what, tokens / span.iteration_s, span.iteration_s, span)
     if system is System.SCALEACROSS:
         report = report_of(of_problem(problem.setup), links=True)
         choice = report.explored.best[0]
@@ -156,17 +172,25 @@ def _ask(system: System, problem: Problem, plan: Plan | None) -> Answer:
 
 def _chosen(problem: Problem, answers: Sequence[Answer]) -> tuple[Answer, tuple[str, ...]]:
     """The answer to use: the fastest synchronous one, unless asynchronous clusters make up for their tokens."""
-    needed = problem.setup.asynchronous.more_tokens
-    together = [answer for answer in answers if answer.synchronous]
+    needed, reasons = problem.setup.asynchronous.more_tokens, list[str]()
+    free = [site.name for site in problem.setup.sites if site.network_gbps is None]
+    advised = [one for one in answers if one.synchronous and not (free and one.system in DECIDE_INSIDE)]
+    together = advised or [one for one in answers if one.synchronous]
     apart = next((answer for answer in answers if not answer.synchronous), None)
     if not together:
         assert apart is not None
         return apart, ("no system that trains synchronously was asked and can train this problem",)
     best, *others = together
-    reasons = [
+    reasons.append(
         f"{best.system.value} has the shortest iteration of those that train synchronously"
         + "".join(f"; {one.system.value} takes {best.tokens_per_s / one.tokens_per_s - 1:.1%} longer" for one in others)
-    ]
+    )
+    guessed = [one.system.value for one in answers if free and one.system in DECIDE_INSIDE]
+    if guessed:
+        reasons.append(
+            f"{' and '.join(guessed)} chose tensor, context and data parallelism as if the network inside of "
+            f"{', '.join(free)} cost nothing{', and are not advised' if advised else ''}: give network_gbps there"
+        )
     if apart is None:
         return best, tuple(reasons)
     times = apart.tokens_per_s / best.tokens_per_s

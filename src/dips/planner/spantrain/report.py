@@ -188,6 +188,19 @@ def report_of(
     return Report(setup, grouping, found, rules, flowing, tuple(sentences))
 
 
+def report_of_best_groups(setup: ClusterFile) -> Report:
+    """The fastest plan of several thresholds of groups, of which the paper gives none. Raises PlanError."""
+    first = report_of(setup, alternatives=False)
+    found = [first]
+    for limit, _ in _other_groups(first.grouping):
+        try:
+            found.append(report_of(setup, threshold_gbps=limit, alternatives=False))
+        except PlanError:  # no group of these can hold its layers
+            continue
+    best = min(found, key=lambda one: one.iteration_s)
+    return report_of(setup, threshold_gbps=best.grouping.threshold_gbps)
+
+
 # ---- what SpanTrain does not see -------------------------------------------------------------------------------------
 
 
