@@ -209,6 +209,21 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
     assert "choose another --out" in error
 
 
+@pytest.mark.parametrize(
+    ("system", "said"), [("scaleacross", "cases played"), ("spantrain", "what SpanTrain does not see or say:")]
+)
+def test_a_system_that_is_asked_alone_says_all_of_it(
+    system: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = told(
+        capsys, "spantrain-setting-1" if system == "spantrain" else str(EXAMPLE / "sites.toml"), "--system", system
+    )
+    assert code == 0
+    assert said in out
+    assert f"{system} cannot see: " in out
+    assert "chosen: " not in out
+
+
 def test_one_system_can_be_asked_alone(capsys: pytest.CaptureFixture[str]) -> None:
     file = str(ROOT / "examples" / "04-plan-a-schedule" / "sites.toml")
     code, out, _ = told(capsys, file, "--system", "jeeves", "--no-sensitivity", "--json")
@@ -236,8 +251,10 @@ def test_all_systems_are_compared_and_one_is_advised(capsys: pytest.CaptureFixtu
     code, out, _ = told(capsys, str(ROOT / "examples" / "04-plan-a-schedule" / "sites.toml"), "--no-sensitivity")
     shown = " ".join(out.split())
     assert code == 0
-    assert out.startswith("use scaleacross: PP-out, FSDP, interleaved ZBV, TP-CP-EP-PP-DP 2-4-1-2-4")
-    assert "crosspipe takes 13.7% longer" in shown
-    assert "crosspipe cannot see: " in shown
-    assert "706 of 3098 cases played" in shown
-    assert "chosen: cross_ud/1, one message at a time" in shown
+    assert out.startswith("use crosspipe: cross_ud/4, 8 stages x 4 replicas")
+    for system in ("scaleacross", "jeeves", "spantrain"):
+        assert f"{system} takes " in shown
+        assert f"{system} cannot see: " in shown
+    assert "asynchronous clusters train 1.02 times as many tokens a second" in shown
+    assert "chosen: cross_ud/4, one message at a time" in shown
+    assert "cases played" not in shown

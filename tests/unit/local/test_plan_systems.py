@@ -15,6 +15,8 @@ from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan
 from dips.planner.problem import Problem
 from dips.planner.scaleacross.report import Report
+from dips.planner.spantrain.report import Report as SpanTrainReport
+from dips.planner.spantrain.report import report_of
 
 EXAMPLE = ROOT / "examples" / "04-plan-a-schedule" / "sites.toml"
 QUICK = ["1f1b", "zb_h1", "cross_ud/1", "jeeves"]
@@ -23,7 +25,12 @@ PIPELINES = (System.JEEVES, System.CROSSPIPE, System.DIPS)
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    return pose(EXAMPLE).with_options(schedules=QUICK)
+    """The example, without a network inside of its sites."""
+    found = pose(EXAMPLE).with_options(schedules=QUICK)
+    sites = tuple(
+        site.model_copy(update={"network_gbps": None, "network_latency_us": 0.0}) for site in found.setup.sites
+    )
+    return replace(found, setup=replace(found.setup, sites=sites))
 
 
 def assuming(problem: Problem, **changes: object) -> Problem:
@@ -100,6 +107,28 @@ def test_scaleacross_explorer_reads_the_same_file(problem: Problem) -> None:
     assert answer.iteration_s == best.links_s >= best.printed_s
     assert answer.found.explored.topology.batch.sequences == 8
     assert best.case.split.tensor == 8
+
+
+def test_free_networks_inside_of_sites_make_no_advice(problem: Problem) -> None:
+    """SpanTrain then cuts each layer in 32 parts; with a network, that costs more than it saves."""
+    systems = (System.CROSSPIPE, System.SPANTRAIN)
+    free = decide(problem, systems, sensitivity=False)
+    assert [answer.system for answer in free.answers] == [System.SPANTRAIN, System.CROSSPIPE]
+    assert free.use.system is System.CROSSPIPE
+    assert "inside of amsterdam, stockholm cost nothing, and are not advised: give network_gbps there" in free.why[1]
+    known = decide(pose(EXAMPLE), systems, sensitivity=False)
+    assert [answer.system for answer in known.answers] == [System.CROSSPIPE, System.SPANTRAIN]
+    assert len(known.why) == 1
+    alone = decide(problem, (System.SPANTRAIN,), sensitivity=False)
+    assert alone.use.system is System.SPANTRAIN
+    assert alone.why[1].endswith("cost nothing: give network_gbps there")
+
+
+def test_groups_of_spantrain_are_those_of_the_best_threshold() -> None:
+    (answer,) = decide(pose(EXAMPLE), (System.SPANTRAIN,), sensitivity=False).answers
+    assert isinstance(answer.found, SpanTrainReport)
+    assert answer.what.startswith("2 groups (16.1 Gbit/s), 2 stages")
+    assert answer.iteration_s == answer.found.iteration_s < report_of(pose(EXAMPLE).setup).iteration_s / 2
 
 
 # ---- asynchronous clusters ----

@@ -158,7 +158,7 @@ def test_the_lines_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     kept: dict[str, Any] = {}
     exec(compile(lines, "spantrain.md", "exec"), kept)
     assert (tmp_path / "runs" / "spantrain" / "timeline.png").is_file()
-    assert [one["layers"] for one in kept["report"].to_json()["groups"]] == [12, 20]
+    assert [one["layers"] for one in kept["report"].to_json()["groups"]] == [19, 13]
     setting = report_of(read_setup("spantrain-setting-1"), out_of_order=True)
     for seconds in (setting.best.iteration_s, setting.iteration_s):
         assert f"{seconds:.2f} s" in page
