@@ -19,7 +19,7 @@ def test_small_sizes_have_every_number() -> None:
     assert [row["schedule"] for row in found["simulate"]] == ["zb_h1", "interleaved_1f1b"]
     assert 0 < found["simulate"][0]["ops_per_s"] < found["floor"]["ops_per_s"]
     assert found["greedy"]["median_s"] > 0
-    assert found["plan"]["setup"] == "crosspipe-m8"
+    assert found["plan"]["setup"] == found["all_systems"]["setup"] == "crosspipe-m8"
     assert found["spantrain"]["devices"] == 22
     assert 0 < found["spantrain"]["candidates"] < found["spantrain"]["teams"]
     assert found["optimal"]["proved"] == found["optimal"]["cases"] == 2
@@ -32,11 +32,12 @@ def test_each_number_is_kept_or_missed() -> None:
     optimal = {"longest_proof_s": 2.0, "greedy_over_bound_most": 1.06}
     found: dict[str, Any] = {
         "simulate": [{"ops_per_s": 400_000}, {"ops_per_s": 299_999}],
-        "greedy": {"median_s": 1.9}, "plan": {"median_s": 10.5}, "optimal": optimal,
+        "greedy": {"median_s": 1.9}, "plan": {"median_s": 10.5}, "optimal": optimal, "all_systems": {"median_s": 29.0},
         "spantrain": {"median_s": 9.5},
     }  # fmt: skip
     kept = {name: row["kept"] for name, row in judged(found).items()}
     assert kept == {
-        "simulate_ops_per_s": False, "greedy_s": True, "plan_s": False, "spantrain_s": True, "proof_s": True,
+        "simulate_ops_per_s": False, "greedy_s": True, "plan_s": False, "all_systems_s": True, "spantrain_s": True,
+        "proof_s": True,
         "greedy_over_bound": False,
     }  # fmt: skip
