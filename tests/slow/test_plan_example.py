@@ -49,12 +49,12 @@ def test_the_readmes_commands(
     monkeypatch.chdir(tmp_path)
     block, _ = blocks(README)
     lines = block.text.splitlines()
-    assert [line.split()[:2] for line in lines] == [["dips", "plan"]] * 4
+    assert [line.split()[:2] for line in lines] == [["dips", "plan"]] * 7
     told = []
     for line in lines:
-        assert main.run(tuple(shlex.split(line)[1:])) == 0, line
+        assert main.run(tuple(shlex.split(line)[1:])) == int("replan" in line), line
         told.append(capsys.readouterr().out)
-    first, second, third, fourth = told
+    first, second, third, fourth, groups, explored, replanned = told
     for word in ("chosen: ", "iteration: ", "amsterdam to stockholm: ", "what would help", "1f1b"):
         assert word in first
     assert second.startswith(first.rstrip("\n"))
@@ -64,6 +64,9 @@ def test_the_readmes_commands(
     assert len([line for line in third.splitlines() if line.lstrip()[:1].isdigit()]) == 8
     assert "wider" in fourth
     assert "cross_ud/1" in fourth
+    assert "group 2: 32 devices" in groups
+    assert "32 accelerators in 2 buildings, 64 sequences an iteration" in explored
+    assert "swap: it gains " in replanned
 
 
 def test_a_planned_pipeline_is_a_cluster_like_any_other(tmp_path: Path) -> None:
