@@ -41,6 +41,34 @@ def test_ranks_that_cut_the_matrices_have_the_losses_of_one_process(processes: P
         assert losses(processes, start_alone(processes, kind, **MUON)) == pytest.approx(expected, rel=ROUNDING), kind
 
 
+@pytest.mark.parametrize(
+    "clusters",
+    [
+        # Before each push the ranks are compared to the bit: replicas of a shard have made the same products.
+        {"a": {"parallel": "data=2,tensor=2", **MUON}},
+        {"a": MUON, "b": {}},
+    ],
+    ids=["ranks", "with AdamW"],
+)
+def test_clusters_with_muon_train_in_a_run(
+    processes: Processes, tmp_path: Path, clusters: dict[str, dict[str, str]]
+) -> None:
+    knobs = (f"min_clusters={len(clusters)}", "slaves=1", "sync_every=2", "tk_max=10000", "grace_s=0.2", "linger_s=600")
+    master = MasterProcess(tmp_path / "master", *knobs)
+    try:
+        address = master.started().address
+        processes.start_slaves(address, ["s0"])
+        for name, changes in clusters.items():
+            processes.start_cluster(address, name, WIDE.model_copy(update={"emulate_gap": 0.2, **changes}))
+        for name in clusters:
+            assert processes.exit_code(name) == 0, processes.log(name)[-3000:]
+            assert processes.records(name, "verdict"), processes.log(name)[-3000:]
+            assert "Traceback" not in processes.log(name)
+    finally:
+        master.popen.kill()
+        master.popen.wait(START_S)
+
+
 def test_a_killed_cluster_makes_the_same_steps_again_to_the_bit(
     processes: Processes, address: str, tmp_path: Path
 ) -> None:

@@ -65,8 +65,8 @@ class TrainConfig(Knobs):
     sequence_tokens: int = Field(128, ge=1, description="Tokens in a sequence.")
     inner_optimizer: Literal["adamw", "muon"] = Field(
         "adamw",
-        description="adamw, or muon: Muon for the matrices of the layers, AdamW for the embedding and the norms, both "
-        "with the learning rate and weight decay below. Clusters of a run may differ.",
+        description="adamw for all parameters; or muon: Muon for the matrices of the layers, AdamW for the embedding "
+        "and the norms, both with lr and weight_decay. The clusters of a run may differ.",
     )
     lr: float = Field(3e-3, gt=0, description="Peak learning rate.")
     warmup_tokens: Count = Field(
