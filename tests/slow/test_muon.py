@@ -15,6 +15,7 @@ from support.trainer_run import Processes
 
 pytestmark = pytest.mark.timeout(600)
 
+DOCS = Path(__file__).parents[2] / "docs"
 MUON: dict[str, Any] = {"inner_optimizer": "muon"}
 
 
@@ -113,7 +114,7 @@ def test_a_comparison_trains_with_it_by_every_kind_of_method(tmp_path: Path) -> 
     for optimizer in ("adamw", "muon"):
         told = dips(
             "compare", "--setup", setup, "--methods", "dp,diloco-clip,dynamic-full", "--inner-optimizer", optimizer,
-            "--run-dir", tmp_path / "run", "--json", timeout_s=500,
+            "--data", DOCS, "--run-dir", tmp_path / "run", "--json", timeout_s=500,
         )  # fmt: skip
         assert told.returncode == 0, told.stderr[-3000:]
         found[optimizer] = json.loads(told.stdout)
