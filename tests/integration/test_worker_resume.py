@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -337,27 +337,52 @@ class Walk(torch.nn.Module):
             layer.w = torch.nn.Parameter(torch.zeros(6000))
 
 
-def step(model: Walk, optimizer: torch.optim.Optimizer) -> float:
+class Matrices(Walk):
+    """The same as matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.w = torch.nn.Parameter(torch.zeros(60, 100))
+
+
+def step(model: Walk, optimizers: Sequence[torch.optim.Optimizer]) -> float:
     """The random input tells whether the generators came back."""
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
     target = torch.randn(6000)
-    loss = torch.stack([(w - target).square().mean() for w in model.parameters()]).sum()
+    loss = torch.stack([(w.reshape(6000) - target).square().mean() for w in model.parameters()]).sum()
     loss.backward()
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     return loss.item()
 
 
-def loop(run: RunForWorkers, folder: Path, losses: list[float], steps: int) -> dips.DiLoCo:
+def adamw(model: Walk) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(model.parameters(), lr=1e-2)]
+
+
+def muon_and_adamw(model: Walk) -> list[torch.optim.Optimizer]:
+    """Muon for two of the matrices."""
+    first, second, *others = model.parameters()
+    return [torch.optim.Muon([first, second], lr=1e-2), torch.optim.AdamW(others, lr=1e-2)]
+
+
+MakeOptimizers = Callable[[Walk], list[torch.optim.Optimizer]]
+
+
+def loop(
+    run: RunForWorkers, folder: Path, losses: list[float], steps: int, model: Walk, make: MakeOptimizers
+) -> dips.DiLoCo:
     """A loop with a scheduler and a place in its data; takes a checkpoint before each step, and ends as if killed."""
-    model = Walk()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    optimizers = make(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.9)
     with dips.DiLoCo(
-        model, optimizer, tokens_per_step=10, steps=steps, checkpoint_dir=folder, checkpoint_every_s=0.0,
+        model, optimizers, tokens_per_step=10, steps=steps, checkpoint_dir=folder, checkpoint_every_s=0.0,
         resume=True, state={"scheduler": scheduler},
     ) as sync:  # fmt: skip
         while not sync.done:
-            losses.append(step(model, optimizer))
+            losses.append(step(model, optimizers))
             scheduler.step()
             wait_for(run, lambda: sync.shell is not None and written(sync.shell))
         assert sync.shell is not None
@@ -365,8 +390,9 @@ def loop(run: RunForWorkers, folder: Path, losses: list[float], steps: int) -> d
     return sync
 
 
+@pytest.mark.parametrize(("make_model", "make"), [(Walk, adamw), (Matrices, muon_and_adamw)])
 def test_a_users_loop_goes_on_with_its_scheduler_and_random_numbers(
-    run: RunForWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunForWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_model: type[Walk], make: MakeOptimizers
 ) -> None:
     monkeypatch.setenv("DIPS_MASTER", run.address)
     monkeypatch.setenv("DIPS_INSECURE", "1")
@@ -375,16 +401,35 @@ def test_a_users_loop_goes_on_with_its_scheduler_and_random_numbers(
     run.settings = replace(run.settings, sync_every_steps=100)
     torch.manual_seed(5)
     whole: list[float] = []
-    loop(run, tmp_path / "whole", whole, 9)
+    loop(run, tmp_path / "whole", whole, 9, make_model(), make)
     torch.manual_seed(5)
     parts: list[float] = []
-    first = loop(run, tmp_path / "parts", parts, 4)
+    first = loop(run, tmp_path / "parts", parts, 4, make_model(), make)
     torch.manual_seed(99)
-    second = loop(run, tmp_path / "parts", parts, 9)
+    second = loop(run, tmp_path / "parts", parts, 9, make_model(), make)
     assert (first.steps, second.steps) == (4, 9)
     assert second.shell is not None
     assert second.shell.resumed
     assert parts == whole
+
+
+def test_an_optimizer_that_the_loop_does_not_know_is_a_warning(
+    run: RunForWorkers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch_model, "Layout", lambda parameters, block_elems: Layout(parameters, 4000))
+    model = Matrices()
+    muon, other = muon_and_adamw(model)
+    for given, n_warnings in ((muon, 1), ([muon, other], 0)):
+        caplog.clear()
+        with dips.DiLoCo(
+            model, given, tokens_per_step=10, steps=0, master=run.address, cluster_id="a", insecure=True
+        ) as sync:
+            assert sync.done
+        warnings = [
+            each.message for each in caplog.records if "the optimizers of this loop do not step" in each.message
+        ]
+        assert len(warnings) == n_warnings
+        assert all("3 of the parameters that require gradients ('layers.2.w')" in each for each in warnings)
 
 
 def test_a_state_without_the_two_methods_is_refused(run: RunForWorkers, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ ROUNDING = 1e-4
 """Of a loss after some steps, whose sums are made in another order."""
 
 
-def start_alone(processes: Processes, parallel: str = "") -> str:
+def start_alone(processes: Processes, parallel: str = "", **changes: object) -> str:
     """Plain training; its name. Rows end with their chunk: batches are of several widths."""
-    train = WIDE.model_copy(update={"parallel": parallel, "steps": STEPS, "chunk_tokens": 1000})
+    train = WIDE.model_copy(update={"parallel": parallel, "steps": STEPS, "chunk_tokens": 1000, **changes})
     name = parallel or "one"
     processes.start_train(name, train)
     return name
@@ -41,36 +42,40 @@ NO_MERGE = ("slaves=1", "min_clusters=1", "sync_every=5000", "grace_s=0.2", "lin
 """Settings of a master with so many steps in a round that nothing is merged in these runs."""
 
 
-def check_resumption(processes: Processes, address: str, folder: Path, before: str, after: str) -> None:
+def check_resumption(
+    processes: Processes, address: str, folder: Path, before: str, after: str, *, rounding: float = ROUNDING,
+    **changes: object,
+) -> None:  # fmt: skip
     """Ranks of kind `before` are killed, and those of kind `after` make the same steps again, and go on."""
     processes.start_slaves(address, ["s0"])
-    _start(processes, address, folder, before)
+    _start(processes, address, folder, before, changes)
     processes.wait_until("a", lambda: len(processes.records("a", "checkpoint")) == LAST)
     made = len(processes.records("a", "step"))
     processes.wait_until("a", lambda: len(processes.records("a", "step")) >= made + 20)
-    _kill(processes)
+    kill_ranks(processes)
     first = _lives(processes)[0]
 
-    _start(processes, address, folder, after)
+    _start(processes, address, folder, after, changes)
     processes.wait_until("a", lambda: len(_lives(processes)) == 2 and max(_lives(processes)[1], default=0) > max(first))
-    _kill(processes)
+    kill_ranks(processes)
     second = _lives(processes)[1]
     again = sorted(set(first) & set(second))
     assert len(again) >= 10
     assert min(second) > 1, "it went on, and did not begin again"
-    assert [second[step] for step in again] == pytest.approx([first[step] for step in again], rel=ROUNDING)
+    assert [second[step] for step in again] == pytest.approx([first[step] for step in again], rel=rounding)
     assert max(first) + 1 in second, "and goes on beyond"
     (resumed,) = processes.records("a", "resumed")
     assert resumed["number"] == LAST
 
 
-def _start(processes: Processes, address: str, folder: Path, kind: str) -> None:
+def _start(processes: Processes, address: str, folder: Path, kind: str, changes: Mapping[str, object]) -> None:
     client = ["--checkpoint-dir", str(folder / "a"), "--checkpoint-every-s", "0", "--resume"]
     failpoints = {"DIPS_FAILPOINTS": NO_MORE, "DIPS_FAILPOINTS_ENABLED": "1"}
-    processes.start_cluster(address, "a", WIDE.model_copy(update={"parallel": kind}), client, **failpoints)
+    processes.start_cluster(address, "a", WIDE.model_copy(update={"parallel": kind, **changes}), client, **failpoints)
 
 
-def _kill(processes: Processes) -> None:
+def kill_ranks(processes: Processes) -> None:
+    """With SIGKILL, of cluster a: torchrun, if it was started with that, and its ranks; else its process."""
     ranks = processes.ranks("a")
     processes.kill("a")
     for pid in ranks.values():

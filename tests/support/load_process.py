@@ -45,8 +45,8 @@ def load_byte_model(parallel: str, folder: Path) -> tuple[ByteModel, float]:
     batch = byte_batch()
     cut = CutModel(ByteModel(SIZES["wide"], seed=9), Parallelism.parse(parallel), *batch.inputs.shape)
     load(dict(cut.module.named_parameters()), checkpoint_id=folder / "checkpoint")
-    optimizer = torch.optim.SGD(cut.module.parameters(), lr=0.0)
-    return cut.whole(optimizer), cut.step(optimizer, batch, 1.0)
+    optimizers = [torch.optim.SGD(cut.module.parameters(), lr=0.0)]
+    return cut.whole(optimizers), cut.step(optimizers, batch, 1.0)
 
 
 def main(rank: int, n_ranks: int, folder: Path, *kinds: str) -> None:

@@ -60,6 +60,9 @@ def compare(
         float | None,
         typer.Option(metavar="RATE", help="Learning rate of the inner optimizer, the same for all methods."),
     ] = None,
+    inner_optimizer: Annotated[
+        str | None, typer.Option(metavar="adamw|muon", help="The inner optimizer, the same for all methods.")
+    ] = None,
     data: Annotated[
         list[Path] | None,
         typer.Option(metavar="PATH", show_default="Python's own", help="Text file or folder; again for more."),
@@ -105,14 +108,17 @@ def compare(
     names, numbers = methods_of(methods or DEFAULT_METHODS), seeds_of(seeds)
     place = _Place(run_dir, jobs or len(os.sched_getaffinity(0)), again, as_json)
     if figure is None:
-        chosen = setup_of(setup or DEFAULT_SETUP, gaps, inner_steps, tokens, lr)
+        chosen = setup_of(setup or DEFAULT_SETUP, gaps, inner_steps, tokens, lr, inner_optimizer)
         return _compare_methods(place, chosen, names, numbers, data or (), inject or "")
     check_figure(figure, {"--methods": methods, "--gaps": gaps, "--inject": inject})
     if figure in FIGURES:
-        chosen = setup_of(setup or DEFAULT_SETUP, None, inner_steps, tokens, lr)
+        chosen = setup_of(setup or DEFAULT_SETUP, None, inner_steps, tokens, lr, inner_optimizer)
         return _compare_losses(place, FIGURES[figure], chosen, numbers, data or ())
     several = seeds if len(numbers) > 1 else None
-    useless = {"--tokens": tokens, "--lr": lr, "--data": data, "--again": again or None, "several --seeds": several}
+    useless = {
+        "--tokens": tokens, "--lr": lr, "--inner-optimizer": inner_optimizer, "--data": data,
+        "--again": again or None, "several --seeds": several,
+    }  # fmt: skip
     check_figure(figure, useless)
     shown = SPEED_FIGURES[figure]
     setups = [setup_of(name, None, inner_steps, None) for name in ([setup] if setup else shown.setups)]
@@ -191,7 +197,12 @@ def _compared(
 
 
 def setup_of(
-    name: str, gaps: str | None, inner_steps: int | None, tokens: str | None, lr: float | None = None
+    name: str,
+    gaps: str | None,
+    inner_steps: int | None,
+    tokens: str | None,
+    lr: float | None = None,
+    inner_optimizer: str | None = None,
 ) -> ComparisonSetup:
     """The set-up with the command line's changes. Raises ConfigError."""
     return load_setup(name).with_overrides(
@@ -199,6 +210,7 @@ def setup_of(
         inner_steps=inner_steps,
         tokens=None if tokens is None else _tokens(tokens),
         lr=lr,
+        inner_optimizer=inner_optimizer,
     )
 
 

@@ -67,6 +67,7 @@ def run_method(
         heldout_max_bytes=setup.run.heldout_bytes,
         batch_size=inner.batch_size,
         sequence_tokens=inner.sequence_tokens,
+        inner_optimizer=inner.inner_optimizer,
         lr=inner.lr,
         warmup_tokens=inner.warmup_tokens,
         min_lr_fraction=inner.min_lr_fraction,

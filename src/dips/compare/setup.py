@@ -14,7 +14,7 @@ import string
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -81,10 +81,13 @@ class ModelTable(Knobs):
 
 
 class InnerTable(Knobs):
-    """[inner]: AdamW and its schedule, by the names of `dips train`."""
+    """[inner]: the inner optimizer and its schedule, by the names of `dips train`."""
 
     batch_size: int = Field(4, ge=1, description="Sequences in an inner step")
     sequence_tokens: int = Field(128, ge=1, description="Tokens in a sequence")
+    inner_optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="adamw; muon: Muon for the layers' matrices, and AdamW for the rest"
+    )
     lr: float = Field(3e-3, gt=0, description="Peak learning rate")
     warmup_tokens: Count = Field(50_000, description="Tokens of the run over which the learning rate rises")
     min_lr_fraction: float = Field(0.1, ge=0, le=1, description="Learning rate at the end, as a fraction of the peak")
@@ -154,6 +157,10 @@ _FROM_TABLES = {
 """Settings of the master that follow from other tables, with their keys there."""
 
 _TABLES = ("run", "model", "inner", "clusters", "links", "servers", "master")
+
+
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}
+"""For people."""
 
 
 class ComparisonSetup(Knobs):
@@ -237,6 +244,7 @@ class ComparisonSetup(Knobs):
         tokens: int | None = None,
         evaluations: int | None = None,
         lr: float | None = None,
+        inner_optimizer: str | None = None,
         up: Sequence[float] | None = None,
         down: Sequence[float] | None = None,
         jitter: float | None = None,
@@ -251,7 +259,7 @@ class ComparisonSetup(Knobs):
         tables = self.model_dump()
         changes: Mapping[str, Mapping[str, Any]] = {
             "run": {"inner_steps": inner_steps, "tokens": tokens, "evaluations": evaluations},
-            "inner": {"lr": lr},
+            "inner": {"lr": lr, "inner_optimizer": inner_optimizer},
             "clusters": {"gaps": gaps, "jitter": jitter},
             "links": {"up": up, "down": down, "latency": latency_s},
         }
@@ -307,9 +315,9 @@ class ComparisonSetup(Knobs):
             ("model", f"{self.model.size}; parameters on the wire: {carried}"),
             (
                 "inner",
-                f"AdamW, batch {inner.batch_size} x {inner.sequence_tokens} tokens, lr {inner.lr:g} (warm-up "
-                f"{format_count(inner.warmup_tokens)} tokens, down to {inner.min_lr_fraction:g} of it), weight decay "
-                f"{inner.weight_decay:g}, gradient clip {inner.grad_clip:g}",
+                f"{OPTIMIZERS[inner.inner_optimizer]}, batch {inner.batch_size} x {inner.sequence_tokens} tokens, lr "
+                f"{inner.lr:g} (warm-up {format_count(inner.warmup_tokens)} tokens, down to {inner.min_lr_fraction:g} "
+                f"of it), weight decay {inner.weight_decay:g}, gradient clip {inner.grad_clip:g}",
             ),
             ("one step", f"{steps}; jitter {self.clusters.jitter:.0%}; ideal ratio {self.ideal_ratio:.3f}"),
             ("links up", self._rates_text(self.up_bits_per_s)),

@@ -158,7 +158,11 @@ class SizeKnobs(Knobs):
     snapshots_kept: int = Field(3, ge=1, le=1000, description="Snapshots on a slave's disk, as the slave's")
     checkpoints_kept: int = Field(2, ge=1, description="Checkpoints on a cluster's disk, as the worker's")
     optimizer_bytes: float = Field(
-        8.0, ge=0, le=64, description="Inner optimizer's bytes a parameter: 8 AdamW in float32, 4 momentum, 0 SGD"
+        8.0,
+        ge=0,
+        le=64,
+        description="Inner optimizer's bytes a parameter: 8 AdamW in float32, 4 momentum, 4 for matrices under Muon, "
+        "0 SGD",
     )
     chunk_bytes: Annotated[Bytes, Field(ge=4096)] = Field(1 << 20, description="Size of one data message")
     archive_bytes: Bytes = Field(1 << 30, description="Room for the master's archive")

@@ -32,10 +32,10 @@ class ClusterOfRanks:
     """Every method is called on all ranks, after the same steps; but request_stop(), from a signal handler."""
 
     def __init__(
-        self, train: TrainConfig, client: ClientConfig, cut: CutModel, optimizer: torch.optim.Optimizer,
+        self, train: TrainConfig, client: ClientConfig, cut: CutModel, optimizers: Sequence[torch.optim.Optimizer],
         plan: DataPlan, tape: Tape, signals: StopSignals, state: Mapping[str, HasState],
     ) -> None:  # fmt: skip
-        """Agree with the other ranks. state: kept in checkpoints, besides the model's and the optimizer's.
+        """Agree with the other ranks. state: kept in checkpoints, besides the model's and the optimizers'.
 
         Raises ConfigError, on all of them, where their settings or models differ.
         """
@@ -50,7 +50,7 @@ class ClusterOfRanks:
 
         try:
             loop = loop_of_ranks(
-                ranks, client, lambda _: cut.held(optimizer), [optimizer], state, shell_of,
+                ranks, client, lambda _: cut.held(optimizers), optimizers, state, shell_of,
                 settings=train.model_dump(mode="json"), order=cut.names,
                 wants_to_leave=lambda: signals.caught is not None,
             )  # fmt: skip

@@ -63,14 +63,19 @@ class TrainConfig(Knobs):
     seed: int = Field(0, ge=0, description="Seed of the first parameters; counts on the cluster that seeds the run.")
     batch_size: int = Field(4, ge=1, description="Sequences in an inner step.")
     sequence_tokens: int = Field(128, ge=1, description="Tokens in a sequence.")
-    lr: float = Field(3e-3, gt=0, description="Peak learning rate of AdamW.")
+    inner_optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="adamw for all parameters; or muon: Muon for the matrices of the layers, AdamW for the embedding "
+        "and the norms, both with lr and weight_decay. The clusters of a run may differ.",
+    )
+    lr: float = Field(3e-3, gt=0, description="Peak learning rate.")
     warmup_tokens: Count = Field(
         50_000, ge=0, description="Tokens of the whole run over which the learning rate rises to its peak."
     )
     min_lr_fraction: float = Field(
         0.1, ge=0, le=1, description="The learning rate at the run's end, as a fraction of the peak (cosine)."
     )
-    weight_decay: float = Field(0.1, ge=0, description="AdamW's decoupled weight decay, of matrices only.")
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay, of matrices only.")
     grad_clip: float = Field(1.0, gt=0, description="Largest norm of the gradient of an inner step.")
     threads: int = Field(1, ge=1, description="Processor threads of the computation.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a CUDA device when there is one.")

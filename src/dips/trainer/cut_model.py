@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -92,17 +92,18 @@ class CutModel:
         """Of the whole model's parameters, in its order."""
         return list(self._config.parameter_shapes)
 
-    def held(self, optimizer: torch.optim.Optimizer) -> Held:
+    def held(self, optimizers: Sequence[torch.optim.Optimizer]) -> Held:
         """What this rank holds of the model."""
-        return held_here([self.module], [optimizer], data_mesh=self._mesh["data", "fsdp"])
+        return held_here([self.module], optimizers, data_mesh=self._mesh["data", "fsdp"])
 
-    def step(self, optimizer: torch.optim.Optimizer, batch: Batch, grad_clip: float) -> float:
+    def step(self, optimizers: Sequence[torch.optim.Optimizer], batch: Batch, grad_clip: float) -> float:
         """One inner step on the cluster's batch; the mean loss in nats per byte, the same on all ranks.
 
         A loss that is not finite changes nothing and is returned. Raises FatalError where another rank is gone.
         """
         with another_rank_may_be_gone():
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
             # FSDP2 averages over its ranks; all else adds up.
             loss = self._backward(batch, self._parallelism.fsdp / batch.tokens) / self._parallelism.fsdp
             gradients = self._gradients()
@@ -118,7 +119,8 @@ class CutModel:
             if math.isfinite(value):
                 scale = min(1.0, grad_clip / (math.sqrt(square) + NORM_FLOOR))
                 torch._foreach_mul_(list(gradients.values()), scale)
-                optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.step()
             return value
 
     def any(self, flag: bool) -> bool:
@@ -133,9 +135,9 @@ class CutModel:
             is_mean = self._sum(mine) == [byte * dist.get_world_size() for byte in mine]
             return not self.any(not is_mean)
 
-    def whole(self, optimizer: torch.optim.Optimizer) -> ByteModel:
+    def whole(self, optimizers: Sequence[torch.optim.Optimizer]) -> ByteModel:
         """The whole model, in the processor's memory of each rank. Raises FatalError where another rank is gone."""
-        held = self.held(optimizer)
+        held = self.held(optimizers)
         here = {row.parameter.name: (row.box, tensor) for row, tensor in zip(held.rows, held.tensors(), strict=True)}
         model = ByteModel(self._config)
         with torch.no_grad(), another_rank_may_be_gone():

@@ -1,7 +1,7 @@
-"""Trains one cluster of a comparison: the byte model, its AdamW and the text, driven from outside (compare/record.py).
+"""Trains one cluster of a comparison: the byte model, its inner optimizers and the text.
 
-Knows no session, no clock and no simulator: the caller gives the tokens of each step and the progress of the run. Many
-are in one process, so they share the text and one thread.
+Driven from outside (compare/record.py). Knows no session, no clock and no simulator: the caller gives the tokens of
+each step and the progress of the run. Many are in one process, so they share the text and one thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dips.trainer.data import ChunkedText, make_batch
 from dips.trainer.evaluate import heldout_loss, model_from_flat, windows_of
 from dips.trainer.model import ByteModel
 from dips.trainer.sizes import SIZES
-from dips.trainer.train import inner_step, make_optimizer, schedule_of
+from dips.trainer.train import inner_step, make_optimizers, schedule_of
 from dips.worker.torch_model import TorchParameters
 
 F32 = NDArray[np.float32]
@@ -51,8 +51,7 @@ class ByteLearner(TorchParameters):
         self._config = config
         self._text = text.training
         self._net = ByteModel(SIZES[config.model_size], config.seed)
-        self._adamw = make_optimizer(self._net, config)
-        super().__init__(self._net, self._adamw)
+        super().__init__(self._net, make_optimizers(self._net, config))
         self._schedule = schedule_of(config, total_tokens)
 
     def data_plan(self) -> DataPlan:
@@ -66,7 +65,8 @@ class ByteLearner(TorchParameters):
         nothing and is returned. Raises RemoteProtocolError for a range that the text does not have.
         """
         batch = make_batch(self._text, ranges)
-        return inner_step(self._net, self._adamw, batch, self._schedule.at(progress_tokens), self._config.grad_clip)
+        rate = self._schedule.at(progress_tokens)
+        return inner_step(self._net, self._optimizers, batch, rate, self._config.grad_clip)
 
 
 def evaluator(config: TrainConfig, text: SharedText) -> Callable[[F32], float]:
@@ -77,5 +77,5 @@ def evaluator(config: TrainConfig, text: SharedText) -> Callable[[F32], float]:
     torch.set_num_threads(config.threads)
     windows = windows_of(text.heldout, config.sequence_tokens)
     model = ByteModel(SIZES[config.model_size])
-    layout = TorchParameters(model, make_optimizer(model, config)).layout()
+    layout = TorchParameters(model, make_optimizers(model, config)).layout()
     return lambda flat: heldout_loss(model_from_flat(layout, flat), windows)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +76,7 @@ class LearningRateSchedule:
 
 
 BETAS = (0.9, 0.95)
+MUON_MOMENTUM = 0.95
 
 
 def device_of(config: TrainConfig) -> torch.device:
@@ -90,7 +91,7 @@ def device_of(config: TrainConfig) -> torch.device:
 
 
 class InnerTrainer:
-    """A model, its AdamW and the text, ready for steps; sets torch's thread count for the process.
+    """A model, its inner optimizers and the text, ready for steps; sets torch's thread count for the process.
 
     Of several ranks, each has one, and all make the same steps together.
     """
@@ -117,7 +118,7 @@ class InnerTrainer:
                 )
         self.model = model
         """Of several ranks, what the cut has left of it."""
-        self.optimizer = make_optimizer(model if self.cut is None else self.cut.module, config)
+        self.optimizers = make_optimizers(model if self.cut is None else self.cut.module, config)
 
     def step(self, batch: Batch, lr: float) -> float:
         """One forward, backward and optimizer step at learning rate lr; the mean loss in nats per byte.
@@ -125,17 +126,17 @@ class InnerTrainer:
         A non-finite loss changes nothing and raises FatalError: parameters that it would ruin must not be pushed.
         """
         if self.cut is None:
-            value = inner_step(self.model, self.optimizer, batch, lr, self.config.grad_clip)
+            value = inner_step(self.model, self.optimizers, batch, lr, self.config.grad_clip)
         else:
-            set_rate(self.optimizer, lr)
-            value = self.cut.step(self.optimizer, batch, self.config.grad_clip)
+            set_rate(self.optimizers, lr)
+            value = self.cut.step(self.optimizers, batch, self.config.grad_clip)
         if not math.isfinite(value):
             raise FatalError(f"the loss is {value} at learning rate {lr:g}: lower --lr or --grad-clip")
         return value
 
     def whole_model(self) -> ByteModel:
         """The whole model, on the processor; of several ranks, call it on all together."""
-        return self.model.cpu() if self.cut is None else self.cut.whole(self.optimizer)
+        return self.model.cpu() if self.cut is None else self.cut.whole(self.optimizers)
 
     def close(self) -> None:
         """End what the ranks share."""
@@ -147,32 +148,64 @@ class InnerTrainer:
         return flag if self.cut is None else self.cut.any(flag)
 
 
-def inner_step(model: ByteModel, optimizer: torch.optim.Optimizer, batch: Batch, lr: float, grad_clip: float) -> float:
+def inner_step(
+    model: ByteModel, optimizers: Sequence[torch.optim.Optimizer], batch: Batch, lr: float, grad_clip: float
+) -> float:
     """One forward, backward and optimizer step at learning rate lr; the mean loss in nats per byte.
 
     A loss that is not finite changes nothing and is returned.
     """
-    set_rate(optimizer, lr)
+    set_rate(optimizers, lr)
     device = model.embedding.weight.device
     loss = model.loss(batch.inputs.to(device), batch.targets.to(device))
     value = loss.item()
     if math.isfinite(value):
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     return value
 
 
-def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def set_rate(optimizers: Sequence[torch.optim.Optimizer], lr: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """AdamW for all parameters; or Muon for the hidden layers' matrices, and AdamW for the embedding and the norms.
+
+    Muon's update is scaled to the size of AdamW's, so that one learning rate and weight decay fit both
+    (arXiv:2502.16982, section 2.2).
+    """
+    hidden = _hidden_matrices(model) if config.inner_optimizer == "muon" else []
+    adamw = _adamw(_without(model.parameters(), hidden), config)
+    if not hidden:
+        return [adamw]
+    muon = torch.optim.Muon(
+        hidden, lr=config.lr, weight_decay=config.weight_decay, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw"
+    )
+    return [muon, adamw]
+
+
+def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Two-dimensional weights, without those of embeddings; the byte model's output layer is its embedding."""
+    embeddings = [p for part in model.modules() if isinstance(part, nn.Embedding) for p in part.parameters()]
+    return [parameter for parameter in _without(model.parameters(), embeddings) if parameter.ndim == 2]
+
+
+def _without(parameters: Iterable[nn.Parameter], left_out: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    ids = {id(parameter) for parameter in left_out}
+    return [parameter for parameter in parameters if id(parameter) not in ids]
+
+
+def _adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
     """AdamW with weight decay for matrices and none for norms. What is cut over other ranks is a group of its own."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
-    for parameter in sorted(model.parameters(), key=lambda parameter: parameter.ndim < 2):
+    for parameter in sorted(parameters, key=lambda parameter: parameter.ndim < 2):
         cut = getattr(parameter, "device_mesh", None)
         groups.setdefault((parameter.ndim >= 2, cut), []).append(parameter)
     decay = {True: config.weight_decay, False: 0.0}
@@ -291,10 +324,10 @@ class _ClusterLoop:
         kept: dict[str, HasState] = {"data": self._batches, "reports": self._reports}
         if inner.cut is not None:
             return ClusterOfRanks(
-                self._train, client, inner.cut, inner.optimizer, plan, self._tape, self._signals, kept
+                self._train, client, inner.cut, inner.optimizers, plan, self._tape, self._signals, kept
             )
-        parameters = TorchParameters(inner.model, inner.optimizer)
-        state = TorchState(inner.model, inner.optimizer, kept)
+        parameters = TorchParameters(inner.model, inner.optimizers)
+        state = TorchState(inner.model, inner.optimizers, kept)
         return ClusterShell(client, parameters, parameters.layout(), plan, inner=state, tape=self._tape)
 
     def run(self) -> int:

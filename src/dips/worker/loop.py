@@ -55,6 +55,7 @@ from dips.worker.torch_model import (
     plain_optimizer,
     refuse_shards,
     running_statistics,
+    stepped_by,
     untrained_of,
 )
 from dips.worker.torch_state import HasState, TorchState
@@ -121,12 +122,13 @@ class DiLoCo:
     not be pushed are logged as a warning. SIGTERM, where the program does not handle it, does the same at the next step
     or `done`, and then ends the process with exit code 143.
 
-    model, optimizer: the loop's own, also as Accelerate prepared them; the optimizer is the inner one. tokens_per_step:
-    tokens (or samples, if every cluster counts them alike) behind one optimizer.step() of this process; count()
-    overrides it. steps: `done` becomes true after so many steps, with or without a master. sync_every, outer_lr,
-    outer_momentum: the values that the user expects; the master sets them, and a different value there is refused at
-    the start. master, cluster_id, run_id: else DIPS_MASTER, DIPS_CLUSTER, DIPS_RUN. tape: a file for this cluster's
-    event record.
+    model, optimizer: the loop's own, also as Accelerate prepared them; the optimizer is the inner one. Where several
+    step different parameters of the model, as torch.optim.Muon and AdamW do, a list of all of them, in the same order
+    after a restart: a step is complete when each has made one. tokens_per_step: tokens (or samples, if every cluster
+    counts them alike) behind one step of this process; count() overrides it. steps: `done` becomes true after so many
+    steps, with or without a master. sync_every, outer_lr, outer_momentum: the values that the user expects; the master
+    sets them, and a different value there is refused at the start. master, cluster_id, run_id: else DIPS_MASTER,
+    DIPS_CLUSTER, DIPS_RUN. tape: a file for this cluster's event record.
 
     keys: the directory of this cluster's identity (docs/security.md), else DIPS_KEYS. insecure: use no keys, with a
     master on this machine only; else DIPS_INSECURE=1. One of the two must be given.
@@ -144,15 +146,14 @@ class DiLoCo:
 
     Several processes of torch.distributed are one cluster, of any parallelism that torch has (docs/parallel.md): all of
     them enter and step together, and each pushes and pulls its own part of the model. model, optimizer: what this rank
-    holds and steps; lists, for a pipeline's interleaved stages: a step is counted when all of the optimizers have made
-    one. group: the process group or DeviceMesh of the cluster's ranks, where they are only a part of
-    torch.distributed's world. data_mesh: the DeviceMesh or process group of the ranks that train on different data,
-    whose tokens are added up; else it follows from how the model is cut. shards: what local tensors are in the full
-    model, where torch does not know it (dips.ShardOf by local name). order: the names of the full model in its order,
-    where it does not follow from the ranks'. master_parameters: float32 copies, by name in the full model, that are
-    pushed and pulled in place of parameters in fewer bits. Ranks that hold the same elements with other values are
-    refused, at the start and before each push; replicas: they hold the whole model each, and get rank 0's values where
-    theirs are others at the start.
+    holds and steps; lists, for a pipeline's interleaved stages. group: the process group or DeviceMesh of the cluster's
+    ranks, where they are only a part of torch.distributed's world. data_mesh: the DeviceMesh or process group of the
+    ranks that train on different data, whose tokens are added up; else it follows from how the model is cut. shards:
+    what local tensors are in the full model, where torch does not know it (dips.ShardOf by local name). order: the
+    names of the full model in its order, where it does not follow from the ranks'. master_parameters: float32 copies,
+    by name in the full model, that are pushed and pulled in place of parameters in fewer bits. Ranks that hold the same
+    elements with other values are refused, at the start and before each push; replicas: they hold the whole model each,
+    and get rank 0's values where theirs are others at the start.
 
     Raises ConfigError for settings that cannot work; entering raises Refused when the run does not take this cluster
     (another model, say) and RetryLater when no master answers.
@@ -198,6 +199,7 @@ class DiLoCo:
         self._models = [model] if isinstance(model, torch.nn.Module) else list(model)
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._optimizers = [plain_optimizer(each) for each in given]
+        _refuse_one_optimizer_twice(self._optimizers)
         self._stepped: set[torch.optim.Optimizer] = set()
         self._replicas = replicas
         self._group = group
@@ -263,6 +265,8 @@ class DiLoCo:
             self._token_check = TokenCheck()
             for model in self._models:
                 self._token_check.begin(plain_model(model))
+        if self.active and self._parallel.master_parameters is None:
+            _warn_of_another_optimizer(self._models, self._optimizers)
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
@@ -337,29 +341,30 @@ class DiLoCo:
 
     def _shell_of_one(self, config: ClientConfig) -> ClusterShell:
         """The shell of a cluster of one process."""
-        model, optimizer = self._only_one()
-        refuse_shards(model, optimizer)
+        model, optimizers = self._only_one(), self._optimizers
+        for optimizer in optimizers:
+            refuse_shards(model, optimizer)
         if self._group is not None:
             refuse_ranks_outside(self._models, [dist.get_rank()])
-        parameters = TorchParameters(model, optimizer, buffers=self._buffers)
+        parameters = TorchParameters(model, optimizers, buffers=self._buffers)
         untrained = untrained_of(model, parameters.ids)
         parameters.describe(description_of(model, parameters.ids, untrained))
         self._say_what_is_own(running_statistics(model, parameters.ids))
-        inner = TorchState(model, optimizer, {"steps": _Steps(self), **_named(self._state)}, buffers=self._buffers)
+        inner = TorchState(model, optimizers, {"steps": _Steps(self), **_named(self._state)}, buffers=self._buffers)
         return ClusterShell(
             config, parameters, parameters.layout(), DataPlan(DataMode.OWN),
             inner=inner, resume_label=self._resume_label, untrained=untrained,
         )  # fmt: skip
 
-    def _only_one(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    def _only_one(self) -> torch.nn.Module:
         """Raises ConfigError for what only several ranks can have."""
-        if len(self._models) > 1 or len(self._optimizers) > 1 or self._parallel != _Parallel():
+        if len(self._models) > 1 or self._parallel != _Parallel():
             raise ConfigError(
-                "several modules or optimizers, data_mesh, shards, order and master_parameters are for the ranks of "
+                "several modules, data_mesh, shards, order and master_parameters are for the ranks of "
                 "torch.distributed, and this process is alone: call torch.distributed.init_process_group() before the "
-                "loop is entered, or give one module and one optimizer"
+                "loop is entered, or give one module"
             )
-        return plain_model(self._models[0]), self._optimizers[0]
+        return plain_model(self._models[0])
 
     def _join_with(self, ranks: Ranks, config: ClientConfig | None) -> None:
         given, settings = self._parallel, {} if config is None else {"steps": self._steps_wanted}
@@ -570,6 +575,28 @@ def _may_step(optimizer: torch.optim.Optimizer) -> None:
     guard = _guards.pop(optimizer, None)
     if guard is not None:
         guard.remove()
+
+
+def _warn_of_another_optimizer(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """An optimizer that the loop does not know steps after the push of a step, and its state is in no checkpoint."""
+    stepped = stepped_by(optimizers)
+    named = (pair for model in models for pair in plain_model(model).named_parameters())
+    others = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in stepped]
+    if others:
+        _logger.warning(
+            "the optimizers of this loop do not step %d of the parameters that require gradients (%r): if another one "
+            "does, give all of them as a list, so that a push waits for all and checkpoints have their state",
+            len(others), others[0],
+        )  # fmt: skip
+
+
+def _refuse_one_optimizer_twice(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises ConfigError for a list that has an optimizer twice, or none: no step would ever be complete."""
+    if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
+        raise ConfigError(
+            "optimizer is an empty list, or has the same optimizer twice, so that no step is ever complete: give each "
+            "optimizer that steps the model once"
+        )
 
 
 class _Steps:

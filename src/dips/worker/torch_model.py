@@ -84,6 +84,18 @@ def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    """One optimizer, or several, as a list."""
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+def stepped_by(optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[int]:
+    """id() of each tensor that one of them steps."""
+    return frozenset(
+        id(tensor) for optimizer in optimizers for group in optimizer.param_groups for tensor in group["params"]
+    )
+
+
 def refuse_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raises ConfigError for shards of the model or of the optimizer's state that are no DTensors."""
     kinds = {type(module).__name__ for module in model.modules()} & _SHARDED_MODELS
@@ -258,16 +270,19 @@ ONE_THREAD_ELEMS = 1 << 15
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Those of the layout's, by name."""
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""One that steps the model, or several that step different parameters of it, as Muon and AdamW do."""
+
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TorchParameters:
-    """The ParameterStore of a module and its inner optimizer, on CPU or on CUDA devices."""
+    """The ParameterStore of a module and its inner optimizer, or several, on CPU or on CUDA devices."""
 
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         *,
         block_elems: int = DEFAULT_BLOCK_ELEMS,
         description: str = "",
@@ -283,7 +298,7 @@ class TorchParameters:
         """
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = as_list(optimizer)
         self._buffers = averaged_buffers(model) if buffers == "average" else {}
         held = {name: module.get_buffer(key) for name, (module, key) in self._buffers.items()}
         for name, p in named.items():
@@ -296,7 +311,7 @@ class TorchParameters:
         tensors: dict[str, torch.Tensor] = {**named, **held}
         self._spans = [(tensors[s.parameter.name], s.start_elem, s.stop_elem) for s in self._layout.spans]
         self._parameters: list[torch.Tensor] = [tensor for tensor, _, _ in self._spans]
-        if self.ids.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+        if self.ids.isdisjoint(stepped_by(self._optimizers)):
             raise ConfigError(
                 "the optimizer holds none of the model's parameters: make it of model.parameters(), after the model "
                 "was moved to its device"
@@ -416,7 +431,8 @@ class TorchParameters:
 
     def reset_inner_optimizer(self) -> None:
         self.resets += 1
-        self._optimizer.state.clear()
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
 
     def _check_still_trained(self) -> None:
         """Check the model before a push. Raises ConfigError when it trains a parameter that the layout lacks."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 
 from dips.core.errors import ConfigError
 from dips.worker.checkpoint_files import RawTensor
-from dips.worker.torch_model import wait_for
+from dips.worker.torch_model import Optimizers, as_list, wait_for
 
 if TYPE_CHECKING:  # that module imports this one
     from dips.worker.parallel.shard_files import SavedShards
@@ -148,15 +148,16 @@ class TorchState:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         parts: Mapping[str, HasState] | None = None,
         *,
         buffers: str = "own",
     ) -> None:
         """parts: the loop's own things. buffers: as in DiLoCo."""
-        self._of_ranks = model, optimizer, dict(parts or {}), buffers
+        self._optimizers = as_list(optimizer)
+        self._of_ranks = model, dict(parts or {}), buffers
         self._parts: dict[str, HasState] = {
-            "optimizer": optimizer,
+            "optimizer": self._optimizers[0] if len(self._optimizers) == 1 else _SeveralOptimizers(self._optimizers),
             "buffers": _Buffers(model),
             **{f"loop.{name}": part for name, part in (parts or {}).items()},
             "random": RandomState(),
@@ -187,6 +188,7 @@ class TorchState:
                 f"the checkpoint holds the state of {there}, this loop has {sorted(self._parts)}: resume with the "
                 "same loop, or without --resume"
             )
+        _refuse_other_optimizers(state["optimizer"], self._optimizers)
         for name, part in self._parts.items():
             try:
                 part.load_state_dict(state[name])
@@ -204,10 +206,52 @@ class TorchState:
         from dips.worker.parallel.held import held_here
         from dips.worker.parallel.rank_state import RankState
 
-        model, optimizer, parts, buffers = self._of_ranks
-        agreed = agree(Alone(), held_here([model], [optimizer], buffers=buffers), {})
+        model, parts, buffers = self._of_ranks
+        agreed = agree(Alone(), held_here([model], self._optimizers, buffers=buffers), {})
         assert agreed is not None, "one that holds its model has a place"
-        RankState(Alone(), agreed, [optimizer], parts).restore(state, saved)
+        RankState(Alone(), agreed, self._optimizers, parts).restore(state, saved)
+
+
+# ---- several optimizers ----------------------------------------------------------------------------------------------
+
+SAME_OPTIMIZERS = (
+    "resume with the same optimizers in the same order (of `dips train`: the same --inner-optimizer), or without "
+    "--resume"
+)
+
+_KINDS = "kinds"
+"""The state of one optimizer has no such key, and is written as it is."""
+
+
+class _SeveralOptimizers:
+    """The state of optimizers that step different parameters of one model, with their kinds."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def state_dict(self) -> dict[str, Any]:
+        return {_KINDS: _kinds_of(self._optimizers), "states": [each.state_dict() for each in self._optimizers]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for optimizer, saved in zip(self._optimizers, state["states"], strict=True):
+            optimizer.load_state_dict(saved)
+
+
+def _kinds_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    return [type(each).__name__ for each in optimizers]
+
+
+def _refuse_other_optimizers(state: object, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises ConfigError where several optimizers were saved and others are here, or one of the two is alone."""
+    saved = state.get(_KINDS) if isinstance(state, Mapping) else None
+    here = _kinds_of(optimizers)
+    if saved is None and len(here) == 1:
+        return
+    if saved != here:
+        there = "one optimizer" if saved is None else " and ".join(map(str, saved))
+        raise ConfigError(
+            f"the checkpoint holds the state of {there}, and this loop has {' and '.join(here)}: {SAME_OPTIMIZERS}"
+        )
 
 
 class HostCopies:

@@ -172,6 +172,8 @@ def test_a_figure_of_throughput(
         ("--figure 9 --seeds 1,2", "figure 9 does not use several --seeds"),
         ("--figure 9 --again", "figure 9 does not use --again"),
         ("--figure 9 --lr 1e-3", "figure 9 does not use --lr"),
+        ("--figure 9 --inner-optimizer muon", "figure 9 does not use --inner-optimizer"),
+        ("--inner-optimizer sgd", "inner_optimizer = 'sgd': Input should be 'adamw' or 'muon'"),
         ("--lr 0", "lr"),
         ("--setup emulatd", "(emulated, real, small, weak-scaling): did you mean 'emulated'?"),
         ("--inner-steps 0", "Invalid value for '--inner-steps'"),

@@ -126,6 +126,15 @@ def test_overrides_change_what_they_name_and_nothing_else() -> None:
     assert warmer.digest() != setup.digest()
 
 
+def test_a_set_up_names_its_inner_optimizer(tmp_path: Path) -> None:
+    setup = load_setup(written(tmp_path, "[inner]\ninner_optimizer = 'muon'\n"))
+    assert setup.inner.inner_optimizer == "muon"
+    assert dict(setup.describe())["inner"].startswith("Muon and AdamW, batch 4 x 128")
+    plain = setup.with_overrides(inner_optimizer="adamw")
+    assert dict(plain.describe())["inner"].startswith("AdamW, batch 4 x 128")
+    assert plain.with_overrides(inner_optimizer="muon") == setup.model_copy(update={"run": plain.run})
+
+
 def test_overrides_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="4 rates for 3 clusters"):
         load_setup("emulated").with_overrides(gaps=[0, 1, 2])
@@ -142,6 +151,7 @@ def test_the_digest_is_of_what_decides_and_not_of_words(tmp_path: Path) -> None:
     renamed = load_setup(written(tmp_path, text))
     assert renamed.digest() == setup.digest()
     assert setup.with_overrides(tokens=1000).digest() != setup.digest()
+    assert setup.with_overrides(inner_optimizer="muon").digest() != setup.digest()
 
 
 def test_a_set_up_travels_between_processes_and_into_json() -> None:

@@ -60,6 +60,23 @@ def test_it_steps_as_the_trainer_does_to_the_bit(config: TrainConfig, text: Shar
     assert np.array_equal(vector(learner), theirs)
 
 
+@pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])
+def test_a_reset_forgets_the_state_of_all_optimizers(
+    config: TrainConfig, text: SharedText, inner_optimizer: str
+) -> None:
+    config = config.model_copy(update={"inner_optimizer": inner_optimizer})
+    inner, learner = InnerTrainer(config), ByteLearner(config, text, TOTAL)
+    (rows,) = batches(text, 1)
+    rate = schedule_of(config, TOTAL).at(0)
+    assert learner.step(rows, 0) == inner_step(
+        inner.model, inner.optimizers, make_batch(text.training, rows), rate, config.grad_clip
+    )
+    assert len(learner._optimizers) == (1 if inner_optimizer == "adamw" else 2)
+    assert all(optimizer.state for optimizer in learner._optimizers)
+    learner.reset_inner_optimizer()
+    assert not any(optimizer.state for optimizer in learner._optimizers)
+
+
 def test_learners_of_one_configuration_begin_alike_and_share_the_text(config: TrainConfig) -> None:
     text = read_text(config)
     one, two = ByteLearner(config, text, TOTAL), ByteLearner(config, text, TOTAL)
@@ -95,7 +112,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_is_returned(config: Train
 
 
 def _moments(learner: ByteLearner) -> dict[int, torch.Tensor]:
-    return {i: state["exp_avg"] for i, state in enumerate(learner._optimizer.state.values())}
+    return {i: state["exp_avg"] for i, state in enumerate(learner._optimizers[0].state.values())}
 
 
 def test_installing_keeps_the_moments_and_a_reset_forgets_them(config: TrainConfig, text: SharedText) -> None:
@@ -128,7 +145,8 @@ def test_the_evaluation_is_the_trainers(config: TrainConfig, text: SharedText) -
     assert evaluate(vector(learner)) == heldout_loss(inner.model, windows_of(inner.heldout, config.sequence_tokens))
     rows = batches(text, 1)[0]
     learner.step(rows, TOTAL)
-    inner_step(inner.model, inner.optimizer, make_batch(text.training, rows), schedule_of(config, TOTAL).at(TOTAL), 1.0)
+    rate = schedule_of(config, TOTAL).at(TOTAL)
+    inner_step(inner.model, inner.optimizers, make_batch(text.training, rows), rate, 1.0)
     assert evaluate(vector(learner)) == heldout_loss(inner.model, windows_of(inner.heldout, config.sequence_tokens))
 
 

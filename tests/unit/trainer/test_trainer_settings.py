@@ -22,7 +22,7 @@ from dips.trainer.data import LeasedBatches
 from dips.trainer.model import ByteModel
 from dips.trainer.progress import StopSignals
 from dips.trainer.sizes import ModelConfig
-from dips.trainer.train import InnerTrainer, device_of, make_optimizer
+from dips.trainer.train import InnerTrainer, device_of, make_optimizers
 
 
 @pytest.fixture
@@ -126,10 +126,44 @@ def test_a_loss_that_is_no_number_changes_nothing_and_ends_the_process(text: Pat
 
 def test_only_matrices_decay() -> None:
     model = ByteModel(ModelConfig(32, 1, 16))
-    optimizer = make_optimizer(model, TrainConfig(weight_decay=0.3))
+    (optimizer,) = make_optimizers(model, TrainConfig(weight_decay=0.3))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert len(decay) == len(list(model.parameters()))
     assert all(decay[id(p)] == (0.3 if p.ndim == 2 else 0.0) for p in model.parameters())
+
+
+def test_muon_steps_the_matrices_of_the_layers_and_adamw_the_rest() -> None:
+    model = ByteModel(ModelConfig(32, 2, 16))
+    muon, adamw = make_optimizers(model, TrainConfig(inner_optimizer="muon", weight_decay=0.3, lr=0.01))
+    assert [type(muon), type(adamw)] == [torch.optim.Muon, torch.optim.AdamW]
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    stepped = [[name_of[id(p)] for group in each.param_groups for p in group["params"]] for each in (muon, adamw)]
+    assert sorted(stepped[0]) == sorted(n for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n)
+    assert sorted(stepped[0] + stepped[1]) == sorted(name_of.values())
+    decay = {
+        name_of[id(p)]: g["weight_decay"] for each in (muon, adamw) for g in each.param_groups for p in g["params"]
+    }
+    assert all(decay[name] == (0.3 if p.ndim == 2 else 0.0) for name, p in model.named_parameters())
+
+
+def test_a_step_of_muon_has_the_size_of_one_of_adamw() -> None:
+    """So that AdamW's learning rate holds: 0.2 times the rate in each element (arXiv:2502.16982, section 2.2)."""
+    torch.manual_seed(1)
+    model = ByteModel(ModelConfig(96, 1, 256))
+    muon, _ = make_optimizers(model, TrainConfig(inner_optimizer="muon", weight_decay=0.0, lr=0.01))
+    matrices = muon.param_groups[0]["params"]
+    assert {tuple(matrix.shape) for matrix in matrices} == {(96, 96), (256, 96), (96, 256)}
+    before = [matrix.detach().clone() for matrix in matrices]
+    for matrix in matrices:
+        matrix.grad = torch.randn_like(matrix)
+    muon.step()
+    for matrix, old in zip(matrices, before, strict=True):
+        assert (matrix.detach() - old).square().mean().sqrt().item() == pytest.approx(0.2 * 0.01, rel=0.25)
+
+
+def test_another_inner_optimizer_is_refused_with_those_that_there_are(text: Path) -> None:
+    with pytest.raises(ConfigError, match=r"inner_optimizer = 'sgd': Input should be 'adamw' or 'muon'"):
+        config(text, inner_optimizer="sgd")
 
 
 def test_threads_are_set(text: Path) -> None:

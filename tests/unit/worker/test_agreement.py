@@ -290,6 +290,17 @@ def test_several_modules_of_a_rank_and_their_mappings() -> None:
         held_here(stages, optimizers, shards=[{}])
 
 
+def test_muon_steps_no_part_of_a_matrix_in_a_plain_tensor() -> None:
+    """It would orthogonalise the part as if it were whole."""
+    made = module({"w": torch.ones(2, 4), "v": torch.ones(2, 2)})
+    part = {"w": ShardOf("w", shape=(4, 4), starts=(2, 0))}
+    of_v, of_w = (torch.optim.Muon([made.get_parameter(name)]) for name in "vw")
+    with pytest.raises(ConfigError, match=r"Muon steps 'w', of which this rank holds a part .* or let AdamW step it"):
+        held_here([made], [of_v, of_w], shards=part)
+    adamw = torch.optim.AdamW([made.get_parameter("w")])
+    assert [row.box.sizes for row in held_here([made], [of_v, adamw], shards=part).rows] == [(2, 4), (2, 2)]
+
+
 def test_a_master_copy_is_pushed_in_place_of_its_parameter() -> None:
     made = module({"w": torch.ones(3, dtype=torch.bfloat16), "v": torch.ones(2)})
     copy = torch.full((3,), 1.00001)

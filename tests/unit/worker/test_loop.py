@@ -84,6 +84,32 @@ def test_a_sigterm_of_another_rank_that_is_heard_at_a_checkpoint_ends_this_one_i
     assert sync.steps == 1
 
 
+def make_two() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    return model, torch.optim.Muon([model.weight], lr=0.1), torch.optim.AdamW([model.bias], lr=0.1)
+
+
+def test_a_step_is_complete_when_each_of_several_optimizers_has_made_one() -> None:
+    model, muon, adamw = make_two()
+    with dips.DiLoCo(model, [muon, adamw], tokens_per_step=10) as sync:
+        for order in ((muon, adamw), (adamw, muon)):
+            before = sync.steps
+            model(torch.ones(4)).square().sum().backward()
+            order[0].step()
+            assert sync.steps == before
+            order[1].step()
+            assert sync.steps == before + 1
+    assert sync.progress == 20
+
+
+def test_a_list_of_optimizers_has_each_once() -> None:
+    model, muon, _ = make_two()
+    for optimizers in ([], [muon, muon]):
+        with pytest.raises(ConfigError, match="give each optimizer that steps the model once"):
+            dips.DiLoCo(model, optimizers, tokens_per_step=10)
+
+
 def test_count_overrides_the_next_step_only() -> None:
     model, optimizer = make()
     with dips.DiLoCo(model, optimizer, tokens_per_step=10) as sync:

@@ -92,6 +92,67 @@ def test_training_goes_on_to_the_bit(make: Maker, dtype: torch.dtype, tmp_path: 
         assert torch.equal(one, two)
 
 
+def muon_and_adamw(net: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, others = ([p for p in net.parameters() if (p.ndim == 2) is wanted] for wanted in (True, False))
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)]
+
+
+class Both(torch.optim.SGD):
+    """Makes the steps of several optimizers, for train()."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        super().__init__([torch.zeros(1)])
+        self.optimizers = optimizers
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def test_training_with_several_optimizers_goes_on_to_the_bit(tmp_path: Path) -> None:
+    net = model()
+    optimizers = muon_and_adamw(net)
+    train(net, Both(optimizers), 3)
+    content, weights = saved(TorchState(net, optimizers), tmp_path), parameters(net)
+    assert {name.rsplit(".", 1)[1] for name in content[1] if name.startswith("optimizer.states.0")} == {
+        "momentum_buffer"
+    }
+    expected = train(net, Both(optimizers), 4)
+
+    again = model()
+    with torch.no_grad():
+        for parameter, value in zip(again.parameters(), weights, strict=True):
+            parameter.copy_(value)
+    optimizers = muon_and_adamw(again)
+    TorchState(again, optimizers).restore(*content)
+    assert train(again, Both(optimizers), 4) == expected
+
+
+def test_optimizers_of_another_kind_or_number_are_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    net = model()
+    both, alone = muon_and_adamw(net), [torch.optim.AdamW(net.parameters())]
+    contents = []
+    for optimizers in (both, alone):
+        train(net, Both(list(optimizers)), 1)
+        (tmp_path / "x.safetensors").unlink(missing_ok=True)
+        contents.append(saved(TorchState(net, optimizers), tmp_path))
+    of_both, of_one = contents
+    again, generator = model(), torch.get_rng_state()
+    for optimizers, content, sentence in (
+        ([torch.optim.AdamW(again.parameters())], of_both, "the state of Muon and AdamW, and this loop has AdamW: "),
+        (muon_and_adamw(again), of_one, "the state of one optimizer, and this loop has Muon and AdamW: "),
+        (muon_and_adamw(again)[::-1], of_both, "the state of Muon and AdamW, and this loop has AdamW and Muon: "),
+    ):
+        with pytest.raises(ConfigError, match=sentence + ".*same --inner-optimizer.* or without --resume"):
+            TorchState(again, optimizers).restore(*content)
+        assert not any(optimizer.state for optimizer in optimizers)
+        assert torch.equal(torch.get_rng_state(), generator)
+
+
 def test_the_loops_own_things_come_back_as_they_were(tmp_path: Path) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)

@@ -30,6 +30,7 @@ from dips.worker.torch_model import (
     refuse_shards,
     refuse_shared_memory,
     replica_ranks,
+    stepped_by,
     untrained_tensors,
 )
 
@@ -228,6 +229,7 @@ def held_here(
     _refuse_two_of_one_name(found)
     refuse_shared_memory({each.row.parameter.name: local(each.held) for each in found if each.row.box.n_elems})
     _refuse_another_models_optimizer(found, optimizers)
+    _refuse_muon_of_parts(found, optimizers)
     return Held(
         plain,
         found,
@@ -502,6 +504,22 @@ def _refuse_another_models_optimizer(found: Sequence[_Tensor], optimizers: Seque
             "the optimizer holds none of the model's parameters: make it of model.parameters(), after the model was "
             "moved to its device and cut into its shards"
         )
+
+
+def _refuse_muon_of_parts(found: Sequence[_Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """torch's Muon orthogonalises a DTensor as the whole matrix that it is, and a plain tensor as if it were whole."""
+    stepped = stepped_by(optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Muon))
+    for each in found:
+        tensor = each.held if each.master is None else each.master
+        if (
+            id(tensor) in stepped
+            and not hasattr(tensor, "device_mesh")
+            and each.row.box.sizes != each.row.parameter.shape
+        ):
+            raise ConfigError(
+                f"torch.optim.Muon steps {each.row.parameter.name!r}, of which this rank holds a part in a plain "
+                "tensor, and would orthogonalise the part and not the matrix: cut it as a DTensor, or let AdamW step it"
+            )
 
 
 def _found_again(each: _Tensor) -> _Tensor:

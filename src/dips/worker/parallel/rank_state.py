@@ -24,6 +24,7 @@ from dips.worker.parallel.held import Box, Row
 from dips.worker.parallel.shard_files import SavedShards, Shard, part_of, whole
 from dips.worker.torch_model import local
 from dips.worker.torch_state import (
+    SAME_OPTIMIZERS,
     HasState,
     HostCopies,
     RandomState,
@@ -251,18 +252,17 @@ class RankState:
                 names = [row.parameter.name for row in rows if row is not None and row.parameter.name in options_of]
                 if not names:
                     continue
+                kind = type(optimizer).__name__
+                if strange := next((k for name in names if (k := options_of[name]["kind"]) != kind), None):
+                    raise ConfigError(
+                        f"the checkpoint holds the state of {strange}, this loop has {kind}: {SAME_OPTIMIZERS}"
+                    )
                 options = options_of[names[0]]
                 other = next((name for name in names if options_of[name] != options), None)
                 if other is not None:
                     raise ConfigError(
                         f"{names[0]!r} and {other!r} are in one group of this loop's optimizer, and had different "
                         "options in the checkpoint's: resume with the same groups of parameters, or without --resume"
-                    )
-                kind = type(optimizer).__name__
-                if options["kind"] != kind:
-                    raise ConfigError(
-                        f"the checkpoint holds the state of {options['kind']}, this loop has {kind}: resume with the "
-                        "same optimizer, or without --resume"
                     )
                 _set_options(group, unflatten(options["options"], {}))
 

@@ -1,0 +1,124 @@
+"""Muon as the inner optimizer: of ranks that cut the matrices, over a kill and a resumption, and in a comparison."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.byte_model_ranks import NO_MERGE, ROUNDING, STEPS, WIDE, check_resumption, kill_ranks, losses, start_alone
+from support.dips_command import dips
+from support.master_process import START_S, MasterProcess
+from support.trainer_run import Processes
+
+pytestmark = pytest.mark.timeout(600)
+
+DOCS = Path(__file__).parents[2] / "docs"
+MUON: dict[str, Any] = {"inner_optimizer": "muon"}
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    children = Processes(tmp_path)
+    yield children
+    children.kill_all()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    master = MasterProcess(tmp_path / "master", *NO_MERGE)
+    yield master.started().address
+    master.popen.kill()
+    master.popen.wait(START_S)
+
+
+def test_ranks_that_cut_the_matrices_have_the_losses_of_one_process(processes: Processes) -> None:
+    """Muon needs whole matrices. Its products are in bfloat16, and are summed in another order: not to the bit."""
+    expected = losses(processes, start_alone(processes, **MUON))
+    assert len(expected) == STEPS + 1
+    for kind in ("data=2", "pipeline=2", "fsdp=2,tensor=2"):
+        assert losses(processes, start_alone(processes, kind, **MUON)) == pytest.approx(expected, rel=ROUNDING), kind
+
+
+@pytest.mark.parametrize(
+    "clusters",
+    [
+        # Before each push the ranks are compared to the bit: replicas of a shard have made the same products.
+        {"a": {"parallel": "data=2,tensor=2", **MUON}},
+        {"a": MUON, "b": {}},
+    ],
+    ids=["ranks", "with AdamW"],
+)
+def test_clusters_with_muon_train_in_a_run(
+    processes: Processes, tmp_path: Path, clusters: dict[str, dict[str, str]]
+) -> None:
+    knobs = (f"min_clusters={len(clusters)}", "slaves=1", "sync_every=2", "tk_max=10000", "grace_s=0.2", "linger_s=600")
+    master = MasterProcess(tmp_path / "master", *knobs)
+    try:
+        address = master.started().address
+        processes.start_slaves(address, ["s0"])
+        for name, changes in clusters.items():
+            processes.start_cluster(address, name, WIDE.model_copy(update={"emulate_gap": 0.2, **changes}))
+        for name in clusters:
+            assert processes.exit_code(name) == 0, processes.log(name)[-3000:]
+            assert processes.records(name, "verdict"), processes.log(name)[-3000:]
+            assert "Traceback" not in processes.log(name)
+    finally:
+        master.popen.kill()
+        master.popen.wait(START_S)
+
+
+def test_a_killed_cluster_makes_the_same_steps_again_to_the_bit(
+    processes: Processes, address: str, tmp_path: Path
+) -> None:
+    check_resumption(processes, address, tmp_path, "", "", rounding=0.0, **MUON)
+
+
+def test_ranks_go_on_from_the_state_of_others(processes: Processes, address: str, tmp_path: Path) -> None:
+    check_resumption(processes, address, tmp_path, "fsdp=2", "tensor=2", **MUON)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sentence"),
+    [
+        ("", "the state of Muon and AdamW, and this loop has AdamW: resume"),
+        ("data=2", "the state of Muon, this loop has AdamW: resume"),
+    ],
+)
+def test_a_checkpoint_of_the_other_optimizer_is_refused_with_the_setting(
+    processes: Processes, address: str, tmp_path: Path, parallel: str, sentence: str
+) -> None:
+    processes.start_slaves(address, ["s0"])
+    client = ["--checkpoint-dir", str(tmp_path / "a"), "--checkpoint-every-s", "0", "--resume"]
+    train = WIDE.model_copy(update={"parallel": parallel})
+    processes.start_cluster(address, "a", train.model_copy(update=MUON), client)
+    processes.wait_until("a", lambda: len(processes.records("a", "checkpoint")) >= 2)
+    kill_ranks(processes)
+    processes.start_cluster(address, "a", train, client)
+    assert processes.exit_code("a") in (1, 2)
+    log = processes.log("a")
+    assert sentence in log, log[-3000:]
+    assert "(of `dips train`: the same --inner-optimizer), or without --resume" in log
+    assert parallel or "Traceback" not in log, "torchrun prints its own"
+
+
+def test_a_comparison_trains_with_it_by_every_kind_of_method(tmp_path: Path) -> None:
+    setup = tmp_path / "short.toml"
+    setup.write_text(
+        "[run]\ntokens = 6_144\ninner_steps = 4\nevaluations = 2\nheldout_bytes = 4_096\n"
+        "[inner]\nbatch_size = 2\nsequence_tokens = 64\nlr = 2e-3\nwarmup_tokens = 1_000\n"
+    )
+    found = {}
+    for optimizer in ("adamw", "muon"):
+        told = dips(
+            "compare", "--setup", setup, "--methods", "dp,diloco-clip,dynamic-full", "--inner-optimizer", optimizer,
+            "--data", DOCS, "--run-dir", tmp_path / "run", "--json", timeout_s=500,
+        )  # fmt: skip
+        assert told.returncode == 0, told.stderr[-3000:]
+        found[optimizer] = json.loads(told.stdout)
+        assert found[optimizer]["setup"]["inner"]["inner_optimizer"] == optimizer
+    losses = [[method["seeds"]["1"]["loss"] for method in each["methods"].values()] for each in found.values()]
+    assert all(2 < loss < 5.5 for each in losses for loss in each), losses
+    assert all(one != two for one, two in zip(*losses, strict=True)), "kept runs of the other optimizer were not taken"
