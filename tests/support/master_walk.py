@@ -353,3 +353,16 @@ def _calls(master: WalkMaster) -> list[tuple[bool, str]]:
     if deadline_s is not None and master.ticked_now and master.exit is None:
         found.append((deadline_s > now_s, "a deadline that no tick ends"))
     return found
+
+
+def walk_to_the_end(seed: int, events: int) -> None:
+    """A walk of so many events that breaks nothing; healed, the run publishes again, and ends."""
+    walk = Walk(seed)
+    walk.walk(events)
+    assert walk.violations == []
+    walk.publishes_again()
+    assert walk.violations == []
+    walk.ends()
+    assert walk.violations == []
+    assert walk.n_events >= events
+    assert walk.ended == "the run has ended: enough"

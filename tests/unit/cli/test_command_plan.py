@@ -122,7 +122,8 @@ FEW = "crosspipe-figure-8"
 
 
 def test_a_file_alone_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, error = told(capsys, str(EXAMPLE / "sites.toml"), "--no-sensitivity")
+    systems = ("--system", "jeeves", "--system", "crosspipe")
+    code, out, error = told(capsys, str(EXAMPLE / "sites.toml"), "--no-sensitivity", *systems)
     assert (code, error) == (0, "")
     assert "chosen: cross_ud" in out
     assert "amsterdam to stockholm: 4 GiB an iteration" in out

@@ -64,16 +64,16 @@ def test_overheads_go_from_a_run_into_later_plans(
     problem: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan, run, profile = tmp_path / "plan" / "plan.json", tmp_path / "measured.json", tmp_path / "profile.toml"
-    assert "(uncalibrated), bubble" in told(capsys, problem, "--no-sensitivity")[1]
+    assert "(uncalibrated), bubble" in told(capsys, problem, "--no-sensitivity", "--system", "crosspipe")[1]
     code, out, _ = told(capsys, "calibrate", plan, run, "--out", profile)
     assert code == 0
     assert "overhead: 400 us for each operation, 250 us for each message" in out
     assert 'file = "profile.toml" in [profile] of the problem' in out
     table = tomllib.loads(profile.read_text())["calibration"]
     assert (table["operation_us"], table["send_us"]) == (pytest.approx(400, abs=1), pytest.approx(250, abs=2))
-    before = said(capsys, problem)
+    before = said(capsys, problem, "--system", "crosspipe")
     problem.write_text(PROBLEM + '\n[profile]\nfile = "profile.toml"\nsource = "measured"\n')
-    after = said(capsys, problem)
+    after = said(capsys, problem, "--system", "crosspipe")
     assert before["calibration_error"] is None
     assert after["calibration_error"] == table["error"]
     assert after["chosen"]["iteration_s"] > before["chosen"]["iteration_s"]

@@ -1,6 +1,7 @@
 """Random interleavings of everything that can happen to a master: what must always hold, and that a healed run goes on.
 
-DIPS_TEST_WALKS chooses how many walks are made (40); a failure names its seed, which always walks the same way.
+DIPS_TEST_WALKS chooses how many walks are made (12; tests/slow/unit/test_many_walks.py makes more); a failure names its
+seed, which always walks the same way.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import os
 from collections import Counter
 
 import pytest
-from support.master_walk import KINDS, Walk
+from support.master_walk import KINDS, Walk, walk_to_the_end
 
 from dips.core.observe.seen import Seen, arrows_of, report
 from dips.master.state.records import PUSH_TABLE, RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE, SLAVE_TABLE
 
-N_WALKS = int(os.environ.get("DIPS_TEST_WALKS", "40"))
+N_WALKS = int(os.environ.get("DIPS_TEST_WALKS", "12"))
 EVENTS = 1500
 """Of the master, in each walk."""
 
@@ -35,21 +36,9 @@ SELDOM = {
 """Transitions of the master that ten walks may miss: tests of their own take them, and simulated seeds."""
 
 
-def assert_publishes_again(walk: Walk) -> None:
-    walk.publishes_again()
-    assert walk.violations == []
-
-
 @pytest.mark.parametrize("seed", range(N_WALKS))
 def test_nothing_is_lost_or_counted_twice_and_a_healed_run_publishes_again_and_ends(seed: int) -> None:
-    walk = Walk(seed)
-    walk.walk(EVENTS)
-    assert walk.violations == []
-    assert_publishes_again(walk)
-    walk.ends()
-    assert walk.violations == []
-    assert walk.n_events >= EVENTS
-    assert walk.ended == "the run has ended: enough"
+    walk_to_the_end(seed, EVENTS)
 
 
 @pytest.mark.parametrize("written", [0, 1, 2])
@@ -58,7 +47,8 @@ def test_master_may_die_at_any_entry_of_its_journal(entry: int, written: int) ->
     """written: entries that are durable although the master did not live to learn it."""
     walk = Walk(0)
     walk.fall_at_entry(entry, written)
-    assert_publishes_again(walk)
+    walk.publishes_again()
+    assert walk.violations == []
 
 
 def test_walks_go_everywhere() -> None:
