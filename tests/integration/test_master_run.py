@@ -87,7 +87,12 @@ def attached(address: str) -> Iterator[None]:
 def client(master: MasterProcess) -> Iterator[Client]:
     address = master.started().address
     with attached(address), grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
-        yield Client(channel)
+        client = Client(channel)
+        late = time.monotonic() + START_S
+        while "have attached" in client.status().waiting_for:  # the slave's promise comes over another connection
+            assert time.monotonic() < late
+            time.sleep(0.02)
+        yield client
 
 
 def test_before_its_slaves_are_there_the_master_says_so_and_asks_to_wait(master: MasterProcess) -> None:
