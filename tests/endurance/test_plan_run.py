@@ -53,7 +53,7 @@ def test_a_swap_recovers_what_a_slow_link_costs(tmp_path: Path) -> None:
     assert found["gradients_equal"]
     assert found["recovered"] > 0.5, found
     assert all(-0.01 <= part["error"] <= 0.5 for part in found["parts"])
-    assert found["parts"][2]["schedule"].startswith("cross_")
+    assert found["parts"][2]["schedule"] != "1f1b"  # which of those that hide messages is best, measured times decide
 
 
 def test_the_plan_of_a_file_runs(tmp_path: Path) -> None:
