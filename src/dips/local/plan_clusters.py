@@ -45,6 +45,7 @@ class ClusterRound:
         return self.plan.chosen.iteration_s
 
     def tokens_per_s(self, sync_every: int) -> float:
+        """With so many inner steps in a round."""
         return self.tokens * sync_every / self.round_s
 
 
@@ -94,9 +95,9 @@ def asynchronous_clusters(problem: Problem) -> AsynchronousClusters:
     trained = [_tokens(plan) for plan in plans]
     speeds = [tokens / plan.chosen.iteration_s for tokens, plan in zip(trained, plans, strict=True)]
     gbps = _bandwidths(problem)
-    servers = choose_server_site(gbps, speeds).index
+    servers, fastest = choose_server_site(gbps, speeds).index, max(map(max, gbps))
     rounds = tuple(
-        _round(problem, site, plan, tokens, gbps[servers][site])
+        _round(problem, site, plan, tokens, gbps[servers][site], fastest)
         for site, (plan, tokens) in enumerate(zip(plans, trained, strict=True))
     )
     return AsynchronousClusters(problem, setup.sites[servers].name, rounds)
@@ -111,9 +112,11 @@ def best_inside(problem: Problem, site: int) -> Plan:
     whole = sum(one.devices for one in setup.sites)
     batch = max(1, round(training.microbatches * training.data * setup.sites[site].devices / whole))
     alone = replace(setup, sites=(setup.sites[site].model_copy(update={"stages": 0}),), links=())
-    timed, found = _as_measured_at(problem, site), list[Plan]()
-    why = f"{setup.file}: {setup.sites[site].name} has fewer devices than tensor x context"
-    for data in (n for n in range(1, places + 1) if places % n == 0 and batch % n == 0):
+    timed, found, reasons = _as_measured_at(problem, site), list[Plan](), list[str]()
+    most = setup.model.layers + training.extra_layers  # of stages
+    for data in range(1, places + 1):
+        if places % data or batch % data or places // data > most:
+            continue
         try:
             inner = replace(problem, setup=alone, paces=())
             inner = inner.with_training(pipeline=places // data, data=data, microbatches=batch // data)
@@ -121,9 +124,13 @@ def best_inside(problem: Problem, site: int) -> Plan:
             inner = with_scaled_profile(timed, inner).with_options(schedules=list(INSIDE_A_SITE))
             found.append(make_plan(inner, sensitivity=False))
         except PlanError as error:
-            why = str(error) if not found else why
+            reasons.append(str(error))
     if not found:
-        raise PlanError(f"{setup.sites[site].name} alone cannot train the model: {why}")
+        unsplit = (
+            f"{setup.file}: its {places} groups of tensor x context devices do not divide into at most {most} stages "
+            f"and replicas that share {batch} microbatches evenly"
+        )
+        raise PlanError(f"{setup.sites[site].name} alone cannot train the model: {(reasons or [unsplit])[0]}")
     return min(found, key=lambda plan: plan.chosen.iteration_s)
 
 
@@ -161,7 +168,8 @@ def _bandwidths(problem: Problem) -> list[list[float]]:
     return found
 
 
-def _round(problem: Problem, site: int, plan: Plan, tokens: int, gbps: float) -> ClusterRound:
+def _round(problem: Problem, site: int, plan: Plan, tokens: int, gbps: float, slave_gbps: float) -> ClusterRound:
+    """gbps: of the link to the servers. slave_gbps: of a slave's network card, as fast as anything in the file."""
     setup, assumed = problem.setup, problem.setup.asynchronous
     ranks = min(setup.sites[site].devices, MAX_RANKS)
     sizes = size(
@@ -171,7 +179,7 @@ def _round(problem: Problem, site: int, plan: Plan, tokens: int, gbps: float) ->
             slaves=assumed.slaves,
             ranks=ranks,
             link=gbps * 1e9 / ranks,  # the site's, in equal parts
-            slave_link=_fastest_bits(problem),
+            slave_link=slave_gbps * 1e9,
             wire=assumed.wire,
             sync_every=assumed.sync_every,
             overlap=assumed.overlap,
@@ -181,11 +189,6 @@ def _round(problem: Problem, site: int, plan: Plan, tokens: int, gbps: float) ->
     )
     stall_s, exchange_s = sizes["stall_together_s"].value, sizes["exchange_together_s"].value
     return ClusterRound(setup.sites[site].name, plan, tokens, sizes["compute_s"].value, exchange_s, stall_s)
-
-
-def _fastest_bits(problem: Problem) -> float:
-    """The network card of a slave: as fast as the fastest network or link of the file."""
-    return max(map(max, _bandwidths(problem))) * 1e9
 
 
 def rounds_text(found: AsynchronousClusters) -> Sequence[str]:

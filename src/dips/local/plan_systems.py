@@ -55,6 +55,9 @@ SCHEDULES_OF = {
 }
 """The schedules of a plan that are a system's answer. CrossPipe compares its own with all others that are known."""
 
+COUNT_OVERHEADS = (*SCHEDULES_OF, System.SPANTRAIN)
+"""Systems whose times count the overheads of a calibration, so that its error is theirs."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -100,48 +103,45 @@ def decide(problem: Problem, systems: Sequence[System] = tuple(System), sensitiv
     schedules_of(problem)  # a mistake in the file is one of the user, not a system's refusal
     answers: list[Answer] = []
     refused: list[NoAnswer] = []
-    plan = _pipelines(problem, systems, sensitivity, refused)
+    plan = _pipelines(problem, systems, sensitivity)
     for system in systems:
         try:
             answers.append(_ask(system, problem, plan))
         except PlanError as error:
-            if not any(no.system is system for no in refused):
-                refused.append(NoAnswer(system, str(error)))
+            refused.append(NoAnswer(system, str(error)))
     if not answers:
-        why = list(dict.fromkeys(no.why for no in refused))
-        raise PlanError("; ".join(why))
+        raise PlanError("; ".join(dict.fromkeys(no.why for no in refused)))
     answers.sort(key=lambda answer: -answer.tokens_per_s)
     use, reasons = _chosen(problem, answers)
-    return Decision(problem, tuple(answers), tuple(refused), plan, use, reasons)
+    return Decision(problem, tuple(answers), tuple(refused), plan if isinstance(plan, Plan) else None, use, reasons)
 
 
-def _pipelines(problem: Problem, systems: Sequence[System], sensitivity: bool, refused: list[NoAnswer]) -> Plan | None:
-    """The plan of the file's pipelines, with the schedules of the systems; None where it is not possible."""
+def _pipelines(problem: Problem, systems: Sequence[System], sensitivity: bool) -> Plan | PlanError:
+    """The plan of the file's pipelines, with the schedules of the systems, or why there is none."""
     asked = [system for system in systems if system in SCHEDULES_OF]
     names = schedules_of(problem)
     if len(asked) < len(SCHEDULES_OF):
         names = [name for name in names if any(name in SCHEDULES_OF[system] for system in asked)]
         problem = problem.with_options(schedules=names)
     if not names:
-        return None
+        return _left_out(problem)
     try:
         return make_plan(problem, sensitivity)
     except PlanError as error:
-        refused += [NoAnswer(system, str(error)) for system in asked]
-        return None
+        return error
 
 
 def _left_out(problem: Problem) -> PlanError:
     return PlanError(f"{problem.setup.file} [options]: schedules has none of its schedules: add one, or remove the key")
 
 
-def _ask(system: System, problem: Problem, plan: Plan | None) -> Answer:
+def _ask(system: System, problem: Problem, plan: Plan | PlanError) -> Answer:
     """One system's answer. Raises PlanError where it has none."""
     training = problem.setup.training
     tokens = training.data * training.microbatches * training.microbatch_sequences * training.sequence_tokens
     if system in SCHEDULES_OF:
-        if plan is None:
-            raise _left_out(problem)
+        if isinstance(plan, PlanError):
+            raise plan
         own = tuple(one for one in plan.candidates if one.name.removeprefix("dp/") in SCHEDULES_OF[system])
         if not own:
             reasons = [no.why for no in plan.refused if no.name in SCHEDULES_OF[system]]
@@ -215,7 +215,7 @@ def decision_json(found: Decision) -> dict[str, Any]:
 
 
 def _answer_json(found: Decision, answer: Answer) -> dict[str, Any]:
-    calibrated = answer.iteration_s if answer.system in SCHEDULES_OF else None
+    calibrated = answer.iteration_s if answer.system in COUNT_OVERHEADS else None
     error = found.problem.calibration_error
     return {
         "system": answer.system.value,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -164,6 +165,30 @@ def test_a_cluster_of_fewer_devices_takes_a_smaller_part_of_the_batch(problem: P
     setup = replace(problem.setup, sites=(first.model_copy(update={"devices": 48}), small))
     a, b = asynchronous_clusters(replace(problem, setup=setup)).clusters
     assert a.tokens == 3 * b.tokens
+
+
+def test_a_site_that_cannot_train_alone_says_why_of_its_deepest_pipeline(problem: Problem) -> None:
+    """32 devices make 16 stages with tensor = 2: the weights of one in 16 are too much for each."""
+    sites = tuple(site.model_copy(update={"memory_gib": 0.5}) for site in problem.setup.sites)
+    with pytest.raises(
+        PlanError, match=r"amsterdam alone cannot train the model: .*weights and optimizer state"
+    ) as told:
+        asynchronous_clusters(replace(problem, setup=replace(problem.setup, sites=sites)))
+    (size_gib,) = re.findall(r"holds less than the ([0-9.]+) GiB", str(told.value))
+    whole_gib = problem.setup.model.parameters() * 16 / 2 / 2**30  # of one stage
+    assert float(size_gib) < whole_gib / 8
+
+
+def test_devices_that_make_no_equal_stages_and_replicas(problem: Problem) -> None:
+    """31 places: a pipeline of 31 stages, or 31 replicas; the first is too deep for 16 layers, the others have no
+    microbatch each."""
+    first, second = problem.setup.sites
+    sites = (first.model_copy(update={"devices": 62}), second)
+    model = problem.setup.model.model_copy(update={"layers": 16})
+    with pytest.raises(
+        PlanError, match="its 31 groups of tensor x context devices do not divide into at most 16 stages"
+    ):
+        asynchronous_clusters(replace(problem, setup=replace(problem.setup, sites=sites, model=model)))
 
 
 def test_times_of_a_stage_are_of_the_first_site_and_scaled_to_others() -> None:
