@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Iterator
 
@@ -11,10 +12,18 @@ import torch.distributed as dist
 from torch import nn
 
 from dips.core.errors import ConfigError
+from dips.planner.ir import Kind
 from dips.planner.run import rank as model
 from dips.planner.run.links import parse_cells
-from dips.planner.run.share import StageShare
-from dips.planner.run.step import PlannedPipeline, layer_places, move_layers, stage_modules
+from dips.planner.run.share import Order, StageShare
+from dips.planner.run.step import (
+    PlannedPipeline,
+    _state_json,
+    _state_of,
+    layer_places,
+    move_layers,
+    stage_modules,
+)
 
 CPU = torch.device("cpu")
 FUSED = "0F0,1F0,0F1,1B0,0B0,1F1,1B1,0B1\n"
@@ -127,6 +136,44 @@ def test_plans_of_another_model_are_refused() -> None:
         layer_places(cells, (1, 1, 1))
     with pytest.raises(ConfigError, match="the old plan has 2 layers, the new one 3: plans must be of one model"):
         move_layers({}, (0, 0), (0, 0, 0), lambda n: nn.Identity())
+
+
+def test_what_an_optimizer_keeps_is_said_without_code() -> None:
+    """AdamW's count of steps is on the processor though the parameter is not; the meta device stands for another."""
+    parameter = torch.zeros(2, 3, device="meta")
+    for kept in (torch.tensor(7.0), torch.tensor([[1, 2], [3, 4]]), 0.5, True, None, "text", 3):
+        said = json.loads(json.dumps(_state_json("kept", kept, parameter)))
+        found = _state_of(said, parameter)
+        if isinstance(kept, torch.Tensor):
+            assert torch.equal(found, kept)
+            assert found.dtype == kept.dtype
+        else:
+            assert found == kept
+            assert type(found) is type(kept)
+    moment = torch.zeros(2, 3, dtype=torch.bfloat16, device="meta")
+    found = _state_of(_state_json("moment", moment, parameter), parameter)
+    assert (found.shape, found.dtype, found.device) == (moment.shape, moment.dtype, moment.device)
+    with pytest.raises(ConfigError, match="keeps 'history' of a parameter as list, which cannot move"):
+        _state_json("history", [moment], parameter)
+    with pytest.raises(ConfigError, match="'float3' is no dtype of this torch"):
+        _state_of({"form": [[2], "float3"]}, parameter)
+
+
+def test_a_leaders_orders_are_whole_numbers() -> None:
+    orders = [Order(Kind.F, 3, (4, 5, 6), torch.bfloat16), *(Order(kind, 9) for kind in Kind)]
+    for order in orders:
+        said = order.to_tensor(CPU)
+        assert said.dtype is torch.int64
+        assert Order.of_tensor(said) == order
+    assert Order.of_tensor(torch.full_like(said, -1)) is None
+    for at, wrong in ((0, 4), (0, -2), (1, -1), (2, 6), (3, 9), (4, -5)):
+        harmed = orders[0].to_tensor(CPU)
+        harmed[at] = wrong
+        with pytest.raises(ConfigError, match="is not what a leader says"):
+            Order.of_tensor(harmed)
+    for rows in (torch.zeros(2, dtype=torch.bool), torch.zeros((1,) * 9)):
+        with pytest.raises(ConfigError, match=r"cannot be shared: give one of torch\.float32"):
+            Order(Kind.F, 0, tuple(rows.shape), rows.dtype).to_tensor(CPU)
 
 
 def test_shares_that_cannot_be_are_refused() -> None:

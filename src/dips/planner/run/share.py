@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,42 @@ from dips.planner.ir import Kind
 
 LEADER = 0
 """Its rank in the group of a stage's members."""
+
+MOST_DIMENSIONS = 8
+ORDER_ELEMS = 4 + MOST_DIMENSIONS
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32)
+NO_OTHER = -1
+"""In place of a kind: no other operation comes in this iteration."""
+
+
+class Order(NamedTuple):
+    """What a leader tells its helpers to do next: a few whole numbers, and nothing that could be code."""
+
+    kind: Kind
+    microbatch: int
+    shape: tuple[int, ...] = ()  # of the rows that follow a forward pass
+    dtype: torch.dtype = torch.float32
+
+    def to_tensor(self, device: torch.device) -> torch.Tensor:
+        """ORDER_ELEMS int64. Raises ConfigError for rows that it cannot describe."""
+        if self.dtype not in DTYPES or len(self.shape) > MOST_DIMENSIONS:
+            raise ConfigError(
+                f"rows of {self.dtype} with {len(self.shape)} dimensions cannot be shared: give one of "
+                f"{', '.join(map(str, DTYPES))} with at most {MOST_DIMENSIONS}"
+            )
+        numbers = [list(Kind).index(self.kind), self.microbatch, DTYPES.index(self.dtype), len(self.shape), *self.shape]
+        return torch.tensor(numbers + [0] * (ORDER_ELEMS - len(numbers)), dtype=torch.int64, device=device)
+
+    @classmethod
+    def of_tensor(cls, said: torch.Tensor) -> Order | None:
+        """Inverse of to_tensor(); None for NO_OTHER. Raises ConfigError."""
+        kind, microbatch, dtype, n, *sizes = said.tolist()
+        if kind == NO_OTHER:
+            return None
+        known = 0 <= kind < len(Kind) and 0 <= dtype < len(DTYPES) and 0 <= n <= MOST_DIMENSIONS
+        if not known or microbatch < 0 or min(sizes) < 0:
+            raise ConfigError(f"{said.tolist()} is not what a leader says: run the same dips on all ranks of a stage")
+        return cls(list(Kind)[kind], microbatch, tuple(sizes[:n]), DTYPES[dtype])
 
 
 @dataclass(frozen=True)
@@ -114,11 +150,11 @@ class SharedStage(PipelineStage):
     ) -> None:
         # torch leaves the first stage's gradient of the input away, and does all in that of the weights.
         if full_backward or not self.is_first:
-            self._rows.announce((Kind.B if full_backward else Kind.D, bwd_chunk_id))
+            self._rows.announce(Order(Kind.B if full_backward else Kind.D, bwd_chunk_id))
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        self._rows.announce((Kind.B if self.is_first else Kind.W, bwd_chunk_id))
+        self._rows.announce(Order(Kind.B if self.is_first else Kind.W, bwd_chunk_id))
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
 
@@ -143,18 +179,22 @@ class _SplitRows(nn.Module):
         finally:
             self._microbatch = None
 
-    def announce(self, what: tuple[Any, ...] | None) -> None:
+    def announce(self, order: Order | None) -> None:
         """Say to all helpers which operation comes; None: no other one in this iteration."""
+        if order is None:
+            said = torch.full((ORDER_ELEMS,), NO_OTHER, dtype=torch.int64, device=self._device)
+        else:
+            said = order.to_tensor(self._device)
         for member in self._share.helpers:
-            dist.send_object_list([what], group=self._share.group, device=self._device, group_dst=member)
+            dist.send(said, group=self._share.group, group_dst=member)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._microbatch is None:
             return self.module(x)  # type: ignore[no-any-return]
         own, *others = x.split(self._share.rows(len(x)))
         for member, rows in zip(self._share.helpers, others, strict=True):
-            said = (Kind.F, self._microbatch, rows.shape, rows.dtype)
-            dist.send_object_list([said], group=self._share.group, device=self._device, group_dst=member)
+            said = Order(Kind.F, self._microbatch, tuple(rows.shape), rows.dtype).to_tensor(self._device)
+            dist.send(said, group=self._share.group, group_dst=member)
         handed = [
             _Hand.apply(rows, self._anchor, self._share.group, member, self._is_first)  # type: ignore[no-untyped-call]
             for member, rows in zip(self._share.helpers, others, strict=True)
@@ -232,28 +272,26 @@ class StageHelper:
     def step(self) -> None:
         """One iteration: the gradients of the whole stage are added to the module's parameters."""
         before = gradients_put_away(self._module)
-        while (said := self._next()) is not None:
-            kind, microbatch, *form = said
-            if kind is Kind.F:
-                self._forward(microbatch, *form)
-            elif kind is Kind.W:
-                self._weights(microbatch)
+        while (order := self._next()) is not None:
+            if order.kind is Kind.F:
+                self._forward(order)
+            elif order.kind is Kind.W:
+                self._weights(order.microbatch)
             else:
-                self._backward(microbatch, whole=kind is Kind.B)
+                self._backward(order.microbatch, whole=order.kind is Kind.B)
         self._share.sum_gradients(self._module, before)
 
-    def _next(self) -> tuple[Any, ...] | None:
-        said: list[Any] = [None]
-        dist.recv_object_list(said, group=self._share.group, device=self._device, group_src=LEADER)
-        found: tuple[Any, ...] | None = said[0]
-        return found
+    def _next(self) -> Order | None:
+        said = torch.empty(ORDER_ELEMS, dtype=torch.int64, device=self._device)
+        dist.recv(said, group=self._share.group, group_src=LEADER)
+        return Order.of_tensor(said)
 
-    def _forward(self, microbatch: int, shape: torch.Size, dtype: torch.dtype) -> None:
-        rows = torch.empty(shape, dtype=dtype, device=self._device)
+    def _forward(self, order: Order) -> None:
+        rows = torch.empty(order.shape, dtype=order.dtype, device=self._device)
         dist.recv(rows, group=self._share.group, group_src=LEADER)
         rows.requires_grad_(not self._is_first)
         out = self._module(rows)
-        self._passed[microbatch] = rows, out
+        self._passed[order.microbatch] = rows, out
         dist.send(out.detach().contiguous(), group=self._share.group, group_dst=LEADER)
 
     def _backward(self, microbatch: int, whole: bool) -> None:

@@ -16,6 +16,7 @@ Another plan takes over between two steps (CrossPipe, arXiv:2507.00217, section 
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -200,17 +201,25 @@ def move_layers(
     return dict(sorted(found.items()))
 
 
-Form = tuple[torch.Size, torch.dtype]
-Described = list[tuple[str, Form, int | None, dict[str, Any]]]
-"""Of each parameter and buffer of a layer: name, form, number of the parameter's group in the optimizer, and of the
-optimizer's state the values, or, where they are tensors on the layer's device, which follow as messages, their form."""
+# A rank says what it sends as JSON, and nothing that could be code: for each layer its parameters and buffers, each
+# with name, form, the number of the parameter's group in the optimizer, and by key what the optimizer keeps of it: a
+# value; a form, where a message follows; or a form with its elements, where a tensor is not on the layer's device.
+
+MOST_SAID_BYTES = 64 << 20
+"""Of the description of all layers that move between two ranks."""
+
+MOST_SAID_ELEMS = 1024
+"""Of a tensor that is not on its layer's device, such as AdamW's count of steps of a parameter on a GPU."""
+
+Form = list[Any]
+"""[sizes, name of the dtype], as in JSON."""
 
 
 def _sent(
     layers: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None, target: int, group: dist.ProcessGroup | None
 ) -> list[dist.P2POp]:
     """Describe layers to the rank that gets them; returns the messages to send."""
-    said: list[Described] = []
+    said: list[list[Any]] = []
     tensors: list[torch.Tensor] = []
     for layer in layers:
         said.append([])
@@ -219,12 +228,10 @@ def _sent(
             number, state = None, dict[str, Any]()
             if optimizer is not None and isinstance(tensor, nn.Parameter):
                 number, state = _forget(optimizer, tensor)
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.device == tensor.device:
-                    tensors.append(value)
-                    state[key] = (value.shape, value.dtype)
-            said[-1].append((name, (tensor.shape, tensor.dtype), number, state))
-    dist.send_object_list([said], group=group, device=_device_of(tensors), group_dst=target)
+            tensors += [value for value in state.values() if _follows(value, tensor)]
+            kept = {key: _state_json(key, value, tensor) for key, value in state.items()}
+            said[-1].append([name, _form(tensor), number, kept])
+    _say(json.dumps(said).encode(), target, group)
     return [dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=target) for tensor in tensors]
 
 
@@ -235,28 +242,27 @@ def _received(
     group: dist.ProcessGroup | None,
 ) -> list[dist.P2POp]:
     """Give layers that were made the optimizer's state of those that arrive; returns the messages to receive."""
-    got: list[Any] = [None]
-    device = _device_of([tensor for layer in layers.values() for _, tensor in _named(layer)])
-    dist.recv_object_list(got, group=group, device=device, group_src=source)
-    said: list[Described] = got[0]
+    said: list[list[Any]] = json.loads(_heard(source, group))
     tensors: list[torch.Tensor] = []
     for (number, layer), described in zip(layers.items(), said, strict=True):
         ours = _named(layer)
-        if [(name, (tensor.shape, tensor.dtype)) for name, tensor in ours] != [one[:2] for one in described]:
+        if [[name, _form(tensor)] for name, tensor in ours] != [one[:2] for one in described]:
             raise ConfigError(
                 f"layer {number} was made with {[name for name, _ in ours]}, what arrives is "
                 f"{[one[0] for one in described]}, or shapes or types differ: make it like the one that moves"
             )
-        for (name, tensor), (_, _, group_number, state) in zip(ours, described, strict=True):
+        for (name, tensor), (_, _, group_number, kept) in zip(ours, described, strict=True):
             if not tensor.is_contiguous():
                 raise ConfigError(f"layer {number}: {name} is not contiguous, so nothing can be received into it")
             tensors.append(tensor.detach())
-            for key, value in state.items():
-                if isinstance(value, tuple):
-                    shape, dtype = value
-                    state[key] = torch.empty(shape, dtype=dtype, device=tensor.device)
-                    tensors.append(state[key])
+            state = {key: _state_of(one, tensor) for key, one in kept.items()}
+            tensors += [state[key] for key, one in kept.items() if "form" in one and "elements" not in one]
             if optimizer is not None and group_number is not None:
+                if not 0 <= group_number < len(optimizer.param_groups):
+                    raise ConfigError(
+                        f"layer {number}: {name} is in group {group_number} of its optimizer, and the one here has "
+                        f"{len(optimizer.param_groups)} groups: make all ranks' optimizers with the same groups"
+                    )
                 optimizer.param_groups[group_number]["params"].append(tensor)
                 if state:
                     optimizer.state[tensor] = state
@@ -267,8 +273,63 @@ def _named(layer: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*layer.named_parameters(), *layer.named_buffers()]
 
 
-def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device | None:
-    return tensors[0].device if tensors else None
+def _form(tensor: torch.Tensor) -> Form:
+    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+
+
+def _follows(value: object, tensor: torch.Tensor) -> bool:
+    """Whether a part of the optimizer's state goes as a message of its own."""
+    return isinstance(value, torch.Tensor) and value.device == tensor.device
+
+
+def _state_json(key: str, value: object, tensor: torch.Tensor) -> dict[str, Any]:
+    if isinstance(value, torch.Tensor) and (_follows(value, tensor) or value.numel() <= MOST_SAID_ELEMS):
+        form: dict[str, Any] = {"form": _form(value)}
+        return form if _follows(value, tensor) else form | {"elements": value.flatten().tolist()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    raise ConfigError(
+        f"the optimizer keeps {key!r} of a parameter as {type(value).__name__}, which cannot move to another rank: "
+        "swap to a plan in which layers stay where they are"
+    )
+
+
+def _state_of(said: Mapping[str, Any], tensor: torch.Tensor) -> Any:
+    """A part of the optimizer's state as it was said; a tensor that follows has no values yet."""
+    if "form" not in said:
+        return said["value"]
+    (sizes, name), elements = said["form"], said.get("elements")
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"{name!r} is no dtype of this torch ({torch.__version__}): run the same one on all ranks")
+    if elements is None:
+        return torch.empty(sizes, dtype=dtype, device=tensor.device)
+    return torch.tensor(elements, dtype=dtype).reshape(sizes)
+
+
+def _say(text: bytes, target: int, group: dist.ProcessGroup | None) -> None:
+    device = _device_of(group)
+    dist.send(torch.tensor([len(text)], dtype=torch.int64, device=device), group=group, group_dst=target)
+    dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device), group=group, group_dst=target)
+
+
+def _heard(source: int, group: dist.ProcessGroup | None) -> bytes:
+    device = _device_of(group)
+    size = torch.empty(1, dtype=torch.int64, device=device)
+    dist.recv(size, group=group, group_src=source)
+    n_bytes = int(size)
+    if not 0 < n_bytes <= MOST_SAID_BYTES:
+        raise ConfigError(f"rank {source} describes its layers in {n_bytes} bytes: at most {MOST_SAID_BYTES} are read")
+    text = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+    dist.recv(text, group=group, group_src=source)
+    return text.cpu().numpy().tobytes()
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the group's messages lie."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _forget(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple[int | None, dict[str, Any]]:
