@@ -14,7 +14,7 @@ from typing import Any
 
 from dips.core.protocol import MAX_RANKS
 from dips.local.sizing import SizeKnobs, size
-from dips.planner.cluster import check_parallelism
+from dips.planner.cluster import Site, check_parallelism
 from dips.planner.errors import PlanError
 from dips.planner.plan import Plan, make_plan
 from dips.planner.problem import Problem
@@ -91,7 +91,11 @@ def asynchronous_clusters(problem: Problem) -> AsynchronousClusters:
     setup = problem.setup
     if len(setup.sites) < 2:
         raise PlanError(f"{setup.file}: asynchronous clusters need at least two [[sites]]")
-    plans = [best_inside(problem, site) for site in range(len(setup.sites))]
+    alike = dict[str, Plan]()  # of sites that differ by their names alone
+    for number, site in enumerate(setup.sites):
+        if (kind := _kind_of(site)) not in alike:
+            alike[kind] = best_inside(problem, number)
+    plans = [alike[_kind_of(site)] for site in setup.sites]
     trained = [_tokens(plan) for plan in plans]
     speeds = [tokens / plan.chosen.iteration_s for tokens, plan in zip(trained, plans, strict=True)]
     gbps = _bandwidths(problem)
@@ -101,6 +105,10 @@ def asynchronous_clusters(problem: Problem) -> AsynchronousClusters:
         for site, (plan, tokens) in enumerate(zip(plans, trained, strict=True))
     )
     return AsynchronousClusters(problem, setup.sites[servers].name, rounds)
+
+
+def _kind_of(site: Site) -> str:
+    return site.model_dump_json(exclude={"name", "source", "since", "stages"})
 
 
 def best_inside(problem: Problem, site: int) -> Plan:
