@@ -93,7 +93,10 @@ class Watched:
 
     def __enter__(self) -> Watched:
         shape = self.shape
-        knobs = {"run_id": RUN_ID, "directory": self.directory / "master", "slaves": shape.slaves, **shape.master}
+        knobs = {
+            "run_id": RUN_ID, "directory": self.directory / "master", "slaves": shape.slaves, "preset": "safe",
+            "overlap": "none", **shape.master,
+        }  # fmt: skip
         plan = RunPlan(
             RUN_ID,
             load(MasterConfig, "master", overrides=knobs).value,

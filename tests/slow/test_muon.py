@@ -113,7 +113,7 @@ def test_a_comparison_trains_with_it_by_every_kind_of_method(tmp_path: Path) -> 
     found = {}
     for optimizer in ("adamw", "muon"):
         told = dips(
-            "compare", "--setup", setup, "--methods", "dp,diloco-clip,dynamic-full", "--inner-optimizer", optimizer,
+            "compare", "--setup", setup, "--methods", "dp,diloco-clip,dips", "--inner-optimizer", optimizer,
             "--data", DOCS, "--run-dir", tmp_path / "run", "--json", timeout_s=500,
         )  # fmt: skip
         assert told.returncode == 0, told.stderr[-3000:]

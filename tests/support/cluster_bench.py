@@ -97,6 +97,8 @@ class ClusterBench:
         self.effects: list[Effect] = []
         self.every: list[Effect] = []
         self.returned: list[DataRange] = []
+        self.transfer_s = 0.2
+        """How long the bytes of each push and pull are on their way."""
 
     # ---- raw ----
 
@@ -204,7 +206,7 @@ class ClusterBench:
 
     def pull_ends(self) -> Install:
         """The granted version is there."""
-        self.say(Done(self.job(PullGrant)[0], None, 0.1))
+        self.say(Done(self.job(PullGrant)[0], None, self.transfer_s))
         return self.take(Install)
 
     def beat(self, **changes: Any) -> None:
@@ -260,7 +262,7 @@ class ClusterBench:
         return self.job(SendPush)
 
     def sent(self, sending: tuple[int, SendPush]) -> None:
-        self.say(Done(sending[0], DIGESTS, 0.2))
+        self.say(Done(sending[0], DIGESTS, self.transfer_s))
 
     def admitted(self) -> FinishPushRequest:
         request = self.answer(FinishPushRequest, FinishPushReply(Admitted(RoundId(self.epoch, 1), 1.0)))

@@ -60,10 +60,10 @@ SHARES = {
     "ring-diloco": 0.8,
     "diloco": 0.78,
     "ring-async": 0.96,
-    "dips": 0.88,
+    "safe": 0.88,
     "dynamic": 0.95,
     "dynamic-push": 0.97,
-    "dynamic-full": 0.99,
+    "dips": 0.99,
 }
 """Of an ideal of 1000 tokens/s."""
 

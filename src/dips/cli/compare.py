@@ -30,7 +30,7 @@ from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError
 from dips.core.units import parse_count
 
-DEFAULT_METHODS = "dp,diloco,diloco-clip,async,paper,dips,dynamic"
+DEFAULT_METHODS = "dp,diloco,diloco-clip,async,paper,safe,dynamic,dips"
 DEFAULT_SETUP = "small"
 ALL = "all"
 ALL_FIGURES = tuple(sorted((*FIGURES, *SPEED_FIGURES), key=lambda name: int(name.rstrip("b"))))

@@ -48,14 +48,14 @@ def _flag(name: str, value: Setting) -> str:
     return f"--{option} {value!r}" if isinstance(value, str) and " " in value else f"--{option} {value}"
 
 
-def _servers(name: str, title: str, about: str, **master: Setting) -> Method:
-    return Method(name, title, about, "servers", master)
+def _servers(name: str, title: str, about: str, *, overlap: str = "none", **master: Setting) -> Method:
+    return Method(name, title, about, "servers", {**master, "overlap": overlap})
 
 
 def _written(name: str, wire_dtype: str, times: str) -> Method:
     """The default method with pushes in another wire type."""
     about = f"as dips; pushes are differences in {wire_dtype} with error feedback, {times} as long as float32"
-    return Method(name, f"Di-PS, pushes in {wire_dtype}", about, "servers", {"preset": "safe"}, wire_dtype)
+    return Method(name, f"Di-PS, pushes in {wire_dtype}", about, "servers", {}, wire_dtype)
 
 
 _NO_PENALTY: Mapping[str, Setting] = {
@@ -116,12 +116,45 @@ _METHODS = (
         "as paper, with the detector exactly as the paper prints it",
         preset="paper-literal",
     ),
-    _servers("dips", "Di-PS (the default)", "the preset safe: paper, with participation scaling", preset="safe"),
+    Method(
+        "dips",
+        "Di-PS (the default)",
+        "dynamic local steps; clusters train on while they push, while its verdict is awaited, and while they pull",
+        "servers",
+        {},
+    ),
     _servers(
         "dynamic",
         "Di-PS, dynamic local steps",
-        "the preset dynamic: clusters' pushes arrive together",
+        "the preset dynamic: clusters' pushes arrive together; clusters wait for push, verdict and pull",
         preset="dynamic",
+    ),
+    _servers(
+        "dynamic-push",
+        "Di-PS, dynamic, training through pushes",
+        "as dynamic; clusters train on while they push, and wait for verdict and pull",
+        preset="dynamic",
+        overlap="push",
+    ),
+    _servers(
+        "safe",
+        "Di-PS, equal local steps",
+        "the preset safe: paper, with participation scaling; clusters wait for push, verdict and pull",
+        preset="safe",
+    ),
+    _servers(
+        "safe-push",
+        "Di-PS, equal local steps, training through pushes",
+        "as safe; clusters train on while they push, and wait for verdict and pull",
+        preset="safe",
+        overlap="push",
+    ),
+    _servers(
+        "safe-full",
+        "Di-PS, equal local steps, training through everything",
+        "as safe; clusters train on while they push, while its verdict is awaited, and while they pull",
+        preset="safe",
+        overlap="full",
     ),
     _servers(
         "edit", "EDiT's penalty", "threshold, softmax weights and clip 10 of EDiT, in the same windows", preset="edit"
@@ -138,14 +171,14 @@ _METHODS = (
     _servers(
         "heavy-ball",
         "Di-PS, heavy ball",
-        "as dips, with momentum but without Nesterov's look ahead",
+        "as safe, with momentum but without Nesterov's look ahead",
         preset="safe",
         outer_optimizer="heavy-ball",
     ),
     _servers(
         "averaging",
         "Di-PS, plain averaging",
-        "as dips, without momentum: the merged parameters are used unchanged",
+        "as safe, without momentum: the merged parameters are used unchanged",
         preset="safe",
         outer_optimizer="averaging",
         outer_lr=1.0,
@@ -154,34 +187,6 @@ _METHODS = (
     _written("dips-bf16", "bfloat16", "half"),
     _written("dips-int8", "int8", "0.27 times"),
     _written("dips-int4", "int4", "0.14 times"),
-    _servers(
-        "dips-push",
-        "Di-PS, training through pushes",
-        "as dips; clusters train on while they push, and wait for verdict and pull",
-        preset="safe",
-        overlap="push",
-    ),
-    _servers(
-        "dips-full",
-        "Di-PS, training through everything",
-        "as dips; clusters train on while they push, while its verdict is awaited, and while they pull",
-        preset="safe",
-        overlap="full",
-    ),
-    _servers(
-        "dynamic-push",
-        "Di-PS, dynamic, training through pushes",
-        "as dynamic; clusters train on while they push, and wait for verdict and pull",
-        preset="dynamic",
-        overlap="push",
-    ),
-    _servers(
-        "dynamic-full",
-        "Di-PS, dynamic, training through everything",
-        "as dynamic; clusters train on while they push, while its verdict is awaited, and while they pull",
-        preset="dynamic",
-        overlap="full",
-    ),
 )
 
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _METHODS})

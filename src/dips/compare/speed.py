@@ -165,7 +165,7 @@ def _computed(setup: ComparisonSetup, name: str, round_s: float, steps: int) -> 
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 
-MEASURED = ("dips", "dynamic", "dynamic-push", "dynamic-full")
+MEASURED = ("safe", "dynamic", "dynamic-push", "dips")
 GBPS = 1e9
 RATES_GBPS = (1, 2, 5, 10)
 """Rates of the last cluster's link, each way."""
@@ -262,8 +262,8 @@ def _reading_9(found: SpeedResult) -> str:
     gains = ", ".join(f"{name} {span(found.gains(name))}" for name in MEASURED)
     return (
         f"{found.setup.name}: over synchronous DiLoCo {gains}, of an ideal {span(found.ideal_gains())}; "
-        f"DiLoCo over data parallel {span(found.gains('ring-diloco', 'dp'))}; dynamic-full over asynchronous DiLoCo "
-        f"without servers {span(found.gains('dynamic-full', 'ring-async'))}."
+        f"DiLoCo over data parallel {span(found.gains('ring-diloco', 'dp'))}; dips over asynchronous DiLoCo "
+        f"without servers {span(found.gains('dips', 'ring-async'))}."
     )
 
 
@@ -273,9 +273,9 @@ def _reading_10(found: SpeedResult) -> str:
     several = SpeedResult(found.setup, found.columns[1:])
     shares = "; ".join(f"{name} {span(several.shares(name), '.1%', '')}" for name in MEASURED)
     return (
-        f"from 2 to {len(found.columns)} clusters, of ideal: {shares}. dynamic-full over synchronous DiLoCo "
-        f"{span(several.gains('dynamic-full'))}, over asynchronous DiLoCo without servers "
-        f"{span(several.gains('dynamic-full', 'ring-async'))}."
+        f"from 2 to {len(found.columns)} clusters, of ideal: {shares}. dips over synchronous DiLoCo "
+        f"{span(several.gains('dips'))}, over asynchronous DiLoCo without servers "
+        f"{span(several.gains('dips', 'ring-async'))}."
     )
 
 

@@ -131,6 +131,8 @@ class Settings:
     frozen: str = "same"  # "same", "parameters" or "any": which untrained tensors must be equal in all clusters
     # "none", "stagings" or "versions": what slaves keep in files on their disk in place of memory of their own
     memory_files: str = "none"
+    # how much of the steps made during an exchange is kept when the pulled version is installed
+    overlap_share: float = 1.0
 
 
 # ---- data.proto ----

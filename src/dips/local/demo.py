@@ -180,7 +180,6 @@ def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int) -> RunPlan:
         "min_clusters": wanted.clusters,
         "sync_every": SYNC_EVERY,
         "heartbeat_s": HEARTBEAT_S,
-        "preset": "dynamic",
         "tk_max": tk_max,
     }
     kinds = parallelisms(wanted)

@@ -144,7 +144,7 @@ class SizeKnobs(Knobs):
     tokens_per_step: Annotated[Count, Field(ge=1)] = Field(
         2_097_152, description="Tokens of one inner step of a cluster; the default is the same fit"
     )
-    overlap: Literal["none", "push", "full"] = Field("none", description="What clusters train through; as the master's")
+    overlap: Literal["none", "push", "full"] = Field("full", description="What clusters train through; as the master's")
     max_clusters: int | None = Field(
         None, ge=1, le=1024, description="Staging slots of a slave, as the master's (default: as --clusters)"
     )
@@ -575,8 +575,8 @@ def _remarks(sizes: SizeTable) -> Iterator[str]:
         )
     if sizes["overhead"].value > 0.2:
         yield (
-            "clusters wait for more than a fifth of their time: raise sync_every, or choose --overlap full, a smaller "
-            "--wire or a faster link"
+            "clusters wait for more than a fifth of their time: raise sync_every, or choose "
+            f"{'' if sizes.knobs.overlap == 'full' else '--overlap full, '}a smaller --wire or a faster link"
         )
     if sizes["together_rate"].value < 0.99 * sizes["alone_rate"].value:
         yield "when all clusters move at once the slaves are the bottleneck, not the clusters' links: give more slaves"

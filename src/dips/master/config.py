@@ -111,9 +111,16 @@ class MasterConfig(MetricsKnobs):
         "at most round_timeout_s",
     )
     overlap: Literal["none", "push", "full"] = Field(
-        "none",
+        "full",
         description="When clusters train instead of waiting: none: never; push: during a push; "
         "full: until a pulled version can be installed",
+    )
+    overlap_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="How much of the parameters' change by steps made during an exchange is kept when the pulled "
+        "version is installed; their tokens count in full",
     )
     frozen: Literal["same", "parameters", "any"] = Field(
         "same",
@@ -147,7 +154,7 @@ class MasterConfig(MetricsKnobs):
     max_message_bytes: Bytes = Field(64 << 20, description="Largest control message that is accepted")
 
     preset: str = Field(
-        "safe", description="How pushes are judged and merged: safe, dynamic, paper, paper-literal or edit"
+        "dynamic", description="How pushes are judged and merged: dynamic, safe, paper, paper-literal or edit"
     )
     outer_optimizer: str = Field(
         "nesterov", description="How merges move the model: nesterov, heavy-ball, delayed-nesterov or averaging"
@@ -280,6 +287,7 @@ class MasterConfig(MetricsKnobs):
             ticket_ttl_s=self.times()["ticket_ttl_s"],
             round_timeout_s=self.round_timeout_s,
             overlap=self.overlap,
+            overlap_share=self.overlap_share,
             frozen=self.frozen,
         )
 

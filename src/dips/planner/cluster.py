@@ -180,7 +180,7 @@ class Asynchronous(Knobs):
         default=64, description="inner steps between two pushes"
     )
     overlap: Literal["none", "push", "full"] = Field(
-        default="none", description="what clusters train through, as the master's"
+        default="full", description="what clusters train through, as the master's"
     )
     wire: Literal["float32", "bfloat16", "int8", "int4"] = Field(
         default="float32", description="how pushes are written"

@@ -17,7 +17,7 @@ from dips.core.ids import Version
 from dips.core.layout import Block, Layout
 from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.wire import Codec
-from dips.worker.state.effects import InstallMode
+from dips.worker.state.effects import Install
 
 F32 = NDArray[np.float32]
 
@@ -75,7 +75,7 @@ class ClusterModel(Protocol):
         """Take a version that has arrived, whole."""
         ...
 
-    def install(self, name: str, mode: InstallMode, reset_inner: bool) -> None:
+    def install(self, name: str, how: Install) -> None:
         """Make what was fetched the live parameters, and theta_base."""
         ...
 

@@ -18,7 +18,7 @@ from dips.core.layout import Block, Layout
 from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.wire import DIFFERENCES, Codec
 from dips.sim.arithmetic import F32, Key, ModelVector
-from dips.worker.state.effects import InstallMode
+from dips.worker.state.effects import Install, InstallMode
 
 CLEAN, NAN, HUGE, SAME = 0, 1, 2, 3
 """Kinds: ordinary numbers; some not finite; an update thirty times too large; equal to the current version."""
@@ -153,10 +153,10 @@ class SimulatedModel:
     def fetched(self, values: Mapping[Key, int]) -> None:
         self.pulled = PulledModel(values)
 
-    def install(self, name: str, mode: InstallMode, reset_inner: bool) -> None:
+    def install(self, name: str, how: Install) -> None:
         assert self.pulled is not None, "installed only what was pulled"
         self.base = self.live = self.pulled
-        if mode is not InstallMode.REPLACE:
+        if how.mode is not InstallMode.REPLACE:
             self.train(name)
 
 

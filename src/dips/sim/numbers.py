@@ -28,7 +28,7 @@ from dips.sim.content import CLEAN
 from dips.slave import calculation
 from dips.slave.memory import ShardMemory
 from dips.worker.parameters import ParameterStore
-from dips.worker.state.effects import InstallMode
+from dips.worker.state.effects import Install
 from dips.worker.vectors import Vectors, chunk_spans
 
 U8 = NDArray[np.uint8]
@@ -125,10 +125,10 @@ class NumberModel:
     def fetched(self, values: Mapping[Key, F32]) -> None:
         FlatVector(self._vectors.pull, self._layout).fill(values)
 
-    def install(self, name: str, mode: InstallMode, reset_inner: bool) -> None:
-        self._vectors.install(self._trainer, mode)
+    def install(self, name: str, how: Install) -> None:
+        self._vectors.install(self._trainer, how.mode, how.share)
         self._has_base = True
-        if reset_inner:
+        if how.reset_inner:
             self._trainer.reset_inner_optimizer()
 
 

@@ -128,9 +128,9 @@ class ModelPart:
                 vectors.forget_push()
             case Cancel(job):
                 self._transfers.cancel(job)
-            case Install(mode, reset_inner):
+            case Install(mode, reset_inner, share):
                 failpoint("worker.install.before_swap")
-                vectors.install(self.parameters, mode)
+                vectors.install(self.parameters, mode, share)
                 if reset_inner:
                     self.parameters.reset_inner_optimizer()
                 failpoint("worker.install.after_swap")

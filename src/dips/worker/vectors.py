@@ -296,8 +296,11 @@ class Vectors:
                 self._pull = self._take()
         return self._pull
 
-    def install(self, parameters: ParameterStore, mode: InstallMode) -> None:
-        """Make the pulled theta live (REPLACE: to the bit) and remember it as theta_base."""
+    def install(self, parameters: ParameterStore, mode: InstallMode, share: float = 1.0) -> None:
+        """Make the pulled theta live (REPLACE: to the bit) and remember it as theta_base.
+
+        share: how much of the steps' change a rebase keeps. Steps that began before the pulled version was known were
+        made from other parameters, where their gradients do not quite fit (docs/convergence.md)."""
         self._settle_snapshot()
         self.forget_push()
         pulled, old_base, own = self.pull, self._base, self.installed
@@ -312,7 +315,7 @@ class Vectors:
             else:
                 then = self.base
                 room = self._push = self._push if self._push is not None else self._take()
-            self._rebase(parameters, pulled, then, room)
+            self._rebase(parameters, pulled, then, room, np.float32(share))
             installed = room
         self._base, held = pulled, (old_base, self._push, own, installed)
         self._push = self._pull = None
@@ -385,8 +388,8 @@ class Vectors:
             self._ready.wait(0, self._n_elems)
             self._ready = None
 
-    def _rebase(self, parameters: ParameterStore, pulled: F32, then: F32, room: F32) -> None:
-        """theta_now = pulled + (theta_now - then), computed in `room`.
+    def _rebase(self, parameters: ParameterStore, pulled: F32, then: F32, room: F32, share: np.float32) -> None:
+        """theta_now = pulled + share (theta_now - then), computed in `room`.
 
         Averaged buffers become the pulled ones: a statistic moves towards its target, so that its past change must not
         be added to another value (a variance could become negative), and a few steps renew it.
@@ -398,6 +401,8 @@ class Vectors:
             if self._rounding is not None and self._installed is not None:
                 self._rounding.add_rounded_off(room, self._installed, here.start, here.stop)
             np.subtract(room[here], then[here], out=room[here])
+            if share != 1:
+                np.multiply(room[here], share, out=room[here])
             np.add(pulled[here], room[here], out=room[here])
         parameters.install(room)
 

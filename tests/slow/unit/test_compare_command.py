@@ -55,7 +55,7 @@ def test_the_list_is_there_for_programs_too(capsys: pytest.CaptureFixture[str]) 
     assert code == 0
     plain = json.loads(out)
     assert list(plain["methods"]) == list(METHODS)
-    assert plain["methods"]["dips"]["flags_of_master"] == ["--preset safe"]
+    assert plain["methods"]["safe"]["flags_of_master"] == ["--preset safe", "--overlap none"]
     assert plain["setups"]["small"]["clusters"]["gaps"] == [0.0, 0.16, 0.33, 0.5]
 
 

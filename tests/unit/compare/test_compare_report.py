@@ -132,7 +132,7 @@ def test_compare_json_holds_what_was_found(plain: dict[str, Any]) -> None:
     assert plain["setup"]["clusters"]["gaps"] == [0.0, 0.16, 0.33, 0.5]
     assert plain["ideal_ratio"] == pytest.approx(1.23, abs=0.005)
     dips = plain["methods"]["dips"]
-    assert dips["flags_of_master"] == ["--preset safe"]
+    assert dips["flags_of_master"] == []
     assert dips["minus"] == {"diloco-clip": pytest.approx(0.05), "dp": pytest.approx(0.1)}
     seed = dips["seeds"]["1"]
     assert (seed["loss"], seed["virtual_s"], seed["rounds"], seed["staleness_max"]) == (2.3, 100.0, 2, 2)

@@ -205,18 +205,18 @@ def test_methods_differ_as_their_words_say() -> None:
     setup = load_setup("small")
     config = {method.name: setup.master_config(method).to_run_config() for method in SERVED}
     dynamic = {name for name, c in config.items() if c.settings.dynamic_local_steps}
-    assert dynamic == {"dynamic", "dynamic-push", "dynamic-full"}
-    assert {name for name, c in config.items() if c.settings.overlap == "push"} == {"dips-push", "dynamic-push"}
-    assert {name for name, c in config.items() if c.settings.overlap == "full"} == {"dips-full", "dynamic-full"}
+    written = {name: method.wire_dtype for name, method in METHODS.items() if method.wire_dtype != "float32"}
+    assert dynamic == {"dynamic", "dynamic-push", "dips", *written}
+    assert {name for name, c in config.items() if c.settings.overlap == "push"} == {"safe-push", "dynamic-push"}
+    assert {name for name, c in config.items() if c.settings.overlap == "full"} == {"safe-full", "dips", *written}
     assert {name for name, c in config.items() if c.penalty.detector == "off"} == {"diloco", "diloco-clip", "async"}
     assert {name for name, c in config.items() if math.isinf(c.penalty.clip_norm)} == {"diloco", "async"}
     assert config["async"].grace_s == 0
     scaled = {name for name, c in config.items() if c.penalty.participation_scaling}
-    overlapped = {"dips-push", "dips-full", "dynamic-push", "dynamic-full"}
-    written = {name: method.wire_dtype for name, method in METHODS.items() if method.wire_dtype != "float32"}
+    overlapped = {"safe-push", "safe-full", "dynamic-push"}
     assert written == {"dips-bf16": "bfloat16", "dips-int8": "int8", "dips-int4": "int4"}
     assert all(config[name] == config["dips"] for name in written)
-    assert scaled == {"dips", "dynamic", "heavy-ball", "averaging", *overlapped, *written}
+    assert scaled == {"dips", "safe", "dynamic", "heavy-ball", "averaging", *overlapped, *written}
 
 
 def test_a_wire_type_is_told_to_every_cluster() -> None:

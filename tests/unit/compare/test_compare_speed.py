@@ -46,9 +46,9 @@ def test_figure_10_adds_clusters_one_after_another() -> None:
 
 def test_shares_and_gains() -> None:
     found = result(EMULATED, "1 Gbit/s", "10 Gbit/s")
-    assert found.shares("dips") == [0.88, 0.88]
-    assert found.gains("dips") == pytest.approx([1.1, 1.1])
-    assert found.gains("dynamic-full", "ring-async") == pytest.approx([0.99 / 0.96] * 2)
+    assert found.shares("safe") == [0.88, 0.88]
+    assert found.gains("safe") == pytest.approx([1.1, 1.1])
+    assert found.gains("dips", "ring-async") == pytest.approx([0.99 / 0.96] * 2)
     assert found.ideal_gains() == pytest.approx([1.25, 1.25])
     assert share_table(SPEED_FIGURES["9"], found).row_count == len(SHARES)
     assert gain_table(found).row_count == len(SHARES) + 1, "and the ideal"
@@ -56,8 +56,8 @@ def test_shares_and_gains() -> None:
 
 def test_what_9_says() -> None:
     assert SPEED_FIGURES["9"].reading(result(EMULATED, "1 Gbit/s", "10 Gbit/s")) == (
-        "emulated: over synchronous DiLoCo dips 1.10x, dynamic 1.19x, dynamic-push 1.21x, dynamic-full 1.24x, of an "
-        "ideal 1.25x; DiLoCo over data parallel 2.00x; dynamic-full over asynchronous DiLoCo without servers 1.03x."
+        "emulated: over synchronous DiLoCo safe 1.10x, dynamic 1.19x, dynamic-push 1.21x, dips 1.24x, of an "
+        "ideal 1.25x; DiLoCo over data parallel 2.00x; dips over asynchronous DiLoCo without servers 1.03x."
     )
 
 
@@ -68,8 +68,8 @@ def test_what_10_says_leaves_the_single_cluster_out() -> None:
         ("3", speed_comparison(WEAK)),
     ]
     assert SPEED_FIGURES["10"].reading(SpeedResult(WEAK, columns)) == (
-        "from 2 to 3 clusters, of ideal: dips 88.0%; dynamic 95.0%; dynamic-push 97.0%; dynamic-full 99.0%. "
-        "dynamic-full over synchronous DiLoCo 1.24x, over asynchronous DiLoCo without servers 1.03x."
+        "from 2 to 3 clusters, of ideal: safe 88.0%; dynamic 95.0%; dynamic-push 97.0%; dips 99.0%. "
+        "dips over synchronous DiLoCo 1.24x, over asynchronous DiLoCo without servers 1.03x."
     )
 
 
@@ -90,7 +90,7 @@ def test_it_is_told_with_the_papers_words_beside_ours() -> None:
     told = " ".join(capture.get().split())
     assert "Figure 9, emulated: tokens a second, of ideal" in told
     assert 'the paper (5.1): "Compared to global DP, the synchronous DiLoCo accelerates' in told
-    assert "here: emulated: over synchronous DiLoCo dips 1.10x" in told
+    assert "here: emulated: over synchronous DiLoCo safe 1.10x" in told
     assert "1.24G" in told, "the set-up is told"
 
 

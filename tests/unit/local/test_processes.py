@@ -80,7 +80,6 @@ def test_everybody_but_the_master_is_told_where_the_master_is(plan: RunPlan, dir
 def test_the_settings_are_on_the_command_line(plan: RunPlan, directory: RunDirectory) -> None:
     master = master_spec(plan, directory).command
     assert option(master, "--tk-max") == ["500000"]
-    assert option(master, "--preset") == ["dynamic"]
     last = cluster_specs(plan, directory, ADDRESS)[-1].command
     assert option(last, "--emulate-gap") == ["0.5"]
     assert option(last, "--data") == ["some text", "more"]

@@ -28,7 +28,10 @@ def refused(**knobs: object) -> str:
 
 def test_the_defaults_are_those_of_the_design() -> None:
     run = configured().to_run_config()
-    assert run == RunConfig(run_id="demo", n_slaves=2, settings=Settings(verdict_wait_measured=True))
+    settings = Settings(
+        verdict_wait_measured=True, preset="dynamic", dynamic_local_steps=True, overlap="full", overlap_share=0.5
+    )
+    assert run == RunConfig(run_id="demo", n_slaves=2, settings=settings, penalty=PRESETS["dynamic"])
     assert run.settings.sync_every_steps == 64
     assert run.settings.heartbeat_s == 2.0
     assert run.evict_after_s == 10.0
@@ -36,7 +39,6 @@ def test_the_defaults_are_those_of_the_design() -> None:
     assert (run.settings.outer_lr, run.settings.outer_momentum) == (0.7, 0.8)
     assert run.lease_ttl_s == 6 * 3600
     assert run.grace_s is None
-    assert run.penalty == PRESETS["safe"]
 
 
 def test_only_a_heartbeat_and_a_round_need_be_chosen_and_all_other_times_follow() -> None:
@@ -67,6 +69,8 @@ def test_every_setting_of_the_run_comes_from_a_knob() -> None:
         round_timeout_s="1 min",
         verdict_wait_s=20,
         overlap="push",
+        overlap_share=0.25,
+        preset="safe",
         lease_ttl_s="2 h",
         ticket_ttl_s=45,
         linger_s=5,
@@ -100,6 +104,7 @@ def test_every_setting_of_the_run_comes_from_a_knob() -> None:
             ticket_ttl_s=45.0,
             round_timeout_s=60.0,
             overlap="push",
+            overlap_share=0.25,
         ),
         penalty=PenaltyConfig.of("safe", outer_momentum=0.9),
         max_clusters=5,

@@ -21,7 +21,7 @@ from dips.sim.arithmetic import F32
 from dips.sim.content import CLEAN, key_of
 from dips.sim.numbers import FlatVector, NumberModel, Numbers, NumberShard
 from dips.sim.run_plan import make_plan
-from dips.worker.state.effects import InstallMode
+from dips.worker.state.effects import Install, InstallMode
 
 CHUNK_BYTES = 1024
 LAYOUT = Layout(
@@ -156,13 +156,13 @@ class TestModel:
         model.snapshot("a", CLEAN)
         assert np.isfinite(self.whole(model)).all(), "the seed stands on no version, and is never spoilt"
         self.fetched(model, pulled)
-        model.install("a", InstallMode.REPLACE, reset_inner=False)
+        model.install("a", Install(InstallMode.REPLACE, reset_inner=False))
         at_push = learner.theta = pulled + np.float32(1)
         model.snapshot("a", CLEAN)
         assert np.isnan(self.whole(model)).all()
         learner.theta = at_push + np.float32(0.5)
         self.fetched(model, pulled)
-        model.install("a", InstallMode.REBASE_FROM_PUSH, reset_inner=True)
+        model.install("a", Install(InstallMode.REBASE_FROM_PUSH, reset_inner=True))
         assert np.array_equal(learner.theta, pulled + (at_push + np.float32(0.5) - at_push))
         assert learner.resets == 1
 
@@ -170,7 +170,7 @@ class TestModel:
         learner, pulled = BowlLearner(), random(BOWL.n_elems)
         model = self.model(learner)
         self.fetched(model, pulled)
-        model.install("a", InstallMode.REPLACE, reset_inner=False)
+        model.install("a", Install(InstallMode.REPLACE, reset_inner=False))
         learner.theta = pulled + np.float32(1)
         model.snapshot("a", CLEAN)
         assert np.array_equal(self.whole(model), learner.theta)
@@ -187,7 +187,7 @@ class TestDifferences:
         learner, base = BowlLearner(), random(BOWL.n_elems)
         model = TestModel().model(learner, spoil)
         TestModel().fetched(model, base)
-        model.install("a", InstallMode.REPLACE, reset_inner=False)
+        model.install("a", Install(InstallMode.REPLACE, reset_inner=False))
         learner.theta = base + np.float32(0.01) * random(BOWL.n_elems, seed=1)
         model.snapshot("a", CLEAN)
         return model, learner, base
@@ -222,7 +222,7 @@ class TestDifferences:
         model.keep_residual(wire)
         assert model.residual_mark != 0
         TestModel().fetched(model, first)
-        model.install("a", InstallMode.REPLACE, reset_inner=False)
+        model.install("a", Install(InstallMode.REPLACE, reset_inner=False))
         model.snapshot("a", CLEAN)  # no step was made: the difference is the residual alone
         second = self.landed(model, first, wire)
         lost, left = np.abs(first - trained).max(), np.abs(second - trained).max()
@@ -234,7 +234,7 @@ class TestDifferences:
         model.clear_residual()
         assert model.residual_mark == 0
         TestModel().fetched(model, base)
-        model.install("a", InstallMode.REPLACE, reset_inner=False)
+        model.install("a", Install(InstallMode.REPLACE, reset_inner=False))
         model.snapshot("a", CLEAN)
         assert np.array_equal(self.landed(model, base, wire), base)
 

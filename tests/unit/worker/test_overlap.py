@@ -25,7 +25,7 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import CopyParameters, Failed, InstallMode, Run, SendPush, Started
+from dips.worker.state.effects import CopyParameters, Failed, Install, InstallMode, Run, SendPush, Started
 from dips.worker.state.saved import SavedSession
 from dips.worker.state.shared import SessionPhase
 from dips.worker.state.waiting import BRIEF_MOST_S, BRIEF_SHARE, RULES, ExchangeStage, Wait
@@ -33,6 +33,7 @@ from dips.worker.state.waiting import BRIEF_MOST_S, BRIEF_SHARE, RULES, Exchange
 OVERLAPS = tuple(RULES)
 ROUND_S = 20.0
 BRIEF_S = BRIEF_SHARE * ROUND_S
+SHORT_S, LONG_S = 0.9 * BRIEF_S, 1.1 * BRIEF_S
 
 
 def living(overlap: str, dynamic: bool = False) -> LeasedClusterBench:
@@ -43,9 +44,11 @@ def living(overlap: str, dynamic: bool = False) -> LeasedClusterBench:
     return life
 
 
-def ripe(overlap: str) -> LeasedClusterBench:
-    """The same after a round that took ROUND_S, so that there is something to take a share of."""
+def ripe(overlap: str, transfer_s: float = LONG_S) -> LeasedClusterBench:
+    """The same after a round that took ROUND_S, so that there is something to take a share of; each of its transfers
+    took transfer_s."""
     life = living(overlap)
+    life.transfer_s = transfer_s
     whole_round(life)
     life.now_s += ROUND_S
     return life
@@ -138,6 +141,29 @@ def test_every_stage_waits_as_long_as_the_setting_says(overlap: str, stage: Exch
     assert not life.waits, "every wait has an end"
 
 
+@pytest.mark.parametrize(
+    ("overlap", "stage"),
+    [("push", ExchangeStage.SEND), ("full", ExchangeStage.SEND), ("full", ExchangeStage.FETCH)],
+)
+def test_a_transfer_that_is_usually_short_is_waited_for_and_no_longer(overlap: str, stage: ExchangeStage) -> None:
+    life = ripe(overlap, SHORT_S)
+    STAGES[stage](life)
+    assert life.waits
+    life.now_s += BRIEF_S - 1e-6
+    assert life.waits
+    life.pass_s(1e-5)
+    assert not life.waits
+
+
+def test_transfers_that_became_long_are_trained_through_from_the_next_round_on() -> None:
+    life = ripe("full", SHORT_S)
+    life.transfer_s = LONG_S
+    whole_round(life)
+    life.now_s += ROUND_S
+    sending(life)
+    assert not life.waits
+
+
 @each_overlap
 @each_stage
 def test_no_stage_waits_while_nobody_can_be_reached(overlap: str, stage: ExchangeStage) -> None:
@@ -226,7 +252,31 @@ def test_an_overlap_that_this_release_does_not_know_is_an_error_with_a_remedy() 
     assert "install the same release" in str(life.finished.error)
 
 
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_a_share_that_is_none_is_an_error_with_a_remedy(share: float) -> None:
+    life = ClusterBench(settings=replace(SETTINGS, overlap_share=share))
+    life.say(Started())
+    life.join()
+    life.left()
+    assert life.finished is not None
+    assert "install the same release" in str(life.finished.error)
+
+
 # ---- what becomes of the steps made meanwhile ----
+
+
+def test_the_share_of_the_run_is_kept_of_steps_made_during_the_exchange_alone() -> None:
+    """Steps that were in no push yet, and are rebased for another reason, are kept whole."""
+    life = LeasedClusterBench()
+    life.settings = replace(SETTINGS, overlap="full", overlap_share=0.25)
+    life.begin()
+    life.awaiting()
+    life.train(1)
+    life.decide(VerdictKind.APPLIED)
+    assert life.pulled() == Install(InstallMode.REBASE_FROM_PUSH, reset_inner=False, share=0.25)
+    life.push_begun()
+    life.answer(BeginPushRequest, BeginPushReply(Stale(StaleKind.VERSIONS, "too old")))
+    assert life.pulled() == Install(InstallMode.REBASE_FROM_BASE, reset_inner=False, share=1.0)
 
 
 def through(life: LeasedClusterBench, kind: VerdictKind, steps: int = 2) -> tuple[int, SendPush]:

@@ -118,6 +118,18 @@ def test_theta_at_push_gets_a_vector_when_training_goes_on_and_gives_it_back() -
     assert vectors.n_vectors == 2
 
 
+@pytest.mark.parametrize(("share", "kept"), [(1.0, 2.0), (0.5, 1.0), (0.0, 0.0)])
+def test_a_rebase_keeps_its_share_of_the_steps_since_the_push(share: float, kept: float) -> None:
+    store, vectors = at_base()
+    store.theta += 4.0
+    vectors.snapshot(store)
+    vectors.landing()[:] = 100.0
+    store.theta += 2.0
+    vectors.install(store, InstallMode.REBASE_FROM_PUSH, share)
+    assert store.theta.tolist() == [100.0 + kept] * N
+    assert vectors.base.tolist() == [100.0] * N
+
+
 def test_a_push_that_nothing_is_computed_from_makes_room_at_once() -> None:
     store, vectors = at_base()
     vectors.snapshot(store)

@@ -284,6 +284,7 @@ def write_settings(value: m.Settings, message: common_pb2.Settings) -> None:
     message.verdict_wait_measured = value.verdict_wait_measured
     message.frozen = value.frozen
     message.memory_files = value.memory_files
+    message.overlap_share = value.overlap_share
 
 
 def read_settings(message: common_pb2.Settings) -> m.Settings:
@@ -308,6 +309,7 @@ def read_settings(message: common_pb2.Settings) -> m.Settings:
         verdict_wait_measured=message.verdict_wait_measured,
         frozen=message.frozen,
         memory_files=message.memory_files,
+        overlap_share=message.overlap_share,
     )
 
 

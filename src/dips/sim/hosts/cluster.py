@@ -424,7 +424,7 @@ class ClusterHost(Host):
                 self.model.copy_base()
                 self._tell_ranks(effect)
             case effects.Install():
-                self.model.install(self.name, effect.mode, effect.reset_inner)
+                self.model.install(self.name, effect)
                 self._tell_ranks(effect)
                 self._copy()
             case effects.KeepResidual(wire):

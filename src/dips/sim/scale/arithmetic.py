@@ -18,7 +18,7 @@ from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.wire import Codec
 from dips.sim.arithmetic import F32, Key
 from dips.sim.content import checksum_of, mixed, to_array
-from dips.worker.state.effects import InstallMode
+from dips.worker.state.effects import Install
 
 BAD_NORM = 30.0
 NORM = 2.0
@@ -71,7 +71,7 @@ class ScaleModel:
 
     def fetched(self, values: Mapping[Key, int]) -> None: ...
 
-    def install(self, name: str, mode: InstallMode, reset_inner: bool) -> None: ...
+    def install(self, name: str, how: Install) -> None: ...
 
 
 class ScaleShard:

@@ -128,6 +128,8 @@ class Install:
 
     mode: InstallMode
     reset_inner: bool
+    # of the change by the steps since theta_at_push (REBASE_FROM_PUSH): how much of it is kept
+    share: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -101,9 +101,11 @@ class Pulling:
         if rolled_back:
             shared.clear_residual()
         mode = self._exact(mode)
-        shared.emit(Install(mode, plan.reset_inner))
+        share = shared.terms.settings.overlap_share if mode is InstallMode.REBASE_FROM_PUSH else 1.0
+        shared.emit(Install(mode, plan.reset_inner, share))
         shared.base, shared.base_fence = grant.version, grant.fence
         shared.pull_s = shared.now_s - self._began_s
+        shared.patience.transferred(ExchangeStage.FETCH, event.seconds)
         # Steps towards the next push. A dynamic H_j counts from the pull; a fixed H from the last push.
         if mode is InstallMode.REPLACE:
             shared.steps_towards_push = shared.steps_since_snapshot = 0

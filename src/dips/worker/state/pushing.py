@@ -177,6 +177,7 @@ class Pushing:
         """All slaves hold the push: send FinishPush with its digests."""
         shared, push = self._shared, self._must_be_open()
         shared.push_s = shared.now_s - push.began_s
+        shared.patience.transferred(ExchangeStage.SEND, transfer_s)
         ticket = push.ticket
         assert ticket is not None, "a transfer begins with a ticket"
         shared.record(

@@ -224,6 +224,11 @@ class Terms:
                 f"the master's overlap is {reply.settings.overlap!r}, and this release knows {', '.join(RULES)}: "
                 "install the same release of dips on the master and on all clusters"
             )
+        if not 0 <= reply.settings.overlap_share <= 1:
+            raise RemoteProtocolError(
+                f"the master's overlap_share is {reply.settings.overlap_share!r}, and a share is 0 to 1: install the "
+                "same release of dips on the master and on all clusters"
+            )
         self._check_expectations(reply.settings)
         self.times = times_of(self._config, reply.settings)
         self.settings, self.tokens, self.published = reply.settings, reply.tokens, reply.published

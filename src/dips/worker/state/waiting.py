@@ -140,7 +140,8 @@ BRIEF_SHARE = 0.01
 BRIEF_MOST_S = 0.5
 """The loop waits for calls that the master answers at once, whatever overlaps: an answer that arrives during a step is
 taken only at its end, so each of the three calls (may I push; it is all there; which version) would cost a whole step
-on older parameters. The wait is at most BRIEF_SHARE of the time between two pushes, and at most BRIEF_MOST_S."""
+on older parameters. The wait is at most BRIEF_SHARE of the time between two pushes, and at most BRIEF_MOST_S. A
+transfer is waited for as long if the last one in its direction did not take longer."""
 
 
 REMEMBERED = 32
@@ -170,14 +171,15 @@ class Wait(Enum):
     FULLY = "wait for as long as it takes, and no longer than the settings say"
     AS_BEFORE = "what the stage before has left of its wait"
     BRIEFLY = "wait for as long as an answer takes"
+    IF_SHORT = "briefly, if the last transfer in this direction took no longer; else train on"
     NOT = "train on"
 
 
 _ROWS: Mapping[str, tuple[Wait, ...]] = {
     #         begin         send            finish          verdict         pull          fetch
     "none": (Wait.FULLY, Wait.AS_BEFORE, Wait.AS_BEFORE, Wait.AS_BEFORE, Wait.FULLY, Wait.AS_BEFORE),
-    "push": (Wait.BRIEFLY, Wait.NOT, Wait.BRIEFLY, Wait.FULLY, Wait.FULLY, Wait.AS_BEFORE),
-    "full": (Wait.BRIEFLY, Wait.NOT, Wait.BRIEFLY, Wait.NOT, Wait.BRIEFLY, Wait.NOT),
+    "push": (Wait.BRIEFLY, Wait.IF_SHORT, Wait.BRIEFLY, Wait.FULLY, Wait.FULLY, Wait.AS_BEFORE),
+    "full": (Wait.BRIEFLY, Wait.IF_SHORT, Wait.BRIEFLY, Wait.NOT, Wait.BRIEFLY, Wait.IF_SHORT),
 }
 
 RULES: Mapping[str, Mapping[ExchangeStage, Wait]] = {
@@ -196,6 +198,11 @@ class WaitPolicy:
         self._waits_s: deque[float] = deque(maxlen=REMEMBERED)
         self._since_s: float | None = None
         self._disturbed = False
+        self._transfers_s: dict[ExchangeStage, float] = {}
+
+    def transferred(self, stage: ExchangeStage, took_s: float) -> None:
+        """The bytes of a push (SEND) or of a version (FETCH) were on their way for so long."""
+        self._transfers_s[stage] = took_s
 
     def round_begins(self, now_s: float) -> None:
         """A push begins. The time between two pushes is known from the second one on."""
@@ -231,11 +238,17 @@ class WaitPolicy:
             case Wait.FULLY:
                 self.until_s = max(self.until_s, now_s + settings.verdict_wait_s)
             case Wait.BRIEFLY:
-                self.until_s = now_s + min(BRIEF_MOST_S, BRIEF_SHARE * self._round_s)
-            case Wait.NOT:
+                self.until_s = now_s + self._brief_s
+            case Wait.IF_SHORT if self._transfers_s.get(stage, math.inf) <= self._brief_s:
+                self.until_s = now_s + self._brief_s
+            case Wait.NOT | Wait.IF_SHORT:
                 self.train_on(now_s)
             case Wait.AS_BEFORE:
                 pass
+
+    @property
+    def _brief_s(self) -> float:
+        return min(BRIEF_MOST_S, BRIEF_SHARE * self._round_s)
 
     def train_on(self, now_s: float) -> None:
         """Stop waiting until the next stage."""
