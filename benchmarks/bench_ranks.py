@@ -175,8 +175,9 @@ def serve(here: Stage, folder: Path, n_slaves: int, n_params: int) -> str:
     """Starts a master and slaves; returns the master's address."""
     room = SLAVE_BYTES * n_params // n_slaves + SLAVE_LEAST_BYTES
     address = f"{here.net.address(MASTER)}:{MASTER_PORT}"
-    rules = ["--sync-every", 1, "--overlap", "none", "--grace-s", 0.1, "--chunk-bytes", CHUNK_BYTES, "--durability", "async"]
-    rules += ["--max-clusters", 1, "--round-timeout-s", START_S]  # training waits as long for a push or pull
+    rules = ["--sync-every", 1, "--overlap", "none", "--grace-s", 0.1, "--chunk-bytes", CHUNK_BYTES]
+    # training waits as long for a push or pull
+    rules += ["--durability", "async", "--max-clusters", 1, "--round-timeout-s", START_S]
     whose = ["--run-id", "bench", "--insecure"]
     where = ["--directory", folder / MASTER, "--slaves", n_slaves, "--listen", address]
     here.start(MASTER, "-m", "dips.cli", MASTER, *whose, *where, *rules)

@@ -37,7 +37,8 @@ class Dips(Party):
 
     def start(self) -> None:
         knobs: dict[str, object] = {
-            "run-id": "bench", "directory": self.directory / "master", "slaves": self.slaves, "sync-every": 1, "preset": "safe", "overlap": "none",
+            "run-id": "bench", "directory": self.directory / "master", "slaves": self.slaves, "sync-every": 1,
+            "preset": "safe", "overlap": "none",
             "verdict-wait-s": 60,  # a round is timed to its end, however long the ones before took
             "min-clusters": self.clusters, "max-clusters": self.clusters, "outer-lr": OUTER_LR,
             "outer-momentum": OUTER_MOMENTUM, "durability": self.durability,

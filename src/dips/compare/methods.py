@@ -48,8 +48,9 @@ def _flag(name: str, value: Setting) -> str:
     return f"--{option} {value!r}" if isinstance(value, str) and " " in value else f"--{option} {value}"
 
 
-def _servers(name: str, title: str, about: str, *, overlap: str = "none", **master: Setting) -> Method:
-    return Method(name, title, about, "servers", {**master, "overlap": overlap})
+def _servers(name: str, title: str, about: str, **master: Setting) -> Method:
+    """A method of other settings than the default's; it waits for push, verdict and pull unless it says otherwise."""
+    return Method(name, title, about, "servers", {"overlap": "none", **master})
 
 
 def _written(name: str, wire_dtype: str, times: str) -> Method:
