@@ -23,7 +23,16 @@ from dips.compare.jobs import ComparisonJob, Results, gather, jobs_of, write_jso
 from dips.compare.methods import KINDS, METHODS, find_method
 from dips.compare.pictures import draw_cosines, draw_curves, draw_norms
 from dips.compare.record import RunRecord
-from dips.compare.report import NOTHING, Comparison, by_method, course_table, loss_table, readings, to_json
+from dips.compare.report import (
+    NOTHING,
+    REFERENCES,
+    Comparison,
+    by_method,
+    course_table,
+    loss_table,
+    readings,
+    to_json,
+)
 from dips.compare.setup import ComparisonSetup, load_setup, shipped
 from dips.compare.speed import SPEED_FIGURES, SpeedFigure, run_speed, speed_json, tell_speed, write_speed
 from dips.core.clock import SystemClock
@@ -67,6 +76,14 @@ def compare(
         list[Path] | None,
         typer.Option(metavar="PATH", show_default="Python's own", help="Text file or folder; again for more."),
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME",
+            show_default=",".join(REFERENCES),
+            help="The methods whose losses the others' are compared with, seed by seed.",
+        ),
+    ] = None,
     inject: Annotated[
         str | None,
         typer.Option(metavar="|".join(KINDS), help="Corrupt the pushes of one cluster in this way, after the warm-up."),
@@ -109,8 +126,9 @@ def compare(
     place = _Place(run_dir, jobs or len(os.sched_getaffinity(0)), again, as_json)
     if figure is None:
         chosen = setup_of(setup or DEFAULT_SETUP, gaps, inner_steps, tokens, lr, inner_optimizer)
-        return _compare_methods(place, chosen, names, numbers, data or (), inject or "")
-    check_figure(figure, {"--methods": methods, "--gaps": gaps, "--inject": inject})
+        references = references_of(against, names)
+        return _compare_methods(place, chosen, names, numbers, data or (), inject or "", references)
+    check_figure(figure, {"--methods": methods, "--gaps": gaps, "--against": against, "--inject": inject})
     if figure in FIGURES:
         chosen = setup_of(setup or DEFAULT_SETUP, None, inner_steps, tokens, lr, inner_optimizer)
         return _compare_losses(place, FIGURES[figure], chosen, numbers, data or ())
@@ -145,10 +163,11 @@ def _compare_methods(
     seeds: Sequence[int],
     data: Sequence[Path],
     inject: str,
+    references: tuple[str, ...],
 ) -> int:
     check_place(place.run_dir)
     jobs = jobs_of(methods, seeds, setup, data, inject)
-    found = _compared(jobs, place.gather(jobs), setup, place.run_dir)
+    found = replace(_compared(jobs, place.gather(jobs), setup, place.run_dir), references=references)
     plain, file = to_json(found), place.run_dir / "compare.json"
     write_json(file, plain)
     _tell(place, plain, partial(_tell_comparison, found), [file, *_draw(place.run_dir, found)])
@@ -218,9 +237,24 @@ def methods_of(text: str) -> tuple[str, ...]:
     """Names of methods, each once. Raises ConfigError with the nearest name for one that is not known."""
     if text.strip() == ALL:
         return tuple(METHODS)
+    return _methods_named("--methods", text, DEFAULT_METHODS)
+
+
+def references_of(text: str | None, methods: Sequence[str]) -> tuple[str, ...]:
+    """The methods to compare with. Raises ConfigError for one that is not among `methods`."""
+    if text is None:
+        return REFERENCES
+    names = _methods_named("--against", text, ",".join(REFERENCES))
+    for name in names:
+        if name not in methods:
+            raise ConfigError(f"--against {name}: that method is not in --methods {','.join(methods)}: add it there")
+    return names
+
+
+def _methods_named(option: str, text: str, example: str) -> tuple[str, ...]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise ConfigError(f"--methods {text!r} names no method: write names with commas, such as {DEFAULT_METHODS}")
+        raise ConfigError(f"{option} {text!r} names no method: write names with commas, such as {example}")
     return tuple(dict.fromkeys(find_method(name).name for name in names))
 
 

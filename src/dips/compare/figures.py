@@ -16,7 +16,7 @@ from rich.table import Table
 from dips.compare.jobs import ComparisonJob, text_digest, write_json
 from dips.compare.pictures import draw_curves
 from dips.compare.record import RunRecord
-from dips.compare.report import MethodSummary, by_label, loss_text, show, table_of, time_text
+from dips.compare.report import MethodSummary, by_label, difference_text, loss_text, show, table_of, time_text
 from dips.compare.setup import ComparisonSetup
 from dips.core.release import software_versions
 from dips.core.units import format_count
@@ -136,7 +136,8 @@ def _reading_12(lines: Lines) -> str:
 
 def _above(lines: Lines, reference: str) -> dict[str, float | None]:
     """How much higher the loss of each asynchronous line ends."""
-    return {label: line.minus(lines[reference]) for label, line in lines.items() if label.startswith("Async")}
+    apart = {label: line.minus(lines[reference]) for label, line in lines.items() if label.startswith("Async")}
+    return {label: None if difference is None else difference.mean for label, difference in apart.items()}
 
 
 def _told(differences: Mapping[str, float | None]) -> str:
@@ -255,7 +256,7 @@ def figure_table(found: FigureResult) -> Table:
         table.add_row(
             label,
             loss_text(line),
-            *(show(line.minus(found.summaries[name]), "+.3f") for name in references),
+            *(difference_text(line.minus(found.summaries[name])) for name in references),
             time_text(line),
             show(line.mean("share_of_ideal"), ".1%"),
             show(line.mean("staleness_mean"), ".2f"),

@@ -35,6 +35,12 @@ APPLIED, EXCLUDED = "APPLIED", "EXCLUDED"
 FINISHED, LOCKED_OUT = "finished", "locked out"
 """How a run ended that reached all its tokens, and one whose penalty refused every push from some time on."""
 
+T_95 = (
+    6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812,
+    1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725,
+)  # fmt: skip
+"""The 95 % point of Student's t for 1, 2, ... degrees of freedom. The last is used for more: a little wide."""
+
 KNOWS_NOTHING = math.log(256)
 """Nats per byte of a model that guesses: a run that ends above it has lost its model, finite or not."""
 
@@ -91,6 +97,15 @@ def summarise(record: RunRecord, ideal_tokens_per_s: float) -> RunSummary:
 
 
 @dataclass(frozen=True)
+class Difference:
+    """How much higher a loss is than another, over the seeds that both have."""
+
+    mean: float
+    # half of the 90 % interval of the mean, from the differences at each seed (Student's t); None with one seed
+    half_90: float | None
+
+
+@dataclass(frozen=True)
 class MethodSummary:
     """All seeds of one method, or of one line of a figure."""
 
@@ -143,13 +158,16 @@ class MethodSummary:
     def alarms(self) -> int:
         return sum(len(run.alarms) for run in self.runs.values())
 
-    def minus(self, other: MethodSummary | None) -> float | None:
-        """How much higher this method's loss is, over the seeds that both have; None when there is none."""
+    def minus(self, other: MethodSummary | None) -> Difference | None:
+        """How much higher this method's loss is; None when a run of either has none, or they share no seed."""
         if other is None:
             return None
         both = [(run.loss, other.runs[seed].loss) for seed, run in self.runs.items() if seed in other.runs]
-        pairs = [(ours, theirs) for ours, theirs in both if ours is not None and theirs is not None]
-        return fmean(ours - theirs for ours, theirs in pairs) if pairs and len(pairs) == len(both) else None
+        apart = [ours - theirs for ours, theirs in both if ours is not None and theirs is not None]
+        if not apart or len(apart) < len(both):
+            return None
+        n = len(apart)
+        return Difference(fmean(apart), T_95[min(n - 1, len(T_95)) - 1] * stdev(apart) / n**0.5 if n > 1 else None)
 
 
 def by_method(records: Sequence[RunRecord], ideal_tokens_per_s: float) -> dict[str, MethodSummary]:
@@ -194,7 +212,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 SCHEMA = "dips-compare/1"
 REFERENCES = ("diloco-clip", "dp")
-"""The methods that the others are compared with."""
+"""The methods that the others are compared with, unless a comparison names others."""
 
 USUAL_NOISE = 0.02
 """The spread between seeds of `small`, in nats (docs/convergence.md), which is given when only one seed was run."""
@@ -214,6 +232,7 @@ class Comparison:
     records: Sequence[RunRecord]
     # the same methods and seeds without the injection, as far as they were run before
     clean: Mapping[str, MethodSummary]
+    references: tuple[str, ...] = REFERENCES
 
 
 def to_json(found: Comparison) -> dict[str, Any]:
@@ -237,6 +256,8 @@ def to_json(found: Comparison) -> dict[str, Any]:
 def _method_json(name: str, found: Comparison) -> dict[str, Any]:
     summary, method = found.summaries[name], find_method(name)
     records = {record.seed: record for record in found.records if record.method == name}
+    apart_from = {other: summary.minus(found.summaries.get(other)) for other in found.references}
+    clean = summary.minus(found.clean.get(name))
     return {
         "title": method.title,
         "about": method.about,
@@ -245,8 +266,9 @@ def _method_json(name: str, found: Comparison) -> dict[str, Any]:
         "loss_mean": summary.loss,
         "loss_sd": summary.sd,
         "not_finite": summary.not_finite,
-        "minus": {other: summary.minus(found.summaries.get(other)) for other in REFERENCES},
-        "minus_clean": summary.minus(found.clean.get(name)),
+        "minus": {other: None if apart is None else apart.mean for other, apart in apart_from.items()},
+        "minus_half_90": {other: None if apart is None else apart.half_90 for other, apart in apart_from.items()},
+        "minus_clean": None if clean is None else clean.mean,
         "virtual_s": summary.virtual_s,
         "share_of_ideal": summary.mean("share_of_ideal"),
         "seeds": {str(seed): _seed_json(summary, records[seed]) for seed in summary.runs},
@@ -263,7 +285,7 @@ def _seed_json(summary: MethodSummary, record: RunRecord) -> dict[str, Any]:
 def loss_table(found: Comparison) -> Table:
     """The table of what each method reached, and in which time."""
     title = f"held-out loss after {format_count(found.setup.run.tokens)} tokens"
-    others = [name for name in REFERENCES if name in found.summaries]
+    others = [name for name in found.references if name in found.summaries]
     extra = ["clean"] if found.clean else []
     columns = ["method", "loss", *(f"minus\n{name}" for name in others + extra), "virtual\ntime", "of\nideal"]
     if _timed(found):
@@ -273,7 +295,7 @@ def loss_table(found: Comparison) -> Table:
         differences = [summary.minus(found.summaries[other]) for other in others]
         if extra:
             differences.append(summary.minus(found.clean.get(name)))
-        row = [name, loss_text(summary), *(show(value, "+.3f") for value in differences)]
+        row = [name, loss_text(summary), *map(difference_text, differences)]
         row += [time_text(summary), show(summary.mean("share_of_ideal"), ".1%")]
         if _timed(found):
             ours, theirs = summary.virtual_s, found.summaries["diloco-clip"].virtual_s
@@ -330,8 +352,9 @@ def _noise_sentence(found: Comparison) -> str:
         )
     clear = 2 * noise * (2 / len(found.seeds)) ** 0.5
     return (
-        f"± is the standard deviation over {len(found.seeds)} seeds, {noise:.3f} in the usual method: a difference of "
-        f"two means below {clear:.3f} says nothing."
+        f"loss ±: the standard deviation over {len(found.seeds)} seeds, {noise:.3f} in the usual method: a difference "
+        f"of two means below {clear:.3f} says nothing. minus ±: half of the 90 % interval of the mean difference, "
+        "paired by seed (Student's t)."
     )
 
 
@@ -373,6 +396,13 @@ def loss_text(summary: MethodSummary) -> str:
         return f"{summary.loss:.3f}{spread}"
     of = f" ({summary.not_finite} of {len(summary.runs)})" if len(summary.runs) > 1 else ""
     return f"{'locked out' if summary.locked_out else 'not finite'}{of}"
+
+
+def difference_text(apart: Difference | None) -> str:
+    """A mean difference with half of its interval; NOTHING for None."""
+    if apart is None:
+        return NOTHING
+    return f"{apart.mean:+.3f}" + ("" if apart.half_90 is None else f" ± {apart.half_90:.3f}")
 
 
 def time_text(summary: MethodSummary) -> str:

@@ -55,7 +55,7 @@ def test_the_list_is_there_for_programs_too(capsys: pytest.CaptureFixture[str]) 
     assert code == 0
     plain = json.loads(out)
     assert list(plain["methods"]) == list(METHODS)
-    assert plain["methods"]["safe"]["flags_of_master"] == ["--preset safe", "--overlap none"]
+    assert plain["methods"]["safe"]["flags_of_master"] == ["--overlap none", "--preset safe"]
     assert plain["setups"]["small"]["clusters"]["gaps"] == [0.0, 0.16, 0.33, 0.5]
 
 
@@ -99,10 +99,12 @@ def test_all_are_all(tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.
 
 
 def test_files_and_json(tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = told(capsys, "--methods", "dp,dips", "--seeds", "1,2", "--json", "--run-dir", tmp_path / "new")
+    wish = "--methods dp,dips --against dips --seeds 1,2 --json"
+    code, out, _ = told(capsys, *wish.split(), "--run-dir", tmp_path / "new")
     assert code == 0
     plain = json.loads(out)
     assert plain == json.loads((tmp_path / "new" / "compare.json").read_text())
+    assert list(plain["methods"]["dp"]["minus"]) == ["dips"]
     assert list(plain["methods"]["dips"]["seeds"]) == ["1", "2"]
     for name in ("loss-tokens", "loss-time", "norms", "cosines"):
         assert (tmp_path / "new" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -155,6 +157,7 @@ def test_a_figure_of_throughput(
     [
         ("--methods dipz", "there is no method 'dipz': did you mean 'dips'?"),
         ("--methods ,", "names no method: write names with commas"),
+        ("--methods safe --against dips", "--against dips: that method is not in --methods safe: add it there"),
         ("--seeds 1,two", "--seeds '1,two': write numbers with commas, such as 1,2,3"),
         ("--seeds -1", "write numbers with commas"),
         ("--gaps 0,wide", "--gaps '0,wide': write numbers with commas, such as 0,16,33,50"),

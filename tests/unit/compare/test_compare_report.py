@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,12 @@ def test_losses_stand_beside_the_references() -> None:
     assert clip[-1] == "1.00x"
     assert dips[:4] == ["dips", "2.300", "+0.050", "+0.100"]
     assert dips[-1] == "1.10x"
+
+
+def test_a_difference_has_the_interval_of_its_seeds() -> None:
+    more = [*THREE, record("dp", 2, 2.1, 120.0), record("diloco-clip", 2, 2.25, 110.0), record("dips", 2, 2.3, 100.0)]
+    *_, dips = shown(loss_table(replace(comparison(more), references=("dp",))))
+    assert dips[4:7] == ["+0.150", "±", "0.316"]
 
 
 def test_what_was_not_run_has_no_column() -> None:
@@ -134,6 +141,7 @@ def test_compare_json_holds_what_was_found(plain: dict[str, Any]) -> None:
     dips = plain["methods"]["dips"]
     assert dips["flags_of_master"] == []
     assert dips["minus"] == {"diloco-clip": pytest.approx(0.05), "dp": pytest.approx(0.1)}
+    assert dips["minus_half_90"] == {"diloco-clip": None, "dp": None}, "one seed has no interval"
     seed = dips["seeds"]["1"]
     assert (seed["loss"], seed["virtual_s"], seed["rounds"], seed["staleness_max"]) == (2.3, 100.0, 2, 2)
     assert seed["clipped"] == 0.5

@@ -206,17 +206,31 @@ def test_methods_differ_as_their_words_say() -> None:
     config = {method.name: setup.master_config(method).to_run_config() for method in SERVED}
     dynamic = {name for name, c in config.items() if c.settings.dynamic_local_steps}
     written = {name: method.wire_dtype for name, method in METHODS.items() if method.wire_dtype != "float32"}
-    assert dynamic == {"dynamic", "dynamic-push", "dips", *written}
+    ablated = {"dips-share-0", "dips-share-1", "dips-clip-auto", "dips-no-clip"}
+    assert dynamic == {"dynamic", "dynamic-push", "dips", *ablated, *written}
     assert {name for name, c in config.items() if c.settings.overlap == "push"} == {"safe-push", "dynamic-push"}
-    assert {name for name, c in config.items() if c.settings.overlap == "full"} == {"safe-full", "dips", *written}
+    assert {name for name, c in config.items() if c.settings.overlap == "full"} == {
+        "safe-full",
+        "dips",
+        *ablated,
+        *written,
+    }
     assert {name for name, c in config.items() if c.penalty.detector == "off"} == {"diloco", "diloco-clip", "async"}
-    assert {name for name, c in config.items() if math.isinf(c.penalty.clip_norm)} == {"diloco", "async"}
+    assert {name for name, c in config.items() if math.isinf(c.penalty.clip_norm)} == {
+        "diloco",
+        "async",
+        "dips-no-clip",
+    }
     assert config["async"].grace_s == 0
     scaled = {name for name, c in config.items() if c.penalty.participation_scaling}
     overlapped = {"safe-push", "safe-full", "dynamic-push"}
     assert written == {"dips-bf16": "bfloat16", "dips-int8": "int8", "dips-int4": "int4"}
     assert all(config[name] == config["dips"] for name in written)
-    assert scaled == {"dips", "safe", "dynamic", "heavy-ball", "averaging", *overlapped, *written}
+    assert scaled == {"dips", "safe", "dynamic", "heavy-ball", "averaging", *overlapped, *ablated, *written}
+    assert {name: c.settings.overlap_share for name, c in config.items() if c.settings.overlap_share != 0.5} == {
+        "dips-share-0": 0.0,
+        "dips-share-1": 1.0,
+    }
 
 
 def test_a_wire_type_is_told_to_every_cluster() -> None:

@@ -9,7 +9,7 @@ import pytest
 from support.compare_records import committed, push, record, void
 
 from dips.compare.record import RunRecord
-from dips.compare.report import by_method, seed_noise, summarise
+from dips.compare.report import Difference, by_method, seed_noise, summarise
 
 
 def test_a_run_is_counted() -> None:
@@ -57,7 +57,10 @@ def test_means_spreads_and_differences_over_seeds() -> None:
     assert list(found["dips"].runs) == [1, 3]
     assert found["dips"].loss == pytest.approx(2.1)
     assert found["dips"].sd == pytest.approx(0.2 / math.sqrt(2))
-    assert found["dips"].minus(found["dp"]) == pytest.approx(0.05)
+    difference = found["dips"].minus(found["dp"])
+    assert difference is not None
+    assert difference.mean == pytest.approx(0.05)
+    assert difference.half_90 == pytest.approx(6.314 * 0.05, rel=1e-3), "of 0.1 and 0.0: two seeds say little"
     assert found["dips"].minus(None) is None
     assert seed_noise(found) == pytest.approx(math.sqrt((0.02 + 0.005) / 2))
 
@@ -82,7 +85,7 @@ def test_a_run_that_did_not_end_is_no_faster_for_that() -> None:
 
 def test_differences_are_of_the_seeds_that_both_have() -> None:
     found = by_method([record(seed=1, loss=2.5), record(seed=2, loss=9.0), record("dp", 1, 2.0)], 150.0)
-    assert found["dips"].minus(found["dp"]) == pytest.approx(0.5)
+    assert found["dips"].minus(found["dp"]) == Difference(pytest.approx(0.5), None)
     assert seed_noise({"dp": found["dp"]}) is None
 
 
