@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from dips.core.messages import HeartbeatRequest
 from dips.core.protocol import MAX_RANKS
 from dips.master.state.penalty import momentum_warning
-from dips.master.state.records import Member, RoundPhase
+from dips.master.state.records import Member, Push, RoundPhase, StepsAhead
 from dips.master.state.schedule import TransferRequest, Way
 from dips.master.state.shared import SharedState
 
@@ -94,6 +94,9 @@ one that is evicted and joins again could otherwise extend it without end (I15).
 STRAGGLERS_SHARE = 0.25
 """A window that opens earlier than this share of a fastest round before the planned one has stragglers only."""
 
+EARLY_SHARE = 0.95
+"""A cluster is expected to need at least this share of the time that its measured speed says, for its steps vary."""
+
 DAY_S = 86_400.0
 MAX_WORDS = 200
 MAX_STEPS_TOLD = 1 << 48
@@ -149,6 +152,43 @@ def arrived(shared: SharedState) -> None:
     if shared.config.grace_sliding and state.phase.now is RoundPhase.WINDOW:
         starts_again_s = min(shared.now_s + state.grace_s, state.window_ends_s)
         state.window_closes_s = max(state.window_closes_s, starts_again_s)
+
+
+# Whether a cluster can push before the window closes. Where that is not known, it can: a new incarnation may bring
+# steps of the one before, and a push that was STALE, refused or ABORTED is pushed again at once. An estimate that was
+# wrong costs a push nothing but that it is in the next round.
+
+
+def push_begins(member: Member) -> None:
+    """Notes that a push of this cluster is due: how it goes on is known once it is decided."""
+    member.ahead = None
+
+
+def push_counted(shared: SharedState, member: Member, push: Push) -> None:
+    """Notes that a push was applied or excluded: all steps to the next one are still to be made, H_j is not known."""
+    since_s = shared.now_s if _steps_count_from_pull(shared) else push.began_s
+    member.ahead = StepsAhead(lower_bound(shared.config.settings.sync_every_steps), since_s)
+
+
+def pull_ended(shared: SharedState, member: Member) -> None:
+    """Notes that H_j of the steps to the next push is known."""
+    if member.ahead is not None:
+        since_s = shared.now_s if _steps_count_from_pull(shared) else member.ahead.since_s
+        member.ahead = StepsAhead(member.local_steps, since_s)
+
+
+def _steps_count_from_pull(shared: SharedState) -> bool:
+    """Whether no step that a cluster makes before its pull is over counts towards its next push."""
+    settings = shared.config.settings
+    return settings.dynamic_local_steps or settings.overlap == "none"
+
+
+def may_arrive(shared: SharedState, member: Member) -> bool:
+    """Whether this cluster, which is not in the round, may push before the open window closes."""
+    ahead, pace = member.ahead, pace_of(member)
+    if member.push is not None or ahead is None or not pace.known:
+        return True
+    return ahead.since_s + EARLY_SHARE * ahead.steps / pace.steps_per_s < shared.round.window_closes_s
 
 
 def local_steps(shared: SharedState, member: Member, *, pulled: bool = False) -> int:
