@@ -107,6 +107,38 @@ def test_one_that_pushes_is_waited_for() -> None:
     assert open_window(bench)
 
 
+def test_one_that_pushes_is_not_if_its_last_push_took_longer_than_the_window_is_open() -> None:
+    bench = round_over("a", "b")
+    later(bench, 20)
+    bench.beat("b", steps_per_s=1.0, push_s=12.0)
+    bench.begin_push("b")
+    bench.push("a")
+    assert why_closed(bench) == "b cannot push in the 10.0 s that are left"
+    bench.pull("a")
+    bench.beat("b", steps_per_s=1.0, push_s=12.0)
+    bench.now_s += 2.0
+    bench.begin_push("a")
+    bench.stage("a")
+    bench.finish_push("a")
+    assert open_window(bench)  # 95 % of 12 s since its beginning are within the 10 s from now
+
+
+def test_one_that_sends_what_was_missing_is_waited_for() -> None:
+    """A new attempt of a push, or one that all slaves hold, may be in at any time."""
+    for staged in (True, False):
+        bench = round_over("a", "b")
+        later(bench, 20)
+        bench.beat("b", steps_per_s=1.0, push_s=12.0)
+        bench.begin_push("b")
+        if staged:
+            bench.stage("b")
+        else:
+            bench.clusters["b"].seq -= 1
+            bench.begin_push("b")
+        bench.push("a")
+        assert open_window(bench)
+
+
 def test_one_whose_push_was_aborted_is_waited_for() -> None:
     """It pushes the same steps again at once."""
     bench = round_over("a", "b")
