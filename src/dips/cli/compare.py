@@ -204,9 +204,9 @@ def _compared(
         seeds=tuple(dict.fromkeys(job.seed for job in jobs)),
         inject=spoilt[0].inject if spoilt else "",
         command=shlex.join(["dips", *sys.argv[1:]]),
-        summaries=by_method(records, setup.ideal_tokens_per_s),
+        summaries=by_method(records, setup.ideal_tokens),
         records=records,
-        clean=by_method(kept, setup.ideal_tokens_per_s),
+        clean=by_method(kept, setup.ideal_tokens),
     )
 
 

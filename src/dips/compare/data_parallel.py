@@ -29,12 +29,13 @@ def run_data_parallel(
 ) -> RunRecord:
     """Train `learner` on setup.run.tokens tokens; loss and time at exactly that many by linear interpolation.
 
-    A step's time: its slowest cluster, then a ring all-reduce of the gradient over the clusters' links. A
-    training loss that is not finite ends the run; that, or a held-out loss that is not finite, is "diverged".
+    A step's time: its slowest cluster, then a ring all-reduce of the gradient over the clusters' links, as both are at
+    its beginning. A training loss that is not finite ends the run; that, or a held-out loss that is not finite, is
+    "diverged".
     """
-    total, names, jitter, rng = setup.run.tokens, setup.cluster_names, setup.clusters.jitter, Random(seed)
+    total, names, rng = setup.run.tokens, setup.cluster_names, Random(seed)
     n_elems = learner.layout().n_elems
-    exchange_s, vector = setup.all_reduce_s(n_elems), np.empty(n_elems, np.float32)
+    vector = np.empty(n_elems, np.float32)
     batches, mark = _batches(setup, learner), total / setup.run.evaluations
     steps, tokens, now_s, finite = 0, 0, 0.0, True
     curve: list[CurvePoint] = []
@@ -47,7 +48,8 @@ def run_data_parallel(
             curve.append(_point(steps, tokens, now_s, learner, evaluate, vector))
         finite = math.isfinite(learner.step(rows, tokens))
         if finite:
-            took = [rng.uniform(1 - jitter, 1 + jitter) * step_s for step_s in setup.step_s]
+            clusters, exchange_s = setup.conditions(now_s), setup.all_reduce_s(n_elems, now_s)
+            took = [rng.uniform(1 - one.jitter, 1 + one.jitter) * one.step_s for one in clusters]
             for name, step_s in zip(names, took, strict=True):
                 busy_s[name] += step_s
             due = ends_at // mark > tokens // mark

@@ -19,7 +19,7 @@ import numpy as np
 from dips.compare.data_parallel import run_data_parallel
 from dips.compare.methods import Injection, Injector, Method, find_method
 from dips.compare.record import CurvePoint, Evaluate, Learner, Progress, PushFact, RoundFact, RunRecord, at_tokens
-from dips.compare.setup import ComparisonSetup
+from dips.compare.setup import ChangeTable, ComparisonSetup, Conditions
 from dips.core.errors import ConfigError, LocalProtocolError
 from dips.core.ids import RoundId, Version, parse_version
 from dips.core.layout import FLOAT32_BYTES, Layout, Parameter
@@ -109,8 +109,7 @@ def run_on_servers(
     refused pushes that are finite. Raises SimulationError when the simulated run breaks a promise or does not end,
     ConfigError for settings that the master refuses, and for a method without servers.
     """
-    learners = {name: _Watched(learner_of(name, index)) for index, name in enumerate(setup.cluster_names)}
-    return _ServersRun(setup, method, seed, progress, learners, evaluate, injection, versions).through()
+    return _ServersRun(setup, method, seed, progress, learner_of, evaluate, injection, versions).through()
 
 
 def timing_only(setup: ComparisonSetup, method: Method, seed: int, progress: Progress | None = None) -> RunRecord:
@@ -137,7 +136,7 @@ class _Watched:
 
 
 class _ServersRun:
-    """One run and its results. Without learners nothing is trained, evaluated or spoilt."""
+    """One run and its results. Without learner_of nothing is trained, evaluated or spoilt."""
 
     def __init__(
         self,
@@ -145,7 +144,7 @@ class _ServersRun:
         method: Method,
         seed: int,
         progress: Progress | None,
-        learners: Mapping[str, _Watched] | None = None,
+        learner_of: Callable[[str, int], Learner] | None = None,
         evaluate: Evaluate | None = None,
         injection: Injection | None = None,
         versions: Versions | None = None,
@@ -154,19 +153,20 @@ class _ServersRun:
         if method.kind != "servers":
             raise ConfigError(f"method {method.name} has no servers to run on: use run_data_parallel for it")
         self._setup, self._method, self._seed, self._progress = setup, method, seed, progress
-        self._learners, self._evaluate, self._versions = learners or {}, evaluate, versions
+        self._learner_of, self._evaluate, self._versions = learner_of, evaluate, versions
+        self._learners: dict[str, _Watched] = {}
+        self._begun: set[str] = set()  # clusters whose learner a process has trained
         self._injector = Injector(injection, seed) if injection is not None else None
         self._injected = setup.cluster_names[injection.cluster] if injection is not None else ""
         self._pushes = 0  # of the cluster with the injection, without the seed's
         self._spoilt = False  # whether the last of these is a bad one
-        if learners:
-            first = learners[setup.cluster_names[0]]
-            numbers = Numbers(learners.__getitem__, self._corrupt)
-            plan = plan_of(setup, method, first.layout(), first.data_plan(), numbers)
+        if learner_of is not None:
+            first = self._fresh(setup.cluster_names[0])
+            plan = plan_of(setup, method, first.layout(), first.data_plan(), Numbers(self._of_process, self._corrupt))
         else:
             plan = plan_of(setup, method, timing_layout(setup), timing_data(setup), SYMBOLS)
         self._tally = RunTally()
-        self._course = Course(seed, plan, self._published, self._journalled)
+        self._course = Course(seed, plan, setup.first_names, self._published, self._journalled)
         self._course.watchers.append(self._watch)
         self._commits: dict[Version, Mapping[str, Any]] = {}
         self._curve: list[CurvePoint] = []
@@ -176,6 +176,18 @@ class _ServersRun:
         self._at_begin: dict[str, tuple[int, float]] = {}
         self._at_end: dict[str, tuple[int, float]] = {}
         self._ends_s = 0.0
+
+    def _fresh(self, cluster: str) -> _Watched:
+        assert self._learner_of is not None, "called only with training"
+        self._learners[cluster] = _Watched(self._learner_of(cluster, self._setup.cluster_names.index(cluster)))
+        return self._learners[cluster]
+
+    def _of_process(self, cluster: str) -> _Watched:
+        """The learner of a new process of this cluster, which knows nothing of the one before."""
+        if cluster in self._begun or cluster not in self._learners:
+            self._fresh(cluster)
+        self._begun.add(cluster)
+        return self._learners[cluster]
 
     def _corrupt(self, cluster: str, push: F32, base: F32) -> bool:
         """Apply the injection to a push; returns whether it is a bad one now."""
@@ -188,11 +200,9 @@ class _ServersRun:
     def through(self) -> RunRecord:
         setup = self._setup
         # All pushes and pulls of the run, if the slowest link carries each cluster's share.
-        rates = (*setup.up_bits_per_s, *setup.down_bits_per_s, setup.links.slave_card)
-        slowest = min((rate for rate in rates if rate > 0), default=math.inf)
         rounds = setup.run.tokens / (setup.n_clusters * setup.run.inner_steps * setup.tokens_per_step)
-        transfers_s = 2 * rounds * 8 * setup.wire_bytes() / slowest
-        rounds_s = setup.run.tokens / setup.ideal_tokens_per_s + transfers_s
+        transfers_s = 2 * rounds * 8 * setup.wire_bytes() / setup.least_bits_per_s
+        rounds_s = setup.run.tokens / setup.least_tokens_per_s + transfers_s
         self._course.run_through(self._hopeless, LIMIT_EXTRA_S + LIMIT_FACTOR * rounds_s)
         return self._record()
 
@@ -231,6 +241,8 @@ class _ServersRun:
         if not self._curve:
             self._tally.began_s = self._now_s
             self._at_begin = self._made()
+            for change in self._setup.changes:
+                self._course.kernel.after(change.at, None, self._change, change)
         tokens, at_s, done = self._tally.tokens[version], self._now_s - self._tally.began_s, self._done
         if self._versions is not None:
             self._versions(self._commits.pop(version), self._course.parameters(version))
@@ -239,6 +251,17 @@ class _ServersRun:
             self._ends_s, self._at_end = at_s, self._made()
         if self._progress is not None:
             self._progress(tokens, at_s)
+
+    def _change(self, change: ChangeTable) -> None:
+        now = self._setup.conditions(change.at)[self._setup.cluster_names.index(change.cluster)]
+        self._course.set_conditions(change.cluster, now)
+        match change.presence:
+            case "comes":
+                self._course.come(change.cluster)
+            case "leaves":
+                self._course.clusters[change.cluster].stop_soon("its part is over")
+            case "killed":
+                self._course.clusters[change.cluster].kill()
 
     def _made(self) -> dict[str, tuple[int, float]]:
         """The steps of each cluster, and the time that it spent on them."""
@@ -277,7 +300,7 @@ class _ServersRun:
         ended = "finished" if untrained or loss is not None else "diverged"
         if not self._done and tally.voids_in_a_row >= HOPELESS_VOIDS and tally.locked_out:
             ended = "locked out"
-        begun = self._at_begin
+        begun, present_s = self._at_begin, setup.present_s(self._ends_s)
         inject = self._injector.injection.kind if self._injector is not None else ""
         return RunRecord(
             self._method.name, self._seed, inject, setup.run.tokens, ended, loss, virtual_s,
@@ -287,7 +310,10 @@ class _ServersRun:
             alarms=tuple(tally.alarms),
             cluster_tokens=dict(tally.cluster_tokens),
             cluster_steps={name: steps - begun[name][0] for name, (steps, _) in self._at_end.items()},
-            waited_s={name: self._ends_s - trained_s + begun[name][1] for name, (_, trained_s) in self._at_end.items()},
+            waited_s={
+                name: max(0.0, present_s[name] - trained_s + begun[name][1])
+                for name, (_, trained_s) in self._at_end.items()
+            },
         )  # fmt: skip
 
 
@@ -388,6 +414,7 @@ def timing_data(setup: ComparisonSetup) -> DataPlan:
 # or an exception in a state machine ends the comparison with an error, because numbers of a broken run mean nothing.
 
 
+LOOKS_EVERY_S = 1.0
 CLUSTERS_BOOT_S = 1.0
 """The time at which clusters start: the servers are up by then, so all clusters join together."""
 
@@ -397,17 +424,19 @@ class SimulationError(LocalProtocolError):
 
 
 class Course(SeedRun):
-    """A simulated run without faults. published: called for each published version; journal: for each durable
-    record."""
+    """A simulated run without faults. first_names: the clusters that are there from the beginning; published: called
+    for each published version; journal: for each durable record."""
 
     def __init__(
         self,
         seed: int,
         plan: SimulatedRunPlan,
+        first_names: Sequence[str],
         published: Callable[[Version], None],
         journal: Callable[[Mapping[str, Any]], None],
     ) -> None:
         super().__init__(seed, plan=plan, planned=())
+        self._first_names = first_names
         self._published = published
         self._journal = journal
         self.watchers.append(self._watch)
@@ -440,8 +469,24 @@ class Course(SeedRun):
     def _boot(self) -> None:
         for boot in (self.masters[0].boot, *(slave.boot for slave in self.slaves.values())):
             self.kernel.after(0.0, None, boot)
-        for cluster in self.clusters.values():
-            self.kernel.after(CLUSTERS_BOOT_S, None, cluster.boot)
+        for name in self._first_names:
+            self.kernel.after(CLUSTERS_BOOT_S, None, self.clusters[name].boot)
+
+    # ---- what the set-up changes ----
+
+    def come(self, name: str) -> None:
+        """Start a process of this cluster, once the one before has ended."""
+        if self.clusters[name].alive:
+            self.kernel.after(LOOKS_EVERY_S, None, self.come, name)
+        elif not self.ended:
+            self.clusters[name].boot()
+
+    def set_conditions(self, name: str, now: Conditions) -> None:
+        """Set a cluster's speed and links; the step and the datagrams under way keep theirs."""
+        cluster, links = self.clusters[name], self.net.links
+        cluster.step_s, cluster.step_jitter = now.step_s, now.jitter
+        assert links is not None, "a comparison has links"
+        links.change(name, ProcessRates(now.up_bits_per_s or math.inf, now.down_bits_per_s or math.inf))
 
     def cluster_ended(self, cluster: Host, finished: Finished) -> None:
         if finished.error is not None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dips.compare.jobs import ComparisonJob, text_digest, write_json
+from dips.compare.methods import find_method
 from dips.compare.pictures import draw_curves
 from dips.compare.record import RunRecord
 from dips.compare.report import MethodSummary, by_label, difference_text, loss_text, show, table_of, time_text
@@ -57,7 +58,10 @@ class Figure:
 def figure_jobs(
     lines: Sequence[FigureLine], seeds: Sequence[int], data: Sequence[Path]
 ) -> list[tuple[FigureLine, ComparisonJob]]:
-    """The runs of a figure: every line with every seed. Raises ConfigError for text that cannot be used."""
+    """The runs of a figure: every line with every seed. Raises ConfigError for text that cannot be used, and for a
+    set-up on which one of its methods cannot run."""
+    for line in lines:
+        line.setup.check(find_method(line.method))
     text = text_digest(lines[0].setup, data)
     return [
         (line, ComparisonJob(line.method, seed, line.setup, text, tuple(data), variant=line.variant))
@@ -208,7 +212,7 @@ def run_figure(
     pairs = figure_jobs(figure.lines(setup), seeds, data)
     records = gather([job for _, job in pairs])
     labelled = [(line, record) for (line, _), record in zip(pairs, records, strict=True)]
-    ideal = [(line.label, record, line.setup.ideal_tokens_per_s) for line, record in labelled]
+    ideal = [(line.label, record, line.setup.ideal_tokens) for line, record in labelled]
     return FigureResult(figure, setup, labelled, by_label(ideal))
 
 

@@ -72,11 +72,10 @@ def jobs_of(
     """The runs of every method with every seed, the first seed of all methods first.
 
     Data parallel has no pushes to spoil: in a comparison with an injection it runs clean. Raises ConfigError for text
-    that cannot be used, and for settings of the set-up with which a method's master would not start.
+    that cannot be used, and for a method that cannot run on the set-up.
     """
     for name in methods:
-        if (method := find_method(name)).kind == "servers":
-            setup.master_config(method)
+        setup.check(find_method(name))
     text = text_digest(setup, data)
 
     def injected(method: str) -> str:

@@ -53,7 +53,7 @@ class RunSummary:
     virtual_s: float
     tokens: int
     ended: str
-    # its tokens a second / the sum of what the clusters make alone; None when it did not finish
+    # its tokens / what the clusters that are there would make alone in that time; None when it did not finish
     share_of_ideal: float | None
     rounds: int
     voids: int
@@ -72,7 +72,11 @@ class RunSummary:
         return plain
 
 
-def summarise(record: RunRecord, ideal_tokens_per_s: float) -> RunSummary:
+Ideal = Callable[[float], float]
+"""Tokens that the clusters of a set-up would train up to a time, in virtual seconds, if none of them ever waited."""
+
+
+def summarise(record: RunRecord, ideal_tokens: Ideal) -> RunSummary:
     """Summarise a record by counting; it judges nothing again."""
     pushes = [push for row in record.judged for push in row.pushes]
     committed = [row for row in record.judged if row.kappa is not None]
@@ -82,7 +86,7 @@ def summarise(record: RunRecord, ideal_tokens_per_s: float) -> RunSummary:
         virtual_s=record.virtual_s,
         tokens=record.tokens,
         ended=record.ended,
-        share_of_ideal=record.tokens / record.virtual_s / ideal_tokens_per_s if timed else None,
+        share_of_ideal=record.tokens / ideal_tokens(record.virtual_s) if timed else None,
         rounds=record.rounds,
         voids=record.voids,
         merged_per_round=_mean([sum(push.verdict == APPLIED for push in row.pushes) for row in committed]),
@@ -170,16 +174,16 @@ class MethodSummary:
         return Difference(fmean(apart), T_95[min(n - 1, len(T_95)) - 1] * stdev(apart) / n**0.5 if n > 1 else None)
 
 
-def by_method(records: Sequence[RunRecord], ideal_tokens_per_s: float) -> dict[str, MethodSummary]:
+def by_method(records: Sequence[RunRecord], ideal_tokens: Ideal) -> dict[str, MethodSummary]:
     """Method -> its summary, in the order in which the methods come first; seeds in their order."""
-    return by_label([(record.method, record, ideal_tokens_per_s) for record in records])
+    return by_label([(record.method, record, ideal_tokens) for record in records])
 
 
-def by_label(labelled: Iterable[tuple[str, RunRecord, float]]) -> dict[str, MethodSummary]:
-    """The same for (label, record, ideal tokens a second of its set-up): label -> the summary of its seeds."""
+def by_label(labelled: Iterable[tuple[str, RunRecord, Ideal]]) -> dict[str, MethodSummary]:
+    """The same for (label, record, ideal tokens of its set-up): label -> the summary of its seeds."""
     found: dict[str, dict[int, RunSummary]] = {}
-    for label, record, ideal_tokens_per_s in labelled:
-        found.setdefault(label, {})[record.seed] = summarise(record, ideal_tokens_per_s)
+    for label, record, ideal_tokens in labelled:
+        found.setdefault(label, {})[record.seed] = summarise(record, ideal_tokens)
     return {label: MethodSummary(dict(sorted(runs.items()))) for label, runs in found.items()}
 
 

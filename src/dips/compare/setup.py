@@ -10,8 +10,10 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -133,6 +135,51 @@ class ServersTable(Knobs):
     work: Seconds = Field(0.001, description="Time of one job of a slave: to measure, to prepare, to write")
 
 
+class ChangeTable(Knobs):
+    """[[changes]]: what becomes different for one cluster, and when; what a row does not name stays as it is."""
+
+    at: Seconds = Field(gt=0, description="When, counted from the first version")
+    cluster: str = Field(description="The cluster: a, b, c...")
+    step_factor: float | None = Field(
+        None, gt=0, description="From then on a step takes so many times the time of [clusters]; 1: that time again"
+    )
+    jitter: float | None = Field(None, ge=0, lt=0.5, description="Its jitter from then on, in place of [clusters]")
+    up: BitsPerSecond | None = Field(None, description="Its rate towards the servers from then on; 0: no limit")
+    down: BitsPerSecond | None = Field(None, description="Its rate from the servers from then on")
+    presence: Literal["comes", "leaves", "killed"] | None = Field(
+        None,
+        description="leaves: it pushes its last steps and ends; killed: as by kill -9; comes: a new process of it "
+        "starts, which has no state; a cluster whose first presence is this one joins late",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if all(value is None for value in (self.step_factor, self.jitter, self.up, self.down, self.presence)):
+            raise ValueError("nothing changes: give step_factor, jitter, up, down or presence")
+        return self
+
+    def __str__(self) -> str:
+        words = [
+            None if self.step_factor is None else f"steps x {self.step_factor:g}",
+            None if self.jitter is None else f"jitter {self.jitter:.0%}",
+            None if self.up is None else f"up {_rate_text(self.up)}",
+            None if self.down is None else f"down {_rate_text(self.down)}",
+            {"killed": "is killed", None: None}.get(self.presence, self.presence),
+        ]
+        return f"{format_seconds(self.at)} {self.cluster} {', '.join(word for word in words if word is not None)}"
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """One cluster at one time."""
+
+    step_s: float  # of one inner step
+    jitter: float
+    up_bits_per_s: float  # 0: no limit
+    down_bits_per_s: float
+    present: bool
+
+
 # ---- setup -----------------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +203,7 @@ _FROM_TABLES = {
 }
 """Settings of the master that follow from other tables, with their keys there."""
 
-_TABLES = ("run", "model", "inner", "clusters", "links", "servers", "master")
+_TABLES = ("run", "model", "inner", "clusters", "links", "servers", "master", "changes")
 
 
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}
@@ -174,6 +221,7 @@ class ComparisonSetup(Knobs):
     links: LinksTable = Field(description="[links]")
     servers: ServersTable = Field(description="[servers]")
     master: Mapping[str, Any] = Field(description="[master]")
+    changes: tuple[ChangeTable, ...] = Field((), description="[[changes]]")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -183,7 +231,32 @@ class ComparisonSetup(Knobs):
                 raise ValueError(
                     f"[links] {name} has {n_rates} rates for {self.n_clusters} clusters: give one, or one for each"
                 )
+        self._check_changes()
         return self
+
+    def _check_changes(self) -> None:
+        for number, change in enumerate(self.changes, 1):
+            if change.cluster not in self.cluster_names:
+                names = ", ".join(self.cluster_names)
+                raise ValueError(f"[[changes]] {number}: there is no cluster {change.cluster!r}: choose one of {names}")
+        for name in self.cluster_names:
+            here = self._present_at_first(name)
+            for change in self._in_order:
+                if change.cluster != name or change.presence is None:
+                    continue
+                if (change.presence == "comes") is here:
+                    state = "here already" if here else "not here"
+                    raise ValueError(
+                        f"[[changes]]: cluster {name} is {state} at {format_seconds(change.at)}, so that it cannot be: "
+                        f"{change.presence}"
+                    )
+                here = not here
+        for begins_s, _, clusters in self.periods():
+            if not any(cluster.present for cluster in clusters):
+                raise ValueError(
+                    f"[[changes]]: no cluster is here from {format_seconds(begins_s)} on: keep one, or let one come "
+                    "before"
+                )
 
     # ---- derived values ----
 
@@ -213,13 +286,89 @@ class ComparisonSetup(Knobs):
     def down_bits_per_s(self) -> tuple[float, ...]:
         return _for_each(self.links.down, self.n_clusters)
 
+    # ---- changes in the run ----
+
+    @property
+    def _in_order(self) -> list[ChangeTable]:
+        return sorted(self.changes, key=lambda change: change.at)
+
+    def _present_at_first(self, cluster: str) -> bool:
+        presences = [c.presence for c in self._in_order if c.cluster == cluster and c.presence is not None]
+        return presences[:1] != ["comes"]
+
+    @property
+    def first_names(self) -> tuple[str, ...]:
+        """The clusters that are there from the beginning."""
+        return tuple(name for name in self.cluster_names if self._present_at_first(name))
+
+    def periods(self) -> Iterator[tuple[float, float, tuple[Conditions, ...]]]:
+        """(begin, end, conditions of each cluster) of each time without a change, from the first version on; the last
+        one has no end."""
+        now = dict(zip(self.cluster_names, self._conditions_at_first(), strict=True))
+        begins_s = 0.0
+        for change in self._in_order:
+            if change.at > begins_s:
+                yield begins_s, change.at, tuple(now.values())
+                begins_s = change.at
+            now[change.cluster] = self._changed(now[change.cluster], change)
+        yield begins_s, math.inf, tuple(now.values())
+
+    def _conditions_at_first(self) -> list[Conditions]:
+        rates = zip(self.step_s, self.up_bits_per_s, self.down_bits_per_s, self.cluster_names, strict=True)
+        jitter = self.clusters.jitter
+        return [Conditions(step_s, jitter, up, down, self._present_at_first(name)) for step_s, up, down, name in rates]
+
+    def _changed(self, before: Conditions, change: ChangeTable) -> Conditions:
+        step_s = self.step_s[self.cluster_names.index(change.cluster)]
+        return Conditions(
+            before.step_s if change.step_factor is None else step_s * change.step_factor,
+            before.jitter if change.jitter is None else change.jitter,
+            before.up_bits_per_s if change.up is None else change.up,
+            before.down_bits_per_s if change.down is None else change.down,
+            before.present if change.presence is None else change.presence == "comes",
+        )
+
+    def conditions(self, at_s: float) -> tuple[Conditions, ...]:
+        """The conditions of each cluster at this time, seconds from the first version; at a change, those after it."""
+        return next(clusters for _, ends_s, clusters in self.periods() if at_s < ends_s)
+
+    def present_s(self, until_s: float) -> dict[str, float]:
+        """For how long each cluster is there, up to this time."""
+        found = dict.fromkeys(self.cluster_names, 0.0)
+        for begins_s, ends_s, clusters in self.periods():
+            for name, cluster in zip(self.cluster_names, clusters, strict=True):
+                found[name] += max(0.0, min(ends_s, until_s) - begins_s) * cluster.present
+        return found
+
+    def ideal_tokens(self, until_s: float) -> float:
+        """Tokens up to this time when every cluster that is there trains all the time, and transfers take none."""
+        return sum(
+            max(0.0, min(ends_s, until_s) - begins_s) * self._tokens_per_s(clusters)
+            for begins_s, ends_s, clusters in self.periods()
+        )
+
+    def _tokens_per_s(self, clusters: Sequence[Conditions]) -> float:
+        return sum(self.tokens_per_step / cluster.step_s for cluster in clusters if cluster.present)
+
+    @property
+    def least_tokens_per_s(self) -> float:
+        """The lowest of the ideal rates, between any two changes."""
+        return min(self._tokens_per_s(clusters) for _, _, clusters in self.periods())
+
+    @property
+    def least_bits_per_s(self) -> float:
+        """The rate of the narrowest link at any time; infinite where no link has a limit."""
+        clusters = [cluster for _, _, found in self.periods() for cluster in found]
+        rates = [rate for cluster in clusters for rate in (cluster.up_bits_per_s, cluster.down_bits_per_s)]
+        return min((rate for rate in (*rates, self.links.slave_card) if rate > 0), default=math.inf)
+
     @property
     def tokens_per_step(self) -> int:
         return self.inner.batch_size * self.inner.sequence_tokens
 
     @property
     def ideal_tokens_per_s(self) -> float:
-        """The rate when every cluster trains all the time, and transfers take no time."""
+        """The rate when every cluster trains all the time, and transfers take no time; before any change."""
         return sum(self.tokens_per_step / step_s for step_s in self.step_s)
 
     @property
@@ -232,9 +381,11 @@ class ComparisonSetup(Knobs):
         """Bytes of one transfer of the whole model, in float32: of wire_parameters, else of the model's n_elems."""
         return FLOAT32_BYTES * (self.model.wire_parameters or n_elems or SIZES[self.model.size].n_elems)
 
-    def all_reduce_s(self, n_elems: int | None = None) -> float:
-        """Seconds of one ring all-reduce of the model over the clusters' links."""
-        return all_reduce_s(self.wire_bytes(n_elems), self.up_bits_per_s, self.down_bits_per_s, self.links.latency)
+    def all_reduce_s(self, n_elems: int | None = None, at_s: float = 0.0) -> float:
+        """Seconds of one ring all-reduce of the model over the clusters' links, as they are at that time."""
+        clusters = self.conditions(at_s)
+        rates = [c.up_bits_per_s for c in clusters], [c.down_bits_per_s for c in clusters]
+        return all_reduce_s(self.wire_bytes(n_elems), *rates, self.links.latency)
 
     def with_overrides(
         self,
@@ -278,7 +429,7 @@ class ComparisonSetup(Knobs):
                 "slaves": self.servers.slaves,
                 "sync_every": self.run.inner_steps,
                 "tk_max": self.run.tokens,
-                "min_clusters": self.n_clusters,
+                "min_clusters": len(self.first_names),
                 "max_clusters": self.n_clusters,
                 "verdict_wait_s": VERDICT_WAIT,
                 **self.master,
@@ -286,6 +437,16 @@ class ComparisonSetup(Knobs):
             },
             f"set-up {self.name}, method {method.name}",
         )
+
+    def check(self, method: Method) -> None:
+        """Raises ConfigError for a method that cannot run on this set-up."""
+        if method.kind == "servers":
+            self.master_config(method)
+        elif any(change.presence is not None for change in self.changes):
+            raise ConfigError(
+                f"method {method.name} needs every cluster in every step, and in set-up {self.name} clusters come, "
+                f"leave or are killed: leave {method.name} out of --methods"
+            )
 
     # ---- for people and files ----
 
@@ -328,6 +489,7 @@ class ComparisonSetup(Knobs):
                 f"{format_seconds(self.servers.work)}, a durable write {format_seconds(self.servers.flush)}, latency "
                 f"{format_seconds(self.links.latency)}",
             ),
+            *([("changes", "; ".join(map(str, self._in_order)))] if self.changes else []),
             ("held-out", f"{format_bytes(run.heldout_bytes)}, {run.evaluations} evaluations"),
             ("master", ", ".join(f"{name} {value}" for name, value in settings.items()) or "defaults"),
         ]
@@ -374,6 +536,7 @@ def _from_file(name: str, file: SettingsFile) -> ComparisonSetup:
         "links": file.settings(LinksTable, "links"),
         "servers": file.settings(ServersTable, "servers"),
         "master": file.table("master"),
+        "changes": file.settings_of_rows(ChangeTable, "changes"),
     }
     # The settings of `dips master` stay as written; they are checked here, and again with those of each method.
     if wrong := sorted(_OURS & set(file.table("master"))):

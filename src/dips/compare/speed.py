@@ -228,6 +228,11 @@ class SpeedFigure:
 
 def speed_jobs(figure: SpeedFigure, setups: Sequence[ComparisonSetup], seed: int) -> list[SpeedJob]:
     """The jobs of a figure. Raises ConfigError for a set-up that the figure cannot use."""
+    if changing := [setup.name for setup in setups if setup.changes]:
+        raise ConfigError(
+            f"figure {figure.name} measures a steady throughput, and set-up {changing[0]} changes in the run: give "
+            "another --setup, or leave --figure out"
+        )
     return [SpeedJob(column, changed, seed) for setup in setups for column, changed in figure.columns(setup)]
 
 

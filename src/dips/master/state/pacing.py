@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from dips.core.messages import HeartbeatRequest
 from dips.core.protocol import MAX_RANKS
 from dips.master.state.penalty import momentum_warning
-from dips.master.state.records import Member, RoundPhase
+from dips.master.state.records import Member, Push, PushPhase, RoundPhase, StepsAhead
 from dips.master.state.schedule import TransferRequest, Way
 from dips.master.state.shared import SharedState
 
@@ -18,7 +18,7 @@ from dips.master.state.shared import SharedState
 #
 # Computes how many inner steps a cluster makes before its next push (docs/algorithm.md, dynamic local steps).
 #
-# Dynamic: H_j = clamp(speed_j x (t* - now - pull_j - push_j), H/8, H), t* the next planned window. t* is one absolute
+# Dynamic: H_j = clamp(speed_j x (t* - now - pull_j - push_j), least, H), t* the next planned window. t* is one absolute
 # target for all clusters, one fastest round apart, so that their phases align again after a drift.
 # Static: H, but fewer for a cluster that would otherwise be more than s_max versions late.
 
@@ -55,18 +55,30 @@ def round_s(pace: ClusterPace, sync_every: int, overlap: str) -> float:
 
     A transfer during which the cluster trains takes no extra time; but H/8 steps are always made after the pull.
     """
-    hidden_s = {"none": 0.0, "push": pace.push_s, "full": pace.push_s + pace.pull_s}[overlap]
-    return max(pace.round_s(sync_every) - hidden_s, pace.round_s(lower_bound(sync_every)))
+    trained_s = sync_every / pace.steps_per_s
+    return max(trained_s + idle_s(pace, overlap), pace.round_s(lower_bound(sync_every)))
 
 
-def dynamic_steps(pace: ClusterPace, sync_every: int, window_at_s: float, period_s: float, now_s: float) -> int:
-    """H_j for the first planned window, window_at_s + k x period_s, that is at least H/8 steps away.
+def idle_s(pace: ClusterPace, overlap: str) -> float:
+    """Seconds of the transfers between two pushes during which the cluster does not train."""
+    return {"none": pace.push_s + pace.pull_s, "push": pace.pull_s, "full": 0.0}[overlap]
+
+
+def least_steps(pace: ClusterPace, sync_every: int, overlap: str) -> int:
+    """H/8, but as many as it could make during the transfers that it waits for, at most H: with fewer it would wait for
+    most of the time, whenever the next window is."""
+    return max(lower_bound(sync_every), min(sync_every, math.ceil(pace.steps_per_s * idle_s(pace, overlap))))
+
+
+def dynamic_steps(
+    pace: ClusterPace, sync_every: int, window_at_s: float, period_s: float, now_s: float, least: int
+) -> int:
+    """H_j for the first planned window, window_at_s + k x period_s, that is at least `least` steps away.
 
     Rounded to the nearest step: a cluster is at most half a step early or late, so that one window gets all pushes.
     """
     if not pace.known or period_s <= 0:
         return sync_every
-    least = lower_bound(sync_every)
     earliest_s = now_s + pace.round_s(least)
     periods = max(0, math.ceil((earliest_s - window_at_s) / period_s - 1e-9))
     room_s = window_at_s + periods * period_s - now_s - pace.push_s - pace.pull_s
@@ -93,6 +105,10 @@ one that is evicted and joins again could otherwise extend it without end (I15).
 
 STRAGGLERS_SHARE = 0.25
 """A window that opens earlier than this share of a fastest round before the planned one has stragglers only."""
+
+EARLY_SHARE = 0.95
+"""A cluster is expected to need at least this share of the time that its measured speed, or its last push, says: steps
+and transfers vary."""
 
 DAY_S = 86_400.0
 MAX_WORDS = 200
@@ -151,6 +167,47 @@ def arrived(shared: SharedState) -> None:
         state.window_closes_s = max(state.window_closes_s, starts_again_s)
 
 
+# Whether a cluster can push before the window closes. Where that is not known, it can: a new incarnation may bring
+# steps of the one before, and a push that was STALE, refused or ABORTED is pushed again at once. An estimate that was
+# wrong costs a push nothing but that it is in the next round.
+
+
+def push_begins(member: Member) -> None:
+    """Notes that a push of this cluster is due: how it goes on is known once it is decided."""
+    member.ahead = None
+
+
+def push_counted(shared: SharedState, member: Member, push: Push) -> None:
+    """Notes that a push was applied or excluded: all steps to the next one are still to be made, H_j is not known."""
+    since_s = shared.now_s if _steps_count_from_pull(shared) else push.began_s
+    member.ahead = StepsAhead(lower_bound(shared.config.settings.sync_every_steps), since_s)
+
+
+def pull_ended(shared: SharedState, member: Member) -> None:
+    """Notes that H_j of the steps to the next push is known."""
+    if member.ahead is not None:
+        since_s = shared.now_s if _steps_count_from_pull(shared) else member.ahead.since_s
+        member.ahead = StepsAhead(member.local_steps, since_s)
+
+
+def _steps_count_from_pull(shared: SharedState) -> bool:
+    """Whether no step that a cluster makes before its pull is over counts towards its next push."""
+    settings = shared.config.settings
+    return settings.dynamic_local_steps or settings.overlap == "none"
+
+
+def may_arrive(shared: SharedState, member: Member) -> bool:
+    """Whether this cluster, which is not in the round, may push before the open window closes."""
+    ahead, pace, push = member.ahead, pace_of(member), member.push
+    if push is not None and push.phase.now is PushPhase.TICKETED and push.attempt == 1 and pace.push_s > 0:
+        since_s, needs_s = push.began_s, pace.push_s
+    elif push is None and ahead is not None and pace.known:
+        since_s, needs_s = ahead.since_s, ahead.steps / pace.steps_per_s
+    else:
+        return True
+    return since_s + EARLY_SHARE * needs_s < shared.round.window_closes_s
+
+
 def local_steps(shared: SharedState, member: Member, *, pulled: bool = False) -> int:
     """H_j for the steps that begin now, or after a pull unless it was just `pulled`; logs when a static H is cut."""
     settings = shared.config.settings
@@ -159,7 +216,8 @@ def local_steps(shared: SharedState, member: Member, *, pulled: bool = False) ->
         period_s = _fastest_s(shared) or 0.0
         planned_s = shared.planned_window_s if shared.planned_window_s is not None else shared.now_s + period_s
         ahead = replace(pace, pull_s=0.0) if pulled else pace
-        return dynamic_steps(ahead, every, planned_s, period_s, shared.now_s)
+        least = least_steps(pace, every, settings.overlap)
+        return dynamic_steps(ahead, every, planned_s, period_s, shared.now_s, least)
     steps = steps_within_staleness(pace, every, shared.s_max(), shared.publish_interval_s)
     if steps < every:
         shared.log(

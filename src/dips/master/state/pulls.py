@@ -81,6 +81,7 @@ class Pulls:
                 member.base = pin.version
         if member is not None:
             member.local_steps = pacing.local_steps(shared, member, pulled=True)
+            pacing.pull_ended(shared, member)
         shared.reply(token, FinishPullReply(member.local_steps if member else 0))
 
     def tick(self) -> None:

@@ -255,6 +255,7 @@ class Pushes:
     def begin(self, token: int, request: BeginPushRequest) -> None:
         shared = self._shared
         member = shared.member_of(request.caller)
+        pacing.push_begins(member)
         push_id = PushId(member.cluster, member.incarnation, request.seq)  # type: ignore[arg-type]
         answer = self._known(member, push_id, request.wire) or stale(shared, request)
         if answer is not None:
@@ -488,6 +489,8 @@ class Pushes:
         member = shared.members.get(push.cluster)
         if member is not None and member.push is push:
             member.push = None
+            if kind in (VerdictKind.APPLIED, VerdictKind.EXCLUDED):
+                pacing.push_counted(shared, member, push)
         if kind is VerdictKind.ABORTED:
             self._count_nothing(push, member)
         elif not push.is_seed:

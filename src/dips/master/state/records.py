@@ -299,6 +299,14 @@ class Push:
         self.landed_bytes.pop(slave, None)
 
 
+@dataclass(frozen=True)
+class StepsAhead:
+    """The steps that a cluster makes before its next push: at least so many, none of them before since_s."""
+
+    steps: int
+    since_s: float
+
+
 @dataclass
 class Member:
     """A cluster that is here: joined, beating, not evicted."""
@@ -314,6 +322,7 @@ class Member:
     last_admitted_s: float | None = None
     leave_token: int | None = None
     local_steps: int = 0
+    ahead: StepsAhead | None = None  # None: not known, it may push at any time (pacing.py)
     last_lease: tuple[int, tuple[DataRange, ...]] = (0, ())  # its number and the answer, in case that was lost
     base: Version | None = None  # the version that it trains on, if it sends differences
     wanted_wire: Codec = Codec.F32  # the codec that its last push asked for

@@ -79,8 +79,8 @@ class Rounds:
                 self._abort_pushes(ending)
             if not self._admitted():
                 self._move("no push is left", RoundPhase.IDLE)
-            elif self._may_close():
-                self._seal()
+            elif why := self._may_close():
+                self._seal(why)
         if state.phase.now is RoundPhase.IDLE and shared.ledger.stopping and not shared.recovery.donating:
             self._abort_pushes(shared.ledger.stopping)
 
@@ -137,21 +137,31 @@ class Rounds:
         still = shared.ledger.paused or shared.reshard.moving
         return begun and not still and shared.all_slaves_ready()
 
-    def _may_close(self) -> bool:
+    def _may_close(self) -> str:
+        """Why the window closes now; empty while it stays open."""
         shared, state = self._shared, self._shared.round
         if not self._may_go_on() or shared.now_s < state.not_before_s:
-            return False
-        everyone_in = all(
-            member.push is not None and member.push.phase.now is PushPhase.ADMITTED
+            return ""
+        if shared.ledger.version is None or self._donation():
+            return "nothing is merged with it"
+        missing = [
+            member
             for member in shared.live()
-            if member.cluster not in shared.ledger.draining
-        )
-        seed = shared.ledger.version is None or self._donation()
-        return seed or everyone_in or shared.now_s >= state.window_closes_s
+            if (member.push is None or member.push.phase.now is not PushPhase.ADMITTED)
+            and member.cluster not in shared.ledger.draining
+        ]
+        if not missing:
+            return "every cluster is in"
+        if shared.now_s >= state.window_closes_s:
+            return "its time is over"
+        if any(pacing.may_arrive(shared, member) for member in missing):
+            return ""
+        left_s = state.window_closes_s - shared.now_s
+        return f"{', '.join(member.cluster for member in missing)} cannot push in the {left_s:.1f} s that are left"
 
-    def _seal(self) -> None:
+    def _seal(self, why: str) -> None:
         shared, state = self._shared, self._shared.round
-        self._move("window closed", RoundPhase.SEALED)
+        self._move("window closed", RoundPhase.SEALED, why)
         for push in self._admitted():
             if (reason := recheck(shared, push)) is not None:
                 self._pushes.abort(push, reason)

@@ -24,6 +24,7 @@ from dips.sim.hosts.ranks import ModelCommand, Ranks, same_vectors
 from dips.sim.hosts.transfer import Carrier, PullCarrier, PushCarrier
 from dips.sim.world import Call, Host, World
 from dips.worker.commands import Snapshot
+from dips.worker.pace import WINDOW_STEPS, StepTimer
 from dips.worker.state import effects
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import PushRecord, SendPush
@@ -156,6 +157,10 @@ class ClusterHost(Host):
     def __init__(self, world: World, name: str, step_s: float) -> None:
         super().__init__(world, name)
         self.step_s = step_s
+        self.step_jitter = world.plan.step_jitter
+        self.pace = StepTimer()
+        """Of this process."""
+
         self.session: ClusterMachine | None = None
         self.model: ClusterModel
         self.finished: effects.Finished | None = None
@@ -209,6 +214,7 @@ class ClusterHost(Host):
         config = plan.session_config(self.name, curve_key=key, process_id=drawn, rank_keys=keys, pushers=n_ranks)
         self.session = ClusterMachine(config)
         self.finished = None
+        self.pace = StepTimer()
         self._checkpoints.begin_process()
         self._queue.clear()
         self._carriers.clear()
@@ -294,7 +300,8 @@ class ClusterHost(Host):
         session, plan, now_s = self.session, self.world.plan, self.kernel.now_s
         assert session is not None, "called only while it is alive"
         self._stepping, self._stepping_since_s = True, now_s
-        took_s = self._step_took_s = self.kernel.rng.uniform(1 - plan.step_jitter, 1 + plan.step_jitter) * self.step_s
+        jitter = self.step_jitter
+        took_s = self._step_took_s = self.kernel.rng.uniform(1 - jitter, 1 + jitter) * self.step_s
         n_steps = 1
         if plan.steps_at_once > 1:
             shared = session.shared
@@ -339,6 +346,9 @@ class ClusterHost(Host):
         tokens = sum(item.tokens for item in ranges) if ranges else plan.own_tokens(self.name, self.steps)
         loss = self.model.step(self.name, ranges, self._progress_tokens(self.session))
         self.steps, self.trained_s = self.steps + n_steps, self.trained_s + n_steps * self._step_took_s
+        for _ in range(min(n_steps, WINDOW_STEPS + 1)):  # it remembers no more, and leaves the first one out
+            self.pace.resume(0.0)
+            self.pace.stepped(tokens // n_steps, loss, self._step_took_s)
         self._handle(effects.Stepped(tokens, ranges, loss, steps=n_steps))
         self._settle()
 
@@ -555,17 +565,12 @@ class ClusterHost(Host):
         if incarnation is not None and incarnation != self._fenced:
             settings = core.terms.settings
             request = HeartbeatRequest(
-                core.terms.caller(core.cause), session.phase.value, core.steps, tokens_per_s=self._rate(),
-                steps_per_s=1 / self.step_s, push_s=core.push_s, pull_s=core.pull_s, base=core.base, note=core.note,
+                core.terms.caller(core.cause), session.phase.value, core.steps, self.pace.tokens_per_s,
+                self.pace.steps_per_s, push_s=core.push_s, pull_s=core.pull_s, base=core.base, note=core.note,
             )  # fmt: skip
             wait_s = settings.heartbeat_s * settings.evict_after_beats
             Call(self.world, self, request, wait_s, lambda result: self._beaten(incarnation, result))
         self.kernel.after(self._heartbeat_s(), self, self._beat)
-
-    def _rate(self) -> float:
-        plan = self.world.plan
-        leased = plan.data.mode is DataMode.LEASED
-        return (plan.step_tokens(self.name) if leased else plan.usual_tokens(self.name, self.steps)) / self.step_s
 
     def _beaten(self, incarnation: Incarnation, result: Any) -> None:
         if isinstance(result, HeartbeatReply):

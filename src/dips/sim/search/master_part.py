@@ -270,6 +270,8 @@ def canonical(part: MasterPart) -> None:
     part.state._pulls._next_pin = 1
     part.state._members._claims.rearm()  # a second process's wait makes no difference without time
     part.state._slaves._claims.rearm()
+    for member in part.state.shared.members.values():
+        member.ahead = None  # no speed is measured here, so nothing is expected of it
     part.state.shared.reshard.pause_s = 0.0
     if part.state.shared.reshard.not_before_s > T0_S:
         part.state.shared.reshard.not_before_s = T0_S + 1.0

@@ -1,0 +1,209 @@
+"""A grace window closes when no cluster that is not in it can push before its end."""
+
+from __future__ import annotations
+
+import pytest
+from support.master_bench import Bench
+
+from dips.core.messages import BeginPullRequest, Settings, VerdictKind
+
+H = 80
+GRACE_S = 10.0
+
+
+def round_over(*names: str, **settings: object) -> Bench:
+    """Clusters that make one step a second; their first pushes are merged and all have pulled since."""
+    terms = Settings(**({"sync_every_steps": H, "heartbeat_s": 5.0} | settings))  # type: ignore[arg-type]
+    bench = Bench(settings=terms, grace_s=GRACE_S).running(*names)
+    for name in names:
+        bench.push(name)
+    for name in names:
+        bench.pull(name)
+        bench.beat(name, steps_per_s=1.0)
+    return bench
+
+
+def later(bench: Bench, seconds: float) -> None:
+    """Time passes; each cluster beats with its speed."""
+    for _ in range(round(seconds)):
+        bench.now_s += 1.0
+        for name in bench.clusters:
+            if bench.alive(name):
+                bench.beat(name, steps_per_s=1.0)
+
+
+def open_window(bench: Bench) -> bool:
+    return bench.state.shared.round.phase.now.value == "WINDOW"
+
+
+def newest(bench: Bench) -> tuple[str, ...]:
+    return bench.status().recent_rounds[-1].accepted
+
+
+def why_closed(bench: Bench) -> str:
+    return next(str(line["why"]) for line in reversed(bench.recorded("round")) if line["input"] == "window closed")
+
+
+def test_a_push_does_not_wait_for_a_cluster_that_is_far_from_its_own() -> None:
+    bench = round_over("a", "b")
+    later(bench, 20)
+    bench.push("a")
+    assert newest(bench) == ("a",)
+    assert why_closed(bench) == "b cannot push in the 10.0 s that are left"
+    bench.pull("a")
+    bench.push("b")
+    assert newest(bench) == ("b",)  # the estimate was wrong, and the push is in the next round
+
+
+def test_it_waits_for_one_that_may_come_in_time() -> None:
+    bench = round_over("a", "b")
+    later(bench, 68)
+    bench.push("a")
+    assert open_window(bench)
+    later(bench, 4)
+    bench.push("b")
+    assert newest(bench) == ("a", "b")
+    assert why_closed(bench) == "every cluster is in"
+
+
+def test_the_margin_is_within_the_time_that_a_cluster_needs() -> None:
+    """95 % of 80 steps are made after 76 s: a window from 65 s to 75 s is too early for that, one second later not."""
+    bench = round_over("a", "b")
+    later(bench, 65)
+    bench.push("a")
+    assert newest(bench) == ("a",)
+    bench = round_over("a", "b")
+    later(bench, 67)
+    bench.push("a")
+    assert open_window(bench)
+
+
+def test_it_closes_with_the_last_one_that_could_come() -> None:
+    bench = round_over("a", "b", "c")
+    later(bench, 68)
+    bench.beat("c", steps_per_s=0.5)
+    bench.push("a")
+    assert open_window(bench)
+    bench.push("b")
+    assert newest(bench) == ("a", "b")
+    assert why_closed(bench).startswith("c cannot push")
+
+
+def test_a_cluster_whose_speed_is_not_known_is_waited_for() -> None:
+    bench = round_over("a", "b")
+    later(bench, 20)
+    bench.beat("b")
+    bench.push("a")
+    assert open_window(bench)
+    bench.beat("b", steps_per_s=1.0)
+    assert newest(bench) == ("a",)
+
+
+def test_one_that_pushes_is_waited_for() -> None:
+    bench = round_over("a", "b")
+    later(bench, 20)
+    bench.begin_push("b")
+    bench.push("a")
+    assert open_window(bench)
+
+
+def test_one_that_pushes_is_not_if_its_last_push_took_longer_than_the_window_is_open() -> None:
+    bench = round_over("a", "b")
+    later(bench, 20)
+    bench.beat("b", steps_per_s=1.0, push_s=12.0)
+    bench.begin_push("b")
+    bench.push("a")
+    assert why_closed(bench) == "b cannot push in the 10.0 s that are left"
+    bench.pull("a")
+    bench.beat("b", steps_per_s=1.0, push_s=12.0)
+    bench.now_s += 2.0
+    bench.begin_push("a")
+    bench.stage("a")
+    bench.finish_push("a")
+    assert open_window(bench)  # 95 % of 12 s since its beginning are within the 10 s from now
+
+
+def test_one_that_sends_what_was_missing_is_waited_for() -> None:
+    """A new attempt of a push, or one that all slaves hold, may be in at any time."""
+    for staged in (True, False):
+        bench = round_over("a", "b")
+        later(bench, 20)
+        bench.beat("b", steps_per_s=1.0, push_s=12.0)
+        bench.begin_push("b")
+        if staged:
+            bench.stage("b")
+        else:
+            bench.clusters["b"].seq -= 1
+            bench.begin_push("b")
+        bench.push("a")
+        assert open_window(bench)
+
+
+def test_one_whose_push_was_aborted_is_waited_for() -> None:
+    """It pushes the same steps again at once."""
+    bench = round_over("a", "b")
+    later(bench, 20)
+    bench.begin_push("b")
+    bench.stage("b")
+    bench.finish_push("b", digests={slave.name: b"damaged" for slave in bench.slaves})
+    assert bench.verdict("b").kind is VerdictKind.ABORTED
+    bench.push("a")
+    assert open_window(bench)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_new_incarnation_is_waited_for(held: bool) -> None:
+    """It may bring steps of the one before."""
+    bench = round_over("a", "b")
+    later(bench, 20)
+    bench.join("b", previous=bench.clusters["b"].join.incarnation if held else None)
+    bench.pull("b")
+    bench.beat("b", steps_per_s=1.0)
+    bench.push("a")
+    assert open_window(bench)
+
+
+@pytest.mark.parametrize(("overlap", "dynamic"), [("none", False), ("push", False), ("full", False), ("full", True)])
+def test_before_its_pull_is_over_a_cluster_makes_an_eighth_of_h_at_least(overlap: str, dynamic: bool) -> None:
+    """Steps count from the pull where H_j is dynamic or nothing overlaps, else from the beginning of the push."""
+    bench = round_over("a", "b", overlap=overlap, dynamic_local_steps=dynamic)
+    later(bench, 70)
+    bench.begin_push("b")
+    later(bench, 5)
+    bench.stage("b")
+    bench.push("a")
+    bench.finish_push("b")
+    assert newest(bench) == ("a", "b")
+    bench.ask(BeginPullRequest(bench.caller("b")))
+    bench.pull("a")
+    bench.push("a")
+    from_pull = dynamic or overlap == "none"
+    assert open_window(bench)  # 9.5 s from the verdict, or from 5 s before it, are within the window of 10 s
+    bench = round_over("a", "b", overlap=overlap, dynamic_local_steps=dynamic)
+    later(bench, 70)
+    bench.begin_push("b")
+    later(bench, 2)
+    bench.stage("b")
+    bench.push("a")
+    bench.finish_push("b")
+    bench.pull("a")
+    bench.beat("b", steps_per_s=0.9)
+    bench.push("a")
+    assert open_window(bench) is not from_pull
+
+
+def test_a_fixed_h_counts_from_the_push_where_clusters_train_through_it() -> None:
+    for overlap, within in (("push", True), ("none", False)):
+        bench = round_over("a", "b", overlap=overlap)
+        later(bench, 60)
+        bench.begin_push("b")
+        later(bench, 30)
+        bench.push("a")
+        bench.stage("b")
+        bench.finish_push("b")
+        assert newest(bench) == ("a", "b")
+        bench.pull("b")
+        bench.pull("a")
+        later(bench, 40)
+        bench.push("a")
+        assert open_window(bench) is within
