@@ -166,7 +166,7 @@ class _ServersRun:
         else:
             plan = plan_of(setup, method, timing_layout(setup), timing_data(setup), SYMBOLS)
         self._tally = RunTally()
-        self._course = Course(seed, plan, setup.first_names, self._published, self._journalled)
+        self._course = Course(seed, plan, self._published, self._journalled, setup.first_names)
         self._course.watchers.append(self._watch)
         self._commits: dict[Version, Mapping[str, Any]] = {}
         self._curve: list[CurvePoint] = []
@@ -424,19 +424,19 @@ class SimulationError(LocalProtocolError):
 
 
 class Course(SeedRun):
-    """A simulated run without faults. first_names: the clusters that are there from the beginning; published: called
-    for each published version; journal: for each durable record."""
+    """A simulated run without faults. published: called for each published version; journal: for each durable
+    record; first_names: the clusters that are there from the beginning, None: all."""
 
     def __init__(
         self,
         seed: int,
         plan: SimulatedRunPlan,
-        first_names: Sequence[str],
         published: Callable[[Version], None],
         journal: Callable[[Mapping[str, Any]], None],
+        first_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__(seed, plan=plan, planned=())
-        self._first_names = first_names
+        self._first_names = plan.clusters if first_names is None else first_names
         self._published = published
         self._journal = journal
         self.watchers.append(self._watch)

@@ -417,6 +417,7 @@ class ComparisonSetup(Knobs):
         for table, values in changes.items():
             tables[table] |= {name: value for name, value in values.items() if value is not None}
         tables["master"] = {**self.master, **(master or {})}
+        tables["changes"] = list(tables["changes"])
         return _from_file(self.name, SettingsFile(f"set-up {self.name}, changed", tables))
 
     def master_config(self, method: Method) -> MasterConfig:

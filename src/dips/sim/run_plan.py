@@ -169,6 +169,10 @@ class SimulatedRunPlan:
     steps_at_once: int = 1
     """Most inner steps that a cluster makes in one event, where nothing can happen between them."""
 
+    measured_pace: bool = True
+    """Whether beats tell the speed of a cluster's last steps; else the speed that it has, since with many steps in one
+    event the last ones would be rounds ago."""
+
     def __post_init__(self) -> None:
         if self.checkpoints and not self.arithmetic.remembers:
             raise ValueError("checkpoints are of symbols: a run that trains numbers has none")

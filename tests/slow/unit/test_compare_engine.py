@@ -16,6 +16,7 @@ from dips.compare.data_parallel import run_data_parallel
 from dips.compare.engine import HOPELESS_VOIDS, Course, SimulationError, plan_of, run_on_servers, timing_only
 from dips.compare.methods import METHODS, Injection
 from dips.compare.record import CurvePoint, PushFact, RunRecord, at_tokens
+from dips.compare.report import summarise
 from dips.compare.setup import ComparisonSetup, load_setup
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
@@ -382,3 +383,61 @@ class TestAtTokens:
 
 def test_a_record_is_plain_data_and_back(dips: Compared) -> None:
     assert RunRecord.from_json(dips.record.to_json()) == dips.record
+
+
+Changed = tuple[ComparisonSetup, RunRecord, list[tuple[str, BowlLearner]]]
+"""A set-up that changes in the run, its record, and the learners as they were made."""
+
+
+@pytest.fixture(scope="module")
+def changed() -> Changed:
+    """d joins late, b is killed and started again, a leaves, and c becomes three times as fast."""
+    rows = (
+        {"at": 6.0, "cluster": "d", "presence": "comes"},
+        {"at": 12.3, "cluster": "b", "presence": "killed"},
+        {"at": 17.0, "cluster": "b", "presence": "comes"},
+        {"at": 20.0, "cluster": "c", "step_factor": 1 / 3},
+        {"at": 22.0, "cluster": "a", "presence": "leaves"},
+    )
+    setup = ComparisonSetup.model_validate({**setup_of().model_dump(), "changes": rows})
+    learners: list[tuple[str, BowlLearner]] = []
+
+    def learner_of(name: str, index: int) -> BowlLearner:
+        assert setup.cluster_names[index] == name
+        learners.append((name, BowlLearner()))
+        return learners[-1][1]
+
+    return setup, run_on_servers(setup, METHODS["dips"], 1, learner_of, bowl_loss), learners
+
+
+class TestARunThatChanges:
+    def test_it_ends_with_all_tokens_and_has_learnt(self, changed: Changed) -> None:
+        _, record, _ = changed
+        assert record.ended == "finished"
+        assert record.loss is not None
+        assert record.loss < 0.25 * bowl_loss(np.zeros(LAYOUT.n_elems, np.float32))
+
+    def test_a_new_process_has_a_new_learner(self, changed: Changed) -> None:
+        _, record, learners = changed
+        assert [name for name, _ in learners] == ["a", "b", "c", "d", "b"]
+        b_steps = [learner.n_steps for name, learner in learners if name == "b"]
+        assert all(b_steps)
+        assert sum(b_steps) * STEP_TOKENS > record.cluster_tokens["b"], "what it had not pushed is lost"
+
+    def test_clusters_push_while_they_are_there(self, changed: Changed) -> None:
+        _, record, _ = changed
+        pushed = [(fact.virtual_s, push.cluster) for fact in record.judged for push in fact.pushes]
+        assert min(at_s for at_s, name in pushed if name == "d") > 6.0
+        assert not [at_s for at_s, name in pushed if name == "b" and 14.0 < at_s < 17.0]
+        assert max(at_s for at_s, name in pushed if name == "a") < 26.0
+        assert [name for at_s, name in pushed if at_s > 26.0].count("c") > 2 * len(
+            [name for at_s, name in pushed if at_s > 26.0 and name == "d"]
+        )
+
+    def test_time_and_share_of_ideal_count_from_when_a_cluster_is_there(self, changed: Changed) -> None:
+        setup, record, _ = changed
+        present_s = setup.present_s(record.curve[-1].virtual_s)
+        assert all(0 <= record.waited_s[name] < 0.5 * present_s[name] for name in "abcd")
+        share = summarise(record, setup.ideal_tokens).share_of_ideal
+        assert share is not None
+        assert 0.85 < share < 1.0

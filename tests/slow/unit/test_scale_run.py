@@ -118,6 +118,16 @@ def test_a_day_of_the_paper_s_run_has_the_paper_s_overhead() -> None:
     assert 0.5 * tokens_a_day < report.tokens < 1.1 * tokens_a_day, "three of nine clusters come later"
 
 
+def test_with_the_defaults_clusters_meet_and_hardly_wait() -> None:
+    """The paper's overhead is 6 %, and its clusters are nearly always alone in a round."""
+    report = simulate(load_scenario(find("defaults-33-days"), hours=24))
+    assert report.overhead_total < 0.03
+    assert report.merged_mean > 5, "of six that are there on the first day"
+    assert sum(versions * pushes for versions, pushes in report.staleness.items()) < 0.5 * sum(
+        report.staleness.values()
+    )
+
+
 def test_a_run_that_reaches_its_tokens_ends(tmp_path: Path) -> None:
     report = run(tmp_path, sync_every='sync_every = 16\ntk_max = "100M"')
     assert report.halted

@@ -152,3 +152,12 @@ def test_progress_is_told_of_every_step() -> None:
     step_s = 1.5 + setup.all_reduce_s(N_ELEMS)
     assert [tokens for tokens, _ in told] == [STEP_TOKENS, 2 * STEP_TOKENS, 3 * STEP_TOKENS]
     assert [now_s for _, now_s in told] == pytest.approx([step_s, 2 * step_s, 3 * step_s])
+
+
+def test_steps_take_as_long_as_the_set_up_says_at_their_time() -> None:
+    """The slowest cluster makes a step in 1.5 s, and from 6 s on in 3 s."""
+    tables = small(8).model_dump()
+    tables["changes"] = [{"at": 6.0, "cluster": "d", "step_factor": 2.0}]
+    record = ran(ComparisonSetup.model_validate(tables), Counter())
+    exchange_s = small().all_reduce_s(N_ELEMS)
+    assert record.virtual_s == pytest.approx(4 * 1.5 + 4 * 3.0 + 8 * exchange_s)

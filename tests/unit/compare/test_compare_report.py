@@ -20,7 +20,7 @@ SETUP = load_setup("small")
 
 
 def comparison(records: Sequence[RunRecord], inject: str = "", clean: Sequence[RunRecord] = ()) -> Comparison:
-    ideal = SETUP.ideal_tokens_per_s
+    ideal = SETUP.ideal_tokens
     seeds = tuple(sorted({record.seed for record in records}))
     summaries, before = by_method(records, ideal), by_method(clean, ideal)
     return Comparison(SETUP, seeds, inject, "dips compare", summaries, records, before)
@@ -67,7 +67,9 @@ def test_a_lost_run_is_shown_as_lost() -> None:
     assert " ".join(row) == "async not finite - - - - -", "nor a time that would look short"
     assert row[-2:] == ["-", "-"], "neither a share of ideal nor a speed of what has not finished"
     assert any("Not finite: async" in sentence for sentence in readings(found))
-    assert loss_text(by_method([record(), record(seed=2, loss=None)], 1.0)["dips"]) == "not finite (1 of 2)"
+    assert (
+        loss_text(by_method([record(), record(seed=2, loss=None)], SETUP.ideal_tokens)["dips"]) == "not finite (1 of 2)"
+    )
 
 
 def test_a_run_that_the_penalty_locked_out_did_not_lose_its_model() -> None:

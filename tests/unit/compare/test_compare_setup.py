@@ -12,7 +12,8 @@ import pytest
 
 from dips.compare.engine import link_plan, plan_of, timing_data, timing_layout
 from dips.compare.methods import METHODS, find_method
-from dips.compare.setup import load_setup, shipped
+from dips.compare.setup import ComparisonSetup, load_setup, shipped
+from dips.compare.speed import SPEED_FIGURES, speed_jobs
 from dips.core.errors import ConfigError
 from dips.core.wire import Codec
 from dips.master.config import MasterConfig
@@ -24,6 +25,12 @@ def written(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "mine.toml"
     path.write_text(text)
     return path
+
+
+def changed(cluster: str, at: str = "'5 s'", **values: object) -> str:
+    """One table [[changes]]."""
+    lines = [f"{name} = {value}" for name, value in {"at": at, "cluster": f"'{cluster}'", **values}.items()]
+    return "\n".join(["[[changes]]", *lines, ""])
 
 
 # ---- files ----
@@ -40,7 +47,8 @@ def test_every_shipped_set_up_loads_and_says_what_it_is(name: str) -> None:
 
 
 def test_the_comparison_s_set_ups_come_with_the_package() -> None:
-    assert shipped() == ["emulated", "real", "small", "weak-scaling"]
+    hard = ["changing-speed", "coming-and-going", "jitter", "killed", "slow-link", "ten-times-slower"]
+    assert shipped() == sorted([*hard, "emulated", "real", "small", "weak-scaling"])
 
 
 def test_the_small_set_up_is_the_one_of_the_convergence_tables() -> None:
@@ -91,6 +99,18 @@ def test_amounts_carry_units_and_one_rate_holds_for_all(tmp_path: Path) -> None:
         ("[master]\nsync_every = 3\n", "'sync_every' follows from [run] inner_steps"),
         ("[master]\nouter_rl = 0.7\n", "'outer_rl' is not a setting; did you mean 'outer_lr'?"),
         ("[master]\nouter_lr = -1\n", "outer_lr = -1"),
+        ("changes = 3\n", "'changes' is not a list of tables"),
+        (changed("b", step_factor=2, at="'0 s'"), "[[changes]] 1: at = '0 s'"),
+        (changed("b"), "nothing changes: give step_factor, jitter, up, down or presence"),
+        (changed("b", step_factor=0), "step_factor = 0"),
+        (changed("b", jitter=0.5), "jitter = 0.5"),
+        (changed("b", presence="'gone'"), "presence = 'gone'"),
+        (changed("b", steps=2), "'steps' is not a setting"),
+        (changed("e", jitter=0.1), "[[changes]] 1: there is no cluster 'e': choose one of a, b, c, d"),
+        (changed("b", presence="'killed'") * 2, "cluster b is not here at 5 s, so that it cannot be: killed"),
+        (changed("b", presence="'comes'") * 2, "cluster b is here already at 5 s, so that it cannot be: comes"),
+        ("".join(changed(name, presence="'leaves'") for name in "abcd"), "no cluster is here from 5 s on"),
+        ("".join(changed(name, presence="'comes'") for name in "abcd"), "no cluster is here from 0 s on"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_place(tmp_path: Path, text: str, words: str) -> None:
@@ -109,6 +129,68 @@ def test_an_unknown_set_up_is_refused_with_those_that_are_there() -> None:
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_setup(tmp_path / "none.toml")
+
+
+# ---- changes in the run ----
+
+CHANGING = (
+    changed("b", at="'10 s'", presence="'comes'")
+    + changed("a", at="'20 s'", step_factor=2, jitter=0.25)
+    + changed("c", at="'20 s'", presence="'killed'", up="'3 Mbps'")
+    + changed("a", at="'30 s'", step_factor=1, down="'4 Mbps'")
+    + changed("c", at="'40 s'", presence="'comes'")
+)
+
+
+def changing(tmp_path: Path, text: str = CHANGING) -> ComparisonSetup:
+    """One token a step; a, b and c make a step in 1, 2 and 4 s."""
+    tables = "[clusters]\ngaps = [0, 1, 3]\n[inner]\nbatch_size = 1\nsequence_tokens = 1\n"
+    return load_setup(written(tmp_path, tables + text))
+
+
+def test_a_change_holds_until_the_next_one_of_its_kind(tmp_path: Path) -> None:
+    setup = changing(tmp_path)
+    assert [one.present for one in setup.conditions(0.0)] == [True, False, True]
+    assert setup.first_names == ("a", "c")
+    a, b, c = setup.conditions(20.0)
+    assert (a.step_s, a.jitter, a.up_bits_per_s, b.present) == (2.0, 0.25, 0.0, True)
+    assert (c.step_s, c.present, c.up_bits_per_s, c.down_bits_per_s) == (4.0, False, 3e6, 0.0)
+    a, _, c = setup.conditions(1e9)
+    assert (a.step_s, a.jitter, a.down_bits_per_s, c.present, c.up_bits_per_s) == (1.0, 0.25, 4e6, True, 3e6)
+    assert setup.least_bits_per_s == 3e6
+    assert setup.master_config(find_method("dips")).min_clusters == 2
+
+
+def test_what_is_ideal_counts_only_clusters_that_are_there(tmp_path: Path) -> None:
+    setup = changing(tmp_path)
+    assert setup.ideal_tokens(10.0) == pytest.approx(10 * (1 + 1 / 4))
+    assert setup.ideal_tokens(25.0) == pytest.approx(10 * (1 + 1 / 4) + 10 * (1 + 1 / 2 + 1 / 4) + 5 * (1 / 2 + 1 / 2))
+    assert setup.present_s(50.0) == {"a": 50.0, "b": 40.0, "c": 30.0}
+    assert setup.least_tokens_per_s == 1.0
+    steady = load_setup("small")
+    assert steady.ideal_tokens(7.0) == pytest.approx(7 * steady.ideal_tokens_per_s)
+
+
+def test_overrides_keep_changes_and_the_digest_knows_them(tmp_path: Path) -> None:
+    setup = changing(tmp_path)
+    assert setup.with_overrides(tokens=1000).changes == setup.changes
+    assert setup.digest() != changing(tmp_path, "").digest()
+    words = dict(setup.describe())["changes"]
+    assert words.startswith("10 s b comes; 20 s a steps x 2, jitter 25%; 20 s c up 3 Mbit/s, is killed")
+    with pytest.raises(ConfigError, match="there is no cluster 'c'"):
+        setup.with_overrides(gaps=[0, 1])
+
+
+def test_data_parallel_needs_all_clusters(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"method dp needs every cluster in every step.*leave dp out of --methods"):
+        changing(tmp_path).check(find_method("dp"))
+    load_setup("changing-speed").check(find_method("dp"))
+    changing(tmp_path).check(find_method("dips"))
+
+
+def test_a_figure_about_throughput_refuses_a_set_up_that_changes() -> None:
+    with pytest.raises(ConfigError, match="set-up changing-speed changes in the run"):
+        speed_jobs(SPEED_FIGURES["9"], [load_setup("changing-speed")], 1)
 
 
 # ---- changes from the command line ----
@@ -184,7 +266,7 @@ def test_every_method_is_a_master_that_would_start(setup_name: str, method: Any)
     config = setup.master_config(method).to_run_config()
     assert config.settings.sync_every_steps == setup.run.inner_steps
     assert config.settings.tk_max_tokens == setup.run.tokens
-    assert config.min_clusters == setup.n_clusters
+    assert config.min_clusters == len(setup.first_names)
 
 
 @pytest.mark.parametrize("method", SERVED, ids=lambda method: method.name)

@@ -12,8 +12,13 @@ from dips.compare.record import RunRecord
 from dips.compare.report import Difference, by_method, seed_noise, summarise
 
 
+def at_150(until_s: float) -> float:
+    """The clusters would train 150 tokens a second."""
+    return 150.0 * until_s
+
+
 def test_a_run_is_counted() -> None:
-    found = summarise(record(), ideal_tokens_per_s=150.0)
+    found = summarise(record(), at_150)
     assert found.share_of_ideal == pytest.approx(12_000 / 100 / 150)
     assert (found.rounds, found.voids) == (2, 0)
     assert found.merged_per_round == pytest.approx(1.5)
@@ -28,14 +33,14 @@ def test_flags_are_right_wrong_or_missing() -> None:
         committed(2, push("a", 2, excluded=True), push("b", 2, bad=True)),
         void(3, push("b", 3, excluded=True, bad=True)),
     )
-    found = summarise(record(judged=rounds), 150.0)
+    found = summarise(record(judged=rounds), at_150)
     assert (found.flagged_bad, found.flagged_good, found.missed) == (2, 1, 1)
     assert found.merged_per_round == 1.0, "a void round merges nothing, and is no round of one"
     assert found.clipped == 0.0
 
 
 def test_data_parallel_pushes_nothing() -> None:
-    found = summarise(record("dp"), 150.0)
+    found = summarise(record("dp"), at_150)
     assert found.merged_per_round is None
     assert found.staleness_max is None
     assert found.flagged_good is None
@@ -43,7 +48,7 @@ def test_data_parallel_pushes_nothing() -> None:
 
 @pytest.mark.parametrize("loss", [None, math.inf, math.nan])
 def test_a_lost_run_has_no_loss_and_its_method_no_mean(loss: float | None) -> None:
-    summary = by_method([record(seed=1), record(seed=2, loss=loss, ended="diverged")], 150.0)["dips"]
+    summary = by_method([record(seed=1), record(seed=2, loss=loss, ended="diverged")], at_150)["dips"]
     assert (summary.loss, summary.sd, summary.not_finite) == (None, None, 1)
     assert summary.runs[2].loss is None
     assert summary.mean("share_of_ideal") is None
@@ -52,7 +57,7 @@ def test_a_lost_run_has_no_loss_and_its_method_no_mean(loss: float | None) -> No
 
 def test_means_spreads_and_differences_over_seeds() -> None:
     records = [record(seed=3, loss=2.0), record(seed=1, loss=2.2), record("dp", 1, 2.1), record("dp", 3, 2.0)]
-    found = by_method(records, 150.0)
+    found = by_method(records, at_150)
     assert list(found) == ["dips", "dp"]
     assert list(found["dips"].runs) == [1, 3]
     assert found["dips"].loss == pytest.approx(2.1)
@@ -71,20 +76,20 @@ def test_a_method_that_lost_its_model_does_not_blur_the_others() -> None:
     lost = [record("async", 1, 6.0), record("async", 2, 52.0)]
     shaken = [record("paper", 1, 2.2), record("paper", 2, 4.2)]
     steady = [record("dp", seed, 1.8 + 0.01 * seed) for seed in (1, 2)]
-    assert seed_noise(by_method([*sound, *lost], 150.0)) == pytest.approx(0.01 / math.sqrt(2))
-    assert seed_noise(by_method([*sound, *steady, *shaken], 150.0)) == pytest.approx(0.01 / math.sqrt(2))
-    assert seed_noise(by_method(lost, 150.0)) is None
+    assert seed_noise(by_method([*sound, *lost], at_150)) == pytest.approx(0.01 / math.sqrt(2))
+    assert seed_noise(by_method([*sound, *steady, *shaken], at_150)) == pytest.approx(0.01 / math.sqrt(2))
+    assert seed_noise(by_method(lost, at_150)) is None
 
 
 def test_a_run_that_did_not_end_is_no_faster_for_that() -> None:
-    found = by_method([record("async", 1, None, virtual_s=9.0), record("async", 2, virtual_s=100.0)], 150.0)["async"]
+    found = by_method([record("async", 1, None, virtual_s=9.0), record("async", 2, virtual_s=100.0)], at_150)["async"]
     assert found.virtual_s is None
     assert found.runs[1].virtual_s == 9.0
-    assert by_method([record()], 150.0)["dips"].virtual_s == 100.0
+    assert by_method([record()], at_150)["dips"].virtual_s == 100.0
 
 
 def test_differences_are_of_the_seeds_that_both_have() -> None:
-    found = by_method([record(seed=1, loss=2.5), record(seed=2, loss=9.0), record("dp", 1, 2.0)], 150.0)
+    found = by_method([record(seed=1, loss=2.5), record(seed=2, loss=9.0), record("dp", 1, 2.0)], at_150)
     assert found["dips"].minus(found["dp"]) == Difference(pytest.approx(0.5), None)
     assert seed_noise({"dp": found["dp"]}) is None
 

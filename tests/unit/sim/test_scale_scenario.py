@@ -8,11 +8,12 @@ import pytest
 from support.scale_setup import write_setup
 
 from dips.core.errors import ConfigError
+from dips.master.config import MasterConfig
 from dips.sim.scale.scenario import find, load_scenario, shipped
 
 
 def test_every_shipped_scenario_loads() -> None:
-    assert shipped() == ["paper-33-days", "two-sites"]
+    assert shipped() == ["defaults-33-days", "paper-33-days", "two-sites"]
     for name in shipped():
         assert load_scenario(find(name)).run.about
 
@@ -27,6 +28,19 @@ def test_the_paper_s_set_up_is_that_of_table_1() -> None:
     for cluster in paper.clusters:
         if cluster.id in expected:
             assert days[cluster.id] / cluster.mtbf_days == pytest.approx(expected[cluster.id], rel=0.01)
+
+
+def test_the_paper_s_run_with_the_defaults_differs_only_in_its_settings() -> None:
+    """Which are the defaults, but for those that make the simulation coarse."""
+    paper, ours = load_scenario(find("paper-33-days")), load_scenario(find("defaults-33-days"))
+    same = ("model", "data", "slaves", "clusters", "faults")
+    assert [getattr(ours, name) for name in same] == [getattr(paper, name) for name in same]
+    assert (ours.run.hours, ours.run.seed) == (paper.run.hours, paper.run.seed)
+    settings, defaults = ours.master.settings, MasterConfig(run_id="r", directory=Path("d")).to_run_config().settings
+    shapes = ("dynamic_local_steps", "overlap", "overlap_share", "verdict_wait_measured", "max_staleness_versions")
+    assert [getattr(settings, name) for name in shapes] == [getattr(defaults, name) for name in shapes]
+    assert ours.master.grace_s is None
+    assert ours.master.penalty == MasterConfig(run_id="r", directory=Path("d")).to_run_config().penalty
 
 
 def test_hours_and_seed_of_the_command_line_win(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from dips.sim.hosts.ranks import ModelCommand, Ranks, same_vectors
 from dips.sim.hosts.transfer import Carrier, PullCarrier, PushCarrier
 from dips.sim.world import Call, Host, World
 from dips.worker.commands import Snapshot
-from dips.worker.pace import WINDOW_STEPS, StepTimer
+from dips.worker.pace import StepTimer
 from dips.worker.state import effects
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import PushRecord, SendPush
@@ -346,9 +346,8 @@ class ClusterHost(Host):
         tokens = sum(item.tokens for item in ranges) if ranges else plan.own_tokens(self.name, self.steps)
         loss = self.model.step(self.name, ranges, self._progress_tokens(self.session))
         self.steps, self.trained_s = self.steps + n_steps, self.trained_s + n_steps * self._step_took_s
-        for _ in range(min(n_steps, WINDOW_STEPS + 1)):  # it remembers no more, and leaves the first one out
-            self.pace.resume(0.0)
-            self.pace.stepped(tokens // n_steps, loss, self._step_took_s)
+        self.pace.resume(end_s - n_steps * self._step_took_s)
+        self.pace.stepped(tokens, loss, end_s, n_steps)
         self._handle(effects.Stepped(tokens, ranges, loss, steps=n_steps))
         self._settle()
 
@@ -510,13 +509,13 @@ class ClusterHost(Host):
         carrier.pump()
 
     def _pushed(self, job: int, result: Any) -> None:
-        self._carriers.pop(job, None)
+        took_s = self.kernel.now_s - self._carriers.pop(job).began_s
         if isinstance(result, Transfer):
             if result.base_gone:
                 self.world.fired("base_gone")
             self.deliver(effects.Failed(job, result.failure, base_gone=result.base_gone))
         else:
-            self.deliver(effects.Done(job, result, 0.1))
+            self.deliver(effects.Done(job, result, took_s))
 
     def _pushed_by_ranks(self, end: effects.Done | effects.Failed) -> None:
         if isinstance(end, effects.Failed) and end.base_gone:
@@ -542,13 +541,13 @@ class ClusterHost(Host):
         self.deliver(end)
 
     def _pulled(self, job: int, grant: PullGrant, result: Any) -> None:
-        self._carriers.pop(job, None)
+        took_s = self.kernel.now_s - self._carriers.pop(job).began_s
         if isinstance(result, Transfer):
             self.deliver(effects.Failed(job, result.failure, corrupt=result.corrupt))
             return
         self.world.pulled(self.name, grant.version, result)
         self.model.fetched(result)
-        self.deliver(effects.Done(job, None, 0.1))
+        self.deliver(effects.Done(job, None, took_s))
 
     def _limits(self, chunk_bytes: int, window_chunks: int) -> TransferSettings:
         plan = self.world.plan
@@ -564,13 +563,21 @@ class ClusterHost(Host):
         incarnation = core.terms.incarnation
         if incarnation is not None and incarnation != self._fenced:
             settings = core.terms.settings
+            tokens_per_s, steps_per_s = self._told_pace()
             request = HeartbeatRequest(
-                core.terms.caller(core.cause), session.phase.value, core.steps, self.pace.tokens_per_s,
-                self.pace.steps_per_s, push_s=core.push_s, pull_s=core.pull_s, base=core.base, note=core.note,
+                core.terms.caller(core.cause), session.phase.value, core.steps, tokens_per_s, steps_per_s,
+                push_s=core.push_s, pull_s=core.pull_s, base=core.base, note=core.note,
             )  # fmt: skip
             wait_s = settings.heartbeat_s * settings.evict_after_beats
             Call(self.world, self, request, wait_s, lambda result: self._beaten(incarnation, result))
         self.kernel.after(self._heartbeat_s(), self, self._beat)
+
+    def _told_pace(self) -> tuple[float, float]:
+        """(tokens, steps) a second, as its beats say."""
+        plan = self.world.plan
+        if plan.measured_pace:
+            return self.pace.tokens_per_s, self.pace.steps_per_s
+        return plan.step_tokens(self.name) / self.step_s, 1 / self.step_s
 
     def _beaten(self, incarnation: Incarnation, result: Any) -> None:
         if isinstance(result, HeartbeatReply):

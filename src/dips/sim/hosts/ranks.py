@@ -34,9 +34,6 @@ from dips.worker.parallel.ownership import Piece, shares_of_ranks
 from dips.worker.parallel.part_ends import PartEnd, combined
 from dips.worker.state.effects import ClearResidual, CopyBase, Done, Failed, Install, KeepResidual
 
-TRANSFER_S = 0.1
-"""The time that every transfer says it took."""
-
 BEHIND_S = 5.0
 """How long a rank that fell behind still hears nothing after it woke up."""
 
@@ -315,16 +312,18 @@ class Ranks:
         """One rank's part is over: the leader hears of it when they meet."""
         number, checksum = rank.part.rank, self._world.plan.arithmetic.checksum
         values: Mapping[Key, Value] = {}
+        assert rank.carrier is not None, "what ended was its transfer"
+        took_s = self._world.kernel.now_s - rank.carrier.began_s
         if isinstance(result, Transfer):
             end = PartEnd(job, number, result.failure, base_gone=result.base_gone, corrupt=result.corrupt)
         elif isinstance(rank.carrier, PullCarrier):
             values = result
             chunks = rank.part.share.chunks(self._world.plan.layout, self._chunk_bytes)
             sums = {chunk: checksum(values[key_of(chunk)]) for chunk in chunks}
-            end = PartEnd(job, number, checksums=sums, seconds=TRANSFER_S)
+            end = PartEnd(job, number, checksums=sums, seconds=took_s)
             rank.fetched = values
         else:
-            end = PartEnd(job, number, checksums=result, seconds=TRANSFER_S)
+            end = PartEnd(job, number, checksums=result, seconds=took_s)
         self._world.kernel.after(self._until_they_meet_s(), self._leader, self._take_end, end, values)
 
     def _take_end(self, end: PartEnd, values: Mapping[Key, Value]) -> None:

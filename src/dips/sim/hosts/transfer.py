@@ -57,6 +57,7 @@ class Carrier:
         self.run_id = run_id
         self.epoch = epoch
         self.over = False
+        self.began_s = world.kernel.now_s
         self._addresses = {address.slave_id: address for address in placement.slaves}
         self._connections: dict[str, int] = {}
         self._ended = ended

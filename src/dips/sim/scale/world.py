@@ -105,6 +105,7 @@ def plan_of(scenario: Scenario, layout: Layout, arithmetic: ScaleArithmetic) -> 
         max_chunk_bytes=chunk_bytes,
         longest_wait_s=config.settings.heartbeat_s,
         steps_at_once=1_000_000,
+        measured_pace=False,
         tokens_of_step={table.id: table.tokens_per_step for table in clusters},
     )
 
