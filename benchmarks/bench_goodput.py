@@ -72,11 +72,11 @@ def cell_of(name: str, letter: str, setting: Setting, options: argparse.Namespac
         return {**cell, "cannot": why}
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         try:
+            where = {"directory": Path(folder) / "run", "environments": options.venvs}
+            size = {"clusters": setting.clusters, "params": setting.params}
             score = measure(
-                lambda net: kind(
-                    name=name, directory=Path(folder) / "run", clusters=setting.clusters, params=setting.params, net=net,
-                    setting=setting, condition=condition, environments=options.venvs,
-                ), kind, setting, condition,
+                lambda net: kind(name=name, net=net, setting=setting, condition=condition, **where, **size),
+                kind, setting, condition,
             )  # fmt: skip
         except Failed as failed:
             if name in ("alone", "dips", "dips-waiting"):
@@ -116,8 +116,8 @@ def _table(cells: Sequence[Cell]) -> str:
     lines = []
     for letter in dict.fromkeys(cell["condition"] for cell in cells):
         lines += ["", f"({letter}) {CONDITIONS[letter].title}"]
-        head = f"{'system':<18}{'share':>8}{'after kill':>12}{'lost s':>8}{'pause s':>9}{'exchanges':>11}{'MB':>7}{'cpu s':>8}"
-        lines.append(f"{head}{'twice':>7}{'own':>5}{'other':>7}")
+        head = f"{'system':<18}{'share':>8}{'after kill':>12}{'lost s':>8}{'pause s':>9}{'exchanges':>11}{'MB':>7}"
+        lines.append(f"{head}{'cpu s':>8}{'twice':>7}{'own':>5}{'other':>7}")
         lines += [_row(cell) for cell in cells if cell["condition"] == letter]
     lines += ["", *(f"{name}: {settings}" for name, settings in {c["system"]: c["settings"] for c in cells}.items())]
     return "\n".join(lines)
@@ -133,7 +133,8 @@ def _row(cell: Cell) -> str:
     return (
         f"{name}{score['share']:>8.3f}{'' if after is None else format(after, '.3f'):>12}{score['lost_s']:>8.2f}"
         f"{score['longest_pause_s']:>9.2f}{score['exchanges']:>11}{sum(megabytes) / len(megabytes):>7.0f}"
-        f"{score['cpu_s']:>8.2f}{score['counted_twice']:>7.0f}{said:>5}{score['foreign']:>7.2f}  {'; '.join(score['notes'])}"
+        f"{score['cpu_s']:>8.2f}{score['counted_twice']:>7.0f}{said:>5}{score['foreign']:>7.2f}  "
+        + "; ".join(score["notes"])
     )
 
 

@@ -35,11 +35,11 @@ KILL_AT = 0.5
 
 @dataclass(frozen=True)
 class Score:
-    """What a cell says. share: of ideal; share_after_kill: from the cluster's last exchange before the kill, over as
-    many rounds. lost_s: seconds of training that an exchange costs a cluster. longest_pause_s: of a cluster that was not
-    killed. link_bytes: up and down of each cluster's link, by exchange. cpu_s: of an exchange of a cluster, servers'
-    included. own_count: steps in the model as the system itself counts, beside what was counted here.
-    foreign: processors that other work kept busy.
+    """What a cell says. share: of ideal; share_after_kill: from each cluster's last exchange before the kill on.
+    lost_s: seconds of training that an exchange costs a cluster. longest_pause_s: of a cluster that was not killed.
+    link_bytes: up and down of each cluster's link, for an exchange. cpu_s: for an exchange of a cluster, the servers'
+    included. own_count: steps in the model as the system itself counts them, beside what was counted here. foreign:
+    processors that other work kept busy.
     """
 
     share: float
@@ -74,16 +74,19 @@ class Usage:
 
     def look(self) -> None:
         """Often enough that little is missed of a process that ends."""
-        for pids, seen in ((sum(self._party.pids().values(), []), self._seen), (tree(os.getpid()), self._of_all)):
+        own = [pid for pids in self._party.pids().values() for pid in pids]
+        for pids, seen in ((own, self._seen), (tree(os.getpid()), self._of_all)):
             for pid in pids:
                 seen[pid] = max(seen.get(pid, 0.0), processor_s(pid))
 
     def end(self) -> tuple[float, dict[str, tuple[int, int]], float]:
         """Processor seconds, bytes up and down by cluster, and processors of other work."""
         self.look()
-        links = {site: (up - self._links[site][0], down - self._links[site][1]) for site, (up, down) in self._party.net.carried().items()}
-        clusters = {site: n_bytes for site, n_bytes in links.items() if site not in self._party.servers}
-        return sum(self._seen.values()) - self._from_s, clusters, self._foreign.cores()
+        links = {}
+        for site, (up, down) in self._party.net.carried().items():
+            if site not in self._party.servers:
+                links[site] = up - self._links[site][0], down - self._links[site][1]
+        return sum(self._seen.values()) - self._from_s, links, self._foreign.cores()
 
 
 def measure(make: Callable[[ShapedNet], System], kind: type[System], setting: Setting, condition: Condition) -> Score:
@@ -129,15 +132,19 @@ class Measurement:
         if kill_s is not None:
             found = spans(steps, counted, self._steps_s, (kill_s, end_s), whole_before=True)
             after = share(found, self._steps_s)
-        ended = {cluster: sum(begin_s < at <= now_s for at in times) for cluster, times in exchanges(counted).items()}
-        n = max(1, sum(ended.values()))
+        times = exchanges(counted)
+        ended = {cluster: sum(begin_s < at <= now_s for at in times.get(cluster, [])) for cluster in self._steps_s}
+        by_exchange = {
+            cluster: (up / max(1, ended[cluster]), down / max(1, ended[cluster]))
+            for cluster, (up, down) in links.items()
+        }
         arithmetic_s = sum(step.cpu_s for step in steps if begin_s < step.ended_s <= now_s)
         return Score(
             share(whole, self._steps_s), after, lost_s(whole, self._steps_s),
             max(span.longest_pause_s for cluster, span in whole.items() if cluster != self._killed),
             sum(span.exchanges for span in whole.values()),
-            {site: (up / max(1, ended.get(site, 0)), down / max(1, ended.get(site, 0))) for site, (up, down) in links.items()},
-            (cpu_s - arithmetic_s) / n, twice(counted), _total(counted), party.own_count(), foreign, party.notes(),
+            by_exchange, (cpu_s - arithmetic_s) / max(1, sum(ended.values())), twice(counted), _total(counted),
+            party.own_count(), foreign, party.notes(),
         )  # fmt: skip
 
     def _have(self, n: int, since_s: float) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import hivemind
 import torch
 from hivemind.averaging.averager import DecentralizedAverager
+from hivemind.utils import get_dht_time
 from training import Training, arguments
 from work import OUTER_LR, OUTER_MOMENTUM
 
@@ -75,7 +76,7 @@ class Peer:
         if self._open and (self._step.done() or training.position >= self._lead_at):
             self._finish()
         if self._step is None and training.position >= self._lead_at:
-            at = hivemind.get_dht_time() + max(MATCHMAKING_S, self._wait_s)
+            at = get_dht_time() + max(MATCHMAKING_S, self._wait_s)
             self._step = self._averager.step(
                 wait=False, require_trigger=True, scheduled_time=at, timeout=self._wait_s + PATIENCE_S
             )

@@ -101,7 +101,8 @@ def spans(
     steps: Sequence[Step], counted: Sequence[Counted], steps_s: Mapping[str, float], window: tuple[float, float], *,
     whole_before: bool = False,
 ) -> dict[str, Span]:  # fmt: skip
-    """Each cluster from its first exchange in the window, or its last one before (whole_before), to its first one after.
+    """Each cluster from its first exchange in the window, or its last one before it (whole_before), to its first one
+    after it.
 
     Where a cluster has no such exchange the window's own end holds: it came to a stop.
     """

@@ -76,11 +76,11 @@ class System(Party):
         super().spawn(name, ["ip", "netns", "exec", self.net.namespace(name), *command], more)
 
     def spawn_timed(
-        self, number: int, script: str, interpreter: Path | str, *more: object, variables: Mapping[str, str] | None = None
+        self, number: int, script: str, own: Path | str, *more: object, variables: Mapping[str, str] | None = None
     ) -> None:
         setting, step_s = self.setting, self.setting.steps_s(self.condition)[number]
         command = [
-            interpreter, HERE / script, "--cluster", number, "--clusters", setting.clusters, "--params", setting.params,
+            own, HERE / script, "--cluster", number, "--clusters", setting.clusters, "--params", setting.params,
             "--inner-steps", setting.inner_steps, "--step-s", step_s, "--records", self._records(number),
         ]  # fmt: skip
         self.spawn(f"c{number}", [*command, *more], variables)
@@ -172,7 +172,8 @@ class Dips(System):
         """The slaves carry the parameters; the master has a link like a cluster's."""
         each = setting.clusters * setting.bits_per_s / SLAVES
         control = Cable(setting.bits_per_s, setting.bits_per_s)
-        return super().sites(setting, condition) | dict.fromkeys(cls.servers[1:], Cable(each, each)) | {"master": control}
+        slaves = dict.fromkeys(cls.servers[1:], Cable(each, each))
+        return super().sites(setting, condition) | slaves | {"master": control}
 
     def start(self) -> None:
         setting, address = self.setting, f"{self.net.address('master')}:{PORT}"
@@ -182,11 +183,11 @@ class Dips(System):
             "outer-momentum": OUTER_MOMENTUM, **self.rules,
         }  # fmt: skip
         self._role("master", "master", master)
-        share = setting.model_bytes // SLAVES
+        room = setting.model_bytes // SLAVES * (BUFFERS + 2 * self.clusters) + (256 << 20)
         for name in self.servers[1:]:
             slave = {
                 "run-id": "bench", "slave-id": name, "directory": self.directory / name, "master": address,
-                "data-host": self.net.address(name), "memory-bytes": share * (BUFFERS + 2 * self.clusters) + (256 << 20),
+                "data-host": self.net.address(name), "memory-bytes": room,
             }  # fmt: skip
             self._role(name, "slave", slave)
         for number in range(self.clusters):
@@ -201,9 +202,9 @@ class Dips(System):
             steps = self.lines(number, "step")
             for begun in self.tail(self._tape(number)).of("push_begun"):
                 if begun["push"] in applied and begun["steps"]:
-                    last = [step for step in steps if step["monotonic_s"] <= begun["monotonic_s"]][-1]
-                    at_s = applied[begun["push"]]["monotonic_s"]
-                    found.append(Counted(f"c{number}", last["life"], last["n"] - begun["steps"] + 1, last["n"], 0, 1, at_s))
+                    step = [step for step in steps if step["monotonic_s"] <= begun["monotonic_s"]][-1]
+                    life, last, at_s = step["life"], step["n"], applied[begun["push"]]["monotonic_s"]
+                    found.append(Counted(f"c{number}", life, last - begun["steps"] + 1, last, 0, 1, at_s))
         return found
 
     def own_count(self) -> float:
@@ -248,8 +249,8 @@ class Torchft(System):
         variables = {"TORCHFT_LIGHTHOUSE": f"http://{address}"}
         for number in range(self.clusters):
             self.spawn_timed(
-                number, "torchft_worker.py", own, "--host", self.net.address(f"c{number}"), "--fragments", self.fragments,
-                "--delay", delay, "--alpha", self.alpha, "--timeout-s", timeout_s, variables=variables,
+                number, "torchft_worker.py", own, "--host", self.net.address(f"c{number}"), "--alpha", self.alpha,
+                "--fragments", self.fragments, "--delay", delay, "--timeout-s", timeout_s, variables=variables,
             )  # fmt: skip
 
     def own_count(self) -> float | None:
@@ -261,14 +262,16 @@ class Torchft(System):
         healed, discarded = (
             sum(len(self.lines(number, kind)) for number in range(self.clusters)) for kind in ("healed", "discarded")
         )
-        return [f"{healed} replicas healed (the first round's too), {discarded} syncs discarded"]
+        return [
+            f"{healed} replicas healed and sent another's round again (at the first sync too), {discarded} discarded"
+        ]
 
 
 class TorchftStreaming(Torchft):
     fragments, delay_part, alpha = FRAGMENTS, DELAY_PART, 0.5
     settings = (
-        "as torchft, with 2 fragments in turn, each used half of its inner steps after it was sent (its example: 5 of "
-        "10), fragment_update_alpha 0.5"
+        "as torchft, with 2 fragments in turn, each in one bucket, and used half of its inner steps after it was sent "
+        "(its example: 5 of 10); fragment_update_alpha 0.5"
     )
 
 

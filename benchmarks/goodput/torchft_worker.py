@@ -49,6 +49,7 @@ class Replica:
         self.diloco = DiLoCo(
             self.manager, fragments, model.inner, outer, sync_every=options.inner_steps,
             fragment_sync_delay=self._delay, fragment_update_alpha=float(options.alpha),
+            use_bucketization=self._parts > 1,
         )  # fmt: skip
         self._step, self._healed = 0, False
 
@@ -59,7 +60,8 @@ class Replica:
         training.position = 0
         part, now = self._step % self._parts, training.steps
         if self._healed:
-            # All of its parameters were another replica's, whose progress it sends as its own: nothing here counts.
+            # All of its parameters were another replica's, whose progress it sends as its own (local_sgd.py:
+            # "batches can be overrepresented"): its steps are lost, and the other's are in the model twice.
             self._done_to = [now] * self._parts
             training.record("healed", at_step=now)
         elif self.manager.current_step() > self._step:
