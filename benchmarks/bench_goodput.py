@@ -41,6 +41,7 @@ with code 2.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -72,12 +73,11 @@ def cell_of(name: str, letter: str, setting: Setting, options: argparse.Namespac
         return {**cell, "cannot": why}
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         try:
-            where = {"directory": Path(folder) / "run", "environments": options.venvs}
-            size = {"clusters": setting.clusters, "params": setting.params}
-            score = measure(
-                lambda net: kind(name=name, net=net, setting=setting, condition=condition, **where, **size),
-                kind, setting, condition,
+            make = functools.partial(
+                kind, name, Path(folder) / "run", setting.clusters, setting.params,
+                setting=setting, condition=condition, environments=options.venvs,
             )  # fmt: skip
+            score = measure(lambda net: make(net=net), kind, setting, condition)
         except Failed as failed:
             if name in ("alone", "dips", "dips-waiting"):
                 raise
