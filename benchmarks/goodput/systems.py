@@ -235,7 +235,7 @@ class Torchft(System):
     fragments, delay_part, alpha = 1, 0.0, 0.0
     settings = (
         "as in its train_diloco.py: gloo, one fragment, a tensor at a time (no use_bucketization), min_replica_size 1, "
-        "time-outs of 10 s (longer for slow links) and 30 s; lighthouse with quorum ticks of 100 ms and join_timeout 10 s; "
+        "time-outs of 10 s (longer for slow links) and 30 s; lighthouse with ticks of 100 ms and join_timeout 10 s; "
         "not quantised: its kernels need a GPU"
     )
 
