@@ -30,7 +30,7 @@ def measured(results: Path, *arguments: object) -> dict[tuple[str, str], dict[st
 
 
 def test_clusters_are_measured_in_calm_and_after_a_kill(tmp_path: Path) -> None:
-    """Each cell is of real processes, and takes some ten seconds of a processor to start."""
+    """Each cell starts real processes, which takes some twenty seconds of a processor."""
     cells = measured(tmp_path, "--systems", "plain", "--conditions", "a")
     cells |= measured(tmp_path, "--systems", "dips", "--conditions", "d")
     for (system, condition), cell in cells.items():
@@ -47,14 +47,10 @@ def test_clusters_are_measured_in_calm_and_after_a_kill(tmp_path: Path) -> None:
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_system_without_servers_cannot_lose_one(tmp_path: Path) -> None:
-    cells = measured(tmp_path, "--systems", "hivemind", "--conditions", "e")
-    assert cells["hivemind", "e"]["cannot"] == "it has no server process"
-
-
-def test_what_was_measured_otherwise_is_not_taken(tmp_path: Path) -> None:
-    measured(tmp_path, "--systems", "hivemind", "--conditions", "e")
-    other = bench("--results", tmp_path, "--systems", "hivemind", "--conditions", "e", "--inner-steps", "16")
+def test_what_a_system_cannot_do_is_said_and_what_was_measured_otherwise_is_not_taken(tmp_path: Path) -> None:
+    cell = "--systems", "hivemind", "--conditions", "e"
+    assert measured(tmp_path, *cell)["hivemind", "e"]["cannot"] == "it has no server process"
+    other = bench("--results", tmp_path, *cell, "--inner-steps", 16)
     assert other.returncode == 1
     assert "delete it" in other.stderr
 
