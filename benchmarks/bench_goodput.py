@@ -143,7 +143,7 @@ def draw(path: Path, cells: Sequence[Cell], inner_steps: int) -> None:
     from dips.compare.pictures import draw_bars
 
     shares: Mapping[tuple[str, str], float] = {
-        (cell["system"], cell["condition"]): score["share_after_kill"] or score["share"]
+        (cell["system"], cell["condition"]): score["share" if score["share_after_kill"] is None else "share_after_kill"]
         for cell in cells
         if (score := cell.get("score")) is not None
     }
