@@ -32,8 +32,8 @@ time that an exchange costs a cluster; "pause" the longest time in which a clust
 and "own" whether a system's own count of steps agrees. "other" is other work on the machine, in processors: with more
 than a little the cell says nothing.
 
-Cells that are finished are kept in --results, one file each, and are not run again: a matrix can be spread over several
-evenings, and --figure draws all that is there. torchft and hivemind are installed into environments of their own under
+Cells that are finished are kept in --results, one file each, and are not run again, so that a matrix can be spread over
+several evenings. --figure measures nothing: it prints and draws the cells that are kept. torchft and hivemind are installed into environments of their own under
 --venvs (gigabytes, once). Nothing here judges a number. Needs root, for the namespaces; without, it says so and exits
 with code 2.
 """
@@ -171,7 +171,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, help="where finished cells are kept; default: a temporary folder")
     parser.add_argument("--venvs", type=Path, default=Path("runs/bench-venvs"), help="environments of the peers")
     parser.add_argument("--directory", type=Path, help="where servers keep their files; default: a temporary folder")
-    parser.add_argument("--figure", type=Path, help="PNG of the shares, from the cells of this command that are kept")
+    parser.add_argument("--figure", type=Path, help="measure nothing: draw the shares of the kept cells as PNG")
     parser.add_argument("--quick", action="store_true", help="dips and plain in a and d, a tiny model: does it run?")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
@@ -186,6 +186,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{what}: {', '.join(sorted(unknown))} is unknown: choose from {', '.join(known)}")
     if given.clusters < 2 or min(given.params, given.rounds, given.inner_steps - 1) < 1 or given.inner_steps % 2:
         parser.error("give 2 clusters or more, an even number of inner steps, and counts of at least 1")
+    if given.figure and not given.results:
+        parser.error("--figure draws what is kept: give --results, too")
     if min(given.step_s, given.mbit) <= 0 or given.delay_ms < 0:
         parser.error("--step-s and --mbit must be more than 0, --delay-ms 0 or more")
     return given
@@ -203,6 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for letter in options.conditions.split(","):
             for name in options.systems.split(","):
                 cell = results.find(name, letter, setting)
+                if cell is None and options.figure:
+                    continue
                 if cell is None:
                     print(f"({letter}) {name}", file=sys.stderr, flush=True)
                     try:
