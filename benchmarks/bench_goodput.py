@@ -33,9 +33,9 @@ and "own" whether a system's own count of steps agrees. "other" is other work on
 than a little the cell says nothing.
 
 Cells that are finished are kept in --results, one file each, and are not run again, so that a matrix can be spread over
-several evenings. --figure measures nothing: it prints and draws the cells that are kept. torchft and hivemind are installed into environments of their own under
---venvs (gigabytes, once). Nothing here judges a number. Needs root, for the namespaces; without, it says so and exits
-with code 2.
+several evenings. --figure measures nothing: it prints and draws the cells that are kept. torchft and hivemind are
+installed into environments of their own under --venvs (gigabytes, once). Nothing here judges a number. Needs root, for
+the namespaces; without, it says so and exits with code 2.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ import os
 import platform
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -60,6 +61,7 @@ from peers.environments import NotInstallable
 from peers.party import Failed, end_in_order
 from shaped import NotPossible, require_root
 
+LABEL_WIDTH = 16
 Cell = dict[str, Any]
 """As it is kept: system, condition, setting, settings, and either score or cannot."""
 
@@ -153,7 +155,7 @@ def draw(path: Path, cells: Sequence[Cell], inner_steps: int) -> None:
         for name in SYSTEMS
         if any(system == name for system, _ in shares)
     ]
-    groups = [f"({letter}) {CONDITIONS[letter].title}".replace(" ", "\n", 2) for letter in letters]
+    groups = [f"({letter})\n{textwrap.fill(CONDITIONS[letter].title, LABEL_WIDTH)}" for letter in letters]
     draw_bars(path, groups, series, "share of ideal tokens", f"Tokens trained, of ideal: {inner_steps} inner steps")
 
 
