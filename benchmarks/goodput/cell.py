@@ -12,7 +12,7 @@ from quiet import Foreign, processor_s
 from shaped import ShapedNet
 
 from goodput.conditions import Condition, Setting
-from goodput.score import Counted, exchanges, lost_s, share, spans, twice
+from goodput.score import Counted, exchanges, lost_s, share, spans
 from goodput.systems import System
 
 LEAD_S = 1.0
@@ -143,7 +143,7 @@ class Measurement:
             share(whole, self._steps_s), after, lost_s(whole, self._steps_s),
             max(span.longest_pause_s for cluster, span in whole.items() if cluster != self._killed),
             sum(span.exchanges for span in whole.values()),
-            by_exchange, (cpu_s - arithmetic_s) / max(1, sum(ended.values())), twice(counted), _total(counted),
+            by_exchange, (cpu_s - arithmetic_s) / max(1, sum(ended.values())), party.twice(), _total(counted),
             party.own_count(), foreign, party.notes(),
         )  # fmt: skip
 

@@ -23,7 +23,7 @@ from shaped import Cable, ShapedNet
 
 from dips.master.directory import TAPE_NAME
 from goodput.conditions import Condition, Setting
-from goodput.score import Counted, Step
+from goodput.score import Counted, Step, twice
 
 HERE = Path(__file__).parent
 PEERS = HERE.parent / "peers"
@@ -125,6 +125,10 @@ class System(Party):
     def own_count(self) -> float | None:
         """How many steps the system itself says are in the model; None where it keeps no count."""
         return None
+
+    def twice(self) -> float:
+        """How many steps are in the model more than once."""
+        return twice(self.counted())
 
     def notes(self) -> list[str]:
         """What else must be said of what it did."""
