@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import fcntl
+import json
 import multiprocessing
 import os
 import select
@@ -118,6 +119,13 @@ class ShapedNet:
         self._cables[site] = cable
         self._shape(site, "change")
 
+    def carried(self) -> dict[str, tuple[int, int]]:
+        """Bytes that each site has sent and received so far, with the frames' heads."""
+        told = _run(f"ip -n {self.namespace(HUB)} -s -j link show")
+        stats = {link["ifname"]: link["stats64"] for link in json.loads(told)}
+        ports = {site: stats[self._port(site)] for site in self._cables}
+        return {site: (port["rx"]["bytes"], port["tx"]["bytes"]) for site, port in ports.items()}
+
     # ---- parts ----
 
     def _build(self) -> None:
@@ -206,11 +214,13 @@ def _bucket(space: str, device: str, verb: str, bits_per_s: float) -> str:
     )
 
 
-def _run(command: str | Sequence[str]) -> None:
+def _run(command: str | Sequence[str]) -> str:
+    """What a command prints."""
     words = command.split() if isinstance(command, str) else list(command)
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NotPossible(f"{' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
 
 
 # ---- in other processes ----

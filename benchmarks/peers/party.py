@@ -100,10 +100,10 @@ class Party:
     # ---- processes ----
 
     def spawn(self, name: str, command: Sequence[object], variables: Mapping[str, str] | None = None) -> None:
-        """Start a process; its standard error goes to NAME.log. One thread a process unless it says otherwise."""
+        """Start a process; its standard error is added to NAME.log. One thread a process unless it says otherwise."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
         environment = {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(variables or {})}
-        with (self.directory / f"{name}.log").open("w") as log:
+        with (self.directory / f"{name}.log").open("a") as log:
             self.processes[name] = subprocess.Popen(
                 wrapped([str(word) for word in command]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                 text=True, env=environment,
@@ -150,7 +150,7 @@ class Party:
 
     def pids(self) -> dict[str, list[int]]:
         """Each process with its descendants."""
-        return {name: _tree(process.pid) for name, process in self.processes.items()}
+        return {name: tree(process.pid) for name, process in self.processes.items()}
 
     def resident_bytes(self) -> dict[str, int]:
         """What each process and its descendants hold now; memory that several share is split between them."""
@@ -225,11 +225,12 @@ def _await_end(process: subprocess.Popen[str] | None) -> None:
         process.wait()
 
 
-def _tree(pid: int) -> list[int]:
+def tree(pid: int) -> list[int]:
+    """A process with its descendants."""
     out = [pid]
     for task in _listed(Path(f"/proc/{pid}/task")):
         for child in _text(task / "children").split():
-            out += _tree(int(child))
+            out += tree(int(child))
     return out
 
 

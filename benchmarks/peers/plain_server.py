@@ -33,12 +33,12 @@ class Share:
 
     def __init__(self, first: Tensors) -> None:
         self.theta = [torch.nn.Parameter(tensor) for tensor in first]
-        self._outer = torch.optim.SGD(self.theta, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
+        self.outer = torch.optim.SGD(self.theta, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
 
     def merge(self, pushes: list[Tensors]) -> None:
         for i, theta in enumerate(self.theta):
             theta.grad = torch.stack([theta.detach() - push[i] for push in pushes]).mean(0)
-        self._outer.step()
+        self.outer.step()
 
 
 def main() -> None:
