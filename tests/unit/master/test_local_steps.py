@@ -17,7 +17,6 @@ from dips.master.state.pacing import (
     ClusterPace,
     dynamic_steps,
     fastest_round_s,
-    least_steps,
     lower_bound,
     round_s,
     steps_within_staleness,
@@ -38,7 +37,7 @@ H = 64
 def test_dynamic_steps_stay_within_bounds(
     speed: float, push_s: float, pull_s: float, window_at_s: float, period_s: float, now_s: float
 ) -> None:
-    steps = dynamic_steps(ClusterPace(speed, push_s, pull_s), H, window_at_s, period_s, now_s, lower_bound(H))
+    steps = dynamic_steps(ClusterPace(speed, push_s, pull_s), H, window_at_s, period_s, now_s)
     assert lower_bound(H) <= steps <= H
 
 
@@ -49,51 +48,26 @@ def test_clusters_of_any_speed_meet_at_the_planned_window(relative_speed: float,
     fastest = H / (period_s - push_s - pull_s)
     pace = ClusterPace(fastest * relative_speed, push_s, pull_s)
     now_s = 100.0 + (k + late_share) * period_s
-    steps = dynamic_steps(pace, H, 100.0, period_s, now_s, lower_bound(H))
+    steps = dynamic_steps(pace, H, 100.0, period_s, now_s)
     arrives_s = now_s + pace.round_s(steps)
     off_s = (arrives_s - 100.0) % period_s
     assert min(off_s, period_s - off_s) <= 1 / pace.steps_per_s + 1e-6 or steps == H
 
 
 def test_cluster_half_as_fast_makes_half_the_steps() -> None:
-    assert dynamic_steps(ClusterPace(2.0, 0, 0), 32, 0.0, 16.0, 0.0, 4) == 32
-    assert dynamic_steps(ClusterPace(1.0, 0, 0), 32, 0.0, 16.0, 0.0, 4) == 16
+    assert dynamic_steps(ClusterPace(2.0, 0, 0), 32, 0.0, 16.0, 0.0) == 32
+    assert dynamic_steps(ClusterPace(1.0, 0, 0), 32, 0.0, 16.0, 0.0) == 16
 
 
 def test_steps_go_to_the_window_that_is_nearest_and_not_always_before_it() -> None:
     """A cluster with long steps would else open its window nearly a step too early, and close it before the others."""
-    assert dynamic_steps(ClusterPace(1 / 3, 0, 0), 16, 16.0, 16.0, 0.0, 2) == 5
-    assert dynamic_steps(ClusterPace(1 / 2.9, 0, 0), 16, 16.0, 16.0, 0.0, 2) == 6
-
-
-@pytest.mark.parametrize(("overlap", "steps"), [("none", 14), ("push", 7), ("full", 2)])
-def test_a_cluster_trains_at_least_as_long_as_it_waits_for_its_transfers(overlap: str, steps: int) -> None:
-    assert least_steps(ClusterPace(1.0, 7.0, 7.0), 16, overlap) == steps
-    assert least_steps(ClusterPace(1.0, 70.0, 70.0), 16, overlap) == (2 if overlap == "full" else 16)
-
-
-def test_over_a_slow_link_the_next_window_is_left_out() -> None:
-    """Windows come every 18 s; a push takes 7 s, as did the pull: 4 steps for the next window were 4 s of 18."""
-    pace = ClusterPace(1.0, 7.0, 0.0)
-    assert dynamic_steps(pace, 16, 18.0, 18.0, 7.0, lower_bound(16)) == 4
-    assert dynamic_steps(pace, 16, 18.0, 18.0, 7.0, 14) == 16
-
-
-def test_the_master_has_the_transfers_in_mind_also_when_the_pull_is_over() -> None:
-    bench = Bench(settings=Settings(dynamic_local_steps=True, sync_every_steps=16)).running("a", "b")
-    bench.beat("a", steps_per_s=1.0, push_s=7.0, pull_s=7.0)
-    bench.beat("b", steps_per_s=1.0)
-    bench.push("b")
-    bench.push("a")
-    assert bench.verdict("a").kind is VerdictKind.APPLIED
-    bench.now_s += 7.0
-    bench.pull("a")
-    assert bench.state.shared.members["a"].local_steps == 16
+    assert dynamic_steps(ClusterPace(1 / 3, 0, 0), 16, 16.0, 16.0, 0.0) == 5
+    assert dynamic_steps(ClusterPace(1 / 2.9, 0, 0), 16, 16.0, 16.0, 0.0) == 6
 
 
 def test_unmeasured_cluster_makes_h_steps() -> None:
-    assert dynamic_steps(ClusterPace(0.0, 0, 0), H, 0.0, 10.0, 5.0, 8) == H
-    assert dynamic_steps(ClusterPace(math.nan, 0, 0), H, 0.0, 10.0, 5.0, 8) == H
+    assert dynamic_steps(ClusterPace(0.0, 0, 0), H, 0.0, 10.0, 5.0) == H
+    assert dynamic_steps(ClusterPace(math.nan, 0, 0), H, 0.0, 10.0, 5.0) == H
     assert steps_within_staleness(ClusterPace(0.0, 0, 0), H, 8, 1.0) == H
 
 

@@ -18,7 +18,7 @@ from dips.master.state.shared import SharedState
 #
 # Computes how many inner steps a cluster makes before its next push (docs/algorithm.md, dynamic local steps).
 #
-# Dynamic: H_j = clamp(speed_j x (t* - now - pull_j - push_j), least, H), t* the next planned window. t* is one absolute
+# Dynamic: H_j = clamp(speed_j x (t* - now - pull_j - push_j), H/8, H), t* the next planned window. t* is one absolute
 # target for all clusters, one fastest round apart, so that their phases align again after a drift.
 # Static: H, but fewer for a cluster that would otherwise be more than s_max versions late.
 
@@ -55,30 +55,18 @@ def round_s(pace: ClusterPace, sync_every: int, overlap: str) -> float:
 
     A transfer during which the cluster trains takes no extra time; but H/8 steps are always made after the pull.
     """
-    trained_s = sync_every / pace.steps_per_s
-    return max(trained_s + idle_s(pace, overlap), pace.round_s(lower_bound(sync_every)))
+    hidden_s = {"none": 0.0, "push": pace.push_s, "full": pace.push_s + pace.pull_s}[overlap]
+    return max(pace.round_s(sync_every) - hidden_s, pace.round_s(lower_bound(sync_every)))
 
 
-def idle_s(pace: ClusterPace, overlap: str) -> float:
-    """Seconds of the transfers between two pushes during which the cluster does not train."""
-    return {"none": pace.push_s + pace.pull_s, "push": pace.pull_s, "full": 0.0}[overlap]
-
-
-def least_steps(pace: ClusterPace, sync_every: int, overlap: str) -> int:
-    """H/8, but as many as it could make during the transfers that it waits for, at most H: with fewer it would wait for
-    most of the time, whenever the next window is."""
-    return max(lower_bound(sync_every), min(sync_every, math.ceil(pace.steps_per_s * idle_s(pace, overlap))))
-
-
-def dynamic_steps(
-    pace: ClusterPace, sync_every: int, window_at_s: float, period_s: float, now_s: float, least: int
-) -> int:
-    """H_j for the first planned window, window_at_s + k x period_s, that is at least `least` steps away.
+def dynamic_steps(pace: ClusterPace, sync_every: int, window_at_s: float, period_s: float, now_s: float) -> int:
+    """H_j for the first planned window, window_at_s + k x period_s, that is at least H/8 steps away.
 
     Rounded to the nearest step: a cluster is at most half a step early or late, so that one window gets all pushes.
     """
     if not pace.known or period_s <= 0:
         return sync_every
+    least = lower_bound(sync_every)
     earliest_s = now_s + pace.round_s(least)
     periods = max(0, math.ceil((earliest_s - window_at_s) / period_s - 1e-9))
     room_s = window_at_s + periods * period_s - now_s - pace.push_s - pace.pull_s
@@ -216,8 +204,7 @@ def local_steps(shared: SharedState, member: Member, *, pulled: bool = False) ->
         period_s = _fastest_s(shared) or 0.0
         planned_s = shared.planned_window_s if shared.planned_window_s is not None else shared.now_s + period_s
         ahead = replace(pace, pull_s=0.0) if pulled else pace
-        least = least_steps(pace, every, settings.overlap)
-        return dynamic_steps(ahead, every, planned_s, period_s, shared.now_s, least)
+        return dynamic_steps(ahead, every, planned_s, period_s, shared.now_s)
     steps = steps_within_staleness(pace, every, shared.s_max(), shared.publish_interval_s)
     if steps < every:
         shared.log(
