@@ -73,7 +73,7 @@ class Peer:
 
     def after_step(self) -> None:
         training = self._training
-        if self._open and (self._step.done() or training.position >= self._lead_at):
+        if self._open and (self._step.done() or training.position >= self._options.inner_steps):
             self._finish()
         if self._step is None and training.position >= self._lead_at:
             at = get_dht_time() + max(MATCHMAKING_S, self._wait_s)

@@ -33,6 +33,10 @@ BUFFERS = 8
 """Room of a slave in its share's size: theta three times, momentum twice, and pins; stagings come on top."""
 
 TORCHFT_TIMEOUT_S = 10.0
+HEALED_MODELS = 3
+"""What a replica of torchft gets when it heals, in models: parameters, those of the last sync, and the momentum. At the
+first sync all others get it from one, and where that took longer than the time-out they would heal for ever."""
+
 FRAGMENTS, DELAY_PART = 2, 0.5
 """Of torchft's streaming DiLoCo: its example sends a fragment every 10 inner steps, and uses it 5 steps later."""
 
@@ -239,7 +243,8 @@ class Torchft(System):
     fragments, delay_part, alpha = 1, 0.0, 0.0
     settings = (
         "as in its train_diloco.py: gloo, one fragment, a tensor at a time (no use_bucketization), min_replica_size 1, "
-        "time-outs of 10 s (longer for slow links) and 30 s; lighthouse with ticks of 100 ms and join_timeout 10 s; "
+        "time-outs of 10 s and 30 s, or twice what healing of all others takes a link; lighthouse with ticks of 100 ms "
+        "and join_timeout 10 s; "
         "not quantised: its kernels need a GPU"
     )
 
@@ -249,7 +254,8 @@ class Torchft(System):
         lighthouse = [own.parent / "torchft_lighthouse", "--bind", address, "--min_replicas", 1]
         self.spawn("lighthouse", [*lighthouse, "--quorum_tick_ms", 100, "--join_timeout_ms", 10_000])
         slowest = min(cable.up_bits_per_s for cable in setting.cables(self.condition))
-        timeout_s = max(TORCHFT_TIMEOUT_S, 8 * 8 * setting.model_bytes / slowest)
+        heal_s = 8 * HEALED_MODELS * (setting.clusters - 1) * setting.model_bytes / slowest
+        timeout_s = max(TORCHFT_TIMEOUT_S, 2 * heal_s)
         delay = int(self.delay_part * setting.inner_steps / self.fragments)
         variables = {"TORCHFT_LIGHTHOUSE": f"http://{address}"}
         for number in range(self.clusters):
