@@ -64,3 +64,9 @@ def pays(codec: Codec, n_differences: int) -> bool:
     """Whether so many differences have fewer bytes than parameters."""
     n = SCALE_BLOCK_ELEMS
     return codec in DIFFERENCES and n_differences * encoded_bytes(codec, n) < encoded_bytes(Codec.F32, n)
+
+
+def encoded_block_bytes(codec: Codec, n_elems: int, chunk_bytes: int) -> int:
+    """Length of the payloads of all chunks of a block of n_elems elements."""
+    of_chunk = chunk_bytes // FLOAT32_BYTES
+    return n_elems // of_chunk * encoded_bytes(codec, of_chunk) + encoded_bytes(codec, n_elems % of_chunk)
