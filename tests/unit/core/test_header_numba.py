@@ -44,7 +44,7 @@ def fields_of(frame: bytes) -> dict[str, object] | None:
     fields: dict[str, object] = {}
     for field in data_pb2.DataHeader.DESCRIPTOR.fields:
         number, n_bytes = int(value[field.number]), int(length[field.number])
-        if n_bytes > 0 or (n_bytes == 0 and field.name in ("push", "version")):
+        if n_bytes > 0 or (n_bytes == 0 and field.name in ("push", "version", "base")):
             begin = number - address(memory)
             assert 0 <= begin <= begin + n_bytes <= len(frame) - compiled.TRAILER_BYTES
             fields[field.name] = frame[begin : begin + n_bytes]
@@ -57,6 +57,7 @@ def expected_fields(header: DataHeader) -> dict[str, object]:
     fields: dict[str, object] = {
         "push": None if header.push is None else compiled.part_of(header.push).tobytes(),
         "version": None if header.version is None else compiled.part_of(header.version).tobytes(),
+        "base": None if header.base is None else compiled.part_of(header.base).tobytes(),
         "run_id": header.run_id.encode() or None,
         "cause_id": header.cause_id.encode() or None,
     }

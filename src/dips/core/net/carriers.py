@@ -370,7 +370,8 @@ class _PullCarrier(_Carrier):
 
     def __init__(
         self, common: Common, links: SlaveSockets, transfer: PullTransfer, clock: Clock, version: Version, flat: F32,
-        places: Places | BlockPlaces, loop: Loop | None, *, momentum: bool, differences: PulledDifferences | None,
+        places: Places | BlockPlaces, loop: Loop | None, *, momentum: bool,
+        differences: PulledDifferences | None = None,
     ) -> None:  # fmt: skip
         super().__init__(common, links, transfer, clock)
         self._loop = loop
