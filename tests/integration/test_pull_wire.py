@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.dips_command import dips
 from support.diloco import diloco, trained
+from support.dips_command import dips
 from support.whole_run import F32, LAYOUT, LEASED, NumpyCluster, WholeRun, wait_until
 
 from dips.core.math import wire_numpy as reference
