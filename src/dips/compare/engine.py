@@ -267,6 +267,14 @@ class _ServersRun:
 
     # ---- the end ----
 
+    def _moved_bytes(self) -> dict[str, int]:
+        links, clusters = self._course.net.links, frozenset(self._setup.cluster_names)
+        assert links is not None, "a comparison has links"
+        ways = {"push": 0, "pull": 0}
+        for (source, _), n_bytes in links.sent_bytes.items():
+            ways["push" if source in clusters else "pull"] += n_bytes
+        return ways
+
     def _record(self) -> RunRecord:
         setup, tally, hopeless = self._setup, self._tally, self._hopeless()
         if hopeless:
@@ -288,6 +296,7 @@ class _ServersRun:
             cluster_tokens=dict(tally.cluster_tokens),
             cluster_steps={name: steps - begun[name][0] for name, (steps, _) in self._at_end.items()},
             waited_s={name: self._ends_s - trained_s + begun[name][1] for name, (_, trained_s) in self._at_end.items()},
+            moved_bytes=self._moved_bytes(),
         )  # fmt: skip
 
 
