@@ -61,9 +61,9 @@ def encoded_bytes(codec: int, n_elems: int) -> int:
 
 
 def pays(codec: Codec, n_differences: int) -> bool:
-    """Whether so many differences have fewer bytes than parameters."""
+    """Whether so many differences, one at least, have fewer bytes than parameters."""
     n = SCALE_BLOCK_ELEMS
-    return codec in DIFFERENCES and n_differences * encoded_bytes(codec, n) < encoded_bytes(Codec.F32, n)
+    return codec in DIFFERENCES and 0 < n_differences * encoded_bytes(codec, n) < encoded_bytes(Codec.F32, n)
 
 
 def encoded_block_bytes(codec: Codec, n_elems: int, chunk_bytes: int) -> int:
