@@ -24,7 +24,10 @@ def life_of(pull_wire: str = "int8", **config: Any) -> ClusterBench:
     return life
 
 
-def granted(life: ClusterBench, wire: Codec = Codec.INT8, base: Version | None = Version(1, 5)) -> PullGrant:
+BASE = Version(1, 5)
+
+
+def granted(life: ClusterBench, wire: Codec = Codec.INT8, base: Version | None = BASE) -> PullGrant:
     """BeginPull is answered so; the command that fetches the version."""
     assert life.published is not None
     grant = PullGrant(
