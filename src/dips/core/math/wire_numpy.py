@@ -53,7 +53,7 @@ def keep_residual(codec: Codec, now: F32, base: F32, residual: F32) -> None:
 
 
 def publish(codec: Codec, now: F32, base: F32, residual: U8, payload: U8, next_residual: U8) -> int:
-    """Round a new version to what its readers will hold (docs/algorithm.md, Published versions).
+    """Round a new version to what its readers will hold (docs/algorithm.md, published versions).
 
     now: the outer step's result at the version before, `base`, which readers hold; it becomes base + what payload says.
     payload: the difference; residual, next_residual: what rounding lost until now, and including this version, each
