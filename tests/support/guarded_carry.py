@@ -29,7 +29,7 @@ from dips.core.net.payloads import F32, Memory, bytes_of
 from dips.core.net.transfer import SlaveRequest
 from dips.core.net.zmq_numba import FREED, new_messages
 
-KINDS = ("pull", "push", "parts", "INT8", "BF16")
+KINDS = ("pull", "push", "parts", "INT8", "BF16", "pull INT4")
 """Of transfers. parts: a push of several arrays."""
 
 
@@ -113,7 +113,7 @@ class GuardedTransfers(Transfers):
         wire, into = Wire(), in_guards(np.zeros_like(self._theta))
         carrier = self._guarded_carrier(wire, into)
         transfer, clock = carrier._transfer, SystemClock()
-        slaves = {name: Slave(self._rng, self._theta, self._shares[name]) for name in SLAVES}
+        slaves = {name: Slave(self._rng, self._theta, self._shares[name], self._differences) for name in SLAVES}
         while not (transfer.done or transfer.failure):
             asks = []
             for action in transfer.actions(clock.monotonic_s(), requests=False):
@@ -132,7 +132,7 @@ class GuardedTransfers(Transfers):
                         self.n_answers += 1
                         wire.answer(name, peer, slaves[name].answer(frames, hostile=True))
                     wire.answer(name, peer, slaves[name].answer(frames, hostile=False))
-        assert self._kind != "pull" or not transfer.done or into.tobytes() == self._theta.tobytes()
+        assert not self._pulls or not transfer.done or into.tobytes() == self._theta.tobytes()
         self.n_done += transfer.done
         if isinstance(carrier._loop, PushLoop):
             carrier._loop.close()
