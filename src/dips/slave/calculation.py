@@ -206,22 +206,15 @@ def prepare(
         return bad, checksums.tolist() + checksums_of(middle, last)
 
     def published_step(theta: F32, difference: EncodedShard, first: int, last: int) -> tuple[int, list[int]]:
-        """Chunk by chunk, so that what is rounded is still in the cache."""
+        """Chunk by chunk, so that what is rounded is still in the cache. No block is averaged (check_rounding)."""
         bad, checksums = 0, []
         for i in range(first, last):
-            start, stop = int(chunks[i]), int(chunks[i + 1])
-            here = slice(start, stop)
-            if i < n_trained:
-                found = kernels.outer_step(
-                    theta, memory.momentum, memory.staging, all_slots, weights, body.scale, body.outer_lr,
-                    body.momentum_decay, body.momentum_lookahead, body.gradient_weight, out, memory.next_momentum,
-                    start, stop,
-                )  # fmt: skip
-            else:
-                found = kernels.average_step(
-                    theta, memory.staging, all_slots, weights, body.averaged_share, out, memory.next_momentum, start,
-                    stop,
-                )  # fmt: skip
+            here = slice(int(chunks[i]), int(chunks[i + 1]))
+            found = kernels.outer_step(
+                theta, memory.momentum, memory.staging, all_slots, weights, body.scale, body.outer_lr,
+                body.momentum_decay, body.momentum_lookahead, body.gradient_weight, out, memory.next_momentum,
+                here.start, here.stop,
+            )  # fmt: skip
             rounded = wire_numba.publish(
                 difference.codec, out[here], theta[here], memory.residual.of(i), difference.of(i),
                 memory.next_residual.of(i),
