@@ -26,15 +26,25 @@ from support.slave_wire import RUN, placement_over, push_id
 from dips.core.chunks import Chunk, checksum, shard_digest
 from dips.core.clock import Clock
 from dips.core.errors import RefusalCode
+from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
-from dips.core.math import xxh3_numba
+from dips.core.math import wire_numpy, xxh3_numba
 from dips.core.messages import PlacementSpec, Refusal, SlaveAddress
 from dips.core.net import carry_numba, zmq_numba
 from dips.core.net.carriers import Common, _Carrier, _PullCarrier, _PushCarrier
 from dips.core.net.data_header import DataHeader, DataOp, MissingChunk
-from dips.core.net.payloads import F32, Difference, Differences, Parameters, Payloads, Places, bytes_of
+from dips.core.net.payloads import (
+    F32,
+    Difference,
+    Differences,
+    Parameters,
+    Payloads,
+    Places,
+    PulledDifferences,
+    bytes_of,
+)
 from dips.core.net.transfer import PullTransfer, PushTransfer, SlaveRequest, Transfer, TransferSettings, chunks_by_slave
-from dips.core.wire import Codec
+from dips.core.wire import Codec, encoded_bytes
 
 CHUNK_BYTES = 1024
 LAYOUT = Layout(tuple(Parameter(f"w{i}", (n,), "float32", f"w{i}") for i, n in enumerate((2600, 2300, 2513, 64))), 700)
@@ -44,6 +54,7 @@ SETTINGS = TransferSettings(CHUNK_BYTES, 4, silence_s=0.5, stall_s=1000.0)
 ORDER = tuple(range(len(LAYOUT.blocks)))
 ATTEMPT, EPOCH, CAUSE = 3, 1, "cause"
 PUSH = push_id("a")
+BASE, N_VERSIONS = Version(7, 1), 2
 
 
 class Differs(AssertionError):
@@ -140,10 +151,12 @@ class End:
 
 
 class Slave:
-    """Answers requests rightly or not; it has the same chunks as any other."""
+    """Answers requests rightly or not; it has the same chunks as any other. differences: of each chunk to BASE."""
 
-    def __init__(self, rng: random.Random, theta: F32, chunks: Sequence[Chunk]) -> None:
-        self._rng, self._chunks, self._places = rng, chunks, Places(LAYOUT)
+    def __init__(
+        self, rng: random.Random, theta: F32, chunks: Sequence[Chunk], differences: Mapping[Chunk, bytes] | None = None
+    ) -> None:
+        self._rng, self._chunks, self._places, self._differences = rng, chunks, Places(LAYOUT), differences or {}
         self._bytes, self._has = bytes_of(theta), set[Chunk]()
 
     def answer(self, request: Sequence[bytes], *, hostile: bool) -> list[bytes]:
@@ -179,9 +192,10 @@ class Slave:
         if header.op is DataOp.GET_CHUNK:
             payload = self._bytes[self._places.bytes_at(chunk)].tobytes()
             answer = replace(
-                answer, op=DataOp.CHUNK, length_bytes=len(payload), codec=Codec.F32, checksum=checksum(payload)
+                answer, op=DataOp.CHUNK, length_bytes=len(payload), codec=header.codec, checksum=checksum(payload),
+                base=header.base,
             )  # fmt: skip
-            return [answer.encode(), payload]
+            return [answer.encode(), payload if header.base is None else self._differences[chunk]]
         if header.op is DataOp.PUT_CHUNK:
             self._has.add(chunk)
         missing = tuple(MissingChunk(c.block_id, c.offset_bytes) for c in self._chunks if c not in self._has)
@@ -191,7 +205,7 @@ class Slave:
 
 
 class Transfers:
-    """kind: "push", "pull", or a codec whose differences are pushed."""
+    """kind: "push", "pull", a codec whose differences are pushed, or "pull " and one whose differences are pulled."""
 
     def __init__(self, kind: str, seed: int, instead: Mapping[Any, Callable[..., Any]] | None = None) -> None:
         """instead: as of Twins, to see that it is found out."""
@@ -202,6 +216,23 @@ class Transfers:
         spec = PlacementSpec(tuple(SlaveAddress(name, "tcp://x") for name in SLAVES), placement.slave_of_block, b"")
         self.n_answers = self.n_done = 0
         self._shares, self._places = chunks_by_slave(LAYOUT, spec, ORDER, CHUNK_BYTES), Places(LAYOUT)
+        self._pulls = kind.startswith("pull")
+        self._pulled = Codec[kind.split()[1]] if kind not in ("pull", "push") and self._pulls else None
+        self._differences: dict[Chunk, bytes] = {}
+        if self._pulled is not None:
+            self._publish(self._pulled, numbers)
+
+    def _publish(self, codec: Codec, numbers: np.random.Generator) -> None:
+        """Make theta what N_VERSIONS differences lead to."""
+        self._theta[:] = self._base
+        for chunk in (chunk for share in self._shares.values() for chunk in share):
+            now = self._theta[self._places.elems_at(chunk)]
+            for _ in range(N_VERSIONS):
+                step = numbers.standard_normal(len(now)).astype(np.float32)
+                payload = np.empty(encoded_bytes(codec, len(now)), np.uint8)
+                wire_numpy.encode(codec, now + step, now, None, payload)
+                wire_numpy.decode(codec, now.copy(), payload, now)
+                self._differences[chunk] = self._differences.get(chunk, b"") + payload.tobytes()
 
     def run(self, n_hostile: int) -> None:
         """Answer n_hostile times with hostile bytes most often, then rightly until the end. Raises Differs, and what
@@ -215,7 +246,7 @@ class Transfers:
             twin = End(lambda links: self._carrier(links, time, into[1], compiled=True), sockets, time)
             if isinstance(twin.carrier._loop, carry_numba.PushLoop):
                 memory.add(twin.carrier._loop._links.handed)
-            slaves = {name: Slave(self._rng, self._theta, self._shares[name]) for name in SLAVES}
+            slaves = {name: Slave(self._rng, self._theta, self._shares[name], self._differences) for name in SLAVES}
             asked: list[tuple[str, list[bytes]]] = []
             n_answers = 0
             for _ in range(100 * n_hostile + 10_000):
@@ -245,7 +276,7 @@ class Transfers:
                 place = self._places.bytes_at(chunk)  # others may hold bytes whose checksum was wrong
                 if is_there and bytes_of(into[0])[place].tobytes() != bytes_of(into[1])[place].tobytes():
                     raise Differs(f"other bytes landed: {chunk}")
-            if self._kind == "pull" and plain.transfer.done and into[1].tobytes() != self._theta.tobytes():
+            if self._pulls and plain.transfer.done and into[1].tobytes() != self._theta.tobytes():
                 raise Differs("a pull ended with wrong bytes")
             self.n_answers += n_answers
             self.n_done += plain.transfer.done
@@ -275,13 +306,20 @@ class Transfers:
     def _carrier(self, links: Any, time: Clock, into: F32, *, compiled: bool) -> _Carrier:
         common = Common(RUN, EPOCH, CAUSE, LAYOUT, SETTINGS)
         arrays, now_s, loop = compiled, time.monotonic_s(), None
-        if self._kind == "pull":
+        if self._pulls:
             digests = {name: self._digest(name) for name in SLAVES}
             pull = PullTransfer(self._shares, digests, SETTINGS, now_s, arrays=arrays)
+            differences = None
+            if self._pulled is not None:
+                differences = PulledDifferences(self._pulled, BASE, self._base, N_VERSIONS)
             if compiled:
-                texts = carry_numba.texts_of(RUN, V0, CAUSE)
-                loop = carry_numba.PullLoop(pull, links, EPOCH, texts, self._places, bytes_of(into), momentum=False)
-            return _PullCarrier(common, links, pull, time, V0, into, self._places, loop, momentum=False)
+                texts = carry_numba.texts_of(RUN, V0, CAUSE, None if differences is None else BASE)
+                loop = carry_numba.PullLoop(
+                    pull, links, EPOCH, texts, self._places, bytes_of(into), momentum=False, differences=differences
+                )
+            return _PullCarrier(
+                common, links, pull, time, V0, into, self._places, loop, momentum=False, differences=differences
+            )
         payloads: Payloads = Parameters(self._theta, self._places)
         if self._kind != "push":
             difference = Difference(self._base, None)
@@ -331,5 +369,5 @@ def answer_hostile(seed: int, n_transfers: int) -> None:
     """So many transfers of each kind, each with a seed of its own."""
     logging.disable(logging.CRITICAL)
     for number in range(n_transfers):
-        for kind in ("pull", "push", "INT8"):
+        for kind in ("pull", "push", "INT8", "pull INT4"):
             Transfers(kind, seed + number).run(n_hostile=100)

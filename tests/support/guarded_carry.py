@@ -23,13 +23,13 @@ from dips.core.clock import SystemClock
 from dips.core.math.simd_numba import address
 from dips.core.net import carry_numba, zmq_numba
 from dips.core.net.carriers import _Carrier, _PushCarrier
-from dips.core.net.carry_numba import Loop, PullLoop, PushLoop
+from dips.core.net.carry_numba import Loop, PushLoop
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.payloads import F32, Memory, bytes_of
 from dips.core.net.transfer import SlaveRequest
 from dips.core.net.zmq_numba import FREED, new_messages
 
-KINDS = ("pull", "push", "parts", "INT8", "BF16")
+KINDS = ("pull", "push", "parts", "INT8", "BF16", "pull INT4")
 """Of transfers. parts: a push of several arrays."""
 
 
@@ -113,7 +113,7 @@ class GuardedTransfers(Transfers):
         wire, into = Wire(), in_guards(np.zeros_like(self._theta))
         carrier = self._guarded_carrier(wire, into)
         transfer, clock = carrier._transfer, SystemClock()
-        slaves = {name: Slave(self._rng, self._theta, self._shares[name]) for name in SLAVES}
+        slaves = {name: Slave(self._rng, self._theta, self._shares[name], self._differences) for name in SLAVES}
         while not (transfer.done or transfer.failure):
             asks = []
             for action in transfer.actions(clock.monotonic_s(), requests=False):
@@ -132,7 +132,7 @@ class GuardedTransfers(Transfers):
                         self.n_answers += 1
                         wire.answer(name, peer, slaves[name].answer(frames, hostile=True))
                     wire.answer(name, peer, slaves[name].answer(frames, hostile=False))
-        assert self._kind != "pull" or not transfer.done or into.tobytes() == self._theta.tobytes()
+        assert not self._pulls or not transfer.done or into.tobytes() == self._theta.tobytes()
         self.n_done += transfer.done
         if isinstance(carrier._loop, PushLoop):
             carrier._loop.close()
@@ -145,11 +145,9 @@ class GuardedTransfers(Transfers):
         self._kind, loop = kind, carrier._loop
         assert isinstance(loop, Loop)
         carrier._transfer.columns = loop._columns = _all_in_guards(loop._columns)
-        for name in ("_links", "_scratch", "_numbers", "_texts", "_held", "_source"):
+        for name in ("_links", "_scratch", "_numbers", "_texts", "_held", "_source", "_landing"):
             if hasattr(loop, name):
                 setattr(loop, name, _all_in_guards(getattr(loop, name)))
-        if isinstance(loop, PullLoop):
-            loop._into = in_guards(loop._into)
         if kind == "parts":
             assert isinstance(loop, PushLoop)
             assert isinstance(carrier, _PushCarrier)

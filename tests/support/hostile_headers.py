@@ -33,6 +33,7 @@ def some_header(rng: random.Random) -> DataHeader:
         Version(number(64), number(64)) if with_version else None, number(32), number(62), number(62),
         rng.choice(list(Codec)), number(64), text(60), None, (), rng.random() < 0.5, number(32),
         rng.choice((PROTOCOL_VERSION, number(32))), rng.random() < 0.2,
+        Version(number(64), number(64)) if rng.random() < 0.3 else None,
     )  # fmt: skip
 
 

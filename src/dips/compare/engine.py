@@ -290,6 +290,14 @@ class _ServersRun:
 
     # ---- the end ----
 
+    def _moved_bytes(self) -> dict[str, int]:
+        links, clusters = self._course.net.links, frozenset(self._setup.cluster_names)
+        assert links is not None, "a comparison has links"
+        ways = {"push": 0, "pull": 0}
+        for (source, _), n_bytes in links.sent_bytes.items():
+            ways["push" if source in clusters else "pull"] += n_bytes
+        return ways
+
     def _record(self) -> RunRecord:
         setup, tally, hopeless = self._setup, self._tally, self._hopeless()
         if hopeless:
@@ -314,6 +322,7 @@ class _ServersRun:
                 name: max(0.0, present_s[name] - trained_s + begun[name][1])
                 for name, (_, trained_s) in self._at_end.items()
             },
+            moved_bytes=self._moved_bytes(),
         )  # fmt: skip
 
 

@@ -59,6 +59,14 @@ def _written(name: str, wire_dtype: str, times: str) -> Method:
     return Method(name, f"Di-PS, pushes in {wire_dtype}", about, "servers", {}, wire_dtype)
 
 
+def _published(name: str, pull_wire: str, times: str) -> Method:
+    """The default method with pulls in another wire type."""
+    about = (
+        f"as dips; pulls are differences in {pull_wire}, whose rounding slaves feed back, {times} as long as float32"
+    )
+    return Method(name, f"Di-PS, pulls in {pull_wire}", about, "servers", {"pull_wire": pull_wire})
+
+
 _NO_PENALTY: Mapping[str, Setting] = {
     "detector": "off",
     "participation_scaling": False,
@@ -216,6 +224,17 @@ _METHODS = (
     _written("dips-bf16", "bfloat16", "half"),
     _written("dips-int8", "int8", "0.27 times"),
     _written("dips-int4", "int4", "0.14 times"),
+    _published("dips-pull-bf16", "bfloat16", "half"),
+    _published("dips-pull-int8", "int8", "0.27 times"),
+    _published("dips-pull-int4", "int4", "0.14 times"),
+    Method(
+        "dips-both-int4",
+        "Di-PS, pushes and pulls in int4",
+        "as dips; both directions as in dips-int4 and dips-pull-int4",
+        "servers",
+        {"pull_wire": "int4"},
+        "int4",
+    ),
 )
 
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _METHODS})

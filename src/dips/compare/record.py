@@ -111,6 +111,9 @@ class RunRecord:
     cluster_steps: dict[str, int] = field(default_factory=dict)
     # Virtual seconds in which a cluster did not train, from the first version to the end.
     waited_s: dict[str, float] = field(default_factory=dict)
+    # Of all clusters, by direction ("push", "pull"): the bytes that left for the slaves, and for the clusters, for a
+    # model of the size that is trained.
+    moved_bytes: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and None; a number that is not finite is None."""

@@ -133,6 +133,9 @@ class Settings:
     memory_files: str = "none"
     # how much of the steps made during an exchange is kept when the pulled version is installed
     overlap_share: float = 1.0
+    # "float32", or what published versions are rounded to, as differences to the version before: "bfloat16", "int8" or
+    # "int4"
+    pull_wire: str = "float32"
 
 
 # ---- data.proto ----
@@ -326,6 +329,7 @@ class BeginPullRequest:
     at_least: Version | None = None
     exact: bool = False  # readers: this very version, or VERSION_GONE
     curve_key: bytes = b""  # readers: as in JoinRequest; a cluster's is known from its Join
+    base: Version | None = None  # to which it would take differences; absent: it needs parameters
 
 
 @dataclass(frozen=True)
@@ -344,6 +348,8 @@ class PullGrant:
     chunk_bytes: int
     epoch: int
     run_id: str
+    wire: Codec = Codec.F32  # how to fetch it: parameters, or differences to `base`
+    base: Version | None = None  # the request's, where it is fetched as differences
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import FLOAT32_BYTES, Block, Layout
 from dips.core.math.outer_numpy import n_pieces
+from dips.core.wire import DIFFERENCES, RESIDUAL_CODEC, WIRE_DTYPES, encoded_block_bytes
 
 BYTES_PER_ELEM_FIXED = 20
 """theta v, v-1 and v+1, momentum v and v+1, float32 each (docs/architecture.md, memory of a slave)."""
@@ -82,16 +83,43 @@ def table_bytes_needed(n_pieces: int, n_chunks: int, staging_slots: int, pins: i
     return n_pieces * of_piece + n_chunks * of_chunk
 
 
+def difference_bytes_needed(block_elems: int, chunk_bytes: int, pins: int, pull_wire: str) -> int:
+    """Memory of a slave for a block's differences, which lead to v, v-1, v+1 and pinned versions, and for the residuals
+    of v and v+1 (pull_wire: one of WIRE_DTYPES)."""
+    codec = WIRE_DTYPES[pull_wire]
+    if codec not in DIFFERENCES:
+        return 0
+    of_version = encoded_block_bytes(codec, block_elems, chunk_bytes)
+    return (3 + pins) * of_version + 2 * encoded_block_bytes(RESIDUAL_CODEC, block_elems, chunk_bytes)
+
+
+def check_rounding(blocks: Iterable[Block], pull_wire: str) -> None:
+    """Raises Refused(CONFIG) where published versions are rounded (pull_wire: one of WIRE_DTYPES) and a block holds
+    averaged buffers."""
+    if WIRE_DTYPES[pull_wire] in DIFFERENCES and any(block.averaged for block in blocks):
+        raise Refused(
+            RefusalCode.CONFIG,
+            f"the run's pull_wire is {pull_wire!r}, whose rounding could make a running variance negative, and the "
+            "model has averaged buffers: leave the master's pull_wire out, or the clusters' buffers=\"average\"",
+        )
+
+
 def shard_bytes_needed(
-    blocks_elems: Iterable[int], chunk_bytes: int, staging_slots: int, pins: int, files: str = "none"
+    blocks_elems: Iterable[int],
+    chunk_bytes: int,
+    staging_slots: int,
+    pins: int,
+    files: str = "none",
+    pull_wire: str = "float32",
 ) -> int:
     """The memory_bytes that a slave with blocks of these numbers of elements needs."""
-    n_elems = pieces = chunks = 0
+    n_elems = pieces = chunks = differences = 0
     for elems in blocks_elems:
         n_elems += elems
         pieces += n_pieces(elems)
         chunks += -(-elems * FLOAT32_BYTES // chunk_bytes)
-    arrays = memory_bytes_needed(n_elems, staging_slots, pins, files)
+        differences += difference_bytes_needed(elems, chunk_bytes, pins, pull_wire)
+    arrays = memory_bytes_needed(n_elems, staging_slots, pins, files) + differences
     return arrays + table_bytes_needed(pieces, chunks, staging_slots, pins)
 
 
@@ -102,6 +130,7 @@ def place(
     pins: int,
     chunk_bytes: int,
     files: str = "none",
+    pull_wire: str = "float32",
 ) -> Placement:
     """Assign the blocks to the slaves, largest first, each to the slave with the most free elements left.
 
@@ -115,10 +144,11 @@ def place(
     used = [0] * len(slaves)
     slave_of_block = [0] * len(layout.blocks)
     for block in sorted(layout.blocks, key=lambda b: (-b.n_elems, b.block_id)):
-        needed = shard_bytes_needed([block.n_elems], chunk_bytes, staging_slots, pins, files)
+        needed = shard_bytes_needed([block.n_elems], chunk_bytes, staging_slots, pins, files, pull_wire)
         room = [i for i in range(len(slaves)) if free_bytes[i] >= needed]
         if not room:
-            whole = shard_bytes_needed((b.n_elems for b in layout.blocks), chunk_bytes, staging_slots, pins, files)
+            sizes = (b.n_elems for b in layout.blocks)
+            whole = shard_bytes_needed(sizes, chunk_bytes, staging_slots, pins, files, pull_wire)
             raise Refused(RefusalCode.MEMORY, _too_big(layout, whole, sum(n for _, n in memory_bytes), len(slaves)))
         best = min(room, key=lambda i: (used[i] / capacity[i], i))
         slave_of_block[block.block_id] = best
@@ -198,6 +228,7 @@ def redeal(
     pins: int,
     chunk_bytes: int,
     files: str = "none",
+    pull_wire: str = "float32",
 ) -> Placement:
     """The placement on these slaves, each with its stated memory, that moves few blocks and spreads them evenly.
 
@@ -211,7 +242,8 @@ def redeal(
     loads = {slave: _SlaveLoad(slave, stated) for slave, stated in sorted(memory_bytes)}
     unplaced: list[Need] = []
     for block in layout.blocks:
-        need = (shard_bytes_needed([block.n_elems], chunk_bytes, staging_slots, pins, files), block.block_id)
+        needed = shard_bytes_needed([block.n_elems], chunk_bytes, staging_slots, pins, files, pull_wire)
+        need = (needed, block.block_id)
         load = loads.get(before.slaves[before.slave_of_block[block.block_id]])
         if load is not None:
             load.put(need)

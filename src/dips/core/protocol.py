@@ -26,8 +26,17 @@ def codec_capability(codec: Codec) -> str:
 RANKS = "ranks"
 """The capability of a master and a slave that know a cluster whose ranks each send and fetch a part of a transfer."""
 
+PULL_DIFFERENCES = "pull-differences"
+"""The capability of a slave that rounds the versions of a run with pull_wire, and serves their differences."""
+
 CAPABILITIES: frozenset[str] = frozenset(
-    {"resume-chunks", RANKS, codec_capability(Codec.F32), *(codec_capability(codec) for codec in DIFFERENCES)}
+    {
+        "resume-chunks",
+        RANKS,
+        PULL_DIFFERENCES,
+        codec_capability(Codec.F32),
+        *(codec_capability(codec) for codec in DIFFERENCES),
+    }
 )
 """What this build can do beyond the bare protocol; peers use the intersection."""
 

@@ -256,6 +256,7 @@ def sizes_for(
                 max_clusters=master.max_clusters,
                 pinned_versions=master.pinned_versions,
                 memory_files=master.memory_files,
+                pull_wire=master.pull_wire,
                 snapshots_kept=slave.snapshots_kept,
                 chunk_bytes=master.chunk_bytes,
                 archive_bytes=master.archive_bytes,

@@ -244,5 +244,6 @@ def _table(deployment: Deployment, link_bits_per_s: float) -> SizeTable:
             slaves=deployment.run.slaves,
             link=link_bits_per_s,
             wire=str(deployment.tables["worker"].get("wire_dtype", "float32")),
+            pull_wire=str(deployment.tables["master"].get("pull_wire", "float32")),
         )
     )

@@ -183,7 +183,8 @@ class LocalDoctor:
             return
         plan = self._plan
         fair = math.ceil(self._params / len(plan.slaves))
-        least = shard_bytes_needed([fair], plan.master.chunk_bytes, plan.master.max_clusters, 0)
+        master = plan.master
+        least = shard_bytes_needed([fair], master.chunk_bytes, master.max_clusters, 0, pull_wire=master.pull_wire)
         enough = self._sizes.whole("slave_memory_bytes")
         for slave in plan.slaves:
             yield _judge_shard(slave.slave_id, slave.memory_bytes, least, enough, self._params)
@@ -250,6 +251,7 @@ def _sizes(plan: RunPlan, params: int) -> SizeTable:
             max_clusters=max(master.max_clusters, clusters),
             pinned_versions=master.pinned_versions,
             memory_files=master.memory_files,
+            pull_wire=master.pull_wire,
             snapshots_kept=slave.snapshots_kept,
             chunk_bytes=master.chunk_bytes,
             archive_bytes=master.archive_bytes,

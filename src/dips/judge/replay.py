@@ -22,15 +22,17 @@ from safetensors.numpy import load_file
 from dips.core.chunks import digest_of_array
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import SlaveId
-from dips.core.layout import Block, layout_from_json
-from dips.core.math import outer_numpy
+from dips.core.layout import FLOAT32_BYTES, Block, layout_from_json
+from dips.core.math import outer_numpy, wire_numpy
 from dips.core.placement import Placement
+from dips.core.wire import DIFFERENCES, RESIDUAL_CODEC, Codec, encoded_bytes
 from dips.judge.facts import MERGES, Decision, Pair, decision_of, pair, say_round, say_version, short
 from dips.judge.judgement import near
 from dips.judge.records import RunRecords
 from dips.slave.push_evidence import FORMAT, checksum
 
 F32 = NDArray[np.float32]
+U8 = NDArray[np.uint8]
 
 WITHOUT_CHECKSUMS = "dips-round-2"
 """The format that an older release wrote, without checksums."""
@@ -80,10 +82,12 @@ class Replayed:
 
 @dataclass(frozen=True)
 class _State:
-    """A shard of one version: theta and momentum, both (n,) float32."""
+    """A shard of one version: theta and momentum, both (n,) float32; and what rounding lost of it, of each chunk as
+    slaves keep it, none where nothing was lost."""
 
     theta: F32
     momentum: F32
+    residual: tuple[U8, ...] = ()
 
 
 def replay_run(run_dir: Path, records: RunRecords) -> Replayed:
@@ -200,7 +204,8 @@ def _move_all(
             start += block.n_elems
     for slave in places.now.slaves:
         mine = [parts[block.block_id] for block in places.blocks(slave)]
-        moved = _State(*(np.concatenate(arrays) for arrays in zip(*mine, strict=True)))
+        theta, momentum = (np.concatenate(arrays) for arrays in zip(*mine, strict=True))
+        moved = _State(theta, momentum)
         kept.setdefault(slave, {})[made.version] = moved
         name = f"version {say_version(made.version)} on slave {slave}"
         _compare(made, slave, moved, places.blocks(slave), chunk_bytes, name, result)
@@ -241,7 +246,7 @@ def _replay_one(
     rows = np.stack([_push(folders[slave] / str(item["file"]), item.get("xxh3_128")) for item in recorded["accepted"]])
     if base is not None and made.judgement is not None:
         measured.add(base.theta, rows, blocks)
-    after = _step(rows, recorded, base, n_trained)
+    after = _step(rows, recorded, base, blocks)
     kept[made.version] = after
     _forget_old(kept)
     _same_pushes(made, recorded, name, result)
@@ -386,9 +391,9 @@ def _other_numbers(made: Decision, recorded: Mapping[str, Any], name: str, is_av
     return wrong + ([f"{name} was made with {'; '.join(other)} as {made} says"] if other else [])
 
 
-def _step(rows: F32, recorded: Mapping[str, Any], before: _State | None, n_trained: int) -> _State:
-    """Compute one outer step, as the slave did; elements from n_trained on are averaged."""
-    n = rows.shape[1]
+def _step(rows: F32, recorded: Mapping[str, Any], before: _State | None, blocks: Sequence[Block]) -> _State:
+    """Compute one outer step, as the slave did."""
+    n, n_trained = rows.shape[1], sum(block.n_elems for block in blocks if not block.averaged)
     theta, momentum = np.empty(n, np.float32), np.empty(n, np.float32)
     if before is None:
         outer_numpy.seed_step(rows, 0, theta, momentum, 0, n)
@@ -404,7 +409,26 @@ def _step(rows: F32, recorded: Mapping[str, Any], before: _State | None, n_train
     if n_trained < n:
         share = float(recorded["averaged_share"])
         outer_numpy.average_step(before.theta, rows, slots, weights, share, theta, momentum, n_trained, n)
-    return _State(theta, momentum)
+    codec = Codec[str(recorded.get("pull_wire", Codec.F32.name))]
+    if codec not in DIFFERENCES:
+        return _State(theta, momentum)
+    return _State(theta, momentum, _publish(codec, theta, before, blocks, int(recorded["chunk_bytes"])))
+
+
+def _publish(codec: Codec, theta: F32, before: _State, blocks: Sequence[Block], chunk_bytes: int) -> tuple[U8, ...]:
+    """Round the step's result, in place, to what readers of the version hold; what that lost, of each chunk."""
+    lost: list[U8] = []
+    start = 0
+    for block in blocks:
+        for offset in range(0, block.n_bytes, chunk_bytes):
+            stop = start + min(chunk_bytes, block.n_bytes - offset) // FLOAT32_BYTES
+            n_bytes = encoded_bytes(RESIDUAL_CODEC, stop - start)
+            old = before.residual[len(lost)] if before.residual else np.zeros(n_bytes, np.uint8)
+            payload, new = np.empty(encoded_bytes(codec, stop - start), np.uint8), np.empty(n_bytes, np.uint8)
+            wire_numpy.publish(codec, theta[start:stop], before.theta[start:stop], old, payload, new)
+            lost.append(new)
+            start = stop
+    return tuple(lost)
 
 
 def _push(path: Path, said: str | None) -> F32:
@@ -434,4 +458,8 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"recorded round {path} is not of this release: it should say {FORMAT}")
     if raw["format"] == FORMAT and raw.get("xxh3_128") != checksum(raw):
         raise ConfigError(f"recorded round {path} is not what was written: its checksum differs; restore it")
+    if str(raw.get("pull_wire", Codec.F32.name)) not in Codec.__members__:
+        raise ConfigError(
+            f"recorded round {path} was published as {raw['pull_wire']}, which this release does not know"
+        )
     return raw

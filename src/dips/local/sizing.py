@@ -23,7 +23,7 @@ from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.placement import KEPT_PRODUCTS
 from dips.core.protocol import MAX_RANKS
 from dips.core.units import BitsPerSecond, Bytes, Count
-from dips.core.wire import DIFFERENCES, SCALE_BLOCK_ELEMS, WIRE_DTYPES, encoded_bytes
+from dips.core.wire import DIFFERENCES, RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, WIRE_DTYPES, Codec, encoded_bytes
 from dips.sim.scale.scenario import BytesPerSecond
 
 # ---- formula ---------------------------------------------------------------------------------------------------------
@@ -132,6 +132,9 @@ class SizeKnobs(Knobs):
     slave_link: Rate | None = Field(None, description="Network card of one slave, each way (default: as --link)")
     wire: Annotated[str, BeforeValidator(_wire)] = Field(
         "float32", description="How pushes are written: float32 (fp32), bfloat16 (bf16), int8 or int4"
+    )
+    pull_wire: Annotated[str, BeforeValidator(_wire)] = Field(
+        "float32", description="How pulls are written, as the master's: float32, bfloat16, int8 or int4"
     )
     keys: bool = Field(True, description="Whether the data flow is encrypted")
     sync_every: int = Field(64, ge=1, le=1_000_000, description="H: inner steps between two pushes")
@@ -263,14 +266,21 @@ def _inputs(knobs: SizeKnobs) -> Mapping[str, float]:
         "slave_ram": knobs.slave_ram or 0,
         "slave_link": knobs.slave_link or knobs.link,
         "tokens_per_s": knobs.tokens_per_s or PAPER_TOKENS_PER_S * PAPER_PARAMS / knobs.params,
-        # Bytes of one parameter in a push, scales included.
-        "wire_bytes": encoded_bytes(WIRE_DTYPES[knobs.wire], SCALE_BLOCK_ELEMS) / SCALE_BLOCK_ELEMS,
+        # Bytes of one parameter in a push, in a pull, and of what a slave keeps of a pull's rounding.
+        "wire_bytes": _bytes_of_param(WIRE_DTYPES[knobs.wire]),
+        "pull_wire_bytes": _bytes_of_param(WIRE_DTYPES[knobs.pull_wire]),
+        "lost_bytes": _bytes_of_param(RESIDUAL_CODEC),
         "residual_bytes": 4 if WIRE_DTYPES[knobs.wire] in DIFFERENCES else 0,
         "pairs": slots * (slots + 1) // 2,
         "products": min(slots * (slots - 1) // 2, KEPT_PRODUCTS),
         "block_params": DEFAULT_BLOCK_ELEMS,
         "piece_params": PIECE_ELEMS,
     }
+
+
+def _bytes_of_param(codec: Codec) -> float:
+    """Bytes of one parameter in this codec, scales included."""
+    return encoded_bytes(codec, SCALE_BLOCK_ELEMS) / SCALE_BLOCK_ELEMS
 
 
 _OF_PARAM = {
@@ -281,6 +291,21 @@ _OF_PARAM = {
 """A slave's own memory for each parameter, by memory_files; _IN_FILES: what is in files."""
 
 _IN_FILES = {"stagings": "4 * slots", "versions": "12 + 4 * slots + 4 * pinned_versions"}
+
+
+_OF_DIFFERENCES = " + (3 + pinned_versions) * pull_wire_bytes + 2 * lost_bytes"
+"""What pull_wire adds: the differences that lead to v, v-1, v+1 and pins, and what rounding lost of v and v+1."""
+
+
+_OF_DIFFERENCES_NO_PINS = " + 3 * pull_wire_bytes + 2 * lost_bytes"
+
+
+def _rounds(knobs: SizeKnobs) -> bool:
+    return WIRE_DTYPES[knobs.pull_wire] in DIFFERENCES
+
+
+def _own_of_param(knobs: SizeKnobs, files: str) -> str:
+    return _OF_PARAM[files] + (_OF_DIFFERENCES if _rounds(knobs) else "")
 
 
 def _slave(knobs: SizeKnobs) -> Iterator[SizeRow]:
@@ -305,7 +330,7 @@ def _slave(knobs: SizeKnobs) -> Iterator[SizeRow]:
         "slave_memory_bytes",
         "memory_bytes of a slave",
         "bytes",
-        f"1.01 * (shard_params * ({_OF_PARAM[knobs.memory_files]}) + tables_bytes) + MiB",
+        f"1.01 * (shard_params * ({_own_of_param(knobs, knobs.memory_files)}) + tables_bytes) + MiB",
         "the setting; 1 % for blocks that end short where a layer ends",
     )
     yield (
@@ -319,7 +344,7 @@ def _slave(knobs: SizeKnobs) -> Iterator[SizeRow]:
         "slave_ring_bytes",
         "snapshots on a slave's disk",
         "bytes",
-        "(snapshots_kept + 1) * (8 * shard_params + 4096)",
+        f"(snapshots_kept + 1) * ({'(8 + lost_bytes)' if _rounds(knobs) else '8'} * shard_params + 4096)",
         "claimed when the model is known; without record_pushes",
     )
     if knobs.memory_files != "none":
@@ -348,14 +373,16 @@ def _host(knobs: SizeKnobs) -> Iterator[SizeRow]:
     room = "slave_ram - 347 * MiB - 1.01 * tables_bytes"
     of_slot = "4.04 * shard_params + 128 * chunk_bytes"
     for suffix, pins, about in (("", " + 4 * pinned_versions", "with these pins"), ("_no_pins", "", "without pins")):
+        differences = (_OF_DIFFERENCES if pins else _OF_DIFFERENCES_NO_PINS) if _rounds(knobs) else ""
         yield (
             f"slots_held{suffix}",
             f"staging slots in slave_ram (memory_files none), {about}",
             "",
-            f"max(0, floor(({room} - 1.01 * shard_params * (20{pins})) / ({of_slot})))",
+            f"max(0, floor(({room} - 1.01 * shard_params * (20{pins}{differences})) / ({of_slot})))",
             "as many clusters, durability sync or async",
         )
-    for files, of_param in _OF_PARAM.items():
+    for files in _OF_PARAM:
+        of_param = _own_of_param(knobs, files)
         hot = {"none": "", "stagings": "", "versions": " + 4"}[files]
         yield (
             f"slaves_{files}",
@@ -454,7 +481,11 @@ def _ranks(vectors: int) -> Iterator[SizeRow]:
 
 def _transfers(knobs: SizeKnobs) -> Iterator[SizeRow]:
     yield "push_bytes", "bytes of one push", "bytes", "params * wire_bytes", ""
-    yield "pull_bytes", "bytes of one pull", "bytes", "params * 4", "parameters travel back as float32"
+    if _rounds(knobs):
+        note = "the difference to the version before; who joined, or is three versions behind, gets parameters"
+        yield "pull_bytes", "bytes of one pull", "bytes", "params * pull_wire_bytes", note
+    else:
+        yield "pull_bytes", "bytes of one pull", "bytes", "params * 4", "parameters travel back as float32"
     crypto = ", 8 * crypto_rate" if knobs.keys else ""
     disk = ", 8 * disk_rate" if knobs.memory_files != "none" else ""
     yield (

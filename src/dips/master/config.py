@@ -151,6 +151,11 @@ class MasterConfig(MetricsKnobs):
         description="What slaves keep in files on their disk, mapped, in place of memory of their own; stagings: the "
         "pushes, 4 bytes a parameter and cluster; versions: these and the parameters of all versions",
     )
+    pull_wire: Literal["float32", "bfloat16", "int8", "int4"] = Field(
+        "float32",
+        description="What published versions are rounded to, so that clusters pull fewer bytes: differences to the "
+        "version before; slaves keep what rounding loses, for the next version",
+    )
     max_message_bytes: Bytes = Field(64 << 20, description="Largest control message that is accepted")
 
     preset: str = Field(
@@ -283,6 +288,7 @@ class MasterConfig(MetricsKnobs):
             preset=self.preset,
             durability=self.durability,
             memory_files=self.memory_files,
+            pull_wire=self.pull_wire,
             max_message_bytes=self.max_message_bytes,
             ticket_ttl_s=self.times()["ticket_ttl_s"],
             round_timeout_s=self.round_timeout_s,

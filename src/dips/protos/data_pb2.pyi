@@ -42,7 +42,7 @@ CODEC_INT8: Codec
 CODEC_INT4: Codec
 
 class DataHeader(_message.Message):
-    __slots__ = ("protocol", "run_id", "epoch", "op", "push", "attempt", "version", "block", "offset_bytes", "length_bytes", "codec", "checksum", "request", "cause_id", "refusal", "missing", "complete", "credit", "momentum", "header_checksum")
+    __slots__ = ("protocol", "run_id", "epoch", "op", "push", "attempt", "version", "block", "offset_bytes", "length_bytes", "codec", "checksum", "request", "cause_id", "refusal", "missing", "complete", "credit", "momentum", "base", "header_checksum")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class DataHeader(_message.Message):
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     MOMENTUM_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     HEADER_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     run_id: str
@@ -82,8 +83,9 @@ class DataHeader(_message.Message):
     complete: bool
     credit: int
     momentum: bool
+    base: _common_pb2.Version
     header_checksum: int
-    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., op: _Optional[_Union[DataOp, str]] = ..., push: _Optional[_Union[_common_pb2.PushId, _Mapping]] = ..., attempt: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., block: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., length_bytes: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., checksum: _Optional[int] = ..., request: _Optional[int] = ..., cause_id: _Optional[str] = ..., refusal: _Optional[_Union[_common_pb2.Refusal, _Mapping]] = ..., missing: _Optional[_Iterable[_Union[MissingChunk, _Mapping]]] = ..., complete: _Optional[bool] = ..., credit: _Optional[int] = ..., momentum: _Optional[bool] = ..., header_checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., op: _Optional[_Union[DataOp, str]] = ..., push: _Optional[_Union[_common_pb2.PushId, _Mapping]] = ..., attempt: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., block: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., length_bytes: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., checksum: _Optional[int] = ..., request: _Optional[int] = ..., cause_id: _Optional[str] = ..., refusal: _Optional[_Union[_common_pb2.Refusal, _Mapping]] = ..., missing: _Optional[_Iterable[_Union[MissingChunk, _Mapping]]] = ..., complete: _Optional[bool] = ..., credit: _Optional[int] = ..., momentum: _Optional[bool] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., header_checksum: _Optional[int] = ...) -> None: ...
 
 class MissingChunk(_message.Message):
     __slots__ = ("block", "offset_bytes")

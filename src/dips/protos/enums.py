@@ -35,7 +35,7 @@ class RefusalCode(IntEnum):
     DISK = 21  # "the disk of a slave is full or fails"
     DIGEST = 22  # "what arrived is not what was sent"
     UNKNOWN_NAME = 23  # "no cluster or slave of this name"
-    BASE_GONE = 24  # "the version that the differences refer to is not here: send parameters"
+    BASE_GONE = 24  # "the base of the differences, or they themselves, are not here: move parameters"
     KEY = 25  # "the data key is missing, of the wrong length, another's, or not on the list"
     IDENTITY = 26  # "your certificate does not allow this: wrong role or name, revoked, expired"
     FROZEN = 27  # "what your model holds and does not train differs from the run's"

@@ -7,7 +7,7 @@ clusters train. Nothing else in the simulator depends on which of them a run has
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from dips.core.wire import Codec
 from dips.worker.state.effects import Install
 
 F32 = NDArray[np.float32]
+U8 = NDArray[np.uint8]
 
 Key = tuple[int, int]
 """(block id, offset in bytes): which chunk."""
@@ -32,6 +33,15 @@ Never changed once it is handed on."""
 
 Part = Any
 """All chunks of one slave, theta or momentum: a tuple of integers, or one float32 array. Never changed once made."""
+
+
+class Stepped(NamedTuple):
+    """What an outer step makes."""
+
+    theta: Part  # what readers of the version hold
+    momentum: Part
+    residual: Part = None  # what rounding lost; None where the run's pull_wire is float32
+    difference: Part = None  # of theta to that of the version before; None there, and of a seed
 
 
 class ModelVector(Protocol):
@@ -63,6 +73,10 @@ class ClusterModel(Protocol):
 
     def sent(self, wire: Codec) -> ModelVector:
         """The vector that a push sends, in this form."""
+        ...
+
+    def installed(self) -> ModelVector:
+        """theta_base, to which a pull may fetch differences."""
         ...
 
     def keep_residual(self, wire: Codec) -> None:
@@ -103,14 +117,18 @@ class ShardArithmetic(Protocol):
         """As Measured.directions, at theta of `version`; empty: not measured."""
         ...
 
-    def prepare(self, before: tuple[Part, Part] | None, slots: Sequence[int], body: Prepare) -> tuple[Part, Part]:
-        """theta and momentum of the next version; before: those of the current one, None for the seed.
+    def prepare(self, before: Stepped | None, slots: Sequence[int], body: Prepare) -> Stepped:
+        """The next version; before: the current one, None for the seed.
 
         Raises Refused(NONFINITE) when an element would be NaN or infinite.
         """
         ...
 
     def chunk(self, theta: Part, index: int) -> Value: ...
+
+    def written(self, difference: Part, index: int) -> Value:
+        """A chunk of a version's difference."""
+        ...
 
     def assemble(self, values: Sequence[Value]) -> Part:
         """The part whose chunks these are, in (block, offset) order."""
@@ -128,6 +146,14 @@ class ShardArithmetic(Protocol):
 
     def from_array(self, array: F32) -> Part: ...
 
+    def empty_residual(self) -> U8:
+        """Room for a residual, likewise."""
+        ...
+
+    def residual_bytes(self, residual: Part) -> U8: ...
+
+    def residual_from(self, data: U8) -> Part: ...
+
 
 class Arithmetic(Protocol):
     """The arithmetic of one run."""
@@ -144,9 +170,11 @@ class Arithmetic(Protocol):
         ...
 
     def decoded(self, wire: Codec, base: Value, written: Value) -> Value:
-        """The content that a slave decodes from a difference to `base`."""
+        """The content that a slave or a cluster decodes from a difference to `base`."""
         ...
 
     def model(self, name: str, generation: int, layout: Layout, chunk_bytes: int) -> ClusterModel: ...
 
-    def shard(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> ShardArithmetic: ...
+    def shard(
+        self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int, pull_wire: str = "float32"
+    ) -> ShardArithmetic: ...

@@ -16,7 +16,7 @@ from dips.core.ids import Incarnation, PushId, Version
 from dips.core.machine import HISTORY_LENGTH
 from dips.core.messages import ClusterRequest, HeartbeatRequest, SnapshotInfo, VerdictKind
 from dips.core.protocol import MAX_LEASED_CHUNKS
-from dips.core.wire import DIFFERENCES, Codec
+from dips.core.wire import DIFFERENCES, WIRE_DTYPES, Codec
 from dips.judge.facts import decision_of
 from dips.judge.invariants import Checker, Violation
 from dips.master.state import pacing
@@ -26,7 +26,7 @@ from dips.master.state.pulls import MAX_READERS
 from dips.master.state.shared import COMMITS_KEPT, RECENT_ROUNDS
 from dips.master.state.slave_links import DIALS_AGAIN_BEATS
 from dips.sim.arithmetic import Key, ModelVector, Value
-from dips.sim.content import Written, averaged, key_of, merged, rates_of
+from dips.sim.content import Written, averaged, key_of, merged, published, rates_of
 from dips.sim.counts import BYSTANDER_S, BYSTANDER_SHARE
 from dips.sim.faults.world import FaultWorld
 from dips.sim.hosts.cluster import ClusterHost
@@ -159,8 +159,8 @@ def push_of(raw: Any) -> PushId:
 # clusters pushed, and compared with what slaves and clusters hold.
 
 
-ContentByKey = dict[Key, tuple[int, int]]
-"""Each chunk's theta and momentum."""
+ContentByKey = dict[Key, tuple[int, int, int]]
+"""Each chunk's theta, as readers hold it, its momentum, and its residual."""
 
 
 @dataclass
@@ -229,19 +229,24 @@ class ContentChecks(Checks):
 
     def _merge(self, before: ContentByKey | None, vectors: Sequence[ModelVector], judgement: Any) -> ContentByKey:
         if judgement is None or before is None:
-            return {key_of(chunk): (vectors[0].value(chunk), 0) for chunk in self.chunks}
+            return {key_of(chunk): (vectors[0].value(chunk), 0, 0) for chunk in self.chunks}
         weights = [float(text) for text in judgement["weights"]]
         step = {name: float(text) for name, text in judgement["outer_step"].items()}
         names = ("outer_lr", "momentum_decay", "momentum_lookahead", "gradient_weight")
         rates = rates_of(*(step[name] for name in names))
         blocks = self.world.plan.layout.blocks
 
-        def after(chunk: Chunk) -> tuple[int, int]:
-            theta, momentum = before[key_of(chunk)]
+        codec = WIRE_DTYPES[self.world.plan.config.settings.pull_wire]
+
+        def after(chunk: Chunk) -> tuple[int, int, int]:
+            theta, momentum, residual = before[key_of(chunk)]
             pushed = [vector.value(chunk) for vector in vectors]
             if blocks[chunk.block_id].averaged:
-                return averaged(theta, pushed, weights, float(judgement["rho"]))
-            return merged(theta, momentum, pushed, weights, step["scale"], rates)
+                stepped, moved = averaged(theta, pushed, weights, float(judgement["rho"]))
+            else:
+                stepped, moved = merged(theta, momentum, pushed, weights, step["scale"], rates)
+            now, residual = published(codec, stepped, theta, residual)
+            return now, moved, residual
 
         return {key_of(chunk): after(chunk) for chunk in self.chunks}
 
@@ -252,19 +257,20 @@ class ContentChecks(Checks):
         if known is None:
             self.world.violated(f"version {version} goes back to {origin}, which was never committed")
             return
-        content = {key: (theta, 0) for key, (theta, _) in known.items()} if record.get("donor") else known
+        content = {key: (theta, 0, 0) for key, (theta, _, _) in known.items()} if record.get("donor") else known
         self._check_digests(version, content, record["digests"], slave_of_block)
         self.content.setdefault(version, content)
         self.note_applied(record)
 
     def _resharded(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
-        """A RESHARD: the same parameters and momentum on other slaves."""
+        """A RESHARD: the same parameters and momentum on other slaves, and no residual."""
         version, before = version_of(record["version"]), version_of(record["from_version"])
         assert version is not None, "a RESHARD names its version"
         known = self.content.get(before) if before is not None else None
         if known is None:
             self.world.violated(f"version {version} moves {before}, which was never committed")
             return
+        known = {key: (theta, momentum, 0) for key, (theta, momentum, _) in known.items()}
         self._check_digests(version, known, record["digests"], slave_of_block)
         if version in self.unseen and version not in self.world.committed_somewhere:
             self.content[version] = known

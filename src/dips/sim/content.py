@@ -16,8 +16,8 @@ from dips.core.chunks import Chunk, chunks_of, shard_digest
 from dips.core.ids import Version
 from dips.core.layout import Block, Layout
 from dips.core.messages import BlockGram, DataRange, Prepare
-from dips.core.wire import DIFFERENCES, Codec
-from dips.sim.arithmetic import F32, Key, ModelVector
+from dips.core.wire import DIFFERENCES, WIRE_DTYPES, Codec
+from dips.sim.arithmetic import F32, U8, Key, ModelVector, Stepped
 from dips.worker.state.effects import Install, InstallMode
 
 CLEAN, NAN, HUGE, SAME = 0, 1, 2, 3
@@ -138,6 +138,10 @@ class SimulatedModel:
         self.written = self._rounded(wire)
         return Written(self.written)
 
+    def installed(self) -> ModelVector:
+        assert self.base is not None, "a version was pulled"
+        return self.base
+
     def _rounded(self, wire: Codec) -> Rounded:
         assert self.push is not None, "a snapshot was taken before"
         assert self.base is not None, "differences are based on a version that was pulled"
@@ -183,6 +187,15 @@ def averaged(theta: int, pushed: Sequence[int], weights: Sequence[float], share:
     return mixed("averaged", theta, tuple(pushed), tuple(weights), share), 0
 
 
+def published(codec: Codec, stepped: int, theta: int, residual: int) -> tuple[int, int]:
+    """One chunk's (theta, residual) where pull_wire rounds versions; stepped: theta after the outer step; theta and
+    residual: of the version before."""
+    if codec not in DIFFERENCES:
+        return stepped, 0
+    made = (codec.name, stepped, theta, residual)
+    return mixed("published", *made), mixed("lost", *made)
+
+
 def rates_of(outer_lr: float, decay: float, lookahead: float, gradient_weight: float) -> tuple[float, ...]:
     """The rates of a step; the usual gradient weight of 1 is left out, so that the seeds in tests keep their
     symbols."""
@@ -224,8 +237,9 @@ def to_array(values: Sequence[int]) -> F32:
 class SymbolShard:
     """A slave's arithmetic on symbols. rows: for each staging slot, the content of each chunk that landed."""
 
-    def __init__(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> None:
+    def __init__(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int, pull_wire: str) -> None:
         self._blocks = blocks
+        self._codec = WIRE_DTYPES[pull_wire]
         keys = [key_of(chunk) for chunk in chunks_of(blocks, chunk_bytes)]
         of_id = {block.block_id: block for block in blocks}
         self._averaged = [of_id[block_id].averaged for block_id, _ in keys]
@@ -254,15 +268,23 @@ class SymbolShard:
         """Symbols have norms, but no direction."""
         return ()
 
-    def prepare(
-        self, before: tuple[tuple[int, ...], tuple[int, ...]] | None, slots: Sequence[int], body: Prepare
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        results = []
+    def prepare(self, before: Stepped | None, slots: Sequence[int], body: Prepare) -> Stepped:
+        steps, rounds = [], self._codec in DIFFERENCES
         for index in range(self._n_chunks):
             pushed = [self._rows[slot][index] for slot in slots]
-            theta, momentum = (before[0][index], before[1][index]) if before else (0, 0)
-            results.append(outer_step(theta, momentum, pushed, body, self._averaged[index]))
-        return tuple(theta for theta, _ in results), tuple(momentum for _, momentum in results)
+            theta, momentum = (before.theta[index], before.momentum[index]) if before else (0, 0)
+            stepped, moved = outer_step(theta, momentum, pushed, body, self._averaged[index])
+            now, residual = stepped, 0
+            if rounds and before is not None and body.from_version is not None:
+                now, residual = published(self._codec, stepped, theta, before.residual[index])
+            steps.append((now, moved, residual, now ^ difference_mask(self._codec, theta)))
+        thetas, momenta, residuals, differences = zip(*steps, strict=True) if steps else ((), (), (), ())
+        if not rounds:
+            return Stepped(thetas, momenta)
+        return Stepped(thetas, momenta, residuals, differences if body.from_version is not None else None)
+
+    def written(self, difference: tuple[int, ...], index: int) -> int:
+        return difference[index]
 
     def chunk(self, theta: tuple[int, ...], index: int) -> int:
         return theta[index]
@@ -282,6 +304,15 @@ class SymbolShard:
     def from_array(self, array: F32) -> tuple[int, ...]:
         return tuple(int(value) for value in array.view("<u8"))
 
+    def empty_residual(self) -> U8:
+        return np.zeros(8 * self._n_chunks if self._codec in DIFFERENCES else 0, np.uint8)
+
+    def residual_bytes(self, residual: tuple[int, ...] | None) -> U8:
+        return np.array(residual or (), "<u8").view(np.uint8)
+
+    def residual_from(self, data: U8) -> tuple[int, ...] | None:
+        return tuple(int(value) for value in data.view("<u8")) if self._codec in DIFFERENCES else None
+
 
 class Symbols:
     """The arithmetic of runs that train nothing."""
@@ -300,8 +331,8 @@ class Symbols:
     def model(self, name: str, generation: int, layout: Layout, chunk_bytes: int) -> SimulatedModel:
         return SimulatedModel(Trained(mixed("initial", name, generation)))
 
-    def shard(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> SymbolShard:
-        return SymbolShard(blocks, chunk_bytes, n_slots)
+    def shard(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int, pull_wire: str = "float32") -> SymbolShard:
+        return SymbolShard(blocks, chunk_bytes, n_slots, pull_wire)
 
 
 SYMBOLS = Symbols()

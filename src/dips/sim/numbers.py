@@ -10,10 +10,10 @@ Shapes: n elements of a whole model or of one slave's shard; vectors and parts (
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dips.core.chunks import Chunk, checksum, shard_digest
 from dips.core.ids import Version
@@ -23,15 +23,13 @@ from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.net.payloads import Difference, Differences, Places
 from dips.core.placement import shard_bytes_needed
 from dips.core.wire import DIFFERENCES, Codec
-from dips.sim.arithmetic import F32, Key, ModelVector
+from dips.sim.arithmetic import F32, U8, Key, ModelVector, Stepped
 from dips.sim.content import CLEAN
 from dips.slave import calculation
-from dips.slave.memory import ShardMemory
+from dips.slave.memory import EncodedShard, ShardMemory
 from dips.worker.parameters import ParameterStore
 from dips.worker.state.effects import Install
 from dips.worker.vectors import Vectors, chunk_spans
-
-U8 = NDArray[np.uint8]
 
 Corrupt = Callable[[str, F32, F32], bool]
 """(cluster, vector to send, theta_base): may spoil the vector in place; returns whether it did."""
@@ -116,6 +114,9 @@ class NumberModel:
             return FlatVector(theta, self._layout)
         return WrittenVector(wire, theta, Difference(vectors.base, vectors.residual), self._places, self._chunk_bytes)
 
+    def installed(self) -> FlatVector:
+        return FlatVector(self._vectors.base, self._layout)
+
     def keep_residual(self, wire: Codec) -> None:
         self._vectors.keep_residual(wire, chunk_spans(self._layout, self._chunk_bytes))
 
@@ -135,9 +136,10 @@ class NumberModel:
 class NumberShard:
     """A slave's memory for staging and computing; the versions themselves are the caller's."""
 
-    def __init__(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> None:
-        needed = shard_bytes_needed((block.n_elems for block in blocks), chunk_bytes, n_slots, pins=0)
-        self._memory = ShardMemory(blocks, chunk_bytes, n_slots, needed)
+    def __init__(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int, pull_wire: str) -> None:
+        sizes = (block.n_elems for block in blocks)
+        needed = shard_bytes_needed(sizes, chunk_bytes, n_slots, pins=0, pull_wire=pull_wire)
+        self._memory = ShardMemory(blocks, chunk_bytes, n_slots, needed, pull_wire=pull_wire)
         self._spans = _chunk_spans(blocks, chunk_bytes)
 
     def clear(self, slot: int) -> None:
@@ -159,15 +161,27 @@ class NumberShard:
     ) -> tuple[float, ...]:
         return calculation.directions(self._memory, version, theta, slots, bases)
 
-    def prepare(self, before: tuple[F32, F32] | None, slots: Sequence[int], body: Prepare) -> tuple[F32, F32]:
-        out = np.empty(self._memory.n_elems, np.float32)
+    def prepare(self, before: Stepped | None, slots: Sequence[int], body: Prepare) -> Stepped:
+        memory = self._memory
+        out = np.empty(memory.n_elems, np.float32)
         theta = None
         if body.from_version is not None:
             assert before is not None, "the state prepares only what follows the version that it holds"
-            theta, momentum = before
-            np.copyto(self._memory.momentum, momentum)
-        calculation.prepare(self._memory, theta, out, body, slots)
-        return out, self._memory.next_momentum.copy()
+            theta = before.theta
+            np.copyto(memory.momentum, before.momentum)
+            if before.residual is not None:
+                np.copyto(memory.residual.data, before.residual)
+        difference = memory.take().difference
+        memory.drop_shadow()
+        calculation.prepare(memory, theta, out, body, slots, difference=difference)
+        momentum = memory.next_momentum.copy()
+        if difference is None:
+            return Stepped(out, momentum)
+        written = replace(difference, data=difference.data.copy()) if theta is not None else None
+        return Stepped(out, momentum, memory.next_residual.data.copy(), written)
+
+    def written(self, difference: EncodedShard, index: int) -> U8:
+        return difference.of(index)
 
     def chunk(self, theta: F32, index: int) -> F32:
         start, stop = self._spans[index]
@@ -187,6 +201,15 @@ class NumberShard:
 
     def from_array(self, array: F32) -> F32:
         return array
+
+    def empty_residual(self) -> U8:
+        return np.zeros_like(self._memory.residual.data)
+
+    def residual_bytes(self, residual: U8 | None) -> U8:
+        return self.empty_residual() if residual is None else residual
+
+    def residual_from(self, data: U8) -> U8 | None:
+        return data if data.size else None
 
 
 def _chunk_spans(blocks: Sequence[Block], chunk_bytes: int) -> list[tuple[int, int]]:
@@ -225,5 +248,5 @@ class Numbers:
     def model(self, name: str, generation: int, layout: Layout, chunk_bytes: int) -> NumberModel:
         return NumberModel(self._trainer_of(name), layout, chunk_bytes, self._corrupt)
 
-    def shard(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> NumberShard:
-        return NumberShard(blocks, chunk_bytes, n_slots)
+    def shard(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int, pull_wire: str = "float32") -> NumberShard:
+        return NumberShard(blocks, chunk_bytes, n_slots, pull_wire)

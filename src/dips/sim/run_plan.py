@@ -298,6 +298,7 @@ def make_plan(rng: Random, durability: str | None = None, shape: Shape = SMALL) 
         snapshots_kept=rng.choice((2, 3)),
         wires=_wires(rng, n_clusters),
     )
+    plan = _with_pull_wire(rng, plan)
     return _shaped(rng, replace(plan, config=_judged(rng, plan.config)), shape)
 
 
@@ -338,6 +339,17 @@ def _wires(rng: Random, n_clusters: int) -> tuple[Codec, ...]:
     own = Random()
     own.setstate(rng.getstate())
     return tuple(own.choice((Codec.F32, Codec.BF16, Codec.INT8, Codec.INT4)) for _ in range(n_clusters))
+
+
+def _with_pull_wire(rng: Random, plan: SimulatedRunPlan) -> SimulatedRunPlan:
+    """Half of the runs publish rounded versions, where the model allows it; drawn from a copy, as _wires."""
+    own = Random()
+    own.setstate(rng.getstate())
+    pull_wire = own.choice(("float32",) * 3 + ("bfloat16", "int8", "int4"))
+    if any(block.averaged for block in plan.layout.blocks):
+        return plan
+    settings = replace(plan.config.settings, pull_wire=pull_wire)
+    return replace(plan, config=replace(plan.config, settings=settings))
 
 
 def _judged(rng: Random, config: RunConfig) -> RunConfig:

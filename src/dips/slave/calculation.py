@@ -19,11 +19,12 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES, Block
 from dips.core.math import outer_numba as kernels
+from dips.core.math import wire_numba
 from dips.core.math.outer_numpy import F64, I64, PIECE_ELEMS
 from dips.core.messages import BlockGram, Prepare
 from dips.core.threads import Threads, split
 from dips.slave.landing import KnownReceipts
-from dips.slave.memory import F32, ShardMemory, bytes_of
+from dips.slave.memory import F32, EncodedShard, ShardMemory, bytes_of
 
 ONE_THREAD = Threads(1)
 
@@ -159,10 +160,13 @@ def prepare(
     body: Prepare,
     slots: Sequence[int],
     threads: Threads = ONE_THREAD,
+    difference: EncodedShard | None = None,
 ) -> list[int]:
     """Compute the next theta into `out` and its momentum into memory.next_momentum (docs/algorithm.md, PREPARE).
 
-    Elements from memory.n_trained on are averaged, with momentum zero.
+    Elements from memory.n_trained on are averaged, with momentum zero. difference: where the run's pull_wire rounds
+    versions, gets that of `out` to theta; then memory.next_residual gets what rounding lost. Both have no meaning for
+    the seed but that its residual is zero.
 
     theta: the current version's, None for the seed. Returns the checksums of the new theta's chunks. Raises
     Refused(NONFINITE) when an element of either is NaN or infinite.
@@ -177,6 +181,8 @@ def prepare(
         if theta is None:
             bad = kernels.seed_step(memory.staging, slots[0], out, memory.next_momentum, start, stop)
             return bad, checksums_of(first, last)
+        if difference is not None:
+            return published_step(theta, difference, first, last)
         middle = min(max(first, n_trained), last)
         bad, checksums = kernels.step_chunks(
             theta,
@@ -199,8 +205,29 @@ def prepare(
         )  # fmt: skip
         return bad, checksums.tolist() + checksums_of(middle, last)
 
+    def published_step(theta: F32, difference: EncodedShard, first: int, last: int) -> tuple[int, list[int]]:
+        """Chunk by chunk, so that what is rounded is still in the cache. No block is averaged (check_rounding)."""
+        bad, checksums = 0, []
+        for i in range(first, last):
+            here = slice(int(chunks[i]), int(chunks[i + 1]))
+            found = kernels.outer_step(
+                theta, memory.momentum, memory.staging, all_slots, weights, body.scale, body.outer_lr,
+                body.momentum_decay, body.momentum_lookahead, body.gradient_weight, out, memory.next_momentum,
+                here.start, here.stop,
+            )  # fmt: skip
+            rounded = wire_numba.publish(
+                difference.codec, out[here], theta[here], memory.residual.of(i), difference.of(i),
+                memory.next_residual.of(i),
+            )  # fmt: skip
+            bad += found or rounded
+            checksums.append(checksum(out[here]))
+        return bad, checksums
+
     def checksums_of(first: int, last: int) -> list[int]:
         return [checksum(out[chunks[i] : chunks[i + 1]]) for i in range(first, last)]
+
+    if theta is None:
+        memory.next_residual.data.fill(0)
 
     done = threads.run(step, split(len(chunks) - 1, PARTS_PER_THREAD * threads.n))
     bad = sum(found for found, _ in done)

@@ -27,7 +27,7 @@ from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import SlaveBeat
 from dips.core.net.data_header import REQUESTS, WITH_PAYLOAD, DataHeader, DataOp
 from dips.core.observe.metrics import Recent
-from dips.core.wire import Codec, encoded_bytes
+from dips.core.wire import Codec, encoded_bytes, pays
 from dips.slave.landing import NEVER, Companion, KnownReceipts, LandingJob, Receipts
 from dips.slave.memory import F32, ThetaBuffer, bytes_of
 from dips.slave.state.admission import Admission
@@ -369,8 +369,13 @@ class DataPort:
         landing = find_version(shard, header, self._readable)
         version = header.version
         assert version is not None
-        payload, chunk_sum = self._chunk(version, landing, header.momentum)
-        self.note_served(reader, landing.length_bytes)
+        codec = Codec.F32
+        if header.base is not None:
+            codec, payload = header.codec, self._differences(header, landing)
+            chunk_sum = self._readable[version].checksums[landing.index]
+        else:
+            payload, chunk_sum = self._chunk(version, landing, header.momentum)
+        self.note_served(reader, len(payload))
         return Answer(
             DataHeader(
                 self._run_id,
@@ -381,14 +386,39 @@ class DataPort:
                 block=header.block,
                 offset_bytes=header.offset_bytes,
                 length_bytes=landing.length_bytes,
-                codec=Codec.F32,
+                codec=codec,
                 checksum=chunk_sum,
                 cause_id=header.cause_id,
                 credit=self.pull_credit(reader),
                 momentum=header.momentum,
+                base=header.base,
             ),
             payload,
         )
+
+    def _differences(self, header: DataHeader, landing: Landing) -> memoryview:
+        """The payloads of a chunk's differences from header.base to header.version, oldest first. Raises
+        Refused(BASE_GONE) where they are not here, or would be no fewer bytes than parameters, CHUNK for momentum.
+        """
+        assert header.version is not None
+        if header.momentum:
+            raise Refused(RefusalCode.CHUNK, "there are differences of parameters only, not of the momentum")
+        parts: list[memoryview] = []
+        version: Version | None = header.version
+        while version != header.base:
+            buffer = self._readable.get(version) if version is not None else None
+            difference = buffer.difference if buffer is not None and buffer.base is not None else None
+            if buffer is None or difference is None or difference.codec is not header.codec:
+                break
+            parts.append(difference.of(landing.index).data)
+            version = buffer.base
+        if version != header.base or not pays(header.codec, len(parts)):
+            raise Refused(
+                RefusalCode.BASE_GONE,
+                f"differences of version {header.version} to {header.base} in {header.codec.name} are not kept here: "
+                "begin the pull again, for parameters",
+            )
+        return parts[0] if len(parts) == 1 else memoryview(b"".join(reversed(parts)))
 
     def _chunk(self, version: Version, landing: Landing, momentum: bool) -> tuple[memoryview, int]:
         """A chunk's bytes and their checksum. Raises Refused(VERSION_GONE) for the momentum of an older version."""

@@ -23,9 +23,12 @@ from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES, Block
 from dips.core.messages import SnapshotInfo
 from dips.core.placement import BYTES_PER_CHECKSUM, shard_bytes_needed
+from dips.core.wire import DIFFERENCES, RESIDUAL_CODEC, WIRE_DTYPES, Codec, encoded_block_bytes, encoded_bytes
 from dips.slave.state.staging import ShardMap
 
 F32 = NDArray[np.float32]
+U8 = NDArray[np.uint8]
+I64 = NDArray[np.int64]
 
 RING_BUFFERS = 3
 """Buffers for theta of v, v-1 and v+1; pins need more."""
@@ -45,14 +48,30 @@ class MemoryFiles:
     pins: int = 0  # versions besides v and v-1 for which there is room on the disk
 
 
+@dataclass(frozen=True)
+class EncodedShard:
+    """The payloads of a shard's chunks in a difference codec, one after the other. c chunks."""
+
+    codec: Codec
+    data: U8  # all payloads; empty where the run's pull_wire is float32
+    starts: I64  # (c + 1,): where each begins, and the end of the last
+
+    def of(self, chunk: int) -> U8:
+        """The payload of chunk number `chunk`."""
+        payload: U8 = self.data[self.starts[chunk] : self.starts[chunk + 1]]
+        return payload
+
+
 @dataclass
 class ThetaBuffer:
-    """One theta."""
+    """One theta: what readers of the version hold."""
 
     theta: F32
     info: SnapshotInfo | None = None
     checksums: Sequence[int] = ()  # xxh3-64 of each chunk, in (block, offset) order
     momentum: F32 | None = None  # of the current version only
+    difference: EncodedShard | None = None  # to the theta of `base`; None where the run's pull_wire is float32
+    base: Version | None = None  # None: the difference has no meaning, as of a version that was loaded
 
 
 class ShardMemory:
@@ -70,9 +89,10 @@ class ShardMemory:
         memory_bytes: int,
         touched: Callable[[int, int], None] | None = None,
         files: MemoryFiles | None = None,
+        pull_wire: str = "float32",
     ) -> None:
         """touched: called with (bytes made so far, bytes in all) while the memory is made. files: None: all is in
-        memory. Raises Refused(DISK) where they find no room.
+        memory. pull_wire: one of core/wire.py's WIRE_DTYPES. Raises Refused(DISK) where they find no room.
         """
         self._files = files or MemoryFiles(Path())
         which = self._files.which
@@ -82,13 +102,16 @@ class ShardMemory:
         self.n_trained = sum(block.n_elems for block in blocks if not block.averaged)
         """Elements [0, n_trained) are trained: averaged blocks have the highest ids, so that they come last."""
         elems = (block.n_elems for block in blocks)
-        spare = memory_bytes - shard_bytes_needed(elems, chunk_bytes, staging_slots, pins=0, files=which)
+        spare = memory_bytes - shard_bytes_needed(elems, chunk_bytes, staging_slots, 0, which, pull_wire)
         if spare < 0:
             raise Refused(
                 RefusalCode.MEMORY,
                 f"{self.n_elems} elements do not fit {memory_bytes} bytes: raise this slave's memory_bytes",
             )
+        self.pull_wire = WIRE_DTYPES[pull_wire]
+        of_difference = sum(self._encoded_bytes(self.pull_wire, block) for block in blocks)
         of_buffer = (0 if which == "versions" else self.map.n_bytes) + BYTES_PER_CHECKSUM * self.map.n_chunks
+        of_buffer += of_difference
         more = spare // max(1, of_buffer)
         self.max_buffers = RING_BUFFERS + (min(more, self._files.pins) if which == "versions" else more)
         of_bytes, done_bytes = (staging_slots + RING_BUFFERS + 2) * self.map.n_bytes, 0
@@ -108,6 +131,7 @@ class ShardMemory:
         for _ in range(RING_BUFFERS):
             self._buffers.append(self._buffer(touched_some))
         self._momentum = [_touched((self.n_elems,), touched_some) for _ in range(2)]
+        self._residual = [self._encoded(RESIDUAL_CODEC) for _ in range(2)]
         self.samples: dict[Version, F32] = {}  # some elements of the versions measured last (slave/calculation.py)
         self.current: ThetaBuffer | None = None
         self.previous: ThetaBuffer | None = None
@@ -126,10 +150,27 @@ class ShardMemory:
         """The shadow's momentum."""
         return self._momentum[1]
 
+    @property
+    def residual(self) -> EncodedShard:
+        """What rounding lost of the current version and those before it; no bytes where pull_wire is float32."""
+        return self._residual[0]
+
+    @property
+    def next_residual(self) -> EncodedShard:
+        """The shadow's residual."""
+        return self._residual[1]
+
     def bytes_by_use(self) -> dict[str, int]:
         """Bytes of all arrays, by use."""
-        theta = sum(buffer.theta.nbytes for buffer in self._buffers)
-        return {"theta": theta, "momentum": sum(m.nbytes for m in self._momentum), "staging": self.staging.nbytes}
+        by_use = {
+            "theta": sum(buffer.theta.nbytes for buffer in self._buffers),
+            "momentum": sum(m.nbytes for m in self._momentum),
+            "staging": self.staging.nbytes,
+        }
+        if self.pull_wire in DIFFERENCES:
+            by_use["difference"] = sum(b.difference.data.nbytes for b in self._buffers if b.difference is not None)
+            by_use["residual"] = sum(residual.data.nbytes for residual in self._residual)
+        return by_use
 
     @property
     def n_bytes(self) -> int:
@@ -151,6 +192,7 @@ class ShardMemory:
         held = {id(buffer) for buffer in (*self._readable.values(), *self._leaving)}
         for buffer in self._buffers:
             if id(buffer) not in held:
+                buffer.base = None
                 self.shadow = buffer
                 return buffer
         if len(self._buffers) >= self.max_buffers:
@@ -164,10 +206,12 @@ class ShardMemory:
         self.shadow = self._buffers[-1]
         return self.shadow
 
-    def name_shadow(self, info: SnapshotInfo, checksums: Sequence[int]) -> None:
-        """The shadow is complete: from now on it may become the current version."""
+    def name_shadow(self, info: SnapshotInfo, checksums: Sequence[int], base: Version | None = None) -> None:
+        """The shadow is complete: from now on it may become the current version. base: of its difference, if that is
+        complete too."""
         assert self.shadow is not None
         self.shadow.info, self.shadow.checksums = info, checksums
+        self.shadow.base = base if self.pull_wire in DIFFERENCES else None
 
     def drop_shadow(self) -> None:
         if self.shadow is not None:
@@ -180,6 +224,7 @@ class ShardMemory:
         self.shadow.info = info
         self.previous, self.current, self.shadow = self.current, self.shadow, None
         self._momentum.reverse()
+        self._residual.reverse()
         self.current.momentum = self.momentum
         if self.previous is not None:
             self.previous.momentum = None
@@ -201,12 +246,32 @@ class ShardMemory:
         self._leaving = []
 
     def _buffer(self, touched: Callable[[int], None] | None = None) -> ThetaBuffer:
+        difference = self._encoded(self.pull_wire) if self.pull_wire in DIFFERENCES else None
         if self._files.which != "versions":
-            return ThetaBuffer(_touched((self.n_elems,), touched))
+            return ThetaBuffer(_touched((self.n_elems,), touched), difference=difference)
         theta = self._in_file(self.n_elems)
         if touched is not None:
             touched(theta.nbytes)
-        return ThetaBuffer(theta)
+        return ThetaBuffer(theta, difference=difference)
+
+    def _encoded(self, codec: Codec) -> EncodedShard:
+        """Room for the payloads of all chunks, all zeros; none where the run publishes float32."""
+        sizes = [0] * self.map.n_chunks
+        if self.pull_wire in DIFFERENCES:
+            of_chunk = self.map.chunk_bytes // FLOAT32_BYTES
+            sizes = [
+                encoded_bytes(codec, min(of_chunk, block.n_elems - start))
+                for block in self.blocks
+                for start in range(0, block.n_elems, of_chunk)
+            ]
+        starts = np.zeros(self.map.n_chunks + 1, np.int64)
+        np.cumsum(sizes, out=starts[1:])
+        n_bytes = int(starts[-1])
+        room = _touched((-(-n_bytes // FLOAT32_BYTES),))
+        return EncodedShard(codec, room.view(np.uint8)[:n_bytes], starts)
+
+    def _encoded_bytes(self, codec: Codec, block: Block) -> int:
+        return encoded_block_bytes(codec, block.n_elems, self.map.chunk_bytes) if codec in DIFFERENCES else 0
 
     def _in_file(self, *shape: int) -> F32:
         directory, n_bytes = self._files.directory, FLOAT32_BYTES * math.prod(shape)
@@ -230,6 +295,13 @@ class ShardMemory:
         keep |= {version: self._readable[version] for version in self._pins if version in self._readable}
         self._leaving += [buffer for version, buffer in self._readable.items() if version not in keep]
         self._readable = keep
+
+
+def residual_bytes_of(blocks: Iterable[Block], chunk_bytes: int, pull_wire: str) -> int:
+    """Length of the residual of a shard of these blocks: of a version's third tensor, in memory and in its file."""
+    if WIRE_DTYPES[pull_wire] not in DIFFERENCES:
+        return 0
+    return sum(encoded_block_bytes(RESIDUAL_CODEC, block.n_elems, chunk_bytes) for block in blocks)
 
 
 def bytes_of(array: F32) -> memoryview:

@@ -1,5 +1,6 @@
 """Assembles a slave's shard of another placement, for a RESHARD: own blocks from memory, the others from the slaves
-that have them, directly into a snapshot file (docs/decisions/0019-reshard.md).
+that have them, directly into a snapshot file (docs/decisions/0019-reshard.md). What rounding lost of a published
+version (the residual) is dropped.
 
 Runs on the thread "dips-move", which owns the sockets; the file is written on "dips-disk", block by block, so that a
 promise never waits for a peer. Needs one block of memory. Never seals a file whose checksums differ from
@@ -26,7 +27,7 @@ from dips.core.net.carriers import Common, carry_block
 from dips.core.net.slave_sockets import SlaveSockets
 from dips.core.net.zmq_sockets import CurvePair
 from dips.slave.calculation import chunk_checksums
-from dips.slave.memory import F32, ShardMemory, bytes_of
+from dips.slave.memory import F32, ShardMemory, bytes_of, residual_bytes_of
 from dips.slave.ring import Ring
 from dips.slave.state.checks import own_blocks
 from dips.slave.state.moves import cancelled, given_up, settings_of_moves
@@ -49,11 +50,13 @@ class Mover:
         disk: Executor,
         clock: Clock,
         curve: CurvePair | None,
+        pull_wire: str = "float32",
     ) -> None:
         """memory: holds the version that is moved; None for a slave without blocks. disk: the thread of the disk."""
         self._slave_id = slave_id
         self._common = Common(run_id, epoch, "", move.layout, settings_of_moves(chunk_bytes), curve=curve)
         self._move = move
+        self._pull_wire = pull_wire
         self._memory = memory
         self._ring, self._disk = ring, disk
         self._clock = clock
@@ -71,7 +74,9 @@ class Mover:
         info = SnapshotInfo(
             move.to_version, move.round, move.layout_hash, move.placement.placement_hash, move.theta_digest, False
         )
-        stream = self._on_disk(self._ring.begin_stream, info, sum(block.n_elems for block in blocks))
+        n_elems = sum(block.n_elems for block in blocks)
+        residual_bytes = residual_bytes_of(blocks, self._common.settings.chunk_bytes, self._pull_wire)
+        stream = self._on_disk(self._ring.begin_stream, info, n_elems, residual_bytes)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         links = SlaveSockets(context, move.sources, self._common.settings.chunk_bytes, self._common.curve)
         try:
@@ -84,6 +89,7 @@ class Mover:
                 if shard_digest(sums) != digest:
                     what = "momentum" if momentum else "parameters"
                     raise Refused(RefusalCode.DIGEST, f"the {what} that were moved are not those that were listed")
+            self._on_disk(stream.write_no_residual)
             self._on_disk(self._ring.seal_stream, stream, info)
         except BaseException:
             self._on_disk(self._ring.drop_stream)

@@ -19,6 +19,7 @@ import xxhash
 
 from dips.core.messages import Prepare, SnapshotInfo
 from dips.core.observe.failpoints import failpoint
+from dips.core.wire import Codec
 from dips.slave.disk import PIECE_BYTES, LocalDisk, begin_writing, replace_durably
 from dips.slave.memory import F32, bytes_of
 
@@ -35,9 +36,11 @@ class PushEvidence:
         self._disk = LocalDisk(self._directory)
         self._owner = {"format": FORMAT, "run_id": run_id, "slave_id": slave_id}
 
-    def write(self, body: Prepare, shadow: SnapshotInfo, pushes: list[F32], chunk_bytes: int) -> None:
-        """Write a round's files. pushes: those of body.accepted in that order, each (n,) float32. Durable when this
-        returns.
+    def write(
+        self, body: Prepare, shadow: SnapshotInfo, pushes: list[F32], chunk_bytes: int, pull_wire: Codec = Codec.F32
+    ) -> None:
+        """Write a round's files. pushes: those of body.accepted in that order, each (n,) float32. pull_wire: what the
+        version is rounded to. Durable when this returns.
 
         Raises OSError; files that no record names may then be left.
         """
@@ -49,7 +52,10 @@ class PushEvidence:
             metadata = self._owner | {"round": round_id, **{key: str(value) for key, value in said.items()}}
             accepted.append(said | {"xxh3_128": _write_push(self._directory / name, push, metadata), "file": name})
         self._disk.sync_names()
-        record = self._owner | _scalars(body, shadow, chunk_bytes) | {"accepted": accepted}
+        scalars = _scalars(body, shadow, chunk_bytes)
+        if pull_wire is not Codec.F32:
+            scalars["pull_wire"] = pull_wire.name
+        record = self._owner | scalars | {"accepted": accepted}
         text = json.dumps(record | {"xxh3_128": checksum(record)}, indent=1)
         replace_durably(self._disk, f"round-{round_id}.json", text.encode())
 

@@ -20,10 +20,11 @@ from dips.core.ids import RoundId, Version
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import SnapshotInfo
 from dips.core.observe.failpoints import failpoint
-from dips.slave.disk import TEMPORARY, DirectoryLock, Disk, LocalDisk, Promise, claim, replace_durably
-from dips.slave.memory import DISK_RETRY_S, F32, bytes_of
+from dips.slave.disk import IO_BYTES, TEMPORARY, DirectoryLock, Disk, LocalDisk, Promise, claim, replace_durably
+from dips.slave.memory import DISK_RETRY_S, F32, U8, bytes_of
 from dips.slave.snapshot_files import (
     HEADER_BYTES,
+    NO_RESIDUAL,
     Manifest,
     SlotContent,
     SnapshotError,
@@ -31,11 +32,11 @@ from dips.slave.snapshot_files import (
     encode,
     file_bytes,
     manifest_name,
-    momentum_place,
     read_manifest,
     read_snapshot,
     ring_name,
     take_stock,
+    tensors_of,
 )
 
 Key = tuple[Version, RoundId]
@@ -45,19 +46,20 @@ SPARE_FILES = 1
 
 
 class SnapshotWriter:
-    """Writes a snapshot file from its beginning to its end: theta's bytes, then the momentum's."""
+    """Writes a snapshot file from its beginning to its end: theta's bytes, then the momentum's, then the residual's."""
 
-    def __init__(self, disk: Disk, name: str, n_elems: int) -> None:
+    def __init__(self, disk: Disk, name: str, n_elems: int, residual_bytes: int) -> None:
         self._disk = disk
         self.name = name
         self.n_elems = n_elems
-        self._half_bytes = n_elems * FLOAT32_BYTES
+        self.residual_bytes = residual_bytes
+        self._tensor_bytes = n_elems * FLOAT32_BYTES
         self._written_bytes = 0
-        self._sums = (xxhash.xxh3_128(), xxhash.xxh3_128())
+        self._sums = [xxhash.xxh3_128() for _ in tensors_of(residual_bytes)]
 
     def write(self, data: memoryview) -> None:
-        """Write the next bytes, of one of the two tensors. Raises Refused(DISK)."""
-        which = int(self._written_bytes >= self._half_bytes)
+        """Write the next bytes, of one of the tensors. Raises Refused(DISK)."""
+        which = min(2, self._written_bytes // self._tensor_bytes) if self._tensor_bytes else 0
         at = HEADER_BYTES + self._written_bytes
         try:
             self._disk.overwrite(self.name, at, data, self._sums[which].update)
@@ -65,10 +67,16 @@ class SnapshotWriter:
             raise disk_refusal(self._disk.where(self.name), error) from error
         self._written_bytes += len(data)
 
-    def sums(self) -> tuple[str, str]:
-        """xxh3-128 of both tensors, once all bytes are written."""
-        assert self._written_bytes == 2 * self._half_bytes, "a header seals whole files only"
-        return self._sums[0].hexdigest(), self._sums[1].hexdigest()
+    def write_no_residual(self) -> None:
+        """Write a residual of zeros, after the other tensors. Raises Refused(DISK)."""
+        for start in range(0, self.residual_bytes, IO_BYTES):
+            self.write(memoryview(bytes(min(IO_BYTES, self.residual_bytes - start))))
+
+    def sums(self) -> tuple[str, ...]:
+        """xxh3-128 of each tensor, once all bytes are written."""
+        whole = 2 * self._tensor_bytes + self.residual_bytes
+        assert self._written_bytes == whole, "a header seals whole files only"
+        return tuple(found.hexdigest() for found in self._sums)
 
 
 class Ring:
@@ -107,12 +115,12 @@ class Ring:
 
     # ---- the files ----
 
-    def make(self, n_elems: int) -> None:
-        """Make all missing files. Raises Refused(DISK) with the bytes needed and the bytes free.
+    def make(self, n_elems: int, residual_bytes: int = 0) -> None:
+        """Make all missing files, for a shard of this size. Raises Refused(DISK) with the bytes needed and those free.
 
         A file that holds a verified snapshot is left unchanged, also with another size.
         """
-        size = file_bytes(n_elems)
+        size = file_bytes(n_elems, residual_bytes)
         free_slots = [slot for slot in range(self.n_files) if self._slots.get(slot) is None]
         lacking = {slot: self._disk.missing_bytes(ring_name(slot), size) for slot in free_slots}
         wanted = [slot for slot, n_bytes in lacking.items() if n_bytes]
@@ -148,40 +156,45 @@ class Ring:
         info: SnapshotInfo,
         theta: F32,
         momentum: F32,
+        residual: U8 = NO_RESIDUAL,
         written: Callable[[], object] = lambda: None,
         straight: bool = False,
     ) -> None:
-        """Write a shadow; durable when this returns. theta, momentum: (n,) float32 of this slave's blocks, not read
-        after written().
+        """Write a shadow; durable when this returns. theta, momentum: (n,) float32 of this slave's blocks; residual:
+        empty where the run publishes float32. None is read after written().
 
         straight: it is not urgent, and leaves the processors to others. Raises Refused(DISK); then the file is free.
         """
         if self._open == _key(info):
             self._open = None  # written again: the earlier file is no longer the round's
         slot = self._choose(_key(info))
-        name, sums = ring_name(slot), (xxhash.xxh3_128(), xxhash.xxh3_128())
+        name, sums, at = ring_name(slot), [], HEADER_BYTES
         try:
-            self._clear(slot, theta.size)
-            self._disk.overwrite(name, HEADER_BYTES, bytes_of(theta), sums[0].update, straight)
-            self._disk.overwrite(name, momentum_place(theta.size), bytes_of(momentum), sums[1].update, straight)
+            self._clear(slot, theta.size, residual.size)
+            for data in (bytes_of(theta), bytes_of(momentum), *([residual.data] if residual.size else [])):
+                seen = xxhash.xxh3_128()
+                self._disk.overwrite(name, at, data, seen.update, straight)
+                sums.append(seen)
+                at += len(data)
             written()
-            self._seal(slot, info, theta.size, (sums[0].hexdigest(), sums[1].hexdigest()))
+            self._seal(slot, info, theta.size, residual.size, tuple(seen.hexdigest() for seen in sums))
         except OSError as error:
             raise disk_refusal(self._disk.where(name), error) from error
 
-    def _clear(self, slot: int, n_elems: int) -> None:
+    def _clear(self, slot: int, n_elems: int, residual_bytes: int) -> None:
         """Make a slot's file writable: no manifest names it, and it has its full size. Raises OSError."""
         self._vacate(slot)
-        if self._disk.missing_bytes(ring_name(slot), file_bytes(n_elems)):
-            self._disk.allocate(ring_name(slot), file_bytes(n_elems))
+        size = file_bytes(n_elems, residual_bytes)
+        if self._disk.missing_bytes(ring_name(slot), size):
+            self._disk.allocate(ring_name(slot), size)
             self._disk.sync_names()
 
-    def _seal(self, slot: int, info: SnapshotInfo, n_elems: int, sums: tuple[str, str]) -> None:
-        """Both tensors are written: make the file a durable shadow. Raises OSError.
+    def _seal(self, slot: int, info: SnapshotInfo, n_elems: int, residual_bytes: int, sums: tuple[str, ...]) -> None:
+        """All tensors are written: make the file a durable shadow. Raises OSError.
 
         The header with the checksums comes last, so that none fits the mixed bytes of two versions.
         """
-        raw, head = build_header(info, n_elems, sums, *self._owner)
+        raw, head = build_header(info, n_elems, sums, *self._owner, residual_bytes)
         self._disk.overwrite(ring_name(slot), 0, memoryview(raw))
         self._disk.sync(ring_name(slot))
         self._put(slot, SlotContent(head.info, head))
@@ -189,13 +202,13 @@ class Ring:
 
     # ---- a shadow that comes piece by piece, of another placement ----
 
-    def begin_stream(self, info: SnapshotInfo, n_elems: int) -> SnapshotWriter:
-        """Begin a file for a shard of n_elems that is not in memory. It is reserved until seal_stream() or
+    def begin_stream(self, info: SnapshotInfo, n_elems: int, residual_bytes: int = 0) -> SnapshotWriter:
+        """Begin a file for a shard of this size that is not in memory. It is reserved until seal_stream() or
         drop_stream(). Raises Refused(DISK), also when a whole ring of such files would not fit on the disk.
         """
         self.drop_stream()
         # Files grow in place: the bytes that they lack of this size must be free, or rounds would fail later.
-        size, slot = file_bytes(n_elems), 0
+        size, slot = file_bytes(n_elems, residual_bytes), 0
         try:
             lacking = sum(self._disk.missing_bytes(ring_name(slot), size) for slot in range(self.n_files))
             free = self._disk.free_bytes()
@@ -207,18 +220,18 @@ class Ring:
                     DISK_RETRY_S,
                 )
             slot = self._choose(_key(info))
-            self._clear(slot, n_elems)
+            self._clear(slot, n_elems, residual_bytes)
         except OSError as error:
             raise disk_refusal(self._disk.where(ring_name(slot)), error) from error
         self._streaming = slot
-        return SnapshotWriter(self._disk, ring_name(slot), n_elems)
+        return SnapshotWriter(self._disk, ring_name(slot), n_elems, residual_bytes)
 
     def seal_stream(self, stream: SnapshotWriter, info: SnapshotInfo) -> None:
         """Seal a fully written stream: durable when this returns, and a shadow like any other. Raises Refused(DISK)."""
         slot = self._streaming
         assert slot is not None, "a stream that was begun is sealed once"
         try:
-            self._seal(slot, info, stream.n_elems, stream.sums())
+            self._seal(slot, info, stream.n_elems, stream.residual_bytes, stream.sums())
         except OSError as error:
             raise disk_refusal(self._disk.where(stream.name), error) from error
         self._streaming = None
@@ -245,6 +258,7 @@ class Ring:
         theta: F32,
         momentum: F32,
         record: bytes,
+        residual: U8 = NO_RESIDUAL,
         written: Callable[[], object] = lambda: None,
     ) -> None:
         """Write the file of a committed version, unless it is there, then its manifest. Raises Refused(DISK).
@@ -253,7 +267,7 @@ class Ring:
         """
         if not self.holds(info):
             self.close_round()
-            self.write_shadow(info, theta, momentum, written, straight=True)
+            self.write_shadow(info, theta, momentum, residual, written, straight=True)
         self.commit(info, info.commit_hash, record)
 
     def adopt(
@@ -298,15 +312,18 @@ class Ring:
             self._open = None
         return info
 
-    def load(self, info: SnapshotInfo, theta: F32, momentum: F32) -> None:
-        """Read a snapshot into memory. Raises Refused(DISK) when it changed since it was verified; then it is free."""
+    def load(self, info: SnapshotInfo, theta: F32, momentum: F32, residual: U8 = NO_RESIDUAL) -> None:
+        """Read a snapshot into memory. residual: zeros where the file has none; empty: it is not wanted.
+
+        Raises Refused(DISK) when it changed since it was verified; then it is free.
+        """
         slot = self._slot_of(_key(info))
         if slot is None:
             raise Refused(RefusalCode.DISK, f"the snapshot of version {info.version} ({info.round}) is gone")
         where = self._disk.where(ring_name(slot))
         try:
             with self._disk.open(ring_name(slot)) as file:
-                head = read_snapshot(file, where, theta, momentum)
+                head = read_snapshot(file, where, theta, momentum, residual)
             if head != self._content(slot).head:
                 raise SnapshotError(f"{where} changed since it was verified")
         except (OSError, SnapshotError) as error:

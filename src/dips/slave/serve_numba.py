@@ -31,7 +31,9 @@ from dips.core.math.outer_numpy import LANES, n_pieces
 from dips.core.math.simd_numba import address, address_of, array_at, compiled, peek8
 from dips.core.messages import AllowedKey, KeyRole
 from dips.core.net.header_numba import (
+    ABSENT,
     ATTEMPT,
+    BASE,
     BLOCK,
     CHECKSUM,
     CODEC,
@@ -77,6 +79,7 @@ from dips.core.net.zmq_numba import (
     zmq_msg_data,
     zmq_msg_init,
     zmq_msg_init_data,
+    zmq_msg_init_size,
     zmq_msg_more,
     zmq_msg_move,
     zmq_msg_recv,
@@ -85,7 +88,7 @@ from dips.core.net.zmq_numba import (
     zmq_poll,
     zmq_send,
 )
-from dips.core.wire import encoded_bytes, n_scales
+from dips.core.wire import Codec, encoded_bytes, n_scales
 from dips.slave import landing
 from dips.slave.data_port import DataPort, Reader, View, rows_of_arrays
 from dips.slave.landing import (
@@ -141,6 +144,7 @@ ANSWER_BYTES = 2 * PLAIN_BYTES
 """An answer repeats texts of a plain request and adds two numbers."""
 
 FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
+NONE = int(Codec.NONE)
 
 ENOUGH, IDLE, NEWS, UNUSUAL, COMPLETE, FAILED = range(6)
 """Why serve() returned: after MOST_MESSAGES; no message came for long enough; a poll item other than the socket is
@@ -181,6 +185,12 @@ class Versions(NamedTuple):
     version_bytes: I64  # (v,)
     address: I64  # (v,): of the parameters
     checksums: U64  # (v, c)
+    codec: I64  # (v,): of the version's difference; NONE: there is none
+    difference: I64  # (v,): its address
+    base: U8  # (v, VERSION_BYTES): to which version, as bytes
+    base_bytes: I64  # (v,)
+    before: I64  # (v,): the row of that version; -1: it cannot be read
+    starts: I64  # (c + 1,): where the chunks' payloads begin in each difference
 
 
 class Keys(NamedTuple):
@@ -429,15 +439,53 @@ def _get(tables: Tables, scratch: Scratch, peer: int, head: int, body: int, lent
         return -1
     for index in range(len(versions.address)):
         if same(value[VERSION], length[VERSION], versions.version[index, : versions.version_bytes[index]]):
+            place, n_bytes, codec, n_parts = versions.address[index], length_bytes, F32, 1
+            place += tables.places.start_byte[block] + offset_bytes
+            if length[BASE] != ABSENT:
+                codec = versions.codec[index]
+                n_parts = _differences(versions, index, value, length)
+                place = versions.difference[index] + versions.starts[chunk]
+                n_bytes = versions.starts[chunk + 1] - versions.starts[chunk]
+                if n_parts == 0 or n_parts * n_bytes >= length_bytes:
+                    return -1
             checksum, credit = versions.checksums[index, chunk], readers.credit[reader]
-            n = write_chunk(scratch.answer, tables.run_id, tables.epoch, value, length, checksum, credit)
-            place = versions.address[index] + tables.places.start_byte[block] + offset_bytes
-            if n < 0 or zmq_msg_init_data(body, place, length_bytes, free, address_of(lent) + 8 * FREED_AGAIN) < 0:
+            n = write_chunk(scratch.answer, tables.run_id, tables.epoch, value, length, codec, checksum, credit)
+            if n < 0:
                 return -1
-            lent[SENT] += 1
-            readers.came[reader] += length_bytes
+            if n_parts > 1:
+                if zmq_msg_init_size(body, n_parts * n_bytes) < 0:
+                    return -1
+                _join(zmq_msg_data(body), versions, index, n_parts, versions.starts[chunk], n_bytes)
+            elif zmq_msg_init_data(body, place, n_bytes, free, address_of(lent) + 8 * FREED_AGAIN) < 0:
+                return -1
+            else:
+                lent[SENT] += 1
+            readers.came[reader] += n_parts * n_bytes
             return n
     return -1
+
+
+@compiled
+def _differences(versions: Versions, index: int, value: I64, length: I64) -> int:
+    """How many differences lead from the header's base to the version in this row; 0: not all are here."""
+    codec, n = value[CODEC], 0
+    while index >= 0 and codec != NONE and versions.codec[index] == codec and n < len(versions.before):
+        n += 1
+        if same(value[BASE], length[BASE], versions.base[index, : versions.base_bytes[index]]):
+            return n
+        index = versions.before[index]
+    return 0
+
+
+@compiled
+def _join(into_address: int, versions: Versions, index: int, n_parts: int, start: int, n_bytes: int) -> None:
+    """Write a chunk's last n_parts differences up to the version in this row, oldest first."""
+    for part in range(n_parts - 1, -1, -1):
+        into = array_at(into_address + part * n_bytes, n_bytes, np.uint8)
+        source = array_at(versions.difference[index] + start, n_bytes, np.uint8)
+        for i in range(n_bytes):
+            into[i] = source[i]
+        index = versions.before[index]
 
 
 @compiled
@@ -753,16 +801,25 @@ class Loop:
                 if before is None or before[0] is not buffer.checksums:
                     before = (buffer.checksums, np.array(buffer.checksums, np.uint64))
                 self._checksums[version] = before
-        n = len(self._checksums)
+        n, rows = len(self._checksums), {version: index for index, version in enumerate(self._checksums)}
+        names, numbers = (n, VERSION_BYTES), np.zeros((6, n), np.int64)
+        checksums_of, starts = np.zeros((n, shard.n_chunks), np.uint64), np.zeros(shard.n_chunks + 1, np.int64)
         versions = Versions(
-            *(np.zeros((n, VERSION_BYTES), np.uint8), np.zeros(n, np.int64), np.zeros(n, np.int64)),
-            np.zeros((n, shard.n_chunks), np.uint64),
-        )
-        for index, (version, (_, checksums)) in enumerate(self._checksums.items()):
-            name, theta = part_of(version), view.readable[version].theta
+            np.zeros(names, np.uint8), numbers[0], numbers[1], checksums_of, numbers[2], numbers[3],
+            np.zeros(names, np.uint8), numbers[4], numbers[5], starts,
+        )  # fmt: skip
+        for version, (_, checksums) in self._checksums.items():
+            index, name, buffer = rows[version], part_of(version), view.readable[version]
             versions.version[index, : len(name)], versions.version_bytes[index] = name, len(name)
-            versions.address[index], versions.checksums[index] = address(theta), checksums
-            self._arrays.append(theta)
+            versions.address[index], versions.checksums[index] = address(buffer.theta), checksums
+            self._arrays.append(buffer.theta)
+            difference, base = buffer.difference, buffer.base
+            if difference is not None and base is not None:
+                name = part_of(base)
+                versions.base[index, : len(name)], versions.base_bytes[index] = name, len(name)
+                versions.codec[index], versions.difference[index] = difference.codec, address(difference.data)
+                versions.before[index], versions.starts[:] = rows.get(base, -1), difference.starts
+                self._arrays.append(difference.data)
         return versions
 
 

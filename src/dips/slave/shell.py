@@ -46,7 +46,7 @@ from dips.core.observe.tape import Tape
 from dips.core.threads import Threads
 from dips.slave import calculation, serve_numba
 from dips.slave.data_server import DataServer
-from dips.slave.memory import F32, MemoryFiles, ShardMemory
+from dips.slave.memory import F32, U8, MemoryFiles, ShardMemory, residual_bytes_of
 from dips.slave.metrics import Counts, MetricsMoment, kind_of, snapshot
 from dips.slave.mover import Mover
 from dips.slave.push_evidence import PushEvidence
@@ -312,11 +312,14 @@ class SlaveShell:
         self._memory = self._settling = self._saving_theta = None
         blocks = own_blocks(self._slave_id, body)
         await self._on(self._disk, self._ring.close_round)
-        await self._on(self._disk, self._ring.make, sum(block.n_elems for block in blocks))
+        residual_bytes = residual_bytes_of(blocks, run.chunk_bytes, run.pull_wire)
+        await self._on(self._disk, self._ring.make, sum(block.n_elems for block in blocks), residual_bytes)
         slots, room = body.staging_slots, self._memory_bytes
         starting = Starting("memory", log, self._tape, self._clock)
         files = MemoryFiles(self._store.directory, run.memory_files, body.pinned_versions)
-        memory = await self._on(self._outer, ShardMemory, blocks, run.chunk_bytes, slots, room, starting.touched, files)
+        memory = await self._on(
+            self._outer, ShardMemory, blocks, run.chunk_bytes, slots, room, starting.touched, files, run.pull_wire
+        )
         starting.end()
         current = None if run.source is None else await self._fill(memory, body, run.source)
         await self._serve_memory(memory)
@@ -328,7 +331,9 @@ class SlaveShell:
     async def _fill(self, memory: ShardMemory, body: Configure, source: SnapshotInfo) -> SnapshotInfo:
         """Read a snapshot into fresh memory and check it against the digest of its COMMIT."""
         theta = memory.take().theta
-        await self._on(self._disk, self._ring.load, source, theta, memory.next_momentum)
+        await self._on(
+            self._disk, self._ring.load, source, theta, memory.next_momentum, memory.next_residual.data
+        )  # fmt: skip
         sums = await self._on(self._outer, calculation.chunk_checksums, theta, memory.blocks, memory.map.chunk_bytes)
         if shard_digest(sums) != body.load_digest:
             raise Refused(
@@ -381,21 +386,25 @@ class SlaveShell:
         try:
             with self._counts.update(memory.n_elems, len(slots)):
                 sums = await self._on(
-                    self._outer, calculation.prepare, memory, theta, shadow.theta, body, slots, self._threads
-                )
+                    self._outer, calculation.prepare, memory, theta, shadow.theta, body, slots, self._threads,
+                    shadow.difference,
+                )  # fmt: skip
             info = SnapshotInfo(
                 body.to_version, body.round, made.layout_hash, made.placement_hash, shard_digest(sums), committed=False
             )
-            memory.name_shadow(info, sums)
+            memory.name_shadow(info, sums, body.from_version)
             if self._pushes is not None:
-                pushes = [memory.staging[slot] for slot in slots]
+                pushes, sizes = [memory.staging[slot] for slot in slots], memory.map.chunk_bytes
                 try:
-                    await self._on(self._disk, self._pushes.write, body, info, pushes, memory.map.chunk_bytes)
+                    await self._on(self._disk, self._pushes.write, body, info, pushes, sizes, memory.pull_wire)
                 except OSError as error:
                     raise disk_refusal(f"the record of the pushes of round {info.round}", error) from error
             if run.durable:
                 with self._counts.snapshot():
-                    await self._on(self._disk, self._ring.write_shadow, info, shadow.theta, memory.next_momentum)
+                    await self._on(
+                        self._disk, self._ring.write_shadow, info, shadow.theta, memory.next_momentum,
+                        memory.next_residual.data,
+                    )  # fmt: skip
         except BaseException:
             memory.drop_shadow()
             raise
@@ -407,9 +416,9 @@ class SlaveShell:
         info = replace(shadow, committed=True, commit_hash=body.commit_hash)
         if run.durable:
             assert memory.shadow is not None
-            arrays = (memory.shadow.theta, memory.next_momentum)
+            arrays = (memory.shadow.theta, memory.next_momentum, body.commit_record, memory.next_residual.data)
             with self._counts.snapshot():
-                await self._on(self._disk, self._ring.write_committed, info, *arrays, body.commit_record)
+                await self._on(self._disk, self._ring.write_committed, info, *arrays)
         memory.flip(info)
         self._settle()
         await self._settled()
@@ -425,7 +434,7 @@ class SlaveShell:
         link = self.state.link
         mover = self._mover = Mover(
             self._slave_id, link.run_id, link.promised_epoch, body, run.chunk_bytes, self._memory, self._ring,
-            self._disk, self._clock, self._curve,
+            self._disk, self._clock, self._curve, run.pull_wire,
         )  # fmt: skip
         try:
             return await self._on(self._moving, mover.run)
@@ -435,22 +444,22 @@ class SlaveShell:
 
     # ---- durability "async" ----
 
-    def _held_for_saving(self, info: SnapshotInfo) -> tuple[F32, F32]:
+    def _held_for_saving(self, info: SnapshotInfo) -> tuple[F32, F32, U8]:
         """The arrays of the current version. No round may write into them until they are in the file."""
         memory = self._made()
         if memory.current is None or memory.current.info != info:
             raise LocalProtocolError(f"version {info.version} must be saved and is not the current one")
         self._saving, self._saving_theta = self._loop.create_future(), memory.current.theta
-        return memory.current.theta, memory.momentum
+        return memory.current.theta, memory.momentum, memory.residual.data
 
-    async def _save(self, effect: effects.SaveVersion, theta: F32, momentum: F32) -> None:
+    async def _save(self, effect: effects.SaveVersion, theta: F32, momentum: F32, residual: U8) -> None:
         saving, info = self._saving, effect.info
         assert saving is not None
         event: events.SaveEvent
         try:
             with self._counts.snapshot():
                 await self._on(
-                    self._disk, self._ring.write_committed, info, theta, momentum, effect.commit_record,
+                    self._disk, self._ring.write_committed, info, theta, momentum, effect.commit_record, residual,
                     lambda: self._resolve_soon(saving),
                 )  # fmt: skip
             event = events.Saved(effect.number, info, self._ring.infos())

@@ -1,5 +1,5 @@
-"""One snapshot on a slave's disk: the file with theta and momentum, the manifest that commits it, and what a start
-finds."""
+"""One snapshot on a slave's disk: the file with theta, momentum and residual, the manifest that commits it, and what a
+start finds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
+import numpy as np
 import xxhash
 
 from dips.core.errors import DipsError
@@ -17,15 +18,16 @@ from dips.core.ids import RoundId, Version
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import SnapshotInfo
 from dips.slave.disk import IO_BYTES, Disk
-from dips.slave.memory import F32, bytes_of
+from dips.slave.memory import F32, U8, bytes_of
 
 # ---- snapshot file ---------------------------------------------------------------------------------------------------
 #
-# Reads and writes the header of a snapshot file: theta and momentum as safetensors, where an incomplete file shows.
+# Reads and writes the header of a snapshot file: theta and momentum, and the residual of a run whose pull_wire rounds
+# versions, as safetensors, where an incomplete file shows.
 #
 # The format is safetensors' own (8-byte length, JSON header, raw tensors; any safetensors reader opens it), written by
 # hand because the library copies every tensor and can only make new files. The header has a fixed length, so that every
-# version of a shard has a file of the same size; it holds the checksums of both tensors and of itself, so that any
+# version of a shard has a file of the same size; it holds the checksums of all tensors and of itself, so that any
 # mixture of two versions' bytes is detected. Nothing here writes to a disk or decides what to keep.
 
 
@@ -33,7 +35,8 @@ HEADER_BYTES = 4096
 """Size of the length and the JSON, padded with blanks: one page, so that the tensors begin on a new page."""
 
 SNAPSHOT_FORMAT = "dips-snapshot-2"
-TENSORS = ("theta", "momentum")
+TENSORS = ("theta", "momentum", "residual")
+NO_RESIDUAL: U8 = np.empty(0, np.uint8)
 _HASHES = ("layout_hash", "placement_hash", "digest")
 _SEAL = "xxh3_128_header"
 
@@ -59,23 +62,24 @@ class FileHead:
     slave_id: str
     n_elems: int
     stamp: SnapshotStamp
-    sums: tuple[str, str]
+    sums: tuple[str, ...]  # of each tensor
+    residual_bytes: int = 0  # 0: the file has no residual
 
 
-def file_bytes(n_elems: int) -> int:
-    """Length of the snapshot file of a shard of n_elems parameters: 8 bytes for each, and the header."""
-    return HEADER_BYTES + len(TENSORS) * FLOAT32_BYTES * n_elems
+def tensors_of(residual_bytes: int) -> tuple[str, ...]:
+    """The tensors of a file, in their order."""
+    return TENSORS if residual_bytes else TENSORS[:2]
 
 
-def momentum_place(n_elems: int) -> int:
-    """Offset of the momentum's bytes in the file; theta's begin at HEADER_BYTES."""
-    return HEADER_BYTES + FLOAT32_BYTES * n_elems
+def file_bytes(n_elems: int, residual_bytes: int = 0) -> int:
+    """Length of the snapshot file of a shard of n_elems parameters: 8 bytes for each, the residual, and the header."""
+    return HEADER_BYTES + 2 * FLOAT32_BYTES * n_elems + residual_bytes
 
 
 def build_header(
-    info: SnapshotInfo, n_elems: int, sums: tuple[str, str], run_id: str, slave_id: str
+    info: SnapshotInfo, n_elems: int, sums: tuple[str, ...], run_id: str, slave_id: str, residual_bytes: int = 0
 ) -> tuple[bytes, FileHead]:
-    """The header of a file of n_elems parameters. sums: xxh3-128 of theta's and of the momentum's bytes, as hex."""
+    """The header of a file of n_elems parameters. sums: xxh3-128 of each tensor's bytes, as hex."""
     metadata = {
         "format": SNAPSHOT_FORMAT,
         "run_id": run_id,
@@ -83,16 +87,16 @@ def build_header(
         "version": f"{info.version.timeline}:{info.version.v}",
         "round": f"{info.round.epoch}.{info.round.n}",
         **{name: getattr(info, name).hex() for name in _HASHES},
-        **{f"xxh3_128_{name}": value for name, value in zip(TENSORS, sums, strict=True)},
+        **{f"xxh3_128_{name}": value for name, value in zip(tensors_of(residual_bytes), sums, strict=True)},
     }
-    header = _tensor_places(n_elems) | {"__metadata__": metadata}
+    header = _tensor_places(n_elems, residual_bytes) | {"__metadata__": metadata}
     metadata[_SEAL] = _seal(header)
     text = json.dumps(header, separators=(",", ":")).encode()
     raw = (HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(HEADER_BYTES - 8)
     assert len(raw) == HEADER_BYTES, "names and hashes are bounded, so a page holds them"
-    stamp = SnapshotStamp(file_bytes(n_elems), xxhash.xxh3_128_hexdigest(raw))
+    stamp = SnapshotStamp(file_bytes(n_elems, residual_bytes), xxhash.xxh3_128_hexdigest(raw))
     plain = replace(info, committed=False, commit_hash=b"")
-    return raw, FileHead(plain, run_id, slave_id, n_elems, stamp, sums)
+    return raw, FileHead(plain, run_id, slave_id, n_elems, stamp, sums, residual_bytes)
 
 
 def read_head(file: BinaryIO, where: str) -> FileHead | None:
@@ -113,15 +117,23 @@ def read_head(file: BinaryIO, where: str) -> FileHead | None:
     return head
 
 
-def read_tensors(file: BinaryIO, where: str, head: FileHead, into: tuple[F32, F32] | None = None) -> None:
-    """Read and check the tensors after the header, into theta and momentum if given, both (n,) float32.
+def read_tensors(file: BinaryIO, where: str, head: FileHead, into: tuple[F32, F32, U8] | None = None) -> None:
+    """Read and check the tensors after the header, into theta and momentum, both (n,) float32, and the residual, if
+    given. A residual becomes zeros where the file has none; an empty one is not wanted.
 
     Raises SnapshotError when a byte is not as it was written, or the arrays have another length.
     """
-    n_bytes = head.n_elems * FLOAT32_BYTES
-    scratch = memoryview(bytearray(min(IO_BYTES, n_bytes) if into is None else 0))
-    for index, name in enumerate(TENSORS):
-        target = bytes_of(into[index]) if into is not None else None
+    sizes = (head.n_elems * FLOAT32_BYTES, head.n_elems * FLOAT32_BYTES, head.residual_bytes)
+    targets: list[memoryview | None] = [None, None, None]
+    if into is not None:
+        theta, momentum, residual = into
+        targets = [bytes_of(theta), bytes_of(momentum), residual.data if residual.size else None]
+        if not head.residual_bytes:
+            residual.fill(0)
+    unread = max((size for target, size in zip(targets, sizes, strict=True) if target is None), default=0)
+    scratch = memoryview(bytearray(min(IO_BYTES, unread)))
+    for index, name in enumerate(tensors_of(head.residual_bytes)):
+        target, n_bytes = targets[index], sizes[index]
         if target is not None and len(target) != n_bytes:
             raise SnapshotError(f"{where}: {name} has {n_bytes} bytes, this slave's blocks have {len(target)}")
         found = xxhash.xxh3_128()
@@ -134,12 +146,12 @@ def read_tensors(file: BinaryIO, where: str, head: FileHead, into: tuple[F32, F3
             raise SnapshotError(f"{where}: the bytes of {name} are not those that were written")
 
 
-def read_snapshot(file: BinaryIO, where: str, theta: F32, momentum: F32) -> FileHead:
+def read_snapshot(file: BinaryIO, where: str, theta: F32, momentum: F32, residual: U8 = NO_RESIDUAL) -> FileHead:
     """Read a whole file into the arrays. Raises SnapshotError when it is not whole; OSError when it cannot be read."""
     head = read_head(file, where)
     if head is None:
         raise SnapshotError(f"{where} was made and never written")
-    read_tensors(file, where, head, (theta, momentum))
+    read_tensors(file, where, head, (theta, momentum, residual))
     return head
 
 
@@ -155,12 +167,16 @@ def read_version(text: str) -> Version:
     return Version(int(timeline), int(v))
 
 
-def _tensor_places(n_elems: int) -> dict[str, Any]:
+def _tensor_places(n_elems: int, residual_bytes: int) -> dict[str, Any]:
     n_bytes = n_elems * FLOAT32_BYTES
-    return {
+    places: dict[str, Any] = {
         name: {"dtype": "F32", "shape": [n_elems], "data_offsets": [index * n_bytes, (index + 1) * n_bytes]}
-        for index, name in enumerate(TENSORS)
+        for index, name in enumerate(TENSORS[:2])
     }
+    if residual_bytes:
+        ends = [2 * n_bytes, 2 * n_bytes + residual_bytes]
+        places["residual"] = {"dtype": "U8", "shape": [residual_bytes], "data_offsets": ends}
+    return places
 
 
 def _seal(header: Mapping[str, Any]) -> str:
@@ -176,15 +192,16 @@ def _parse(raw: bytes, where: str) -> FileHead:
         metadata = header["__metadata__"]
         if metadata["format"] != SNAPSHOT_FORMAT:
             raise SnapshotError(f"{where} is not a snapshot of this release")
-        n_elems = header["theta"]["shape"][0]
-        if metadata[_SEAL] != _seal(header) or header != _tensor_places(n_elems) | {"__metadata__": metadata}:
+        n_elems, residual_bytes = header["theta"]["shape"][0], header.get("residual", {"shape": [0]})["shape"][0]
+        places = _tensor_places(n_elems, residual_bytes)
+        if metadata[_SEAL] != _seal(header) or header != places | {"__metadata__": metadata}:
             raise SnapshotError(f"{where}: its header is not the one that was written")
         layout_hash, placement_hash, digest = (bytes.fromhex(metadata[name]) for name in _HASHES)
         version, round_id = read_version(metadata["version"]), parse_round(metadata["round"])
         info = SnapshotInfo(version, round_id, layout_hash, placement_hash, digest, committed=False)
-        sums = (metadata["xxh3_128_theta"], metadata["xxh3_128_momentum"])
-        stamp = SnapshotStamp(file_bytes(n_elems), xxhash.xxh3_128_hexdigest(raw))
-        return FileHead(info, metadata["run_id"], metadata["slave_id"], n_elems, stamp, sums)
+        sums = tuple(metadata[f"xxh3_128_{name}"] for name in tensors_of(residual_bytes))
+        stamp = SnapshotStamp(file_bytes(n_elems, residual_bytes), xxhash.xxh3_128_hexdigest(raw))
+        return FileHead(info, metadata["run_id"], metadata["slave_id"], n_elems, stamp, sums, residual_bytes)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"{where}: its header cannot be read: {error}") from error
 

@@ -197,14 +197,15 @@ class Transfers:
     def pull(self, job: int, grant: PullGrant, flat: F32, cause: str, times: Times) -> None:
         """Fetch into `flat`; ends in Done or Failed, or as a part, whose digests no one has compared yet."""
         clock = self._clock
+        base = self._vectors.base if grant.wire in DIFFERENCES else None
         n_ranks = 1 if self._of_rank is None else self._of_rank.n_ranks
         limits = _settings(grant.chunk_bytes, window_of_rank(PULL_WINDOW_CHUNKS, n_ranks), times)
         common = self._common(grant.run_id, grant.epoch, cause, limits)
 
         def carry(context: zmq.Context[zmq.Socket[bytes]], cancelled: threading.Event) -> None:
             began_s = clock.monotonic_s()
-            counted = self._counted(common, TransferDirection.PULL, grant.placement, Codec.F32)
-            transfer = carry_pull(context, counted, flat, grant, clock, cancelled)
+            counted = self._counted(common, TransferDirection.PULL, grant.placement, *wire_of_pull(grant))
+            transfer = carry_pull(context, counted, flat, grant, clock, cancelled, base=base)
             self._end(job, transfer, clock.monotonic_s() - began_s, lambda: None)
 
         self._thread.run(job, carry, lambda why: self._failed(job, why))
@@ -240,12 +241,15 @@ class Transfers:
         else:
             self._deliver(Failed(job, why, base_gone=base_gone, corrupt=corrupt))
 
-    def _counted(self, common: Common, direction: TransferDirection, placement: PlacementSpec, wire: Codec) -> Common:
+    def _counted(
+        self, common: Common, direction: TransferDirection, placement: PlacementSpec, wire: Codec, n_parts: int = 1
+    ) -> Common:
         """The same Common, with progress reported to the counts. On the data thread, which owns them."""
         if self._links is None:
             return common
         slaves = [address.slave_id for address in placement.slaves]
-        return replace(common, tell=self._links.begin(direction, wire, slaves, self._clock.monotonic_s()).tell)
+        now_s = self._clock.monotonic_s()
+        return replace(common, tell=self._links.begin(direction, wire, slaves, now_s, n_parts).tell)
 
     def _checksums_of(self, push: PushId, wire: Codec) -> dict[Chunk, int]:
         """Checksums of earlier attempts' chunks, and those that were taken in the snapshot: a push's bytes change only
@@ -254,6 +258,13 @@ class Transfers:
         if self._sums is None or self._sums[:2] != (push, wire):
             self._sums = (push, wire, self._vectors.checksums() if wire is Codec.F32 else {})
         return self._sums[2]
+
+
+def wire_of_pull(grant: PullGrant) -> tuple[Codec, int]:
+    """How a grant's version is fetched: its codec, and how many payloads each chunk has."""
+    if grant.wire not in DIFFERENCES or grant.base is None:
+        return Codec.F32, 1
+    return grant.wire, grant.version.v - grant.base.v
 
 
 def window_of_rank(window_chunks: int, n_ranks: int) -> int:

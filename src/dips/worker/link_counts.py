@@ -1,7 +1,7 @@
 """Counts the traffic on the links to the slaves in all transfers of this process, on the thread that transfers.
 
 Owned by the data thread, which makes a new immutable view a few times a second during a transfer; readers get the
-last one. Bytes are those on the wire: a push of differences has fewer than its parameters. Of a cluster of several
+last one. Bytes are those on the wire: differences have fewer than parameters. Of a cluster of several
 ranks the leader also counts what each of them has moved, on the training thread.
 """
 
@@ -57,6 +57,7 @@ class Transferring:
     wire: Codec
     began_s: float
     before: Mapping[str, SlaveLinkCounts]
+    n_parts: int = 1  # payloads of each chunk: of a pull of differences several may follow each other
 
     def tell(self, moved: Mapping[str, SlaveProgress], now_s: float) -> None:
         """Take the transfer's progress since its beginning."""
@@ -66,7 +67,7 @@ class Transferring:
         self.counts.show({**self.before, **links})
 
     def _link(self, before: SlaveLinkCounts, part: SlaveProgress, now_s: float) -> SlaveLinkCounts:
-        way, n_bytes = self.direction, encoded_bytes(self.wire, part.carried_bytes // FLOAT32_BYTES)
+        way, n_bytes = self.direction, self.n_parts * encoded_bytes(self.wire, part.carried_bytes // FLOAT32_BYTES)
         refusals = dict(before.refusals)
         for code, count in part.refusals.items():
             refusals[code] = refusals.get(code, 0) + count
@@ -105,7 +106,9 @@ class LinkCounts:
         known = {rank: self.ranks.get(rank, RankCounts()) for rank in parts}
         self.ranks = {rank: known[rank].with_part(direction, *part) for rank, part in parts.items()}
 
-    def begin(self, direction: TransferDirection, wire: Codec, slaves: Iterable[str], now_s: float) -> Transferring:
+    def begin(
+        self, direction: TransferDirection, wire: Codec, slaves: Iterable[str], now_s: float, n_parts: int = 1
+    ) -> Transferring:
         """A transfer with these slaves begins; those of an earlier placement are forgotten."""
         before = {slave: self._view[slave] for slave in slaves if slave in self._view}
-        return Transferring(self, direction, wire, now_s, before)
+        return Transferring(self, direction, wire, now_s, before, n_parts)

@@ -20,6 +20,7 @@ from dips.core.net.security import INSECURE, Security
 from dips.core.observe.metrics import CERTIFICATE, Families, Instruments, Spec, flag
 from dips.core.observe.metrics_server import MetricsServer, serve_metrics
 from dips.core.release import VERSION
+from dips.core.wire import Codec
 from dips.worker.checkpoint import Checkpoints
 from dips.worker.config import ClientConfig
 from dips.worker.link_counts import LinkCounts, RankCounts, SlaveLinkCounts, TransferDirection
@@ -27,7 +28,7 @@ from dips.worker.pace import StepTimer
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Cancel, Done, Effect, Event, Failed, PushRecord, Run, SendPush, Stepped
 from dips.worker.state.shared import SessionPhase
-from dips.worker.state.tape import BaseStale, SessionJoined, VerdictReceived
+from dips.worker.state.tape import BaseStale, SessionJoined, VerdictReceived, VersionInstalled
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 
@@ -74,6 +75,8 @@ METRICS: tuple[Spec, ...] = (
     # ---- transfers ----
     Spec("transfers_total", "counter", "Transfers that ended, by direction (push, pull) and result: done, failed",
          "done alone", ("direction", "result")),
+    Spec("installs_total", "counter", "Versions that were installed, by how they were fetched: difference, float32",
+         "difference alone after the first, with the run's pull_wire", ("kind",)),
     Spec("transfer_seconds", "histogram", "Time of transfers that were done", "below a tenth of a round",
          ("direction",), "s"),
     Spec("push_retries_total", "counter", "Attempts of pushes after the first one", "no increase"),
@@ -165,6 +168,7 @@ class Counts:
         self._stale = self.made.counter("stale_pushes_total", *STALE)
         self._retries = self.made.counter("push_retries_total")
         self._transfers = self.made.counter("transfers_total")
+        self._installs = self.made.counter("installs_total", "difference", "float32")
         self._transfer_s = self.made.histogram("transfer_seconds", *DIRECTIONS)
         for direction in DIRECTIONS:
             for result in ("done", "failed"):
@@ -214,6 +218,8 @@ class Counts:
                 self._stale.labels(kind.lower()).inc()
             case SessionJoined():
                 self._joins.inc()
+            case VersionInstalled(wire=wire):
+                self._installs.labels("float32" if wire == Codec.F32.name else "difference").inc()
 
     def waits(self, what: str, now_s: float) -> None:
         """The training loop waits from now on, for an exchange or for data; may be called again during the wait."""

@@ -17,6 +17,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Protocol
 
@@ -593,6 +594,7 @@ def _session_config(
         **asdict(given_times(config)),
         durable_pushes=config.checkpoint_dir is not None,
         wire=wire_of(config),
+        takes_differences=find_spec("numba") is not None,
         curve_key=b"" if curve is None else curve.public,
         process_id=secrets.token_bytes(16),
         host=f"process {os.getpid()} on {socket.gethostname()[:64]}",

@@ -347,7 +347,7 @@ def test_a_pull_writes_only_where_the_chunk_that_it_asked_for_belongs(seed: int)
     n_whole = 0
     while n_whole < 2:
         why = twin(
-            loop._columns, loop._links, loop._into, loop._texts, loop._scratch, loop._numbers, FOREVER_S
+            loop._columns, loop._links, loop._landing, loop._texts, loop._scratch, loop._numbers, FOREVER_S
         )  # fmt: skip
         assert why in (carry_numba.UNUSUAL, carry_numba.WHOLE)
         _hear(port, loop, why)

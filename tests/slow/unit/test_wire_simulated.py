@@ -1,4 +1,4 @@
-"""Pushes as differences in whole simulated runs: they happen, bases go, and what is wrong with them is noticed."""
+"""Differences in whole simulated runs: pushes and pulls have them, bases go, and what is wrong with them is noticed."""
 
 from __future__ import annotations
 
@@ -69,6 +69,15 @@ BUGS = (
         ),
         "with another content",
     ),
+    (
+        bug(
+            "a slave that comes back has lost the residual",
+            "slave.ring:Ring.load",
+            "head = read_snapshot(file, where, theta, momentum, residual)",
+            "head = read_snapshot(file, where, theta, momentum)",
+        ),
+        "than what was merged",
+    ),
 )
 
 
@@ -78,24 +87,32 @@ class Watched(SeedRun):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.granted: Counter[str] = Counter()
+        self.installed: Counter[str] = Counter()
         self.watchers.append(self._told)
 
     def _told(self, role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
         if role == "master" and kind == "ticket":
             self.granted[fields["wire"]] += 1
+        if role == "worker" and kind == "installed":
+            self.installed[fields["wire"]] += 1
 
 
 def test_every_wire_type_is_granted_and_some_bases_go() -> None:
     granted: Counter[str] = Counter()
-    gone = 0
+    installed: Counter[str] = Counter()
+    gone = pulls_gone = 0
     for seed in SEEDS:
         world = Watched(seed)
         outcome = world.run()
         assert outcome.violations == ()
         granted += world.granted
+        installed += world.installed
         gone += outcome.fired.get("base_gone", 0)
+        pulls_gone += outcome.fired.get("differences_gone", 0)
     assert all(granted[wire.name] > 20 for wire in (Codec.F32, *DIFFERENCES)), granted
+    assert all(installed[wire.name] > 20 for wire in (Codec.F32, *DIFFERENCES)), installed
     assert gone > 0, "no slave refused a chunk whose base it had not"
+    assert pulls_gone > 0, "no slave lacked a difference"
 
 
 @pytest.mark.parametrize(("mutant", "words"), BUGS, ids=[mutant.name.replace(" ", "-") for mutant, _ in BUGS])

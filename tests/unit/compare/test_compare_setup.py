@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -289,13 +290,15 @@ def test_methods_differ_as_their_words_say() -> None:
     dynamic = {name for name, c in config.items() if c.settings.dynamic_local_steps}
     written = {name: method.wire_dtype for name, method in METHODS.items() if method.wire_dtype != "float32"}
     ablated = {"dips-share-0", "dips-share-1", "dips-clip-auto", "dips-no-clip"}
-    assert dynamic == {"dynamic", "dynamic-push", "dips", *ablated, *written}
+    published = {name: c.settings.pull_wire for name, c in config.items() if c.settings.pull_wire != "float32"}
+    fewer = {*written, *published}
+    assert dynamic == {"dynamic", "dynamic-push", "dips", *ablated, *fewer}
     assert {name for name, c in config.items() if c.settings.overlap == "push"} == {"safe-push", "dynamic-push"}
     assert {name for name, c in config.items() if c.settings.overlap == "full"} == {
         "safe-full",
         "dips",
         *ablated,
-        *written,
+        *fewer,
     }
     assert {name for name, c in config.items() if c.penalty.detector == "off"} == {"diloco", "diloco-clip", "async"}
     assert {name for name, c in config.items() if math.isinf(c.penalty.clip_norm)} == {
@@ -306,9 +309,15 @@ def test_methods_differ_as_their_words_say() -> None:
     assert config["async"].grace_s == 0
     scaled = {name for name, c in config.items() if c.penalty.participation_scaling}
     overlapped = {"safe-push", "safe-full", "dynamic-push"}
-    assert written == {"dips-bf16": "bfloat16", "dips-int8": "int8", "dips-int4": "int4"}
-    assert all(config[name] == config["dips"] for name in written)
-    assert scaled == {"dips", "safe", "dynamic", "heavy-ball", "averaging", *overlapped, *ablated, *written}
+    pushed = {"dips-bf16": "bfloat16", "dips-int8": "int8", "dips-int4": "int4"}
+    assert written == {**pushed, "dips-both-int4": "int4"}
+    pulled = {"dips-pull-bf16": "bfloat16", "dips-pull-int8": "int8", "dips-pull-int4": "int4"}
+    assert published == {**pulled, "dips-both-int4": "int4"}
+    plain = config["dips"]
+    for name in fewer:
+        settings = replace(plain.settings, pull_wire=published.get(name, "float32"))
+        assert config[name] == replace(plain, settings=settings)
+    assert scaled == {"dips", "safe", "dynamic", "heavy-ball", "averaging", *overlapped, *ablated, *fewer}
     assert {name: c.settings.overlap_share for name, c in config.items() if c.settings.overlap_share != 0.5} == {
         "dips-share-0": 0.0,
         "dips-share-1": 1.0,

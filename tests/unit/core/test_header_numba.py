@@ -44,7 +44,7 @@ def fields_of(frame: bytes) -> dict[str, object] | None:
     fields: dict[str, object] = {}
     for field in data_pb2.DataHeader.DESCRIPTOR.fields:
         number, n_bytes = int(value[field.number]), int(length[field.number])
-        if n_bytes > 0 or (n_bytes == 0 and field.name in ("push", "version")):
+        if n_bytes > 0 or (n_bytes == 0 and field.name in ("push", "version", "base")):
             begin = number - address(memory)
             assert 0 <= begin <= begin + n_bytes <= len(frame) - compiled.TRAILER_BYTES
             fields[field.name] = frame[begin : begin + n_bytes]
@@ -57,6 +57,7 @@ def expected_fields(header: DataHeader) -> dict[str, object]:
     fields: dict[str, object] = {
         "push": None if header.push is None else compiled.part_of(header.push).tobytes(),
         "version": None if header.version is None else compiled.part_of(header.version).tobytes(),
+        "base": None if header.base is None else compiled.part_of(header.base).tobytes(),
         "run_id": header.run_id.encode() or None,
         "cause_id": header.cause_id.encode() or None,
     }
@@ -206,10 +207,12 @@ def test_whole_headers_have_the_bytes_of_encode() -> None:
         )
         put = replace(
             some, op=DataOp.PUT_CHUNK, push=push, version=None, complete=False, credit=0, protocol=PROTOCOL_VERSION,
-            momentum=False,
+            momentum=False, base=None,
         )  # fmt: skip
         get = replace(put, op=DataOp.GET_CHUNK, push=None, attempt=0, version=version, codec=Codec.F32, checksum=0)
-        get = replace(get, momentum=some.momentum)
+        base = Version(some.block, some.epoch) if some.epoch % 2 else None
+        codec = Codec.F32 if base is None else Codec.INT8
+        get = replace(get, momentum=some.momentum, codec=codec, base=base)
         run_id, cause = compiled.text_of(some.run_id), compiled.text_of(some.cause_id)
         expect(
             put, compiled.write_put_chunk, run_id, put.epoch, compiled.part_of(push), put.attempt, put.block,
@@ -217,7 +220,8 @@ def test_whole_headers_have_the_bytes_of_encode() -> None:
         )  # fmt: skip
         expect(
             get, compiled.write_get_chunk, run_id, get.epoch, compiled.part_of(version), get.block, get.offset_bytes,
-            get.length_bytes, get.request, cause, get.momentum,
+            get.length_bytes, int(codec), get.request, cause, get.momentum,
+            compiled.part_of(base or version),
         )  # fmt: skip
         ack = replace(put, op=DataOp.ACK, length_bytes=0, codec=Codec.NONE, checksum=0)
         ack = replace(ack, complete=some.complete, credit=some.credit)
@@ -229,7 +233,8 @@ def test_whole_headers_have_the_bytes_of_encode() -> None:
         asked = np.frombuffer(get.encode(), np.uint8)
         assert compiled.parse(address(asked), len(asked), value, length)
         expect(
-            chunk, compiled.write_chunk, run_id, chunk.epoch, value, length, np.uint64(chunk.checksum), chunk.credit
+            chunk, compiled.write_chunk, run_id, chunk.epoch, value, length, int(codec), np.uint64(chunk.checksum),
+            chunk.credit,
         )  # fmt: skip
 
 

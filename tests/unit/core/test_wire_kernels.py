@@ -10,7 +10,7 @@ from numba.core.dispatcher import Dispatcher
 from support.numerics import F32, Shard, assert_same_bits
 
 from dips.core.math import wire_numba, wire_numpy
-from dips.core.wire import DIFFERENCES, SCALE_BLOCK_ELEMS, Codec, encoded_bytes, n_scales
+from dips.core.wire import DIFFERENCES, RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, Codec, encoded_bytes, n_scales
 
 CODECS = sorted(DIFFERENCES)
 SIZES = [1, 2, 63, 64, 65, 127, 128, 1000, 4099]
@@ -174,3 +174,70 @@ def test_warm_up_compiles_every_codec() -> None:
 def test_both_twins_mean_the_same_blocks() -> None:
     smallest = np.array([wire_numpy.SMALLEST], np.float32).view(np.int32)
     assert int(smallest[0]) == wire_numba.SMALLEST_BITS
+
+
+# ---- published versions ----
+
+
+def published_twice(codec: Codec, now: F32, base: F32, residual: U8) -> tuple[F32, U8, U8, int]:
+    """What both twins publish, once they agree: the version, its difference, the next residual, elements not finite."""
+    results = []
+    for module, ahead in ((wire_numpy, 0), (wire_numba, 1)):
+        version, payload = now.copy(), payload_of(codec, len(now), ahead)
+        lost = payload_of(RESIDUAL_CODEC, len(now), ahead)
+        bad = module.publish(codec, version, base, residual, payload, lost)
+        results.append((version, payload, lost, bad))
+    (version, payload, lost, bad), (other, other_payload, other_lost, other_bad) = results
+    assert_same_bits(other, version)
+    assert_nan_scales_aside(codec, len(now), other_payload, payload)
+    assert_nan_scales_aside(RESIDUAL_CODEC, len(now), other_lost, lost)
+    assert other_bad == bad == np.count_nonzero(~np.isfinite(version))
+    return version, payload, lost, bad
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])
+@pytest.mark.parametrize("n_elems", SIZES)
+@pytest.mark.parametrize("codec", CODECS)
+def test_both_twins_publish_what_readers_decode(codec: Codec, n_elems: int, special: bool) -> None:
+    residual = np.zeros(encoded_bytes(RESIDUAL_CODEC, n_elems), np.uint8)
+    _, base, _ = vectors(n_elems, n_elems)
+    for seed in range(4):
+        now = base + np.float32(0.01) * vectors(seed, n_elems, special)[0]
+        version, payload, residual, bad = published_twice(codec, now, base, residual)
+        read = np.zeros_like(base)
+        wire_numpy.decode(codec, base, payload, read)
+        assert_same_bits(read, version)
+        if bad:
+            return  # such a version is refused
+        base = version
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_published_follows_the_exact_model(codec: Codec) -> None:
+    """Error feedback: what readers hold differs from the exact model by one rounding, not by the sum of all."""
+    n = 64 * 20
+    rng, exact = np.random.default_rng(1), np.zeros(64 * 20)
+    theta, residual = np.zeros(n, np.float32), np.zeros(encoded_bytes(RESIDUAL_CODEC, n), np.uint8)
+    for _ in range(200):
+        step = rng.standard_normal(n).astype(np.float32)
+        exact += step
+        theta, _, residual, _ = published_twice(codec, theta + step, theta, residual)
+    error = np.abs(theta - exact).max()
+    assert error < {Codec.BF16: 0.05, Codec.INT8: 0.1, Codec.INT4: 0.6}[codec]
+    kept = np.zeros_like(theta)
+    wire_numpy.decode(RESIDUAL_CODEC, theta, residual, kept)
+    assert np.abs(kept - exact).max() < error / 5 + 1e-3, "with the residual it is nearer by far"
+
+
+def test_arguments_of_publish_that_do_not_fit_are_refused() -> None:
+    x, payload, lost = np.zeros(64, np.float32), payload_of(Codec.INT4, 64), payload_of(RESIDUAL_CODEC, 64)
+    for module in (wire_numpy, wire_numba):
+        for arguments in (
+            (Codec.F32, x.copy(), x, lost, payload, lost.copy()),
+            (Codec.INT4, x.copy(), x[:63], lost, payload, lost.copy()),
+            (Codec.INT4, x.copy(), x, lost[1:], payload, lost.copy()),
+            (Codec.INT4, x.copy(), x, lost, payload[1:], lost.copy()),
+            (Codec.INT4, x.copy(), x, lost, payload, lost[1:]),
+        ):
+            with pytest.raises(ValueError, match=r"is|writes"):
+                module.publish(*arguments)

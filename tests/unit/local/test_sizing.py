@@ -18,13 +18,14 @@ from dips.core.ids import SlaveId
 from dips.core.layout import DEFAULT_BLOCK_ELEMS, Layout, Parameter
 from dips.core.placement import (
     MEMORY_FILES,
+    difference_bytes_needed,
     file_bytes_needed,
     memory_bytes_needed,
     place,
     shard_bytes_needed,
     table_bytes_needed,
 )
-from dips.core.wire import WIRE_DTYPES, encoded_bytes
+from dips.core.wire import RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, WIRE_DTYPES, encoded_bytes
 from dips.local.sizing import SizeKnobs, SizeTable, names_of, size, value_of
 from dips.sim.scale import rates
 from dips.slave.connections import ROOM_BYTES
@@ -59,6 +60,21 @@ def test_memory_of_a_slave_is_what_placing_counts(slots: int, pins: int, files: 
     in_files = found["slave_file_bytes"].value if files != "none" else 0
     assert in_files == file_bytes_needed(shard, slots, pins, files)
     assert found["slave_volume_bytes"].value > (found["slave_ring_bytes"].value + in_files) / 0.95
+
+
+@pytest.mark.parametrize("pins", [0, 2])
+@pytest.mark.parametrize("pull_wire", sorted(WIRE_DTYPES))
+def test_what_pull_wire_costs_and_saves_is_what_the_code_does(pull_wire: str, pins: int) -> None:
+    plain, found = (sizes(pinned_versions=pins, slave_ram="4TB", pull_wire=way) for way in ("float32", pull_wire))
+    shard = found.whole("shard_params") // SCALE_BLOCK_ELEMS * SCALE_BLOCK_ELEMS
+    more = difference_bytes_needed(shard, 1 << 20, pins, pull_wire)
+    for key in ("slave_memory_bytes", "slave_process_bytes"):
+        assert found[key].value - plain[key].value == pytest.approx(1.01 * more, rel=1e-6)
+    ring = 4 * file_bytes(shard, 0 if pull_wire == "float32" else encoded_bytes(RESIDUAL_CODEC, shard))
+    assert found["slave_ring_bytes"].value == pytest.approx(ring, rel=1e-6)
+    assert found["pull_bytes"].value == pytest.approx(encoded_bytes(WIRE_DTYPES[pull_wire], 10**11))
+    assert found.whole("slots_held") <= plain.whole("slots_held")
+    assert found.whole("slaves_none") >= plain.whole("slaves_none")
 
 
 @pytest.mark.parametrize("ram", ["125GB", "512GB", "2TB"])

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from support.master_bench import Bench, refused_with
+from support.master_bench import LAYOUT, Bench, refused_with
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.core.messages import BeginPullRequest, Busy, Caller, Commit, FinishPullRequest, PullGrant
+from dips.core.layout import AVERAGED_LAYER, Layout, Parameter
+from dips.core.messages import (
+    BeginPullRequest,
+    Busy,
+    Caller,
+    Commit,
+    FinishPullRequest,
+    Hello,
+    PullGrant,
+    Settings,
+)
+from dips.core.protocol import CAPABILITIES
+from dips.core.wire import Codec
 
 
 def reader(name: str = "r") -> Caller:
@@ -181,3 +195,74 @@ def test_wrong_run_is_refused() -> None:
 def test_finish_pull_of_any_pin_answers_with_the_steps_to_make(finished: int) -> None:
     bench = Bench().running("a")
     assert bench.ask(FinishPullRequest(bench.caller("a"), finished)).local_steps == 64
+
+
+# ---- pulls as differences ----
+
+
+def rounding(pull_wire: str = "int8", **config: Any) -> Bench:
+    """A run of two clusters whose versions are rounded, on slaves that serve differences."""
+    bench = Bench(settings=Settings(pull_wire=pull_wire), **config)
+    for slave in bench.slaves:
+        slave.hello = Hello(1, 1, tuple(sorted(CAPABILITIES)))
+    return bench.running("a", "b")
+
+
+def granted(bench: Bench, name: str, base: Version | None) -> PullGrant:
+    answer = bench.ask(BeginPullRequest(bench.caller(name), base=base)).answer
+    assert isinstance(answer, PullGrant)
+    return answer
+
+
+def rounds(bench: Bench, n: int) -> None:
+    for _ in range(n):
+        bench.push("a")
+        bench.advance(1.5)
+        bench.pull("a")
+
+
+@pytest.mark.parametrize(
+    ("pull_wire", "behind", "wire"),
+    [
+        ("float32", 1, Codec.F32),
+        ("int8", 1, Codec.INT8),
+        ("int8", 2, Codec.INT8),
+        ("int8", 3, Codec.F32),
+        ("int8", 0, Codec.F32),
+        ("bfloat16", 1, Codec.BF16),
+        ("bfloat16", 2, Codec.F32),
+        ("int4", 2, Codec.INT4),
+    ],
+)
+def test_who_is_a_little_behind_gets_differences(pull_wire: str, behind: int, wire: Codec) -> None:
+    bench = rounding(pull_wire)
+    rounds(bench, 3)
+    base = Version(1, 3 - behind)
+    grant = granted(bench, "b", base)
+    assert grant.wire is wire
+    assert grant.base == (None if wire is Codec.F32 else base)
+
+
+def test_who_has_no_base_or_one_of_another_timeline_gets_parameters() -> None:
+    bench = rounding()
+    rounds(bench, 2)
+    for base in (None, Version(2, 1), Version(1, 9)):
+        grant = granted(bench, "b", base)
+        assert (grant.wire, grant.base) == (Codec.F32, None)
+
+
+def test_a_slave_of_an_older_release_makes_it_parameters() -> None:
+    bench = Bench(settings=Settings(pull_wire="int8"))
+    bench.slaves[0].hello = Hello(1, 1, tuple(sorted(CAPABILITIES)))
+    bench.running("a", "b")
+    rounds(bench, 1)
+    assert granted(bench, "b", Version(1, 0)).wire is Codec.F32
+
+
+def test_averaged_buffers_are_refused_where_versions_are_rounded() -> None:
+    buffers = (*LAYOUT.parameters, Parameter("mean", (8,), "float32", AVERAGED_LAYER, averaged=True))
+    bench = Bench(settings=Settings(pull_wire="int8"))
+    bench.attach_all()
+    layout = Layout(buffers)
+    with refused_with(RefusalCode.CONFIG):
+        bench.join("a", layout=layout, layout_hash=layout.layout_hash)

@@ -16,8 +16,8 @@ from dips.core.ids import RoundId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.math import outer_numpy as reference
 from dips.core.messages import Prepare
-from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
-from dips.sim.arithmetic import F32
+from dips.core.wire import DIFFERENCES, WIRE_DTYPES, Codec, encoded_bytes
+from dips.sim.arithmetic import F32, Stepped
 from dips.sim.content import CLEAN, key_of
 from dips.sim.numbers import FlatVector, NumberModel, Numbers, NumberShard
 from dips.sim.run_plan import make_plan
@@ -36,9 +36,9 @@ def random(*shape: int, seed: int = 0) -> F32:
     return np.random.default_rng((seed, *shape)).standard_normal(shape, dtype=np.float32)
 
 
-def filled(rows: F32) -> NumberShard:
+def filled(rows: F32, pull_wire: str = "float32") -> NumberShard:
     """A shard with these staging rows, landed chunk by chunk in disorder."""
-    shard = NumberShard(MINE, CHUNK_BYTES, len(rows))
+    shard = NumberShard(MINE, CHUNK_BYTES, len(rows), pull_wire)
     spans, start = [], 0
     for chunk in chunks_of(MINE, CHUNK_BYTES):
         spans.append((start, start + chunk.length_bytes // 4))
@@ -68,26 +68,48 @@ class TestShard:
     def test_the_outer_step_is_the_references_to_the_bit(self) -> None:
         theta, momentum, rows = random(N), random(N, seed=1), random(3, N)
         weights = (0.25, 0.75)
-        out, buf = filled(rows).prepare((theta, momentum), [2, 0], prepare_of(Version(1, 3), weights))
+        stepped = filled(rows).prepare(Stepped(theta, momentum), [2, 0], prepare_of(Version(1, 3), weights))
         expected, expected_buf = np.empty(N, np.float32), np.empty(N, np.float32)
         reference.outer_step(
             theta, momentum, rows, np.array([2, 0]), np.array(weights, np.float32), 0.7, 0.9, 0.8, 0.8, 1.0,
             expected, expected_buf, 0, N,
         )  # fmt: skip
-        assert out.tobytes() == expected.tobytes()
-        assert buf.tobytes() == expected_buf.tobytes()
+        assert stepped.theta.tobytes() == expected.tobytes()
+        assert stepped.momentum.tobytes() == expected_buf.tobytes()
+        assert (stepped.residual, stepped.difference) == (None, None)
+
+    @pytest.mark.parametrize("pull_wire", ["bfloat16", "int8", "int4"])
+    def test_what_is_published_is_what_clusters_hold(self, pull_wire: str) -> None:
+        """Version after version: a cluster at the one before applies the difference."""
+        codec, rows = WIRE_DTYPES[pull_wire], random(2, N)
+        shard = filled(rows, pull_wire)
+        version = shard.prepare(None, [0], prepare_of(None, (1.0,)))
+        assert np.array_equal(version.theta, rows[0])
+        assert version.difference is None
+        held = version.theta
+        for _ in range(3):
+            version = shard.prepare(version, [1], prepare_of(Version(1, 3), (1.0,)))
+            parts = [
+                NUMBERS.decoded(codec, shard.chunk(held, index), shard.written(version.difference, index))
+                for index in range(len(chunks_of(MINE, CHUNK_BYTES)))
+            ]
+            held = np.concatenate(parts)
+            assert held.tobytes() == version.theta.tobytes()
+            again = shard.residual_from(shard.residual_bytes(version.residual))
+            assert again is not None
+            assert again.any()
 
     def test_what_was_handed_on_is_not_written_again(self) -> None:
         shard = filled(random(2, N))
         body = prepare_of(Version(1, 3), (1.0,))
-        first = shard.prepare((random(N), random(N, seed=1)), [0], body)
-        copies = [part.copy() for part in first]
+        first = shard.prepare(Stepped(random(N), random(N, seed=1)), [0], body)
+        copies = [part.copy() for part in first[:2]]
         shard.prepare(first, [1], body)
-        assert all(np.array_equal(part, copy) for part, copy in zip(first, copies, strict=True))
+        assert all(np.array_equal(part, copy) for part, copy in zip(first[:2], copies, strict=True))
 
     def test_the_seed_becomes_a_version_as_it_is(self) -> None:
         rows = random(1, N)
-        theta, momentum = filled(rows).prepare(None, [0], prepare_of(None, (1.0,)))
+        theta, momentum, *_ = filled(rows).prepare(None, [0], prepare_of(None, (1.0,)))
         assert np.array_equal(theta, rows[0])
         assert not momentum.any()
 
@@ -95,7 +117,7 @@ class TestShard:
         shard = filled(np.full((1, N), 3e38, np.float32))
         with pytest.raises(Refused) as refused:
             shard.prepare(
-                (-np.full(N, 3e38, np.float32), np.zeros(N, np.float32)), [0], prepare_of(Version(1, 3), (1.0,))
+                Stepped(-np.full(N, 3e38, np.float32), np.zeros(N, np.float32)), [0], prepare_of(Version(1, 3), (1.0,))
             )
         assert refused.value.code is RefusalCode.NONFINITE
 

@@ -349,7 +349,7 @@ def test_the_current_one_stays_even_if_it_is_not_the_newest(tmp_path: Path) -> N
         for v in (7, 8, 9):
             write(store, v)
         older = next(found for found in store.ring.infos() if found.version.v == 7)
-        store.ring.load(older, *(np.empty(N, np.float32) for _ in range(2)))
+        store.ring.load(older, np.empty(N, np.float32), np.empty(N, np.float32))
         for v in (10, 11):
             write(store, v, commit=False)
             store.ring.drop_shadow(info(v))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dips.core.math.simd_numba import address, array_at, compiled
-from dips.core.math.wire_numpy import F32, U8, check_wire
+from dips.core.math.wire_numpy import F32, U8, check_publish, check_wire
 from dips.core.wire import SCALE_BLOCK_ELEMS as BLOCK
 from dips.core.wire import Codec, encoded_bytes
 
@@ -48,6 +48,12 @@ def keep_residual(codec: Codec, now: F32, base: F32, residual: F32) -> None:
     _keep_residual(int(codec), now, base, residual)
 
 
+def publish(codec: Codec, now: F32, base: F32, residual: U8, payload: U8, next_residual: U8) -> int:
+    """As wire_numpy.publish, to the bit."""
+    check_publish(codec, now, base, residual, payload, next_residual)
+    return int(_publish(int(codec), now, base, address(residual), address(payload), address(next_residual)))
+
+
 def warm_up() -> None:
     """Compile (or load from the cache) everything, so that the first push is not slow."""
     now = np.zeros(BLOCK, np.float32)
@@ -55,6 +61,8 @@ def warm_up() -> None:
     encode(Codec.INT4, now, now, None, payload)
     decode(Codec.INT4, now, payload, now.copy())
     keep_residual(Codec.INT4, now, now, now.copy())
+    residual = np.zeros(encoded_bytes(Codec.INT8, BLOCK), np.uint8)
+    publish(Codec.INT4, now.copy(), now, residual, payload, residual.copy())
 
 
 # Loops count from 0 to BLOCK over slices: that is what the compiler turns into vector code.
@@ -106,6 +114,72 @@ def _keep_residual(codec: int, now: F32, base: F32, residual: F32) -> None:
             scale = _quantise(d, bits, q, largest, np.float32(127 if codec == INT8 else 7))
             for i in range(len(lost)):
                 lost[i] = d[i] - q[i] * scale
+
+
+@compiled
+def _publish(
+    codec: int, now: F32, base: F32, residual_address: int, payload_address: int, next_residual_address: int
+) -> int:
+    """residual and next_residual are INT8."""
+    n = len(now)
+    blocks = (n + BLOCK - 1) // BLOCK
+    before, d, q, said = (
+        np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32),
+        np.empty(BLOCK, np.float32),
+    )  # fmt: skip
+    bits, largest, found = d.view(np.int32), np.empty(1, np.int32), said.view(np.int32)
+    scales, halves = array_at(payload_address, blocks, np.float32), array_at(payload_address, n, np.uint16)
+    codes = array_at(payload_address + 4 * blocks, n if codec == INT8 else (n + 1) // 2, np.uint8)
+    old_scales = array_at(residual_address, blocks, np.float32)
+    old_codes = array_at(residual_address + 4 * blocks, n, np.uint8)
+    new_scales = array_at(next_residual_address, blocks, np.float32)
+    new_codes = array_at(next_residual_address + 4 * blocks, n, np.uint8)
+    bad = 0
+    for block in range(blocks):
+        at = block * BLOCK
+        end = min(at + BLOCK, n)
+        into, old = now[at:end], before[: end - at]
+        _widen(old_codes[at:end], old_scales[block], old)
+        _difference(d, into, base[at:end], old)
+        if codec == BF16:
+            _write_bfloat16(bits, halves[at:end])
+            for i in range(end - at):
+                found[i] = np.int32(np.uint32(halves[at + i]) << np.uint32(16))
+        else:
+            scale = _quantise(d, bits, q, largest, np.float32(127 if codec == INT8 else 7))
+            scales[block] = scale
+            if codec == INT8:
+                _write_bytes(q, codes[at:end])
+            else:
+                _write_nibbles(q, codes[at // 2 : (end + 1) // 2], end - at)
+            for i in range(BLOCK):
+                said[i] = q[i] * scale
+        bad += _apply(into, base[at:end], d, said)
+        new_scales[block] = _quantise(d, bits, q, largest, np.float32(127))
+        _write_bytes(q, new_codes[at:end])
+    return bad
+
+
+@compiled
+def _widen(codes: U8, scale: np.float32, out: F32) -> None:
+    for i in range(len(codes)):
+        out[i] = np.float32(np.int8(codes[i])) * scale
+
+
+@compiled
+def _apply(into: F32, base: F32, d: F32, said: F32) -> int:
+    """into = base + said, and d = d - said; how many elements of `into` are not finite."""
+    bits, largest, bad = into.view(np.int32), np.int32(0), 0
+    for i in range(len(into)):
+        into[i] = base[i] + said[i]
+    for i in range(len(into)):
+        d[i] -= said[i]
+    for i in range(len(into)):
+        largest = max(largest, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
+    if largest >= np.int32(INFINITY_BITS):
+        for i in range(len(into)):
+            bad += (bits[i] & np.int32(0x7FFFFFFF)) >= np.int32(INFINITY_BITS)
+    return bad
 
 
 @compiled

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dips.core.wire import DIFFERENCES, SCALE_BLOCK_ELEMS, Codec, encoded_bytes, n_scales
+from dips.core.wire import DIFFERENCES, RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, Codec, encoded_bytes, n_scales
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -50,6 +50,26 @@ def keep_residual(codec: Codec, now: F32, base: F32, residual: F32) -> None:
     encode(codec, now, base, residual, payload)
     with np.errstate(all="ignore"):
         residual[:] = _difference(now, base, residual) - _dequantised(codec, payload, len(now))
+
+
+def publish(codec: Codec, now: F32, base: F32, residual: U8, payload: U8, next_residual: U8) -> int:
+    """Round a new version to what its readers will hold (docs/algorithm.md, published versions).
+
+    now: the outer step's result at the version before, `base`, which readers hold; it becomes base + what payload says.
+    payload: the difference; residual, next_residual: what rounding lost until now, and including this version, each
+    (encoded_bytes(RESIDUAL_CODEC, n),). Returns how many elements of the version are not finite. Raises ValueError for
+    what does not fit.
+    """
+    check_publish(codec, now, base, residual, payload, next_residual)
+    before = _dequantised(RESIDUAL_CODEC, residual, len(now))
+    difference = _difference(now, base, before)
+    encode(codec, now, base, before, payload)
+    with np.errstate(all="ignore"):
+        said = _dequantised(codec, payload, len(now))
+        now[:] = base + said
+        lost = difference - said
+    encode(RESIDUAL_CODEC, lost, np.zeros_like(lost), None, next_residual)
+    return int(np.count_nonzero(~np.isfinite(now)))
 
 
 def _difference(now: F32, base: F32, residual: F32 | None) -> F32:
@@ -115,3 +135,10 @@ def check_wire(codec: Codec, payload: U8, **vectors: F32 | None) -> None:
     for name, array in written.items():
         if not array.flags.writeable:
             raise ValueError(f"{name} is read-only and would be written")
+
+
+def check_publish(codec: Codec, now: F32, base: F32, residual: U8, payload: U8, next_residual: U8) -> None:
+    """As check_wire, for publish."""
+    check_wire(codec, payload, base=base)
+    check_wire(RESIDUAL_CODEC, residual, base=base, out=now)
+    check_wire(RESIDUAL_CODEC, next_residual, base=base)

@@ -23,7 +23,7 @@ from dips.core.chunks import Buffer, Chunk, checksum, chunks_of
 from dips.core.clock import Clock, SystemClock
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import PushId, Version
-from dips.core.layout import Block, Layout
+from dips.core.layout import FLOAT32_BYTES, Block, Layout
 from dips.core.messages import PlacementSpec, PullGrant, Ticket
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.payloads import (
@@ -38,8 +38,10 @@ from dips.core.net.payloads import (
     ParameterSource,
     Payloads,
     Places,
+    PulledDifferences,
     SnapshotReady,
     bytes_of,
+    kernels,
 )
 from dips.core.net.slave_sockets import SlaveSockets
 from dips.core.net.transfer import (
@@ -364,17 +366,22 @@ class _PushCarrier(_Carrier):
 
 
 class _PullCarrier(_Carrier):
-    """momentum: of the version, instead of its parameters. places: of the chunks in `flat`."""
+    """momentum: of the version, instead of its parameters. differences: fetch them. places: of the chunks in `flat`."""
 
     def __init__(
         self, common: Common, links: SlaveSockets, transfer: PullTransfer, clock: Clock, version: Version, flat: F32,
         places: Places | BlockPlaces, loop: Loop | None, *, momentum: bool,
+        differences: PulledDifferences | None = None,
     ) -> None:  # fmt: skip
         super().__init__(common, links, transfer, clock)
         self._loop = loop
         self._pull_transfer = transfer
         self._version = version
         self._momentum = momentum
+        self._differences = differences
+        self._codec = Codec.F32 if differences is None else differences.codec
+        self._base = None if differences is None else differences.base
+        self._flat = flat
         self._bytes = bytes_of(flat)
         self._places = places
 
@@ -393,8 +400,8 @@ class _PullCarrier(_Carrier):
         assert chunk is not None, "a pull asks for chunks only"
         header = DataHeader(
             common.run_id, common.epoch, DataOp.GET_CHUNK, ask.request, version=self._version, block=chunk.block_id,
-            offset_bytes=chunk.offset_bytes, length_bytes=chunk.length_bytes, codec=Codec.F32, cause_id=common.cause,
-            momentum=self._momentum,
+            offset_bytes=chunk.offset_bytes, length_bytes=chunk.length_bytes, codec=self._codec, cause_id=common.cause,
+            momentum=self._momentum, base=self._base,
         )  # fmt: skip
         self._links.send(ask.slave, header.encode())
 
@@ -410,8 +417,17 @@ class _PullCarrier(_Carrier):
         if wrong:
             self._pull_transfer.damaged(slave, header.request, f"slave {slave}: {wrong}", now_s)
             return
-        # The payload is in the cache since its checksum was taken; the copy releases the interpreter lock.
-        np.copyto(self._bytes[self._places.bytes_at(chunk)], np.frombuffer(payload or b"", np.uint8))
+        here = self._places.bytes_at(chunk)
+        if self._differences is not None:
+            elems = slice(here.start // FLOAT32_BYTES, here.stop // FLOAT32_BYTES)
+            self._differences.land(elems, _spoilt(payload or memoryview(b""), action), self._flat)
+            if self._common.checksum(self._bytes[here]) != header.checksum:
+                sentence = f"slave {slave}: the differences of {chunk} to {self._base} lead to other parameters"
+                self._pull_transfer.misfit(slave, header.request, sentence, now_s)
+                return
+        else:
+            # The payload is in the cache since its checksum was taken; the copy releases the interpreter lock.
+            np.copyto(self._bytes[here], np.frombuffer(payload or b"", np.uint8))
         self._pull_transfer.landed(slave, header.request, header.checksum, now_s, credit=header.credit)
 
     def _what_is_wrong(
@@ -419,10 +435,15 @@ class _PullCarrier(_Carrier):
     ) -> str:
         named = Chunk(header.block, header.offset_bytes, header.length_bytes)
         is_asked_for = header.version == self._version and header.momentum == self._momentum
-        if named != chunk or not is_asked_for or header.codec is not Codec.F32:
+        is_written_so = header.codec is self._codec and header.base == self._base
+        if named != chunk or not is_asked_for or not is_written_so:
             return f"it answered with {named} of version {header.version}, asked for was {chunk} of {self._version}"
-        if payload is None or payload.nbytes != chunk.length_bytes:
+        differences = self._differences
+        expected = chunk.length_bytes if differences is None else differences.payload_bytes(chunk.length_bytes)
+        if payload is None or payload.nbytes != expected:
             return f"the payload of {chunk} has another length"
+        if differences is not None:
+            return ""  # the header's checksum is of what they lead to
         right = self._common.checksum(_spoilt(payload, action)) == header.checksum
         return "" if right else f"the checksum of {chunk} is wrong"
 
@@ -488,23 +509,31 @@ def carry_push(
 
 def carry_pull(
     context: zmq.Context[zmq.Socket[bytes]], common: Common, flat: F32, grant: PullGrant, clock: Clock,
-    cancelled: threading.Event, *, momentum: bool = False,
+    cancelled: threading.Event, *, momentum: bool = False, base: F32 | None = None,
 ) -> PullTransfer:  # fmt: skip
     """Fetch a version into `flat`; when the transfer is done, every slave's shard has the digest that the grant names.
 
     With a share, flat is as long as that, and each chunk has the checksum of its header: the digests are for the one
-    who has all ranks' checksums. momentum: fetch that instead of the parameters; the digests are of it too. Raises
-    ConfigError for an endpoint that is not loopback without keys, for keys on one side only, or without numba where the
-    loop must be compiled.
+    who has all ranks' checksums. momentum: fetch that instead of the parameters; the digests are of it too. base: the
+    parameters of the version that the grant names, where it is fetched as differences; not changed until this returns.
+    Raises ConfigError for an endpoint that is not loopback without keys, for keys on one side only, or without numba
+    where the loop must be compiled or differences are fetched.
     """
+    differences = None
+    if grant.wire in DIFFERENCES:
+        assert base is not None, "the state asks for differences only to what is here"
+        assert grant.base is not None, "the state checked the grant"
+        kernels()
+        differences = PulledDifferences(grant.wire, grant.base, base, grant.version.v - grant.base.v)
     shares = common.chunks_by_slave(grant.placement, grant.block_order)
     digests = dict(grant.digest_of_slave) if common.share is None else None
     places = Places(common.layout, common.share)
     links = SlaveSockets(context, grant.placement, common.settings.chunk_bytes, common.curve)
     try:
         transfer = _pull(
-            links, common, flat, shares, digests, places, grant.version, clock, cancelled, momentum=momentum
-        )
+            links, common, flat, shares, digests, places, grant.version, clock, cancelled, momentum=momentum,
+            differences=differences,
+        )  # fmt: skip
     finally:
         links.close()
     failpoint("worker.pull.after_last_chunk")
@@ -527,6 +556,7 @@ def carry_block(
 def _pull(
     links: SlaveSockets, common: Common, flat: F32, shares: Mapping[str, Sequence[Chunk]], digests: Mapping[str, bytes]
     | None, places: Places | BlockPlaces, version: Version, clock: Clock, cancelled: threading.Event, *, momentum: bool,
+    differences: PulledDifferences | None = None,
 ) -> PullTransfer:  # fmt: skip
     compiled = _is_compiled(common, clock, flat.nbytes, "worker.pull.before_chunk")
     transfer = PullTransfer(shares, digests, common.settings, clock.monotonic_s(), arrays=compiled)
@@ -534,8 +564,12 @@ def _pull(
     if compiled:
         from dips.core.net.carry_numba import PullLoop, texts_of
 
-        texts = texts_of(common.run_id, version, common.cause)
-        loop = PullLoop(transfer, links, common.epoch, texts, places, bytes_of(flat), momentum=momentum)
-    carrier = _PullCarrier(common, links, transfer, clock, version, flat, places, loop, momentum=momentum)
+        texts = texts_of(common.run_id, version, common.cause, None if differences is None else differences.base)
+        loop = PullLoop(
+            transfer, links, common.epoch, texts, places, bytes_of(flat), momentum=momentum, differences=differences
+        )
+    carrier = _PullCarrier(
+        common, links, transfer, clock, version, flat, places, loop, momentum=momentum, differences=differences
+    )
     carrier.carry(cancelled)
     return transfer

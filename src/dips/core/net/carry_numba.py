@@ -20,7 +20,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
@@ -31,13 +31,14 @@ from dips.core.ids import PushId, Version
 from dips.core.layout import FLOAT32_BYTES, Layout, Parameter
 from dips.core.math.landing_numba import copy_hashed
 from dips.core.math.simd_numba import address, address_of, array_at, atomic_get, compiled
-from dips.core.math.wire_numba import encode_at
+from dips.core.math.wire_numba import decode_at, encode_at
 from dips.core.math.xxh3_numba import xxh3
 from dips.core.messages import PlacementSpec, SlaveAddress
 from dips.core.net import flow, steps
 from dips.core.net.flow import MOST_REQUESTS, N_OPEN, NONE, slot_of
 from dips.core.net.header_numba import (
     ACK,
+    BASE,
     BLOCK,
     CHECKSUM,
     CHUNK,
@@ -61,7 +62,16 @@ from dips.core.net.header_numba import (
     write_get_chunk,
     write_put_chunk,
 )
-from dips.core.net.payloads import BlockPlaces, Difference, Parameters, Payloads, Places, SharedLock, bytes_of
+from dips.core.net.payloads import (
+    BlockPlaces,
+    Difference,
+    Parameters,
+    Payloads,
+    Places,
+    PulledDifferences,
+    SharedLock,
+    bytes_of,
+)
 from dips.core.net.slave_sockets import SlaveSockets
 from dips.core.net.steps import QUERY, Columns, begin_turns, next_deadline_s, next_request, take_ack, take_landed
 from dips.core.net.transfer import PullTransfer, PushTransfer, Transfer, TransferSettings, chunks_by_slave
@@ -91,9 +101,9 @@ from dips.core.net.zmq_numba import (
     zmq_poll,
     zmq_send,
 )
-from dips.core.wire import encoded_bytes
+from dips.core.wire import encoded_bytes, n_scales
 
-for _rule in (*flow.STEPS, *steps.STEPS):
+for _rule in (*flow.STEPS, *steps.STEPS, encoded_bytes, n_scales):
     register_jitable(_rule)
 
 I64 = NDArray[np.int64]
@@ -130,12 +140,14 @@ FAILED = 6
 
 # ---- what a loop works on ----
 
-EPOCH, ATTEMPT, CODEC_NUMBER, IS_MOMENTUM, NOW, BASE, RESIDUAL = range(7)
+EPOCH, ATTEMPT, CODEC_NUMBER, IS_MOMENTUM, NOW, OLD, RESIDUAL = range(7)
 N_SOCKETS, MAY_WAIT, WAIT_MS, SLOT, SLOT_REQUEST, N_FRAMES, LANE = range(7, 14)
-N_NUMBERS = 14
+N_DIFFERENCES = 14
+N_NUMBERS = 15
 """Indices of a loop's numbers.
 
-NOW, BASE, RESIDUAL: addresses of a difference's vectors, RESIDUAL 0: there is none. N_SOCKETS: of Links.items, the
+NOW, OLD, RESIDUAL: addresses of a push's vectors where differences are sent, RESIDUAL 0: there is none. N_DIFFERENCES:
+of a pull, 0: parameters are fetched. N_SOCKETS: of Links.items, the
 others are monitors. MAY_WAIT: 0 where IDLE is wanted instead of a wait, which may then last WAIT_MS. SLOT: of SEND; if
 it still holds the request SLOT_REQUEST, the next run begins with it. N_FRAMES, LANE: see the codes.
 """
@@ -173,12 +185,20 @@ class Source(NamedTuple):
     wanted: I64  # (1,) not 0: somebody wants the lock that is held while the loop runs
 
 
+class Landing(NamedTuple):
+    """Where the chunks of a pull land."""
+
+    into: I64  # (chunks,) addresses
+    base: I64  # (chunks,) addresses of the parameters that differences are to; of no meaning where there are none
+
+
 class Texts(NamedTuple):
     """What the headers of a transfer have in common (header_numba.text_of, part_of)."""
 
     run_id: U8
     named: U8  # the push, or the version
     cause: U8
+    base: U8  # the version that a pull's differences are to; empty: there are none
 
 
 class Scratch(NamedTuple):
@@ -294,7 +314,7 @@ def _gather(into_address: int, source: Source, piece: int, stop: int) -> None:
 def _write_difference(into_address: int, n_elems: int, start_elem: int, numbers: I64) -> None:
     """As payloads.Differences, to the bit."""
     now = array_at(numbers[NOW] + 4 * start_elem, n_elems, np.float32)
-    base = array_at(numbers[BASE] + 4 * start_elem, n_elems, np.float32)
+    base = array_at(numbers[OLD] + 4 * start_elem, n_elems, np.float32)
     n_residual = n_elems if numbers[RESIDUAL] != 0 else 0
     residual = array_at(numbers[RESIDUAL] + 4 * start_elem, n_residual, np.float32)
     encode_at(numbers[CODEC_NUMBER], now, base, residual, into_address)
@@ -314,7 +334,8 @@ def _send_pull(columns: Columns, links: Links, texts: Texts, scratch: Scratch, n
             continue
         n_header = write_get_chunk(
             scratch.header, texts.run_id, numbers[EPOCH], texts.named, chunks.block[chunk], chunks.offset_bytes[chunk],
-            chunks.length_bytes[chunk], requests.request[slot], texts.cause, numbers[IS_MOMENTUM] != 0,
+            chunks.length_bytes[chunk], numbers[CODEC_NUMBER], requests.request[slot], texts.cause,
+            numbers[IS_MOMENTUM] != 0, texts.base,
         )  # fmt: skip
         zmq_send(socket, address_of(scratch.header), n_header, DONTWAIT)
 
@@ -377,7 +398,7 @@ def _hear_push(columns: Columns, links: Links, texts: Texts, scratch: Scratch, n
 
 @compiled
 def _hear_pull(
-    columns: Columns, links: Links, into: I64, texts: Texts, scratch: Scratch, numbers: I64
+    columns: Columns, links: Links, landing: Landing, texts: Texts, scratch: Scratch, numbers: I64
 ) -> int:  # fmt: skip
     """Take chunks; returns how many, NONE for a message that Python must judge, or NONE - 1 for a whole share."""
     head, n_heard = address_of(scratch.messages), 0
@@ -395,7 +416,10 @@ def _hear_pull(
                 # The bytes are written before their checksum is known: nothing counts them unless it is right.
                 chunk = columns.flow.requests.chunk[slot]
                 n_bytes = columns.chunks.length_bytes[chunk]
-                found = copy_hashed(into[chunk], zmq_msg_data(body), n_bytes, scratch.acc)
+                if numbers[N_DIFFERENCES] == 0:
+                    found = copy_hashed(landing.into[chunk], zmq_msg_data(body), n_bytes, scratch.acc)
+                else:
+                    found = _land_differences(landing, chunk, n_bytes, zmq_msg_data(body), numbers)
                 if np.uint64(found) != np.uint64(scratch.value[CHECKSUM]):
                     slot = NONE
             if slot == NONE:
@@ -407,6 +431,17 @@ def _hear_pull(
                 numbers[LANE] = lane
                 return NONE - 1
     return n_heard
+
+
+@compiled
+def _land_differences(landing: Landing, chunk: int, n_bytes: int, source: int, numbers: I64) -> Any:
+    """As payloads.PulledDifferences.land; returns the checksum of what it leads to."""
+    n, codec, before = n_bytes // 4, numbers[CODEC_NUMBER], landing.base[chunk]
+    into = array_at(landing.into[chunk], n, np.float32)
+    for part in range(numbers[N_DIFFERENCES]):
+        decode_at(codec, array_at(before, n, np.float32), source + part * encoded_bytes(codec, n), into)
+        before = landing.into[chunk]
+    return xxh3(landing.into[chunk], n_bytes)
 
 
 @compiled
@@ -422,9 +457,11 @@ def _answers(columns: Columns, lane: int, texts: Texts, scratch: Scratch, number
         return NONE
     chunks, chunk = columns.chunks, columns.flow.requests.chunk[slot]
     is_it = value[BLOCK] == chunks.block[chunk] and value[OFFSET_BYTES] == chunks.offset_bytes[chunk]
-    is_it = is_it and value[LENGTH_BYTES] == chunks.length_bytes[chunk] and value[CODEC] == F32
+    is_it = is_it and value[LENGTH_BYTES] == chunks.length_bytes[chunk] and value[CODEC] == numbers[CODEC_NUMBER]
     is_it = is_it and same(value[VERSION], length[VERSION], texts.named) and value[MOMENTUM] == numbers[IS_MOMENTUM]
-    return slot if is_it and zmq_msg_size(head + MESSAGE_BYTES) == chunks.length_bytes[chunk] else NONE
+    is_it = is_it and same(value[BASE], length[BASE], texts.base)
+    n_bytes = max(1, numbers[N_DIFFERENCES]) * encoded_bytes(numbers[CODEC_NUMBER], chunks.length_bytes[chunk] // 4)
+    return slot if is_it and zmq_msg_size(head + MESSAGE_BYTES) == n_bytes else NONE
 
 
 # ---- the loops ----
@@ -467,9 +504,9 @@ def push(
 
 @compiled
 def pull(
-    columns: Columns, links: Links, into: I64, texts: Texts, scratch: Scratch, numbers: I64, until_s: float
+    columns: Columns, links: Links, landing: Landing, texts: Texts, scratch: Scratch, numbers: I64, until_s: float
 ) -> int:
-    """Send requests and land their chunks at the addresses `into`, until until_s at the latest; returns one of the
+    """Send requests and land their chunks, until until_s at the latest; returns one of the
     codes."""
     while True:
         if columns.flow.counts[N_OPEN] == 0:
@@ -478,7 +515,7 @@ def pull(
         if began_s >= end_s:
             return AGAIN
         _send_pull(columns, links, texts, scratch, numbers)
-        n_heard = _hear_pull(columns, links, into, texts, scratch, numbers)
+        n_heard = _hear_pull(columns, links, landing, texts, scratch, numbers)
         if n_heard == NONE:
             return UNUSUAL
         if n_heard == NONE - 1:
@@ -610,7 +647,7 @@ class PushLoop(Loop):
     def write_differences(self, now: U8, difference: Difference) -> None:
         """The payloads are differences to this vector. now: the bytes of a float32 vector."""
         self._memory.append((now, difference))
-        self._numbers[NOW], self._numbers[BASE] = address(now), address(difference.base)
+        self._numbers[NOW], self._numbers[OLD] = address(now), address(difference.base)
         self._numbers[RESIDUAL] = 0 if difference.residual is None else address(difference.residual)
 
     def ready(self, chunk: int) -> None:
@@ -637,22 +674,29 @@ class PullLoop(Loop):
 
     def __init__(
         self, transfer: Transfer, sockets: SlaveSockets, epoch: int, texts: Texts, places: Places | BlockPlaces, flat:
-        U8, *, momentum: bool,
+        U8, *, momentum: bool, differences: PulledDifferences | None = None,
     ) -> None:  # fmt: skip
-        """flat: the bytes of the vector in which chunks land, at their places."""
+        """flat: the bytes of the vector in which chunks land, at their places. differences: fetch these; texts names
+        their base."""
         super().__init__(transfer, sockets, epoch, texts)
-        self._numbers[IS_MOMENTUM] = momentum
-        self._flat = flat
+        self._numbers[IS_MOMENTUM], self._numbers[CODEC_NUMBER] = momentum, F32
+        self._memory = (flat, differences)
         chunks = self._columns.chunks
-        self._into = address(flat) + places.first_bytes(np.asarray(chunks.block), np.asarray(chunks.offset_bytes))
+        places_bytes = places.first_bytes(np.asarray(chunks.block), np.asarray(chunks.offset_bytes))
+        base = places_bytes
+        if differences is not None:
+            self._numbers[CODEC_NUMBER], self._numbers[N_DIFFERENCES] = int(differences.codec), differences.n
+            base = address(differences.theta) + places_bytes
+        self._landing = Landing(address(flat) + places_bytes, base)
 
     def _run(self, until_s: float) -> int:
-        return pull(self._columns, self._links, self._into, self._texts, self._scratch, self._numbers, until_s)
+        return pull(self._columns, self._links, self._landing, self._texts, self._scratch, self._numbers, until_s)
 
 
-def texts_of(run_id: str, named: PushId | Version, cause: str) -> Texts:
-    """The texts of a transfer's headers."""
-    return Texts(text_of(run_id), part_of(named), text_of(cause))
+def texts_of(run_id: str, named: PushId | Version, cause: str, base: Version | None = None) -> Texts:
+    """The texts of a transfer's headers. base: of a pull's differences."""
+    no_base = np.zeros(0, np.uint8)
+    return Texts(text_of(run_id), part_of(named), text_of(cause), no_base if base is None else part_of(base))
 
 
 def _pieces(first_byte: I64, n_bytes: I64, parts: Sequence[U8]) -> tuple[I64, I64, I64]:

@@ -85,6 +85,7 @@ class DataHeader:
     credit: int = 0
     protocol: int = PROTOCOL_VERSION
     momentum: bool = False
+    base: Version | None = None
     header_checksum: int = field(default=0, compare=False, repr=False)
     """Of the wire alone: encode() computes it, decode() compares it."""
 
@@ -167,6 +168,8 @@ def _message(header: DataHeader) -> data_pb2.DataHeader:
     message.complete = header.complete
     message.credit = header.credit
     message.momentum = header.momentum
+    if header.base is not None:
+        write_version(header.base, message.base)
     return message
 
 
@@ -192,6 +195,7 @@ def _header(message: data_pb2.DataHeader) -> DataHeader:
         message.credit,
         message.protocol,
         message.momentum,
+        _version(message.base.timeline, message.base.v) if message.HasField("base") else None,
     )
 
 

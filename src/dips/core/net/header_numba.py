@@ -53,6 +53,7 @@ CAUSE_ID = _header.CAUSE_ID_FIELD_NUMBER
 COMPLETE = _header.COMPLETE_FIELD_NUMBER
 CREDIT = _header.CREDIT_FIELD_NUMBER
 MOMENTUM = _header.MOMENTUM_FIELD_NUMBER
+BASE = _header.BASE_FIELD_NUMBER
 N_FIELDS = max(field.number for field in _header.DESCRIPTOR.fields) + 1
 
 ABSENT = -1
@@ -89,7 +90,7 @@ def _most_of(field: Any) -> int:
         FieldDescriptor.TYPE_UINT64: MOST_NUMBER,
         FieldDescriptor.TYPE_STRING: 0,
     }
-    return 0 if field.number in (PUSH, VERSION) else numbers.get(field.type, -1)
+    return 0 if field.number in (PUSH, VERSION, BASE) else numbers.get(field.type, -1)
 
 
 _KIND = np.full(N_FIELDS, -1, np.int64)
@@ -190,7 +191,7 @@ def _int(number: np.uint64) -> int:
 @compiled
 def _is_plain(field: int, at: int, end: int) -> bool:
     """Whether the bytes [at, end) of a text or part are what encode() writes."""
-    if field == VERSION:
+    if field == VERSION or field == BASE:
         return _two_numbers(at, end)
     if field == PUSH:
         return _push(at, end)
@@ -342,18 +343,20 @@ def write_put_chunk(
 
 @compiled
 def write_get_chunk(
-    buf: U8, run_id: U8, epoch: int, version: U8, block: int, offset_bytes: int, length_bytes: int, request: int,
-    cause: U8, momentum: bool,
+    buf: U8, run_id: U8, epoch: int, version: U8, block: int, offset_bytes: int, length_bytes: int, codec: int,
+    request: int, cause: U8, momentum: bool, base: U8,
 ) -> int:  # fmt: skip
-    """The request for a chunk of a version's parameters, or of its momentum."""
+    """The request for a chunk of a version's parameters, or of its momentum; codec not F32: of the differences to
+    `base`, which no other request has."""
     at = _begin(buf, run_id, epoch, GET_CHUNK)
     at = put_part(buf, at, VERSION, version)
     at = _place(buf, at, block, offset_bytes)
     at = put(buf, at, LENGTH_BYTES, np.uint64(length_bytes))
-    at = put(buf, at, CODEC, np.uint64(F32))
+    at = put(buf, at, CODEC, np.uint64(codec))
     at = put(buf, at, REQUEST, np.uint64(request))
     at = put_bytes(buf, at, CAUSE_ID, cause)
-    return seal(buf, put(buf, at, MOMENTUM, np.uint64(momentum)))
+    at = put(buf, at, MOMENTUM, np.uint64(momentum))
+    return seal(buf, at if codec == F32 else put_part(buf, at, BASE, base))
 
 
 @compiled
@@ -370,18 +373,21 @@ def write_ack(buf: U8, run_id: U8, epoch: int, value: I64, length: I64, complete
 
 
 @compiled
-def write_chunk(buf: U8, run_id: U8, epoch: int, value: I64, length: I64, checksum: np.uint64, credit: int) -> int:
-    """The answer to the parsed GET_CHUNK; its payload of value[LENGTH_BYTES] bytes follows."""
+def write_chunk(
+    buf: U8, run_id: U8, epoch: int, value: I64, length: I64, codec: int, checksum: np.uint64, credit: int
+) -> int:
+    """The answer to the parsed GET_CHUNK; its payload follows: value[LENGTH_BYTES] bytes, or differences in `codec`."""
     at = _begin(buf, run_id, epoch, CHUNK)
     at = put_span(buf, at, VERSION, value[VERSION], length[VERSION])
     at = _place(buf, at, value[BLOCK], value[OFFSET_BYTES])
     at = put(buf, at, LENGTH_BYTES, np.uint64(value[LENGTH_BYTES]))
-    at = put(buf, at, CODEC, np.uint64(F32))
+    at = put(buf, at, CODEC, np.uint64(codec))
     at = put(buf, at, CHECKSUM, checksum)
     at = put(buf, at, REQUEST, np.uint64(value[REQUEST]))
     at = put_span(buf, at, CAUSE_ID, value[CAUSE_ID], length[CAUSE_ID])
     at = put(buf, at, CREDIT, np.uint64(credit))
-    return seal(buf, put(buf, at, MOMENTUM, np.uint64(value[MOMENTUM])))
+    at = put(buf, at, MOMENTUM, np.uint64(value[MOMENTUM]))
+    return seal(buf, put_span(buf, at, BASE, value[BASE], length[BASE]))
 
 
 @compiled

@@ -285,6 +285,7 @@ def write_settings(value: m.Settings, message: common_pb2.Settings) -> None:
     message.frozen = value.frozen
     message.memory_files = value.memory_files
     message.overlap_share = value.overlap_share
+    message.pull_wire = value.pull_wire
 
 
 def read_settings(message: common_pb2.Settings) -> m.Settings:
@@ -310,6 +311,7 @@ def read_settings(message: common_pb2.Settings) -> m.Settings:
         frozen=message.frozen,
         memory_files=message.memory_files,
         overlap_share=message.overlap_share,
+        pull_wire=message.pull_wire,
     )
 
 
@@ -709,6 +711,8 @@ def write_begin_pull_request(value: m.BeginPullRequest, message: clusters_pb2.Be
         write_version(value.at_least, message.at_least)
     message.exact = value.exact
     message.curve_key = value.curve_key
+    if value.base is not None:
+        write_version(value.base, message.base)
 
 
 def read_begin_pull_request(message: clusters_pb2.BeginPullRequest) -> m.BeginPullRequest:
@@ -720,6 +724,7 @@ def read_begin_pull_request(message: clusters_pb2.BeginPullRequest) -> m.BeginPu
         at_least=read_version(message.at_least) if message.HasField("at_least") else None,
         exact=message.exact,
         curve_key=message.curve_key,
+        base=read_version(message.base) if message.HasField("base") else None,
     )
 
 
@@ -738,6 +743,9 @@ def write_pull_grant(value: m.PullGrant, message: clusters_pb2.PullGrant) -> Non
     message.chunk_bytes = value.chunk_bytes
     message.epoch = value.epoch
     message.run_id = value.run_id
+    message.wire = value.wire  # type: ignore[assignment]
+    if value.base is not None:
+        write_version(value.base, message.base)
 
 
 def read_pull_grant(message: clusters_pb2.PullGrant) -> m.PullGrant:
@@ -758,6 +766,8 @@ def read_pull_grant(message: clusters_pb2.PullGrant) -> m.PullGrant:
         chunk_bytes=message.chunk_bytes,
         epoch=message.epoch,
         run_id=message.run_id,
+        wire=_member(_CODEC, message.wire, "PullGrant.wire"),
+        base=read_version(message.base) if message.HasField("base") else None,
     )
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from dips.core.chunks import Buffer, Chunk
 from dips.core.errors import ConfigError
+from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES, Layout
 from dips.core.release import how_to_install
 from dips.core.share import Share
@@ -38,6 +39,8 @@ class Kernels(Protocol):
 
     def encode(self, codec: Codec, now: F32, base: F32, residual: F32 | None, payload: U8) -> None: ...
 
+    def decode(self, codec: Codec, base: F32, payload: U8, out: F32) -> None: ...
+
     def keep_residual(self, codec: Codec, now: F32, base: F32, residual: F32) -> None: ...
 
     def warm_up(self) -> None: ...
@@ -51,7 +54,7 @@ def kernels() -> Kernels:
         if error.name != "numba":
             raise
         raise ConfigError(
-            f"wire_dtype other than float32 needs numba, which is not installed: {how_to_install('worker')}, or leave "
+            f"differences in fewer bits need numba, which is not installed: {how_to_install('worker')}, or leave "
             "wire_dtype out"
         ) from error
     return wire_numba
@@ -112,6 +115,29 @@ class Difference:
 
     base: F32
     residual: F32 | None = None  # the rounding error of earlier pushes, None: zero
+
+
+@dataclass(frozen=True)
+class PulledDifferences:
+    """The payloads of a pull that fetches differences: what readers of each version after `base` hold, less what those
+    of the version before do."""
+
+    codec: Codec
+    base: Version  # the version that theta is
+    theta: F32  # as long as what the pull fills, and not changed meanwhile
+    n: int  # versions from base to the one that is fetched: so many differences of a chunk follow each other
+
+    def payload_bytes(self, length_bytes: int) -> int:
+        """Length of the payload of a chunk of so many bytes of parameters."""
+        return self.n * encoded_bytes(self.codec, length_bytes // FLOAT32_BYTES)
+
+    def land(self, here: slice, payload: memoryview, into: F32) -> None:
+        """Compute these elements of `into`. Raises ValueError for a payload of another length."""
+        before, each = self.theta[here], len(payload) // self.n
+        for start in range(0, each * self.n, each):
+            part = np.frombuffer(payload[start : start + each], np.uint8)
+            kernels().decode(self.codec, before, part, into[here])
+            before = into[here]
 
 
 class Places:

@@ -73,6 +73,10 @@ _FOR_THE_MASTER = frozenset(
     }
 )
 
+MAX_MISFITS = 3
+"""Chunks of a pull whose differences led to wrong parameters, after which the base counts as another than the slaves':
+they are seldom damaged on the way."""
+
 MAX_BAD_SHARDS = 2
 """Times that one slave's whole share is fetched again because its digest is wrong."""
 
@@ -167,7 +171,7 @@ class Transfer:
 
     @property
     def base_gone(self) -> bool:
-        """It failed because a slave no longer has the base version of this push's differences."""
+        """It failed because a slave does not have the differences' base: that of a push, or of a pull."""
         return self.refusal is RefusalCode.BASE_GONE
 
     def moved(self) -> dict[str, SlaveProgress]:
@@ -425,6 +429,7 @@ class PullTransfer(Transfer):
         """digest_of_slave: of each share; None: of parts of shares, whose digests the caller compares together."""
         super().__init__(shares, settings, now_s, pushes=False, is_share=digest_of_slave is None, arrays=arrays)
         self._promised = None if digest_of_slave is None else dict(digest_of_slave)
+        self._misfits = 0
 
     def wants(self, slave: str, request: int) -> Chunk | None:
         """The chunk that this request asked for; None: it is not expected, do not land it."""
@@ -443,6 +448,14 @@ class PullTransfer(Transfer):
         if slot != NONE:
             self._why = sentence
             put_last(self.columns, lane, take_answer(self.columns, slot, now_s, 0))
+
+    def misfit(self, slave: str, request: int, sentence: str, now_s: float) -> None:
+        """The differences for this request do not lead to what their header says: ask again. After a few the base is
+        taken for the reason, and the transfer fails."""
+        self.damaged(slave, request, sentence, now_s)
+        self._misfits += 1
+        if self._misfits >= MAX_MISFITS:
+            self.failure, self.refusal = sentence, RefusalCode.BASE_GONE
 
     def verify(self) -> None:
         """Compare the digests of all shares that are whole and not yet verified: a compiled loop leaves it to this."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import Version
 from dips.core.messages import (
     BeginPullReply,
     BeginPullRequest,
@@ -12,7 +15,8 @@ from dips.core.messages import (
     KeyRole,
     PullGrant,
 )
-from dips.core.wire import DIFFERENCES
+from dips.core.protocol import PULL_DIFFERENCES
+from dips.core.wire import DIFFERENCES, MOST_DIFFERENCES, WIRE_DTYPES, Codec, pays
 from dips.master.state import pacing, tape
 from dips.master.state.records import Kept, Member, Pin
 from dips.master.state.schedule import Way
@@ -63,8 +67,12 @@ class Pulls:
             shared.allowed.put(KeyRole.READER, request.caller.name, request.curve_key)
         else:
             shared.link_rates.pull_began(member.cluster, shared.now_s)
+        wire = self._wire(request, kept.version)
         shared.record(tape.PullGranted(request.caller.cause_id, by=owner, version=kept.version))
-        shared.reply(token, BeginPullReply(self._grant(kept, pin, member)))
+        grant = self._grant(kept, pin, member)
+        if wire in DIFFERENCES:
+            grant = replace(grant, wire=wire, base=request.base)
+        shared.reply(token, BeginPullReply(grant))
 
     def finish(self, token: int, request: FinishPullRequest) -> None:
         shared = self._shared
@@ -143,6 +151,17 @@ class Pulls:
                 RefusalCode.VERSION_GONE, f"version {request.at_least} is not kept; these can be read: {held}"
             )
         return kept
+
+    def _wire(self, request: BeginPullRequest, version: Version) -> Codec:
+        """How the version is to be fetched: as differences to the request's base, where these are fewer bytes and the
+        slaves, if none of them began again meanwhile, have them."""
+        shared = self._shared
+        codec, base = WIRE_DTYPES.get(shared.config.settings.pull_wire, Codec.F32), request.base
+        behind = base.behind(version) if base is not None else None
+        if not behind or behind > MOST_DIFFERENCES or not pays(codec, behind):
+            return Codec.F32
+        offered = all(PULL_DIFFERENCES in slave.capabilities for slave in shared.ready_slaves())
+        return codec if offered else Codec.F32
 
     def _grant(self, kept: Kept, pin: Pin, member: Member | None) -> PullGrant:
         shared = self._shared

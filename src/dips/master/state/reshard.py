@@ -100,9 +100,11 @@ class Reshard:
     def _redeal(self, before: Placement, memory: Sequence[tuple[SlaveId, int]]) -> Placement:
         shared, config = self._shared, self._shared.config
         assert shared.ledger.layout is not None, "what is placed has a layout"
-        chunk_bytes, files = config.settings.chunk_bytes, config.settings.memory_files
-        slots, pins = config.max_clusters, config.pinned_versions
-        return redeal(shared.ledger.layout, before, memory, slots, pins, chunk_bytes, files)
+        settings, slots, pins = config.settings, config.max_clusters, config.pinned_versions
+        return redeal(
+            shared.ledger.layout, before, memory, slots, pins, settings.chunk_bytes, settings.memory_files,
+            settings.pull_wire,
+        )  # fmt: skip
 
     def _take_back(self) -> str:
         shared, pending = self._shared, self._shared.ledger.reshard

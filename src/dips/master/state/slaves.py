@@ -32,7 +32,7 @@ from dips.core.messages import (
     StopSlave,
     Welcome,
 )
-from dips.core.placement import check_measured, place
+from dips.core.placement import check_measured, check_rounding, place
 from dips.core.protocol import PROTOCOL_MIN, RANKS, Agreement, agree
 from dips.master.state import tape
 from dips.master.state.effects import BeginAgain
@@ -154,7 +154,8 @@ class SlaveRegistry:
         memory = [(slave.id, slave.memory_bytes) for slave in promised]
         slots, pins = shared.config.max_clusters, shared.config.pinned_versions
         settings = shared.config.settings
-        placement = place(layout, memory, slots, pins, settings.chunk_bytes, settings.memory_files)
+        check_rounding(layout.blocks, settings.pull_wire)
+        placement = place(layout, memory, slots, pins, settings.chunk_bytes, settings.memory_files, settings.pull_wire)
         check_measured(placement, slots, shared.config.settings.max_message_bytes)
         shared.ledger.layout, shared.ledger.placement = layout, placement
         shared.ledger.slaves = dict(memory)

@@ -60,6 +60,7 @@ SIDE_EFFECTS: Mapping[str, str] = {
     LOST_DATA: "disks",
     TORN_DATA: "disks",
     "base_gone": "lost state",
+    "differences_gone": "lost state",
     "second_slave_took_over": "lost state",
     **dict.fromkeys(fault_operations.CHURNED, "operations"),
     **dict.fromkeys((OLD_ATTEMPT, OLD_LIFE), "ranks"),

@@ -525,11 +525,14 @@ class ClusterHost(Host):
     def _start_pull(self, job: int, grant: PullGrant) -> None:
         limits = self._limits(grant.chunk_bytes, PULL_WINDOW_CHUNKS)
         if self.ranks is not None:
-            self.ranks.pull(job, grant, limits, lambda end, values: self._pulled_by_ranks(grant, end, values))
+            self.ranks.pull(
+                job, grant, limits, lambda end, values: self._pulled_by_ranks(grant, end, values), self.model
+            )
             return
         self._carriers[job] = carrier = PullCarrier.of_grant(
-            self.world, self, self.world.plan.layout, limits, grant, lambda result: self._pulled(job, grant, result)
-        )
+            self.world, self, self.world.plan.layout, limits, grant, lambda result: self._pulled(job, grant, result),
+            self.model.installed,
+        )  # fmt: skip
         carrier.pump()
 
     def _pulled_by_ranks(
@@ -538,12 +541,16 @@ class ClusterHost(Host):
         if isinstance(end, effects.Done):
             self.world.pulled(self.name, grant.version, values)
             self.model.fetched(values)
+        elif end.base_gone:
+            self.world.fired("differences_gone")
         self.deliver(end)
 
     def _pulled(self, job: int, grant: PullGrant, result: Any) -> None:
         took_s = self.kernel.now_s - self._carriers.pop(job).began_s
         if isinstance(result, Transfer):
-            self.deliver(effects.Failed(job, result.failure, corrupt=result.corrupt))
+            if result.base_gone:
+                self.world.fired("differences_gone")
+            self.deliver(effects.Failed(job, result.failure, base_gone=result.base_gone, corrupt=result.corrupt))
             return
         self.world.pulled(self.name, grant.version, result)
         self.model.fetched(result)

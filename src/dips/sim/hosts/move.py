@@ -41,11 +41,12 @@ class SimulatedMove:
         later_on_disk: Callable[[Callable[[], None]], None],
         move: MoveBlocks,
         chunk_bytes: int,
+        pull_wire: str,
         ended: Callable[[SnapshotInfo | Refused], None],
     ) -> None:
         self.host, self._world, self._ring = host, host.world, ring
         self._epoch, self._later_on_disk = epoch, later_on_disk
-        self._move, self._chunk_bytes = move, chunk_bytes
+        self._move, self._chunk_bytes, self._pull_wire = move, chunk_bytes, pull_wire
         self._ended = ended
         self._over = False
         self._values: dict[Place, Value] = {}
@@ -133,7 +134,7 @@ class SimulatedMove:
     def _seal(self) -> SnapshotInfo:
         move, ring, arithmetic = self._move, self._ring, self._world.plan.arithmetic
         blocks = own_blocks(self.host.name, move)
-        parts = arithmetic.shard(blocks, self._chunk_bytes, 0)
+        parts = arithmetic.shard(blocks, self._chunk_bytes, 0, self._pull_wire)
         chunks = chunks_of(blocks, self._chunk_bytes)
         tensors = []
         for momentum, digest in ((False, move.theta_digest), (True, move.momentum_digest)):
@@ -144,8 +145,9 @@ class SimulatedMove:
         info = SnapshotInfo(
             move.to_version, move.round, move.layout_hash, move.placement.placement_hash, move.theta_digest, False
         )
-        stream = ring.begin_stream(info, tensors[0].size)
+        stream = ring.begin_stream(info, tensors[0].size, parts.empty_residual().size)
         for tensor in tensors:
             stream.write(bytes_of(tensor))
+        stream.write_no_residual()
         ring.seal_stream(stream, info)
         return info

@@ -186,12 +186,13 @@ class Ranks:
         shards = chunks_by_slave(layout, ticket.placement, ticket.block_order, self._chunk_bytes)
         self._begin(job, _Job(shards, None, done, (push, ticket.attempt)), begin)
 
-    def pull(self, job: int, grant: PullGrant, limits: TransferSettings, done: PartDone) -> None:
-        """Fetch the version of the grant; each rank its share."""
+    def pull(self, job: int, grant: PullGrant, limits: TransferSettings, done: PartDone, leaders: ClusterModel) -> None:
+        """Fetch the version of the grant; each rank its share. leaders: rank 0's model."""
         world, layout = self._world, self._world.plan.layout
 
         def begin(rank: Rank, ended: Ended) -> Carrier:
-            return PullCarrier.of_grant(world, rank.process, layout, limits, grant, ended, rank.part)
+            installed = leaders.installed if rank.model is None else rank.model.installed
+            return PullCarrier.of_grant(world, rank.process, layout, limits, grant, ended, installed, rank.part)
 
         shards = chunks_by_slave(layout, grant.placement, grant.block_order, self._chunk_bytes)
         self._begin(job, _Job(shards, dict(grant.digest_of_slave), done), begin)

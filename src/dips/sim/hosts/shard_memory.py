@@ -14,8 +14,8 @@ from dips.core.ids import Version
 from dips.core.layout import FLOAT32_BYTES, Block
 from dips.core.messages import Measure, Measured, Prepare, SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
-from dips.core.wire import DIFFERENCES, encoded_bytes
-from dips.sim.arithmetic import Arithmetic, Key, Part, Value
+from dips.core.wire import DIFFERENCES, WIRE_DTYPES, encoded_bytes, pays
+from dips.sim.arithmetic import Arithmetic, Key, Part, Stepped, Value
 from dips.slave.state.events import PushStaged
 from dips.slave.state.shard import to_refusal
 from dips.slave.state.staging import Landing, ShardMap, Slot, StagingTable, find_version
@@ -26,8 +26,16 @@ class Shard:
     """One version of this slave's chunks, in (block, offset) order."""
 
     info: SnapshotInfo
-    theta: Part
-    momentum: Part
+    made: Stepped
+    base: Version | None = None  # to which made.difference is; None: it has no meaning
+
+    @property
+    def theta(self) -> Part:
+        return self.made.theta
+
+    @property
+    def momentum(self) -> Part:
+        return self.made.momentum
 
 
 @dataclass
@@ -39,6 +47,7 @@ class SimulatedShardMemory:
     n_slots: int
     n_buffers: int
     arithmetic: Arithmetic
+    pull_wire: str = "float32"
     current: Shard | None = None
     previous: Shard | None = None
     shadow: Shard | None = None
@@ -48,7 +57,7 @@ class SimulatedShardMemory:
     def __post_init__(self) -> None:
         self.map = ShardMap(self.blocks, self.chunk_bytes)
         self.table = StagingTable(self.map)
-        self.parts = self.arithmetic.shard(self.blocks, self.chunk_bytes, self.n_slots)
+        self.parts = self.arithmetic.shard(self.blocks, self.chunk_bytes, self.n_slots, self.pull_wire)
 
     # ---- pushes ----
 
@@ -81,11 +90,11 @@ class SimulatedShardMemory:
         blocks = self.parts.measure(theta, numbers)
         return Measured(body.round, blocks, self.parts.directions(version, theta, numbers, bases))
 
-    def prepare(self, body: Prepare, slots: Sequence[Slot]) -> tuple[Part, Part]:
-        """theta and momentum after the outer step. Raises Refused(BUSY) while no buffer is free, and NONFINITE."""
+    def prepare(self, body: Prepare, slots: Sequence[Slot]) -> Stepped:
+        """What the outer step makes. Raises Refused(BUSY) while no buffer is free, and NONFINITE."""
         if len(self._held()) >= self.n_buffers:
             raise Refused(RefusalCode.BUSY, "all buffers hold versions that are read or pinned", 0.5)
-        before = (self.current.theta, self.current.momentum) if self.current is not None else None
+        before = self.current.made if self.current is not None else None
         return self.parts.prepare(before, [slot.number for slot in slots], body)
 
     def flip(self, shard: Shard) -> None:
@@ -162,9 +171,23 @@ class SimDataPort:
         shard = memory.readable[header.version]
         if header.momentum and (memory.current is None or memory.current.info.version != header.version):
             raise Refused(RefusalCode.VERSION_GONE, f"the momentum of version {header.version} is not kept")
-        part = shard.momentum if header.momentum else shard.theta
-        value = memory.parts.chunk(part, memory.map.find(header).index)
-        return _reply(header, DataOp.CHUNK, False, checksum=memory.arithmetic.checksum(value)), value
+        part, index = shard.momentum if header.momentum else shard.theta, memory.map.find(header).index
+        value = memory.parts.chunk(part, index)
+        reply = _reply(header, DataOp.CHUNK, False, checksum=memory.arithmetic.checksum(value))
+        return reply, value if header.base is None else self._differences(header, memory, index)
+
+    def _differences(self, header: DataHeader, memory: SimulatedShardMemory, index: int) -> tuple[Value, ...]:
+        """As dips.slave.data_port: a chunk's differences from header.base to header.version, oldest first."""
+        codec, parts, version = WIRE_DTYPES[memory.pull_wire], list[Value](), header.version
+        while version != header.base and version is not None:
+            shard = memory.readable.get(version)
+            if shard is None or shard.base is None or codec is not header.codec or header.momentum:
+                break
+            parts.append(memory.parts.written(shard.made.difference, index))
+            version = shard.base
+        if version != header.base or not pays(codec, len(parts)):
+            raise Refused(RefusalCode.BASE_GONE, f"the differences of {header.version} to {header.base} are not here")
+        return tuple(reversed(parts))
 
 
 def _reply(
@@ -173,5 +196,5 @@ def _reply(
     return DataHeader(
         header.run_id, header.epoch, op, header.request, header.push, header.attempt, header.version, header.block,
         header.offset_bytes, header.length_bytes, header.codec, checksum, missing=missing, complete=complete,  # type: ignore[arg-type]
-        momentum=header.momentum,
+        momentum=header.momentum, base=header.base,
     )  # fmt: skip

@@ -35,7 +35,7 @@ from dips.core.messages import (
     StopSlave,
 )
 from dips.core.net.data_header import DataHeader, DataOp
-from dips.sim.arithmetic import Value
+from dips.sim.arithmetic import F32, ShardArithmetic, Stepped, Value
 from dips.sim.disks import PowerLossError, SlaveDisk
 from dips.sim.hosts.move import SimulatedMove
 from dips.sim.hosts.shard_memory import Shard, SimDataPort, SimulatedShardMemory
@@ -335,7 +335,7 @@ class SlaveHost(SlaveProcess):
                 self.move = SimulatedMove(
                     self, self.ring, lambda: self.state.link.promised_epoch if self.state else 0,
                     lambda action: self._later_on_disk(self._on_disk, action), command, run.chunk_bytes,
-                    lambda result: self._moved(run, result),
+                    run.pull_wire, lambda result: self._moved(run, result),
                 )  # fmt: skip
                 self.move.begin(self.port.memory)
 
@@ -371,9 +371,11 @@ class SlaveHost(SlaveProcess):
         self.port.memory = None
         blocks = own_blocks(self.name, body)
         arithmetic = self.world.plan.arithmetic
-        memory = SimulatedShardMemory(blocks, run.chunk_bytes, body.staging_slots, 3 + body.pinned_versions, arithmetic)
+        memory = SimulatedShardMemory(
+            blocks, run.chunk_bytes, body.staging_slots, 3 + body.pinned_versions, arithmetic, run.pull_wire
+        )
         self.ring.close_round()
-        self.ring.make(memory.parts.empty_array().size)
+        self.ring.make(memory.parts.empty_array().size, memory.parts.empty_residual().size)
         if run.source is not None:
             memory.flip(self._fill(memory, body, run.source))
         self.port.memory = memory
@@ -381,8 +383,8 @@ class SlaveHost(SlaveProcess):
 
     def _fill(self, memory: SimulatedShardMemory, body: Configure, source: SnapshotInfo) -> Shard:
         parts = memory.parts
-        theta, momentum = parts.empty_array(), parts.empty_array()
-        self.ring.load(source, theta, momentum)
+        theta, momentum, residual = parts.empty_array(), parts.empty_array(), parts.empty_residual()
+        self.ring.load(source, theta, momentum, residual)
         loaded = parts.from_array(theta)
         if parts.digest(loaded) != body.load_digest:
             raise Refused(RefusalCode.DIGEST, f"the snapshot of {source.version} has another digest than its COMMIT")
@@ -393,7 +395,7 @@ class SlaveHost(SlaveProcess):
         self._warn(problems)
         if info != source:
             self.world.manifest(self, info, body.commit_record)
-        return Shard(info, loaded, parts.from_array(momentum))
+        return Shard(info, Stepped(loaded, parts.from_array(momentum), parts.residual_from(residual)))
 
     def _warn(self, problems: list[str]) -> None:
         for problem in problems:
@@ -406,13 +408,18 @@ class SlaveHost(SlaveProcess):
             self.overflow = False
             self.world.fired("overflow_in_prepare")
             raise Refused(RefusalCode.NONFINITE, f"round {body.round} would give 2 elements that are NaN or infinite")
-        theta, momentum = memory.prepare(body, run.slots)
+        stepped = memory.prepare(body, run.slots)
         made = self.state.shard.made if self.state is not None else None
         assert made is not None, "prepares only once configured"
         info = SnapshotInfo(
-            body.to_version, body.round, made.layout_hash, made.placement_hash, memory.parts.digest(theta), False
+            body.to_version,
+            body.round,
+            made.layout_hash,
+            made.placement_hash,
+            memory.parts.digest(stepped.theta),
+            False,
         )
-        memory.shadow = Shard(info, theta, momentum)
+        memory.shadow = Shard(info, stepped, body.from_version if stepped.difference is not None else None)
         if run.durable:
             self._later_on_disk(self._job, run, self._write_shadow, snapshot=True)
         else:
@@ -423,7 +430,7 @@ class SlaveHost(SlaveProcess):
         shadow, parts = memory.shadow, memory.parts
         assert shadow is not None, "one job at a time"
         try:
-            self.ring.write_shadow(shadow.info, parts.to_array(shadow.theta), parts.to_array(shadow.momentum))
+            self.ring.write_shadow(shadow.info, *_arrays(parts, shadow), parts.residual_bytes(shadow.made.residual))
         except Refused:
             memory.shadow = None
             raise
@@ -444,7 +451,8 @@ class SlaveHost(SlaveProcess):
     def _write_committed(self, shard: Shard, record: bytes) -> None:
         """Write the manifest, and before it the file unless it is there already."""
         parts = self._made().parts
-        self.ring.write_committed(shard.info, parts.to_array(shard.theta), parts.to_array(shard.momentum), record)
+        residual = parts.residual_bytes(shard.made.residual)
+        self.ring.write_committed(shard.info, *_arrays(parts, shard), record, residual)
         self.world.manifest(self, shard.info, record)
 
     def _save_version(self, effect: effects.SaveVersion, shard: Shard) -> None:
@@ -529,3 +537,8 @@ class SlaveHost(SlaveProcess):
             if memory is not None and self.world.plan.arithmetic.remembers:
                 self.world.staged(self.name, event.slot.push, event.slot.wire, memory.landed(event.slot))
             self.kernel.after(0.0, self, self.handle, event)
+
+
+def _arrays(parts: ShardArithmetic, shard: Shard) -> tuple[F32, F32]:
+    """theta and momentum, as snapshot files have them."""
+    return parts.to_array(shard.theta), parts.to_array(shard.momentum)

@@ -26,8 +26,8 @@ from dips.core.net.transfer import (
     digests_of,
 )
 from dips.core.share import Share
-from dips.core.wire import Codec, encoded_bytes
-from dips.sim.arithmetic import Key, ModelVector, Value
+from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
+from dips.sim.arithmetic import Arithmetic, Key, ModelVector, Value
 from dips.sim.content import key_of
 from dips.sim.kernel import SimulatedProcess
 from dips.sim.world import World
@@ -122,7 +122,8 @@ class Carrier:
 
         def answer(reply: DataHeader, chunk: Value) -> None:
             if reply.op is DataOp.CHUNK and world.net.damages():
-                chunk = world.plan.arithmetic.damaged(chunk)
+                damaged = world.plan.arithmetic.damaged
+                chunk = damaged(chunk) if reply.base is None else (damaged(chunk[0]), *chunk[1:])
             args = (name, connection, reply, chunk)
             world.net.datagram(name, owner.name, owner, self._hear, *args, size_bytes=_payload_bytes(reply))
 
@@ -159,7 +160,10 @@ def _chunks_by_slave(
 def _payload_bytes(header: DataHeader) -> int:
     if header.op not in (DataOp.PUT_CHUNK, DataOp.CHUNK):
         return 0
-    return encoded_bytes(header.codec, header.length_bytes // FLOAT32_BYTES)
+    n = 1
+    if header.base is not None and header.version is not None:
+        n = header.version.v - header.base.v
+    return n * encoded_bytes(header.codec, header.length_bytes // FLOAT32_BYTES)
 
 
 class PushCarrier(Carrier):
@@ -214,36 +218,64 @@ class PushCarrier(Carrier):
         self._values = {}
 
 
+@dataclass(frozen=True)
+class FromBase:
+    """What a pull of differences begins from."""
+
+    codec: Codec
+    base: Version
+    installed: ModelVector
+
+    def applied(self, chunk: Chunk, written: Iterable[Value], arithmetic: Arithmetic) -> Value:
+        """The chunk that these differences lead to."""
+        value = self.installed.value(chunk)
+        for each in written:
+            value = arithmetic.decoded(self.codec, value, each)
+        return value
+
+
 class PullCarrier(Carrier):
-    """Fetches chunks of a version. momentum: of that instead of its parameters."""
+    """Fetches chunks of a version. momentum: of that instead of its parameters. differences: fetch these."""
 
     def __init__(
         self, world: World, owner: SimulatedProcess, transfer: PullTransfer, placement: PlacementSpec, run_id: str,
-        epoch: int, version: Version, ended: Ended, *, momentum: bool = False,
+        epoch: int, version: Version, ended: Ended, *, momentum: bool = False, differences: FromBase | None = None,
     ) -> None:  # fmt: skip
         super().__init__(world, owner, transfer, placement, run_id, epoch, ended)
         self._machine = transfer
         self._version = version
         self._momentum = momentum
+        self._differences = differences
+        self._codec = Codec.F32 if differences is None else differences.codec
+        self._base = None if differences is None else differences.base
         self._values: dict[Key, Value] = {}
 
     @classmethod
     def of_grant(
         cls, world: World, owner: SimulatedProcess, layout: Layout, settings: TransferSettings, grant: PullGrant, ended:
-        Ended, part: CarriedShare | None = None,
+        Ended, installed: Callable[[], ModelVector] | None = None, part: CarriedShare | None = None,
     ) -> PullCarrier:  # fmt: skip
-        """Fetches the version of a grant, or of a share of it, whose digests the caller compares."""
+        """Fetches the version of a grant, or of a share of it, whose digests the caller compares. installed: the base
+        of differences; None: of who asks for none."""
         shares = _chunks_by_slave(layout, grant.placement, grant.block_order, settings.chunk_bytes, part)
         digests = dict(grant.digest_of_slave) if part is None else None
         transfer = PullTransfer(shares, digests, settings, world.kernel.now_s)
-        return cls(world, owner, transfer, grant.placement, grant.run_id, grant.epoch, grant.version, ended)
+        differences = None
+        if grant.wire in DIFFERENCES:
+            assert grant.base is not None, "differences are to a base"
+            assert installed is not None, "only who has it asks for them"
+            differences = FromBase(grant.wire, grant.base, installed())
+        return cls(
+            world, owner, transfer, grant.placement, grant.run_id, grant.epoch, grant.version, ended,
+            differences=differences,
+        )  # fmt: skip
 
     def message(self, ask: SlaveRequest) -> tuple[DataHeader, Value]:
         chunk = ask.chunk
         assert chunk is not None, "a pull asks for chunks only"
         header = DataHeader(
             self.run_id, self.epoch, DataOp.GET_CHUNK, ask.request, None, 0, self._version, chunk.block_id,
-            chunk.offset_bytes, chunk.length_bytes, Codec.F32, momentum=self._momentum,
+            chunk.offset_bytes, chunk.length_bytes, self._codec, momentum=self._momentum, base=self._base,
         )  # fmt: skip
         return header, None
 
@@ -252,10 +284,17 @@ class PullCarrier(Carrier):
         chunk = self._machine.wants(slave, header.request)
         if header.op is not DataOp.CHUNK or chunk is None:
             return
-        named = (header.block, header.offset_bytes, header.length_bytes, header.version, header.momentum)
-        if named != (*chunk, self._version, self._momentum):
+        named = (header.block, header.offset_bytes, header.length_bytes, header.version, header.momentum, header.base)
+        if named != (*chunk, self._version, self._momentum, self._base):
             self._machine.damaged(slave, header.request, f"slave {slave} answered with another chunk", now_s)
-        elif self.world.plan.arithmetic.checksum(value) != header.checksum:
+            return
+        if self._differences is not None:
+            value = self._differences.applied(chunk, value, self.world.plan.arithmetic)
+            if self.world.plan.arithmetic.checksum(value) != header.checksum:
+                why = f"slave {slave}: the differences of {chunk} lead to other parameters"
+                self._machine.misfit(slave, header.request, why, now_s)
+                return
+        if self.world.plan.arithmetic.checksum(value) != header.checksum:
             self._machine.damaged(slave, header.request, f"slave {slave}: the checksum of {chunk} is wrong", now_s)
         else:
             self._values[key_of(chunk)] = value

@@ -11,12 +11,14 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dips.core.chunks import Chunk, chunks_of, shard_digest
 from dips.core.ids import Version
 from dips.core.layout import Block, Layout
 from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.wire import Codec
-from dips.sim.arithmetic import F32, Key
+from dips.sim.arithmetic import F32, U8, Key, Stepped
 from dips.sim.content import checksum_of, mixed, to_array
 from dips.worker.state.effects import Install
 
@@ -65,6 +67,9 @@ class ScaleModel:
     def sent(self, wire: Codec) -> SameEverywhere:
         return SameEverywhere(self._push)
 
+    def installed(self) -> SameEverywhere:
+        return SameEverywhere(0)
+
     def keep_residual(self, wire: Codec) -> None: ...
 
     def clear_residual(self) -> None: ...
@@ -105,9 +110,13 @@ class ScaleShard:
     ) -> tuple[float, ...]:
         return ()
 
-    def prepare(self, before: tuple[int, int] | None, slots: Sequence[int], body: Prepare) -> tuple[int, int]:
-        made = mixed(before, [self._rows[slot] for slot in slots], body.weights, body.scale)
-        return made, made
+    def prepare(self, before: Stepped | None, slots: Sequence[int], body: Prepare) -> Stepped:
+        known = None if before is None else (before.theta, before.momentum)
+        made = mixed(known, [self._rows[slot] for slot in slots], body.weights, body.scale)
+        return Stepped(made, made, difference=made if body.from_version is not None else None)
+
+    def written(self, difference: int, index: int) -> int:
+        return difference
 
     def chunk(self, theta: int, index: int) -> int:
         return theta
@@ -126,6 +135,15 @@ class ScaleShard:
 
     def from_array(self, array: F32) -> int:
         return int(array.view("<u8")[0])
+
+    def empty_residual(self) -> U8:
+        return np.zeros(0, np.uint8)
+
+    def residual_bytes(self, residual: None) -> U8:
+        return self.empty_residual()
+
+    def residual_from(self, data: U8) -> None:
+        return None
 
 
 class ScaleArithmetic:
@@ -152,7 +170,7 @@ class ScaleArithmetic:
     def model(self, name: str, generation: int, layout: Layout, chunk_bytes: int) -> ScaleModel:
         return ScaleModel(name, generation, lambda: self._draw_norm(name))
 
-    def shard(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int) -> ScaleShard:
+    def shard(self, blocks: Sequence[Block], chunk_bytes: int, n_slots: int, pull_wire: str = "float32") -> ScaleShard:
         return ScaleShard(blocks, chunk_bytes, n_slots, self._n_elems)
 
     def _draw_norm(self, name: str) -> float:

@@ -9,7 +9,8 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import Block
 from dips.core.messages import Configure, MoveBlocks, PlacementSpec, Prepare, Settings, SnapshotInfo
-from dips.core.placement import MEMORY_FILES, Placement, shard_bytes_needed
+from dips.core.placement import MEMORY_FILES, Placement, check_rounding, shard_bytes_needed
+from dips.core.wire import WIRE_DTYPES
 
 MAX_WINDOW_CHUNKS = 64
 """Longest window: the data port's queues hold this many messages for each peer; more could overflow them silently."""
@@ -65,17 +66,19 @@ def check_move(slave_id: str, move: MoveBlocks, current: SnapshotInfo | None) ->
 def check_memory(
     blocks: Sequence[Block], configure: Configure | MoveBlocks, settings: Settings, memory_bytes: int
 ) -> None:
-    """Check, before anything is allocated, that the blocks fit this slave's memory. Raises Refused(MEMORY)."""
+    """Check, before anything is allocated, that the blocks fit this slave's memory. Raises Refused: MEMORY, and CONFIG
+    for blocks that the run's settings do not allow."""
+    check_rounding(blocks, settings.pull_wire)
     n_elems = sum(block.n_elems for block in blocks)
     slots, pins = configure.staging_slots, configure.pinned_versions
     sizes = (block.n_elems for block in blocks)
-    needed = shard_bytes_needed(sizes, settings.chunk_bytes, slots, pins, settings.memory_files)
+    needed = shard_bytes_needed(sizes, settings.chunk_bytes, slots, pins, settings.memory_files, settings.pull_wire)
     if needed > memory_bytes:
         raise Refused(
             RefusalCode.MEMORY,
             f"{n_elems} elements with {slots} staging slots and {pins} pinned versions need {needed} bytes, "
             f"this slave may use {memory_bytes}: raise its memory_bytes, start more slaves, serve fewer clusters, "
-            "or set the master's memory_files",
+            "set the master's memory_files, or leave its pull_wire out",
         )
 
 
@@ -89,6 +92,12 @@ def check_settings(settings: Settings, max_chunk_bytes: int) -> None:
             RefusalCode.CONFIG,
             f"the run's memory_files is {settings.memory_files!r:.80}, this slave's release knows "
             f"{', '.join(MEMORY_FILES)}: use the master's release",
+        )
+    if settings.pull_wire not in WIRE_DTYPES:
+        raise Refused(
+            RefusalCode.CONFIG,
+            f"the run's pull_wire is {settings.pull_wire!r:.80}, this slave's release knows "
+            f"{', '.join(WIRE_DTYPES)}: use the master's release",
         )
     size = settings.chunk_bytes
     if not MIN_CHUNK_BYTES <= size <= max_chunk_bytes or size % 4:

@@ -71,6 +71,7 @@ class Run:
     slots: tuple[Slot, ...] = ()  # Measure, Prepare: where the pushes are, in the command's order
     chunk_bytes: int = 0  # Configure, MoveBlocks: of the run's settings
     memory_files: str = "none"  # Configure: of the run's settings
+    pull_wire: str = "float32"  # Configure, MoveBlocks: of the run's settings
     # Configure: memory is made, and filled from this snapshot (None: left empty); a shadow becomes a committed one. One
     # of another name than configure.load is its origin: it gets that name, and what came after it leaves.
     source: SnapshotInfo | None = None

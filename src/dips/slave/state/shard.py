@@ -151,6 +151,7 @@ class Made:
     pinned_versions: int
     chunk_bytes: int
     memory_files: str
+    pull_wire: str
 
 
 class ShardPhase(Enum):
@@ -286,8 +287,9 @@ class ShardState:
         self._slots.clear()
         self.saving.dropped()
         job = Run(
-            body, cause, now_s, chunk_bytes=settings.chunk_bytes, memory_files=settings.memory_files, source=source
-        )
+            body, cause, now_s, chunk_bytes=settings.chunk_bytes, memory_files=settings.memory_files,
+            pull_wire=settings.pull_wire, source=source,
+        )  # fmt: skip
         return [*out, self._begin("configure", ShardPhase.LOADING, job, now_s)]
 
     def begin(
@@ -331,7 +333,7 @@ class ShardState:
                     check_settings(settings, self._max_chunk_bytes)
                     check_memory(own_blocks(self._slave_id, body), body, settings, self._memory_bytes)
                     check_move(self._slave_id, body, self.current)
-                    job = Run(body, cause, now_s, chunk_bytes=settings.chunk_bytes)
+                    job = Run(body, cause, now_s, chunk_bytes=settings.chunk_bytes, pull_wire=settings.pull_wire)
                     begun = self._begin("move", ShardPhase.MOVING, job, now_s)
         except Refused as refused:
             return [*out, effects.SendUp(_refusal_of(body, to_refusal(refused)))]
@@ -550,7 +552,7 @@ def _made(body: Configure, settings: Settings) -> Made:
     placement_hash = body.placement.placement_hash
     return Made(
         body.layout_hash, placement_hash, body.staging_slots, body.pinned_versions, settings.chunk_bytes,
-        settings.memory_files,
+        settings.memory_files, settings.pull_wire,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from dips.core.observe.tape import Tape
 from dips.core.share import Share
 from dips.core.wire import Codec, encoded_bytes
 from dips.worker.commands import Command, Fetch, Send, ShareOut, Snapshot
-from dips.worker.data import RankShare
+from dips.worker.data import RankShare, wire_of_pull
 from dips.worker.link_counts import LinkCounts, TransferDirection
 from dips.worker.model_part import ModelPart
 from dips.worker.parallel.agreement import Agreed
@@ -128,10 +128,10 @@ class RankPart:
         if self._part is not None:
             self._part.do(command)
 
-    def bytes_of_ranks(self, wire: Codec) -> list[int]:
-        """Bytes of each rank's share in a transfer that is written so."""
+    def bytes_of_ranks(self, wire: Codec, n_parts: int) -> list[int]:
+        """Bytes of each rank's share in a transfer that is written so, n_parts times."""
         sizes = (sum(chunk.length_bytes for chunk in chunks) for chunks in self._chunks)
-        return [encoded_bytes(wire, size // FLOAT32_BYTES) for size in sizes]
+        return [n_parts * encoded_bytes(wire, size // FLOAT32_BYTES) for size in sizes]
 
     @property
     def push_is_live(self) -> bool:
@@ -248,6 +248,7 @@ class _Job:
     began_s: float
     direction: TransferDirection
     wire: Codec
+    n_parts: int
     chunks_of_slave: Mapping[str, Sequence[Chunk]]
     promised: Mapping[str, bytes] | None
 
@@ -287,10 +288,10 @@ class LeadingPart:
             case ShareOut(chunk_bytes):
                 self._chunk_bytes = chunk_bytes
             case Send(job=job, ticket=ticket):
-                what = (TransferDirection.PUSH, ticket.wire)
+                what = (TransferDirection.PUSH, ticket.wire, 1)
                 self._begin(job, what, ticket.placement, ticket.block_order, None)
             case Fetch(job=job, grant=grant):
-                what = (TransferDirection.PULL, Codec.F32)
+                what = (TransferDirection.PULL, *wire_of_pull(grant))
                 self._begin(job, what, grant.placement, grant.block_order, dict(grant.digest_of_slave))
             case Cancel(job):
                 if self._job is not None and self._job.job == job:
@@ -337,7 +338,7 @@ class LeadingPart:
             case Done():
                 self._job = None
                 if self._links is not None:
-                    sizes = self._part.bytes_of_ranks(job.wire)
+                    sizes = self._part.bytes_of_ranks(job.wire, job.n_parts)
                     self._links.ranks_moved(job.direction, {e.rank: (sizes[e.rank], e.seconds) for e in ends})
             case None:
                 return
@@ -412,7 +413,7 @@ class LeadingPart:
     def _begin(
         self,
         job: int,
-        what: tuple[TransferDirection, Codec],
+        what: tuple[TransferDirection, Codec, int],
         placement: PlacementSpec,
         block_order: Sequence[int],
         promised: Mapping[str, bytes] | None,

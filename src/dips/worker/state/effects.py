@@ -82,7 +82,8 @@ class Failed:
 
     job: int
     sentence: str
-    base_gone: bool = False  # a slave cannot decode a push's differences, since it does not have their base version
+    # differences cannot be sent or fetched: a slave does not have the base of a push's, or those to the base of a pull
+    base_gone: bool = False
     corrupt: bool = False  # the bytes of a pull repeatedly did not have the digest that the master gave
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from dips.core.errors import RemoteProtocolError
 from dips.core.ids import Version
 from dips.core.messages import BeginPullRequest, Busy, FinishPullRequest, PlacementSpec, PullGrant
+from dips.core.wire import DIFFERENCES, Codec
 from dips.worker.state import tape
 from dips.worker.state.effects import Cancel, Done, Failed, Install, InstallMode
 from dips.worker.state.shared import SharedState
@@ -37,6 +38,8 @@ class Pulling:
         self._grant: PullGrant | None = None
         self._began_s = 0.0
         self._corrupt = 0
+        self._whole = False
+        """Differences could not be fetched: the next version is to come as parameters."""
 
     def begin(self, plan: PullPlan) -> None:
         """Ask for a version; the caller has moved the phase to PULLING."""
@@ -58,6 +61,10 @@ class Pulling:
             shared.ask(self._request, max(answer.retry_after_s, 0.05))
             return
         check_placement(answer.placement, len(shared.config.layout.blocks))
+        if answer.wire in DIFFERENCES and (answer.base is None or not answer.base.behind(answer.version)):
+            raise RemoteProtocolError(f"the master grants differences of {answer.version} to {answer.base}")
+        if answer.wire in DIFFERENCES and answer.base != shared.base:
+            raise RemoteProtocolError(f"the master grants differences to {answer.base}, here is {shared.base}")
         assert self.plan is not None, "a grant answers the question of a plan"
         shared.terms.granted(answer)
         shared.note = f"pulling version {answer.version}"
@@ -83,14 +90,15 @@ class Pulling:
             )
         self._release_pin()
         self._grant = self.job = None
-        shared.ask(self._request, 0.5)
+        self._whole = self._whole or event.base_gone or event.corrupt
+        shared.ask(self._request, 0.0 if event.base_gone else 0.5)
 
     def install(self, event: Done) -> None:
         """Install the pulled version as the base; the caller moves the phase."""
         shared, plan, grant = self._shared, self.plan, self._grant
         assert plan is not None, "only the open pull ends"
         assert grant is not None, "a transfer begins with a grant"
-        self._corrupt = 0
+        self._corrupt, self._whole = 0, False
         mode = plan.mode
         rolled_back = shared.base is not None and shared.base.timeline != grant.version.timeline
         if rolled_back or plan.drops or shared.terms.stop:
@@ -122,6 +130,7 @@ class Pulling:
                 tokens=grant.tokens,
                 local_steps=shared.terms.local_steps,
                 digest_of_slave=dict(grant.digest_of_slave),
+                wire=grant.wire.name if grant.wire in DIFFERENCES else Codec.F32.name,
             )
         )
         shared.note = ""
@@ -158,7 +167,10 @@ class Pulling:
 
     def _request(self) -> BeginPullRequest:
         assert self.plan is not None, "asked only for an open plan"
-        return BeginPullRequest(self._shared.terms.caller(self._shared.cause), at_least=self.plan.at_least)
+        shared = self._shared
+        takes = shared.config.takes_differences and shared.terms.settings.pull_wire != "float32" and not self._whole
+        base = shared.base if takes else None
+        return BeginPullRequest(shared.terms.caller(shared.cause), at_least=self.plan.at_least, base=base)
 
 
 def check_placement(placement: PlacementSpec, n_blocks: int) -> None:

@@ -170,6 +170,8 @@ class SessionConfig(GivenTimes):
     expect_outer_momentum: float | None = None
     wire: Codec = Codec.F32
     """The codec that this cluster asks for in its pushes; each ticket says whether it may use it."""
+    takes_differences: bool = True
+    """Whether it can fetch versions as differences to its base."""
     curve_key: bytes = b""
     """This process's public key of the data flow; empty without keys."""
     rank_keys: tuple[bytes, ...] = ()

@@ -176,3 +176,4 @@ class VersionInstalled(Record):
     tokens: int
     local_steps: int
     digest_of_slave: dict[str, bytes]
+    wire: str
