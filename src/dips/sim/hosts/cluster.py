@@ -217,6 +217,8 @@ class ClusterHost(Host):
         self.pace = StepTimer()
         self._checkpoints.begin_process()
         self._queue.clear()
+        for carrier in self._carriers.values():
+            carrier.over = True  # its connections ended with the process
         self._carriers.clear()
         self._sent_as.clear()
         self._stepping, self._waking_s, self._busy_until_s = False, -1.0, 0.0
