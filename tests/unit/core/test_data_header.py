@@ -193,6 +193,7 @@ HEADERS = st.builds(
     complete=st.booleans(),
     credit=SMALL,
     protocol=SMALL,
+    base=st.none() | st.builds(Version, NUMBERS, NUMBERS),
 )
 
 
@@ -202,7 +203,7 @@ def test_every_field_is_written_and_read(header: DataHeader) -> None:
     message = data_pb2.DataHeader.FromString(frame)
     for name in set(data_pb2.DataHeader.DESCRIPTOR.fields_by_name) - {"header_checksum", "missing"}:
         ours, theirs = getattr(header, name), getattr(message, name)
-        if name in ("push", "version", "refusal"):
+        if name in ("push", "version", "base", "refusal"):
             assert message.HasField(name) == (ours is not None)
             assert ours is None or to_message(ours) == theirs
         else:
