@@ -281,7 +281,7 @@ class Torchft(System):
 class TorchftStreaming(Torchft):
     fragments, delay_part, alpha = FRAGMENTS, DELAY_PART, 0.5
     settings = (
-        "as torchft, with 2 fragments in turn, each in one bucket, and used half of its inner steps after it was sent "
+        "as torchft, with 2 fragments in turn, each used half of its inner steps after it was sent "
         "(its example: 5 of 10); fragment_update_alpha 0.5"
     )
 
