@@ -265,23 +265,27 @@ class Torchft(System):
             )  # fmt: skip
 
     def own_count(self) -> float | None:
-        """Steps behind what it calls committed batches: one for each replica and sync."""
+        """Steps behind what it calls committed batches, one for each replica and sync: with one fragment."""
         lines = [line["own"] for number in range(self.clusters) for line in self.lines(number, "counted")]
-        return max(lines) * self.setting.inner_steps / self.fragments if lines else None
+        return max(lines) * self.setting.inner_steps if lines and self.fragments == 1 else None
+
+    def twice(self) -> float:
+        """Also what a replica that heals sends: the inner steps of the one that it got everything from."""
+        return super().twice() + self._times("healed") * self.setting.inner_steps / self.fragments
 
     def notes(self) -> list[str]:
-        healed, discarded = (
-            sum(len(self.lines(number, kind)) for number in range(self.clusters)) for kind in ("healed", "discarded")
-        )
         return [
-            f"{healed} replicas healed and sent another's round again (at the first sync too), {discarded} discarded"
+            f"{self._times('healed')} replicas healed, most at the first sync; {self._times('discarded')} discarded"
         ]
+
+    def _times(self, kind: str) -> int:
+        return sum(len(self.lines(number, kind)) for number in range(self.clusters))
 
 
 class TorchftStreaming(Torchft):
     fragments, delay_part, alpha = FRAGMENTS, DELAY_PART, 0.5
     settings = (
-        "as torchft, with 2 fragments in turn, each in one bucket, and used half of its inner steps after it was sent "
+        "as torchft, with 2 fragments in turn, each used half of its inner steps after it was sent "
         "(its example: 5 of 10); fragment_update_alpha 0.5"
     )
 

@@ -49,7 +49,6 @@ class Replica:
         self.diloco = DiLoCo(
             self.manager, fragments, model.inner, outer, sync_every=options.inner_steps,
             fragment_sync_delay=self._delay, fragment_update_alpha=float(options.alpha),
-            use_bucketization=self._parts > 1,
         )  # fmt: skip
         self._step, self._healed = 0, False
 
