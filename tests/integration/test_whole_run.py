@@ -18,7 +18,9 @@ TOKENS = 10 * 4  # of one push: sync_every steps of 10 tokens
 def train(directory: Path, n_slaves: int, rounds: int) -> list[NumpyCluster]:
     """Two clusters in step, each round merging both with equal tokens; the clip never acts."""
     limit = rounds * 2 * TOKENS
-    with WholeRun(directory, n_slaves, tk_max=limit, grace_s=20, min_clusters=2, clip_norm=1e6, overlap="none") as run:
+    with WholeRun(
+        directory, n_slaves, tk_max=limit, grace_s=20, min_clusters=2, clip_norm=1e6, preset="safe", overlap="none"
+    ) as run:
         clusters = [run.cluster("a", 1), run.cluster("b", 2)]
         for cluster in clusters:
             cluster.join()

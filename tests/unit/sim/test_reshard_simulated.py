@@ -17,7 +17,7 @@ from dips.sim.seed_run import SeedOutcome, SeedRun
 
 FAULTS = sorted(fault_reshard.FAULTS)
 BESIDES = {
-    705: ("crash_master",),
+    707: ("crash_master",),
     706: ("crash_slave",),
     708: ("crash_all_slaves",),
     709: ("power_failure",),
