@@ -13,14 +13,13 @@ from dips.core.net.security import INSECURE
 from dips.worker.reader import fetch_version
 
 TOKENS = 10 * 4  # of one push: sync_every steps of 10 tokens
+BY_DEFAULT = {"preset": "dynamic", "overlap": "full"}
 
 
 def train(directory: Path, n_slaves: int, rounds: int) -> list[NumpyCluster]:
     """Two clusters in step, each round merging both with equal tokens; the clip never acts."""
     limit = rounds * 2 * TOKENS
-    with WholeRun(
-        directory, n_slaves, tk_max=limit, grace_s=20, min_clusters=2, clip_norm=1e6, preset="safe", overlap="none"
-    ) as run:
+    with WholeRun(directory, n_slaves, tk_max=limit, grace_s=20, min_clusters=2, clip_norm=1e6) as run:
         clusters = [run.cluster("a", 1), run.cluster("b", 2)]
         for cluster in clusters:
             cluster.join()
@@ -49,7 +48,7 @@ def test_one_slave_and_four_slaves_give_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_slave_killed_in_the_middle_comes_back_and_the_run_ends_with_every_token_counted(tmp_path: Path) -> None:
-    with WholeRun(tmp_path, plan=LEASED, tk_max=60_000) as run:
+    with WholeRun(tmp_path, plan=LEASED, tk_max=300_000, **BY_DEFAULT) as run:
         clusters = [run.cluster("a", 1, step_s=0.005), run.cluster("b", 2, step_s=0.008)]
         run.wait_for_version(3)
         run.kill("s1")
@@ -61,7 +60,7 @@ def test_slave_killed_in_the_middle_comes_back_and_the_run_ends_with_every_token
             cluster.join()
         status = run.status()
         assert status.stopped
-        assert status.tokens >= 60_000
+        assert status.tokens >= 300_000
         assert status.tokens == sum(c.tokens_applied for c in status.clusters)
         assert status.slaves[1].incarnations == 2
         fetched = fetch_version(run.address, None, "check", INSECURE)
@@ -70,7 +69,7 @@ def test_slave_killed_in_the_middle_comes_back_and_the_run_ends_with_every_token
 
 
 def test_master_killed_in_the_middle_comes_back_and_nothing_is_lost(tmp_path: Path) -> None:
-    with WholeRun(tmp_path, plan=LEASED, tk_max=60_000) as run:
+    with WholeRun(tmp_path, plan=LEASED, tk_max=300_000, **BY_DEFAULT) as run:
         clusters = [run.cluster("a", 1, step_s=0.005), run.cluster("b", 2, step_s=0.008)]
         run.wait_for_version(3)
         before = run.status()
@@ -80,13 +79,13 @@ def test_master_killed_in_the_middle_comes_back_and_nothing_is_lost(tmp_path: Pa
             cluster.join()
         status = run.status()
         assert status.epoch == before.epoch + 1
-        assert status.tokens >= 60_000
+        assert status.tokens >= 300_000
         assert status.tokens == sum(c.tokens_applied for c in status.clusters)
         assert all(c.incarnations >= 2 for c in status.clusters)
 
 
 def test_cluster_that_diverges_is_excluded_and_dropped_back_to_the_published_model(tmp_path: Path) -> None:
-    with WholeRun(tmp_path) as run:
+    with WholeRun(tmp_path, **BY_DEFAULT) as run:
         good, bad = run.cluster("a", 1, step_s=0.01), run.cluster("b", 2, step_s=0.01)
         run.wait_for_version(2)
         bad.model.target[:] = np.nan

@@ -149,7 +149,11 @@ class WholeRun:
         self.keys = keys
         self.processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
         self._server = server
+        # A round of few and equal steps: with the defaults clusters of such short steps would train on, hundreds in
+        # each round, and a run of a few thousand tokens would be over in two or three of them.
         self._master = {
+            "preset": "safe",
+            "overlap": "none",
             "sync_every": 4,
             "heartbeat_s": 0.5,
             "grace_s": 0.5,
