@@ -13,7 +13,6 @@ from dips.core.net.security import INSECURE
 from dips.worker.reader import fetch_version
 
 TOKENS = 10 * 4  # of one push: sync_every steps of 10 tokens
-BY_DEFAULT = {"preset": "dynamic", "overlap": "full"}
 
 
 def train(directory: Path, n_slaves: int, rounds: int) -> list[NumpyCluster]:
@@ -48,7 +47,7 @@ def test_one_slave_and_four_slaves_give_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_slave_killed_in_the_middle_comes_back_and_the_run_ends_with_every_token_counted(tmp_path: Path) -> None:
-    with WholeRun(tmp_path, plan=LEASED, tk_max=300_000, **BY_DEFAULT) as run:
+    with WholeRun(tmp_path, plan=LEASED, tk_max=300_000, preset="dynamic", overlap="full") as run:
         clusters = [run.cluster("a", 1, step_s=0.005), run.cluster("b", 2, step_s=0.008)]
         run.wait_for_version(3)
         run.kill("s1")
@@ -69,7 +68,7 @@ def test_slave_killed_in_the_middle_comes_back_and_the_run_ends_with_every_token
 
 
 def test_master_killed_in_the_middle_comes_back_and_nothing_is_lost(tmp_path: Path) -> None:
-    with WholeRun(tmp_path, plan=LEASED, tk_max=300_000, **BY_DEFAULT) as run:
+    with WholeRun(tmp_path, plan=LEASED, tk_max=300_000, preset="dynamic", overlap="full") as run:
         clusters = [run.cluster("a", 1, step_s=0.005), run.cluster("b", 2, step_s=0.008)]
         run.wait_for_version(3)
         before = run.status()
@@ -85,7 +84,7 @@ def test_master_killed_in_the_middle_comes_back_and_nothing_is_lost(tmp_path: Pa
 
 
 def test_cluster_that_diverges_is_excluded_and_dropped_back_to_the_published_model(tmp_path: Path) -> None:
-    with WholeRun(tmp_path, **BY_DEFAULT) as run:
+    with WholeRun(tmp_path, preset="dynamic", overlap="full") as run:
         good, bad = run.cluster("a", 1, step_s=0.01), run.cluster("b", 2, step_s=0.01)
         run.wait_for_version(2)
         bad.model.target[:] = np.nan
