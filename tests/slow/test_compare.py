@@ -82,7 +82,7 @@ def test_asynchronous_training_costs_little_with_the_penalty_and_much_without(cl
 
 def test_nobody_waits_for_the_slowest(clean: dict[str, Any]) -> None:
     if clean["async"]["seeds"]["1"]["ended"] == "finished":  # another processor's rounding may lose it on the way
-        assert clean["async"]["virtual_s"] < clean["dips"]["virtual_s"]
+        assert clean["async"]["virtual_s"] < clean["diloco-clip"]["virtual_s"]
     assert clean["dips"]["virtual_s"] < clean["diloco-clip"]["virtual_s"]
     assert clean["diloco-clip"]["share_of_ideal"] == pytest.approx(1 / 1.23, abs=0.03)
 

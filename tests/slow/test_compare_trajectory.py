@@ -28,7 +28,7 @@ BATCH, SEQUENCE = 2, 32
 LR, WARMUP_TOKENS = 3e-3, 200
 OUTER_LR, OUTER_MOMENTUM, CLIP_NORM = 0.7, 0.8, 1.0
 
-CASES = [("dips", 1), ("dips", 3), ("diloco-clip", 3)]
+CASES = [("safe", 1), ("safe", 3), ("diloco-clip", 3)]
 """(method, clusters)"""
 
 

@@ -12,7 +12,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dips.core.errors import ConfigError
+from dips.core.errors import ConfigError, FatalError
 from dips.core.observe.failpoints import failpoint
 
 LOCK_NAME = "master.lock"
@@ -34,7 +34,8 @@ class DirectoryLock:
     """The lock of one directory, held until release() or until the process ends in any way."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ConfigError when another master holds the directory or it cannot be made or written."""
+        """Raises ConfigError when another master holds the directory or it cannot be made or written, FatalError when
+        its disk is full or fails."""
         self._handle = _open_lock(directory)
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -45,8 +46,15 @@ class DirectoryLock:
                 f"another master (process {holder}) runs in {directory}: stop it first, or give this one "
                 "another directory"
             ) from error
-        os.ftruncate(self._handle, 0)
-        os.pwrite(self._handle, f"{os.getpid()}\n".encode("ascii"), 0)
+        try:
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, f"{os.getpid()}\n".encode("ascii"), 0)
+        except OSError as error:
+            self.release()
+            raise FatalError(
+                f"the master's directory {directory} cannot be written ({error.strerror}): check that the disk has "
+                "room and works, then start the master again"
+            ) from error
 
     def release(self) -> None:
         """Releases the lock; may be called twice."""
@@ -66,14 +74,23 @@ def _open_lock(directory: Path) -> int:
 
 
 def write_address(directory: Path, address: MasterAddress) -> None:
-    """Writes the master's address for others on this machine. A reader gets the old file or the new one, whole."""
+    """Writes the master's address for others on this machine. A reader gets the old file or the new one, whole.
+
+    Raises FatalError when the disk does not take it.
+    """
     path = directory / ADDRESS_NAME
     temporary = path.with_suffix(f".{address.pid}.tmp")
-    temporary.write_text(json.dumps(asdict(address)) + "\n", encoding="utf-8")
-    failpoint("master.address.before_rename")
-    os.replace(temporary, path)
-    failpoint("master.address.after_rename")
-    sync_directory(directory)
+    try:
+        temporary.write_text(json.dumps(asdict(address)) + "\n", encoding="utf-8")
+        failpoint("master.address.before_rename")
+        os.replace(temporary, path)
+        failpoint("master.address.after_rename")
+        sync_directory(directory)
+    except OSError as error:
+        raise FatalError(
+            f"the master's address {path} cannot be written ({error.strerror or error}): check that the disk has room "
+            "and works, then start the master again"
+        ) from error
 
 
 def remove_address(directory: Path) -> None:

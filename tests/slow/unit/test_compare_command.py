@@ -178,7 +178,7 @@ def test_a_figure_of_throughput(
         ("--figure 9 --inner-optimizer muon", "figure 9 does not use --inner-optimizer"),
         ("--inner-optimizer sgd", "inner_optimizer = 'sgd': Input should be 'adamw' or 'muon'"),
         ("--lr 0", "lr"),
-        ("--setup emulatd", "(emulated, real, small, weak-scaling): did you mean 'emulated'?"),
+        ("--setup emulatd", "weak-scaling): did you mean 'emulated'?"),
         ("--inner-steps 0", "Invalid value for '--inner-steps'"),
         ("--jobs 0", "Invalid value for '--jobs'"),
     ],

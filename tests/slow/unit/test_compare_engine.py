@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -430,9 +431,13 @@ class TestARunThatChanges:
         assert min(at_s for at_s, name in pushed if name == "d") > 6.0
         assert not [at_s for at_s, name in pushed if name == "b" and 14.0 < at_s < 17.0]
         assert max(at_s for at_s, name in pushed if name == "a") < 26.0
-        assert [name for at_s, name in pushed if at_s > 26.0].count("c") > 2 * len(
-            [name for at_s, name in pushed if at_s > 26.0 and name == "d"]
-        )
+
+    def test_a_cluster_that_becomes_faster_makes_more_steps_for_each_push(self, changed: Changed) -> None:
+        _, record, _ = changed
+        facts = [(fact.virtual_s, push) for fact in record.judged for push in fact.pushes if push.cluster == "c"]
+        before = [push.tokens for at_s, push in facts if 6.0 < at_s < 20.0]
+        after = [push.tokens for at_s, push in facts if at_s > 26.0]
+        assert fmean(after) > 1.3 * fmean(before)
 
     def test_time_and_share_of_ideal_count_from_when_a_cluster_is_there(self, changed: Changed) -> None:
         setup, record, _ = changed

@@ -60,7 +60,7 @@ def test_a_bad_direction_raises_the_alarm_and_names_the_cluster(method: str, kin
     assert set(alarms) == {"direction of d"}
 
 
-@pytest.mark.parametrize("method", ["dips", "dynamic", "diloco-clip", "paper", "edit"])
+@pytest.mark.parametrize("method", ["dips", "dynamic", "safe", "diloco-clip"])
 def test_clean_clusters_raise_none(method: str) -> None:
     record = run_of(method)
     measured = [push.cosine for push in pushes_of(record) if push.cosine is not None]

@@ -88,7 +88,9 @@ def test_merged_clusters_and_staleness_count_every_applied_push(tmp_path: Path) 
 
 
 def test_waiting_a_short_time_only_makes_the_overhead_smaller(tmp_path: Path) -> None:
-    waiting, overlapping = run(tmp_path), run(tmp_path, verdict_wait_s='verdict_wait_s = "6 s"')
+    waits = 'overlap = "none"\ngrace_s = "5 s"'
+    waiting = run(tmp_path, grace_s=waits)
+    overlapping = run(tmp_path, grace_s=waits, verdict_wait_s='verdict_wait_s = "6 s"')
     assert overlapping.overhead_total < waiting.overhead_total
     assert overlapping.tokens > waiting.tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sqlite3
@@ -212,6 +213,22 @@ def test_the_address_file_comes_whole_and_goes(tmp_path: Path) -> None:
     remove_address(tmp_path)
     remove_address(tmp_path)
     assert read_address(tmp_path) is None
+
+
+def test_a_full_disk_is_told_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal may have had its room; this file is the first that finds none."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(FatalError, match=r"address .*master\.json cannot be written \(No space left"):
+        write_address(tmp_path, MasterAddress("127.0.0.1:4000", "demo", 12, 1))
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(FatalError, match=r"directory .* cannot be written .*check that the disk has room"):
+        DirectoryLock(tmp_path)
+    monkeypatch.undo()
+    DirectoryLock(tmp_path).release()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"address": "127.0.0.1:1"}', '{"other": 1}'])
