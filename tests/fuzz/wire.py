@@ -105,6 +105,7 @@ _FIELD: dict[str, st.SearchStrategy[Any]] = {
     "op": st.sampled_from(DataOp),
     "push": st.sampled_from((None, push_id("a"), push_id("b"), push_id("z"))),
     "version": st.sampled_from((None, V0, Version(2**64 - 1, 2**64 - 1))),
+    "base": st.sampled_from((None, V0, Version(2**64 - 1, 2**64 - 1))),
     "codec": st.sampled_from(Codec),
     "cause_id": st.text(max_size=300),
     "complete": st.booleans(),
