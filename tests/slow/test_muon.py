@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.byte_model_ranks import NO_MERGE, ROUNDING, STEPS, WIDE, check_resumption, kill_ranks, losses, start_alone
+from support.byte_model_ranks import NO_MERGE, STEPS, WIDE, check_resumption, kill_ranks, losses, start_alone
 from support.dips_command import dips
 from support.master_process import START_S, MasterProcess
 from support.trainer_run import Processes
@@ -17,6 +17,8 @@ pytestmark = pytest.mark.timeout(600)
 
 DOCS = Path(__file__).parents[2] / "docs"
 MUON: dict[str, Any] = {"inner_optimizer": "muon"}
+BFLOAT16_ROUNDING = 1e-3
+"""Of a loss after some steps, whose products in bfloat16 are summed in the order of the processor at hand."""
 
 
 @pytest.fixture
@@ -39,22 +41,32 @@ def test_ranks_that_cut_the_matrices_have_the_losses_of_one_process(processes: P
     expected = losses(processes, start_alone(processes, **MUON))
     assert len(expected) == STEPS + 1
     for kind in ("pipeline=2", "fsdp=2,tensor=2"):
-        assert losses(processes, start_alone(processes, kind, **MUON)) == pytest.approx(expected, rel=ROUNDING), kind
+        assert losses(processes, start_alone(processes, kind, **MUON)) == pytest.approx(
+            expected, rel=BFLOAT16_ROUNDING
+        ), kind
 
 
 @pytest.mark.parametrize(
-    "clusters",
+    ("clusters", "tk_max"),
     [
         # Before each push the ranks are compared to the bit: replicas of a shard have made the same products.
-        {"a": {"parallel": "data=2,tensor=2", **MUON}},
-        {"a": MUON, "b": {}},
+        ({"a": {"parallel": "data=2,tensor=2", **MUON}}, 10_000),
+        # Enough that the other does not train it all where products in bfloat16 are slow.
+        ({"a": MUON, "b": {}}, 30_000),
     ],
     ids=["ranks", "with AdamW"],
 )
 def test_clusters_with_muon_train_in_a_run(
-    processes: Processes, tmp_path: Path, clusters: dict[str, dict[str, str]]
+    processes: Processes, tmp_path: Path, clusters: dict[str, dict[str, str]], tk_max: int
 ) -> None:
-    knobs = (f"min_clusters={len(clusters)}", "slaves=1", "sync_every=2", "tk_max=10000", "grace_s=0.2", "linger_s=600")
+    knobs = (
+        f"min_clusters={len(clusters)}",
+        "slaves=1",
+        "sync_every=2",
+        f"tk_max={tk_max}",
+        "grace_s=0.2",
+        "linger_s=600",
+    )
     master = MasterProcess(tmp_path / "master", *knobs)
     try:
         address = master.started().address
@@ -77,7 +89,7 @@ def test_a_killed_cluster_makes_the_same_steps_again_to_the_bit(
 
 
 def test_ranks_go_on_from_the_state_of_others(processes: Processes, address: str, tmp_path: Path) -> None:
-    check_resumption(processes, address, tmp_path, "fsdp=2", "tensor=2", **MUON)
+    check_resumption(processes, address, tmp_path, "fsdp=2", "tensor=2", rounding=BFLOAT16_ROUNDING, **MUON)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
 MASTER = "master"
 EVALUATOR = "heldout"
-EVALUATOR_NICENESS = 10
-"""A tenth of the weight of the others: it only reads, and must not take the processor from the training."""
+EVALUATOR_NICENESS = 5
+"""A third of the weight of the others: it only reads, and must not take the processor from the training. Where clusters
+never wait it gets no more than that, and still has to start and to follow."""
 
 EVALUATION_KNOBS = frozenset(
     {"data", "max_bytes", "heldout_fraction", "heldout_max_bytes", "sequence_tokens", "threads"}

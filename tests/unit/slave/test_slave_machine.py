@@ -122,6 +122,18 @@ def test_a_promise_saved_after_the_stream_ended_counts_but_is_not_said() -> None
     assert bench.state.link.promised_epoch == 1
 
 
+def test_a_promise_that_is_still_being_saved_refuses_an_older_master_over_the_next_stream() -> None:
+    bench = SlaveBench()
+    bench.link()
+    bench.command(Welcome(Hello(1, 1), Settings()), epoch=3)
+    bench.give(events.Unlinked("lost"))
+    bench.link()
+    out = bench.command(Welcome(Hello(1, 1), Settings()), epoch=2)
+    assert only(out, effects.SavePromise) == []
+    (closed,) = only(out, effects.CloseLink)
+    assert "epoch 2 is older than 3" in closed.sentence
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

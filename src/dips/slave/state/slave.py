@@ -132,7 +132,8 @@ class LinkState:
         """Why this command must not be obeyed; empty when it may (I8 of docs/architecture.md)."""
         if command.run_id != self.run_id:
             return f"it names run {command.run_id!r}, this slave serves {self.run_id!r}"
-        floor = max(self.promised_epoch, self._promising_epoch if self.promising else 0)
+        # A promise that is being saved holds already: it may become durable after the link has closed.
+        floor = max(self.promised_epoch, self._promising_epoch)
         if command.epoch < floor:
             return f"its epoch {command.epoch} is older than {floor}, which this slave promised"
         if isinstance(command.body, Welcome):
