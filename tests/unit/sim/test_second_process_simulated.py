@@ -10,7 +10,7 @@ from dips.sim.search.explore import Search
 from dips.sim.search.searches import by_name
 from dips.sim.seed_run import SeedRun
 
-SEEDS = range(9100, 9104)
+SEEDS = range(9100, 9110)
 
 
 @pytest.mark.parametrize("fault", ["same_slave_twice", "same_cluster_twice"])

@@ -15,6 +15,7 @@ from dips.sim.kernel import SimulatedProcess
 
 DOWN_S = (0.2, 1.0, 4.0, 12.0)
 SLOW_FACTOR = 6.0
+TWIN_LIVES_S = 12.0
 TWIN_GENERATION = 1000
 """So that a second process under a slave's name has other data endpoints than the first."""
 
@@ -208,7 +209,8 @@ def same_cluster_twice(world: FaultWorld) -> bool:
 
 
 def same_slave_twice(world: FaultWorld) -> bool:
-    """Start a second process under a live slave's name, with a directory of its own, as if made elsewhere."""
+    """Start a second process under a live slave's name, with a directory of its own, as if made elsewhere. Half of the
+    time the first one dies, for so long that its name is free and the second takes over."""
     slave = a_slave(world)
     if slave is None or world.twins or not world.may_lose([slave.name]):
         return False
@@ -216,7 +218,9 @@ def same_slave_twice(world: FaultWorld) -> bool:
     twin.generation = TWIN_GENERATION
     world.twins.append(twin)
     twin.boot()
-    world.kernel.after(12.0, None, twin.end)
+    if world.kernel.rng.random() < 0.5:
+        crash(world, slave, TWIN_LIVES_S)
+    world.kernel.after(TWIN_LIVES_S, None, twin.end)
     return True
 
 
