@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.byte_model_ranks import NO_MERGE, ROUNDING, STEPS, WIDE, check_resumption, losses, start_alone
+from support.byte_model_ranks import NO_MERGE, ROUNDING, WIDE, check_resumption, losses, losses_of_one, start_alone
 from support.dips_command import dips, dips_started, until
 from support.fault_run import free_port
 from support.master_process import START_S, MasterProcess
@@ -37,6 +37,11 @@ def run(tmp_path: Path) -> Iterator[MasterProcess]:
     master.popen.wait(START_S)
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses_of_one(tmp_path_factory.mktemp("one"))
+
+
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
     master = MasterProcess(tmp_path / "master", *NO_MERGE)
@@ -46,11 +51,8 @@ def address(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", ["data=2", "fsdp=2", "tensor=2", "pipeline=2", "fsdp=2,tensor=2"])
-def test_each_kind_has_the_losses_of_one_process(processes: Processes, kind: str) -> None:
-    one, cut = start_alone(processes), start_alone(processes, kind)
-    expected = losses(processes, one)
-    assert len(expected) == STEPS + 1
-    assert losses(processes, cut) == pytest.approx(expected, rel=ROUNDING)
+def test_each_kind_has_the_losses_of_one_process(processes: Processes, expected: list[float], kind: str) -> None:
+    assert losses(processes, start_alone(processes, kind)) == pytest.approx(expected, rel=ROUNDING)
 
 
 def test_ranks_and_one_process_train_one_model_in_a_run(

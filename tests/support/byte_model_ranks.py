@@ -31,6 +31,17 @@ def losses(processes: Processes, name: str) -> list[float]:
     return [record["loss"] for record in (*processes.records(name, "step"), heldout)]
 
 
+def losses_of_one(folder: Path, **changes: object) -> list[float]:
+    """Of one process, which the ranks of every kind are compared with; its files are in `folder`."""
+    processes = Processes(folder)
+    try:
+        found = losses(processes, start_alone(processes, "", **changes))
+    finally:
+        processes.kill_all()
+    assert len(found) == STEPS + 1
+    return found
+
+
 # ---- killed and resumed ----------------------------------------------------------------------------------------------
 
 
