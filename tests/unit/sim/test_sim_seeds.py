@@ -16,7 +16,7 @@ from dips.sim import run_plan
 from dips.sim import seeds as run_seeds
 from dips.sim.seed_run import SeedRun
 
-N_SEEDS = 40
+N_SEEDS = 20
 IN_ONE_TEST = 10
 
 OF_EACH_SHAPE = [
