@@ -38,7 +38,7 @@ def test_everything_held_that_should(report: dict[str, Any]) -> None:
 def test_versions_rounds_and_tokens(report: dict[str, Any]) -> None:
     assert report["tokens"] >= report["tk_max_tokens"] > 0
     assert report["version"] == report["rounds"] - 1  # version 0 is the seed's round
-    assert report["merged_rounds"] >= 1  # most of them, unless the machine is so busy that clusters seldom meet
+    assert report["merged_rounds"] >= max(1, report["rounds"] / 4)  # fewer than usual where the machine is busy
     assert sum(cluster["tokens"] for cluster in report["clusters"].values()) == report["tokens"]
 
 

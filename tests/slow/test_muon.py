@@ -39,8 +39,9 @@ def address(tmp_path: Path) -> Iterator[str]:
 def test_ranks_that_cut_the_matrices_have_the_losses_of_one_process(processes: Processes, tmp_path: Path) -> None:
     """Muon needs whole matrices. Its products are in bfloat16, and are summed in another order: not to the bit."""
     expected = losses_of_one(tmp_path, **MUON)
-    cut = losses(processes, start_alone(processes, "fsdp=2,tensor=2", **MUON))
-    assert cut == pytest.approx(expected, rel=BFLOAT16_ROUNDING)
+    for kind in ("pipeline=2", "fsdp=2,tensor=2"):
+        cut = losses(processes, start_alone(processes, kind, **MUON))
+        assert cut == pytest.approx(expected, rel=BFLOAT16_ROUNDING), kind
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_a_comparison_trains_with_it_by_every_kind_of_method(tmp_path: Path) -> 
     found = {}
     for optimizer in ("adamw", "muon"):
         told = dips(
-            "compare", "--setup", setup, "--methods", "dp,dips", "--inner-optimizer", optimizer,
+            "compare", "--setup", setup, "--methods", "dp,diloco-clip,dips", "--inner-optimizer", optimizer,
             "--data", DOCS, "--run-dir", tmp_path / "run", "--json", timeout_s=500,
         )  # fmt: skip
         assert told.returncode == 0, told.stderr[-3000:]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.diloco import diloco, trained
 from support.dips_command import dips
+from support.trainer_run import records
 from support.whole_run import F32, LAYOUT, LEASED, NumpyCluster, WholeRun, wait_until
 
 from dips.core.math import wire_numpy as reference
@@ -44,8 +45,7 @@ class Publisher:
 
 def installs(cluster: NumpyCluster, directory: Path) -> list[str]:
     """How it fetched each version that it installed, from its tape."""
-    lines = [json.loads(line) for line in (directory / f"{cluster.name}.jsonl").read_text().splitlines()]
-    return [line["wire"] for line in lines if line["kind"] == "installed"]
+    return [record["wire"] for record in records(directory / f"{cluster.name}.jsonl", "installed")]
 
 
 @pytest.mark.parametrize("pull_wire", ["bfloat16", "int8", "int4"])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.diloco import diloco, trained
+from support.trainer_run import records
 from support.whole_run import F32, LAYOUT, LEASED, NumpyCluster, WholeRun, wait_until
 
 from dips.core.math import wire_numpy as reference
@@ -42,8 +42,7 @@ class Sender:
 
 def wires_of(cluster: NumpyCluster, directory: Path) -> list[str]:
     """How it sent its pushes, from its tape."""
-    lines = [json.loads(line) for line in (directory / f"{cluster.name}.jsonl").read_text().splitlines()]
-    return [line["wire"] for line in lines if line["kind"] == "push_sent"]
+    return [record["wire"] for record in records(directory / f"{cluster.name}.jsonl", "push_sent")]
 
 
 @pytest.mark.parametrize("wire_dtype", ["bfloat16", "int8", "int4"])
