@@ -97,6 +97,7 @@ manifests: $(DEV_STAMP)  ## generate what overlays build on, deploy/kubernetes/b
 	rm -rf deploy/kubernetes/base
 	$(BIN)/dips deploy render deploy/kubernetes/base.toml --output deploy/kubernetes/base
 	rm -rf deploy/kubernetes/base/scripts deploy/kubernetes/base/cluster-jobset
+	$(BIN)/dips deploy rights deploy/kubernetes/base.toml >deploy/kubernetes/rights.yaml
 
 manifests-test: $(DEV_STAMP)  ## check every object for Kubernetes against the published schemas of three versions
 	$(BIN)/python -m pytest --require-passed -rs -s tests/slow/test_manifests.py $(ARGS)

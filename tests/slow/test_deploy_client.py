@@ -6,25 +6,21 @@ objects is for `make e2e-kubernetes`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.api_stand_in import StandIn, write_kubeconfig
 from support.deploy_files import example, with_keys, written
+from support.deploy_site import Master, site_of
 
 from dips.cli.main import run
 from dips.core.errors import ConfigError, RetryLater
-from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
-from dips.deploy import rollout as plan
 from dips.deploy.deploy_file import read_deploy_file
 from dips.deploy.kubernetes_api import open_context
-from dips.deploy.operate import LiveDeployment
-from dips.deploy.rollout import Rollout
 
 APPLY = ("--yes", "--no-reach")
 
@@ -127,7 +123,113 @@ def test_a_job_with_another_image_is_made_anew(here: StandIn, small: Path) -> No
     assert again["spec"]["template"]["spec"]["containers"][0]["image"].endswith(":2")
 
 
+def test_only_servers_are_applied_and_clusters_train_on(here: StandIn, small: Path) -> None:
+    more = '\n[[clusters]]\nid = "b"\nsite = "here"\n'
+    small.write_text(small.read_text() + more)
+    with_keys(small)
+    assert dips("apply", small, *APPLY) == 0
+    changed = small.read_text().replace(more, "").replace('tag = "1"', 'tag = "2"')
+    small.write_text(changed.replace("[model]", "[master]\nsync_every = 8\n[model]"))
+    before = here.one("Job", "small-cluster-a")["metadata"]["uid"]
+    assert dips("apply", small, *APPLY, "--only", "servers") == 0
+    assert "sync_every = 8" in here.one("ConfigMap", "small-master")["data"]["master.toml"]
+    assert here.one("StatefulSet", "small-slave")["spec"]["template"]["spec"]["containers"][0]["image"].endswith(":2")
+    assert here.one("Job", "small-cluster-a")["metadata"]["uid"] == before
+    assert here.of_kind("Job") == ["small-cluster-a", "small-cluster-b"]
+
+
+def test_another_tag_leaves_a_cluster_with_an_image_of_its_own_as_it_is(here: StandIn, small: Path) -> None:
+    small.write_text(small.read_text() + 'image = "registry.example.org/mine:7"\ncommand = ["python", "train.py"]\n')
+    assert dips("apply", small, *APPLY) == 0
+    before = here.one("Job", "small-cluster-a")["metadata"]["uid"]
+    small.write_text(small.read_text().replace('tag = "1"', 'tag = "2"'))
+    assert dips("apply", small, *APPLY) == 0
+    assert here.one("Job", "small-cluster-a")["metadata"]["uid"] == before
+
+
+# ---- sites ----
+
+TWO_SITES = """
+[[sites]]
+name = "there"
+context = "there"
+address = "192.0.2.8"
+cidrs = ["192.0.2.8/32"]
+bandwidth_gbps = [2.0]
+"""
+
+
+@pytest.fixture
+def both(here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StandIn, StandIn, Path]]:
+    """Stand-ins of two contexts, `here` and `there`, and a file that places the servers by their links, here."""
+    text = (
+        small.read_text()
+        .replace('placement = "here"', 'placement = "auto"')
+        .replace("[[clusters]]", f"{TWO_SITES}\n[[clusters]]")
+    )
+    text = text.replace(
+        'address = "192.0.2.7"', 'address = "192.0.2.7"\ncidrs = ["192.0.2.7/32"]\nbandwidth_gbps = [4.0]'
+    )
+    small.write_text(f"{text}tokens_per_s = 1000\n")
+    with StandIn() as there:
+        write_kubeconfig(small.parent / "kubeconfig", {"here": here.url, "there": there.url})
+        yield here, there, small
+
+
+def test_a_changed_bandwidth_moves_no_server(
+    both: tuple[StandIn, StandIn, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, there, small = both
+    assert dips("apply", small, *APPLY) == 0
+    small.write_text(small.read_text().replace("[2.0]", "[8.0]"))
+    for command in (("plan", small), ("apply", small, *APPLY)):
+        told = refused(capsys, *command)
+        assert "master and slaves of run small are in context 'here'" in told
+        assert "set [deploy] placement to 'here'" in told
+    assert here.of_kind("StatefulSet") == ["small-master", "small-slave"]
+    assert not there.writes
+    small.write_text(small.read_text().replace('placement = "auto"', 'placement = "here"'))
+    assert dips("apply", small, *APPLY) == 0
+
+
+def test_a_cluster_that_left_a_site_alone_leaves_no_key_there(both: tuple[StandIn, StandIn, Path]) -> None:
+    here, there, small = both
+    more = '\n[[clusters]]\nid = "b"\nsite = "there"\ntokens_per_s = 10\n'
+    small.write_text(small.read_text().replace("[2.0]", "[2.0, 2.0]").replace("[4.0]", "[4.0, 4.0]") + more)
+    with_keys(small)
+    assert dips("apply", small, *APPLY) == 0
+    assert there.of_kind("Secret") == ["small-keys-b"]
+    small.write_text(small.read_text().replace("[2.0, 2.0]", "[2.0]").replace("[4.0, 4.0]", "[4.0]").replace(more, ""))
+    assert dips("apply", small, *APPLY) == 0
+    assert {kind for _, kind, _ in there.objects} == {"Namespace"}
+    assert here.of_kind("Job") == ["small-cluster-a"]
+
+
 # ---- what goes wrong changes nothing ----
+
+
+def test_a_namespace_that_is_being_terminated_is_waited_for(
+    here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dips("apply", small, *APPLY) == 0
+    here.terminating_looks = 3
+    open_context("here", "dips").delete("Namespace", "dips")
+    monkeypatch.setattr("dips.deploy.rollout.POLL_S", 0.01)
+    assert dips("apply", small, *APPLY) == 0
+    assert "namespace dips of context here: is being terminated" in capsys.readouterr().err
+    assert here.of_kind("StatefulSet") == ["small-master", "small-slave"]
+
+
+def test_an_old_release_is_refused_in_a_sentence(
+    here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here.told_version = "1.27"
+    assert "context 'here' is Kubernetes v1.27.0, and 1.28 or newer is needed" in refused(
+        capsys, "apply", small, *APPLY
+    )
+    assert not here.writes
+    monkeypatch.setenv("DIPS_OLD_KUBERNETES", "1")
+    assert dips("apply", small, *APPLY) == 0
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) -> str:
@@ -236,50 +338,6 @@ def test_one_cluster_alone_is_deleted(here: StandIn, small: Path) -> None:
 
 
 # ---- with a master: scale, drain, doors ----
-
-
-@dataclass
-class Master:
-    """What the operator's service answers, and what it was asked. Blocks move within two looks."""
-
-    slaves: list[str]
-    clusters: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
-    moving: int = 0
-    watch: Callable[[], object] = lambda: None
-
-    def __enter__(self) -> Master:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def status(self) -> StatusReply:
-        self.moving = max(0, self.moving - 1)
-        slaves = tuple(SlaveStatus(name, alive=True) for name in self.slaves)
-        clusters = tuple(ClusterStatus(name, alive=True) for name in self.clusters)
-        words = "slave s0 has yet to list its shard" if self.moving else ""
-        empty = StatusReply("small", 1, None, 0, 0, "IDLE", None, 0.0, 0.0, "")
-        return replace(empty, slaves=slaves, clusters=clusters, reshard=words)
-
-    def reshard(self, add: Sequence[str], remove: Sequence[str], reason: str) -> str:
-        self.asked.append(f"add {','.join(add)} remove {','.join(remove)} with {self.watch()} pods")
-        self.slaves = [name for name in [*self.slaves, *add] if name not in remove]
-        self.moving = 3
-        return "it is begun"
-
-    def drain(self, cluster_id: str, reason: str) -> str:
-        self.asked.append(f"drain {cluster_id}")
-        self.clusters.remove(cluster_id)
-        return "it may finish its push"
-
-
-def site_of(file: Path, master: Master, dial: Callable[[str, int], None] = lambda host, port: None) -> LiveDeployment:
-    deployment = read_deploy_file(file)
-    apis = {name: open_context(name, deployment.run.namespace) for name in plan.contexts(deployment)}
-    seconds = iter(range(10**6))
-    rollout = Rollout(apis, lambda words: None, 60.0, True, lambda pause_s: None, lambda: float(next(seconds)))
-    return LiveDeployment(deployment, apis, rollout, lambda: contextlib.nullcontext(master), dial)
 
 
 def replicas(here: StandIn) -> int:

@@ -12,7 +12,7 @@ from support.api_stand_in import StandIn, write_kubeconfig
 from support.deploy_files import SMALL, with_keys, written
 
 from dips.cli import main
-from dips.deploy import kubernetes_api
+from dips.deploy.kubernetes_api import KubernetesApi
 from dips.deploy.objects import selector
 from dips.doctor import deployment as doctored
 from dips.doctor import network
@@ -97,7 +97,7 @@ def test_a_volume_that_is_too_small_is_the_one_finding(small: Path, capsys: pyte
 def test_a_clock_that_differs_is_told(
     here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kubernetes_api, "release_of", lambda context: ("v1", "Thu, 01 Jan 2026 00:00:00 GMT"))
+    monkeypatch.setattr(KubernetesApi, "release", lambda api: ("v1", "Thu, 01 Jan 2026 00:00:00 GMT"))
     assert any("its clock differs from this machine's" in said for _, said in findings(small, capsys, 0)["clock"])
     assert doctored.ahead_of_us_s("Thu, 01 Jan 2026 00:00:10 GMT", 1767225600.0) == 10.0
     assert doctored.ahead_of_us_s("yesterday", 0.0) is None

@@ -5,6 +5,10 @@ the two kinds that have no published schema there, against their place only), kn
 node ports that are taken, finalizing deletes and rights, and plays the controllers' part in the crudest way: what is
 wanted is there at once, unless a test says otherwise. It shows that the client's calls are well formed; it does not
 show that a real API server takes them.
+
+What real servers were seen to do, and it does: rights are looked at before the kind, so that an unknown kind without a
+right is refused with 403; who gives rights must have them, also in a dry run, and a role that was only rehearsed is not
+there for its binding; a namespace that is deleted goes on as Terminating for a while, and takes nothing new.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import hashlib
 import json
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,14 +30,21 @@ from urllib.parse import parse_qs, urlsplit
 import yaml
 from support.published_schemas import Unfit, check
 
-from dips.deploy.kubernetes_api import PLURALS
-from dips.deploy.objects import API_VERSIONS
+from dips.deploy.objects import API_VERSIONS, PLURALS
 
 Object = dict[str, Any]
 TOKEN = "a-token-of-the-stand-in"
 KIND_OF = {plural: kind for kind, plural in PLURALS.items()}
 WITHOUT_SCHEMA = ("ServiceMonitor", "JobSet")
 SERVED_WITH = {**API_VERSIONS, "Pod": "v1"}
+
+
+_VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "DELETE": "delete"}
+
+
+def _resource(kind: str) -> str:
+    """As sentences of the server name a kind."""
+    return ".".join(part for part in (PLURALS[kind], _group(kind)) if part)
 
 
 class Refusal(Exception):
@@ -44,16 +56,51 @@ class Refusal(Exception):
         self.message = message
 
 
+@dataclass(frozen=True)
+class Right:
+    """One verb on one kind of object, as RBAC has it. names: only of those objects; empty: of all."""
+
+    verb: str
+    kind: str
+    names: tuple[str, ...] = ()
+
+    def covers(self, verb: str, kind: str, name: str) -> bool:
+        return (self.verb, self.kind) == (verb, kind) and (not self.names or name in self.names)
+
+
+def rights_of(role: Object) -> Iterator[Right]:
+    """Every single right of a Role, kinds by their plural names."""
+    for rule in role["rules"]:
+        for resource in rule["resources"]:
+            kind = KIND_OF[resource]
+            assert rule["apiGroups"] == [_group(kind)], f"{kind} is not in the group {rule['apiGroups']}"
+            for verb in rule["verbs"]:
+                yield Right(verb, kind, tuple(rule.get("resourceNames", ())))
+
+
+def _group(kind: str) -> str:
+    return SERVED_WITH[kind].rpartition("/")[0]
+
+
 class StandIn:
     """One stand-in. objects: by (namespace, kind, name). unknown_kinds: of definitions that nobody installed."""
 
     def __init__(self, version: str = "1.31") -> None:
         self.version = version
+        self.told_version = version
+        """What it says it is; objects are checked against the schemas of `version`."""
         self.objects: dict[tuple[str, str, str], Object] = {}
         self.calls: list[tuple[str, str]] = []
         self.writes: list[tuple[str, str, str]] = []
         self.unknown_kinds: set[str] = set()
         self.forbidden: set[tuple[str, str]] = set()
+        self.rights: Collection[Right] | None = None
+        """What the user may do; None: everything."""
+        self.used: set[tuple[str, str]] = set()
+        """Verbs and kinds of which a right was needed."""
+        self.terminating_looks = 0
+        """How often a deleted namespace is still seen, as Terminating."""
+        self._looks_left = 0
         self.in_pod: Callable[[str, list[str]], tuple[bytes, int]] = lambda pod, command: (b"", 127)
         """What a command in a pod prints, and its exit code."""
         self.broken: Callable[[Object], None] | None = None
@@ -103,6 +150,9 @@ class StandIn:
             self.calls.append((method, kind))
             if (method, kind) in self.forbidden:
                 raise Refusal(403, f'{PLURALS[kind]} is forbidden: User "tester" cannot {method.lower()} it')
+            self._authorise(_VERBS[method] if name or method != "GET" else "list", kind, namespace, name)
+            if kind in self.unknown_kinds:
+                raise Refusal(404, "the server could not find the requested resource")
             dry = query.get("dryRun") == "All"
             if method == "GET":
                 return self._get(kind, namespace, name) if name else self._list(kind, namespace, query)
@@ -113,10 +163,10 @@ class StandIn:
             return self._patch(kind, namespace, name, body or {}, dry)
 
     def _release(self) -> Object:
-        major, minor = self.version.split(".")
+        major, minor = self.told_version.split(".")
         build = ("gitCommit", "gitTreeState", "buildDate", "goVersion", "compiler", "platform")
         told = dict.fromkeys(build, "stand-in")
-        return {**told, "major": major, "minor": minor, "gitVersion": f"v{self.version}.0"}
+        return {**told, "major": major, "minor": minor, "gitVersion": f"v{self.told_version}.0"}
 
     def _place(self, path: str) -> tuple[str, str, str]:
         """Kind, namespace and name; only where this kind is served."""
@@ -126,15 +176,59 @@ class StandIn:
             kind, namespace, name = KIND_OF[rest[0]], "", (*rest, "")[1]
         else:
             kind, namespace, name = KIND_OF[rest[2]], rest[1], (*rest, "")[3]
-        if SERVED_WITH[kind] != root or kind in self.unknown_kinds:
+        if SERVED_WITH[kind] != root:
             raise Refusal(404, "the server could not find the requested resource")
         return kind, namespace, name
+
+    def _authorise(self, verb: str, kind: str, namespace: str, name: str) -> None:
+        # A Role of a namespace may permit to get that very namespace, and nothing else of namespaces.
+        here = namespace or (name if (verb, kind) == ("get", "Namespace") else "")
+        if self.rights is None or (here and self._may(verb, kind, name)):
+            return
+        where = f' in the namespace "{namespace}"' if namespace else ""
+        group = f'cannot {verb} resource "{PLURALS[kind]}" in API group "{_group(kind)}"{where}'
+        raise Refusal(
+            403, f'{_resource(kind)}{f" {json.dumps(name)}" if name else ""} is forbidden: User "tester" {group}'
+        )
+
+    def _may(self, verb: str, kind: str, name: str) -> bool:
+        self.used.add((verb, kind))
+        return self.rights is None or any(right.covers(verb, kind, name) for right in self.rights)
+
+    def _check_escalation(self, kind: str, namespace: str, body: Object) -> None:
+        """Who gives a right must have it. An administrator of the cluster is not even asked which rights these are."""
+        if self.rights is None:
+            return
+        role = body if kind == "Role" else self._get("Role", namespace, body["roleRef"]["name"])
+        lacking = [
+            right
+            for right in rights_of(role)
+            if not all(self._may(right.verb, right.kind, name) for name in right.names or ("",))
+        ]
+        if lacking:
+            name, of = body["metadata"]["name"], lacking[0].kind
+            verbs = [right.verb for right in lacking]
+            what = f"{{APIGroups:[{json.dumps(_group(of))}], Resources:[{PLURALS[of]}], Verbs:{verbs}}}"
+            raise Refusal(
+                403,
+                f'{_resource(kind)} "{name}" is forbidden: user "tester" is attempting to grant RBAC permissions not '
+                f"currently held: {what}",
+            )
 
     def _get(self, kind: str, namespace: str, name: str) -> Object:
         found = self.objects.get((namespace, kind, name))
         if found is None:
-            raise Refusal(404, f'{PLURALS[kind]} "{name}" not found')
+            raise Refusal(404, f'{_resource(kind)} "{name}" not found')
+        if kind == "Namespace" and "deletionTimestamp" in found["metadata"]:
+            self._looks_left -= 1
+            if self._looks_left < 0:
+                self._remove_namespace(name)
+                raise Refusal(404, f'namespaces "{name}" not found')
         return found
+
+    def _remove_namespace(self, name: str) -> None:
+        del self.objects[("", "Namespace", name)]
+        self.objects = {key: one for key, one in self.objects.items() if key[0] != name}
 
     def _list(self, kind: str, namespace: str, query: dict[str, str]) -> Object:
         wanted = [part.split("=", 1) for part in query.get("labelSelector", "").split(",") if part]
@@ -148,8 +242,16 @@ class StandIn:
 
     def _create(self, kind: str, namespace: str, body: Object, dry: bool) -> Object:
         name = body["metadata"]["name"]
-        if namespace and ("", "Namespace", namespace) not in self.objects:
-            raise Refusal(404, f'namespaces "{namespace}" not found')
+        if namespace:
+            place = self._get("Namespace", "", namespace)
+            if "deletionTimestamp" in place["metadata"]:
+                raise Refusal(
+                    403,
+                    f'{_resource(kind)} "{name}" is forbidden: unable to create new content in namespace {namespace} '
+                    "because it is being terminated",
+                )
+        if kind in ("Role", "RoleBinding"):
+            self._check_escalation(kind, namespace, body)
         if (namespace, kind, name) in self.objects:
             raise Refusal(409, f'{PLURALS[kind]} "{name}" already exists')
         if body["metadata"].get("namespace", "") != namespace:
@@ -162,6 +264,8 @@ class StandIn:
         merged = _merged(copy.deepcopy(old), patch)
         sent = {key: value for key, value in merged.items() if key != "status"}
         self._check(kind, name, sent)
+        if kind == "Role":
+            self._check_escalation(kind, namespace, merged)
         if kind in ("Job", "JobSet") and merged["spec"] != old["spec"]:
             raise Refusal(422, f'{kind} "{name}" is invalid: spec.template: Invalid value: field is immutable')
         fresh = int(merged["spec"] != old["spec"]) if "spec" in old else 0
@@ -173,9 +277,15 @@ class StandIn:
         if uid and uid != old["metadata"]["uid"]:
             raise Refusal(409, "the UID in the precondition does not match the UID in record")
         self.writes.append(("DELETE", kind, name))
-        del self.objects[(namespace, kind, name)]
+        if kind == "Namespace" and self.terminating_looks:
+            old["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+            old["status"] = {"phase": "Terminating"}
+            self._looks_left = self.terminating_looks
+            return old
         if kind == "Namespace":
-            self.objects = {key: one for key, one in self.objects.items() if key[0] != name}
+            self._remove_namespace(name)
+        else:
+            del self.objects[(namespace, kind, name)]
         return {"kind": "Status", "apiVersion": "v1", "status": "Success"}
 
     def _keep(self, kind: str, namespace: str, body: Object, dry: bool, metadata: Object) -> Object:

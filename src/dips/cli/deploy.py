@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -88,6 +88,9 @@ def apply(
     reach: Annotated[
         bool, typer.Option("--reach/--no-reach", help="Dial master and slaves from here before clusters start.")
     ] = True,
+    only: Annotated[
+        Literal["servers"] | None, typer.Option("--only", help="Only the servers; clusters stay as they are.")
+    ] = None,
     master: Master = "",
 ) -> int:
     """Apply the deployment: keys, master, slaves, then the clusters, each when the one before is healthy.
@@ -98,8 +101,10 @@ def apply(
     deployment = read_deploy_file(file)
     identities.check(deployment)
     site = _site(deployment, _known_contexts(), wait, master, waits)
-    site.check_slaves()
+    site.prepare()
     difference = site.difference()
+    if only:
+        difference = difference.of_servers()
     _introduce(deployment)
     for line in plan.lines(difference.planned, summary=True):
         print(line)
@@ -211,6 +216,22 @@ def render(
     deployment = read_deploy_file(file)
     for path in write_folders(deployment, output):
         print(path)
+    return 0
+
+
+@app.command()
+def rights(file: File) -> int:
+    """Print the rights that plan, apply, scale, drain and delete need in each context, as a Role for kubectl.
+
+    An administrator applies it, and binds it to whoever deploys. Only a namespace that is missing needs more.
+    """
+    from dips.deploy.objects import as_yaml
+    from dips.deploy.rights import ROLE, role
+
+    deployment = read_deploy_file(file)
+    print(f"# in {', '.join(plan.contexts(deployment))}; then")
+    print(f"# kubectl -n {deployment.run.namespace} create rolebinding {ROLE} --role={ROLE} --user=NAME")
+    print(as_yaml(role(deployment)), end="")
     return 0
 
 

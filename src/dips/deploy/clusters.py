@@ -141,7 +141,9 @@ def workload(deployment: Deployment, cluster: DeployedClusterKnobs, hashed: str)
 
 
 def _job_spec(deployment: Deployment, cluster: DeployedClusterKnobs, hashed: str) -> Object:
-    found = {**labels(deployment, "cluster", cluster.id), "app.kubernetes.io/version": deployment.run.tag}
+    # A program with an image of its own does not change with our images, and another label would start it again.
+    version = {} if cluster.image else {"app.kubernetes.io/version": deployment.run.tag}
+    found = {**labels(deployment, "cluster", cluster.id), **version}
     wrong_setting = {"containerName": "cluster", "operator": "In", "values": [CONFIG_ERROR]}
     moved = [{"type": "DisruptionTarget", "status": "True"}]
     return {

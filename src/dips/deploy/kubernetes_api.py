@@ -7,9 +7,11 @@ the kinds are those of objects.py. It must never retry by itself, and never prin
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import urllib3
@@ -23,20 +25,23 @@ from kubernetes.stream import stream
 from websocket import WebSocketException
 
 from dips.core.errors import ConfigError, DipsError, FatalError, RetryLater
-from dips.deploy.objects import API_VERSIONS, Object
+from dips.deploy.objects import API_VERSIONS, EXTENSIONS, PLURALS, Object
 
 CALL_S = 15.0
 MERGE_PATCH = "application/merge-patch+json"
-NOT_FOUND, CONFLICT, UNAUTHORIZED, FORBIDDEN, INVALID, TOO_MANY = 404, 409, 401, 403, 422, 429
+OLDEST = (1, 28)
+"""Release of Kubernetes: slaves find their settings by a label that pods of a StatefulSet have since then."""
 
-PLURALS = {kind: f"{kind.lower()}s" for kind in API_VERSIONS}
-PLURALS |= {"NetworkPolicy": "networkpolicies", "Pod": "pods"}
+OLD_RELEASES_VARIABLE = "DIPS_OLD_KUBERNETES"
+"""Set to 1, older releases are tried all the same."""
 
-_INSTALL = {
-    "ServiceMonitor": "install the Prometheus operator there, or set service_monitor = false",
-    "JobSet": "install JobSet there, or set starts = 'job'",
-}
-"""Kinds that only an extension knows, and what to do where it is missing."""
+
+class NotPermitted(ConfigError):
+    """The API server refuses a request for want of a right."""
+
+
+class NotThere(ConfigError):
+    """The API server does not know the object, or its kind."""
 
 
 class KubernetesApi:
@@ -48,18 +53,46 @@ class KubernetesApi:
         self.namespace = namespace
         self._host = str(client.configuration.host)
         self._client: Any = DynamicClient(client, discoverer=_NoDiscovery)
-        self._configuration = client.configuration
+        self._plain = client
+
+    def release(self) -> tuple[str, str]:
+        """The release that the API server says it is, and its Date."""
+        told, _, headers = self._answer(
+            "its release", lambda: VersionApi(self._plain).get_code_with_http_info(_request_timeout=CALL_S)
+        )
+        return str(told.git_version), str(headers.get("Date", ""))
+
+    def check_release(self) -> None:
+        """Raise ConfigError when the API server is older than OLDEST."""
+        version, _ = self.release()
+        found = re.match(r"v?(\d+)\.(\d+)", version)
+        if found and tuple(map(int, found.groups())) < OLDEST and os.environ.get(OLD_RELEASES_VARIABLE) != "1":
+            raise ConfigError(
+                f"context {self.context!r} is Kubernetes {version}, and {'.'.join(map(str, OLDEST))} or newer is "
+                f"needed: update it, or set {OLD_RELEASES_VARIABLE}=1 to try"
+            )
 
     def get(self, kind: str, name: str) -> Object | None:
-        """None when it is not there."""
-        return self._call("get", f"{self._folder(kind)}/{name}", f"{kind} {name}", missing_is_none=True)
+        """None when it is not there. A namespace that the user may use but not see is taken to be there."""
+        try:
+            return self._call("get", f"{self._folder(kind)}/{name}", f"{kind} {name}", missing_is_none=True)
+        except NotPermitted:
+            if kind != "Namespace":
+                raise
+            return {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}}
 
     def list(self, kind: str, labels: Mapping[str, str]) -> list[Object]:
-        """Those of this namespace with all of the labels; none when the API server does not know the kind."""
+        """Those of this namespace with all of the labels. None when the API server does not know the kind; of an
+        extension's kind also when the user may not list it, since a run need not use it.
+        """
         wanted = ",".join(f"{key}={value}" for key, value in labels.items())
-        found = self._call(
-            "get", self._folder(kind), f"the list of {PLURALS[kind]}", missing_is_none=True, label_selector=wanted
-        )
+        what = f"the list of {PLURALS[kind]}"
+        try:
+            found = self._call("get", self._folder(kind), what, missing_is_none=True, label_selector=wanted)
+        except NotPermitted:
+            if kind not in EXTENSIONS:
+                raise
+            return []
         version = API_VERSIONS.get(kind, "v1")
         return [{"apiVersion": version, "kind": kind, **item} for item in (found or {}).get("items") or []]
 
@@ -85,7 +118,7 @@ class KubernetesApi:
         """
         where = f"context {self.context!r}, pod {pod}"
         # A client of its own: stream() leaves its way to send in the one that it was given.
-        pods: Any = CoreV1Api(ApiClient(self._configuration))
+        pods: Any = CoreV1Api(ApiClient(self._plain.configuration))
         try:
             running = stream(
                 pods.connect_get_namespaced_pod_exec, pod, self.namespace, command=list(command), stdout=True,
@@ -116,21 +149,28 @@ class KubernetesApi:
         return f"{root}/namespaces" if kind == "Namespace" else f"{root}/namespaces/{self.namespace}/{PLURALS[kind]}"
 
     def _call(self, verb: str, path: str, what: str, missing_is_none: bool = False, **more: Any) -> Object | None:
+        send = functools.partial(
+            self._client.request, verb, path, query_params=[], header_params={}, _request_timeout=CALL_S, **more
+        )
         try:
-            answer = self._client.request(
-                verb, path, query_params=[], header_params={}, _request_timeout=CALL_S, **more
-            )
-        except ApiException as error:
-            if error.status == NOT_FOUND and missing_is_none:
+            found: Object = self._answer(what, send).to_dict()
+        except NotThere:
+            if missing_is_none:
                 return None
+            raise
+        return found
+
+    def _answer(self, what: str, send: Callable[[], Any]) -> Any:
+        """What the client gives for a request. Raises DipsError."""
+        try:
+            return send()
+        except ApiException as error:
             raise self._sentence(error, what) from error
         except urllib3.exceptions.HTTPError as error:
             raise RetryLater(
                 f"the API server of context {self.context!r} at {self._host} does not answer: check that it runs and "
                 f"that this machine reaches it ({_innermost(error)})"
             ) from error
-        found: Object = answer.to_dict()
-        return found
 
     def _sentence(self, error: ApiException, what: str) -> DipsError:
         try:  # the server's own sentence, without the whole answer
@@ -143,11 +183,16 @@ class KubernetesApi:
                 return ConfigError(f"the API server of {where} at {self._host} cannot be trusted: {words}")
             case 401:
                 return ConfigError(f"{where} does not know who you are: renew its credentials in the kubeconfig")
+            case 403 if "is being terminated" in words:
+                return RetryLater(f"{where}: {words}; try again when it is gone")
             case 403:
-                return ConfigError(f"{where} does not permit it: {words}; ask its administrator for that right")
+                return NotPermitted(
+                    f"{where} does not permit it: {words}; ask its administrator for that right (`dips deploy rights` "
+                    "prints all that are needed)"
+                )
             case 404:
-                remedy = _INSTALL.get(what.split()[0], "make the namespace, or check the context")
-                return ConfigError(f"{where} has no place for {what}: {words}; {remedy}")
+                remedy = EXTENSIONS.get(what.split()[0], "make the namespace, or check the context")
+                return NotThere(f"{where} has no place for {what}: {words}; {remedy}")
             case 422 if "already allocated" in words:
                 return ConfigError(
                     f"{where}: a port of {what} is taken by another service: choose other master_port and data_port "
@@ -211,17 +256,6 @@ def open_context(context: str, namespace: str) -> KubernetesApi:
     except (ConfigException, OSError, TypeError, KeyError, ValueError) as error:
         raise ConfigError(f"context {context!r} of the kubeconfig cannot be used: {error}") from error
     return KubernetesApi(client, context, namespace)
-
-
-def release_of(context: str) -> tuple[str, str]:
-    """The release that a context's API server says it is, and its Date. Raises DipsError."""
-    client = config.new_client_from_config(_file(), context=context, persist_config=False)
-    client.configuration.retries = False
-    try:
-        version, _, headers = VersionApi(client).get_code_with_http_info(_request_timeout=CALL_S)
-    except (ApiException, urllib3.exceptions.HTTPError) as error:
-        raise RetryLater(f"context {context!r} does not give its release: {type(error).__name__}; try again") from error
-    return str(version.git_version), str(headers.get("Date", ""))
 
 
 def open_from_pod(namespace: str) -> KubernetesApi:

@@ -83,6 +83,16 @@ API_VERSIONS = {
     "ServiceMonitor": "monitoring.coreos.com/v1",
 }
 
+EXTENSIONS = {
+    "ServiceMonitor": "install the Prometheus operator there, or set service_monitor = false",
+    "JobSet": "install JobSet there, or set starts = 'job'",
+}
+"""Kinds that only an extension knows, and what to do where it is missing."""
+
+PLURALS = {kind: f"{kind.lower()}s" for kind in API_VERSIONS}
+PLURALS |= {"NetworkPolicy": "networkpolicies", "Pod": "pods"}
+"""The names of kinds in requests and rights."""
+
 
 def namespace(deployment: Deployment) -> Object:
     found = made(deployment, "Namespace", deployment.run.namespace, "namespace")

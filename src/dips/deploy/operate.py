@@ -20,7 +20,7 @@ from dips.deploy.compare import ObjectAction, Step
 from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment
 from dips.deploy.health import Dial, Health, ObjectState, endpoints, state_of, state_of_endpoint
 from dips.deploy.objects import CLUSTER_LABEL, Object
-from dips.deploy.rollout import Api, Rollout, everything, rehearsed
+from dips.deploy.rollout import Api, Rollout, everything
 
 Planned = list[tuple[plan.RolloutStage, list[Step]]]
 
@@ -47,6 +47,13 @@ class PendingChanges:
     planned: Planned
     leaving: list[Step]
 
+    def of_servers(self) -> PendingChanges:
+        """Without what belongs to clusters: they train on as they are."""
+        planned = [pair for pair in self.planned if pair[0].part is not plan.RolloutPart.CLUSTER]
+        return PendingChanges(
+            planned, [step for step in self.leaving if CLUSTER_LABEL not in step.wanted["metadata"].get("labels", {})]
+        )
+
     @property
     def changes(self) -> int:
         return sum(step.action is not ObjectAction.SAME for _, steps in self.planned for step in steps) + len(
@@ -70,13 +77,24 @@ class LiveDeployment:
 
     def difference(self) -> PendingChanges:
         """Raises ConfigError for a difference that only a person can settle."""
+        there = {context: everything(api, self.deployment.name) for context, api in self._apis.items()}
+        plan.check_place(self.deployment, there)
 
         def find(context: str, document: Object) -> Object | None:
             return self._apis[context].get(document["kind"], document["metadata"]["name"])
 
-        there = {context: everything(api, self.deployment.name) for context, api in self._apis.items()}
         planned = plan.steps(plan.stages(self.deployment), find)
         return PendingChanges(planned, plan.left_over(self.deployment, there))
+
+    def prepare(self) -> None:
+        """What must hold before a difference is taken that is to be applied. Raises DipsError.
+
+        What a namespace that is being terminated still holds is not to be compared with: it is waited for.
+        """
+        for api in self._apis.values():
+            api.check_release()
+        self._rollout.wait_for_namespaces(self.deployment.run.namespace)
+        self.check_slaves()
 
     def check_slaves(self) -> None:
         plan.check_slaves(self.deployment, self._live_slaves())
@@ -86,7 +104,7 @@ class LiveDeployment:
         identities.check(self.deployment)
         self.check_slaves()
         changed = 0
-        with rehearsed(self._apis, difference.planned):
+        with self._rollout.rehearsed(difference.planned):
             for stage, steps in difference.planned:
                 changed += self._rollout.carry_out(steps)
                 self._rollout.wait(stage)
@@ -143,7 +161,7 @@ class LiveDeployment:
         identities.check(self.deployment)
         names = list(self.deployment.slave_ids[running:])
         around = self._around_slaves()
-        with rehearsed(self._apis, around):
+        with self._rollout.rehearsed(around):
             for _, steps in around:
                 self._rollout.carry_out([step for step in steps if step.wanted["kind"] in _AROUND])
         # Those that run keep their settings: started again, they must still find room for all that they hold.
@@ -156,7 +174,7 @@ class LiveDeployment:
     def _remove(self, live: Object, running: int) -> None:
         """Room first, since fewer slaves hold more each; then the blocks move, and at last the pods go."""
         around = self._around_slaves()
-        with rehearsed(self._apis, around):
+        with self._rollout.rehearsed(around):
             # Those that go keep their settings: they may be started again until their blocks are elsewhere.
             self._write_settings(self.deployment.slave_ids)
             for stage, steps in around:

@@ -93,8 +93,22 @@ def elsewhere(deployment: Deployment) -> list[DeployedClusterKnobs]:
 
 
 def contexts(deployment: Deployment) -> list[str]:
-    """All contexts with objects, the servers' first."""
-    return list(dict.fromkeys(stage.context for stage in stages(deployment)))
+    """All contexts of the file, the servers' first: one that has no object now may still hold some of earlier."""
+    sites = (site.context for site in deployment.sites if site.context)
+    return list(dict.fromkeys([deployment.server_site.context, *sites]))
+
+
+def check_place(deployment: Deployment, there: Mapping[str, Sequence[Object]]) -> None:
+    """Raise ConfigError when the run's master is in another context than the file says: new servers would be empty."""
+    master = ("StatefulSet", f"{deployment.name}-master")
+    for context, objects in there.items():
+        if context != deployment.server_site.context and master in (key(context, one)[1:] for one in objects):
+            sites = " or ".join(repr(site.name) for site in deployment.sites if site.context == context)
+            raise ConfigError(
+                f"{deployment.file}: master and slaves of run {deployment.name} are in context {context!r}, and the "
+                f"file now has them at {deployment.server_site.name!r}, with empty volumes ({deployment.why_there}): "
+                f"set [deploy] placement to {sites}"
+            )
 
 
 def key(context: str, document: Object) -> Key:
@@ -180,6 +194,7 @@ class Api(Protocol):
 
     @property
     def context(self) -> str: ...
+    def check_release(self) -> None: ...
     def get(self, kind: str, name: str) -> Object | None: ...
     def list(self, kind: str, labels: Mapping[str, str]) -> list[Object]: ...
     def create(self, document: Object, dry_run: bool = False) -> Object | None: ...
@@ -191,28 +206,6 @@ def everything(api: Api, run: str) -> list[Object]:
     """All objects of a run in one context, in the order in which they are made."""
     labels = {"app.kubernetes.io/instance": run, "app.kubernetes.io/managed-by": "dips-deploy"}
     return [one for kind in KINDS for one in api.list(kind, labels)]
-
-
-@contextlib.contextmanager
-def rehearsed(apis: Mapping[str, Api], found: Iterable[tuple[RolloutStage, list[Step]]]) -> Iterator[None]:
-    """Let the API servers check every step, and keep nothing. Raises DipsError for the first that is refused.
-
-    A namespace that is missing is made, since nothing can be checked without it, and unmade after a refusal.
-    """
-    made: list[Step] = []
-    try:
-        for _, steps in found:
-            for step in steps:
-                if step.wanted["kind"] == "Namespace" and step.action is ObjectAction.CREATE:
-                    apis[step.context].create(step.wanted)
-                    made.append(step)
-                else:
-                    _carry_out(apis[step.context], step, dry_run=True)
-    except DipsError:
-        for step in made:
-            apis[step.context].delete("Namespace", step.wanted["metadata"]["name"])
-        raise
-    yield
 
 
 class Rollout:
@@ -236,6 +229,29 @@ class Rollout:
         self._waits = waits
         self._sleep = sleep
         self._now_s = now_s
+        self._made: set[Key] = set()
+
+    @contextlib.contextmanager
+    def rehearsed(self, found: Iterable[tuple[RolloutStage, list[Step]]]) -> Iterator[None]:
+        """Let the API servers check every step, and keep nothing. Raises DipsError for the first that is refused.
+
+        A namespace and a role that are missing are made, since nothing else in the namespace, and no binding of the
+        role, can be checked without them. They give nobody anything, and are unmade after a refusal.
+        """
+        made: list[Step] = []
+        try:
+            for _, steps in found:
+                for step in steps:
+                    first = step.action is ObjectAction.CREATE and step.wanted["kind"] in ("Namespace", "Role")
+                    _carry_out(self._apis[step.context], step, dry_run=not first)
+                    if first:
+                        made.append(step)
+        except DipsError:
+            for step in reversed(made):
+                self._apis[step.context].delete(step.wanted["kind"], step.wanted["metadata"]["name"])
+            raise
+        self._made |= {key(step.context, step.wanted) for step in made}
+        yield
 
     def carry_out(self, steps: Sequence[Step]) -> int:
         """Do what the steps say, in their order; how many of them changed something."""
@@ -243,7 +259,8 @@ class Rollout:
         for step in steps:
             if step.action is ObjectAction.REPLACE:
                 self._remove(step)
-            if step.wanted["kind"] != "Namespace" and _carry_out(self._apis[step.context], step):
+            if key(step.context, step.wanted) in self._made or _carry_out(self._apis[step.context], step):
+                self._made.discard(key(step.context, step.wanted))
                 self.say(f"{step.action.value} {step.name}")
                 changed += 1
         return changed
@@ -254,6 +271,18 @@ class Rollout:
             if self._waits and one["kind"] in WORKLOADS:
                 kind, name = one["kind"], one["metadata"]["name"]
                 self.until(f"{kind} {name}", functools.partial(self._state, stage.context, kind, name))
+
+    def wait_for_namespaces(self, name: str) -> None:
+        """Wait until no context has a namespace that is being terminated: it takes nothing new, and then is gone."""
+
+        def look(api: Api) -> ObjectState:
+            live = api.get("Namespace", name) or {}
+            ends = live.get("status", {}).get("phase") == "Terminating"
+            return ObjectState(Health.WAITING, "is being terminated") if ends else ObjectState(Health.READY, "is gone")
+
+        for context, api in self._apis.items():
+            if look(api).health is Health.WAITING:
+                self.until(f"namespace {name} of context {context}", functools.partial(look, api))
 
     def _state(self, context: str, kind: str, name: str) -> ObjectState:
         return state_of(self._apis[context].get(kind, name))

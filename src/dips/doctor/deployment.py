@@ -81,10 +81,12 @@ def _contexts(deployment: Deployment) -> Findings:
 
 def _asked(context: str, namespace: str) -> Findings:
     began_s = time.monotonic()
-    found = kubernetes_api.open_context(context, namespace).get("Namespace", namespace)
+    api = kubernetes_api.open_context(context, namespace)
+    found = api.get("Namespace", namespace)
     trip = format_seconds(time.monotonic() - began_s)
     there = f"namespace {namespace} is there" if found else f"`dips deploy apply` makes the namespace {namespace}"
-    version, date = kubernetes_api.release_of(context)
+    api.check_release()
+    version, date = api.release()
     yield ok("contexts", f"{context}: Kubernetes {version} answers in {trip}; {there}")
     ahead_s = ahead_of_us_s(date, time.time())
     if ahead_s is not None and abs(ahead_s) > CLOCKS_DIFFER_S:
