@@ -206,17 +206,20 @@ class WatchedRun:
             self._way.unlink(missing_ok=True)
 
     def exclude(self) -> None:
-        """Pushes of the wayward cluster are excluded, until it is in quarantine; then it goes straight again."""
+        """Pushes of the wayward cluster are excluded, until it is in quarantine; some scrapes later it goes straight
+        again."""
         self.stray("far")
         self.until(lambda status: _of(status, WAYWARD).quarantined, "the quarantine of the wayward cluster")
+        time.sleep(AWAY_S)
         self.until(lambda status: _of(status, WAYWARD).pushes_excluded >= EXCLUSIONS, "more exclusions")
         self.stray("")
         self.until(lambda status: not _of(status, WAYWARD).quarantined, "the end of the quarantine")
 
     def turn(self) -> None:
-        """The direction alarm of the wayward cluster stands."""
+        """The direction alarm of the wayward cluster stands for some scrapes."""
         self.stray("up")
         self.until(lambda status: _of(status, WAYWARD).direction_alarm, "the direction alarm")
+        time.sleep(AWAY_S)
         self.stray("")
 
     def pause(self) -> None:
