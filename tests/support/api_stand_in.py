@@ -14,22 +14,26 @@ there for its binding; a namespace that is deleted goes on as Terminating for a 
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import hashlib
 import json
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
 import yaml
 from support.published_schemas import Unfit, check
 
+from dips.deploy.deploy_file import STATE
 from dips.deploy.objects import API_VERSIONS, PLURALS
 
 Object = dict[str, Any]
@@ -37,6 +41,8 @@ TOKEN = "a-token-of-the-stand-in"
 KIND_OF = {plural: kind for kind, plural in PLURALS.items()}
 WITHOUT_SCHEMA = ("ServiceMonitor", "JobSet")
 SERVED_WITH = {**API_VERSIONS, "Pod": "v1"}
+EXEC = "pods/exec"
+"""No kind, but rights have it."""
 
 
 _VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "DELETE": "delete"}
@@ -72,14 +78,14 @@ def rights_of(role: Object) -> Iterator[Right]:
     """Every single right of a Role, kinds by their plural names."""
     for rule in role["rules"]:
         for resource in rule["resources"]:
-            kind = KIND_OF[resource]
+            kind = resource if resource == EXEC else KIND_OF[resource]
             assert rule["apiGroups"] == [_group(kind)], f"{kind} is not in the group {rule['apiGroups']}"
             for verb in rule["verbs"]:
                 yield Right(verb, kind, tuple(rule.get("resourceNames", ())))
 
 
 def _group(kind: str) -> str:
-    return SERVED_WITH[kind].rpartition("/")[0]
+    return SERVED_WITH.get(kind, "v1").rpartition("/")[0]
 
 
 class StandIn:
@@ -103,6 +109,8 @@ class StandIn:
         self._looks_left = 0
         self.in_pod: Callable[[str, list[str]], tuple[bytes, int]] = lambda pod, command: (b"", 127)
         """What a command in a pod prints, and its exit code."""
+        self.volumes: Path | None = None
+        """Where volumes are folders, by their claims: commands in pods that mount one run on them in this machine."""
         self.broken: Callable[[Object], None] | None = None
         self.lock = threading.RLock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -130,15 +138,21 @@ class StandIn:
 
     # ---- commands in pods ----
 
-    def execute(self, path: str, query: str) -> tuple[bytes, int]:
-        """What a pod's command prints, and its exit code. Raises Refusal where there is no such pod."""
+    def command_in_pod(self, path: str, query: str) -> tuple[str, list[str], Path | None]:
+        """Pod and command of a request, and the folder that is the pod's volume. Raises Refusal."""
         name = path.split("/")[-2]
         self.calls.append(("EXEC", "Pod"))
-        if ("EXEC", "Pod") in self.forbidden:
+        if ("EXEC", "Pod") in self.forbidden or not self._may("create", EXEC, name):
             raise Refusal(403, f'pods "{name}" is forbidden: User "tester" cannot create resource "pods/exec"')
-        if not any((kind, found) == ("Pod", name) for _, kind, found in self.objects):
+        pods = [one for (_, kind, found), one in self.objects.items() if (kind, found) == ("Pod", name)]
+        if not pods:
             raise Refusal(404, f'pods "{name}" not found')
-        return self.in_pod(name, parse_qs(query)["command"])
+        folder = None
+        for volume in pods[0].get("spec", {}).get("volumes", []):
+            if self.volumes is not None and "persistentVolumeClaim" in volume:
+                folder = self.volumes / volume["persistentVolumeClaim"]["claimName"]
+                folder.mkdir(parents=True, exist_ok=True)
+        return name, [word.replace(STATE, str(folder)) for word in parse_qs(query)["command"]], folder
 
     # ---- what a request does ----
 
@@ -343,6 +357,8 @@ class StandIn:
         if kind == "StatefulSet":
             spec.setdefault("updateStrategy", {"type": "RollingUpdate"})
             self._claims(namespace, body)
+        if kind == "Pod":
+            body["status"] = {"phase": "Running"}
         if kind == "Job":
             n = 0 if spec.get("suspend") else spec.get("parallelism", 1)
             body["status"] = {"active": n, "ready": n}
@@ -392,7 +408,7 @@ class StandIn:
                 try:
                     if self.headers.get("Authorization") != f"Bearer {TOKEN}":
                         raise Refusal(401, "Unauthorized")
-                    printed, code = stand_in.execute(parts.path, parts.query)
+                    name, command, folder = stand_in.command_in_pod(parts.path, parts.query)
                 except Refusal as refusal:
                     self._send(refusal.code, {"kind": "Status", "status": "Failure", "message": refusal.message})
                     return
@@ -403,13 +419,50 @@ class StandIn:
                 self.send_header("Sec-WebSocket-Accept", base64.b64encode(hashlib.sha1(key).digest()).decode())
                 self.send_header("Sec-WebSocket-Protocol", "v4.channel.k8s.io")
                 self.end_headers()
+                self.wfile.flush()
+                if folder is None:
+                    printed, code = stand_in.in_pod(name, command)
+                    self._frame(1, printed)
+                else:
+                    code = self._run(command)
                 failed = {"status": "Failure", "details": {"causes": [{"message": str(code)}]}}
-                ended = json.dumps({"status": "Success"} if code == 0 else failed).encode()
-                for kind, data in (b"\x82", b"\x01" + printed), (b"\x82", b"\x03" + ended), (b"\x88", b"\x03\xe8"):
-                    size = b"\x7f" + len(data).to_bytes(8, "big") if len(data) > 125 else bytes([len(data)])
-                    self.wfile.write(kind + size + data)
+                self._frame(3, json.dumps({"status": "Success"} if code == 0 else failed).encode())
+                self.wfile.write(b"\x88\x02\x03\xe8")
                 self.wfile.flush()
                 self.close_connection = True
+
+            def _run(self, command: list[str]) -> int:
+                """With standard input, output and errors on their channels; its exit code."""
+                pipe = subprocess.PIPE
+                command = [sys.executable if word == "python" else word for word in command]
+                with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+                    assert process.stdin is not None
+                    assert process.stdout is not None
+                    assert process.stderr is not None
+                    threading.Thread(target=self._feed, args=(process.stdin,), daemon=True).start()
+                    while data := process.stdout.read(1 << 16):
+                        self._frame(1, data)
+                    self._frame(2, process.stderr.read())
+                    return process.wait()
+
+            def _feed(self, pipe: IO[bytes]) -> None:
+                """Frames from the client: masked, of channel 0, until it closes the connection."""
+                with contextlib.suppress(OSError, ValueError):
+                    while len(head := self.rfile.read(2)) == 2:
+                        size = head[1] & 0x7F
+                        wide = {126: 2, 127: 8}.get(size, 0)
+                        size = int.from_bytes(self.rfile.read(wide)) if wide else size
+                        mask, body = self.rfile.read(4), self.rfile.read(size)
+                        plain = np.frombuffer(body, np.uint8) ^ np.resize(np.frombuffer(mask, np.uint8), size)
+                        if plain.size and plain[0] == 0:
+                            pipe.write(plain[1:].tobytes())
+                            pipe.flush()
+
+            def _frame(self, channel: int, data: bytes) -> None:
+                data = bytes([channel]) + data
+                size = b"\x7f" + len(data).to_bytes(8, "big") if len(data) > 125 else bytes([len(data)])
+                self.wfile.write(b"\x82" + size + data)
+                self.wfile.flush()
 
             def _send(self, code: int, document: Object) -> None:
                 data = json.dumps(document).encode()
@@ -427,7 +480,7 @@ class StandIn:
         return Handler
 
 
-@contextmanager
+@contextlib.contextmanager
 def kubeconfig(file: Path, stand_ins: dict[str, StandIn]) -> Iterator[Path]:
     """A kubeconfig whose contexts are these stand-ins."""
     write_kubeconfig(file, {name: one.url for name, one in stand_ins.items()})

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
 from dips.deploy import rollout as plan
-from dips.deploy.deploy_file import read_deploy_file
-from dips.deploy.kubernetes_api import open_context
+from dips.deploy.deploy_file import Deployment, read_deploy_file
+from dips.deploy.kubernetes_api import KubernetesApi, open_context
 from dips.deploy.operate import LiveDeployment
 from dips.deploy.rollout import Rollout
 
@@ -51,9 +51,14 @@ class Master:
         return "it may finish its push"
 
 
-def site_of(file: Path, master: Master, dial: Callable[[str, int], None] = lambda host, port: None) -> LiveDeployment:
-    deployment = read_deploy_file(file)
+def opened(deployment: Deployment) -> tuple[dict[str, KubernetesApi], Rollout]:
+    """Its API servers, and a rollout that says nothing and whose clock goes on a second with each look."""
     apis = {name: open_context(name, deployment.run.namespace) for name in plan.contexts(deployment)}
     seconds = iter(range(10**6))
-    rollout = Rollout(apis, lambda words: None, 60.0, True, lambda pause_s: None, lambda: float(next(seconds)))
+    return apis, Rollout(apis, lambda words: None, 60.0, True, lambda pause_s: None, lambda: float(next(seconds)))
+
+
+def site_of(file: Path, master: Master, dial: Callable[[str, int], None] = lambda host, port: None) -> LiveDeployment:
+    deployment = read_deploy_file(file)
+    apis, rollout = opened(deployment)
     return LiveDeployment(deployment, apis, rollout, lambda: contextlib.nullcontext(master), dial)

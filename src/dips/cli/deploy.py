@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,12 +23,13 @@ from dips.core.units import parse_seconds
 from dips.deploy import identities
 from dips.deploy import rollout as plan
 from dips.deploy.compare import Step, shown
-from dips.deploy.deploy_file import Deployment, read_deploy_file
+from dips.deploy.deploy_file import AUTO, Deployment, read_deploy_file
 from dips.deploy.render import script, write_folders
 from dips.local.operator_client import OperatorClient
 from dips.local.view import headline, status_json
 
 if TYPE_CHECKING:
+    from dips.deploy.kubernetes_api import KubernetesApi
     from dips.deploy.operate import LiveDeployment
 
 app = typer.Typer(no_args_is_help=False)
@@ -39,6 +41,9 @@ Wait = Annotated[str, typer.Option("--wait", metavar="DURATION", help="How long 
 Master = Annotated[
     str,
     typer.Option("--master", metavar="HOST:PORT", help="The master's address, such as a `kubectl port-forward`."),
+]
+Reach = Annotated[
+    bool, typer.Option("--reach/--no-reach", help="Dial master and slaves from here before clusters start.")
 ]
 WAIT = "15 min"
 
@@ -85,9 +90,7 @@ def apply(
     yes: Yes = False,
     wait: Wait = WAIT,
     waits: Annotated[bool, typer.Option("--wait-for/--no-wait", help="Whether to wait for parts at all.")] = True,
-    reach: Annotated[
-        bool, typer.Option("--reach/--no-reach", help="Dial master and slaves from here before clusters start.")
-    ] = True,
+    reach: Reach = True,
     only: Annotated[
         Literal["servers"] | None, typer.Option("--only", help="Only the servers; clusters stay as they are.")
     ] = None,
@@ -220,7 +223,42 @@ def render(
 
 
 @app.command()
-def rights(file: File) -> int:
+def move(file: File, yes: Yes = False, wait: Wait = WAIT, reach: Reach = True, master: Master = "") -> int:
+    """Take the servers, with their volumes, to the site that the file names now, and start them there.
+
+    All clusters push their last steps and leave; master and slaves stop; their volumes are copied through this machine
+    and compared file by file; then everything starts at the new site. Old volumes stay. After an error the same command
+    goes on. Until the copy is complete, `dips deploy apply` with the old placement starts the old servers again.
+    """
+    from dips.deploy.move import Move, volumes
+
+    deployment = read_deploy_file(file)
+    if deployment.run.placement == AUTO:
+        raise ConfigError(f"{file} [deploy]: name the site to which the servers move as placement, instead of {AUTO!r}")
+    apis = _apis(deployment, _known_contexts())
+    rollout = _rollout(apis, wait)
+    site = _live(deployment, apis, rollout, "")
+    moving = Move(deployment, apis, rollout, lambda old: _live(old, apis, rollout, master))
+    old, new = moving.old.server_site, deployment.server_site
+    print(f"run {deployment.name}: from {old.name} (context {old.context}) to {new.name} (context {new.context})")
+    for volume in volumes(deployment):
+        print(f"{volume.claim}: up to {volume.spec['resources']['requests']['storage']}")
+    if not _agreed(yes, "drain all clusters, stop the servers, and copy their volumes"):
+        return 1
+    moving.carry_out()
+    site.prepare()
+    changed = site.apply(site.difference(), reach)
+    print(f"run {deployment.name} is at {new.name}: {changed} objects were changed; the old volumes stay at {old.name}")
+    for note in _notes(deployment):
+        print(note)
+    return 0
+
+
+@app.command()
+def rights(
+    file: File,
+    with_move: Annotated[bool, typer.Option("--move", help="Also those that `dips deploy move` needs.")] = False,
+) -> int:
     """Print the rights that plan, apply, scale, drain and delete need in each context, as a Role for kubectl.
 
     An administrator applies it, and binds it to whoever deploys. Only a namespace that is missing needs more.
@@ -231,7 +269,7 @@ def rights(file: File) -> int:
     deployment = read_deploy_file(file)
     print(f"# in {', '.join(plan.contexts(deployment))}; then")
     print(f"# kubectl -n {deployment.run.namespace} create rolebinding {ROLE} --role={ROLE} --user=NAME")
-    print(as_yaml(role(deployment)), end="")
+    print(as_yaml(role(deployment, with_move)), end="")
     return 0
 
 
@@ -285,15 +323,28 @@ def _known_contexts() -> list[str] | None:
 def _site(
     deployment: Deployment, known: list[str] | None, wait: str, master: str = "", waits: bool = True
 ) -> LiveDeployment:
-    from dips.deploy.health import dial
+    apis = _apis(deployment, known)
+    return _live(deployment, apis, _rollout(apis, wait, waits), master)
+
+
+def _apis(deployment: Deployment, known: list[str] | None) -> dict[str, KubernetesApi]:
     from dips.deploy.kubernetes_api import check_contexts, open_context
-    from dips.deploy.operate import LiveDeployment
-    from dips.deploy.rollout import Rollout
 
     names = plan.contexts(deployment)
     check_contexts(names, known)
-    apis = {name: open_context(name, deployment.run.namespace) for name in names}
-    rollout = Rollout(apis, functools.partial(print, file=sys.stderr, flush=True), parse_seconds(wait), waits)
+    return {name: open_context(name, deployment.run.namespace) for name in names}
+
+
+def _rollout(apis: Mapping[str, KubernetesApi], wait: str, waits: bool = True) -> plan.Rollout:
+    return plan.Rollout(apis, functools.partial(print, file=sys.stderr, flush=True), parse_seconds(wait), waits)
+
+
+def _live(
+    deployment: Deployment, apis: Mapping[str, KubernetesApi], rollout: plan.Rollout, master: str
+) -> LiveDeployment:
+    from dips.deploy.health import dial
+    from dips.deploy.operate import LiveDeployment
+
     return LiveDeployment(deployment, apis, rollout, lambda: _operator(deployment, master), dial)
 
 

@@ -132,7 +132,8 @@ def _left_alone(wanted: Object, live: Object) -> Object:
     if kind in ("Job", "JobSet"):
         spec["suspend"] = live["spec"].get("suspend", False)
     if kind == "StatefulSet":
-        spec["replicas"] = live["spec"].get("replicas", 1)
+        # With none it was stopped for a move that came to nothing.
+        spec["replicas"] = live["spec"].get("replicas", 1) or spec["replicas"]
         _keep_claims(found, live)
     if kind == "PersistentVolumeClaim":
         _keep_size(spec, live["spec"], found["metadata"]["name"])

@@ -7,11 +7,12 @@ the kinds are those of objects.py. It must never retry by itself, and never prin
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import urllib3
@@ -22,12 +23,19 @@ from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 from kubernetes.dynamic import DynamicClient
 from kubernetes.stream import stream
-from websocket import WebSocketException
+from kubernetes.stream.ws_client import ERROR_CHANNEL, STDERR_CHANNEL, STDOUT_CHANNEL
+from websocket import ABNF, WebSocketException
 
 from dips.core.errors import ConfigError, DipsError, FatalError, RetryLater
 from dips.deploy.objects import API_VERSIONS, EXTENSIONS, PLURALS, Object
 
 CALL_S = 15.0
+STALL_S = 300.0
+"""A command that reads or writes nothing for so long is given up."""
+
+MOST_SAID_BYTES = 2000
+"""Of what a failed command says, its end."""
+
 MERGE_PATCH = "application/merge-patch+json"
 OLDEST = (1, 28)
 """Release of Kubernetes: slaves find their settings by a label that pods of a StatefulSet have since then."""
@@ -116,27 +124,77 @@ class KubernetesApi:
         """What a command prints that is run in the only container of a pod, whatever its exit code is. Raises DipsError
         when it cannot be run, or has not ended after wait_s.
         """
-        where = f"context {self.context!r}, pod {pod}"
+        with self._running(pod, command) as running:
+            running.run_forever(timeout=wait_s)
+            if running.is_open():
+                raise RetryLater(
+                    f"{self._pod(pod)}: `{' '.join(command)}` has not ended after {wait_s:.0f} s: try again"
+                )
+            return str(running.read_stdout())
+
+    def printed(self, pod: str, command: Sequence[str]) -> Iterator[bytes]:
+        """What such a command prints, piece by piece. Raises DipsError, at the end also when it failed."""
+        with self._running(pod, command, stderr=True) as running:
+            yield from self._frames(running, pod, command)
+
+    def feed(self, pod: str, command: Sequence[str], chunks: Iterable[bytes]) -> None:
+        """Run a command with these bytes as its standard input. It must know by itself when it has all, as tar does.
+
+        Raises DipsError when it cannot be run, or fails.
+        """
+        with self._running(pod, command, stdin=True, stderr=True) as running:
+            for chunk in chunks:
+                running.write_stdin(chunk)
+            for _ in self._frames(running, pod, command):
+                pass
+
+    def _frames(self, running: Any, pod: str, command: Sequence[str]) -> Iterator[bytes]:
+        """Standard output as it comes. Raises ConfigError with what it said when its exit code is not 0.
+
+        The client's own reading gathers all that is there before it gives anything back.
+        """
+        said = b""
+        while True:
+            kind, frame = running.sock.recv_data_frame(True)
+            data = bytes(frame.data)
+            if kind == ABNF.OPCODE_CLOSE:
+                raise RetryLater(f"{self._pod(pod)}: the connection ended before `{command[0]}` did: try again")
+            if kind not in (ABNF.OPCODE_BINARY, ABNF.OPCODE_TEXT) or len(data) < 2:
+                continue
+            if data[0] == STDOUT_CHANNEL:
+                yield data[1:]
+            elif data[0] == STDERR_CHANNEL:
+                said = (said + data[1:])[-MOST_SAID_BYTES:]
+            elif data[0] == ERROR_CHANNEL:
+                if json.loads(data[1:]).get("status") != "Success":
+                    words = " ".join(said.decode(errors="replace").split()) or data[1:].decode(errors="replace")
+                    raise ConfigError(f"{self._pod(pod)}: `{' '.join(command)}` failed: {words}")
+                return
+
+    @contextlib.contextmanager
+    def _running(self, pod: str, command: Sequence[str], stdin: bool = False, stderr: bool = False) -> Iterator[Any]:
+        """The connection to a command that runs in a pod. Raises ConfigError when it cannot be run or breaks."""
         # A client of its own: stream() leaves its way to send in the one that it was given.
         pods: Any = CoreV1Api(ApiClient(self._plain.configuration))
         try:
             running = stream(
                 pods.connect_get_namespaced_pod_exec, pod, self.namespace, command=list(command), stdout=True,
-                stderr=False, stdin=False, tty=False, _preload_content=False, _request_timeout=CALL_S,
+                stderr=stderr, stdin=stdin, tty=False, _preload_content=False, _request_timeout=CALL_S,
             )  # fmt: skip
+            running.sock.settimeout(STALL_S)
             try:
-                running.run_forever(timeout=wait_s)
-                if running.is_open():
-                    raise RetryLater(f"{where}: `{' '.join(command)}` has not ended after {wait_s:.0f} s: try again")
+                yield running
             finally:
                 running.sock.shutdown()  # close() leaves the socket open where the server has ended the stream
-            return str(running.read_stdout())
         except (ApiException, OSError, WebSocketException) as error:
             why = " ".join(str(getattr(error, "reason", None) or error).split())
             raise ConfigError(
-                f"{where}: no command can be run there ({why}): see that the pod runs, and that your user may create "
-                "pods/exec"
+                f"{self._pod(pod)}: no command can be run there ({why}): see that the pod runs, and that your user may "
+                "create pods/exec"
             ) from error
+
+    def _pod(self, name: str) -> str:
+        return f"context {self.context!r}, pod {name}"
 
     def _write(self, verb: str, path: str, document: Object, dry_run: bool, **more: Any) -> Object | None:
         dry: dict[str, Any] = {"dry_run": "All"} if dry_run else {}

@@ -17,8 +17,10 @@ VERBS = ("get", "list", "create", "patch", "delete")
 OF_PODS = ("get", "delete")
 
 
-def role(deployment: Deployment) -> Object:
-    """Of all kinds that a run can have; of kinds of extensions only those that the file needs."""
+def role(deployment: Deployment, move: bool = False) -> Object:
+    """Of all kinds that a run can have; of kinds of extensions only those that the file needs. move: also what `dips
+    deploy move` needs, which runs commands in pods of its own.
+    """
     used = {one["kind"] for stage in stages(deployment) for one in stage.objects}
     kinds = [kind for kind in KINDS if kind in used or kind not in EXTENSIONS]
     groups = dict.fromkeys(API_VERSIONS[kind].rpartition("/")[0] for kind in kinds)
@@ -34,8 +36,14 @@ def role(deployment: Deployment) -> Object:
             # Of no run: `dips deploy delete` must not delete what permits it.
             "labels": {"app.kubernetes.io/part-of": "dips"},
         },
-        "rules": [*rules, {"apiGroups": [""], "resources": ["pods"], "verbs": list(OF_PODS)}],
+        "rules": [*rules, *_of_pods(move)],
     }
+
+
+def _of_pods(move: bool) -> list[Object]:
+    ends = {"apiGroups": [""], "resources": ["pods"], "verbs": list(OF_PODS)}
+    makes = {"apiGroups": [""], "resources": ["pods", "pods/exec"], "verbs": ["create"]}
+    return [ends, makes] if move else [ends]
 
 
 def _rule(group: str, kinds: Iterable[str]) -> Object:

@@ -107,7 +107,8 @@ def check_place(deployment: Deployment, there: Mapping[str, Sequence[Object]]) -
             raise ConfigError(
                 f"{deployment.file}: master and slaves of run {deployment.name} are in context {context!r}, and the "
                 f"file now has them at {deployment.server_site.name!r}, with empty volumes ({deployment.why_there}): "
-                f"set [deploy] placement to {sites}"
+                f"set [deploy] placement to {sites}; or name the new site there, and `dips deploy move` takes the "
+                "servers with their volumes to it"
             )
 
 
@@ -139,7 +140,8 @@ def left_over(deployment: Deployment, there: Mapping[str, Sequence[Object]]) -> 
 
 def check_slaves(deployment: Deployment, live: Object | None) -> None:
     """Raise ConfigError when the run has another number of slaves than the file says."""
-    running = live["spec"].get("replicas", 1) if live else deployment.run.slaves
+    # With none it was stopped for a move, and starts again as it was.
+    running = (live["spec"].get("replicas", 1) if live else 0) or deployment.run.slaves
     if running != deployment.run.slaves:
         raise ConfigError(
             f"{deployment.file} says slaves = {deployment.run.slaves}, and the run has {running}: "

@@ -1,0 +1,169 @@
+"""`dips deploy move` between two stand-ins of API servers, whose volumes are folders: the copy is made by the real tar
+through the real client; masters are played.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.api_stand_in import StandIn, rights_of, write_kubeconfig
+from support.deploy_files import with_keys, written
+from support.deploy_site import Master, opened
+
+from dips.cli.main import run
+from dips.core.errors import ConfigError, FatalError
+from dips.deploy.deploy_file import Deployment, read_deploy_file
+from dips.deploy.kubernetes_api import KubernetesApi
+from dips.deploy.move import Move
+from dips.deploy.operate import LiveDeployment
+from dips.deploy.rights import role
+
+APPLY = ("--yes", "--no-reach")
+THERE = '\n[[sites]]\nname = "there"\ncontext = "there"\naddress = "192.0.2.8"\n\n[[clusters]]'
+STATE_OF = {"state-small-master-0": "master", "state-small-slave-0": "slave", "state-small-slave-1": "slave"}
+
+
+@dataclass
+class Sites:
+    """The context `here`, where the run is, the context `there`, and the file."""
+
+    here: StandIn
+    there: StandIn
+    file: Path
+
+    def place(self, old: str, new: str) -> None:
+        text = self.file.read_text()
+        assert f'placement = "{old}"' in text
+        self.file.write_text(text.replace(f'placement = "{old}"', f'placement = "{new}"'))
+
+    def place_of(self, stand_in: StandIn, claim: str) -> Path:
+        """The folder of a volume that holds everything."""
+        assert stand_in.volumes is not None
+        folder = stand_in.volumes / claim / STATE_OF[claim]
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def files(self, stand_in: StandIn) -> dict[str, bytes]:
+        assert stand_in.volumes is not None
+        found = (path for path in sorted(stand_in.volumes.rglob("*")) if path.is_file())
+        return {str(path.relative_to(stand_in.volumes)): path.read_bytes() for path in found}
+
+
+@pytest.fixture
+def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sites]:
+    file = written(tmp_path, changes={"\n[[clusters]]": THERE})
+    with_keys(file)
+    with StandIn() as here, StandIn() as there:
+        write_kubeconfig(tmp_path / "kubeconfig", {"here": here.url, "there": there.url})
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+        here.volumes, there.volumes = tmp_path / "volumes" / "here", tmp_path / "volumes" / "there"
+        found = Sites(here, there, file)
+        assert dips("apply", file, *APPLY) == 0
+        for index, claim in enumerate(STATE_OF):
+            folder = found.place_of(here, claim)
+            (folder / "ring").mkdir()
+            (folder / "journal").write_bytes(b"records" * index)
+            (folder / "ring" / "a file").write_bytes(bytes(range(256)) * (4000 + index))
+        yield found
+
+
+def dips(*words: object) -> int:
+    return run(["deploy", *map(str, words)])
+
+
+def move_of(sites: Sites, master: Master) -> Move:
+    deployment = read_deploy_file(sites.file)
+    apis, rollout = opened(deployment)
+
+    def live_at(old: Deployment) -> LiveDeployment:
+        return LiveDeployment(old, apis, rollout, lambda: contextlib.nullcontext(master), lambda host, port: None)
+
+    return Move(deployment, apis, rollout, live_at)
+
+
+def ended(sites: Sites) -> Master:
+    """A master whose cluster's job ends as soon as it is asked to."""
+    sites.here.one("Job", "small-cluster-a")["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    return Master(["s0", "s1"], ["a"])
+
+
+def test_servers_move_with_their_volumes_after_every_cluster_has_left(sites: Sites) -> None:
+    sites.place("here", "there")
+    (sites.place_of(sites.there, "state-small-master-0") / "journal-wal").write_text("of an earlier copy")
+    master = ended(sites)
+    move_of(sites, master).carry_out()
+    assert master.asked == ["drain a"]
+    assert sites.files(sites.there) == sites.files(sites.here)
+    assert len(sites.files(sites.there)) == 6
+    assert not sites.here.of_kind("StatefulSet")
+    assert sites.here.of_kind("PersistentVolumeClaim") == sites.there.of_kind("PersistentVolumeClaim")
+    assert not sites.here.of_kind("Pod") + sites.there.of_kind("Pod")
+    assert dips("apply", sites.file, *APPLY) == 0
+    assert sites.there.of_kind("StatefulSet") == ["small-master", "small-slave"]
+    assert "192.0.2.8:30400" in str(sites.here.one("Job", "small-cluster-a"))
+    assert sites.here.of_kind("Secret") == ["small-keys-a"]
+
+
+def test_a_copy_that_fails_keeps_the_old_servers_and_goes_on_or_back(sites: Sites) -> None:
+    sites.place("here", "there")
+    sites.there.forbidden.add(("EXEC", "Pod"))
+    with pytest.raises(ConfigError, match="context 'there', pod small-master-carrier-0: no command can be run there"):
+        move_of(sites, ended(sites)).carry_out()
+    assert sites.here.one("StatefulSet", "small-slave")["spec"]["replicas"] == 0
+    assert not sites.there.of_kind("StatefulSet")
+    # Back: as they were.
+    sites.place("there", "here")
+    assert dips("apply", sites.file, *APPLY) == 0
+    assert sites.here.one("StatefulSet", "small-slave")["spec"]["replicas"] == 2
+    assert sites.here.one("StatefulSet", "small-master")["spec"]["replicas"] == 1
+    assert sites.here.of_kind("Deployment") == ["small-supervisor"]
+    # And on, once it is permitted.
+    sites.there.forbidden.clear()
+    sites.place("here", "there")
+    move_of(sites, ended(sites)).carry_out()
+    assert sites.files(sites.there) == sites.files(sites.here)
+
+
+def test_files_that_differ_after_the_copy_are_found(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
+    sites.place("here", "there")
+    feed = KubernetesApi.feed
+
+    def torn(api: KubernetesApi, pod: str, command: Sequence[str], chunks: Iterable[bytes]) -> None:
+        feed(api, pod, command, chunks)
+        (sites.place_of(sites.there, "state-small-master-0") / "ring" / "a file").write_bytes(b"torn")
+
+    monkeypatch.setattr(KubernetesApi, "feed", torn)
+    with pytest.raises(FatalError, match="does not hold what the old one holds"):
+        move_of(sites, ended(sites)).carry_out()
+    assert sites.here.of_kind("StatefulSet") == ["small-master", "small-slave"]
+
+
+def test_exactly_the_rights_of_a_move_are_needed(sites: Sites) -> None:
+    granted = list(rights_of(role(read_deploy_file(sites.file), move=True)))
+    sites.there.objects[("", "Namespace", "dips")] = sites.here.objects[("", "Namespace", "dips")]
+    sites.here.rights = sites.there.rights = granted
+    sites.here.used.clear()
+    sites.place("here", "there")
+    move_of(sites, ended(sites)).carry_out()
+    ours = {("create", "Pod"), ("create", "pods/exec"), ("get", "Pod"), ("delete", "Pod")}
+    assert ours <= sites.here.used & sites.there.used
+
+
+def test_there_must_be_something_to_move(sites: Sites, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="are in context 'here' already"):
+        move_of(sites, Master([]))
+    assert dips("delete", sites.file, "--yes") == 0
+    with pytest.raises(ConfigError, match="has no servers yet: `dips deploy apply` makes them"):
+        move_of(sites, Master([]))
+    sites.file.write_text(sites.file.read_text().replace('placement = "here"', 'placement = "auto"'))
+    sites.file.write_text(
+        sites.file.read_text()
+        .replace('"192.0.2.7"', '"192.0.2.7"\nbandwidth_gbps = [1.0]')
+        .replace('id = "a"', 'id = "a"\ntokens_per_s = 1')
+    )
+    assert dips("move", sites.file, "--yes") == 2
+    assert "name the site to which the servers move as placement" in capsys.readouterr().err
