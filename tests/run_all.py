@@ -2,7 +2,7 @@
 
 Files of tests run side by side, one for each processor: much of a test of real processes is waiting. The longest come
 first (tests/longest_first.txt), so that no processor waits for another's last file; a run tells its longest at its end.
-Not with --endurance, which wants the machine for itself, nor where -n is given.
+Not with --faults and --endurance, which want the machine for themselves, nor where -n is given.
 
 A machine that runs everything at once may starve a process of time, and a second try tells that from a broken test; but
 it also hides what is wrong with the test, or with the program. So a test that needs one is named at the end, and noted
@@ -92,7 +92,7 @@ def _may_be_starved(name: str, of_processes: Sequence[str]) -> bool:
 
 
 def _beside_each_other(arguments: Sequence[str]) -> list[str]:
-    if any(argument.startswith(("-n", "--endurance")) for argument in arguments) or usable_processors() == 1:
+    if any(argument in WISHES or argument.startswith("-n") for argument in arguments) or usable_processors() == 1:
         return []
     # As conftest.py orders them: xdist by itself begins with the files that have most tests, which are not the longest.
     return ["-n", str(usable_processors()), "--dist", "loadfile", "--no-loadscope-reorder"]

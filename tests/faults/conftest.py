@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from support.fault_run import TALLY
@@ -19,35 +18,16 @@ def fork_server() -> Iterator[ForkServer]:
         yield fork_server
 
 
-REPORT = "faults"
-"""Under this name a process that runs some of the files, beside others, hands its report over."""
-
-_reports: list[tuple[list[str], list[str]]] = []
-"""The lines of a table of faults, and phases of the round in which none of them fell."""
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Such a process has ended."""
-    if REPORT in (output := getattr(node, "workeroutput", {})):
-        _reports.append(output[REPORT])
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not TALLY.fired:
+        return
+    terminalreporter.section("faults")
+    for line in TALLY.table():
+        terminalreporter.write_line(line)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if TALLY.fired:
-        missing = TALLY.missing_phases() if TALLY.fired >= WHOLE_MATRIX_FAULTS else []
-        _reports.append((list(TALLY.table()), missing))
-    output = getattr(session.config, "workeroutput", None)
-    if output is not None:
-        output |= {REPORT: _reports[0]} if _reports else {}
-    elif any(missing for _, missing in _reports):
+    missing = TALLY.missing_phases()
+    if TALLY.fired >= WHOLE_MATRIX_FAULTS and missing:
+        print(f"\nno fault fell in {', '.join(missing)}: the matrix no longer covers the round")
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for lines, missing in _reports:
-        terminalreporter.section("faults")
-        for line in lines:
-            terminalreporter.write_line(line)
-        if missing:
-            terminalreporter.write_line(f"no fault fell in {', '.join(missing)}: the matrix no longer covers the round")

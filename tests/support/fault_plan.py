@@ -246,6 +246,8 @@ def endured(run: FaultRun, fault: Fault) -> Recovery:
         case _:
             over_s = fired_s + (SLEEP_S if fault.harm == "sleep" else SETTLE_S[role_of(fault.point)])
             run.until(lambda: time.time() >= over_s or run.children[fault.process].pid != pid, "time stands still")
+            if _leaves(run, fault):  # on a busy machine for longer: it would end during the next harm
+                run.until(lambda: run.children[fault.process].pid != pid, f"{fault}: it left and did not end")
     away: Mapping[str, Incarnation | None] = {}
     if run.children[fault.process].pid != pid and fault.process in CLUSTERS:
         away = {fault.process: incarnations.get(fault.process)}
@@ -253,6 +255,12 @@ def endured(run: FaultRun, fault: Fault) -> Recovery:
     recovery.phase = PHASE_OF_FAILPOINT.get(fault.point, recovery.phase)
     run.healed(fault.process)
     return recovery
+
+
+def _leaves(run: FaultRun, fault: Fault) -> bool:
+    """Whether a cluster leaves the run because of an error here."""
+    lines = run.log(fault.process).splitlines()
+    return any("leaving:" in line and line.endswith(f"failpoint {fault.point}") for line in lines)
 
 
 def _bring_there(run: FaultRun, fault: Fault) -> int:
