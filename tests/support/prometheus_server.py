@@ -37,10 +37,10 @@ class Prometheus:
         self.url = f"http://127.0.0.1:{free_port()}"
         self._process: subprocess.Popen[bytes] | None = None
         shutil.copytree(CONFIGURATION, folder)
-        self._configuration = folder / "prometheus.yml"
+        self._configuration = folder / "prometheus-tls.yml"
         text = self._configuration.read_text()
         quick = text.replace("_interval: 10s", "_interval: 1s").replace("scrape_timeout: 5s", "scrape_timeout: 1s")
-        assert quick.count("_interval: 1s") == 2, "prometheus.yml has other intervals than this test knows"
+        assert quick.count("_interval: 1s") == 2, "prometheus-tls.yml has other intervals than this test knows"
         self._configuration.write_text(quick)
         for name, targets in (("targets", plain), ("targets-tls", tls)):
             (folder / name).mkdir(exist_ok=True)
