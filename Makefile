@@ -93,7 +93,7 @@ compose-test: $(DEV_STAMP)  ## train in containers, kill each of them, cut a net
 endurance: $(DEV_STAMP)  ## transfer gigabytes and ten thousand tensors, run a thousand rounds and the trainers; needs 10 GB
 	$(BIN)/python tests/run_all.py --endurance tests/endurance $(ARGS)
 
-manifests: $(DEV_STAMP)  ## generate deploy/kubernetes/base from base.toml, and deploy/kubernetes/monitoring from rules and dashboards
+manifests: $(DEV_STAMP)  ## generate deploy/kubernetes/base (from base.toml) and monitoring (from rules and dashboards)
 	rm -rf deploy/kubernetes/base
 	$(BIN)/dips deploy render deploy/kubernetes/base.toml --output deploy/kubernetes/base
 	rm -rf deploy/kubernetes/base/scripts deploy/kubernetes/base/cluster-jobset

@@ -167,6 +167,21 @@ def relabelled(labels: Labels, scrape_config: Object) -> Labels | None:
     return {name: value for name, value in found.items() if not name.startswith("__") and value}
 
 
+def live_job(objects: Sequence[Object], kind: str, name: str, address: str, in_clear: bool = False) -> Object:
+    """A job that scrapes a real process at `address` as if it were the pod that serves the metrics of `name`."""
+    for monitor in (one for one in objects if one["kind"] == kind):
+        config = scrape_config(monitor)
+        for labels in discovered(kind, objects):
+            if (relabelled(labels, config) or {}).get("name") == name:
+                tls = {"ca_file": "keys/ca.crt", "cert_file": "keys/tls.crt", "key_file": "keys/tls.key"}
+                (endpoint,) = monitor["spec"].get("endpoints") or monitor["spec"]["podMetricsEndpoints"]
+                tls["server_name"] = endpoint["tlsConfig"]["serverName"]
+                del labels["__address__"]
+                static = {"static_configs": [{"targets": [address], "labels": labels}]}
+                return {**config, **static, **({"scheme": "http"} if in_clear else {"tls_config": tls})}
+    raise AssertionError(f"no {kind} has a target of the name {name}")
+
+
 def targets(monitor: Object, objects: Sequence[Object]) -> list[Labels]:
     """The labels of all targets of one monitor, among the objects of its context."""
     config = scrape_config(monitor)

@@ -258,8 +258,12 @@ def _service(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
 
 
 def _pod_monitor(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
-    """For the leader's pod alone, which is the first one: no other pod of the cluster serves metrics."""
+    """For the leader's pod alone, which is the first one: no other pod of the cluster serves metrics.
+
+    They are read with the cluster's own keys: Prometheus' keys are an operator's, which no training site should have.
+    """
     leader = {**selector(deployment, "cluster", cluster.id), INDEX_LABEL: "0"}
-    endpoint = scraped(deployment, "cluster", {"replacement": cluster.id})
+    secret = f"{deployment.name}-keys-{cluster.id}"
+    endpoint = scraped(deployment, "cluster", {"replacement": cluster.id}, secret)
     spec = {"selector": {"matchLabels": leader}, "podMetricsEndpoints": [endpoint]}
     return monitor(deployment, "PodMonitor", object_name(deployment, cluster), "cluster", cluster.id, spec=spec)

@@ -400,12 +400,6 @@ class Deployment:
         """Whether the Prometheus operator of this site is told what to scrape."""
         return self.run.service_monitor if site.service_monitor is None else site.service_monitor
 
-    @property
-    def monitored_anywhere(self) -> bool:
-        """Whether there is any monitor, so that Prometheus needs keys."""
-        training = [self.site(cluster.site) for cluster in self.clusters if cluster.starts in ("job", "jobset")]
-        return any(self.monitored(site) for site in (self.server_site, *training))
-
     def site(self, name: str) -> SiteKnobs:
         return next(site for site in self.sites if site.name == name)
 

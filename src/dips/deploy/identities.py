@@ -12,8 +12,8 @@ from pathlib import Path
 from dips.core.errors import ConfigError
 from dips.core.net.keys import REVOKED_FILE, load_identity
 from dips.core.net.security import Role
-from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment
-from dips.deploy.objects import IDENTITY_FILES, Object, made, prometheus_secret
+from dips.deploy.deploy_file import Deployment
+from dips.deploy.objects import IDENTITY_FILES, Object, made
 from dips.local.authority import WantedIdentity
 
 SUPERVISOR, PROMETHEUS, OPERATOR = "supervisor", "prometheus", "operator"
@@ -24,7 +24,7 @@ def wanted(deployment: Deployment) -> list[WantedIdentity]:
     roles = [(Role.MASTER, "master"), *((Role.SLAVE, name) for name in deployment.slave_ids)]
     # Of a role that may ask for the status and nothing else.
     roles.append((Role.SLAVE, SUPERVISOR))
-    if deployment.monitored_anywhere:
+    if deployment.monitored(deployment.server_site):
         roles.append((Role.OPERATOR, PROMETHEUS))
     roles += [(Role.CLUSTER, cluster.id) for cluster in deployment.clusters]
     roles.append((Role.OPERATOR, OPERATOR))
@@ -80,21 +80,13 @@ def server_secrets(deployment: Deployment) -> list[Object]:
         _secret(deployment, f"{name}-keys-supervisor", "supervisor", _files(keys / SUPERVISOR)),
     ]
     if deployment.monitored(deployment.server_site):
-        found.append(_of_prometheus(deployment))
+        found.append(_secret(deployment, f"{name}-keys-prometheus", "server", _files(keys / PROMETHEUS)))
     return found
 
 
-def cluster_secrets(deployment: Deployment, cluster: DeployedClusterKnobs) -> list[Object]:
-    """For the site of a cluster: its own keys, and those of the Prometheus there."""
-    files = _files(deployment.run.keys / cluster.id)
-    found = [_secret(deployment, f"{deployment.name}-keys-{cluster.id}", "cluster", files, cluster.id)]
-    if deployment.monitored(deployment.site(cluster.site)):
-        found.append(_of_prometheus(deployment))
-    return found
-
-
-def _of_prometheus(deployment: Deployment) -> Object:
-    return _secret(deployment, prometheus_secret(deployment), "server", _files(deployment.run.keys / PROMETHEUS))
+def cluster_secret(deployment: Deployment, cluster: str) -> Object:
+    files = _files(deployment.run.keys / cluster)
+    return _secret(deployment, f"{deployment.name}-keys-{cluster}", "cluster", files, cluster)
 
 
 def _secret(deployment: Deployment, name: str, component: str, data: dict[str, str], cluster: str = "") -> Object:

@@ -240,11 +240,6 @@ JOB = "dips"
 POD_NAME = "__meta_kubernetes_pod_name"
 
 
-def prometheus_secret(deployment: Deployment) -> str:
-    """Name of the secret with Prometheus' own keys. The operator reads it in the namespace of the monitor."""
-    return f"{deployment.name}-keys-prometheus"
-
-
 def monitor(deployment: Deployment, kind: str, name: str, component: str, cluster: str = "", **fields: Any) -> Object:
     """A monitor with the labels by which the Prometheus of its site selects it."""
     found = made(deployment, kind, name, component, cluster, **fields)
@@ -252,12 +247,12 @@ def monitor(deployment: Deployment, kind: str, name: str, component: str, cluste
     return found
 
 
-def scraped(deployment: Deployment, component: str, name: Mapping[str, object]) -> Object:
+def scraped(deployment: Deployment, component: str, name: Mapping[str, object], secret: str) -> Object:
     """How the metrics of a component are read, and the labels that dashboards and alarms need of each target.
 
-    name: the relabelling that gives a target the name of its process.
+    name: the relabelling that gives a target the name of its process. secret: in the monitor's own namespace, with keys
+    of the run; all of them may read metrics.
     """
-    secret = prometheus_secret(deployment)
     return {
         "port": "metrics",
         "scheme": "https",

@@ -78,7 +78,7 @@ def stages(deployment: Deployment) -> list[RolloutStage]:
     ]
     for cluster in on_kubernetes(deployment):
         at, *after = cluster_objects(deployment, cluster)
-        objects = (at, *identities.cluster_secrets(deployment, cluster), *after)
+        objects = (at, identities.cluster_secret(deployment, cluster.id), *after)
         found.append(RolloutStage(deployment.site(cluster.site).context, RolloutPart.CLUSTER, objects, cluster.id))
     return found
 

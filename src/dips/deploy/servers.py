@@ -329,5 +329,6 @@ def _service_monitor(deployment: Deployment, component: str) -> Object:
     if component == "slave":
         name = {"sourceLabels": [POD_NAME], "regex": f"{re.escape(deployment.name)}-slave-(\\d+)", "replacement": "s$1"}
     found = {"matchLabels": {**selector(deployment, component), ENDPOINT_LABEL: "inside"}}
-    spec = {"selector": found, "endpoints": [scraped(deployment, component, name)]}
+    endpoint = scraped(deployment, component, name, f"{deployment.name}-keys-prometheus")
+    spec = {"selector": found, "endpoints": [endpoint]}
     return monitor(deployment, "ServiceMonitor", f"{deployment.name}-{component}", component, spec=spec)

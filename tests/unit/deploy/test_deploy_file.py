@@ -154,7 +154,7 @@ def test_the_keys_of_somebody_else_are_refused(tmp_path: Path) -> None:
 
 def test_the_authoritys_key_goes_nowhere(tmp_path: Path) -> None:
     deployment = with_keys(written(tmp_path))
-    secrets = [*identities.server_secrets(deployment), *identities.cluster_secrets(deployment, deployment.clusters[0])]
+    secrets = [*identities.server_secrets(deployment), identities.cluster_secret(deployment, "a")]
     names = {name for secret in secrets for name in secret["data"]}
     assert not [name for name in names if "ca.key" in name]
     assert set(secrets[-1]["data"]) == {"ca.crt", "tls.crt", "tls.key"}

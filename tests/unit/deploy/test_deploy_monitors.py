@@ -163,19 +163,24 @@ def test_a_site_without_the_operator_has_no_monitors(tmp_path: Path) -> None:
     changes = {'context = "amsterdam-admin" ': 'service_monitor = false\ncontext = "amsterdam-admin" '}
     deployment = read_deploy_file(example(tmp_path, changes))
     assert {at for at, _ in made(deployment)} == {"frankfurt-admin"}
-    kept = [one for one in by_context(deployment)["amsterdam-admin"] if one["kind"] == "Secret"]
-    assert [one["metadata"]["name"] for one in kept] == ["three-sites-keys-a"], "nor the keys of Prometheus"
+
+
+def test_no_training_site_gets_keys_that_can_control_the_run() -> None:
+    secrets = [one for one in by_context(THREE_SITES)["amsterdam-admin"] if one["kind"] == "Secret"]
+    assert [one["metadata"]["name"] for one in secrets] == ["three-sites-keys-a"], "Prometheus' are an operator's"
 
 
 def test_one_site_alone_may_have_the_operator(tmp_path: Path) -> None:
     off = {"slaves = 3": "slaves = 3\nservice_monitor = false"}
     assert not made(read_deploy_file(example(tmp_path, off)))
-    on = {'context = "amsterdam-admin" ': 'service_monitor = true\ncontext = "amsterdam-admin" '}
-    alone, both = (read_deploy_file(example(tmp_path, changes)) for changes in (off, {**off, **on}))
-    # Reading the second file overwrote the first: what was read stays.
-    assert made(both) == [("amsterdam-admin", "PodMonitor three-sites-cluster-a")]
-    assert "prometheus" in [one.name for one in identities.wanted(both)]
-    assert "prometheus" not in [one.name for one in identities.wanted(alone)]
+    training = {'context = "amsterdam-admin" ': 'service_monitor = true\ncontext = "amsterdam-admin" '}
+    servers = {'context = "frankfurt-admin"': 'service_monitor = true\ncontext = "frankfurt-admin"'}
+    at_training = read_deploy_file(example(tmp_path, {**off, **training}))
+    assert made(at_training) == [("amsterdam-admin", "PodMonitor three-sites-cluster-a")]
+    assert "prometheus" not in [one.name for one in identities.wanted(at_training)]
+    at_servers = read_deploy_file(example(tmp_path, {**off, **servers}))
+    assert {at for at, _ in made(at_servers)} == {"frankfurt-admin"}
+    assert "prometheus" in [one.name for one in identities.wanted(at_servers)]
 
 
 def test_monitors_alone_have_the_labels_by_which_a_prometheus_selects_them(tmp_path: Path) -> None:
