@@ -93,11 +93,12 @@ compose-test: $(DEV_STAMP)  ## train in containers, kill each of them, cut a net
 endurance: $(DEV_STAMP)  ## transfer gigabytes and ten thousand tensors, run a thousand rounds and the trainers; needs 10 GB
 	$(BIN)/python tests/run_all.py --endurance tests/endurance $(ARGS)
 
-manifests: $(DEV_STAMP)  ## generate what overlays build on, deploy/kubernetes/base, from deploy/kubernetes/base.toml
+manifests: $(DEV_STAMP)  ## generate deploy/kubernetes/base (from base.toml) and monitoring (from rules and dashboards)
 	rm -rf deploy/kubernetes/base
 	$(BIN)/dips deploy render deploy/kubernetes/base.toml --output deploy/kubernetes/base
 	rm -rf deploy/kubernetes/base/scripts deploy/kubernetes/base/cluster-jobset
 	$(BIN)/dips deploy rights deploy/kubernetes/base.toml >deploy/kubernetes/rights.yaml
+	$(BIN)/python deploy/kubernetes/make_monitoring.py
 
 manifests-test: $(DEV_STAMP)  ## check every object for Kubernetes against the published schemas of three versions
 	$(BIN)/python -m pytest --require-passed -rs -s tests/slow/test_manifests.py $(ARGS)

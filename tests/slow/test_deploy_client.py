@@ -21,6 +21,7 @@ from dips.cli.main import run
 from dips.core.errors import ConfigError, RetryLater
 from dips.deploy.deploy_file import read_deploy_file
 from dips.deploy.kubernetes_api import open_context
+from dips.deploy.objects import MONITORS
 
 APPLY = ("--yes", "--no-reach")
 
@@ -274,10 +275,50 @@ def test_what_is_not_permitted_or_not_installed_is_told_and_nothing_is_made(
     here.forbidden.add(("POST", "Role"))
     assert "does not permit it: roles is forbidden" in refused(capsys, "apply", small, *APPLY)
     here.forbidden.clear()
-    here.unknown_kinds.add("ServiceMonitor")
-    told = refused(capsys, "apply", small, *APPLY)
-    assert "install the Prometheus operator there, or set service_monitor = false" in told
-    assert not here.objects
+    for kind in MONITORS:
+        here.unknown_kinds.add(kind)
+        told = refused(capsys, "apply", small, *APPLY)
+        assert "install the Prometheus operator there, or set service_monitor = false" in told
+        assert not here.objects
+        here.unknown_kinds.clear()
+
+
+def test_a_site_without_the_operator_trains_unwatched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = example(tmp_path)
+    with_keys(file)
+    with StandIn() as frankfurt, StandIn() as amsterdam:
+        urls = {"frankfurt-admin": frankfurt.url, "amsterdam-admin": amsterdam.url}
+        write_kubeconfig(tmp_path / "kubeconfig", urls)
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+        amsterdam.unknown_kinds.update(MONITORS)
+        told = refused(capsys, "apply", file, *APPLY)
+        assert "context 'amsterdam-admin' has no place for PodMonitor three-sites-cluster-a" in told
+        assert told.endswith("set service_monitor = false, in [deploy] or in its site's table")
+        assert not frankfurt.objects
+        off = 'service_monitor = false\ncontext = "amsterdam-admin" '
+        file.write_text(file.read_text().replace('context = "amsterdam-admin" ', off))
+        assert dips("apply", file, *APPLY) == 0
+        assert amsterdam.of_kind("Job") == ["three-sites-cluster-a"]
+        assert frankfurt.of_kind("PodMonitor") == ["three-sites-cluster-b"]
+        assert frankfurt.of_kind("ServiceMonitor") == ["three-sites-master", "three-sites-slave"]
+
+
+def test_a_monitor_goes_with_its_cluster(here: StandIn, small: Path) -> None:
+    assert dips("apply", small, *APPLY) == 0
+    assert here.of_kind("PodMonitor") == ["small-cluster-a"]
+    assert dips("delete", small, "--cluster", "a", "--yes") == 0
+    assert not here.of_kind("PodMonitor")
+    assert "small-keys-prometheus" in here.of_kind("Secret"), "master and slaves are still watched"
+
+
+def test_monitors_go_when_the_file_no_longer_wants_them(here: StandIn, small: Path) -> None:
+    assert dips("apply", small, *APPLY) == 0
+    small.write_text(small.read_text().replace("slaves = 2", "slaves = 2\nservice_monitor = false"))
+    assert dips("apply", small, *APPLY) == 0
+    assert not [name for kind in MONITORS for name in here.of_kind(kind)]
+    assert "small-keys-prometheus" not in here.of_kind("Secret")
 
 
 def test_a_server_that_does_not_answer_is_for_later(

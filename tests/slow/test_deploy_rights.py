@@ -14,7 +14,7 @@ from support.repository import ROOT
 
 from dips.cli.main import run
 from dips.deploy.deploy_file import read_deploy_file
-from dips.deploy.objects import PLURALS
+from dips.deploy.objects import MONITORS, PLURALS
 from dips.deploy.rights import role
 
 APPLY = ("--yes", "--no-reach")
@@ -105,11 +105,11 @@ def test_rights_on_pods_are_needed_to_give_them_to_the_supervisor(
 
 
 def test_what_is_left_of_kinds_that_are_not_used_needs_no_right(here: StandIn, small: Path) -> None:
-    """JobSet and ServiceMonitor: whoever may not list them is refused with 403, also where nobody installed them."""
+    """JobSet and monitors: whoever may not list them is refused with 403, also where nobody installed them."""
     small.write_text(small.read_text().replace("slaves = 2", "slaves = 2\nservice_monitor = false"))
-    here.unknown_kinds = {"JobSet", "ServiceMonitor"}
+    here.unknown_kinds = {"JobSet", *MONITORS}
     here.rights = granted(small)
-    assert not {"JobSet", "ServiceMonitor"} & {right.kind for right in here.rights}
+    assert not {"JobSet", *MONITORS} & {right.kind for right in here.rights}
     assert dips("apply", small, *APPLY) == 0
 
 

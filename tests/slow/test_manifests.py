@@ -1,13 +1,14 @@
 """Every object for Kubernetes, from the files of deploy/kubernetes and from `dips deploy plan`, against its schema.
 
 The schemas are those that Kubernetes publishes, for three of its versions, strict: a field that does not exist is an
-error. Two kinds are of other projects, and no schema of theirs comes along: their pods and jobs are checked as
-Kubernetes' own, the rest by their place. Kustomizations are built by kustomize itself, where kubectl is here.
+error. Kinds of the Prometheus operator are checked against its own definitions, as a package has them. Of a JobSet,
+which no package has, the Job inside is checked. Kustomizations are built by kustomize itself, where kubectl is here.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from typing import Any
 
 import pytest
 import yaml
+from support.dashboards import DASHBOARDS, RULES
 from support.deploy_files import BASE, EXAMPLE
 from support.dips_command import dips
-from support.published_schemas import Unfit, check
+from support.published_schemas import OPERATOR_GROUP, Unfit, check, check_of_operator, has_operator_models
 from support.repository import ROOT
 
 from dips.deploy.deploy_file import read_deploy_file
@@ -26,14 +28,22 @@ from dips.deploy.render import write_folders
 
 Object = dict[str, Any]
 VERSIONS = ("1.29", "1.32", "1.35")
-WITHOUT_SCHEMA = ("ServiceMonitor", "JobSet")
-COMMITTED = ("servers", "cluster-job", "cluster-torchrun")
+COMMITTED = ("namespace", "servers", "cluster-job", "cluster-torchrun")
 """Folders of the base that overlays build on; `dips deploy render` writes the others when somebody needs them."""
 
 FOLDER = ROOT / "deploy" / "kubernetes"
-KUSTOMIZATIONS = sorted(path.parent for path in FOLDER.rglob("kustomization.yaml"))
+MONITORING = FOLDER / "monitoring"
+KUSTOMIZATIONS = sorted(
+    path.parent for path in FOLDER.rglob("kustomization.yaml") if "kind: Component" not in path.read_text()
+)
+COMPONENTS = sorted(path.parent for path in FOLDER.rglob("kustomization.yaml") if "kind: Component" in path.read_text())
+OVERLAYS = [folder for folder in KUSTOMIZATIONS if folder.parent.name == "overlays"]
+CONFIGMAP_BYTES = 1 << 20
 needs_kustomize = pytest.mark.skipif(
     shutil.which("kubectl") is None, reason="kubectl, which has kustomize, is not here"
+)
+needs_operator_models = pytest.mark.skipif(
+    not has_operator_models(), reason="the definitions of the Prometheus operator are not here: make installs them"
 )
 
 
@@ -43,8 +53,12 @@ def fits(document: Object, version: str) -> None:
         for job in document["spec"]["replicatedJobs"]:
             inner = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]}
             check(inner, version)
-    if document["kind"] not in WITHOUT_SCHEMA:
+    if is_of_kubernetes(document):
         check(document, version)
+
+
+def is_of_kubernetes(document: Object) -> bool:
+    return not document["apiVersion"].startswith((OPERATOR_GROUP, "jobset.x-k8s.io/"))
 
 
 def built(folder: Path) -> list[Object]:
@@ -63,7 +77,8 @@ def planned(file: Path) -> list[Object]:
 
 def test_there_is_something_to_check() -> None:
     names = [folder.relative_to(FOLDER).as_posix() for folder in KUSTOMIZATIONS]
-    assert {"base/servers", "base/cluster-job", "overlays/server-site", "overlays/training-site"} <= set(names)
+    wanted = {"base/namespace", "base/servers", "base/cluster-job", "monitoring"}
+    assert wanted | {"overlays/server-site", "overlays/training-site"} <= set(names)
 
 
 @needs_kustomize
@@ -73,7 +88,7 @@ def test_what_kustomize_builds_fits_the_schemas(folder: Path) -> None:
     for version in VERSIONS:
         for one in found:
             fits(one, version)
-    without = sum(one["kind"] in WITHOUT_SCHEMA for one in found)
+    without = sum(not is_of_kubernetes(one) for one in found)
     print(f"\n{folder.relative_to(ROOT)}: {len(found)} objects, {without} without a schema, {', '.join(VERSIONS)}")
 
 
@@ -84,7 +99,7 @@ def test_what_a_plan_prints_fits_the_schemas(file: Path) -> None:
     for version in VERSIONS:
         for one in found:
             fits({**one, "data": {}} if one["kind"] == "Secret" else one, version)
-    without = sum(one["kind"] in WITHOUT_SCHEMA for one in found)
+    without = sum(not is_of_kubernetes(one) for one in found)
     print(f"\ndips deploy plan {file.name}: {len(found)} objects, {without} without a schema, {', '.join(VERSIONS)}")
 
 
@@ -114,6 +129,109 @@ def test_the_base_is_what_is_rendered_now(tmp_path: Path) -> None:
             assert there.read_text() == now, f"{there.relative_to(ROOT)} is old: make manifests"
     committed = {path.relative_to(FOLDER / "base") for path in (FOLDER / "base").rglob("*") if path.is_file()}
     assert committed == {name for name in written if name.parts[0] in COMMITTED}
+
+
+# ---- what a cluster must have ----
+
+
+@needs_kustomize
+@pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=lambda folder: folder.relative_to(FOLDER).as_posix())
+def test_only_what_asks_for_the_prometheus_operator_needs_it(folder: Path) -> None:
+    groups = {one["apiVersion"] for one in built(folder) if not is_of_kubernetes(one)}
+    asks = folder == MONITORING or "/prometheus-operator" in _without_comments(folder / "kustomization.yaml")
+    assert groups == ({"monitoring.coreos.com/v1"} if asks else set())
+
+
+def _without_comments(file: Path) -> str:
+    return "\n".join(line for line in file.read_text().splitlines() if not line.lstrip().startswith("#"))
+
+
+@needs_kustomize
+@pytest.mark.parametrize("folder", OVERLAYS, ids=lambda folder: folder.name)
+def test_an_overlay_applies_on_a_cluster_without_its_namespace(folder: Path) -> None:
+    found = built(folder)
+    assert found[0]["kind"] == "Namespace", "kubectl makes objects in this order"
+    assert {one["metadata"]["namespace"] for one in found[1:]} == {found[0]["metadata"]["name"]}
+
+
+@needs_kustomize
+@pytest.mark.parametrize("component", COMPONENTS, ids=lambda folder: folder.parent.name)
+def test_a_component_adds_the_monitors_of_its_folder(component: Path, tmp_path: Path) -> None:
+    shutil.copytree(FOLDER / "base", tmp_path / "base")
+    name = component.parent.name
+    overlay = {"resources": [f"base/{name}"], "components": [f"base/{name}/prometheus-operator"]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    kinds = [one["kind"] for one in built(tmp_path) if not is_of_kubernetes(one)]
+    assert kinds == (["ServiceMonitor"] * 2 if name == "servers" else ["PodMonitor"])
+
+
+# ---- the Prometheus operator and Grafana ----
+
+
+def of_the_operator() -> list[Object]:
+    """Every object of ours for the operator, and those that the documents show."""
+    written = [path for path in FOLDER.rglob("*.yaml") if path.name != "kustomization.yaml"]
+    found = [one for path in written for one in yaml.safe_load_all(path.read_text())]
+    shown = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "deploy-kubernetes.md").read_text(), re.DOTALL)
+    found += [one for text in shown for one in yaml.safe_load_all(text)]
+    found += [one for file in (EXAMPLE, BASE) for one in planned(file)]
+    return [one for one in found if one.get("apiVersion", "").startswith(OPERATOR_GROUP)]
+
+
+@needs_operator_models
+def test_what_the_prometheus_operator_reads_fits_its_definitions() -> None:
+    found = of_the_operator()
+    assert {one["kind"] for one in found} == {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScrapeConfig"}
+    for one in found:
+        check_of_operator(one)
+    print(f"\n{len(found)} objects of {OPERATOR_GROUP.rstrip('/')} fit the operator's definitions")
+
+
+@needs_operator_models
+def test_a_field_that_the_operator_does_not_know_is_an_error() -> None:
+    monitor = next(one for one in of_the_operator() if one["kind"] == "PodMonitor")
+    monitor["spec"]["podMetricsEndpoints"][0]["tlsConfig"]["server_name"] = "x"
+    with pytest.raises(Unfit, match=r"PodMonitor has no such field: \.spec.*tlsConfig\.server_name"):
+        check_of_operator(monitor)
+    monitor["spec"]["podMetricsEndpoints"][0]["scheme"] = "ftp"
+    with pytest.raises(Unfit, match="scheme"):
+        check_of_operator(monitor)
+
+
+def test_monitoring_is_what_is_generated_now() -> None:
+    command = [sys.executable, str(FOLDER / "make_monitoring.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def monitoring(kind: str) -> dict[str, Object]:
+    found = (yaml.safe_load(path.read_text()) for path in sorted(MONITORING.glob("*.yaml")))
+    return {one["metadata"]["name"]: one for one in found if one["kind"] == kind}
+
+
+def test_the_operators_rules_are_those_of_prometheus() -> None:
+    found = {name: one["spec"] for name, one in monitoring("PrometheusRule").items()}
+    assert found == {f"dips-{file.stem}": yaml.safe_load(file.read_text()) for file in RULES}
+    for spec in found.values():
+        names = [group["name"] for group in spec["groups"]]
+        assert len(set(names)) == len(names), "an API server refuses two groups of one name in one object"
+
+
+def test_grafanas_sidecar_finds_each_dashboard() -> None:
+    files: dict[str, str] = {}
+    for one in monitoring("ConfigMap").values():
+        assert one["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert not files.keys() & one["data"].keys(), "the sidecar writes all files into one folder"
+        assert len(json.dumps(one).encode()) < CONFIGMAP_BYTES / 4, "kubectl writes a second copy into an annotation"
+        files |= one["data"]
+    assert files == {f"dips-{file.stem}.json": file.read_text() for file in DASHBOARDS}
+
+
+@needs_kustomize
+def test_kube_prometheus_stack_selects_all_of_it() -> None:
+    for one in built(MONITORING):
+        assert one["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+        assert one["metadata"]["namespace"] == "monitoring"
 
 
 @needs_kustomize

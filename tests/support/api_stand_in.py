@@ -1,10 +1,10 @@
 """A stand-in of the API server of Kubernetes: real HTTP on loopback, objects in memory, no cluster behind it.
 
 It checks every object that is written against the published schemas of one version (kubernetes-validate, strict; of
-the two kinds that have no published schema there, against their place only), knows dry runs, merge patches, labels,
-node ports that are taken, finalizing deletes and rights, and plays the controllers' part in the crudest way: what is
-wanted is there at once, unless a test says otherwise. It shows that the client's calls are well formed; it does not
-show that a real API server takes them.
+the kinds of others, which have no published schema there, against their place only), knows dry runs, merge patches,
+labels, node ports that are taken, finalizing deletes and rights, and plays the controllers' part in the crudest way:
+what is wanted is there at once, unless a test says otherwise. It shows that the client's calls are well formed; it does
+not show that a real API server takes them.
 
 What real servers were seen to do, and it does: rights are looked at before the kind, so that an unknown kind without a
 right is refused with 403; who gives rights must have them, also in a dry run, and a role that was only rehearsed is not
@@ -34,12 +34,12 @@ import yaml
 from support.published_schemas import Unfit, check
 
 from dips.deploy.deploy_file import STATE
-from dips.deploy.objects import API_VERSIONS, PLURALS
+from dips.deploy.objects import API_VERSIONS, MONITORS, PLURALS
 
 Object = dict[str, Any]
 TOKEN = "a-token-of-the-stand-in"
 KIND_OF = {plural: kind for kind, plural in PLURALS.items()}
-WITHOUT_SCHEMA = ("ServiceMonitor", "JobSet")
+WITHOUT_SCHEMA = ("JobSet", *MONITORS)
 SERVED_WITH = {**API_VERSIONS, "Pod": "v1"}
 EXEC = "pods/exec"
 """No kind, but rights have it."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import yaml
 from support.fault_run import free_port
 from support.repository import ROOT
 
@@ -31,17 +32,28 @@ class Prometheus:
     """Use as a context manager. The configuration is the repository's, scraped and evaluated every second in place of
     every ten."""
 
-    def __init__(self, folder: Path, plain: Sequence[object], tls: Sequence[object], keys: Path) -> None:
-        """plain, tls: the entries of the files that name targets; keys: Prometheus' own, for the second kind."""
+    def __init__(
+        self,
+        folder: Path,
+        plain: Sequence[object],
+        tls: Sequence[object],
+        keys: Path,
+        jobs: Sequence[Mapping[str, object]] = (),
+    ) -> None:
+        """plain, tls: the entries of the files that name targets; keys: Prometheus' own, for the second kind; jobs: to
+        be scraped in addition to the configuration's.
+        """
         self._folder = folder
         self.url = f"http://127.0.0.1:{free_port()}"
         self._process: subprocess.Popen[bytes] | None = None
         shutil.copytree(CONFIGURATION, folder)
-        self._configuration = folder / "prometheus.yml"
+        self._configuration = folder / "prometheus-tls.yml"
         text = self._configuration.read_text()
         quick = text.replace("_interval: 10s", "_interval: 1s").replace("scrape_timeout: 5s", "scrape_timeout: 1s")
-        assert quick.count("_interval: 1s") == 2, "prometheus.yml has other intervals than this test knows"
-        self._configuration.write_text(quick)
+        assert quick.count("_interval: 1s") == 2, "prometheus-tls.yml has other intervals than this test knows"
+        configuration = yaml.safe_load(quick)
+        configuration["scrape_configs"] += [{**dict(job), "scrape_interval": "1s"} for job in jobs]
+        self._configuration.write_text(yaml.safe_dump(configuration))
         for name, targets in (("targets", plain), ("targets-tls", tls)):
             (folder / name).mkdir(exist_ok=True)
             (folder / name / "live.json").write_text(json.dumps(targets))

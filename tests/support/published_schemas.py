@@ -1,8 +1,11 @@
-"""The published schemas of Kubernetes, strict, as kubernetes-validate ships them; each is read once."""
+"""The published schemas of Kubernetes, strict, as kubernetes-validate ships them, and the definitions of the Prometheus
+operator, as cloudcoil ships them; each is read once."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 from typing import Any
 
 import jsonschema
@@ -35,3 +38,40 @@ def _validator(api_version: str, kind: str, version: str) -> Any:
 @functools.cache
 def _definitions(folder: str, version: str) -> Any:
     return (Resource.from_contents(schema_contents(f"{folder}/_definitions.json", version)) @ Registry()).crawl()
+
+
+# ---- the Prometheus operator ----
+
+
+OPERATOR_MODELS = "cloudcoil.models.prometheus_operator"
+OPERATOR_GROUP = "monitoring.coreos.com/"
+
+
+def has_operator_models() -> bool:
+    try:
+        return importlib.util.find_spec(OPERATOR_MODELS) is not None
+    except ModuleNotFoundError:  # of its parent
+        return False
+
+
+def check_of_operator(document: dict[str, Any]) -> None:
+    """Raises Unfit for an object of monitoring.coreos.com that its definition refuses, or has no place for."""
+    version = document["apiVersion"].removeprefix(OPERATOR_GROUP)
+    model = getattr(importlib.import_module(f"{OPERATOR_MODELS}.{version}"), document["kind"])
+    try:
+        read = model.model_validate(document)
+    except ValueError as error:
+        raise Unfit(" ".join(str(error).split())) from error
+    # The models drop a field that they do not know, as an API server does.
+    kept = read.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    if lost := sorted(_leaves(document) - _leaves(kept)):
+        raise Unfit(f"{document['kind']} has no such field: {', '.join(lost)}")
+
+
+def _leaves(value: Any, path: str = "") -> set[str]:
+    """Each value of a document with its path."""
+    if isinstance(value, dict):
+        return {leaf for key, item in value.items() for leaf in _leaves(item, f"{path}.{key}")}
+    if isinstance(value, list):
+        return {leaf for index, item in enumerate(value) for leaf in _leaves(item, f"{path}[{index}]")}
+    return {f"{path} = {value!r}"}

@@ -212,9 +212,12 @@ def render(
     file: File,
     output: Annotated[Path, typer.Option("--output", metavar="DIR", help="Where the folders are written.")],
 ) -> int:
-    """Write the objects as files with a kustomization for each context, and the scripts of other sites.
+    """Write the objects as files with a kustomization for the servers and for each cluster, and the scripts of other
+    sites.
 
-    Secrets are left out: keys do not belong into a repository. `dips deploy plan` shows them.
+    The namespace has a folder of its own, and monitors for the Prometheus operator are components of kustomize: an
+    overlay lists those that it needs. Secrets are left out: keys do not belong into a repository. `dips deploy plan`
+    shows them.
     """
     deployment = read_deploy_file(file)
     for path in write_folders(deployment, output):

@@ -26,9 +26,11 @@ from dips.deploy.objects import (
     container,
     labels,
     made,
+    monitor,
     namespace,
     pod_spec,
     resources,
+    scraped,
     secret_volume,
     selector,
     service_account,
@@ -48,6 +50,7 @@ CONFIG_ERROR = 2
 """Exit code of a setting that a person must change (dips.core.errors.ConfigError): starting again does not help."""
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 END_S = 120
 """For the push of the last steps and its verdict; more where the settings allow a cluster more."""
 
@@ -70,6 +73,7 @@ def cluster_objects(deployment: Deployment, cluster: DeployedClusterKnobs) -> li
         cluster_policy(deployment, cluster.id),
         *([_claim(deployment, cluster)] if cluster.checkpoint_volume else []),
         workload(deployment, cluster, config_hash(files)),
+        *([_pod_monitor(deployment, cluster)] if deployment.monitored(deployment.site(cluster.site)) else []),
     ]
 
 
@@ -243,7 +247,7 @@ def _claim(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
 
 
 def _service(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
-    """Names for the nodes, so that they find the first of them; and the metrics."""
+    """Names for the nodes, so that they find the first of them; and the metrics, for a Prometheus without operator."""
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
@@ -251,3 +255,15 @@ def _service(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
         "ports": service_ports(METRICS),
     }
     return made(deployment, "Service", object_name(deployment, cluster), "cluster", cluster.id, spec=spec)
+
+
+def _pod_monitor(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
+    """For the leader's pod alone, which is the first one: no other pod of the cluster serves metrics.
+
+    They are read with the cluster's own keys: Prometheus' keys are an operator's, which no training site should have.
+    """
+    leader = {**selector(deployment, "cluster", cluster.id), INDEX_LABEL: "0"}
+    secret = f"{deployment.name}-keys-{cluster.id}"
+    endpoint = scraped(deployment, "cluster", {"replacement": cluster.id}, secret)
+    spec = {"selector": {"matchLabels": leader}, "podMetricsEndpoints": [endpoint]}
+    return monitor(deployment, "PodMonitor", object_name(deployment, cluster), "cluster", cluster.id, spec=spec)

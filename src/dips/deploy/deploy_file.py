@@ -60,6 +60,14 @@ Images = Annotated[
     _matching("[A-Za-z0-9][A-Za-z0-9.:/_-]*", "is not a registry and path, such as registry.example.org/dips"),
     AfterValidator(lambda value: value.rstrip("/")),
 ]
+_LABEL_WORD = "[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+LabelPair = Annotated[
+    str,
+    _matching(
+        f"(?:[a-z0-9](?:[a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_LABEL_WORD}=(?:{_LABEL_WORD})?",
+        "is not a label of Kubernetes with its value: write 'key=value', such as 'release=kube-prometheus-stack'",
+    ),
+]
 Tag = Annotated[str, _matching("[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}", "is not a tag of an image, such as 0.1.0")]
 
 
@@ -92,7 +100,14 @@ class DeployKnobs(Knobs):
         "required", description="Whether two slaves must not be on one node, or rather should not"
     )
     prometheus_namespace: Label = Field("monitoring", description="Namespace from which metrics may be read")
-    service_monitor: bool = Field(True, description="Make a ServiceMonitor; needs the Prometheus operator")
+    service_monitor: bool = Field(
+        True,
+        description="Make ServiceMonitors of master and slaves, and a PodMonitor of each cluster; needs the Prometheus "
+        "operator",
+    )
+    monitor_labels: tuple[LabelPair, ...] = Field(
+        (), description="Labels of these monitors, by which a Prometheus selects them, each as 'key=value'"
+    )
 
     @property
     def outside_master_port(self) -> int:
@@ -125,6 +140,9 @@ class SiteKnobs(Knobs):
     )
     bandwidth_gbps: tuple[float, ...] = Field(
         (), description="From servers here to each of the clusters, in their order; for placement = 'auto'"
+    )
+    service_monitor: bool | None = Field(
+        None, description="Whether monitors are made here, of what is at this site; not given: as [deploy] says"
     )
 
 
@@ -168,7 +186,7 @@ class DeployedClusterKnobs(Knobs):
     checkpoint_access: Literal["ReadWriteOnce", "ReadWriteMany"] = Field(
         "ReadWriteOnce", description="How the checkpoints' volume may be mounted; several nodes need ReadWriteMany"
     )
-    node_selector: tuple[str, ...] = Field((), description="Labels that nodes must have, each as 'key=value'")
+    node_selector: tuple[LabelPair, ...] = Field((), description="Labels that nodes must have, each as 'key=value'")
     tolerate: tuple[str, ...] = Field((), description="Taints of nodes that do not matter, by their keys")
     partition: str = Field("", description="With slurm: the partition")
 
@@ -322,6 +340,9 @@ CONTROL_PORT, DATA_PORT, METRICS_PORT, PAGE_PORT = 29400, 29500, 9400, 8080
 STATE, KEYS, CONFIG = "/var/lib/dips", "/etc/dips/keys", "/etc/dips/config"
 """Folders in the containers: the volume, the process's own keys, its settings."""
 
+FOUND_BY = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "dips-cluster")
+"""Labels by which `dips deploy` finds what it made."""
+
 NODE_PORTS = range(30000, 32768)
 """What Kubernetes gives out unless its administrator says otherwise."""
 
@@ -375,6 +396,10 @@ class Deployment:
         step = index if self.run.expose == "node-port" else 0
         return f"{self._host(f'slave-{index}')}:{self.run.outside_data_port + step}"
 
+    def monitored(self, site: SiteKnobs) -> bool:
+        """Whether the Prometheus operator of this site is told what to scrape."""
+        return self.run.service_monitor if site.service_monitor is None else site.service_monitor
+
     def site(self, name: str) -> SiteKnobs:
         return next(site for site in self.sites if site.name == name)
 
@@ -425,7 +450,14 @@ def _check_names(
 ) -> None:
     check_unique((site.name for site in sites), "name", f"{file} [[sites]]")
     check_unique((cluster.id for cluster in clusters), "id", f"{file} [[clusters]]")
-    taken = {"master", "supervisor", "operator", *(f"s{index}" for index in range(run.slaves))}
+    keys = [pair.partition("=")[0] for pair in run.monitor_labels]
+    check_unique(keys, "key", f"{file} [deploy] monitor_labels")
+    if ours := [key for key in keys if key in FOUND_BY]:
+        raise ConfigError(
+            f"{file} [deploy]: monitor_labels has {ours[0]!r}, by which `dips deploy` finds its own objects: leave it "
+            "out, and let Prometheus select by another label"
+        )
+    taken = {"master", "supervisor", "prometheus", "operator", *(f"s{index}" for index in range(run.slaves))}
     for cluster in clusters:
         if cluster.id in taken:
             raise ConfigError(f"{file}: the cluster id {cluster.id!r} is the name of another process: choose another")

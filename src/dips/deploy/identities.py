@@ -24,7 +24,7 @@ def wanted(deployment: Deployment) -> list[WantedIdentity]:
     roles = [(Role.MASTER, "master"), *((Role.SLAVE, name) for name in deployment.slave_ids)]
     # Of a role that may ask for the status and nothing else.
     roles.append((Role.SLAVE, SUPERVISOR))
-    if deployment.run.service_monitor:
+    if deployment.monitored(deployment.server_site):
         roles.append((Role.OPERATOR, PROMETHEUS))
     roles += [(Role.CLUSTER, cluster.id) for cluster in deployment.clusters]
     roles.append((Role.OPERATOR, OPERATOR))
@@ -79,7 +79,7 @@ def server_secrets(deployment: Deployment) -> list[Object]:
         _secret(deployment, f"{name}-keys-slave", "slave", slaves),
         _secret(deployment, f"{name}-keys-supervisor", "supervisor", _files(keys / SUPERVISOR)),
     ]
-    if deployment.run.service_monitor:
+    if deployment.monitored(deployment.server_site):
         found.append(_secret(deployment, f"{name}-keys-prometheus", "server", _files(keys / PROMETHEUS)))
     return found
 

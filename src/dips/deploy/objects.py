@@ -81,10 +81,16 @@ API_VERSIONS = {
     "Job": "batch/v1",
     "JobSet": "jobset.x-k8s.io/v1alpha2",
     "ServiceMonitor": "monitoring.coreos.com/v1",
+    "PodMonitor": "monitoring.coreos.com/v1",
 }
 
+MONITORS = ("ServiceMonitor", "PodMonitor")
+
 EXTENSIONS = {
-    "ServiceMonitor": "install the Prometheus operator there, or set service_monitor = false",
+    **dict.fromkeys(
+        MONITORS,
+        "install the Prometheus operator there, or set service_monitor = false, in [deploy] or in its site's table",
+    ),
     "JobSet": "install JobSet there, or set starts = 'job'",
 }
 """Kinds that only an extension knows, and what to do where it is missing."""
@@ -221,6 +227,53 @@ def service_ports(ports: Mapping[str, int]) -> list[Object]:
 
 
 METRICS = {"metrics": METRICS_PORT}
+
+
+# ---- monitors --------------------------------------------------------------------------------------------------------
+#
+# What the Prometheus operator is told: which pods serve metrics, with which keys they are read, and their labels. Pure.
+
+
+JOB = "dips"
+"""The label `job` of all targets, as in deploy/prometheus: alarms ask for it. The operator would take another one."""
+
+POD_NAME = "__meta_kubernetes_pod_name"
+
+
+def monitor(deployment: Deployment, kind: str, name: str, component: str, cluster: str = "", **fields: Any) -> Object:
+    """A monitor with the labels by which the Prometheus of its site selects it."""
+    found = made(deployment, kind, name, component, cluster, **fields)
+    found["metadata"]["labels"] |= dict(pair.split("=", 1) for pair in deployment.run.monitor_labels)
+    return found
+
+
+def scraped(deployment: Deployment, component: str, name: Mapping[str, object], secret: str) -> Object:
+    """How the metrics of a component are read, and the labels that dashboards and alarms need of each target.
+
+    name: the relabelling that gives a target the name of its process. secret: in the monitor's own namespace, with keys
+    of the run; all of them may read metrics.
+    """
+    return {
+        "port": "metrics",
+        "scheme": "https",
+        "interval": "15s",
+        # Metrics are served to holders of a certificate of the run, under a certificate for the role.
+        "tlsConfig": {
+            "ca": {"secret": {"name": secret, "key": CA_FILE}},
+            "cert": {"secret": {"name": secret, "key": CERT_FILE}},
+            "keySecret": {"name": secret, "key": KEY_FILE},
+            "serverName": f"dips-{component}",
+        },
+        "relabelings": [
+            {"targetLabel": "job", "replacement": JOB},
+            {"targetLabel": "role", "replacement": component},
+            {"targetLabel": "run", "replacement": deployment.name},
+            {"targetLabel": "name", **name},
+            # Otherwise the pod's address, which is another one after each move: its series would begin again, and an
+            # alarm that counts starts would never see two of them in one.
+            {"sourceLabels": [POD_NAME], "targetLabel": "instance"},
+        ],
+    }
 
 
 class _WholeDumper(yaml.SafeDumper):

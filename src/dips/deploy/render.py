@@ -11,7 +11,7 @@ from dips.core.release import requirement
 from dips.deploy import rollout
 from dips.deploy.clusters import cluster_settings, command, environment
 from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment
-from dips.deploy.objects import Object, as_yaml
+from dips.deploy.objects import MONITORS, Object, as_yaml
 
 # ---- scripts ---------------------------------------------------------------------------------------------------------
 #
@@ -111,8 +111,13 @@ def _line(deployment: Deployment, cluster: DeployedClusterKnobs, first: str, own
 MARK = "# Written by `dips deploy render` from {file}: change that, or patch this in an overlay.\n"
 
 
+NAMESPACE, OPERATOR = "namespace", "prometheus-operator"
+
+
 def write_folders(deployment: Deployment, output: Path) -> Iterator[Path]:
-    """DIR/servers, DIR/cluster-ID, and DIR/scripts; yields each file. Raises ConfigError when one cannot be written."""
+    """DIR/namespace, DIR/servers, DIR/cluster-ID, and DIR/scripts; yields each file. Raises ConfigError when one cannot
+    be written.
+    """
     for folder, objects in folders(deployment).items():
         yield from write_kustomization(output / folder, objects, str(deployment.file))
     for cluster in rollout.elsewhere(deployment):
@@ -121,26 +126,36 @@ def write_folders(deployment: Deployment, output: Path) -> Iterator[Path]:
 
 
 def folders(deployment: Deployment) -> dict[str, list[Object]]:
-    """The objects by folder, without secrets. Namespaces too: the one who applies the files decides about them."""
+    """The objects by folder, without secrets.
+
+    The namespace has a folder of its own: an overlay may list several of the others, and kustomize refuses an object
+    that comes twice. Monitors are a component inside of their folder: where the Prometheus operator is not installed,
+    the rest can be applied without them.
+    """
     found: dict[str, list[Object]] = {}
     for stage in rollout.stages(deployment):
         name = f"cluster-{stage.cluster}" if stage.cluster else "servers"
-        kept = [one for one in stage.objects if one["kind"] not in ("Secret", "Namespace")]
-        found.setdefault(name, []).extend(kept)
+        for one in stage.objects:
+            if one["kind"] == "Namespace":
+                found[NAMESPACE] = [one]
+            elif one["kind"] != "Secret":
+                folder = f"{name}/{OPERATOR}" if one["kind"] in MONITORS else name
+                found.setdefault(folder, []).append(one)
     return found
 
 
 def write_kustomization(folder: Path, objects: Iterable[Object], file: str) -> Iterator[Path]:
-    """One file for each kind, and a kustomization that lists them."""
+    """One file for each kind, and a kustomization that lists them: a component where the objects are monitors."""
     by_kind: dict[str, list[Object]] = {}
     for one in objects:
         by_kind.setdefault(one["kind"].lower(), []).append(one)
     mark = MARK.format(file=file)
     for kind, ones in by_kind.items():
         yield _write(folder / f"{kind}.yaml", mark + as_yaml(*ones))
+    of_component = {"apiVersion": "kustomize.config.k8s.io/v1alpha1", "kind": "Component"}
+    of_folder = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
     top = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
+        **(of_component if folder.name == OPERATOR else of_folder),
         "resources": [f"{kind}.yaml" for kind in by_kind],
     }
     yield _write(folder / "kustomization.yaml", mark + as_yaml(top))

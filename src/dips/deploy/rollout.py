@@ -21,7 +21,7 @@ from dips.deploy.clusters import cluster_objects
 from dips.deploy.compare import ObjectAction, Step, diff_lines, step_for
 from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment
 from dips.deploy.health import Health, ObjectState, state_of
-from dips.deploy.objects import Object
+from dips.deploy.objects import MONITORS, Object
 from dips.deploy.servers import server_objects
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -65,8 +65,8 @@ def stages(deployment: Deployment) -> list[RolloutStage]:
     """Secrets and settings, the master, the slaves, what belongs to them, then each cluster on Kubernetes."""
     context = deployment.server_site.context
     servers = server_objects(deployment)
-    first = [one for one in servers if one["kind"] not in WORKLOADS and one["kind"] != "ServiceMonitor"]
-    rest = [one for one in servers if one["kind"] in ("Deployment", "ServiceMonitor")]
+    first = [one for one in servers if one["kind"] not in (*WORKLOADS, *MONITORS)]
+    rest = [one for one in servers if one["kind"] in ("Deployment", *MONITORS)]
     sets = {one["metadata"]["name"]: one for one in servers if one["kind"] == "StatefulSet"}
     # Secrets come right after the namespace, which is the first object of each list.
     at, *after = first
@@ -184,7 +184,7 @@ def counts(found: Iterable[tuple[RolloutStage, list[Step]]], leaving: Sequence[S
 POLL_S = 2.0
 KINDS = (
     *("Secret", "ServiceAccount", "ConfigMap", "Service", "NetworkPolicy", "PodDisruptionBudget", "Role"),
-    *("RoleBinding", "PersistentVolumeClaim", "StatefulSet", "Deployment", "Job", "JobSet", "ServiceMonitor"),
+    *("RoleBinding", "PersistentVolumeClaim", "StatefulSet", "Deployment", "Job", "JobSet", *MONITORS),
 )
 """What a run may have in a namespace, in the order in which it is made."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from dips.core.net.keys import CA_FILE, CERT_FILE, KEY_FILE
 from dips.deploy.deploy_file import (
     CONFIG,
     CONTROL_PORT,
@@ -24,6 +23,7 @@ from dips.deploy.objects import (
     CONFIG_MOUNT,
     KEYS_MOUNT,
     METRICS,
+    POD_NAME,
     STATE_MOUNT,
     Object,
     claim_template,
@@ -32,10 +32,12 @@ from dips.deploy.objects import (
     container,
     labels,
     made,
+    monitor,
     namespace,
     own_keys_mounts,
     pod_spec,
     resources,
+    scraped,
     secret_volume,
     selector,
     server_policies,
@@ -85,7 +87,11 @@ def server_objects(deployment: Deployment) -> list[Object]:
         _slaves(deployment, slave_files),
         *_supervisor_rights(deployment),
         _supervisor(deployment),
-        *(_service_monitor(deployment, of) for of in ("master", "slave") if deployment.run.service_monitor),
+        *(
+            _service_monitor(deployment, of)
+            for of in ("master", "slave")
+            if deployment.monitored(deployment.server_site)
+        ),
     ]
 
 
@@ -319,23 +325,10 @@ TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
 def _service_monitor(deployment: Deployment, component: str) -> Object:
-    """For the Prometheus operator: metrics are served to holders of a certificate, and under one of their own."""
-    secret = f"{deployment.name}-keys-prometheus"
-    tls = {
-        "ca": {"secret": {"name": secret, "key": CA_FILE}},
-        "cert": {"secret": {"name": secret, "key": CERT_FILE}},
-        "keySecret": {"name": secret, "key": KEY_FILE},
-        "serverName": f"dips-{component}",
-    }
-    # Labels of the dashboards: which role, which run, which process.
-    role = {"targetLabel": "role", "replacement": component}
-    run = {"targetLabel": "run", "replacement": deployment.name}
-    name: Object = {"targetLabel": "name", "replacement": component}
+    name: Object = {"replacement": component}
     if component == "slave":
-        pods = f"{re.escape(deployment.name)}-slave-(\\d+)"
-        name = {"sourceLabels": ["__meta_kubernetes_pod_name"], "regex": pods}
-        name |= {"targetLabel": "name", "replacement": "s$1"}
-    endpoint = {"port": "metrics", "scheme": "https", "interval": "15s", "tlsConfig": tls}
+        name = {"sourceLabels": [POD_NAME], "regex": f"{re.escape(deployment.name)}-slave-(\\d+)", "replacement": "s$1"}
     found = {"matchLabels": {**selector(deployment, component), ENDPOINT_LABEL: "inside"}}
-    spec = {"selector": found, "endpoints": [{**endpoint, "relabelings": [role, run, name]}]}
-    return made(deployment, "ServiceMonitor", f"{deployment.name}-{component}", component, spec=spec)
+    endpoint = scraped(deployment, component, name, f"{deployment.name}-keys-prometheus")
+    spec = {"selector": found, "endpoints": [endpoint]}
+    return monitor(deployment, "ServiceMonitor", f"{deployment.name}-{component}", component, spec=spec)

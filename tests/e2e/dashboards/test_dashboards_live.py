@@ -1,8 +1,9 @@
 """Every panel, every rule and every alarm has data of a real run that a real Prometheus scrapes.
 
-The run is a small one with keys, on which all that the dashboards are for happens (support/watched_run.py). What must
-hold: each expression of each panel and rule had data at some moment; the alarms of what was done to the run were true,
-and the metrics of what was done have changed. `make dashboards-test` prints the numbers.
+The run is a small one with keys, on which all that the dashboards are for happens (support/watched_run.py). One slave
+and one cluster are scraped as the Prometheus operator would, by the monitors of `dips deploy`. What must hold: each
+expression of each panel and rule had data at some moment; the alarms of what was done to the run were true, and the
+metrics of what was done have changed. `make dashboards-test` prints the numbers.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ from pathlib import Path
 
 import pytest
 from support.dashboards import DASHBOARDS, filled, panel_expressions, panels, rules, selectors
+from support.deploy_files import written
+from support.operator_targets import Object, live_job
 from support.prometheus_server import WHY_NOT, Prometheus, is_installed
 from support.watched_run import RUN, WatchedRun, targets_of
+
+from dips.deploy.deploy_file import read_deploy_file
+from dips.deploy.rollout import stages
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason=WHY_NOT),
     pytest.mark.xdist_group("dashboards"),
 ]
+
+MONITORED = ("s1", "a")
+"""Scraped by a ServiceMonitor in TLS, and by a PodMonitor in the clear."""
 
 STORY_S = 480.0
 """For the whole story on a busy machine; on a quiet one it takes a minute and a half."""
@@ -94,6 +103,16 @@ def has_changed(prometheus: Prometheus, expr: str, begun_s: float) -> bool:
     return any(len({value for _, value in one["values"]}) > 1 for one in series)
 
 
+def jobs_of_monitors(run: WatchedRun, folder: Path) -> list[Object]:
+    deployment = read_deploy_file(written(folder, changes={'"small"': f'"{RUN}"'}))
+    objects = [one for stage in stages(deployment) for one in stage.objects]
+    slave, cluster = MONITORED
+    return [
+        live_job(objects, "ServiceMonitor", slave, run.metrics[slave]),
+        live_job(objects, "PodMonitor", cluster, run.metrics[cluster], in_clear=True),
+    ]
+
+
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("watched")
@@ -106,8 +125,9 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         return time.time()
 
     with run:
-        plain, tls = targets_of(run)
-        with Prometheus(folder / "prometheus", plain, tls, run.folder / "keys" / "prometheus") as prometheus:
+        plain, tls = ([one for one in found if one["labels"]["name"] not in MONITORED] for found in targets_of(run))
+        keys, jobs = run.folder / "keys" / "prometheus", jobs_of_monitors(run, folder)
+        with Prometheus(folder / "prometheus", plain, tls, keys, jobs) as prometheus:
             lap("a dozen versions", functools.partial(run.versions, 12))
             slow_begun_s = lap("a link is slow", functools.partial(run.slow_link, True))
             lap("versions over it", functools.partial(run.versions, 4))
@@ -148,6 +168,8 @@ def test_everybody_was_scraped_in_the_clear_and_in_tls(watched: Watched, capsys:
     seen = {(one["labels"]["name"], one["scrapeUrl"].split(":")[0]) for one in watched.prometheus.targets()}
     assert len(seen) == 7
     assert {name for name, scheme in seen if scheme == "https"} == {"s0", "s1"}
+    pods = {one["labels"]["name"]: one["labels"].get("pod", "") for one in watched.prometheus.targets()}
+    assert {name for name, pod in pods.items() if pod} == set(MONITORED)
     for name, _ in seen:
         assert has_data(watched, f'up{{name="{name}"}} == 1'), f"{name} was never scraped"
 

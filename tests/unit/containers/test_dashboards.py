@@ -27,6 +27,7 @@ from support.documents import anchors
 from support.repository import ROOT
 
 from dips.core.observe.metrics import Spec
+from dips.local.authority import ensure_keys
 from dips.master import metrics as of_master
 from dips.slave import metrics as of_slave
 from dips.worker import metrics as of_worker
@@ -216,8 +217,25 @@ def promtool(*arguments: object) -> str:
 
 @needs_promtool
 def test_prometheus_reads_the_configuration_and_the_rules() -> None:
-    promtool("check", "config", "--syntax-only", PROMETHEUS / "prometheus.yml")
+    assert "SUCCESS" in promtool("check", "config", PROMETHEUS / "prometheus.yml"), "as it is here, without keys"
     assert f"{len(ALERTS)} rules found" in promtool("check", "rules", *RULES)
+
+
+@needs_promtool
+def test_prometheus_reads_the_configuration_for_several_machines_with_its_keys(tmp_path: Path) -> None:
+    folder = shutil.copytree(PROMETHEUS, tmp_path / "prometheus")
+    with pytest.raises(AssertionError, match=r"keys/tls\.crt: no such file"):
+        promtool("check", "config", folder / "prometheus-tls.yml")
+    ensure_keys(tmp_path / "keys", operators=["prometheus"])
+    shutil.copytree(tmp_path / "keys" / "prometheus", folder / "keys")
+    assert "SUCCESS" in promtool("check", "config", folder / "prometheus-tls.yml")
+
+
+def test_the_configuration_for_several_machines_is_the_other_one_and_a_job_for_each_role() -> None:
+    alone, tls = (yaml.safe_load((PROMETHEUS / f"{name}.yml").read_text()) for name in ("prometheus", "prometheus-tls"))
+    plain, *of_roles = tls.pop("scrape_configs")
+    assert alone == {**tls, "scrape_configs": [plain]}
+    assert [job["job_name"] for job in of_roles] == ["dips-master", "dips-slave", "dips-cluster", "dips-evaluator"]
 
 
 @needs_promtool

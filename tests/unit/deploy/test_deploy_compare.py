@@ -154,7 +154,7 @@ def test_the_plan_goes_from_keys_to_clusters() -> None:
     assert first.index("Secret") < first.index("ConfigMap")
     every = [(step.context, step.name) for _, steps in found for step in steps]
     assert len(every) == len(set(every))
-    assert rollout.counts(found) == "40 to make, 0 to change, 0 to replace, 0 as they should be, 0 to delete"
+    assert rollout.counts(found) == "42 to make, 0 to change, 0 to replace, 0 as they should be, 0 to delete"
 
 
 def test_what_nobody_wants_any_more_is_left_over_but_never_a_volume() -> None:

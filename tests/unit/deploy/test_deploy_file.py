@@ -82,6 +82,17 @@ MISTAKES = {
         {'id = "a"': 'id = "a"\nnodes = 300\ngpus = 8\ntorchrun = true\ncommand = ["x.py"]'},
         "300 nodes of 8 processes are 2400 ranks, and a cluster has at most 1024",
     ),
+    "a label without a value": ({"slaves = 2": 'slaves = 2\nmonitor_labels = ["release"]'}, "write 'key=value'"),
+    "two values of one label": (
+        {"slaves = 2": 'slaves = 2\nmonitor_labels = ["release=a", "release=b"]'},
+        "monitor_labels: two have the key 'release'",
+    ),
+    "another run's objects": (
+        {"slaves = 2": 'slaves = 2\nmonitor_labels = ["app.kubernetes.io/instance=x"]'},
+        "by which `dips deploy` finds its own objects: leave it out",
+    ),
+    "nodes without a value": ({'id = "a"': 'id = "a"\nnode_selector = ["fast"]'}, "write 'key=value'"),
+    "the id of Prometheus": ({'id = "a"': 'id = "prometheus"'}, "name of another process"),
     "no clusters": ({"[[clusters]]": "[clusters]"}, "'clusters' is not a list of tables: write each below"),
 }
 
