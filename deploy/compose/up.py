@@ -6,7 +6,9 @@ This looks first, and changes nothing before all is well. OPTIONS are those of `
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -17,6 +19,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PORTS = {"PAGE_PORT": 8080, "PROMETHEUS_PORT": 9090, "GRAFANA_PORT": 3000}
 """The ports of this machine that docker-compose.yml asks for, and what moves them."""
+
+PULLED = ("python:3.11-slim", "prom/prometheus:v2.55.1", "grafana/grafana:11.6.0")
+"""What comes from a registry: the base of what is built here, and two images as they are."""
+
+BUILT = ("dips-keys", "dips-master", "dips-slave", "dips-worker", "dips-link")
 
 LEAST_COMPOSE = "1.29"
 ANSWER_S = 30.0
@@ -69,6 +76,32 @@ def taken_ports(environment: Mapping[str, str]) -> list[str]:
     return sentences
 
 
+def announcement(environment: Mapping[str, str]) -> list[str]:
+    """What `up` will pull and build, with the bytes that the registry says; empty where every image is here."""
+    absent = [name for name in (*PULLED, *BUILT) if _says(["docker", "image", "inspect", name]) is None]
+    lines = [f"to pull: {name}, {_size_at_registry(name)}" for name in PULLED if name in absent]
+    build = [name for name in BUILT if name in absent]
+    if build:
+        cuda = "" if environment.get("TORCH_INDEX") else ", with gigabytes of CUDA packages unless .env has TORCH_INDEX"
+        lines.append(f"to build, which takes minutes: {', '.join(build)}{cuda}")
+    return lines
+
+
+def _size_at_registry(name: str) -> str:
+    """How much is downloaded for this machine's processor, in words."""
+    try:
+        told = json.loads(_says(["docker", "manifest", "inspect", "--verbose", name], wants_output=True) or "[]")
+        ours = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+        for one in told if isinstance(told, list) else [told]:
+            where = one["Descriptor"]["platform"]
+            if (where["os"], where["architecture"]) == ("linux", ours):
+                manifest = one.get("OCIManifest") or one["SchemaV2Manifest"]
+                return f"{sum(layer['size'] for layer in manifest['layers']) / 1e6:.0f} MB"
+    except (ValueError, KeyError, TypeError):
+        pass
+    return "whose size the registry does not tell"
+
+
 def settings(environment: Mapping[str, str], file: Path = ROOT / ".env") -> dict[str, str]:
     """What compose sees: the environment, before the file .env."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
@@ -81,9 +114,12 @@ def main(arguments: Sequence[str]) -> int:
         compose = compose_command()
         require_engine()
         running = _says([*compose, "-f", str(ROOT / "docker-compose.yml"), "ps", "-q"], wants_output=True)
-        taken = [] if running else taken_ports(settings(os.environ))  # ours hold them already
+        found = settings(os.environ)
+        taken = [] if running else taken_ports(found)  # ours hold them already
         if taken:
             raise Missing("; ".join(taken))
+        for line in announcement(found):
+            print(f"compose: {line}")
     except Missing as missing:
         print(f"compose: {missing}", file=sys.stderr)
         return MISSING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import socket
 import stat
 import sys
@@ -249,6 +250,38 @@ def test_a_taken_port_is_told_with_another_one(
     said = capsys.readouterr().err
     assert "port 9099 of this machine is taken" in said
     assert "PROMETHEUS_PORT=10099" in said
+
+
+MANIFESTS = """
+import json, sys
+if sys.argv[1:3] == ["image", "inspect"]:
+    sys.exit("prom" not in sys.argv[3] and sys.argv[3] != "dips-link")
+if sys.argv[1:3] == ["manifest", "inspect"]:
+    if "grafana" in sys.argv[4]:
+        sys.exit("no connection")
+    layers = {"layers": [{"size": 20000000}, {"size": 25000000}]}
+    both = [("arm64", {"layers": []}), ("amd64", layers)]
+    where = lambda name: {"platform": {"os": "linux", "architecture": name}}
+    print(json.dumps([{"Descriptor": where(name), "OCIManifest": one} for name, one in both]))
+"""
+
+
+def test_what_is_pulled_and_built_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_docker(tmp_path, MANIFESTS)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(up.platform, "machine", lambda: "x86_64")
+    pull, unknown, build = up.announcement({})
+    assert pull == "to pull: python:3.11-slim, 45 MB"
+    assert unknown == "to pull: grafana/grafana:11.6.0, whose size the registry does not tell"
+    assert build.startswith("to build, which takes minutes: dips-keys, dips-master, dips-slave, dips-worker, with giga")
+    assert "CUDA" not in up.announcement({"TORCH_INDEX": "https://download.pytorch.org/whl/cpu"})[-1]
+
+
+def test_images_are_those_of_the_compose_file_and_of_the_dockerfile() -> None:
+    named = set(re.findall(r"^ +image: (\S+)$", (ROOT / "docker-compose.yml").read_text(), re.MULTILINE))
+    base = re.search(r"^ARG BASE=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert base is not None
+    assert {*named, base[1]} == {*up.PULLED, *up.BUILT}
 
 
 def test_a_port_that_is_none_is_told() -> None:
