@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.core.errors import ConfigError
-from dips.core.net.addresses import dialable, format_address, is_loopback, parse_address, require_loopback
+from dips.core.net.addresses import (
+    dialable,
+    format_address,
+    is_loopback,
+    parse_address,
+    require_loopback,
+    shown_listening,
+)
 
 
 @pytest.mark.parametrize(
@@ -90,3 +97,15 @@ def test_this_machine_is_served(address: str) -> None:
 def test_another_machine_is_refused_with_the_reason(address: str) -> None:
     with pytest.raises(ConfigError, match=r"^listen is .* not a loopback address: .*, or use 127\.0\.0\.1$"):
         require_loopback(address, "listen")
+
+
+@pytest.mark.parametrize(
+    ("listen", "dialled", "text"),
+    [
+        ("127.0.0.1:0", "127.0.0.1:4711", "127.0.0.1:4711"),
+        ("0.0.0.0:4711", "127.0.0.1:4711", "0.0.0.0:4711, all addresses of this machine"),
+        ("[::]:0", "[::1]:4711", "[::]:4711, all addresses of this machine"),
+    ],
+)
+def test_a_process_that_listens_on_all_addresses_says_so(listen: str, dialled: str, text: str) -> None:
+    assert shown_listening(listen, dialled) == text

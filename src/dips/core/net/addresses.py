@@ -47,6 +47,12 @@ def dialable(address: str) -> str:
     return format_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
 
+def shown_listening(listen: str, address: str) -> str:
+    """Where a process listens, for a person. listen: as it was asked to; address: at which its own machine dials it."""
+    bound = format_address(parse_address(listen)[0], parse_address(address)[1])
+    return address if dialable(bound) == bound else f"{bound}, all addresses of this machine"
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host` is "localhost" or a literal loopback address."""
     if host == "localhost":
