@@ -305,6 +305,26 @@ def test_without_keys_only_loopback_is_bound() -> None:
     server.stop()
 
 
+IPV6 = pytest.mark.skipif(not socket.has_ipv6, reason="this system has no IPv6")
+
+
+@IPV6
+@pytest.mark.parametrize(("host", "way"), [("::1", "[::1]"), ("::", "[::1]"), ("::", "127.0.0.1")])
+def test_parameters_are_pushed_and_pulled_over_ipv6(host: str, way: str) -> None:
+    with KeyedPort(CurvePair.new(), host=host) as port:
+        assert port.server.endpoint == f"tcp://[{host}]:{port.port}"
+        who = cluster(port, "a")
+        who.endpoint = f"tcp://{way}:{port.port}"
+        port.allow(who)
+        port.open("a")
+        push = who.push()
+        assert push.done, push.failure
+        pull, flat = who.pull()
+        assert pull.done, pull.failure
+        assert flat.tobytes() == THETA.tobytes()
+        assert port.server.beat().refused_connections == 0
+
+
 def _stranger(port: KeyedPort) -> socket.socket:
     """Somebody who speaks another protocol, and stays."""
     stranger = socket.create_connection(("127.0.0.1", port.port))

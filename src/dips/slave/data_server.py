@@ -33,7 +33,7 @@ from dips.core.chunks import checksum as xxh3_64
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import PushId, Version
 from dips.core.messages import AllowedKey, SlaveBeat
-from dips.core.net.addresses import require_loopback
+from dips.core.net.addresses import format_address, require_loopback
 from dips.core.net.data_header import MAX_HEADER_BYTES, DataOp
 from dips.core.net.zmq_numba import ReceivedFrame, poll_items, why_not
 from dips.core.net.zmq_sockets import NOW, NOW_MORE, ZAP_ENDPOINT, CurvePair, Failure, Handshakes, Outgoing, as_server
@@ -310,12 +310,15 @@ class DataServer:
 
     def _listen(self, host: str, port: int) -> socket.socket:
         try:
-            listener = socket.create_server((host, port), backlog=BACKLOG)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            # On [::] peers with IPv4 addresses are served as well, where the system has both.
+            both = host == "::" and socket.has_dualstack_ipv6()
+            listener = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
         except OSError as error:
             self._context.destroy(linger=0)
             raise ConfigError(
-                f"the data port cannot bind tcp://{host}:{port or '*'}: {error.strerror or error}; choose another "
-                "data_port, or 0"
+                f"the data port cannot bind tcp://{format_address(host, port)}: {error.strerror or error}; choose "
+                "another data_port, or 0"
             ) from error
         listener.setblocking(False)
         # A connection is taken with its first byte: then whoever hangs up and has sent none is a probe, no slow peer.
@@ -328,6 +331,7 @@ class DataServer:
         handshakes = Handshakes(self._context, router, arrivals=None if self._curve is None else self._has_spoken)
         options = {
             zmq.USE_FD: os.dup(self._listener.fileno()),
+            zmq.IPV6: int(self._listener.family is socket.AF_INET6),
             zmq.MAXMSGSIZE: self._max_chunk_bytes + MAX_HEADER_BYTES,  # encryption adds 33 bytes to a frame
             zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
             zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
@@ -378,7 +382,7 @@ class DataServer:
     def endpoint(self) -> str:
         """The bound endpoint, "tcp://127.0.0.1:41234"."""
         host, port = self._listener.getsockname()[:2]
-        return f"tcp://{host}:{port}"
+        return f"tcp://{format_address(host, port)}"
 
     def start(self) -> None:
         self._thread.start()

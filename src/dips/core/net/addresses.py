@@ -105,6 +105,23 @@ def is_elsewhere(address: str) -> bool:
     return bool(rows) and not any(_is_own(family, place) for family, _, _, _, place in rows)
 
 
+def needs_ipv6(endpoint: str) -> bool:
+    """Whether "tcp://host:port" is an IPv6 address, or a name that has no others; False for a name that is not found.
+
+    For libzmq, which asks for addresses of one family.
+    """
+    host, port = parse_address(endpoint)
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        pass
+    try:
+        rows = socket.getaddrinfo(host, port or 1, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return bool(rows) and all(family == socket.AF_INET6 for family, *_ in rows)
+
+
 def is_loopback_endpoint(endpoint: str) -> bool:
     """Whether "tcp://host:port" is on the loopback of whoever dials it. False for an empty endpoint."""
     return bool(endpoint) and is_loopback(parse_address(endpoint)[0])
