@@ -293,8 +293,8 @@ def _value(value: object) -> str:
 EVERY_NETWORK = ("0.0.0.0/0", "::/0")
 """A block has addresses of one family only."""
 
-API_PORTS = (443, 6443)
-"""Where API servers listen, inside and behind the service `kubernetes`."""
+API_PORTS = (443, 6443, 8443, 16443)
+"""Where API servers listen, inside and behind the service `kubernetes`: 8443 in minikube, 16443 in MicroK8s."""
 
 NAMES: Object = {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}
 """Names are looked up wherever the cluster's DNS is."""

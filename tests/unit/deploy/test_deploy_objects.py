@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import tomllib
@@ -10,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.deploy_files import BASE, EXAMPLE, SMALL, example, with_keys, written
+from support.deploy_files import BASE, EXAMPLE, ONE_CLUSTER, SMALL, example, with_keys, written
+from support.documents import table
+from support.repository import ROOT
 
+from dips.core.units import parse_bytes
 from dips.deploy import identities, rollout
 from dips.deploy.compare import shown
 from dips.deploy.deploy_file import OUR_PREFIX, OUR_VARIABLES, Deployment, read_deploy_file
@@ -22,7 +26,12 @@ from dips.master.config import MasterConfig
 from dips.slave.config import SlaveConfig
 
 Object = dict[str, Any]
-DEPLOYMENTS = {"three-sites": read_deploy_file(EXAMPLE), "base": read_deploy_file(BASE)}
+GUIDE = ROOT / "docs" / "deploy-kubernetes.md"
+DEPLOYMENTS = {
+    "three-sites": read_deploy_file(EXAMPLE),
+    "base": read_deploy_file(BASE),
+    "one-cluster": read_deploy_file(ONE_CLUSTER),
+}
 each_deployment = pytest.mark.parametrize("deployment", DEPLOYMENTS.values(), ids=DEPLOYMENTS.keys())
 
 
@@ -231,6 +240,40 @@ def test_keys_are_never_printed(tmp_path: Path) -> None:
         text = str(shown(secret))
         assert "sha256" in text
         assert not [value for value in secret["data"].values() if value in text]
+
+
+def test_the_first_run_fits_on_a_small_machine() -> None:
+    """4 processors and 8 GiB, of which Kubernetes itself has a processor and half of the memory."""
+    requests = [
+        (pod["containers"][0]["resources"]["requests"], one["spec"].get("replicas", one["spec"].get("completions")))
+        for one in objects(DEPLOYMENTS["one-cluster"])
+        if one["kind"] in rollout.WORKLOADS
+        for pod in [one["spec"]["template"]["spec"]]
+    ]
+    assert len(requests) == 5
+    cpus = sum(n * (int(one["cpu"][:-1]) / 1000 if "m" in one["cpu"] else int(one["cpu"])) for one, n in requests)
+    memory = sum(n * int(parse_bytes(f"{one['memory']}B")) for one, n in requests)
+    assert 2 < cpus <= 2.6
+    assert 2 << 30 < memory <= 4 << 30
+    assert "requiredDuringSchedulingIgnoredDuringExecution" not in str(objects(DEPLOYMENTS["one-cluster"]))
+
+
+def test_the_table_of_secrets_is_what_the_pods_mount(tmp_path: Path) -> None:
+    deployment = with_keys(example(tmp_path))
+    (tmp_path / "keys" / "master" / "revoked.json").write_text("[]")
+    made = {
+        one["metadata"]["name"]: (one["type"], set(one["data"]))
+        for one in objects(deployment)
+        if one["kind"] == "Secret"
+    }
+    told: dict[str, tuple[str, set[str]]] = {}
+    for name, keys, _ in table(GUIDE, "GitOps"):
+        secret = name.strip("`").replace("RUN", deployment.name)
+        names = {secret.replace("CLUSTER", one.id) for one in rollout.on_kubernetes(deployment)}
+        of_one = set(re.findall(r"`([\w.]+\.(?:crt|key|json))`", keys))
+        of_all = {key.replace("s0", slave) for key in of_one for slave in deployment.slave_ids}
+        told |= {each: ("Opaque", of_all) for each in names}
+    assert told == made
 
 
 def test_files_hold_no_secret() -> None:
