@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -198,15 +199,18 @@ def test_a_slave_that_has_another_key_than_the_master_named_gets_nothing(port: K
 
 def test_a_peer_without_keys_is_counted_and_gets_nothing(port: KeyedPort, door_clock: DoorClock) -> None:
     port.open("a")
+    with socket.create_connection(("127.0.0.1", port.port)) as peer:
+        peer.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\3")  # as libzmq begins; it hangs up where it finds CURVE
+        _wait_for(lambda: len(port.server._handshakes._came) == 1)
+    door_clock.wait_for_refused(1)
+    # Who of the two hangs up first is a race.
+    either = ("has not this port's key", "it may want other security (CURVE, or none)")
+    assert any(words in port.server.beat().refused_connection for words in either)
     with fresh_context() as context:
         dealer = context.socket(zmq.DEALER)
         dealer.connect(port.server.endpoint)
         dealer.send(b"not a header")
-        door_clock.wait_for_refused(1)
-        # Who of the two hangs up first is a race.
-        either = ("has not this port's key", "it may want other security (CURVE, or none)")
-        assert any(words in port.server.beat().refused_connection for words in either)
-        assert not dealer.poll(0)
+        assert not dealer.poll(300)
 
 
 @pytest.mark.parametrize("way", [Way.UP, Way.DOWN])
@@ -260,6 +264,32 @@ def test_who_does_not_shake_hands_is_counted_once_among_those_who_do(port: Keyed
         assert port.server.beat().refused_connections == 4, "and whoever came between is not"
 
 
+@pytest.mark.parametrize("by_reset", [False, True])
+def test_probes_that_connect_and_close_are_no_strangers(port: KeyedPort, door_clock: DoorClock, by_reset: bool) -> None:
+    """As a kubelet and the health checks of load balancers do, every few seconds."""
+    who = cluster(port, "a")
+    port.allow(who)
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", port.port)) as probe:
+            if by_reset:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert who.pull()[0].done, "it was taken after all probes"
+    _wait_for(lambda: not port.server._handshakes.unsettled)
+    with _stranger(port):
+        door_clock.wait_for_refused(1)
+        beat = port.server.beat()
+    assert beat.refused_connections == 1
+    assert "has not this port's key" in beat.refused_connection
+
+
+def test_a_peer_that_stays_and_says_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_server, "HANDSHAKE_MS", 200)
+    with KeyedPort(CurvePair.new()) as port, socket.create_connection(("127.0.0.1", port.port)) as peer:
+        while peer.recv(64):  # until it is dropped
+            pass
+        _wait_for(lambda: port.server.beat().refused_connections == 1)
+
+
 def test_neither_side_falls_back_to_the_clear(port: KeyedPort) -> None:
     bare = Cluster("a", None, port)
     with pytest.raises(ConfigError, match="this process has no keys"):
@@ -273,6 +303,26 @@ def test_without_keys_only_loopback_is_bound() -> None:
         DataServer("0.0.0.0", 0, RUN, 1 << 16, lambda event: None, lambda error: None)
     server = DataServer("0.0.0.0", 0, RUN, 1 << 16, lambda e: None, lambda e: None, curve=CurvePair.new())
     server.stop()
+
+
+IPV6 = pytest.mark.skipif(not socket.has_ipv6, reason="this system has no IPv6")
+
+
+@IPV6
+@pytest.mark.parametrize(("host", "way"), [("::1", "[::1]"), ("::", "[::1]"), ("::", "127.0.0.1")])
+def test_parameters_are_pushed_and_pulled_over_ipv6(host: str, way: str) -> None:
+    with KeyedPort(CurvePair.new(), host=host) as port:
+        assert port.server.endpoint == f"tcp://[{host}]:{port.port}"
+        who = cluster(port, "a")
+        who.endpoint = f"tcp://{way}:{port.port}"
+        port.allow(who)
+        port.open("a")
+        push = who.push()
+        assert push.done, push.failure
+        pull, flat = who.pull()
+        assert pull.done, pull.failure
+        assert flat.tobytes() == THETA.tobytes()
+        assert port.server.beat().refused_connections == 0
 
 
 def _stranger(port: KeyedPort) -> socket.socket:

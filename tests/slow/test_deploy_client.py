@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.api_stand_in import StandIn, write_kubeconfig
-from support.deploy_files import example, with_keys, written
+from support.deploy_files import EVERY_KNOB, ONE_CLUSTER, SMALL, example, with_keys, written
 from support.deploy_site import Master, site_of
 
 from dips.cli.main import run
@@ -69,6 +69,26 @@ def test_three_sites_are_made_in_order_and_once(
         assert dips("apply", file, *APPLY) == 0
         assert [len(one.writes) for one in (frankfurt, amsterdam)] == before
     assert "0 objects were changed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        (ONE_CLUSTER.read_text().replace("runs/one/keys", "KEYS"), {'"kind-kind"': '"here"'}),
+        (SMALL, EVERY_KNOB),
+    ],
+    ids=["one-cluster", "every-knob"],
+)
+def test_a_file_is_made_once_and_nothing_changes_afterwards(
+    here: StandIn, tmp_path: Path, text: str, changes: dict[str, str]
+) -> None:
+    file = written(tmp_path, text, changes)
+    with_keys(file)
+    assert dips("apply", file, *APPLY) == 0
+    before = len(here.writes)
+    assert before >= 25
+    assert dips("apply", file, *APPLY) == 0
+    assert len(here.writes) == before
 
 
 def test_a_plan_changes_nothing_and_tells_what_apply_would(

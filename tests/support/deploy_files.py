@@ -13,6 +13,7 @@ from dips.deploy.identities import wanted
 from dips.local.authority import ensure_keys
 
 EXAMPLE = ROOT / "examples" / "three-sites.toml"
+ONE_CLUSTER = ROOT / "examples" / "one-cluster.toml"
 BASE = ROOT / "deploy" / "kubernetes" / "base.toml"
 
 SMALL = """
@@ -37,6 +38,31 @@ address = "192.0.2.7"
 id = "a"
 site = "here"
 """
+
+_OF_THE_CLUSTER = """
+gpus = 8
+shm = "2 GiB"
+resources = ["rdma/hca=1", "ephemeral-storage=10Gi"]
+host_network = true
+env = ["NCCL_DEBUG=INFO"]
+volumes = ["models=/models:ro", "models=/cache", "scratch=/scratch"]
+egress = ["192.0.2.0/24:9000", "2001:db8::/32:443", "anywhere:443"]
+priority_class = "training"
+node_selector = ["pool=training"]
+tolerate = ["nvidia.com/gpu"]"""
+_OF_THE_SERVERS = """
+ip_family = "ipv6"
+server_node_selector = ["pool=servers"]
+server_tolerate = ["dedicated"]
+server_priority_class = "servers"
+load_balancer_annotations = ["example.org/kind=fast"]"""
+EVERY_KNOB = {
+    'id = "a"': f'id = "a"{_OF_THE_CLUSTER}',
+    "slaves = 2": f"slaves = 2{_OF_THE_SERVERS}",
+    '"node-port"': '"load-balancer"',
+    '"192.0.2.7"': '"{name}.example.org"',
+}
+"""Changes of SMALL, by which pods and Services have all that a file can give them."""
 
 
 def written(folder: Path, text: str = SMALL, changes: Mapping[str, str] | None = None) -> Path:

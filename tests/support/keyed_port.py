@@ -71,7 +71,7 @@ class KeyedPort:
 
     def __init__(
         self, curve: CurvePair | None, *, loop: LoopName = "auto", blocks: Sequence[Block] = LAYOUT.blocks, theta: F32 =
-        THETA, chunk_bytes: int = CHUNK_BYTES,
+        THETA, chunk_bytes: int = CHUNK_BYTES, host: str = "127.0.0.1",
     ) -> None:  # fmt: skip
         """blocks: those that it holds. theta: of these, one after the other; what it serves."""
         outer_numba.warm_up()
@@ -81,7 +81,7 @@ class KeyedPort:
         self.staged: dict[PushId, bytes] = {}
         self.crashed: list[BaseException] = []
         self.server = DataServer(
-            "127.0.0.1", 0, RUN, chunk_bytes, self._note, self.crashed.append, curve=curve, loop=loop
+            host, 0, RUN, chunk_bytes, self._note, self.crashed.append, curve=curve, loop=loop
         )  # fmt: skip
         self._memory = ShardMemory(blocks, chunk_bytes, 3, 60 * theta.size + (8 << 20))
         self._memory.take().theta[:] = theta

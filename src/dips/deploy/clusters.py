@@ -11,6 +11,7 @@ from dips.deploy.deploy_file import (
     STATE,
     DeployedClusterKnobs,
     Deployment,
+    canonical,
     processors,
     quantity,
 )
@@ -25,9 +26,12 @@ from dips.deploy.objects import (
     config_volume,
     container,
     labels,
+    listening,
     made,
     monitor,
     namespace,
+    pairs,
+    placed,
     pod_spec,
     resources,
     scraped,
@@ -66,11 +70,11 @@ def cluster_objects(deployment: Deployment, cluster: DeployedClusterKnobs) -> li
     files = cluster_settings(deployment, cluster)
     name = object_name(deployment, cluster)
     return [
-        namespace(deployment),
+        namespace(deployment, deployment.site(cluster.site).context),
         service_account(deployment, name, "cluster", cluster.id),
         settings_map(deployment, name, "cluster", files, cluster.id),
         _service(deployment, cluster),
-        cluster_policy(deployment, cluster.id),
+        cluster_policy(deployment, cluster),
         *([_claim(deployment, cluster)] if cluster.checkpoint_volume else []),
         workload(deployment, cluster, config_hash(files)),
         *([_pod_monitor(deployment, cluster)] if deployment.monitored(deployment.site(cluster.site)) else []),
@@ -174,7 +178,8 @@ def _pod(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
     name = object_name(deployment, cluster)
     first, own = (node_name(deployment, cluster, index) for index in ("0", "$(JOB_COMPLETION_INDEX)"))
     volumes, mounts = _volumes(deployment, cluster)
-    extra = {cluster.gpu_resource: str(cluster.gpus)} if cluster.gpus else None
+    extra = {cluster.gpu_resource: str(cluster.gpus)} if cluster.gpus else {}
+    extra |= {name: canonical(amount) for name, amount in pairs(cluster.resources).items()}
     one = container(
         "cluster",
         cluster.image or deployment.run.image("worker"),
@@ -189,10 +194,10 @@ def _pod(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
     more: Object = {"restartPolicy": "Never", "terminationGracePeriodSeconds": end_s(deployment)}
     if cluster.starts == "job":
         more["subdomain"] = name
-    if cluster.node_selector:
-        more["nodeSelector"] = dict(label.split("=", 1) for label in cluster.node_selector)
-    if cluster.tolerate:
-        more["tolerations"] = [{"key": key, "operator": "Exists"} for key in cluster.tolerate]
+    if cluster.host_network:
+        # Names are looked up as in other pods: those of the master and of the cluster's other pods are needed.
+        more |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    more |= placed(cluster.node_selector, cluster.tolerate, cluster.priority_class)
     return pod_spec(deployment, name, [one], volumes, **more)
 
 
@@ -205,7 +210,7 @@ def _environment(deployment: Deployment, cluster: DeployedClusterKnobs) -> list[
     """What a program of one's own reads, and where the metrics are; the index is the Job's."""
     variables = [{"name": key, "value": value} for key, value in environment(deployment, cluster, KEYS).items()]
     # Of several ranks the leader alone listens.
-    variables.append({"name": "DIPS_WORKER_METRICS_LISTEN", "value": f"0.0.0.0:{METRICS_PORT}"})
+    variables.append({"name": "DIPS_WORKER_METRICS_LISTEN", "value": listening(deployment, METRICS_PORT)})
     index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
     return [*variables, {"name": "JOB_COMPLETION_INDEX", "valueFrom": {"fieldRef": index}}]
 
@@ -220,7 +225,7 @@ def environment(deployment: Deployment, cluster: DeployedClusterKnobs, keys: str
     }
     if cluster.by_torchrun:  # it would kill its processes after 30 s
         found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(end_s(deployment) - TORCHRUN_END_S)
-    return found
+    return found | pairs(cluster.env)
 
 
 def _volumes(deployment: Deployment, cluster: DeployedClusterKnobs) -> tuple[list[Object], list[Object]]:
@@ -233,6 +238,17 @@ def _volumes(deployment: Deployment, cluster: DeployedClusterKnobs) -> tuple[lis
     if cluster.data_claim:
         volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": cluster.data_claim, "readOnly": True}})
         mounts.append({"name": "data", "mountPath": "/data", "readOnly": True})
+    for number, claim in enumerate(dict.fromkeys(mount.claim for mount in cluster.mounts)):
+        of_claim = [mount for mount in cluster.mounts if mount.claim == claim]
+        volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
+        for mount in of_claim:
+            read_only = {"readOnly": True} if mount.read_only else {}
+            mounts.append({"name": f"claim-{number}", "mountPath": mount.path, **read_only})
+    if cluster.shm_bytes:
+        # The runtime's is too small for NCCL and for loaders. Pages that are written count as the pod's memory.
+        in_memory = {"medium": "Memory", "sizeLimit": quantity(cluster.shm_bytes)}
+        volumes.append({"name": "shm", "emptyDir": in_memory})
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     return volumes, mounts
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pydantic import AfterValidator, Field
 
 from dips.core.config import Knobs, SettingsFile, check_unique, load_table
 from dips.core.errors import ConfigError
-from dips.core.net.addresses import parse_address
+from dips.core.net.addresses import MAX_PORT, parse_address
 from dips.core.protocol import MAX_RANKS
 from dips.core.units import Bytes, Count, format_bytes, format_count
 from dips.local.processes import leaving_s
@@ -68,6 +69,15 @@ LabelPair = Annotated[
         "is not a label of Kubernetes with its value: write 'key=value', such as 'release=kube-prometheus-stack'",
     ),
 ]
+Pair = Annotated[str, _matching("[^=\\s]+=.*", "is not 'key=value'")]
+"""One entry of a list that Kubernetes has as a table."""
+
+Digest = Annotated[
+    str,
+    _matching(
+        "(?:master|slave|worker)=sha256:[0-9a-f]{64}", "is not ROLE=sha256:…, with the role master, slave or worker"
+    ),
+]
 Tag = Annotated[str, _matching("[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}", "is not a tag of an image, such as 0.1.0")]
 
 
@@ -78,6 +88,9 @@ class DeployKnobs(Knobs):
     namespace: Label = Field("dips", description="Namespace of the objects, in every context")
     images: Images = Field(description="Registry and path of the images dips-master, dips-slave and dips-worker")
     tag: Tag = Field(description="Tag of the images")
+    digests: tuple[Digest, ...] = Field(
+        (), description="Digests of the images, each as 'ROLE=sha256:…': what is pulled, whatever the tag names later"
+    )
     pull_secret: str = Field("", description="Secret of the namespace with which images are pulled; empty: none")
     keys: Path = Field(description="Folder that `dips keys` made; of it each process gets its own identity only")
     placement: str = Field("auto", description="Site of the servers; auto: the one whose links serve the training best")
@@ -92,6 +105,21 @@ class DeployKnobs(Knobs):
     )
     data_port: int | None = Field(
         None, ge=1, le=65535, description="Port of the slaves there (29500); node-port: of the first one (30500)"
+    )
+    load_balancer_annotations: tuple[Pair, ...] = Field(
+        (), description="Annotations of the load balancers' Services, each as 'key=value', as your cloud has them"
+    )
+    ip_family: Literal["ipv4", "ipv6"] = Field(
+        "ipv4", description="Where pods listen: on 0.0.0.0; or on [::], which clusters with IPv6 alone need"
+    )
+    server_node_selector: tuple[LabelPair, ...] = Field(
+        (), description="Labels that nodes of master, slaves and supervisor must have, each as 'key=value'"
+    )
+    server_tolerate: tuple[str, ...] = Field(
+        (), description="Taints of nodes that do not matter to master, slaves and supervisor, by their keys"
+    )
+    server_priority_class: str = Field(
+        "", description="Priority class of master, slaves and supervisor; empty: the context's default"
     )
     storage_class: str = Field("", description="Storage class of all volumes; empty: the context's default")
     master_volume: Bytes = Field(0, description="Size of the master's volume; 0: by the formula")
@@ -118,7 +146,13 @@ class DeployKnobs(Knobs):
         return self.data_port or (30500 if self.expose == "node-port" else 29500)
 
     def image(self, role: str) -> str:
-        return f"{self.images}/dips-{role}:{self.tag}"
+        digest = dict(pair.split("=", 1) for pair in self.digests).get(role)
+        return f"{self.images}/dips-{role}:{self.tag}" + (f"@{digest}" if digest else "")
+
+    @property
+    def every_address(self) -> str:
+        """The host on which pods listen, as it is before a port."""
+        return "[::]" if self.ip_family == "ipv6" else "0.0.0.0"
 
 
 class ModelKnobs(Knobs):
@@ -186,6 +220,27 @@ class DeployedClusterKnobs(Knobs):
     checkpoint_access: Literal["ReadWriteOnce", "ReadWriteMany"] = Field(
         "ReadWriteOnce", description="How the checkpoints' volume may be mounted; several nodes need ReadWriteMany"
     )
+    shm: Bytes | None = Field(
+        None,
+        description="Size of /dev/shm, a part of memory; not given: an eighth of memory on nodes with accelerators and "
+        "in clusters of several ranks, else what the container runtime gives (64 MiB)",
+    )
+    resources: tuple[Pair, ...] = Field(
+        (), description="More resources of each node, each as 'key=value', such as 'rdma/hca=1'"
+    )
+    host_network: bool = Field(
+        False, description="Pods have the network of their node, as some RDMA needs; needs a privileged namespace"
+    )
+    env: tuple[Pair, ...] = Field((), description="Variables of the environment, each as 'NAME=value'")
+    volumes: tuple[str, ...] = Field(
+        (), description="PersistentVolumeClaims that are there, each as 'CLAIM=/path', or 'CLAIM=/path:ro' for reading"
+    )
+    egress: tuple[str, ...] = Field(
+        (),
+        description="What pods may connect to in addition to the run, each as 'NETWORK:PORT', or 'anywhere:PORT': an "
+        "object store, a hub",
+    )
+    priority_class: str = Field("", description="Priority class of the pods; empty: the context's default")
     node_selector: tuple[LabelPair, ...] = Field((), description="Labels that nodes must have, each as 'key=value'")
     tolerate: tuple[str, ...] = Field((), description="Taints of nodes that do not matter, by their keys")
     partition: str = Field("", description="With slurm: the partition")
@@ -206,6 +261,70 @@ class DeployedClusterKnobs(Knobs):
     def ranks(self) -> int:
         """Processes of the cluster, each of which pushes and pulls its share of the model."""
         return self.nodes * self.node_ranks
+
+    @property
+    def on_kubernetes(self) -> bool:
+        return self.starts in ("job", "jobset")
+
+    @property
+    def shm_bytes(self) -> int:
+        """Of the volume at /dev/shm; 0: none. NCCL and the loaders of PyTorch share data between processes there."""
+        if self.shm is not None:
+            return self.shm
+        return self.memory // SHM_PART if self.gpus or self.ranks > 1 else 0
+
+    @property
+    def mounts(self) -> tuple[ClaimMount, ...]:
+        """The entries of volumes. Raises ValueError for one of another form."""
+        return tuple(ClaimMount.parse(entry) for entry in self.volumes)
+
+    @property
+    def destinations(self) -> tuple[tuple[str, int], ...]:
+        """The entries of egress: networks, empty for all, and ports. Raises ValueError for one of another form."""
+        return tuple(_destination(entry) for entry in self.egress)
+
+
+SHM_PART = 8
+"""Of the memory: a loader's batches and NCCL's buffers fit, and it is far from all that the pod has. It is a bound, not
+set aside: only pages that are written count as the pod's memory."""
+
+
+@dataclass(frozen=True)
+class ClaimMount:
+    """A PersistentVolumeClaim and where it is mounted."""
+
+    claim: str
+    path: str
+    read_only: bool
+
+    @classmethod
+    def parse(cls, text: str) -> ClaimMount:
+        """Reads 'CLAIM=/path[:ro]'. Raises ValueError."""
+        claim, equals, place = text.partition("=")
+        path, _, mode = place.partition(":")
+        if not (equals and re.fullmatch("[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?", claim) and path.startswith("/")):
+            raise ValueError(f"{text!r} is not CLAIM=/path")
+        if mode not in ("", "ro"):
+            raise ValueError(f"{text!r} ends with {mode!r}: write CLAIM=/path:ro, or CLAIM=/path")
+        return cls(claim, posixpath.normpath(path), mode == "ro")
+
+
+def _destination(text: str) -> tuple[str, int]:
+    network, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and 1 <= int(port) <= MAX_PORT):
+        raise ValueError(f"{text!r} does not end with a port, as in '192.0.2.0/24:443'")
+    if network == ANY_NETWORK:
+        return "", int(port)
+    try:
+        return str(ipaddress.ip_network(network.removeprefix("[").removesuffix("]"))), int(port)
+    except ValueError as error:
+        raise ValueError(
+            f"{text!r} names no network ({error}): write 192.0.2.0/24:443, 2001:db8::/32:443 or {ANY_NETWORK}:443; "
+            "policies of Kubernetes know no host names"
+        ) from error
+
+
+ANY_NETWORK = "anywhere"
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
@@ -309,6 +428,12 @@ def quantity(n_bytes: int) -> str:
     while amount % 1024 == 0 and unit < 3:
         amount, unit = amount // 1024, unit + 1
     return f"{amount}{('Mi', 'Gi', 'Ti', 'Pi')[unit]}"
+
+
+def canonical(amount: str) -> str:
+    """An amount of `resources` as Kubernetes itself writes it."""
+    units = {"Mi": 20, "Gi": 30, "Ti": 40}
+    return quantity(int(amount[:-2]) << units[amount[-2:]]) if amount[-2:] in units else amount
 
 
 def processors(cpus: float) -> str:
@@ -427,6 +552,7 @@ def read_deploy_file(file: Path) -> Deployment:
     _check_names(file, run, sites, clusters)
     server_site, why = _server_site(file, run, sites, clusters)
     _check_reach(file, run, sites, clusters, server_site)
+    _check_lists(tables.where("deploy"), run)
     _check_clusters(file, sites, clusters)
     ours = {"run_id": run.run_id, "directory": STATE, "keys": KEYS}
     master = tables.settings(MasterConfig, "master", {**ours, "slaves": run.slaves})
@@ -549,6 +675,23 @@ def _check_reach(
         _check_node_ports(file, run)
 
 
+HOST_ANNOTATION = "external-dns.alpha.kubernetes.io/hostname"
+
+
+def _check_lists(where: str, run: DeployKnobs) -> None:
+    """The lists of pairs: what would be twice, or is not used."""
+    for name in ("digests", "load_balancer_annotations", "server_node_selector"):
+        keys = [pair.partition("=")[0] for pair in getattr(run, name)]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise ConfigError(f"{where}: {name} has {twice[0]} twice: leave one out")
+    if run.load_balancer_annotations and run.expose != "load-balancer":
+        raise ConfigError(
+            f"{where}: load_balancer_annotations need expose = 'load-balancer', not {run.expose!r}: leave them out"
+        )
+    if any(pair.startswith(f"{HOST_ANNOTATION}=") for pair in run.load_balancer_annotations):
+        raise ConfigError(f"{where}: {HOST_ANNOTATION} follows from the site's address: leave it out")
+
+
 def _check_node_ports(file: Path, run: DeployKnobs) -> None:
     ports = [run.outside_master_port, *(run.outside_data_port + index for index in range(run.slaves))]
     wrong = [port for port in ports if port not in NODE_PORTS]
@@ -605,6 +748,63 @@ def _check_clusters(file: Path, sites: tuple[SiteKnobs, ...], clusters: tuple[De
             )
         if cluster.torchrun and not cluster.command and not cluster.parallel:
             raise ConfigError(f"{where}: torchrun needs a command of yours: give the script and its arguments")
+        _check_pods(cluster, where)
+
+
+PODS_ONLY = ("shm", "resources", "host_network", "volumes", "egress", "priority_class")
+OUR_VARIABLES = ("HOME", "NUMBA_CACHE_DIR", "JOB_COMPLETION_INDEX", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+OUR_PREFIX = "DIPS_"
+"""Variables that pods have from here; those with the prefix are settings, which are in other tables of the file."""
+
+
+def _check_pods(cluster: DeployedClusterKnobs, where: str) -> None:
+    """What only pods have, and what would be twice in one."""
+    given = [key for key in PODS_ONLY if key in cluster.model_fields_set]
+    if given and not cluster.on_kubernetes:
+        raise ConfigError(
+            f"{where}: {given[0]} is for pods, and starts = {cluster.starts!r} has none: leave it out, and let the "
+            "script's system do it"
+        )
+    try:
+        mounts, _ = cluster.mounts, cluster.destinations
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if cluster.shm_bytes >= cluster.memory:
+        raise ConfigError(
+            f"{where}: shm = {format_bytes(cluster.shm_bytes)} is a part of memory, which is "
+            f"{format_bytes(cluster.memory)}, and leaves nothing for the processes: give less, or more memory"
+        )
+    for name in (pair.partition("=")[0] for pair in cluster.env):
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(f"{where}: env has {name!r}, which is no name of a variable: use letters, digits and '_'")
+        if name in OUR_VARIABLES or name.startswith(OUR_PREFIX):
+            remedy = "set it in [worker] or [train]" if name.startswith(OUR_PREFIX) else "leave it out"
+            raise ConfigError(f"{where}: env has {name}, which `dips deploy` sets itself: {remedy}")
+    ours = {"cpu": "cpus", "memory": "memory", **({cluster.gpu_resource: "gpus"} if cluster.gpus else {})}
+    for name, _, amount in (pair.partition("=") for pair in cluster.resources):
+        if name in ours:
+            raise ConfigError(f"{where}: resources has {name!r}, which {ours[name]} gives: leave it out there")
+        if not re.fullmatch("[1-9][0-9]*(?:[MGT]i)?", amount):
+            raise ConfigError(
+                f"{where}: resources has {name}={amount}, and an amount is a whole number, or one of Mi, Gi or Ti: "
+                f"write {name}=1 or {name}=1Gi"
+            )
+    for what, names in (
+        ("env", [pair.partition("=")[0] for pair in cluster.env]),
+        ("resources", [pair.partition("=")[0] for pair in cluster.resources]),
+        ("volumes", [mount.path for mount in mounts]),
+    ):
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"{where}: {what} has {twice[0]} twice: leave one out")
+    taken = [KEYS, CONFIG, "/tmp", "/dev/shm", *([STATE] if cluster.checkpoint_volume else [])]
+    taken += ["/data"] if cluster.data_claim else []
+    for mount in mounts:
+        for path in taken:
+            if posixpath.commonpath([mount.path, path]) in (mount.path, path):
+                raise ConfigError(
+                    f"{where}: volumes mounts {mount.claim} at {mount.path}, and {path} is taken in the pod: "
+                    "choose another"
+                )
 
 
 def _check_parallel(cluster: DeployedClusterKnobs, where: str) -> None:

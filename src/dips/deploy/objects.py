@@ -14,7 +14,16 @@ from typing import Any
 import yaml
 
 from dips.core.net.keys import CA_FILE, CERT_FILE, KEY_FILE
-from dips.deploy.deploy_file import CONFIG, CONTROL_PORT, DATA_PORT, KEYS, METRICS_PORT, STATE, Deployment
+from dips.deploy.deploy_file import (
+    CONFIG,
+    CONTROL_PORT,
+    DATA_PORT,
+    KEYS,
+    METRICS_PORT,
+    STATE,
+    DeployedClusterKnobs,
+    Deployment,
+)
 
 Object = dict[str, Any]
 
@@ -31,7 +40,8 @@ CLUSTER_LABEL = "dips-cluster"
 CONFIG_HASH = "dips/config"
 """Annotation of a pod's template: other settings make other pods."""
 
-RESTRICTED = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "audit", "warn")}
+POD_SECURITY = "pod-security.kubernetes.io"
+RESTRICTED = {f"{POD_SECURITY}/{mode}": "restricted" for mode in ("enforce", "audit", "warn")}
 
 
 def labels(deployment: Deployment, component: str, cluster: str = "") -> dict[str, str]:
@@ -100,11 +110,14 @@ PLURALS |= {"NetworkPolicy": "networkpolicies", "Pod": "pods"}
 """The names of kinds in requests and rights."""
 
 
-def namespace(deployment: Deployment) -> Object:
+def namespace(deployment: Deployment, context: str) -> Object:
     found = made(deployment, "Namespace", deployment.run.namespace, "namespace")
     del found["metadata"]["namespace"]
     # One namespace may hold several runs: it is no run's own, so that `delete` leaves it.
     found["metadata"]["labels"] = {"app.kubernetes.io/part-of": "dips", **RESTRICTED}
+    if any(one.host_network and deployment.site(one.site).context == context for one in deployment.clusters):
+        # Profiles are of whole namespaces, and this is the only one that permits a node's network.
+        found["metadata"]["labels"][f"{POD_SECURITY}/enforce"] = "privileged"
     return found
 
 
@@ -178,6 +191,28 @@ def container(
     if ports:
         found["ports"] = [{"name": key, "containerPort": port, "protocol": "TCP"} for key, port in ports.items()]
     return found
+
+
+def pairs(entries: Iterable[str]) -> dict[str, str]:
+    """A list of 'key=value' as a table."""
+    return dict(entry.split("=", 1) for entry in entries)
+
+
+def placed(node_selector: Sequence[str], tolerate: Sequence[str], priority_class: str) -> Object:
+    """The fields of a pod that say on which nodes it may be, and before which other pods."""
+    found: Object = {}
+    if node_selector:
+        found["nodeSelector"] = pairs(node_selector)
+    if tolerate:
+        found["tolerations"] = [{"key": key, "operator": "Exists"} for key in tolerate]
+    if priority_class:
+        found["priorityClassName"] = priority_class
+    return found
+
+
+def listening(deployment: Deployment, port: int) -> str:
+    """HOST:PORT at which a pod listens."""
+    return f"{deployment.run.every_address}:{port}"
 
 
 def resources(cpus: str, memory: str, extra: Mapping[str, str] | None = None) -> Object:
@@ -308,9 +343,11 @@ def _value(value: object) -> str:
 # keep unknown peers away from the ports.
 
 
-ANYWHERE = "0.0.0.0/0"
-API_PORTS = (443, 6443)
-"""Where API servers listen, inside and behind the service `kubernetes`."""
+EVERY_NETWORK = ("0.0.0.0/0", "::/0")
+"""A block has addresses of one family only."""
+
+API_PORTS = (443, 6443, 8443, 16443)
+"""Where API servers listen, inside and behind the service `kubernetes`: 8443 in minikube, 16443 in MicroK8s."""
 
 NAMES: Object = {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}
 """Names are looked up wherever the cluster's DNS is."""
@@ -336,20 +373,20 @@ def server_policies(deployment: Deployment) -> list[Object]:
             "slave",
             [_from([*slaves, *clusters], _tcp(DATA_PORT)), _metrics(deployment)],
             # Slaves find each other at the addresses that clusters use, for a RESHARD.
-            [NAMES, to_master, _to(slaves, _tcp(DATA_PORT)), _to([_block(ANYWHERE)], _data_ports(deployment))],
+            [NAMES, to_master, _to(slaves, _tcp(DATA_PORT)), _to(_anywhere(), _data_ports(deployment))],
         ),
         _policy(
             deployment,
             "supervisor",
             [],
-            [NAMES, to_master, _to([_block(ANYWHERE)], [port for n in API_PORTS for port in _tcp(n)])],
+            [NAMES, to_master, _to(_anywhere(), [port for n in API_PORTS for port in _tcp(n)])],
         ),
     ]
 
 
-def cluster_policy(deployment: Deployment, cluster: str) -> Object:
-    """Allows a cluster's pods to connect to master and slaves, and to each other."""
-    own = _pods(selector(deployment, "cluster", cluster))
+def cluster_policy(deployment: Deployment, cluster: DeployedClusterKnobs) -> Object:
+    """Allows a cluster's pods to connect to master and slaves, to each other, and to what its table says."""
+    own = _pods(selector(deployment, "cluster", cluster.id))
     first, last = RENDEZVOUS_PORTS
     among = [{"protocol": "TCP", "port": first, "endPort": last}]
     _, _, port = deployment.master_address.rpartition(":")
@@ -358,24 +395,30 @@ def cluster_policy(deployment: Deployment, cluster: str) -> Object:
         deployment,
         "cluster",
         [_from(own, among), _metrics(deployment)],
-        [NAMES, _to([_block(ANYWHERE)], _once(endpoints)), _to(own, among)],
-        cluster,
+        [
+            NAMES,
+            _to(_anywhere(), _once(endpoints)),
+            _to(own, among),
+            *(_to([_block(at)] if at else _anywhere(), _tcp(port)) for at, port in cluster.destinations),
+        ],
+        cluster.id,
     )
 
 
 def _clusters(deployment: Deployment) -> list[Object]:
     """From where clusters come: their pods in this namespace, and the networks of the sites.
 
-    A site that names no networks may be anywhere; a node port hides where a connection comes from.
+    A site that names no networks may be anywhere; a node port hides where a connection comes from. Pods in the network
+    of their node have its address, and no policy knows them by their labels.
     """
     found: list[Object] = _pods({**selector(deployment, "cluster")})
-    if deployment.run.expose == "inside":
+    sites = [(cluster, deployment.site(cluster.site)) for cluster in deployment.clusters]
+    away = [site for cluster, site in sites if cluster.host_network or site.context != deployment.server_site.context]
+    if deployment.run.expose == "inside" and not away:
         return found
-    sites = [deployment.site(cluster.site) for cluster in deployment.clusters]
-    away = [site for site in sites if site.context != deployment.server_site.context]
     if deployment.run.expose == "node-port" or any(not site.cidrs for site in away):
-        return [*found, _block(ANYWHERE)]
-    return [*found, *(_block(cidr) for cidr in sorted({cidr for site in sites for cidr in site.cidrs}))]
+        return [*found, *_anywhere()]
+    return [*found, *(_block(cidr) for cidr in sorted({cidr for _, site in sites for cidr in site.cidrs}))]
 
 
 def _policy(
@@ -423,6 +466,10 @@ def _pods(*found: Mapping[str, str]) -> list[Object]:
 
 def _block(cidr: str) -> Object:
     return {"ipBlock": {"cidr": cidr}}
+
+
+def _anywhere() -> list[Object]:
+    return [_block(cidr) for cidr in EVERY_NETWORK]
 
 
 def _tcp(port: int) -> list[Object]:

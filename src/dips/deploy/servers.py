@@ -9,6 +9,7 @@ from dips.deploy.deploy_file import (
     CONFIG,
     CONTROL_PORT,
     DATA_PORT,
+    HOST_ANNOTATION,
     KEYS,
     METRICS_PORT,
     PAGE_PORT,
@@ -31,10 +32,13 @@ from dips.deploy.objects import (
     config_volume,
     container,
     labels,
+    listening,
     made,
     monitor,
     namespace,
     own_keys_mounts,
+    pairs,
+    placed,
     pod_spec,
     resources,
     scraped,
@@ -68,7 +72,7 @@ def server_objects(deployment: Deployment) -> list[Object]:
     master_files, slave_files = master_settings(deployment), slave_settings(deployment)
     name = deployment.name
     return [
-        namespace(deployment),
+        namespace(deployment, deployment.server_site.context),
         service_account(deployment, f"{name}-server", "server"),
         service_account(deployment, f"{name}-supervisor", "supervisor"),
         settings_map(deployment, f"{name}-master", "master", master_files),
@@ -102,10 +106,10 @@ def master_settings(deployment: Deployment) -> dict[str, str]:
     ours = {
         "run_id": deployment.name,
         "directory": f"{STATE}/master",
-        "listen": f"0.0.0.0:{CONTROL_PORT}",
+        "listen": listening(deployment, CONTROL_PORT),
         "slaves": deployment.run.slaves,
         "keys": KEYS,
-        "metrics_listen": f"0.0.0.0:{METRICS_PORT}",
+        "metrics_listen": listening(deployment, METRICS_PORT),
         # Of this pod alone: `kubectl port-forward` comes in there, and nothing else does.
         "page_listen": f"127.0.0.1:{PAGE_PORT}",
     }
@@ -122,11 +126,11 @@ def slave_settings(deployment: Deployment) -> dict[str, str]:
             "directory": f"{STATE}/slave",
             "master": deployment.master_inside,
             "keys": KEYS,
-            "data_host": "0.0.0.0",
+            "data_host": deployment.run.every_address.strip("[]"),
             "data_port": DATA_PORT,
             "advertise": deployment.slave_address(index),
             "memory_bytes": deployment.sizes.slave_memory_bytes,
-            "metrics_listen": f"0.0.0.0:{METRICS_PORT}",
+            "metrics_listen": listening(deployment, METRICS_PORT),
         }
         files[f"{slave}.toml"] = toml("slave", {**deployment.tables["slave"], **ours})
     return files
@@ -186,7 +190,7 @@ def _endpoint(deployment: Deployment, component: str, index: int) -> Object:
     # Local: the network policy sees from which network a connection comes.
     spec |= {"type": "LoadBalancer", "ports": [endpoint], "externalTrafficPolicy": "Local"}
     found = made(deployment, "Service", f"{deployment.name}-{name}", component, spec=spec)
-    found["metadata"]["annotations"] = {"external-dns.alpha.kubernetes.io/hostname": host}
+    found["metadata"]["annotations"] = {HOST_ANNOTATION: host, **pairs(deployment.run.load_balancer_annotations)}
     return found
 
 
@@ -207,7 +211,7 @@ def _master(deployment: Deployment, hashed: str) -> Object:
         livenessProbe=tcp_probe("metrics", PROBE_S, LIFE_PROBES),
     )
     volumes = [secret_volume(f"{deployment.name}-keys-master"), config_volume(name)]
-    pod = pod_spec(deployment, f"{deployment.name}-server", [one], volumes, terminationGracePeriodSeconds=END_S)
+    pod = _server_pod(deployment, f"{deployment.name}-server", one, volumes, terminationGracePeriodSeconds=END_S)
     # A StatefulSet never has two pods of one name: the journal has one writer, also when a node is lost.
     spec = {
         "serviceName": name,
@@ -230,15 +234,15 @@ def _slaves(deployment: Deployment, files: Mapping[str, str]) -> Object:
         [STATE_MOUNT, *own_keys_mounts("s$(POD_INDEX)"), CONFIG_MOUNT],
         {"data": DATA_PORT, **METRICS},
         [POD_INDEX],
-        # The data port is probed until it opens, and no longer: every probe without a key counts as an unknown peer.
-        startupProbe=tcp_probe("data", PROBE_S, START_PROBES),
+        # Metrics open when the data port serves, which is bound long before.
+        startupProbe=tcp_probe("metrics", PROBE_S, START_PROBES),
         readinessProbe=tcp_probe("metrics", PROBE_S, 3),
         livenessProbe=tcp_probe("metrics", PROBE_S, LIFE_PROBES),
     )
-    pod = pod_spec(
+    pod = _server_pod(
         deployment,
         f"{deployment.name}-server",
-        [one],
+        one,
         [secret_volume(f"{deployment.name}-keys-slave"), config_volume(name)],
         terminationGracePeriodSeconds=END_S,
         **_apart(deployment),
@@ -254,6 +258,13 @@ def _slaves(deployment: Deployment, files: Mapping[str, str]) -> Object:
         "persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Retain", "whenScaled": "Retain"},
     }
     return made(deployment, "StatefulSet", name, "slave", spec=spec)
+
+
+def _server_pod(deployment: Deployment, account: str, one: Object, volumes: list[Object], **more: object) -> Object:
+    """A pod of the server site, where the file wants these."""
+    run = deployment.run
+    where = placed(run.server_node_selector, run.server_tolerate, run.server_priority_class)
+    return pod_spec(deployment, account, [one], volumes, **where, **more)
 
 
 def _template(deployment: Deployment, component: str, hashed: str, pod: Object) -> Object:
@@ -315,7 +326,7 @@ def _supervisor(deployment: Deployment) -> Object:
         "replicas": 1,
         "strategy": {"type": "Recreate"},
         "selector": {"matchLabels": selector(deployment, "supervisor")},
-        "template": _template(deployment, "supervisor", "", pod_spec(deployment, name, [one], volumes)),
+        "template": _template(deployment, "supervisor", "", _server_pod(deployment, name, one, volumes)),
     }
     return made(deployment, "Deployment", name, "supervisor", spec=spec)
 

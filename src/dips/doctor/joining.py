@@ -25,7 +25,7 @@ from dips.core.messages import (
     SlaveStatus,
     StatusReply,
 )
-from dips.core.net.addresses import is_elsewhere, is_loopback_endpoint, parse_address, why_unreachable
+from dips.core.net.addresses import is_elsewhere, is_loopback_endpoint, needs_ipv6, parse_address, why_unreachable
 from dips.core.net.security import Identity, Role, Security
 from dips.core.net.tls_probe import why_not_let_in
 from dips.core.net.zmq_sockets import CurvePair, as_client, pair_for
@@ -169,6 +169,7 @@ def _first_event(
     """The first event of one connection; 0 when there was none."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.IPV6, int(needs_ipv6(endpoint)))
     if curve is not None:
         as_client(dealer, curve, key)
     monitor = dealer.get_monitor_socket(sum(_WATCHED))

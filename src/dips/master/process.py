@@ -20,7 +20,7 @@ from dips.core.clock import Clock, SystemClock
 from dips.core.config import Loaded
 from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError
 from dips.core.file_limit import raise_file_limit
-from dips.core.net.addresses import dialable, format_address, parse_address
+from dips.core.net.addresses import dialable, format_address, parse_address, shown_listening
 from dips.core.net.keys import security_of
 from dips.core.net.security import Identity, Role, Security
 from dips.core.observe.failpoints import install
@@ -204,7 +204,11 @@ class _Master:
             callers = "INSECURE, as configured: no encryption, no authentication, loopback only"
         _logger.info(
             "serving run %s at %s (epoch %d, directory %s); %s",
-            *(here.run_id, here.address, here.epoch, self.config.directory, callers),
+            here.run_id,
+            shown_listening(self.config.listen, here.address),
+            here.epoch,
+            self.config.directory,
+            callers,
         )
 
 

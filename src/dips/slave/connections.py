@@ -17,14 +17,12 @@ import logging
 import math
 import os
 import resource
-import socket
-import struct
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from dips.slave.data_server import PAGE_BYTES, DataServer, connection_of, reset
+from dips.slave.data_server import PAGE_BYTES, DataServer, connection_of, received_bytes, reset
 
 # ---- which to close --------------------------------------------------------------------------------------------------
 
@@ -150,9 +148,6 @@ ROOM_BYTES = 256 << 20
 """Memory for everything without its own formula: messages of the master (64 MiB at most, several times over), the
 temporary arrays of a round, samples of old versions (8 MiB)."""
 
-_BYTES_RECEIVED = 128
-"""Offset of tcpi_bytes_received in struct tcp_info, 8 bytes (Linux 4.1 and newer)."""
-
 _libc = ctypes.CDLL(None)
 
 log = logging.getLogger("dips.slave")
@@ -212,7 +207,7 @@ class ConnectionGuard:
         for fd in self._files():
             with connection_of(fd, self._port) as found:
                 if found is not None:
-                    received[found[0]], by_file[fd] = _received_bytes(found[1]), found[0]
+                    received[found[0]], by_file[fd] = received_bytes(found[1]), found[0]
         delivered = {by_file[fd] for fd in self._data.note_deliveries(True) if fd in by_file}
         cut = self._guard.look(pressure, received, delivered, time.monotonic())
         if cut is not None:
@@ -247,11 +242,3 @@ def give_back_freed_memory() -> None:
     """Return the free memory that malloc keeps (core/allocator.py) to the system, so that only used memory is left."""
     if hasattr(_libc, "malloc_trim"):  # glibc's
         _libc.malloc_trim(0)
-
-
-def _received_bytes(connection: socket.socket) -> int:
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED + 8)
-        return int(struct.unpack_from("<Q", info, _BYTES_RECEIVED)[0])
-    except (OSError, struct.error):
-        return 0

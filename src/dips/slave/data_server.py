@@ -33,7 +33,7 @@ from dips.core.chunks import checksum as xxh3_64
 from dips.core.errors import ConfigError, Refused
 from dips.core.ids import PushId, Version
 from dips.core.messages import AllowedKey, SlaveBeat
-from dips.core.net.addresses import require_loopback
+from dips.core.net.addresses import format_address, require_loopback
 from dips.core.net.data_header import MAX_HEADER_BYTES, DataOp
 from dips.core.net.zmq_numba import ReceivedFrame, poll_items, why_not
 from dips.core.net.zmq_sockets import NOW, NOW_MORE, ZAP_ENDPOINT, CurvePair, Failure, Handshakes, Outgoing, as_server
@@ -168,6 +168,19 @@ def reset(connection: socket.socket) -> None:
     _libc.connect(connection.fileno(), nowhere, len(nowhere))  # if it ended by itself, nothing is left to do
 
 
+_BYTES_RECEIVED = 128
+"""Offset of tcpi_bytes_received in struct tcp_info, 8 bytes (Linux 4.1 and newer)."""
+
+
+def received_bytes(connection: socket.socket) -> int:
+    """Bytes that came by a connection so far; 0 where the system cannot say."""
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED + 8)
+        return int(struct.unpack_from("<Q", info, _BYTES_RECEIVED)[0])
+    except (OSError, struct.error):
+        return 0
+
+
 # ---- data server -----------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +190,9 @@ HANDSHAKE_MS = 5_000
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 30_000
 """A frozen peer is dropped after this and its unread answers are freed. A 1 MiB chunk takes 8 s at 1 Mbit/s."""
+
+FIRST_BYTE_S = 1
+"""About so long the system keeps a connection to itself that brings no byte. Peers begin to speak at once."""
 
 LINGER_MS = 500
 BACKLOG = socket.SOMAXCONN
@@ -294,22 +310,28 @@ class DataServer:
 
     def _listen(self, host: str, port: int) -> socket.socket:
         try:
-            listener = socket.create_server((host, port), backlog=BACKLOG)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            # On [::] peers with IPv4 addresses are served as well, where the system has both.
+            both = host == "::" and socket.has_dualstack_ipv6()
+            listener = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
         except OSError as error:
             self._context.destroy(linger=0)
             raise ConfigError(
-                f"the data port cannot bind tcp://{host}:{port or '*'}: {error.strerror or error}; choose another "
-                "data_port, or 0"
+                f"the data port cannot bind tcp://{format_address(host, port)}: {error.strerror or error}; choose "
+                "another data_port, or 0"
             ) from error
         listener.setblocking(False)
+        # A connection is taken with its first byte: then whoever hangs up and has sent none is a probe, no slow peer.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, FIRST_BYTE_S)
         return listener
 
     def _bind(self) -> tuple[zmq.Socket[bytes], Handshakes]:
         """A new socket on the listener, which outlives it, so that no other process can take the port."""
         router = self._context.socket(zmq.ROUTER)
-        handshakes = Handshakes(self._context, router, arrivals=self._curve is not None)
+        handshakes = Handshakes(self._context, router, arrivals=None if self._curve is None else self._has_spoken)
         options = {
             zmq.USE_FD: os.dup(self._listener.fileno()),
+            zmq.IPV6: int(self._listener.family is socket.AF_INET6),
             zmq.MAXMSGSIZE: self._max_chunk_bytes + MAX_HEADER_BYTES,  # encryption adds 33 bytes to a frame
             zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
             zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
@@ -330,6 +352,11 @@ class DataServer:
             as_server(router, self._curve)
         router.bind(self.endpoint)
         return router, handshakes
+
+    def _has_spoken(self, fd: int) -> bool:
+        """Whether a byte has come by this connection so far; False if it is closed."""
+        with connection_of(fd, self._listener.getsockname()[1]) as found:
+            return found is not None and received_bytes(found[1]) > 1  # the end of a connection counts as one
 
     def _watch(self) -> None:
         self._poller.register(self._router, zmq.POLLIN)
@@ -355,7 +382,7 @@ class DataServer:
     def endpoint(self) -> str:
         """The bound endpoint, "tcp://127.0.0.1:41234"."""
         host, port = self._listener.getsockname()[:2]
-        return f"tcp://{host}:{port}"
+        return f"tcp://{format_address(host, port)}"
 
     def start(self) -> None:
         self._thread.start()
@@ -579,7 +606,7 @@ class DataServer:
         self._renew = True
 
     def _serve_handshakes(self) -> None:
-        """Admit authorised clients, and count failed handshakes."""
+        """Admit authorised clients, and count failed handshakes. Probes that connect and close are none."""
         if self._gate is not None:
             self._gate.answer_all()
         for failed in self._handshakes.failures():

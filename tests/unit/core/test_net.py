@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.core.errors import ConfigError
-from dips.core.net.addresses import dialable, format_address, is_loopback, parse_address, require_loopback
+from dips.core.net.addresses import (
+    dialable,
+    format_address,
+    is_loopback,
+    needs_ipv6,
+    parse_address,
+    require_loopback,
+    shown_listening,
+)
 
 
 @pytest.mark.parametrize(
@@ -90,3 +100,38 @@ def test_this_machine_is_served(address: str) -> None:
 def test_another_machine_is_refused_with_the_reason(address: str) -> None:
     with pytest.raises(ConfigError, match=r"^listen is .* not a loopback address: .*, or use 127\.0\.0\.1$"):
         require_loopback(address, "listen")
+
+
+@pytest.mark.parametrize(
+    ("listen", "dialled", "text"),
+    [
+        ("127.0.0.1:0", "127.0.0.1:4711", "127.0.0.1:4711"),
+        ("0.0.0.0:4711", "127.0.0.1:4711", "0.0.0.0:4711, all addresses of this machine"),
+        ("[::]:0", "[::1]:4711", "[::]:4711, all addresses of this machine"),
+    ],
+)
+def test_a_process_that_listens_on_all_addresses_says_so(listen: str, dialled: str, text: str) -> None:
+    assert shown_listening(listen, dialled) == text
+
+
+@pytest.mark.parametrize(
+    ("families", "wanted"),
+    [
+        ([socket.AF_INET], False),
+        ([socket.AF_INET6, socket.AF_INET], False),
+        ([socket.AF_INET6], True),
+        ([], False),
+    ],
+)
+def test_a_name_is_dialled_over_ipv6_where_it_has_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, families: list[socket.AddressFamily], wanted: bool
+) -> None:
+    def answered(host: str, port: int, **options: object) -> list[tuple[object, ...]]:
+        if not families:
+            raise socket.gaierror(socket.EAI_NONAME, "not known")
+        return [(family, socket.SOCK_STREAM, 6, "", ()) for family in families]
+
+    monkeypatch.setattr(socket, "getaddrinfo", answered)
+    assert needs_ipv6("tcp://slave-0.example.org:29500") is wanted
+    assert needs_ipv6("tcp://[2001:db8::7]:29500")
+    assert not needs_ipv6("tcp://192.0.2.7:29500")

@@ -93,6 +93,45 @@ MISTAKES = {
     ),
     "nodes without a value": ({'id = "a"': 'id = "a"\nnode_selector = ["fast"]'}, "write 'key=value'"),
     "the id of Prometheus": ({'id = "a"': 'id = "prometheus"'}, "name of another process"),
+    "all memory is shared": ({'id = "a"': 'id = "a"\nshm = "8 GiB"'}, "leaves nothing for the processes"),
+    "a volume without a path": ({'id = "a"': 'id = "a"\nvolumes = ["models"]'}, "'models' is not CLAIM=/path"),
+    "a volume of another mode": (
+        {'id = "a"': 'id = "a"\nvolumes = ["models=/models:rw"]'},
+        "ends with 'rw': write CLAIM=/path:ro, or CLAIM=/path",
+    ),
+    "a volume over the keys": (
+        {'id = "a"': 'id = "a"\nvolumes = ["models=/etc/../etc/dips"]'},
+        "mounts models at /etc/dips, and /etc/dips/keys is taken",
+    ),
+    "two volumes at one place": (
+        {'id = "a"': 'id = "a"\nvolumes = ["one=/models", "two=/models/"]'},
+        "volumes has /models twice",
+    ),
+    "a variable of ours": ({'id = "a"': 'id = "a"\nenv = ["HOME=/root"]'}, "env has HOME, which `dips deploy` sets"),
+    "a setting as a variable": (
+        {'id = "a"': 'id = "a"\nenv = ["DIPS_WORKER_WIRE_DTYPE=int8"]'},
+        "env has DIPS_WORKER_WIRE_DTYPE, which `dips deploy` sets itself: set it in [worker] or [train]",
+    ),
+    "no name of a variable": ({'id = "a"': 'id = "a"\nenv = ["a-b=1"]'}, "'a-b', which is no name of a variable"),
+    "processors twice": ({'id = "a"': 'id = "a"\nresources = ["cpu=4"]'}, "resources has 'cpu', which cpus gives"),
+    "no amount of a resource": (
+        {'id = "a"': 'id = "a"\nresources = ["rdma/hca=one"]'},
+        "resources has rdma/hca=one, and an amount is a whole number",
+    ),
+    "a name in a policy": (
+        {'id = "a"': 'id = "a"\negress = ["hub.example.org:443"]'},
+        "policies of Kubernetes know no host names",
+    ),
+    "a network without a port": ({'id = "a"': 'id = "a"\negress = ["192.0.2.0/24"]'}, "does not end with a port"),
+    "a pod's setting for a script": (
+        {'context = "here"\n': 'context = "here"\n', 'id = "a"': 'id = "a"\nstarts = "slurm"\nhost_network = true'},
+        "host_network is for pods, and starts = 'slurm' has none",
+    ),
+    "annotations of nothing": (
+        {"slaves = 2": 'slaves = 2\nload_balancer_annotations = ["a=b"]'},
+        "load_balancer_annotations need expose = 'load-balancer', not 'node-port'",
+    ),
+    "no digest": ({"slaves = 2": 'slaves = 2\ndigests = ["sha256:00"]'}, "is not ROLE=sha256:…"),
     "no clusters": ({"[[clusters]]": "[clusters]"}, "'clusters' is not a list of tables: write each below"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import tomllib
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.deploy_files import BASE, EXAMPLE, SMALL, example, with_keys, written
+from support.deploy_files import BASE, EXAMPLE, ONE_CLUSTER, SMALL, example, with_keys, written
+from support.documents import table
+from support.repository import ROOT
 
+from dips.core.units import parse_bytes
 from dips.deploy import identities, rollout
 from dips.deploy.compare import shown
-from dips.deploy.deploy_file import Deployment, read_deploy_file
+from dips.deploy.deploy_file import OUR_PREFIX, OUR_VARIABLES, Deployment, read_deploy_file
 from dips.deploy.objects import IDENTITY_FILES
 from dips.deploy.render import folders, script
 from dips.deploy.servers import master_settings, server_objects, slave_settings
@@ -22,7 +26,12 @@ from dips.master.config import MasterConfig
 from dips.slave.config import SlaveConfig
 
 Object = dict[str, Any]
-DEPLOYMENTS = {"three-sites": read_deploy_file(EXAMPLE), "base": read_deploy_file(BASE)}
+GUIDE = ROOT / "docs" / "deploy-kubernetes.md"
+DEPLOYMENTS = {
+    "three-sites": read_deploy_file(EXAMPLE),
+    "base": read_deploy_file(BASE),
+    "one-cluster": read_deploy_file(ONE_CLUSTER),
+}
 each_deployment = pytest.mark.parametrize("deployment", DEPLOYMENTS.values(), ids=DEPLOYMENTS.keys())
 
 
@@ -214,7 +223,7 @@ def test_doors_are_open_to_the_sites_networks_only(tmp_path: Path) -> None:
 
     assert blocks(DEPLOYMENTS["three-sites"]) == {"192.0.2.0/26", "192.0.2.64/26", "192.0.2.128/26"}
     unknown = read_deploy_file(example(tmp_path, {'cidrs = ["192.0.2.128/26"]': ""}))
-    assert blocks(unknown) == {"0.0.0.0/0"}
+    assert blocks(unknown) == {"0.0.0.0/0", "::/0"}
 
 
 def test_one_slave_more_does_not_start_the_others_anew(tmp_path: Path) -> None:
@@ -233,6 +242,40 @@ def test_keys_are_never_printed(tmp_path: Path) -> None:
         assert not [value for value in secret["data"].values() if value in text]
 
 
+def test_the_first_run_fits_on_a_small_machine() -> None:
+    """4 processors and 8 GiB, of which Kubernetes itself has a processor and half of the memory."""
+    requests = [
+        (pod["containers"][0]["resources"]["requests"], one["spec"].get("replicas", one["spec"].get("completions")))
+        for one in objects(DEPLOYMENTS["one-cluster"])
+        if one["kind"] in rollout.WORKLOADS
+        for pod in [one["spec"]["template"]["spec"]]
+    ]
+    assert len(requests) == 5
+    cpus = sum(n * (int(one["cpu"][:-1]) / 1000 if "m" in one["cpu"] else int(one["cpu"])) for one, n in requests)
+    memory = sum(n * int(parse_bytes(f"{one['memory']}B")) for one, n in requests)
+    assert 2 < cpus <= 2.6
+    assert 2 << 30 < memory <= 4 << 30
+    assert "requiredDuringSchedulingIgnoredDuringExecution" not in str(objects(DEPLOYMENTS["one-cluster"]))
+
+
+def test_the_table_of_secrets_is_what_the_pods_mount(tmp_path: Path) -> None:
+    deployment = with_keys(example(tmp_path))
+    (tmp_path / "keys" / "master" / "revoked.json").write_text("[]")
+    made = {
+        one["metadata"]["name"]: (one["type"], set(one["data"]))
+        for one in objects(deployment)
+        if one["kind"] == "Secret"
+    }
+    told: dict[str, tuple[str, set[str]]] = {}
+    for name, keys, _ in table(GUIDE, "GitOps"):
+        secret = name.strip("`").replace("RUN", deployment.name)
+        names = {secret.replace("CLUSTER", one.id) for one in rollout.on_kubernetes(deployment)}
+        of_one = set(re.findall(r"`([\w.]+\.(?:crt|key|json))`", keys))
+        of_all = {key.replace("s0", slave) for key in of_one for slave in deployment.slave_ids}
+        told |= {each: ("Opaque", of_all) for each in names}
+    assert told == made
+
+
 def test_files_hold_no_secret() -> None:
     kinds = {
         one["kind"] for deployment in DEPLOYMENTS.values() for found in folders(deployment).values() for one in found
@@ -241,7 +284,167 @@ def test_files_hold_no_secret() -> None:
     assert "Secret" not in kinds
 
 
+def test_servers_are_placed_where_the_file_says(tmp_path: Path) -> None:
+    more = """slaves = 3
+digests = ["slave=sha256:DIGEST"]
+server_node_selector = ["pool=servers"]
+server_tolerate = ["dedicated"]
+server_priority_class = "high"
+load_balancer_annotations = ["service.beta.kubernetes.io/aws-load-balancer-type=nlb"]"""
+    deployment = read_deploy_file(example(tmp_path, {"slaves = 3": more.replace("DIGEST", "0123456789abcdef" * 4)}))
+    for name, pod in pods(deployment):
+        ours = "-cluster-" not in name
+        assert (pod.get("nodeSelector") == {"pool": "servers"}) is ours, name
+        assert (pod.get("tolerations") == [{"key": "dedicated", "operator": "Exists"}]) is ours, name
+        assert (pod.get("priorityClassName") == "high") is ours, name
+    one = named(deployment, "Service", "three-sites-slave-0")
+    assert one["metadata"]["annotations"] == {
+        "external-dns.alpha.kubernetes.io/hostname": "slave-0.fra.example.org",
+        "service.beta.kubernetes.io/aws-load-balancer-type": "nlb",
+    }
+    assert "annotations" not in named(deployment, "Service", "three-sites-slave")["metadata"]
+    images = {name: pod["containers"][0]["image"] for name, pod in pods(deployment)}
+    assert images["three-sites-slave"] == "registry.example.org/dips/dips-slave:0.1.0@sha256:" + "0123456789abcdef" * 4
+    assert images["three-sites-master"] == "registry.example.org/dips/dips-master:0.1.0"
+
+
+def test_an_ipv6_cluster_has_pods_that_listen_there(tmp_path: Path) -> None:
+    deployment = read_deploy_file(written(tmp_path, changes={"slaves = 2": 'slaves = 2\nip_family = "ipv6"'}))
+    master = MasterConfig.model_validate(tomllib.loads(master_settings(deployment)["master.toml"])["master"])
+    assert (master.listen, master.metrics_listen) == ("[::]:29400", "[::]:9400")
+    slave = SlaveConfig.model_validate(tomllib.loads(slave_settings(deployment)["s0.toml"])["slave"])
+    assert (slave.data_host, slave.data_port, slave.metrics_listen) == ("::", 29500, "[::]:9400")
+    assert variables(deployment, "small-cluster-a")["DIPS_WORKER_METRICS_LISTEN"] == "[::]:9400"
+    for one in objects(deployment):
+        assert "0.0.0.0:" not in str(one), one["metadata"]["name"]
+
+
 # ---- clusters ----
+
+
+def variables(deployment: Deployment, name: str) -> dict[str, str]:
+    (one,) = dict(pods(deployment))[name]["containers"]
+    return {variable["name"]: variable.get("value", "") for variable in one["env"]}
+
+
+def with_knobs(folder: Path, *lines: str) -> Deployment:
+    """The small deployment, its cluster with these lines."""
+    return read_deploy_file(written(folder, changes={'id = "a"': "\n".join(['id = "a"', *lines])}))
+
+
+def shared_memory(deployment: Deployment) -> tuple[str, str]:
+    """Size and path of the memory that the processes of a cluster's pod share; empty texts: it has no such volume."""
+    pod = dict(pods(deployment))["small-cluster-a"]
+    of_memory = [volume for volume in pod["volumes"] if volume.get("emptyDir", {}).get("medium") == "Memory"]
+    if not of_memory:
+        return "", ""
+    (volume,), (one,) = of_memory, pod["containers"]
+    (path,) = [mount["mountPath"] for mount in one["volumeMounts"] if mount["name"] == volume["name"]]
+    return volume["emptyDir"]["sizeLimit"], path
+
+
+@pytest.mark.parametrize(
+    ("lines", "size"),
+    [
+        ((), ""),
+        (("gpus = 1",), "1Gi"),
+        (('parallel = "fsdp=2"', 'memory = "4 GiB"'), "512Mi"),
+        (("gpus = 1", 'shm = "3 GiB"'), "3Gi"),
+        (('shm = "256 MiB"',), "256Mi"),
+        (("gpus = 8", "shm = 0"), ""),
+    ],
+)
+def test_pods_with_accelerators_or_several_ranks_have_shared_memory(
+    tmp_path: Path, lines: tuple[str, ...], size: str
+) -> None:
+    assert shared_memory(with_knobs(tmp_path, *lines)) == (size, "/dev/shm" if size else "")
+
+
+def test_a_cluster_has_the_resources_variables_and_volumes_of_its_table(tmp_path: Path) -> None:
+    deployment = with_knobs(
+        tmp_path,
+        "gpus = 8",
+        'resources = ["rdma/hca=1", "ephemeral-storage=2048Mi"]',
+        'env = ["NCCL_DEBUG=INFO", "EMPTY=", "QUERY=a=b"]',
+        'volumes = ["models=/models:ro", "scratch=/scratch", "models=/cache"]',
+        'priority_class = "training"',
+        'data_claim = "corpus"',
+    )
+    pod = dict(pods(deployment))["small-cluster-a"]
+    (one,) = pod["containers"]
+    more = {"nvidia.com/gpu": "8", "rdma/hca": "1", "ephemeral-storage": "2Gi"}
+    for kind in ("requests", "limits"):
+        assert more.items() <= one["resources"][kind].items()
+    found = variables(deployment, "small-cluster-a")
+    assert {"NCCL_DEBUG": "INFO", "EMPTY": "", "QUERY": "a=b"}.items() <= found.items()
+    claims = {
+        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+        for volume in pod["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    mounts = {
+        mount["mountPath"]: (claims[mount["name"]], mount.get("readOnly", False))
+        for mount in one["volumeMounts"]
+        if mount["name"] in claims
+    }
+    assert mounts == {
+        "/data": ("corpus", True),
+        "/models": ("models", True),
+        "/scratch": ("scratch", False),
+        "/cache": ("models", False),
+    }
+    assert len(claims) == 3, "a claim is one volume of the pod, wherever it is mounted"
+    assert pod["priorityClassName"] == "training"
+
+
+def test_no_variable_that_pods_have_from_here_can_be_set_by_a_file() -> None:
+    for deployment in DEPLOYMENTS.values():
+        for name, _ in pods(deployment):
+            if "-cluster-" in name:
+                for variable in variables(deployment, name):
+                    assert variable in OUR_VARIABLES or variable.startswith(OUR_PREFIX), variable
+
+
+def test_a_cluster_reaches_what_its_table_says_and_nothing_more(tmp_path: Path) -> None:
+    def reached(deployment: Deployment) -> list[tuple[list[str], list[int]]]:
+        rules = named(deployment, "NetworkPolicy", "small-cluster-a")["spec"]["egress"]
+        return [
+            ([peer["ipBlock"]["cidr"] for peer in rule["to"]], [port["port"] for port in rule["ports"]])
+            for rule in rules
+            if all("ipBlock" in peer for peer in rule.get("to", [{}]))
+        ]
+
+    run = [(["0.0.0.0/0", "::/0"], [30400, 29400, 29500, 30500])]
+    assert reached(with_knobs(tmp_path)) == run
+    more = with_knobs(tmp_path, 'egress = ["192.0.2.0/24:9000", "2001:db8::/32:443", "anywhere:443"]')
+    assert reached(more) == [
+        *run,
+        (["192.0.2.0/24"], [9000]),
+        (["2001:db8::/32"], [443]),
+        (["0.0.0.0/0", "::/0"], [443]),
+    ]
+
+
+def test_pods_in_their_nodes_network_are_permitted_and_reach_the_servers(tmp_path: Path) -> None:
+    deployment = read_deploy_file(
+        written(tmp_path, changes={'"node-port"': '"inside"', 'id = "a"': 'id = "a"\nhost_network = true'})
+    )
+    pod = dict(pods(deployment))["small-cluster-a"]
+    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    profile = "pod-security.kubernetes.io/enforce"
+    names = {one["metadata"]["labels"][profile] for one in objects(deployment) if one["kind"] == "Namespace"}
+    assert names == {"privileged"}
+    (rule,) = [
+        rule
+        for rule in named(deployment, "NetworkPolicy", "small-master")["spec"]["ingress"]
+        if rule["ports"][0]["port"] == 29400
+    ]
+    assert {"cidr": "0.0.0.0/0"} in [peer.get("ipBlock") for peer in rule["from"]], (
+        "its nodes' addresses, not its labels"
+    )
+    plain = read_deploy_file(written(tmp_path, changes={'"node-port"': '"inside"'}))
+    names = {one["metadata"]["labels"][profile] for one in objects(plain) if one["kind"] == "Namespace"}
+    assert names == {"restricted"}
 
 
 def test_torchrun_gets_its_nodes_and_the_names_by_which_they_find_each_other() -> None:

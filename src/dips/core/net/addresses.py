@@ -47,6 +47,12 @@ def dialable(address: str) -> str:
     return format_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
 
+def shown_listening(listen: str, address: str) -> str:
+    """Where a process listens, for a person. listen: as it was asked to; address: at which its own machine dials it."""
+    bound = format_address(parse_address(listen)[0], parse_address(address)[1])
+    return address if dialable(bound) == bound else f"{bound}, all addresses of this machine"
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host` is "localhost" or a literal loopback address."""
     if host == "localhost":
@@ -97,6 +103,23 @@ def is_elsewhere(address: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return bool(rows) and not any(_is_own(family, place) for family, _, _, _, place in rows)
+
+
+def needs_ipv6(endpoint: str) -> bool:
+    """Whether "tcp://host:port" is an IPv6 address, or a name that has no others; False for a name that is not found.
+
+    For libzmq, which asks for addresses of one family.
+    """
+    host, port = parse_address(endpoint)
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        pass
+    try:
+        rows = socket.getaddrinfo(host, port or 1, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return bool(rows) and all(family == socket.AF_INET6 for family, *_ in rows)
 
 
 def is_loopback_endpoint(endpoint: str) -> bool:

@@ -13,7 +13,7 @@ import zmq
 
 from dips.core.errors import ConfigError
 from dips.core.messages import PlacementSpec, SlaveAddress
-from dips.core.net.addresses import require_loopback
+from dips.core.net.addresses import needs_ipv6, require_loopback
 from dips.core.net.data_header import MAX_HEADER_BYTES
 from dips.core.net.flow import MOST_REQUESTS
 from dips.core.net.zmq_sockets import NOW, NOW_MORE, CurvePair, Failure, Handshakes, Outgoing, as_client
@@ -79,6 +79,7 @@ class SlaveSockets:
             zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
             zmq.RECONNECT_IVL: RECONNECT_MS,
             zmq.RECONNECT_IVL_MAX: MAX_RECONNECT_MS,
+            zmq.IPV6: int(needs_ipv6(address.data_endpoint)),
         }
         for option, value in options.items():
             dealer.setsockopt(option, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import time
 from collections import deque
@@ -150,6 +151,12 @@ class HandshakeFailed:
 SETTLED_S = 6.0
 """A peer that came so long ago and did not shake hands never will: HANDSHAKE_IVL of our sockets is 5 s."""
 
+SILENT_S = 4.0
+"""A peer that came so long ago may be the one that a failed handshake is about: libzmq drops silent ones after 5 s."""
+
+HUNG_UP = (errno.ECONNRESET, errno.EPIPE)
+"""What libzmq says of a connection that the peer closed; of one that it dropped for its silence it says another."""
+
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 MADE = zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -164,20 +171,26 @@ class Handshakes:
         socket: zmq.Socket[bytes],
         *,
         endings: bool = False,
-        arrivals: bool = False,
+        arrivals: Callable[[int], bool] | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """endings: report connections that are GONE as well, for who connects and waits for answers. arrivals: for who
-        binds with CURVE, which must not ask for FAILED_PROTOCOL.
+        binds with CURVE, which must not ask for FAILED_PROTOCOL: whether the connection with this file number has sent
+        a byte so far; False if it is closed.
 
         libzmq 4.3.5 reports a message that does not decrypt by that event too, and in reporting it loses the error
         (errno) upon which it would have closed the connection, which then hangs. So those who came and did not
         shake hands are counted by what is missing.
+
+        With arrivals, a peer that hangs up without a byte is no failure: the probes of a kubelet or a load balancer
+        connect and close, every few seconds.
         """
         self._watched = socket
         self._clock_s = clock_s
-        self._came_s: deque[float] | None = deque() if arrivals else None
-        protocol = zmq.EVENT_ACCEPTED | MADE if arrivals else zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        self._has_spoken = arrivals
+        self._came: deque[tuple[float, bool]] = deque()
+        """When a peer came whose handshake is still open, and whether it has spoken."""
+        protocol = zmq.EVENT_ACCEPTED | MADE if arrivals is not None else zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         endpoint = f"inproc://dips-handshakes-{next(_numbers)}"
         socket.monitor(endpoint, FAILED | protocol | (ENDED if endings else 0))
         self.socket = context.socket(zmq.PAIR)
@@ -190,34 +203,47 @@ class Handshakes:
     @property
     def unsettled(self) -> bool:
         """Whether a peer may have to be counted though there will be no news."""
-        return bool(self._came_s)
+        return bool(self._came)
 
     def failures(self) -> Iterator[HandshakeFailed]:
         """Those since the last call; never waits."""
-        for event, value in self._news():
-            if self._came_s is not None:
-                self._settle(self._came_s, event)
-            if event & ~(zmq.EVENT_ACCEPTED | MADE | zmq.EVENT_MONITOR_STOPPED):
+        news = list(self._news())
+        taken = {value: index for index, (event, value, _) in enumerate(news) if event == zmq.EVENT_ACCEPTED}
+        for index, (event, value, spoke) in enumerate(news):
+            if event == zmq.EVENT_ACCEPTED:
+                # Of two connections that had one file number, the later was asked: the other had ended by then.
+                self._came.append((self._clock_s(), spoke and taken[value] == index))
+            elif not self._settle(event, value) and event & ~(MADE | zmq.EVENT_MONITOR_STOPPED):
                 yield _failure(event, value)
-        while self._came_s and self._clock_s() - self._came_s[0] >= SETTLED_S:
-            self._came_s.popleft()
+        while self._came and self._clock_s() - self._came[0][0] >= SETTLED_S:
+            self._came.popleft()
             yield HandshakeFailed(Failure.OTHER, "the peer has not this port's key, or speaks no ZeroMQ with CURVE")
 
-    def _news(self) -> Iterator[tuple[int, int]]:
+    def _news(self) -> Iterator[tuple[int, int, bool]]:
+        """Events with their numbers, and of who came whether it has spoken."""
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             message = zmq.utils.monitor.parse_monitor_message(frames)
-            yield message["event"], message["value"]
+            event, value = message["event"], message["value"]
+            asked = self._has_spoken if event == zmq.EVENT_ACCEPTED else None
+            yield event, value, asked is not None and asked(value)
 
-    def _settle(self, came_s: deque[float], event: int) -> None:
-        """Whoever came last is the most likely to have shaken hands now; only the number of the others counts."""
-        if event == zmq.EVENT_ACCEPTED:
-            came_s.append(self._clock_s())
-        elif came_s and event & (FAILED | MADE):
-            came_s.pop()
+    def _settle(self, event: int, value: int) -> bool:
+        """Whoever came last is the most likely to have shaken hands now; only the number of the others counts. Returns
+        whether it was a probe."""
+        if not self._came or not event & (FAILED | MADE):
+            return False
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value in HUNG_UP:
+            silent = [came for came in self._came if not came[1]]
+            # In doubt none: for one that libzmq drops for its silence the event has errno, which may be an old one.
+            if silent and self._clock_s() - silent[-1][0] < SILENT_S:
+                self._came.remove(silent[-1])
+                return True
+        self._came.pop()
+        return False
 
     def close(self) -> None:
         """Before the watched socket is closed."""
