@@ -322,7 +322,8 @@ class DataServer:
             ) from error
         listener.setblocking(False)
         # A connection is taken with its first byte: then whoever hangs up and has sent none is a probe, no slow peer.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, FIRST_BYTE_S)
+        if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux's
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, FIRST_BYTE_S)
         return listener
 
     def _bind(self) -> tuple[zmq.Socket[bytes], Handshakes]:
