@@ -121,6 +121,11 @@ def namespace(deployment: Deployment, context: str) -> Object:
     return found
 
 
+def permits_all(namespace: Object) -> bool:
+    """Whether pods of any kind may run there."""
+    return bool(namespace["metadata"]["labels"].get(f"{POD_SECURITY}/enforce") == "privileged")
+
+
 def service_account(deployment: Deployment, name: str, component: str, cluster: str = "") -> Object:
     return made(deployment, "ServiceAccount", name, component, cluster, automountServiceAccountToken=False)
 

@@ -11,7 +11,7 @@ from dips.core.release import requirement
 from dips.deploy import rollout
 from dips.deploy.clusters import cluster_settings, command, environment
 from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment
-from dips.deploy.objects import MONITORS, Object, as_yaml
+from dips.deploy.objects import MONITORS, Object, as_yaml, permits_all
 
 # ---- scripts ---------------------------------------------------------------------------------------------------------
 #
@@ -137,7 +137,9 @@ def folders(deployment: Deployment) -> dict[str, list[Object]]:
         name = f"cluster-{stage.cluster}" if stage.cluster else "servers"
         for one in stage.objects:
             if one["kind"] == "Namespace":
-                found[NAMESPACE] = [one]
+                # The folder is for all contexts: of them the one whose pods need the most.
+                if NAMESPACE not in found or permits_all(one):
+                    found[NAMESPACE] = [one]
             elif one["kind"] != "Secret":
                 folder = f"{name}/{OPERATOR}" if one["kind"] in MONITORS else name
                 found.setdefault(folder, []).append(one)

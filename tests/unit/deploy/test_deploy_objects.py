@@ -531,3 +531,10 @@ def test_a_name_can_never_be_read_as_a_command(tmp_path: Path) -> None:
     deployment = read_deploy_file(example(tmp_path, changes))
     _, text = script(deployment, deployment.clusters[2])
     assert """'"'"'$(id)'"'"' '"'"'; rm x'"'"' '"'"'`id`'"'"'""" in text
+
+
+def test_the_rendered_namespace_permits_what_any_context_needs(tmp_path: Path) -> None:
+    claim = 'data_claim = "corpus"'  # of cluster a, whose context is not the last
+    for more, profile in (("", "restricted"), ("\nhost_network = true", "privileged")):
+        (namespace,) = folders(read_deploy_file(example(tmp_path, {claim: claim + more})))["namespace"]
+        assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == profile
