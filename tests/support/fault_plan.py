@@ -246,7 +246,7 @@ def endured(run: FaultRun, fault: Fault) -> Recovery:
         case _:
             over_s = fired_s + (SLEEP_S if fault.harm == "sleep" else SETTLE_S[role_of(fault.point)])
             run.until(lambda: time.time() >= over_s or run.children[fault.process].pid != pid, "time stands still")
-            if _leaves(run, fault):  # on a busy machine for longer: it would end during the next harm
+            if _leaves(run, fault):  # for up to leave_wait_s: it would end during another harm
                 run.until(lambda: run.children[fault.process].pid != pid, f"{fault}: it left and did not end")
     away: Mapping[str, Incarnation | None] = {}
     if run.children[fault.process].pid != pid and fault.process in CLUSTERS:
@@ -258,9 +258,8 @@ def endured(run: FaultRun, fault: Fault) -> Recovery:
 
 
 def _leaves(run: FaultRun, fault: Fault) -> bool:
-    """Whether a cluster leaves the run because of an error here."""
-    lines = run.log(fault.process).splitlines()
-    return any("leaving:" in line and line.endswith(f"failpoint {fault.point}") for line in lines)
+    """Whether a cluster leaves the run because of an error here. It says so at once, and then may wait for a push."""
+    return any("leaving" in line and f"failpoint {fault.point}" in line for line in run.log(fault.process).splitlines())
 
 
 def _bring_there(run: FaultRun, fault: Fault) -> int:
