@@ -15,23 +15,18 @@ from pathlib import Path
 import pytest
 from support.api_stand_in import StandIn, write_kubeconfig
 from support.deploy_files import EVERY_KNOB, ONE_CLUSTER, SMALL, example, with_keys, written
-from support.deploy_site import Master, site_of
+from support.deploy_site import APPLY, Master, contexts, deploy, site_of
 
-from dips.cli.main import run
 from dips.core.errors import ConfigError, RetryLater
 from dips.deploy.deploy_file import read_deploy_file
 from dips.deploy.kubernetes_api import open_context
 from dips.deploy.objects import MONITORS
 
-APPLY = ("--yes", "--no-reach")
-
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """A stand-in that is the context `here`."""
-    with StandIn() as stand_in:
-        write_kubeconfig(tmp_path / "kubeconfig", {"here": stand_in.url})
-        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    with contexts(tmp_path, monkeypatch, "here") as (stand_in,):
         yield stand_in
 
 
@@ -40,10 +35,6 @@ def small(tmp_path: Path) -> Path:
     file = written(tmp_path)
     with_keys(file)
     return file
-
-
-def dips(*words: object) -> int:
-    return run(["deploy", *map(str, words)])
 
 
 # ---- plan and apply ----
@@ -58,7 +49,7 @@ def test_three_sites_are_made_in_order_and_once(
         urls = {"frankfurt-admin": frankfurt.url, "amsterdam-admin": amsterdam.url}
         write_kubeconfig(tmp_path / "kubeconfig", urls)
         monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-        assert dips("apply", file, *APPLY) == 0
+        assert deploy("apply", file, *APPLY) == 0
         assert frankfurt.of_kind("StatefulSet") == ["three-sites-master", "three-sites-slave"]
         assert amsterdam.of_kind("Job") == ["three-sites-cluster-a"]
         assert not amsterdam.of_kind("StatefulSet")
@@ -66,7 +57,7 @@ def test_three_sites_are_made_in_order_and_once(
         assert made.index("three-sites-keys-slave") < made.index("three-sites-master")
         assert made.index("three-sites-master") < made.index("three-sites-slave") < made.index("three-sites-cluster-b")
         before = [len(one.writes) for one in (frankfurt, amsterdam)]
-        assert dips("apply", file, *APPLY) == 0
+        assert deploy("apply", file, *APPLY) == 0
         assert [len(one.writes) for one in (frankfurt, amsterdam)] == before
     assert "0 objects were changed" in capsys.readouterr().out
 
@@ -84,29 +75,29 @@ def test_a_file_is_made_once_and_nothing_changes_afterwards(
 ) -> None:
     file = written(tmp_path, text, changes)
     with_keys(file)
-    assert dips("apply", file, *APPLY) == 0
+    assert deploy("apply", file, *APPLY) == 0
     before = len(here.writes)
     assert before >= 25
-    assert dips("apply", file, *APPLY) == 0
+    assert deploy("apply", file, *APPLY) == 0
     assert len(here.writes) == before
 
 
 def test_a_plan_changes_nothing_and_tells_what_apply_would(
     here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert dips("plan", small) == 0
+    assert deploy("plan", small) == 0
     assert not here.writes
     assert "+ StatefulSet small-slave" in capsys.readouterr().out
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     small.write_text(small.read_text().replace("[model]", "[master]\nsync_every = 8\n[model]"))
     capsys.readouterr()
-    assert dips("plan", small) == 0
+    assert deploy("plan", small) == 0
     told = capsys.readouterr().out
     assert "+ sync_every = 8" in told
     assert "0 to make, 2 to change, 0 to replace" in told
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     assert "sync_every = 8" in here.one("ConfigMap", "small-master")["data"]["master.toml"]
-    assert dips("plan", small, "--json") == 0
+    assert deploy("plan", small, "--json") == 0
     steps = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {step["action"] for step in steps} == {"same"}
 
@@ -115,10 +106,10 @@ def test_without_a_kubeconfig_a_plan_compares_with_nothing(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
-    assert dips("plan", small, "--summary") == 0
+    assert deploy("plan", small, "--summary") == 0
     told = capsys.readouterr().out
     assert "compared with nothing: no cluster was asked" in told
-    assert dips("apply", small, *APPLY) == 2
+    assert deploy("apply", small, *APPLY) == 2
     assert "there is no kubeconfig" in capsys.readouterr().err
 
 
@@ -126,19 +117,19 @@ def test_a_cluster_that_left_the_file_goes_and_its_volume_stays(here: StandIn, s
     more = '\n[[clusters]]\nid = "b"\nsite = "here"\ncheckpoint_volume = "10 GiB"\n'
     small.write_text(small.read_text() + more)
     with_keys(small)
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     assert here.of_kind("Job") == ["small-cluster-a", "small-cluster-b"]
     small.write_text(small.read_text().replace(more, ""))
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     assert here.of_kind("Job") == ["small-cluster-a"]
     assert "small-cluster-b" in here.of_kind("PersistentVolumeClaim")
 
 
 def test_a_job_with_another_image_is_made_anew(here: StandIn, small: Path) -> None:
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     first = here.one("Job", "small-cluster-a")["metadata"]["uid"]
     small.write_text(small.read_text().replace('tag = "1"', 'tag = "2"'))
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     again = here.one("Job", "small-cluster-a")
     assert again["metadata"]["uid"] != first
     assert again["spec"]["template"]["spec"]["containers"][0]["image"].endswith(":2")
@@ -148,11 +139,11 @@ def test_only_servers_are_applied_and_clusters_train_on(here: StandIn, small: Pa
     more = '\n[[clusters]]\nid = "b"\nsite = "here"\n'
     small.write_text(small.read_text() + more)
     with_keys(small)
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     changed = small.read_text().replace(more, "").replace('tag = "1"', 'tag = "2"')
     small.write_text(changed.replace("[model]", "[master]\nsync_every = 8\n[model]"))
     before = here.one("Job", "small-cluster-a")["metadata"]["uid"]
-    assert dips("apply", small, *APPLY, "--only", "servers") == 0
+    assert deploy("apply", small, *APPLY, "--only", "servers") == 0
     assert "sync_every = 8" in here.one("ConfigMap", "small-master")["data"]["master.toml"]
     assert here.one("StatefulSet", "small-slave")["spec"]["template"]["spec"]["containers"][0]["image"].endswith(":2")
     assert here.one("Job", "small-cluster-a")["metadata"]["uid"] == before
@@ -161,10 +152,10 @@ def test_only_servers_are_applied_and_clusters_train_on(here: StandIn, small: Pa
 
 def test_another_tag_leaves_a_cluster_with_an_image_of_its_own_as_it_is(here: StandIn, small: Path) -> None:
     small.write_text(small.read_text() + 'image = "registry.example.org/mine:7"\ncommand = ["python", "train.py"]\n')
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     before = here.one("Job", "small-cluster-a")["metadata"]["uid"]
     small.write_text(small.read_text().replace('tag = "1"', 'tag = "2"'))
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     assert here.one("Job", "small-cluster-a")["metadata"]["uid"] == before
 
 
@@ -201,7 +192,7 @@ def test_a_changed_bandwidth_moves_no_server(
     both: tuple[StandIn, StandIn, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     here, there, small = both
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     small.write_text(small.read_text().replace("[2.0]", "[8.0]"))
     for command in (("plan", small), ("apply", small, *APPLY)):
         told = refused(capsys, *command)
@@ -210,7 +201,7 @@ def test_a_changed_bandwidth_moves_no_server(
     assert here.of_kind("StatefulSet") == ["small-master", "small-slave"]
     assert not there.writes
     small.write_text(small.read_text().replace('placement = "auto"', 'placement = "here"'))
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
 
 
 def test_a_cluster_that_left_a_site_alone_leaves_no_key_there(both: tuple[StandIn, StandIn, Path]) -> None:
@@ -218,10 +209,10 @@ def test_a_cluster_that_left_a_site_alone_leaves_no_key_there(both: tuple[StandI
     more = '\n[[clusters]]\nid = "b"\nsite = "there"\ntokens_per_s = 10\n'
     small.write_text(small.read_text().replace("[2.0]", "[2.0, 2.0]").replace("[4.0]", "[4.0, 4.0]") + more)
     with_keys(small)
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     assert there.of_kind("Secret") == ["small-keys-b"]
     small.write_text(small.read_text().replace("[2.0, 2.0]", "[2.0]").replace("[4.0, 4.0]", "[4.0]").replace(more, ""))
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     assert {kind for _, kind, _ in there.objects} == {"Namespace"}
     assert here.of_kind("Job") == ["small-cluster-a"]
 
@@ -232,11 +223,11 @@ def test_a_cluster_that_left_a_site_alone_leaves_no_key_there(both: tuple[StandI
 def test_a_namespace_that_is_being_terminated_is_waited_for(
     here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     here.terminating_looks = 3
     open_context("here", "dips").delete("Namespace", "dips")
     monkeypatch.setattr("dips.deploy.rollout.POLL_S", 0.01)
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     assert "namespace dips of context here: is being terminated" in capsys.readouterr().err
     assert here.of_kind("StatefulSet") == ["small-master", "small-slave"]
 
@@ -250,12 +241,12 @@ def test_an_old_release_is_refused_in_a_sentence(
     )
     assert not here.writes
     monkeypatch.setenv("DIPS_OLD_KUBERNETES", "1")
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) -> str:
     """The one sentence with which a command ends."""
-    assert dips(*words) == code
+    assert deploy(*words) == code
     *_, sentence = capsys.readouterr().err.strip().splitlines()
     assert "Traceback" not in sentence
     return sentence
@@ -319,24 +310,24 @@ def test_a_site_without_the_operator_trains_unwatched(
         assert not frankfurt.objects
         off = 'service_monitor = false\ncontext = "amsterdam-admin" '
         file.write_text(file.read_text().replace('context = "amsterdam-admin" ', off))
-        assert dips("apply", file, *APPLY) == 0
+        assert deploy("apply", file, *APPLY) == 0
         assert amsterdam.of_kind("Job") == ["three-sites-cluster-a"]
         assert frankfurt.of_kind("PodMonitor") == ["three-sites-cluster-b"]
         assert frankfurt.of_kind("ServiceMonitor") == ["three-sites-master", "three-sites-slave"]
 
 
 def test_a_monitor_goes_with_its_cluster(here: StandIn, small: Path) -> None:
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     assert here.of_kind("PodMonitor") == ["small-cluster-a"]
-    assert dips("delete", small, "--cluster", "a", "--yes") == 0
+    assert deploy("delete", small, "--cluster", "a", "--yes") == 0
     assert not here.of_kind("PodMonitor")
     assert "small-keys-prometheus" in here.of_kind("Secret"), "master and slaves are still watched"
 
 
 def test_monitors_go_when_the_file_no_longer_wants_them(here: StandIn, small: Path) -> None:
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     small.write_text(small.read_text().replace("slaves = 2", "slaves = 2\nservice_monitor = false"))
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     assert not [name for kind in MONITORS for name in here.of_kind(kind)]
     assert "small-keys-prometheus" not in here.of_kind("Secret")
 
@@ -364,14 +355,14 @@ def test_nobody_who_could_agree_is_an_error(here: StandIn, small: Path, capsys: 
 def test_a_volume_that_is_there_and_too_small_is_told(
     here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     small.write_text(small.read_text().replace('"10M"', '"1B"'))
     assert "a volume is not enlarged here" in refused(capsys, "apply", small, *APPLY)
     assert "Mi" in refused(capsys, "plan", small)
 
 
 def test_another_number_of_slaves_is_for_scale(here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     small.write_text(small.read_text().replace("slaves = 2", "slaves = 3"))
     with_keys(small)
     assert "`dips deploy scale" in refused(capsys, "apply", small, *APPLY)
@@ -383,17 +374,17 @@ def test_another_number_of_slaves_is_for_scale(here: StandIn, small: Path, capsy
 def test_delete_leaves_volumes_until_told_otherwise(
     here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert dips("apply", small, *APPLY) == 0
-    assert dips("delete", small, "--yes") == 0
+    assert deploy("apply", small, *APPLY) == 0
+    assert deploy("delete", small, "--yes") == 0
     assert {kind for _, kind, _ in here.objects} == {"Namespace", "PersistentVolumeClaim"}
     assert "3 volumes stay" in capsys.readouterr().out
-    assert dips("delete", small, "--yes", "--delete-volumes") == 0
+    assert deploy("delete", small, "--yes", "--delete-volumes") == 0
     assert {kind for _, kind, _ in here.objects} == {"Namespace"}
 
 
 def test_one_cluster_alone_is_deleted(here: StandIn, small: Path) -> None:
-    assert dips("apply", small, *APPLY) == 0
-    assert dips("delete", small, "--cluster", "a", "--yes") == 0
+    assert deploy("apply", small, *APPLY) == 0
+    assert deploy("delete", small, "--cluster", "a", "--yes") == 0
     assert not here.of_kind("Job")
     assert here.of_kind("StatefulSet") == ["small-master", "small-slave"]
 
@@ -418,7 +409,7 @@ def memory(here: StandIn) -> int:
 
 
 def test_more_slaves_get_keys_and_a_wish_before_their_pods(here: StandIn, small: Path) -> None:
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     small.write_text(small.read_text().replace("slaves = 2", "slaves = 3"))
     with_keys(small)
     before = settings(here)
@@ -439,7 +430,7 @@ def test_more_slaves_get_keys_and_a_wish_before_their_pods(here: StandIn, small:
 def test_fewer_slaves_give_their_blocks_away_before_their_pods_go(here: StandIn, small: Path) -> None:
     small.write_text(small.read_text().replace("slaves = 2", "slaves = 3\nslave_volume = '1 GiB'"))
     with_keys(small)
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     small.write_text(small.read_text().replace("slaves = 3", "slaves = 2"))
     before = settings(here)
     master = Master(
@@ -451,12 +442,12 @@ def test_fewer_slaves_give_their_blocks_away_before_their_pods_go(here: StandIn,
     assert master.asked == [f"add  remove s2 with {(3, sorted(before), True)} pods"]
     assert replicas(here) == 2
     assert "state-small-slave-2" in here.of_kind("PersistentVolumeClaim")
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     assert "small-slave-2" not in here.of_kind("Service")
 
 
 def test_blocks_that_do_not_move_keep_the_pods(here: StandIn, small: Path) -> None:
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     small.write_text(small.read_text().replace("slaves = 2", "slaves = 1"))
     master = Master(["s0", "s1"])
     master.status = lambda: replace(Master.status(master), reshard="slave s1 is away")  # type: ignore[method-assign]
@@ -467,7 +458,7 @@ def test_blocks_that_do_not_move_keep_the_pods(here: StandIn, small: Path) -> No
 
 
 def test_a_drained_clusters_job_is_waited_for(here: StandIn, small: Path) -> None:
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
     master = Master(["s0", "s1"], ["a"])
     with pytest.raises(RetryLater, match="its job has yet to end"):
         site_of(small, master).drain("a", "other work")

@@ -10,19 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.api_stand_in import StandIn, rights_of, write_kubeconfig
+from support.api_stand_in import StandIn, rights_of
 from support.deploy_files import with_keys, written
-from support.deploy_site import Master, opened
+from support.deploy_site import APPLY, Master, contexts, deploy, opened
 
-from dips.cli.main import run
-from dips.core.errors import ConfigError, FatalError
+from dips.core.errors import ConfigError, FatalError, RetryLater
 from dips.deploy.deploy_file import Deployment, read_deploy_file
 from dips.deploy.kubernetes_api import KubernetesApi
 from dips.deploy.move import Move
 from dips.deploy.operate import LiveDeployment
 from dips.deploy.rights import role
 
-APPLY = ("--yes", "--no-reach")
 THERE = '\n[[sites]]\nname = "there"\ncontext = "there"\naddress = "192.0.2.8"\n\n[[clusters]]'
 STATE_OF = {"state-small-master-0": "master", "state-small-slave-0": "slave", "state-small-slave-1": "slave"}
 
@@ -57,22 +55,16 @@ class Sites:
 def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sites]:
     file = written(tmp_path, changes={"\n[[clusters]]": THERE})
     with_keys(file)
-    with StandIn() as here, StandIn() as there:
-        write_kubeconfig(tmp_path / "kubeconfig", {"here": here.url, "there": there.url})
-        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    with contexts(tmp_path, monkeypatch, "here", "there") as (here, there):
         here.volumes, there.volumes = tmp_path / "volumes" / "here", tmp_path / "volumes" / "there"
         found = Sites(here, there, file)
-        assert dips("apply", file, *APPLY) == 0
+        assert deploy("apply", file, *APPLY) == 0
         for index, claim in enumerate(STATE_OF):
             folder = found.place_of(here, claim)
             (folder / "ring").mkdir()
             (folder / "journal").write_bytes(b"records" * index)
             (folder / "ring" / "a file").write_bytes(bytes(range(256)) * (4000 + index))
         yield found
-
-
-def dips(*words: object) -> int:
-    return run(["deploy", *map(str, words)])
 
 
 def move_of(sites: Sites, master: Master) -> Move:
@@ -102,22 +94,29 @@ def test_servers_move_with_their_volumes_after_every_cluster_has_left(sites: Sit
     assert not sites.here.of_kind("StatefulSet")
     assert sites.here.of_kind("PersistentVolumeClaim") == sites.there.of_kind("PersistentVolumeClaim")
     assert not sites.here.of_kind("Pod") + sites.there.of_kind("Pod")
-    assert dips("apply", sites.file, *APPLY) == 0
+    assert deploy("apply", sites.file, *APPLY) == 0
     assert sites.there.of_kind("StatefulSet") == ["small-master", "small-slave"]
     assert "192.0.2.8:30400" in str(sites.here.one("Job", "small-cluster-a"))
     assert sites.here.of_kind("Secret") == ["small-keys-a"]
 
 
-def test_a_copy_that_fails_keeps_the_old_servers_and_goes_on_or_back(sites: Sites) -> None:
+def test_a_copy_that_fails_keeps_the_old_servers_and_goes_on_or_back(
+    sites: Sites, capsys: pytest.CaptureFixture[str]
+) -> None:
     sites.place("here", "there")
     sites.there.forbidden.add(("EXEC", "Pod"))
     with pytest.raises(ConfigError, match="context 'there', pod small-master-carrier-0: no command can be run there"):
         move_of(sites, ended(sites)).carry_out()
     assert sites.here.one("StatefulSet", "small-slave")["spec"]["replicas"] == 0
     assert not sites.there.of_kind("StatefulSet")
-    # Back: as they were.
+    # Back: as they were, and no other number of them.
+    with_three = sites.file.read_text().replace("slaves = 2", "slaves = 3").replace('"there"\nslaves', '"here"\nslaves')
+    sites.file.with_name("three.toml").write_text(with_three)
+    with_keys(sites.file.with_name("three.toml"))
+    assert deploy("apply", sites.file.with_name("three.toml"), *APPLY) == 2
+    assert "says slaves = 3, and the run has 2" in capsys.readouterr().err
     sites.place("there", "here")
-    assert dips("apply", sites.file, *APPLY) == 0
+    assert deploy("apply", sites.file, *APPLY) == 0
     assert sites.here.one("StatefulSet", "small-slave")["spec"]["replicas"] == 2
     assert sites.here.one("StatefulSet", "small-master")["spec"]["replicas"] == 1
     assert sites.here.of_kind("Deployment") == ["small-supervisor"]
@@ -125,6 +124,26 @@ def test_a_copy_that_fails_keeps_the_old_servers_and_goes_on_or_back(sites: Site
     sites.there.forbidden.clear()
     sites.place("here", "there")
     move_of(sites, ended(sites)).carry_out()
+    assert sites.files(sites.there) == sites.files(sites.here)
+
+
+def test_a_move_that_is_cut_off_at_its_end_goes_on(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
+    sites.place("here", "there")
+    delete, sets = KubernetesApi.delete, []
+
+    def cut_off(api: KubernetesApi, kind: str, name: str, uid: str = "") -> bool:
+        if kind == "StatefulSet":
+            sets.append(name)
+            if len(sets) == 2:
+                raise RetryLater("the API server does not answer")
+        return delete(api, kind, name, uid)
+
+    monkeypatch.setattr(KubernetesApi, "delete", cut_off)
+    with pytest.raises(RetryLater):
+        move_of(sites, ended(sites)).carry_out()
+    assert len(sites.here.of_kind("StatefulSet")) == 1
+    move_of(sites, ended(sites)).carry_out()
+    assert not sites.here.of_kind("StatefulSet")
     assert sites.files(sites.there) == sites.files(sites.here)
 
 
@@ -156,7 +175,7 @@ def test_exactly_the_rights_of_a_move_are_needed(sites: Sites) -> None:
 def test_there_must_be_something_to_move(sites: Sites, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="are in context 'here' already"):
         move_of(sites, Master([]))
-    assert dips("delete", sites.file, "--yes") == 0
+    assert deploy("delete", sites.file, "--yes") == 0
     with pytest.raises(ConfigError, match="has no servers yet: `dips deploy apply` makes them"):
         move_of(sites, Master([]))
     sites.file.write_text(sites.file.read_text().replace('placement = "here"', 'placement = "auto"'))
@@ -165,5 +184,5 @@ def test_there_must_be_something_to_move(sites: Sites, capsys: pytest.CaptureFix
         .replace('"192.0.2.7"', '"192.0.2.7"\nbandwidth_gbps = [1.0]')
         .replace('id = "a"', 'id = "a"\ntokens_per_s = 1')
     )
-    assert dips("move", sites.file, "--yes") == 2
+    assert deploy("move", sites.file, "--yes") == 2
     assert "name the site to which the servers move as placement" in capsys.readouterr().err

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.api_stand_in import Right, StandIn, rights_of, write_kubeconfig
+from support.api_stand_in import Right, StandIn, rights_of
 from support.deploy_files import with_keys, written
-from support.deploy_site import Master, site_of
+from support.deploy_site import APPLY, Master, contexts, deploy, site_of
 from support.repository import ROOT
 
 from dips.cli.main import run
@@ -17,15 +17,11 @@ from dips.deploy.deploy_file import read_deploy_file
 from dips.deploy.objects import MONITORS, PLURALS
 from dips.deploy.rights import role
 
-APPLY = ("--yes", "--no-reach")
-
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """The context `here`: its administrator has made the namespace and may do everything."""
-    with StandIn() as stand_in:
-        write_kubeconfig(tmp_path / "kubeconfig", {"here": stand_in.url})
-        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    with contexts(tmp_path, monkeypatch, "here") as (stand_in,):
         namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "dips", "uid": "n"}}
         stand_in.objects[("", "Namespace", "dips")] = namespace
         yield stand_in
@@ -38,29 +34,25 @@ def small(tmp_path: Path) -> Path:
     return file
 
 
-def dips(*words: object) -> int:
-    return run(["deploy", *map(str, words)])
-
-
 def granted(file: Path) -> list[Right]:
     return list(rights_of(role(read_deploy_file(file))))
 
 
 def life(here: StandIn, file: Path) -> Iterator[int]:
     """Exit codes of all that an operator does with a run, one after the other."""
-    yield dips("plan", file)
-    yield dips("apply", file, *APPLY)
+    yield deploy("plan", file)
+    yield deploy("apply", file, *APPLY)
     for one in here.objects.values():  # somebody changed every object
         one["metadata"].get("labels", {}).pop("app.kubernetes.io/part-of", None)
-    yield dips("apply", file, *APPLY)
+    yield deploy("apply", file, *APPLY)
     file.write_text(file.read_text().replace("slaves = 2", "slaves = 3"))
     with_keys(file)
     site_of(file, Master(["s0", "s1"])).scale()
     yield run(["keys", "renew", str(file.parent / "keys"), "a"])
     here.one("Job", "small-cluster-a")["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
     site_of(file, Master(["s0", "s1", "s2"], ["a"])).drain("a", "keys were renewed")
-    yield dips("apply", file, *APPLY)
-    yield dips("delete", file, "--yes", "--delete-volumes")
+    yield deploy("apply", file, *APPLY)
+    yield deploy("delete", file, "--yes", "--delete-volumes")
 
 
 def test_exactly_these_rights_are_needed(here: StandIn, small: Path) -> None:
@@ -99,7 +91,7 @@ def test_rights_on_pods_are_needed_to_give_them_to_the_supervisor(
 ) -> None:
     before = set(here.objects)
     here.rights = [right for right in granted(small) if right.kind != "Pod"]
-    assert dips("apply", small, *APPLY) == 2
+    assert deploy("apply", small, *APPLY) == 2
     assert "attempting to grant RBAC permissions not currently held" in capsys.readouterr().err
     assert set(here.objects) == before
 
@@ -110,7 +102,7 @@ def test_what_is_left_of_kinds_that_are_not_used_needs_no_right(here: StandIn, s
     here.unknown_kinds = {"JobSet", *MONITORS}
     here.rights = granted(small)
     assert not {"JobSet", *MONITORS} & {right.kind for right in here.rights}
-    assert dips("apply", small, *APPLY) == 0
+    assert deploy("apply", small, *APPLY) == 0
 
 
 def test_a_role_that_was_made_to_check_its_binding_goes_after_a_refusal(
@@ -119,14 +111,14 @@ def test_a_role_that_was_made_to_check_its_binding_goes_after_a_refusal(
     here.rights = granted(small)
     here.forbidden.add(("POST", "Deployment"))
     before = set(here.objects)
-    assert dips("apply", small, *APPLY) == 2
+    assert deploy("apply", small, *APPLY) == 2
     assert "deployments is forbidden" in capsys.readouterr().err
     assert set(here.objects) == before
     assert ("WRITE", "Role", "small-supervisor") in here.writes
 
 
 def test_the_role_that_ships_is_that_of_the_base(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dips("rights", ROOT / "deploy" / "kubernetes" / "base.toml") == 0
+    assert deploy("rights", ROOT / "deploy" / "kubernetes" / "base.toml") == 0
     printed = capsys.readouterr().out
     assert (ROOT / "deploy" / "kubernetes" / "rights.yaml").read_text() == printed
     assert yaml.safe_load(printed)["metadata"]["namespace"] == "dips"

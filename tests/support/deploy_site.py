@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import pytest
+from support.api_stand_in import StandIn, write_kubeconfig
+
+from dips.cli.main import run
 from dips.core.messages import ClusterStatus, SlaveStatus, StatusReply
 from dips.deploy import rollout as plan
 from dips.deploy.deploy_file import Deployment, read_deploy_file
 from dips.deploy.kubernetes_api import KubernetesApi, open_context
 from dips.deploy.operate import LiveDeployment
 from dips.deploy.rollout import Rollout
+
+APPLY = ("--yes", "--no-reach")
+
+
+def deploy(*words: object) -> int:
+    """The exit code of `dips deploy` with these words."""
+    return run(["deploy", *map(str, words)])
+
+
+@contextlib.contextmanager
+def contexts(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> Iterator[list[StandIn]]:
+    """Stand-ins of API servers that are these contexts, in a kubeconfig of the folder that the environment names."""
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(StandIn()) for _ in names]
+        write_kubeconfig(folder / "kubeconfig", {name: one.url for name, one in zip(names, found, strict=True)})
+        monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
+        yield found
 
 
 @dataclass

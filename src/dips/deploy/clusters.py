@@ -12,6 +12,7 @@ from dips.deploy.deploy_file import (
     DeployedClusterKnobs,
     Deployment,
     canonical,
+    pairs,
     processors,
     quantity,
 )
@@ -30,7 +31,6 @@ from dips.deploy.objects import (
     made,
     monitor,
     namespace,
-    pairs,
     placed,
     pod_spec,
     resources,

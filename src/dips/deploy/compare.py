@@ -23,6 +23,9 @@ from dips.deploy.objects import Object, as_yaml
 FIELDS = "dips/fields"
 """Annotation: which fields we set, without their values."""
 
+STOPPED_WITH = "dips/stopped-with"
+"""Annotation of a StatefulSet that was stopped for a move: how many pods it had."""
+
 _NOTHING: Any = object()
 
 
@@ -132,12 +135,18 @@ def _left_alone(wanted: Object, live: Object) -> Object:
     if kind in ("Job", "JobSet"):
         spec["suspend"] = live["spec"].get("suspend", False)
     if kind == "StatefulSet":
-        # With none it was stopped for a move that came to nothing.
-        spec["replicas"] = live["spec"].get("replicas", 1) or spec["replicas"]
+        spec["replicas"] = replicas_of(live)
         _keep_claims(found, live)
     if kind == "PersistentVolumeClaim":
         _keep_size(spec, live["spec"], found["metadata"]["name"])
     return found
+
+
+def replicas_of(live: Object) -> int:
+    """The pods of a StatefulSet; of one that was stopped for a move, as many as it had: so many start again."""
+    stopped_with = live.get("metadata", {}).get("annotations", {}).get(STOPPED_WITH, "")
+    found: int = live["spec"].get("replicas", 1)
+    return found or (int(stopped_with) if stopped_with.isdecimal() else 0)
 
 
 def _keep_claims(found: Object, live: Object) -> None:

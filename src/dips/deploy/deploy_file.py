@@ -72,6 +72,12 @@ LabelPair = Annotated[
 Pair = Annotated[str, _matching("[^=\\s]+=.*", "is not 'key=value'")]
 """One entry of a list that Kubernetes has as a table."""
 
+
+def pairs(entries: Iterable[str]) -> dict[str, str]:
+    """A list of 'key=value' as a table."""
+    return dict(entry.split("=", 1) for entry in entries)
+
+
 Digest = Annotated[
     str,
     _matching(
@@ -146,7 +152,7 @@ class DeployKnobs(Knobs):
         return self.data_port or (30500 if self.expose == "node-port" else 29500)
 
     def image(self, role: str) -> str:
-        digest = dict(pair.split("=", 1) for pair in self.digests).get(role)
+        digest = pairs(self.digests).get(role)
         return f"{self.images}/dips-{role}:{self.tag}" + (f"@{digest}" if digest else "")
 
     @property

@@ -16,7 +16,7 @@ from dips.core.errors import ConfigError, FatalError
 from dips.core.units import format_bytes
 from dips.deploy import identities
 from dips.deploy import rollout as plan
-from dips.deploy.compare import Step
+from dips.deploy.compare import STOPPED_WITH
 from dips.deploy.deploy_file import STATE, Deployment
 from dips.deploy.health import Health, ObjectState
 from dips.deploy.objects import STATE_MOUNT, Object, container, labels, pod_spec, resources, selector
@@ -81,6 +81,7 @@ class Move:
         self.old = self._old()
         """The deployment as it is now."""
         self._from = apis[self.old.server_site.context]
+        self._live_at = live_at
         self._live = live_at(self.old)
 
     def _old(self) -> Deployment:
@@ -110,7 +111,8 @@ class Move:
         identities.check(self._wanted)
         self._live.check_slaves()
         # New servers would be refused for the same reasons after everything was stopped.
-        new = [(stage, steps) for stage, steps in self._planned() if stage.part is not plan.RolloutPart.CLUSTER]
+        planned = self._live_at(self._wanted).planned()
+        new = [(stage, steps) for stage, steps in planned if stage.part is not plan.RolloutPart.CLUSTER]
         with self._rollout.rehearsed(new):
             self._drain()
             self._stop()
@@ -119,15 +121,10 @@ class Move:
                     self._rollout.carry_out(steps)
             for volume in volumes(self._wanted):
                 self._copy(volume)
-        for name in (f"{self._wanted.name}-master", f"{self._wanted.name}-slave"):
+        # The master's last: where it is, a command that is given again looks for the run.
+        for name in (f"{self._wanted.name}-slave", f"{self._wanted.name}-master"):
             self._from.delete("StatefulSet", name)
-            self._rollout.until(f"StatefulSet {name}", functools.partial(self._gone, self._from, "StatefulSet", name))
-
-    def _planned(self) -> list[tuple[plan.RolloutStage, list[Step]]]:
-        return plan.steps(
-            plan.stages(self._wanted),
-            lambda context, document: self._apis[context].get(document["kind"], document["metadata"]["name"]),
-        )
+            self._rollout.until_gone(self._from.context, "StatefulSet", name)
 
     # ---- drain and stop ----
 
@@ -145,20 +142,16 @@ class Move:
             replicas, name = self._replicas(component), f"{self._wanted.name}-{component}"
             live = self._from.get("StatefulSet", name)
             if live is not None and replicas:
-                self._from.patch(live, {"spec": {"replicas": 0}})
+                stopped = {"annotations": {STOPPED_WITH: str(replicas)}}
+                self._from.patch(live, {"metadata": stopped, "spec": {"replicas": 0}})
                 self._rollout.say(f"StatefulSet {name}: 0 pods")
             for index in range(self._wanted.run.slaves if component == "slave" else 1):
-                pod = f"{name}-{index}"
-                self._rollout.until(f"pod {pod}", functools.partial(self._gone, self._from, "Pod", pod))
+                self._rollout.until_gone(self._from.context, "Pod", f"{name}-{index}")
 
     def _replicas(self, component: str) -> int:
         live = self._from.get("StatefulSet", f"{self._wanted.name}-{component}") or {"spec": {"replicas": 0}}
         found: int = live["spec"].get("replicas", 1)
         return found
-
-    def _gone(self, api: Api, kind: str, name: str) -> ObjectState:
-        there = api.get(kind, name) is not None
-        return ObjectState(Health.WAITING, "ends") if there else ObjectState(Health.READY, "is gone")
 
     # ---- copy ----
 
@@ -191,7 +184,7 @@ class Move:
             for api, _ in carriers:
                 api.delete("Pod", volume.carrier)
         for api, _ in carriers:
-            self._rollout.until(f"pod {volume.carrier}", functools.partial(self._gone, api, "Pod", volume.carrier))
+            self._rollout.until_gone(api.context, "Pod", volume.carrier)
 
     def _told(self, volume: Volume, chunks: Iterable[bytes]) -> Iterator[bytes]:
         """The same, and how far it is."""

@@ -23,6 +23,7 @@ from dips.deploy.deploy_file import (
     STATE,
     DeployedClusterKnobs,
     Deployment,
+    pairs,
 )
 
 Object = dict[str, Any]
@@ -198,11 +199,6 @@ def container(
     return found
 
 
-def pairs(entries: Iterable[str]) -> dict[str, str]:
-    """A list of 'key=value' as a table."""
-    return dict(entry.split("=", 1) for entry in entries)
-
-
 def placed(node_selector: Sequence[str], tolerate: Sequence[str], priority_class: str) -> Object:
     """The fields of a pod that say on which nodes it may be, and before which other pods."""
     found: Object = {}
@@ -283,7 +279,7 @@ POD_NAME = "__meta_kubernetes_pod_name"
 def monitor(deployment: Deployment, kind: str, name: str, component: str, cluster: str = "", **fields: Any) -> Object:
     """A monitor with the labels by which the Prometheus of its site selects it."""
     found = made(deployment, kind, name, component, cluster, **fields)
-    found["metadata"]["labels"] |= dict(pair.split("=", 1) for pair in deployment.run.monitor_labels)
+    found["metadata"]["labels"] |= pairs(deployment.run.monitor_labels)
     return found
 
 

@@ -79,12 +79,15 @@ class LiveDeployment:
         """Raises ConfigError for a difference that only a person can settle."""
         there = {context: everything(api, self.deployment.name) for context, api in self._apis.items()}
         plan.check_place(self.deployment, there)
+        return PendingChanges(self.planned(), plan.left_over(self.deployment, there))
+
+    def planned(self) -> Planned:
+        """Each stage with what has to be done about its objects. Raises ConfigError as difference() does."""
 
         def find(context: str, document: Object) -> Object | None:
             return self._apis[context].get(document["kind"], document["metadata"]["name"])
 
-        planned = plan.steps(plan.stages(self.deployment), find)
-        return PendingChanges(planned, plan.left_over(self.deployment, there))
+        return plan.steps(plan.stages(self.deployment), find)
 
     def prepare(self) -> None:
         """What must hold before a difference is taken that is to be applied. Raises DipsError.
@@ -283,12 +286,8 @@ class LiveDeployment:
         self._rollout.carry_out(going)
         for step in going:
             if step.wanted["kind"] in plan.WORKLOADS:
-                self._rollout.until(step.name, functools.partial(self._gone, step))
+                self._rollout.until_gone(step.context, step.wanted["kind"], step.wanted["metadata"]["name"])
         self._rollout.carry_out(volumes)
-
-    def _gone(self, step: Step) -> ObjectState:
-        live = self._apis[step.context].get(step.wanted["kind"], step.wanted["metadata"]["name"])
-        return ObjectState(Health.WAITING, "ends") if live is not None else ObjectState(Health.READY, "is gone")
 
     def _cluster(self, cluster: str) -> DeployedClusterKnobs:
         for one in self.deployment.clusters:

@@ -18,7 +18,7 @@ from typing import Protocol
 from dips.core.errors import ConfigError, DipsError, RetryLater
 from dips.deploy import identities
 from dips.deploy.clusters import cluster_objects
-from dips.deploy.compare import ObjectAction, Step, diff_lines, step_for
+from dips.deploy.compare import ObjectAction, Step, diff_lines, replicas_of, step_for
 from dips.deploy.deploy_file import DeployedClusterKnobs, Deployment
 from dips.deploy.health import Health, ObjectState, state_of
 from dips.deploy.objects import MONITORS, Object
@@ -140,8 +140,7 @@ def left_over(deployment: Deployment, there: Mapping[str, Sequence[Object]]) -> 
 
 def check_slaves(deployment: Deployment, live: Object | None) -> None:
     """Raise ConfigError when the run has another number of slaves than the file says."""
-    # With none it was stopped for a move, and starts again as it was.
-    running = (live["spec"].get("replicas", 1) if live else 0) or deployment.run.slaves
+    running = replicas_of(live) if live else deployment.run.slaves
     if running != deployment.run.slaves:
         raise ConfigError(
             f"{deployment.file} says slaves = {deployment.run.slaves}, and the run has {running}: "
@@ -309,20 +308,20 @@ class Rollout:
                 )
             self._sleep(POLL_S)
 
-    def _remove(self, step: Step) -> None:
-        """Delete an object that cannot be changed, before it is made again."""
-        api, kind, name = self._apis[step.context], step.wanted["kind"], step.wanted["metadata"]["name"]
-        api.delete(kind, name)
+    def until_gone(self, context: str, kind: str, name: str) -> None:
+        """Wait until an object that was deleted is not there any more."""
 
         def look() -> ObjectState:
-            there = api.get(kind, name) is not None
-            return (
-                ObjectState(Health.WAITING, "the old one ends")
-                if there
-                else ObjectState(Health.READY, "the old one has ended")
-            )
+            there = self._apis[context].get(kind, name) is not None
+            return ObjectState(Health.WAITING, "ends") if there else ObjectState(Health.READY, "is gone")
 
         self.until(f"{kind} {name}", look)
+
+    def _remove(self, step: Step) -> None:
+        """Delete an object that cannot be changed, before it is made again."""
+        kind, name = step.wanted["kind"], step.wanted["metadata"]["name"]
+        self._apis[step.context].delete(kind, name)
+        self.until_gone(step.context, kind, name)
 
 
 def _carry_out(api: Api, step: Step, dry_run: bool = False) -> bool:

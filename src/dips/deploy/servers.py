@@ -16,6 +16,7 @@ from dips.deploy.deploy_file import (
     STATE,
     SUPERVISOR_BYTES,
     Deployment,
+    pairs,
     processors,
     quantity,
 )
@@ -37,7 +38,6 @@ from dips.deploy.objects import (
     monitor,
     namespace,
     own_keys_mounts,
-    pairs,
     placed,
     pod_spec,
     resources,
