@@ -34,9 +34,11 @@ SLOW_BYTES_PER_S = 300_000.0
 AWAY_S = 3.0
 """How long what is away stays so: a few scrapes."""
 EXCLUSIONS = 5
+EXCLUDED_SHARE = 0.3
+"""Of the wayward cluster's judged pushes; an alarm looks at this share."""
 TRAIN = (
     *("--max-bytes", "1500000", "--heldout-max-bytes", "8192", "--warmup-tokens", "4000", "--log-every-steps", "4"),
-    *("--batch-size", "2", "--sequence-tokens", "64"),
+    *("--batch-size", "8", "--sequence-tokens", "64"),
 )
 
 
@@ -211,13 +213,13 @@ class WatchedRun:
         self.stray("far")
         self.until(lambda status: _of(status, WAYWARD).quarantined, "the quarantine of the wayward cluster")
         time.sleep(AWAY_S)
-        self.until(lambda status: _of(status, WAYWARD).pushes_excluded >= EXCLUSIONS, "more exclusions")
+        self.until(lambda status: _is_excluded_often(_of(status, WAYWARD)), "more exclusions")
         self.stray("")
         self.until(lambda status: not _of(status, WAYWARD).quarantined, "the end of the quarantine")
 
     def turn(self) -> None:
         """The direction alarm of the wayward cluster stands for some scrapes."""
-        self.stray("up")
+        self.stray("back")
         self.until(lambda status: _of(status, WAYWARD).direction_alarm, "the direction alarm")
         time.sleep(AWAY_S)
         self.stray("")
@@ -252,6 +254,11 @@ class WatchedRun:
 
 def _of(status: StatusReply, name: str) -> ClusterStatus:
     return next((item for item in status.clusters if item.cluster_id == name), ClusterStatus(name))
+
+
+def _is_excluded_often(cluster: ClusterStatus) -> bool:
+    judged = cluster.pushes_applied + cluster.pushes_excluded
+    return cluster.pushes_excluded >= max(EXCLUSIONS, EXCLUDED_SHARE * judged)
 
 
 def _dips(*words: object) -> list[str]:

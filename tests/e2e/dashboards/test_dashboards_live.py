@@ -135,6 +135,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             calm_ended_s = lap("a dozen versions", functools.partial(run.versions, 12))
             # Early: the more a model has learned, the less do good pushes agree, and the later is a wrong one noticed.
             lap("pushes point the wrong way", run.turn)
+            lap("pushes are excluded", run.exclude)
             slow_begun_s = lap("a link is slow", functools.partial(run.slow_link, True))
             lap("versions over it", functools.partial(run.versions, 4))
             lap(
@@ -142,7 +143,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
                 lambda: run.until(lambda _: is_slow(prometheus, begun_s, slow_begun_s), "slow"),
             )
             slow_ended_s = lap("it is not any more", functools.partial(run.slow_link, False))
-            lap("pushes are excluded", run.exclude)
             lap("a cluster is killed and comes back", run.lose_cluster)
             lap("paused and resumed", run.pause)
             lap("a slave is killed and its newest snapshot spoilt", run.lose_slave)
