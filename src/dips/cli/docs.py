@@ -21,7 +21,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from dips.core.assumptions import ROLES as ASSUMED
 from dips.core.assumptions import Assumption
-from dips.core.config import Knobs, Name, environment_name
+from dips.core.config import Knobs, Name, environment_name, groups_of
 from dips.core.errors import ConfigError
 from dips.core.machine import TransitionTable
 from dips.core.net.security import Address, AddressOrEmpty
@@ -369,17 +369,27 @@ def settings() -> str:
     parts = [_SETTINGS]
     for section, kind, of in _ROLE_TABLES:
         variable = environment_name(section, "...")
-        parts += [f"## `[{section}]`: {of}", f"Variables: `{variable}`.", _settings_table(kind)]
+        parts += [f"## `[{section}]`: {of}", f"Variables: `{variable}`.", *_settings_tables(kind)]
     for title, tables in _FILE_TABLES:
         parts += [f"## {title}", "It also has the tables of the roles, above."]
         for name, kind in tables:
-            parts += [f"### `{name}`", _settings_table(kind)]
+            parts += [f"### `{name}`", *_settings_tables(kind)]
     return "\n\n".join(parts) + "\n"
 
 
-def _settings_table(kind: type[Knobs]) -> str:
+def _settings_tables(kind: type[Knobs]) -> list[str]:
+    """A table for each group of settings, with its title."""
+    found: list[str] = []
+    for title, names in groups_of(kind).items():
+        table = _settings_table(kind, names)
+        found += [f"**{title}**", table] if title else [table]
+    return found
+
+
+def _settings_table(kind: type[Knobs], names: Iterable[str]) -> str:
     lines = ["| setting | value | default | meaning |", "|---|---|---|---|"]
-    for name, info in kind.model_fields.items():
+    for name in names:
+        info = kind.model_fields[name]
         values, default = _values(info.annotation, info.metadata), info.get_default(call_default_factory=True)
         shown = "(required)" if info.is_required() else ""
         if not info.is_required() and default not in ("", (), None):

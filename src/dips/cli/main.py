@@ -327,6 +327,8 @@ def main() -> NoReturn:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns its exit code. Errors end as one sentence on standard error."""
+    if list(arguments[:1]) == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     try:
         app = build_app(next((word for word in arguments if not word.startswith("-")), ""))
         command = typer.main.get_command(app)
@@ -349,10 +351,11 @@ def build_app(chosen: str) -> typer.Typer:
     --help."""
     app = typer.Typer(
         help="Train one language model on several clusters in different places: an asynchronous parameter server.",
-        epilog="Begin with:  dips demo",
+        epilog="Begin with:  dips demo\n\nOne command:  dips help COMMAND",
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_no_command)
     for command in COMMANDS:

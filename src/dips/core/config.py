@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo
 from pydantic_core import ErrorDetails
@@ -43,6 +43,9 @@ MAX_TOML_LINE_CHARS = 4096
 class Knobs(BaseModel):
     """Base of all settings: frozen, no unknown fields, and a description for each field."""
 
+    GROUPS: ClassVar[Mapping[str, str]] = {}
+    """For people who look for one: the first field of each group of fields, and the group's title."""
+
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=()
     )
@@ -57,6 +60,18 @@ class Knobs(BaseModel):
 
 
 M = TypeVar("M", bound=Knobs)
+
+
+def groups_of(kind: type[Knobs]) -> dict[str, list[str]]:
+    """The fields by the title of their group: those of the class itself first, then those that it inherits."""
+    titles = {field: title for base in reversed(kind.__mro__) for field, title in vars(base).get("GROUPS", {}).items()}
+    found: dict[str, list[str]] = {}
+    title = ""
+    for name in kind.model_fields:
+        title = titles.get(name, title)
+        found.setdefault(title, []).append(name)
+    own = vars(kind).get("GROUPS", {}).values()
+    return {title: found[title] for title in sorted(found, key=lambda one: one not in own)}
 
 
 def _check_name(value: str, info: ValidationInfo) -> str:

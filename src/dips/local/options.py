@@ -19,12 +19,10 @@ import typer
 from pydantic.fields import FieldInfo
 from rich.markup import escape
 
-from dips.core.config import Knobs, Loaded, load
+from dips.core.config import Knobs, Loaded, groups_of, load
 from dips.core.errors import ConfigError
 from dips.core.net.security import VARIABLES
 from dips.core.observe.logs import LOG_FORMAT_VARIABLE, LOG_LEVEL_VARIABLE, LogFormat
-
-Knob = tuple[type[Knobs], str, FieldInfo]
 
 
 def with_knobs(
@@ -38,11 +36,12 @@ def with_knobs(
 
     def decorate(command: Callable[..., int | None]) -> Callable[..., int | None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        knobs: dict[str, Knob] = {}
+        knobs: dict[str, inspect.Parameter] = {}
         for kind in kinds:
-            for name, info in kind.model_fields.items():
-                knobs.setdefault(name, (kind, name, info))
-        return _with_signature(command, [*own, *(_parameter(knobs[name]) for name in knobs if name not in hidden)])
+            for title, names in groups_of(kind).items():
+                for name in names:
+                    knobs.setdefault(name, _parameter(name, kind.model_fields[name], title))
+        return _with_signature(command, [*own, *(knobs[name] for name in knobs if name not in hidden)])
 
     return decorate
 
@@ -82,10 +81,9 @@ def _text(value: object) -> str:
     return str(value.value if isinstance(value, Enum) else value)
 
 
-def _parameter(knob: Knob) -> inspect.Parameter:
-    kind, name, info = knob
+def _parameter(name: str, info: FieldInfo, group: str) -> inspect.Parameter:
     outer, several = _shape(info.annotation)
-    text, panel = escape(_help(info, several)), f"Settings of {kind.__name__.removesuffix('Config').lower()}"
+    text, panel = escape(_help(info, several)), group or None
     if outer is bool:
         names = f"{option_name(name)}/--no-{option_name(name)[2:]}"
         option = typer.Option(names, help=text, show_default=False, rich_help_panel=panel)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -47,6 +47,18 @@ PENALTY_KNOBS = (
 class MasterConfig(MetricsKnobs):
     """One master's settings; to_run_config() makes the part for its state machines."""
 
+    GROUPS: ClassVar = {
+        "run_id": "The run",
+        "page_listen": "Status page",
+        "slaves": "Who takes part",
+        "sync_every": "Training and rounds",
+        "heartbeat_s": "Times",
+        "chunk_bytes": "Transfers and memory",
+        "preset": "How pushes are judged and merged",
+        "durability": "What is kept on disk",
+        "log_level": "Log",
+    }
+
     run_id: Name = Field(description="Name of the run; clusters and slaves of another run are refused")
     directory: Path = Field(
         description="Folder for the journal, the tape and master.json (the address of the running master)"
@@ -73,6 +85,18 @@ class MasterConfig(MetricsKnobs):
     slaves: int = Field(2, ge=1, le=1024, description="Slaves that must be attached before the run begins")
     max_clusters: int = Field(8, ge=1, le=1024, description="Clusters that may take part at the same time")
     min_clusters: int = Field(1, ge=0, description="Clusters that must have joined before the first round")
+    frozen: Literal["same", "parameters", "any"] = Field(
+        "same",
+        description="What must be equal on all clusters although it is not trained; same: frozen parameters and "
+        "constant buffers; parameters: frozen parameters; any: nothing is compared",
+    )
+    token_ratio_max: float = Field(
+        100.0,
+        gt=1,
+        allow_inf_nan=True,
+        description="Where clusters bring their own data: a push is refused if its tokens per step are more than this "
+        "many times what the cluster itself and the others usually count; inf: never",
+    )
 
     sync_every: int = Field(64, ge=1, le=1_000_000, description="H: inner steps between two pushes")
     dynamic: bool | None = Field(
@@ -81,15 +105,20 @@ class MasterConfig(MetricsKnobs):
         "(default: as the preset says)",
     )
     tk_max: Count = Field(0, description="Tokens at which the run ends; 0: never")
-    token_ratio_max: float = Field(
-        100.0,
-        gt=1,
-        allow_inf_nan=True,
-        description="Where clusters bring their own data: a push is refused if its tokens per step are more than this "
-        "many times what the cluster itself and the others usually count; inf: never",
-    )
     s_max: Count = Field(
         0, description="Versions that a push's base may be behind; 0: 8, or 4 for each live cluster if more"
+    )
+    overlap: Literal["none", "push", "full"] = Field(
+        "full",
+        description="When clusters train instead of waiting: none: never; push: during a push; "
+        "full: until a pulled version can be installed",
+    )
+    overlap_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="How much of the parameters' change by steps made during an exchange is kept when the pulled "
+        "version is installed; their tokens count in full",
     )
 
     heartbeat_s: Seconds = Field(2.0, description="Time between two beats of a cluster or slave")
@@ -109,23 +138,6 @@ class MasterConfig(MetricsKnobs):
         "auto",
         description="A cluster waits this long for a verdict, then trains on; auto: as long as its last exchanges, "
         "at most round_timeout_s",
-    )
-    overlap: Literal["none", "push", "full"] = Field(
-        "full",
-        description="When clusters train instead of waiting: none: never; push: during a push; "
-        "full: until a pulled version can be installed",
-    )
-    overlap_share: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="How much of the parameters' change by steps made during an exchange is kept when the pulled "
-        "version is installed; their tokens count in full",
-    )
-    frozen: Literal["same", "parameters", "any"] = Field(
-        "same",
-        description="What must be equal on all clusters although it is not trained; same: frozen parameters and "
-        "constant buffers; parameters: frozen parameters; any: nothing is compared",
     )
     lease_ttl_s: Seconds = Field(6 * 3600.0, description="Time for which data stays leased to a cluster that is gone")
     ticket_ttl_s: Literal["auto"] | Seconds = Field(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -30,6 +30,13 @@ SHARED, OWN = "shared", "own"
 class SlaveConfig(MetricsKnobs):
     """Settings of one slave; the table [slave] of a settings file, DIPS_SLAVE_<FIELD>, or the command line."""
 
+    GROUPS: ClassVar = {
+        "run_id": "The slave",
+        "data_host": "Data port",
+        "memory_bytes": "Memory, processors and disk",
+        "log_level": "Log",
+    }
+
     run_id: Name = Field(description="the run that this slave serves")
     slave_id: Name = Field(description="this slave's name in the run; it never changes")
     master: Address = Field(default="127.0.0.1:29400", description="where the master listens, HOST:PORT")
@@ -43,7 +50,6 @@ class SlaveConfig(MetricsKnobs):
         description="address of the data port as clusters reach it, HOST:PORT; port 0: the port that it has; empty: "
         "where it is bound",
     )
-    memory_bytes: Bytes = Field(default=GIB, description="most memory for parameters, staging and pins included")
     max_chunk_bytes: Bytes = Field(
         default=2 << 20,
         description="largest data frame that the data port takes; the run's chunk_bytes must not be above it",
@@ -57,6 +63,7 @@ class SlaveConfig(MetricsKnobs):
         description="processor of the data port's threads: shared (any), own (the last one; for a slave that has its "
         "machine to itself), or a number",
     )
+    memory_bytes: Bytes = Field(default=GIB, description="most memory for parameters, staging and pins included")
     compute_threads: Annotated[int, Field(ge=0, le=64)] = Field(
         default=0, description="threads of the outer step; 0: one for each processor, at most 8"
     )

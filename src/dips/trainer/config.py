@@ -7,7 +7,7 @@ refused. The rest may differ from cluster to cluster.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -34,6 +34,14 @@ def _known_parallelism(text: str) -> str:
 class TrainConfig(Knobs):
     """Settings of a cluster's training. The defaults take `tiny` on 4 clusters below 2 nats per byte in a million
     tokens."""
+
+    GROUPS: ClassVar = {
+        "data": "Text",
+        "model_size": "Model",
+        "batch_size": "Training",
+        "threads": "Processors and devices",
+        "log_every_steps": "Progress",
+    }
 
     data: tuple[Path, ...] = Field(
         (), description="Text files and folders of text files; none: the source of Python's standard library."

@@ -7,7 +7,7 @@ appear here they only say what this cluster expects, and a difference is refused
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -33,6 +33,14 @@ AutoSeconds = Literal["auto"] | PositiveSeconds
 class ClientConfig(MetricsKnobs):
     """One cluster's settings; the precedence is core.config's."""
 
+    GROUPS: ClassVar = {
+        "run_id": "The cluster in its run",
+        "sync_every": "What is expected of the run",
+        "connect_wait_s": "Times",
+        "checkpoint_dir": "Checkpoints",
+        "log_level": "Log",
+    }
+
     run_id: str = Field("", description="The run to take part in; empty: whichever the master serves.")
     cluster_id: str = Field("", description="This cluster's name; the same after a restart.")
     master: str = Field("", description="The master's HOST:PORT.")
@@ -43,6 +51,20 @@ class ClientConfig(MetricsKnobs):
     check_tokens: bool = Field(
         True,
         description="Refuse a count of tokens that the model's inputs cannot hold; set no if it fetches its own data.",
+    )
+    wire_dtype: str = Field(
+        "float32",
+        description="Format of this cluster's pushes: float32 parameters, or bfloat16, int8 or int4 differences "
+        "to the version that it pulled, with the rounding error added to the next push.",
+    )
+    sync_every: int | None = Field(
+        None, ge=1, description="Inner steps between two pushes that this cluster expects; empty: the master's value."
+    )
+    outer_lr: float | None = Field(
+        None, gt=0, description="Outer learning rate that this cluster expects; empty: the master's value."
+    )
+    outer_momentum: float | None = Field(
+        None, ge=0, lt=1, description="Outer momentum that this cluster expects; empty: the master's value."
     )
     connect_wait_s: PositiveSeconds = Field(
         120.0, description="How long the first join waits for a master that cannot be reached, before it gives up."
@@ -83,20 +105,6 @@ class ClientConfig(MetricsKnobs):
     checkpoints_kept: int = Field(2, ge=1, description="Checkpoints to keep; for a damaged one the one before is used.")
     resume: bool = Field(False, description="Resume from the newest checkpoint, if there is one.")
     resume_required: bool = Field(False, description="Resume from the newest checkpoint, and fail if there is none.")
-    sync_every: int | None = Field(
-        None, ge=1, description="Inner steps between two pushes that this cluster expects; empty: the master's value."
-    )
-    outer_lr: float | None = Field(
-        None, gt=0, description="Outer learning rate that this cluster expects; empty: the master's value."
-    )
-    outer_momentum: float | None = Field(
-        None, ge=0, lt=1, description="Outer momentum that this cluster expects; empty: the master's value."
-    )
-    wire_dtype: str = Field(
-        "float32",
-        description="Format of this cluster's pushes: float32 parameters, or bfloat16, int8 or int4 differences "
-        "to the version that it pulled, with the rounding error added to the next push.",
-    )
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
     log_format: LogFormat = Field("human", description="Form of log lines: human, or json for machines.")
 

@@ -19,7 +19,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     return code, out, error
 
 
-@pytest.mark.parametrize("arguments", [["--help"], []])
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["help"], []])
 def test_help_lists_every_command_and_imports_none(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = told(capsys, *arguments)
     assert code == 0
@@ -36,6 +36,13 @@ def test_every_command_has_help_with_an_example(
     assert code == 0
     assert "Examples:" in out
     assert all(example in out for example in command.examples)
+
+
+@pytest.mark.parametrize("words", [["status"], ["plan", "run"]])
+def test_help_is_asked_for_in_three_ways(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {told(capsys, *asked)[1] for asked in ([*words, "--help"], [*words, "-h"], ["help", *words])}
+    (text,) = texts
+    assert f"Usage: dips {' '.join(words)} " in text
 
 
 @pytest.mark.parametrize("command", main.COMMANDS, ids=lambda command: command.name)

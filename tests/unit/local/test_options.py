@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 import typer
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 from typer.testing import CliRunner
 
-from dips.core.config import Knobs, load
+from dips.core.config import Knobs, groups_of, load
 from dips.core.units import Bytes, Seconds
 from dips.local.options import command_line, option_name, overrides_for, with_knobs
 from dips.master.config import MasterConfig
@@ -23,6 +23,8 @@ from dips.worker.config import ClientConfig
 
 
 class SomeKnobs(Knobs):
+    GROUPS: ClassVar = {"name": "Who", "wait_s": "Times"}
+
     name: str = Field(description="A name [in brackets].")
     size_bytes: Bytes = Field(4096, description="A size.")
     wait_s: Annotated[Seconds, Field(gt=0)] = Field(2.5, description="A time.")
@@ -32,6 +34,12 @@ class SomeKnobs(Knobs):
     on: bool = Field(False, description="A switch.")
     maybe: bool | None = Field(None, description="A switch or nothing.")
     folder: Path | None = Field(None, description="A folder or nothing.")
+
+
+class DerivedKnobs(SomeKnobs):
+    GROUPS: ClassVar = {"colour": "Looks"}
+
+    colour: str = Field("red", description="A colour.")
 
 
 class MoreKnobs(Knobs):
@@ -106,9 +114,29 @@ def test_help_shows_description_default_and_choices() -> None:
         "[default: 4096]",
         "x|y",
         "may be given several times",
-        "Settings of someknobs",
     ):
         assert word in text
+
+
+def test_help_has_options_in_groups_those_of_the_role_itself_first() -> None:
+    @with_knobs(DerivedKnobs)
+    def command(**given: Any) -> int:
+        """A command."""
+        return 0
+
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
+    order = ("Looks", "--colour", "Who", "--size-bytes", "Times", "--grace-s", "--folder")
+    places = [text.index(word) for word in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("kind", [MasterConfig, SlaveConfig, ClientConfig, TrainConfig])
+def test_every_knob_of_every_role_is_in_a_group(kind: type[Knobs]) -> None:
+    groups = groups_of(kind)
+    assert "" not in groups
+    assert sorted(name for names in groups.values() for name in names) == sorted(kind.model_fields)
 
 
 @pytest.mark.parametrize("kind", [MasterConfig, SlaveConfig, ClientConfig, TrainConfig])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
@@ -70,6 +70,8 @@ VARIABLES = {
 
 class SecurityKnobs(Knobs):
     """The settings of every process that connects to a run. They come first, so that addresses are checked by them."""
+
+    GROUPS: ClassVar = {"keys": "Keys"}
 
     keys: Path | None = Field(
         None,

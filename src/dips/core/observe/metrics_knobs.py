@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
 
@@ -15,6 +15,8 @@ METRICS_FILE = "metrics.json"
 
 class MetricsKnobs(SecurityKnobs):
     """The settings of a process whose metrics can be scraped."""
+
+    GROUPS: ClassVar = {"metrics_listen": "Metrics"}
 
     metrics_listen: Annotated[Address | None, BeforeValidator(lambda value: value or None)] = Field(
         None,
