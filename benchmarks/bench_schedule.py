@@ -1,4 +1,4 @@
-"""What the master's schedule makes of slow links, in virtual time: the table of docs/scheduling.md.
+"""What the master's schedule makes of slow links, in virtual time: the table of docs/performance.md.
 
     make bench BENCH=schedule
 

@@ -61,7 +61,7 @@ def test_where_slaves_are_the_narrow_place_some_end_early_and_none_later(way: Wa
 @pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize("delay_s", DELAYS_S)
 def test_the_schedule_is_never_worse_than_the_others(way: Way, delay_s: float) -> None:
-    """On average over the clusters with fast links, in all races of docs/scheduling.md."""
+    """On average over the clusters with fast links, in all races of docs/performance.md."""
     for name, race in races(way, delay_s).items():
         found = {method: slowdowns(race, method) for method in TransferMethod}
         means = {m: mean(x for cluster, x in each.items() if cluster != "slow") for m, each in found.items()}

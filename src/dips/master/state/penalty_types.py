@@ -302,7 +302,7 @@ class DetectorState:
 
 
 INPUTS_FORMAT = 1
-"""The format of a record's judgement inputs (docs/algorithm.md, what the record of a round says)."""
+"""The format of a record's judgement inputs (docs/algorithm.md, the record of a round)."""
 
 
 @dataclass(frozen=True)
