@@ -15,7 +15,7 @@ from dips.core.math.outer_numpy import n_pieces
 from dips.core.wire import DIFFERENCES, RESIDUAL_CODEC, WIRE_DTYPES, encoded_block_bytes
 
 BYTES_PER_ELEM_FIXED = 20
-"""theta v, v-1 and v+1, momentum v and v+1, float32 each (docs/architecture.md, memory of a slave)."""
+"""theta v, v-1 and v+1, momentum v and v+1, float32 each (docs/capacity.md, memory of a slave)."""
 
 BYTES_PER_ELEM_SLOT = 4
 """One staging slot, or one pinned version."""
@@ -75,7 +75,7 @@ def _bytes_per_elem(staging_slots: int, pins: int) -> int:
 
 
 def table_bytes_needed(n_pieces: int, n_chunks: int, staging_slots: int, pins: int) -> int:
-    """Memory of a slave for what it notes of its shard's pieces and chunks, at most (docs/budgets.md has the terms)."""
+    """Memory of a slave for records of its shard's pieces and chunks, at most (docs/capacity.md has the terms)."""
     pairs = staging_slots * (staging_slots + 1) // 2
     kept = min(pairs - staging_slots, KEPT_PRODUCTS)
     of_piece = 16 + 16 * staging_slots + 8 * kept + 9 * pairs

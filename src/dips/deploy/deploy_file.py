@@ -346,7 +346,7 @@ SUPERVISOR_BYTES = 192 * MIB
 """Of the supervisor's process: interpreter, gRPC and the client of Kubernetes take 110 MiB here."""
 
 TAPE_ROOM_BYTES = 2 << 30
-"""In addition to the journal, for the master's tape: some KB for each round and push (docs/budgets.md)."""
+"""In addition to the journal, for the master's tape: some KB for each round and push (docs/capacity.md)."""
 
 _IRRELEVANT_LINK = "1gbps"
 """No size of memory or disk depends on the link; `dips size` shows times."""

@@ -2,7 +2,7 @@
 has learned to parameter servers at one of the sites.
 
 A cluster's inner step is the best plan for the devices of its site; it takes the part of the batch that these are of
-all devices. The servers' site is the one that docs/architecture.md's rule chooses (dips.planner.server_site). Push,
+all devices. The servers' site is the one that docs/algorithm.md's rule chooses (dips.planner.server_site). Push,
 update, pull and what of them nothing hides are those of `dips size`, when all clusters push at the same time.
 """
 

@@ -1,8 +1,8 @@
 """Computes how much memory, disk and time a run needs: one table of formulas, from a few numbers that a person knows.
 
-Pure: the same knobs give the same table. The formulas are those of docs/budgets.md, docs/storage.md,
-docs/checkpoints.md and sim/scale/rates.py; rates that depend on a machine are knobs, and their defaults name their
-source. It must never hold a rate without one.
+Pure: the same knobs give the same table. The formulas are those of docs/capacity.md, docs/storage.md and
+sim/scale/rates.py; rates that depend on a machine are knobs, and their defaults name their source. It must never hold a
+rate without one.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ def _slave(knobs: SizeKnobs) -> Iterator[SizeRow]:
         "memory of a slave's process",
         "bytes",
         f"slave_memory_bytes + 90 * MiB + 2 * slots * {window} * chunk_bytes + 256 * MiB",
-        "base, messages under way and room in addition to the setting (docs/budgets.md)",
+        "base, messages under way and room in addition to the setting (docs/capacity.md)",
     )
     yield (
         "slave_ring_bytes",

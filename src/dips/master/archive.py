@@ -2,7 +2,8 @@
 
 A segment is flushed, renamed, and its name flushed before its records may leave the journal; after a kill in between
 they are in both, and the reader takes them once. Above its size limit the archive deletes its oldest segments. It must
-never hold half a segment under a segment's name, and never decide what is old (docs/architecture.md, durable state).
+never hold half a segment under a segment's name, and never decide what is old (docs/storage.md, directory of the
+master).
 
 Every record carries a digest that covers the digest of the record before it, here as in the journal's file, so that a
 changed, missing or moved record is found wherever the history is read.

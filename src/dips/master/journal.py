@@ -3,7 +3,7 @@
 A decision counts only once it is durable here, so `append` returns only after the disk has it, and every append
 asserts, inside its own transaction, that no newer epoch was begun. Old records move to the archive, so that neither
 the file nor the time of an append grows with the run. It must never decide anything, and never let two masters write
-to one directory (docs/architecture.md, durable state; docs/protocol.md, fencing).
+to one directory (docs/storage.md, directory of the master; docs/protocol.md, fencing).
 
 Every method blocks on the disk. Use a journal from one thread at a time.
 """

@@ -177,7 +177,7 @@ METRICS: tuple[Spec, ...] = (
          "rises with each push", _SLAVE, "bytes"),
     Spec("slave_served_bytes_total", "counter", "Bytes of versions that the slave sent since it started",
          "rises with each pull", _SLAVE, "bytes"),
-    Spec("slave_resident_bytes", "gauge", "Memory of the slave's process", "below its budget (docs/budgets.md)",
+    Spec("slave_resident_bytes", "gauge", "Memory of the slave's process", "below its budget (docs/capacity.md)",
          _SLAVE, "bytes"),
     Spec("slave_refused_messages_total", "counter", "Data messages that the slave refused (busy ones too)",
          "hardly rises", _SLAVE),

@@ -4,7 +4,7 @@ libzmq bounds the size of a frame and the number of whole messages that wait, no
 a message that never ends grows in memory that only libzmq sees. This module can see how much memory the process uses,
 how many bytes each connection sent, and which connections delivered a whole message. Connections that send bytes and
 deliver no message are closed when a budget is reached. A healthy one among them connects again by itself and sends what
-was lost (docs/budgets.md).
+was lost (docs/capacity.md).
 
 The guard has its own thread, since the connections to be closed may keep the data thread busy. A connection is closed
 below libzmq, which sees that as if the peer had closed it: no other connection is touched.
@@ -174,7 +174,7 @@ class ConnectionGuard:
 
     @property
     def limit_bytes(self) -> int:
-        """The slave's budget: docs/budgets.md has the formula."""
+        """The slave's budget: docs/capacity.md has the formula."""
         return self._fixed_bytes + self._data.traffic_bytes
 
     def start(self) -> None:

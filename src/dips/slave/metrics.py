@@ -74,7 +74,7 @@ METRICS: tuple[Spec, ...] = (
     Spec("memory_limit_bytes", "gauge", "memory_bytes: what the arrays may use", "above the sum of memory_bytes", (),
          "bytes"),
     Spec("resident_bytes", "gauge", "Memory of the process, without mapped files", "below budget_bytes", (), "bytes"),
-    Spec("budget_bytes", "gauge", "The process's budget (docs/budgets.md), which the slave enforces",
+    Spec("budget_bytes", "gauge", "The process's budget (docs/capacity.md), which the slave enforces",
          "above resident_bytes", (), "bytes"),
     Spec("snapshots", "gauge", "Committed snapshots on disk", "snapshots_kept, fewer at the beginning"),
     Spec("snapshot_age_seconds", "gauge", "Time since this process made a snapshot durable", "about a round", (), "s",

@@ -1,4 +1,4 @@
-"""Takes a cluster's checkpoints, writes them in the background, and resumes from them (docs/checkpoints.md).
+"""Takes a cluster's checkpoints, writes them in the background, and resumes from them (docs/storage.md).
 
 A checkpoint is a cut at a step boundary: the training thread copies everything into memory that is reused, and goes on;
 one background thread writes the copy while training and communication go on. Another one makes the record of each push

@@ -136,7 +136,7 @@ class DiLoCo:
     wire_dtype: the format of pushes, "float32" (else DIPS_WORKER_WIRE_DTYPE) or differences to the pulled version in
     fewer bits: "bfloat16", "int8" or "int4". The rounding error is added to the next push.
 
-    checkpoint_dir: a folder for this cluster's checkpoints (docs/checkpoints.md), one every checkpoint_every_s seconds.
+    checkpoint_dir: a folder for this cluster's checkpoints (docs/storage.md), one every checkpoint_every_s seconds.
     resume: continue from the newest of them, if there is one; `steps` counts on. state: further state to be kept, such
     as a scheduler or a data loader's position: an object with state_dict() and load_state_dict(), or several by name.
 

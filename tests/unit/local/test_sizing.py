@@ -225,7 +225,7 @@ def test_the_page_has_what_the_command_prints_of_a_rank(capsys: pytest.CaptureFi
     assert main.run(words) == 0
     told = capsys.readouterr().out
     of_rank = told[told.index("Rank, each of 32") : told.index("Cluster, each of 9")].strip()
-    assert of_rank in (Path(__file__).parents[3] / "docs" / "sizing.md").read_text()
+    assert of_rank in (Path(__file__).parents[3] / "docs" / "capacity.md").read_text()
 
 
 def test_a_cluster_needs_what_its_ranks_need() -> None:

@@ -1,7 +1,7 @@
 """Computes the durations of the simulation at scale: each is one of these formulas with a given rate.
 
-Sizes follow docs/architecture.md (memory of a slave, what is copied where); float32 throughout. Nothing here may
-depend on anything but its arguments.
+Sizes follow docs/capacity.md (memory of a slave) and docs/architecture.md (what is copied where); float32 throughout.
+Nothing here may depend on anything but its arguments.
 """
 
 from __future__ import annotations
