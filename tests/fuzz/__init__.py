@@ -1,1 +1,1 @@
-"""Fuzzing of everything that reads bytes it did not write: `make fuzz` (docs/fuzzing.md)."""
+"""Fuzzing of everything that reads bytes it did not write: `make fuzz` (docs/evidence.md)."""

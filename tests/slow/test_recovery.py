@@ -1,4 +1,4 @@
-"""The benchmark of recoveries runs, and its faults are got over; how fast is for docs/reliability.md, not for a busy
+"""The benchmark of recoveries runs, and its faults are got over; how fast is for docs/evidence.md, not for a busy
 machine of tests."""
 
 from __future__ import annotations

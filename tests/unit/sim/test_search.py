@@ -329,6 +329,6 @@ def test_the_command_knows_no_other_names(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_document_names_every_search_and_every_planted_bug() -> None:
-    text = (ROOT / "docs/search.md").read_text()
+    text = (ROOT / "docs/simulation.md").read_text()
     assert [named.name for named in SEARCHES if f"| `{named.name}` |" not in text] == []
     assert [mutant.name for mutant in MUTANTS if f"| {mutant.name} (" not in text] == []

@@ -3,7 +3,7 @@
 Production pays one dictionary look-up at each place and nothing in state machines. Must never be armed by accident:
 only DIPS_FAILPOINTS or a test arms them, the variable alone makes a process refuse to start unless failpoints are
 enabled as well, and a process that starts armed logs a warning. The names are in
-failpoint_names.py (docs/testing.md, failpoints).
+failpoint_names.py (docs/evidence.md, failpoints).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ MAX_STORY = 400
 
 HEADER = """\
 # What each exhausted search saw: name, states, steps, depth, ends. They change only with behaviour.
-# `make model-check` compares; `make model-check ARGS=--write-counts` writes them again (docs/search.md).
+# `make model-check` compares; `make model-check ARGS=--write-counts` writes them again (docs/simulation.md).
 """
 
 

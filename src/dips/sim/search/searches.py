@@ -1,4 +1,4 @@
-"""Lists the searches by name, with their bounds and sizes (docs/search.md)."""
+"""Lists the searches by name, with their bounds and sizes (docs/simulation.md)."""
 
 from __future__ import annotations
 
