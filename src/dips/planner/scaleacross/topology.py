@@ -305,7 +305,7 @@ def topology_of(file: SettingsFile) -> Topology:
         if name not in file.tables:
             brackets = f"[[{name}]]" if name in ("zones", "buildings") else f"[{name}]"
             raise PlanError(
-                f"{file}: the table {brackets} is missing: add it (docs/planner/scaleacross.md says what it holds)"
+                f"{file}: the table {brackets} is missing: add it (docs/planner.md says what it holds)"
             )
     found = Topology(
         file=file.name,
