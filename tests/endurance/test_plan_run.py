@@ -1,7 +1,7 @@
 """Plans run on the clock, with four ranks and emulated links: an iteration takes as long as was planned, or longer.
 
 Never shorter, as it would be if an operation or a message did not wait. How much longer is the machine's affair:
-`dips plan run` itself says so, with exit code 1 above 5 % (docs/planner/running.md has figures of a quiet machine);
+`dips plan run` itself says so, with exit code 1 above 5 % (docs/planner.md has figures of a quiet machine);
 here half as long again passes. Each takes about half a minute, of which most is the start of four processes with torch.
 """
 

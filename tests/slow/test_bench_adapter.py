@@ -1,4 +1,4 @@
-"""The adapter's benchmark, and what docs/planner/adapter.md says of its numbers."""
+"""The adapter's benchmark, and what docs/planner.md says of its numbers."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_all_binding_numbers_are_kept(checks: list[PaperCheck]) -> None:
 
 
 def test_what_does_not_hold_of_scaleacross_explorer(checks: list[PaperCheck]) -> None:
-    """What docs/planner/validation.md says: with what was assumed beforehand these orderings come out the other way."""
+    """What docs/planner.md says: with what was assumed beforehand these orderings come out the other way."""
     missed: dict[str, list[str]] = {}
     for check in checks:
         if check.about.startswith("ScaleAcross") and check.what.endswith(": DOES NOT HOLD"):
@@ -67,7 +67,7 @@ def test_zb_v_and_zb_h1_tie_at_latency_alone() -> None:
 
 
 def test_with_halves_two_numbers_of_table_5_were_missed() -> None:
-    """What docs/planner/validation.md says of the first choice."""
+    """What docs/planner.md says of the first choice."""
     setup = read_setup("crosspipe-m70-2dc-twice")
     errors = []
     for latency, published in ((0.25, 0.144), (2, 0.145)):

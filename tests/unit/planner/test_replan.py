@@ -244,9 +244,7 @@ def test_one_way_of_a_link_alone(tmp_path: Path) -> None:
 
 
 def test_the_documents_profile_is_one(tmp_path: Path) -> None:
-    (text,) = [
-        block.text for block in blocks(ROOT / "docs" / "planner" / "running.md") if block.text.startswith("[measured]")
-    ]
+    (text,) = [block.text for block in blocks(ROOT / "docs" / "planner.md") if block.text.startswith("[measured]")]
     file = tmp_path / "profile.toml"
     file.write_text(text)
     found = read_measured(file)
