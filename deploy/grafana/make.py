@@ -1,6 +1,6 @@
 """Writes the dashboards: python deploy/grafana/make.py, or --check to see whether the files are current.
 
-Each dashboard answers one question (docs/dashboards.md); each panel says in its description what is normal, and what a
+Each dashboard answers one question (docs/observe.md); each panel says in its description what is normal, and what a
 departure from it means. Expressions name metrics of docs/metrics.md and records of deploy/prometheus/rules alone.
 """
 

@@ -199,7 +199,7 @@ def test_a_section_says_how_bad_it_is_where_to_look_and_what_to_do() -> None:
 
 
 def test_the_documents_number_of_alarms() -> None:
-    told = re.search(r"five Grafana dashboards and (\d+) alarms", (ROOT / "docs" / "dashboards.md").read_text())
+    told = re.search(r"five Grafana dashboards and (\d+) alarms", (ROOT / "docs" / "observe.md").read_text())
     assert told
     assert int(told[1]) == len(ALERTS)
 
