@@ -7,8 +7,8 @@ and in two more terminals, each with the keys that `dips up` made for it and wit
     DIPS_CLUSTER=a DIPS_KEYS=runs/own-loop/keys/a torchrun --standalone --nproc_per_node 4 examples/fsdp_loop.py
     DIPS_CLUSTER=b DIPS_KEYS=runs/own-loop/keys/b torchrun --standalone --nproc_per_node 2 examples/pipeline_loop.py
 
-Each rank pushes and pulls its own part of the model (docs/parallel.md). The second cluster is the same model in two
-stages of a pipeline; it may as well be this program again.
+Each rank pushes and pulls its own part of the model (docs/integrations.md). The second cluster is the same model in
+two stages of a pipeline; it may as well be this program again.
 """
 
 import argparse

@@ -9,7 +9,7 @@ and in two more terminals, each with the keys that `dips up` made for it; the se
         examples/04-plan-a-schedule/planned_cluster.py runs/plan/plan.csv
     DIPS_CLUSTER=b DIPS_KEYS=runs/own-loop/keys/b python examples/04-plan-a-schedule/planned_cluster.py
 
-A rank may have several stages. Each pushes and pulls its own part of the model, as in any pipeline (docs/parallel.md).
+A rank may have several stages. Each pushes and pulls its own part, as in any pipeline (docs/integrations.md).
 The stages here are small and on CPUs. Replace them with yours; on GPUs, use "nccl" and each rank's own device.
 """
 

@@ -144,7 +144,7 @@ class DiLoCo:
     holds them; with "average" the run averages those that a state_dict holds, and an exported model has them. All
     clusters of a run give the same.
 
-    Several processes of torch.distributed are one cluster, of any parallelism that torch has (docs/parallel.md): all of
+    Several processes of torch.distributed are one cluster, of any parallelism of torch (docs/integrations.md): all of
     them enter and step together, and each pushes and pulls its own part of the model. model, optimizer: what this rank
     holds and steps; lists, for a pipeline's interleaved stages. group: the process group or DeviceMesh of the cluster's
     ranks, where they are only a part of torch.distributed's world. data_mesh: the DeviceMesh or process group of the

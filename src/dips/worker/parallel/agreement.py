@@ -27,7 +27,7 @@ from dips.worker.parallel.ownership import Piece
 
 _logger = logging.getLogger("dips")
 
-_SEE = "docs/parallel.md says what ranks can hold"
+_SEE = "docs/integrations.md says what ranks can hold"
 
 
 class Gathering(Protocol):

@@ -342,7 +342,7 @@ def _refuse_two_buffers_of_one_name(said: Sequence[Sequence[Sequence[Any]]]) -> 
                 raise ConfigError(
                     f"buffer {name!r} is {dtype} of shape {shape} on rank {rank}, and {theirs[0]} of shape {theirs[1]} "
                     f"on rank {known}, and a checkpoint keeps one tensor of a name: give them different names with "
-                    "shards= (docs/parallel.md), or leave out checkpoint_dir"
+                    "shards= (docs/integrations.md), or leave out checkpoint_dir"
                 )
 
 

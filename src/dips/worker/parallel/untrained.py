@@ -107,7 +107,7 @@ def _holders(said: Sequence[Sequence[_Row]]) -> dict[_Key, dict[int, _Row]]:
                     f"frozen parameter {row.name!r} is {row.dtype.removeprefix('torch.')} of shape {list(row.shape)} "
                     f"on rank {rank}, and {known.dtype.removeprefix('torch.')} of shape {list(known.shape)} on rank "
                     f"{first}: one name is one tensor in the whole cluster; say with shards= where ranks hold parts of "
-                    "it (docs/parallel.md)"
+                    "it (docs/integrations.md)"
                 )
     return holders
 
@@ -123,7 +123,7 @@ def _digest_of_parts(rank: int, copy: Copy, of_ranks: Mapping[int, _Row], mine: 
     if (missing := math.prod(row.shape) - sum(cell.n_elems for cell in cells)) > 0:
         raise ConfigError(
             f"no rank holds {missing} of the {math.prod(row.shape)} elements of {row.name!r}, which is not trained: "
-            "all ranks of the cluster together must hold all of it, each its part (docs/parallel.md)"
+            "all ranks of the cluster together must hold all of it, each its part (docs/integrations.md)"
         )
     dtype: torch.dtype = getattr(torch, row.dtype.removeprefix("torch."))
     digest = begun_digest(dtype, row.shape)
