@@ -181,7 +181,7 @@ def of_the_operator() -> list[Object]:
     """Every object of ours for the operator, and those that the documents show."""
     written = [path for path in FOLDER.rglob("*.yaml") if path.name != "kustomization.yaml"]
     found = [one for path in written for one in yaml.safe_load_all(path.read_text())]
-    shown = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "deploy-kubernetes.md").read_text(), re.DOTALL)
+    shown = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "deploy.md").read_text(), re.DOTALL)
     found += [one for text in shown for one in yaml.safe_load_all(text)]
     found += [one for file in (EXAMPLE, BASE) for one in planned(file)]
     return [one for one in found if one.get("apiVersion", "").startswith(OPERATOR_GROUP)]

@@ -26,7 +26,7 @@ from dips.master.config import MasterConfig
 from dips.slave.config import SlaveConfig
 
 Object = dict[str, Any]
-GUIDE = ROOT / "docs" / "deploy-kubernetes.md"
+GUIDE = ROOT / "docs" / "deploy.md"
 DEPLOYMENTS = {
     "three-sites": read_deploy_file(EXAMPLE),
     "base": read_deploy_file(BASE),
