@@ -1,4 +1,4 @@
-"""docs/two-machines.md is true: its blocks, typed in two network namespaces that only a cable joins."""
+"""docs/start.md, "Two machines", is true: its blocks, typed in two network namespaces that only a cable joins."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 from support.dips_command import ended, environment, started, until
-from support.documents import SHELL, blocks
+from support.documents import SHELL, START, blocks_below
 from support.repository import ROOT
 
-PAGE = ROOT / "docs" / "two-machines.md"
 FIRST, SECOND = "10.0.0.1", "10.0.0.2"
 HOME_OF_FIRST = "first"
 """Folder of the first machine; the second one reaches it by scp alone."""
@@ -70,7 +69,7 @@ def typed(machine: str, line: str, folder: Path) -> subprocess.CompletedProcess[
 
 def lines_of_the_page() -> tuple[str, list[str]]:
     """The settings file, and the commands in their order."""
-    found = blocks(PAGE)
+    found = blocks_below(START, "Two machines")
     [settings] = [block.text for block in found if block.language == "toml"]
     return settings, [line for block in found if block.language in SHELL for line in block.text.splitlines()]
 

@@ -17,8 +17,8 @@ import typer.main
 from support.document_walk import NOTES, WRITTEN_ADDRESS
 from support.documents import (
     EXAMPLES,
-    RUNNING,
     SHELL,
+    START,
     Block,
     anchors,
     blocks,
@@ -58,7 +58,7 @@ each_document = pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(
 def test_there_is_something_to_check() -> None:
     assert len(SHELL_BLOCKS) >= 15
     assert {block.language for block in BLOCKS} <= {*SHELL, "python", "yaml", "toml", "ini", "mermaid", ""}
-    assert RUNNING in walks()
+    assert START in walks()
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in (*SHELL, "python")], ids=str)
@@ -148,7 +148,7 @@ def test_the_documents_name_every_command() -> None:
     told = {words[1] for file in DOCUMENTS for c in commands_of(file) if len(words := shlex.split(c)) > 1}
     changes = (ROOT / "CHANGELOG.md").read_text()
     for command in cli.COMMANDS:
-        assert command.name in told or f"dips {command.name}" in RUNNING.read_text(), command.name
+        assert command.name in told or f"dips {command.name}" in START.read_text(), command.name
         assert f"`{command.name}`" in changes or f"`dips {command.name}`" in changes, command.name
 
 
@@ -160,7 +160,7 @@ def kinds(base: type[DipsError] = DipsError) -> list[type[DipsError]]:
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
-    rows = [(int(code), name.strip("`")) for code, name, _ in table(RUNNING, "Exit codes")]
+    rows = [(int(code), name.strip("`")) for code, name, _ in table(START, "Exit codes")]
     named = {(code, name) for code, name in rows if name}
     assert named == {(kind.exit_code, kind.__name__) for kind in kinds() if kind.__module__ == "dips.core.errors"}
     others = {0, errors.NAME_TAKEN_EXIT, errors.INTERRUPTED, errors.TERMINATED}
@@ -168,10 +168,10 @@ def test_exit_codes_are_those_of_the_errors() -> None:
 
 
 def test_every_refusal_is_explained() -> None:
-    text = RUNNING.read_text().partition("## When another process says no\n")[2]
+    text = START.read_text().partition("## When another process says no\n")[2]
     told = set(re.findall(r"`([A-Z_]{3,})`", text)) & {code.name for code in RefusalCode}
     assert told == {code.name for code in RefusalCode} - {"UNSPECIFIED"}
-    assert all(all(row) for row in table(RUNNING, "When another process says no"))
+    assert all(all(row) for row in table(START, "When another process says no"))
 
 
 # ---- what is named ----

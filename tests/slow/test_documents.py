@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.dips_command import dips_started, ended, master_file, started, until
 from support.document_walk import Walk
-from support.documents import EXAMPLES, RUNNING, SHELL, blocks, loop_of_the_readme, mistakes, walks
+from support.documents import EXAMPLES, SHELL, START, blocks, loop_of_the_readme, mistakes, walks
 from support.repository import ROOT
 
 from dips.cli import main
@@ -23,11 +23,11 @@ def test_a_documents_shell_blocks_run_in_their_order(file: Path, tmp_path: Path)
             if block.language in SHELL and not block.not_run:
                 walk.type(block)
         walk.wait_for_background()
-    if file == RUNNING:
-        assert_running_shows_what_it_tells(walk)
+    if file == START:
+        assert_start_shows_what_it_tells(walk)
 
 
-def assert_running_shows_what_it_tells(walk: Walk) -> None:
+def assert_start_shows_what_it_tells(walk: Walk) -> None:
     said = "\n".join(walk.said.values())
     assert "paused by the operator: a look at the slave" in said
     assert "embedding.weight" in said
@@ -76,13 +76,15 @@ batch_size, sequence_length = 16, 64
 class MyModel(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
+        self.embedding = torch.nn.Embedding(8, 16)
+        self.logits = torch.nn.Linear(16, 8)
 
-    def forward(self, batch):
-        return (self.layer(batch) - 3.0) ** 2
+    def forward(self, tokens):
+        return self.logits(self.embedding(tokens))
 
 
-batches = (torch.ones(16, 4) for _ in itertools.count())
+tokens = torch.arange(8).reshape(2, 4)
+batches = ((tokens, (tokens + 1) % 8) for _ in itertools.count())
 """
 
 AFTERWARDS = """

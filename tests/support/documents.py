@@ -11,7 +11,7 @@ from pathlib import Path
 from support.repository import ROOT
 
 SHELL = ("sh", "bash", "console")
-RUNNING = ROOT / "docs" / "running.md"
+START = ROOT / "docs" / "start.md"
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".toml"))
 
 _FENCE = re.compile(r"^```(\w*)$(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -53,6 +53,15 @@ def documents() -> list[Path]:
 def blocks(file: Path) -> list[Block]:
     text = file.read_text()
     return [_block(file, text, match) for match in _FENCE.finditer(text)]
+
+
+def blocks_below(file: Path, heading: str) -> list[Block]:
+    """The blocks of one section of the second level, with those of its own sections."""
+    before, found, below = file.read_text().partition(f"\n## {heading}\n")
+    assert found, f"{file.name} has no heading {heading!r}"
+    first = before.count("\n") + 2
+    last = first + below.partition("\n## ")[0].count("\n") + 1
+    return [block for block in blocks(file) if first < block.line <= last]
 
 
 def _block(file: Path, text: str, match: re.Match[str]) -> Block:
@@ -120,7 +129,7 @@ def table(file: Path, heading: str) -> list[list[str]]:
 
 def mistakes() -> list[list[str]]:
     """The rows of the table of mistakes: command, exit code, what it says, remedy."""
-    return table(RUNNING, "When a command says no")
+    return table(START, "When a command says no")
 
 
 def walks() -> list[Path]:

@@ -113,7 +113,7 @@ def _from_elsewhere(plan: RunPlan, address: str, directory: RunDirectory) -> lis
     name, (_, port) = plan.keys_for[-1], parse_address(address)
     there = f"{plan.public_host}:{(directory.keys / name).resolve()}"
     return [
-        "from another machine (docs/two-machines.md):",
+        "from another machine (docs/start.md):",
         f"  scp -rp {there} keys-{name}",
         f"  dips doctor --master {format_address(plan.public_host, port)} --keys keys-{name}",
     ]
