@@ -1,4 +1,4 @@
-"""More random interleavings of everything that can happen to a master, as in tests/unit/master/test_random_runs.py."""
+"""More random interleavings of everything that can happen to a master, as in tests/slow/unit/test_random_runs.py."""
 
 from __future__ import annotations
 
