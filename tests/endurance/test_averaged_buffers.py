@@ -93,7 +93,7 @@ def test_the_exported_model_in_eval_mode_is_as_good_as_while_training(
         for cluster in clusters:
             cluster.join(120)
             assert not cluster.is_alive()
-        command = ["export", "model.safetensors", "--master", run.address, "--insecure", "--json"]
+        command = ["export", run.address, "--to", "model.safetensors", "--insecure", "--json"]
         done = subprocess.run(
             [sys.executable, "-m", "dips.cli", *command], cwd=tmp_path, check=True, capture_output=True, text=True
         )

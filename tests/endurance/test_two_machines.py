@@ -88,7 +88,7 @@ def test_the_page_is_typed_on_two_machines(machines: tuple[str, str], tmp_path: 
     with started(*on(first, up), log=run_log, cwd=here) as run:
         until(lambda: f"scp -rp {FIRST}:" in run_log.read_text(), "the run's words for other machines", 60, run_log)
         with started(*on(first, train_a), log=a_log, cwd=here) as a:
-            published = "dips status --run-dir runs/two"
+            published = "dips status runs/two"
             until(lambda: "version 1:0" in typed(first, published, here).stdout, "version 0", 60, a_log)
             assert typed(second, fetch, there).returncode == 0
             joined = typed(second, join, there)
@@ -123,7 +123,7 @@ def test_a_joiner_that_is_sent_to_its_own_loopback_ends_with_one_sentence(
         started(*on(first, slave), log=logs[1]),
         started(*on(first, loop.format("a")), log=logs[2], cwd=tmp_path),
     ):
-        status = f"dips status --master {FIRST}:29401 --keys {keys}/me"
+        status = f"dips status {FIRST}:29401 --keys {keys}/me"
         until(lambda: "version 1:0" in typed(first, status, tmp_path).stdout, "version 0", 60, logs[2])
         found = typed(second, join, tmp_path)
         assert found.returncode == 1

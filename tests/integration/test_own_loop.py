@@ -58,7 +58,7 @@ def test_own_loop_as_two_clusters_while_master_and_slave_get_sigterm(tmp_path: P
         assert "the run has ended" in logs[name].read_text()
         assert "version 1:" in logs[name].read_text()
     assert "DIPS_CLUSTER=a DIPS_KEYS=" in log.read_text()
-    told = dips("export", tmp_path / "m.safetensors", "--run-dir", run_dir, "--json")
+    told = dips("export", run_dir, "--to", tmp_path / "m.safetensors", "--json")
     assert told.returncode == 0, told.stderr
     assert json.loads(told.stdout)["tokens"] >= 80_000
     assert load_file(tmp_path / "m.safetensors")["embedding.weight"].shape == (256, 64)

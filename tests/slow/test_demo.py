@@ -84,7 +84,7 @@ def test_the_exported_model_has_the_loss_that_the_run_reported(
     report: dict[str, Any], demo_dir: Path, tmp_path: Path
 ) -> None:
     model = tmp_path / "model.safetensors"
-    told = dips("export", model, "--run-dir", demo_dir, "--json")
+    told = dips("export", demo_dir, "--to", model, "--json")
     assert told.returncode == 0, told.stderr
     assert json.loads(told.stdout)["version"] == report["version"]
     measured = dips("eval", model, "--data", TEXT, "--json", "--threads", os.cpu_count() or 1)
@@ -94,7 +94,7 @@ def test_the_exported_model_has_the_loss_that_the_run_reported(
 
 def test_a_version_before_the_last_can_be_exported(report: dict[str, Any], demo_dir: Path, tmp_path: Path) -> None:
     before = f"{report['timeline']}:{report['version'] - 1}"
-    told = dips("export", tmp_path / "m.safetensors", "--run-dir", demo_dir, "--version", before)
+    told = dips("export", demo_dir, "--to", tmp_path / "m.safetensors", "--version", before)
     assert told.returncode == 0, told.stderr
     assert f"version {before}" in told.stdout
 

@@ -79,7 +79,7 @@ def test_a_run_with_keys_trains_and_says_so(run: WholeRun) -> None:
 
 def test_keys_of_another_run_are_told_so(run: WholeRun, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = keys_of(run, ".").parent / "foreign" / "operator"
-    code, error = said(capsys, "status", "--master", run.address, "--keys", theirs)
+    code, error = said(capsys, "status", run.address, "--keys", theirs)
     assert code == 3
     assert "shows a certificate that the authorities in" in error
     assert "these keys belong to another run" in error
@@ -90,7 +90,7 @@ def test_a_foreign_certificate_is_refused_on_its_screen_and_in_the_masters_log(
 ) -> None:
     where = foreign(run, "a", tmp_path / "a")
     before = log_of_master(run).count("unable to get local issuer certificate")
-    code, error = said(capsys, "status", "--master", run.address, "--keys", where)
+    code, error = said(capsys, "status", run.address, "--keys", where)
     assert code == 3
     assert "does not accept the certificate of cluster a" in error
     assert "its authority is not in the master's ca.crt" in error
@@ -121,7 +121,7 @@ def test_a_lapsed_certificate_is_told_before_anybody_is_dialled_and_refused_if_i
 ) -> None:
     with Authority(keys_of(run, "."), datetime.now(UTC) - timedelta(days=399)).locked() as authority:
         old = authority.add(Role.OPERATOR, "old")
-    code, error = said(capsys, "stop", "--master", run.address, "--keys", old)
+    code, error = said(capsys, "stop", run.address, "--keys", old)
     assert code == 2
     assert f"{old / 'tls.crt'} expired on" in error
     identity = Identity(
@@ -144,7 +144,7 @@ def status_with(run: WholeRun, identity: Identity) -> object:
 
 @pytest.mark.parametrize(("wish", "name"), [("stop", "a"), ("pause", "s0")])
 def test_only_an_operator_steers(run: WholeRun, wish: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, error = said(capsys, wish, "--master", run.address, "--keys", keys_of(run, name))
+    code, error = said(capsys, wish, run.address, "--keys", keys_of(run, name))
     assert code == 3
     assert f"may not call Operator.{wish.capitalize()}: use keys of role operator" in error
     sentence = error.removeprefix("dips: ")
@@ -161,10 +161,10 @@ def test_a_process_is_who_its_certificate_says(run: WholeRun) -> None:
 
 
 def test_keys_are_wanted_where_there_are_keys(run: WholeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    code, error = said(capsys, "status", "--master", run.address, "--insecure")
+    code, error = said(capsys, "status", run.address, "--insecure")
     assert code == 3
     assert "wants keys: give --keys DIR instead of --insecure" in error
-    code, error = said(capsys, "status", "--master", run.address)
+    code, error = said(capsys, "status", run.address)
     assert (code, "this command has no keys: give --keys DIR" in error) == (2, True)
 
 
@@ -178,11 +178,11 @@ def test_a_master_without_keys_is_not_taken_for_one_with(tmp_path: Path) -> None
 
 
 def test_a_revoked_operator_is_refused_with_the_reason(run: WholeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "status", "--master", run.address, "--keys", keys_of(run, "ops"))[0] == 0
+    assert said(capsys, "status", run.address, "--keys", keys_of(run, "ops"))[0] == 0
     Authority(keys_of(run, ".")).revoke("ops", "left the team")
 
     def out() -> bool:
-        code, error = said(capsys, "status", "--master", run.address, "--keys", keys_of(run, "ops"))
+        code, error = said(capsys, "status", run.address, "--keys", keys_of(run, "ops"))
         return code == 3 and "was revoked (left the team): ask the operator for new keys" in error
 
     wait_until(out, "the refusal", WITHIN_S)

@@ -48,7 +48,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         address = master_file(folder / "run")["address"]
 
         def slaves_there() -> bool:
-            told = dips("status", "--run-dir", folder / "run", "--json")
+            told = dips("status", folder / "run", "--json")
             return told.returncode == 0 and sum(slave["alive"] for slave in json.loads(told.stdout)["slaves"]) == 2
 
         until(slaves_there, "two slaves", log=log)
@@ -56,7 +56,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_status_says_why_nothing_moves(served: Served) -> None:
-    text = dips("status", "--run-dir", served.run_dir)
+    text = dips("status", served.run_dir)
     assert text.returncode == 0
     assert "run served" in text.stdout
     assert "waits for the model's layout" in text.stdout
@@ -72,7 +72,7 @@ def test_status_as_json_by_the_environment(served: Served) -> None:
 def test_status_can_be_watched_by_a_script(served: Served, tmp_path: Path) -> None:
     log = tmp_path / "watch.log"
     with dips_started(
-        "status", "--master", served.address, "--keys", served.keys, "--watch", "--json", "--interval", "0.1", log=log
+        "status", served.address, "--keys", served.keys, "--watch", "--json", "--interval", "0.1", log=log
     ) as process:
         until(lambda: len(log.read_text().splitlines()) >= 3, "three looks", log=log)
         process.send_signal(signal.SIGINT)
@@ -82,21 +82,21 @@ def test_status_can_be_watched_by_a_script(served: Served, tmp_path: Path) -> No
 
 
 def test_pause_and_resume(served: Served) -> None:
-    assert dips("pause", "--run-dir", served.run_dir, "--reason", "a look").returncode == 0
-    assert json.loads(dips("status", "--run-dir", served.run_dir, "--json").stdout)["paused"] is True
-    assert dips("resume", "--run-dir", served.run_dir).returncode == 0
-    assert json.loads(dips("status", "--run-dir", served.run_dir, "--json").stdout)["paused"] is False
+    assert dips("pause", served.run_dir, "--reason", "a look").returncode == 0
+    assert json.loads(dips("status", served.run_dir, "--json").stdout)["paused"] is True
+    assert dips("resume", served.run_dir).returncode == 0
+    assert json.loads(dips("status", served.run_dir, "--json").stdout)["paused"] is False
 
 
 @pytest.mark.parametrize("wish", ["evict", "drain"])
 def test_a_cluster_that_is_not_there(served: Served, wish: str) -> None:
-    told = dips(wish, "ghost", "--master", served.address, "--keys", served.keys)
+    told = dips(wish, served.address, "ghost", "--keys", served.keys)
     assert told.returncode == 3
     assert "no cluster 'ghost' is here" in told.stderr
 
 
 def test_another_run_is_refused(served: Served) -> None:
-    told = dips("status", "--master", served.address, "--keys", served.keys, "--run-id", "other")
+    told = dips("status", served.address, "--keys", served.keys, "--run-id", "other")
     assert told.returncode == 3
     assert "'other'" in told.stderr
     assert "served" in told.stderr
@@ -123,7 +123,7 @@ def test_another_runs_directory_is_refused(served: Served) -> None:
 
 
 def test_there_is_nothing_to_export_yet(served: Served) -> None:
-    told = dips("export", served.run_dir / "m.safetensors", "--run-dir", served.run_dir, "--wait", "0.5")
+    told = dips("export", served.run_dir, "--to", served.run_dir / "m.safetensors", "--wait", "0.5")
     assert told.returncode == 4
     assert "waits for the model's layout" in told.stderr or "no version" in told.stderr
     assert not (served.run_dir / "m.safetensors").exists()
@@ -131,7 +131,7 @@ def test_there_is_nothing_to_export_yet(served: Served) -> None:
 
 def test_a_slave_that_is_killed_by_anyone_comes_back(served: Served) -> None:
     def endpoint_of_s1() -> str | None:
-        slaves = json.loads(dips("status", "--run-dir", served.run_dir, "--json").stdout)["slaves"]
+        slaves = json.loads(dips("status", served.run_dir, "--json").stdout)["slaves"]
         return next((slave["data_endpoint"] for slave in slaves if slave["slave_id"] == "s1" and slave["alive"]), None)
 
     before = endpoint_of_s1()

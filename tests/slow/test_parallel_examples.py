@@ -55,10 +55,10 @@ def test_fsdp_ranks_and_pipeline_stages_train_one_model(tmp_path: Path) -> None:
     for name in EXAMPLES:
         assert "version 1:" in logs[name].read_text()
         assert "the run has ended" in logs[name].read_text()
-    told = dips("export", tmp_path / "m.safetensors", "--run-dir", run_dir, "--json")
+    told = dips("export", run_dir, "--to", tmp_path / "m.safetensors", "--json")
     assert told.returncode == 0, told.stderr
     assert json.loads(told.stdout)["tokens"] >= 60_000
-    told = dips("export", tmp_path / "m", "--run-dir", run_dir, "--format", "dcp", "--json")
+    told = dips("export", run_dir, "--to", tmp_path / "m", "--format", "dcp", "--json")
     assert told.returncode == 0, told.stderr
     assert json.loads(told.stdout)["format"] == "dcp"
     loss = _loss(tmp_path / "m.safetensors")

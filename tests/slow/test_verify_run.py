@@ -88,7 +88,7 @@ def test_a_line_that_was_changed_is_found(run_dir: Path, tmp_path: Path) -> None
 
 
 def test_the_story_of_a_version_goes_through_every_process(run_dir: Path) -> None:
-    told = dips("story", "1:2", run_dir, "--json")
+    told = dips("story", run_dir, "1:2", "--json")
     assert told.returncode == 0, told.stderr
     lines = json.loads(told.stdout)["lines"]
     assert {line["who"].split()[0] for line in lines} == {"journal", "master", "slave", "worker"}

@@ -87,7 +87,7 @@ def record(folder: Path) -> Path:
         until(lambda: joins(run_dir, "a") == 2, "a joins again", log=log)
         last = published(run_dir) + 3
         until(lambda: published(run_dir) >= last, "versions after that", log=log)
-        stopped = dips("stop", "--insecure", "--run-dir", run_dir)
+        stopped = dips("stop", run_dir, "--insecure")
         if stopped.returncode != 0 or ended(up, 120, log) != 0:
             raise RuntimeError(stopped.stderr + log.read_text())
     return run_dir

@@ -112,7 +112,7 @@ class WatchedRun:
             ]
         if name == "heldout":
             tape = str(self.folder / "heldout.tape.jsonl")
-            return [*_dips("eval", "--follow", "--master", master, "--tape", tape), *_heldout_words(), *metrics, *keys]
+            return [*_dips("eval", master, "--follow", "--tape", tape), *_heldout_words(), *metrics, *keys]
         checkpoints = str(self.folder / "checkpoints" / name)
         own = ["--cluster-id", name, "--checkpoint-dir", checkpoints, "--checkpoint-every-s", "5", "--resume"]
         words = [*TRAIN, *own, *metrics, *keys]
@@ -228,11 +228,11 @@ class WatchedRun:
         """An operator pauses the run for a while; before, somebody with a cluster's keys tries to, and is refused."""
         address = f"127.0.0.1:{self.ports['master']}"
         for keys, code in (("a", 3), ("me", 0)):
-            asked = _dips("pause", "--master", address, "--keys", self.folder / "keys" / keys, "--reason", "a look")
+            asked = _dips("pause", address, "--keys", self.folder / "keys" / keys, "--reason", "a look")
             done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
             assert done.returncode == code, done.stderr
         time.sleep(AWAY_S)
-        resumed = _dips("resume", "--master", address, "--keys", self.folder / "keys" / "me")
+        resumed = _dips("resume", address, "--keys", self.folder / "keys" / "me")
         subprocess.run(resumed, check=True, capture_output=True, timeout=60)
 
     def slow_link(self, begin: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from dips.cli.key_options import insecure_asked
+from dips.cli.run_options import insecure_asked
 from dips.core.clock import SystemClock
 from dips.core.ids import Version
 from dips.core.units import format_count, format_seconds
@@ -108,7 +108,7 @@ def _tell(result: DemoResult) -> None:
         f"logs     {result.directory.log('master').parent}",
         *([f"page     ended with the run; it was at {result.page_url.partition('?')[0]}"] if result.page_url else []),
         "next:",
-        f"  dips export model.safetensors --run-dir {result.directory.path}",
+        f"  dips export {result.directory.path} --to model.safetensors",
         f"  {shlex.join(['dips', 'eval', 'model.safetensors', *result.evaluation_options])}",
     ]
     for line in lines:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from dips.cli.key_options import Keys, asked_security, insecure_asked
+from dips.cli.run_options import Keys, asked_security, insecure_asked
 from dips.core.config import SettingsFile
 from dips.core.errors import ConfigError
 from dips.core.units import parse_bits_per_s, parse_count, parse_seconds

@@ -45,7 +45,7 @@ class LogFilter:
 
 
 def logs(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run, such as runs/demo.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of the run, such as runs/demo.")],
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines as they come.")] = False,
     role: Annotated[
         list[str] | None,

@@ -135,7 +135,7 @@ COMMANDS: tuple[Command, ...] = (
         "status",
         "What a run does now.",
         _ASK,
-        ("dips status --master 127.0.0.1:29400 --watch", "dips status --run-dir runs/demo --json"),
+        ("dips status runs/demo --watch", "dips status 127.0.0.1:29400 --keys keys/me --json"),
     ),
     Command(
         "pause",
@@ -143,16 +143,16 @@ COMMANDS: tuple[Command, ...] = (
         "pause",
         "Begin no new round until resumed; clusters train on.",
         _ASK,
-        ("dips pause --run-dir runs/mine --reason 'moving a slave'",),
+        ("dips pause runs/mine --reason 'moving a slave'",),
     ),
-    Command("resume", "operator", "resume", "End a pause.", _ASK, ("dips resume --run-dir runs/mine",)),
+    Command("resume", "operator", "resume", "End a pause.", _ASK, ("dips resume runs/mine",)),
     Command(
         "stop",
         "operator",
         "stop",
         "End a run: finish the open round, all pull it and leave.",
         _ASK,
-        ("dips stop --run-dir runs/mine",),
+        ("dips stop runs/mine",),
     ),
     Command(
         "extend",
@@ -160,7 +160,7 @@ COMMANDS: tuple[Command, ...] = (
         "extend",
         "Take back a run's end, or move its token limit.",
         _ASK,
-        ("dips extend --tokens 2G --run-dir runs/mine", "dips extend --run-dir runs/mine  (after a `dips stop`)"),
+        ("dips extend runs/mine --tokens 2G", "dips extend runs/mine  (after a `dips stop`)"),
     ),
     Command(
         "evict",
@@ -168,7 +168,7 @@ COMMANDS: tuple[Command, ...] = (
         "evict",
         "End a cluster's incarnation; it may join again.",
         _ASK,
-        ("dips evict b --run-dir runs/mine --reason 'wrong data'",),
+        ("dips evict runs/mine b --reason 'wrong data'",),
     ),
     Command(
         "drain",
@@ -176,7 +176,7 @@ COMMANDS: tuple[Command, ...] = (
         "drain",
         "Let a cluster push its last steps and leave.",
         _ASK,
-        ("dips drain b --run-dir runs/mine",),
+        ("dips drain runs/mine b",),
     ),
     Command(
         "reshard",
@@ -185,9 +185,9 @@ COMMANDS: tuple[Command, ...] = (
         "Let other slaves hold the model, while the run goes on.",
         _ASK,
         (
-            "dips reshard --add s2 --run-dir runs/mine",
-            "dips reshard --add s3 --remove s0 --reason 'a new host'",
-            "dips reshard --cancel",
+            "dips reshard runs/mine --add s2",
+            "dips reshard runs/mine --add s3 --remove s0 --reason 'a new host'",
+            "dips reshard runs/mine --cancel",
         ),
     ),
     Command(
@@ -204,7 +204,7 @@ COMMANDS: tuple[Command, ...] = (
         "story",
         "What all processes recorded of one round, version, push, cluster or slave.",
         _ASK,
-        ("dips story 1:6 runs/demo", "dips story a/1.1#3 runs/demo"),
+        ("dips story runs/demo 1:6", "dips story runs/demo a/1.1#3"),
     ),
     Command(
         "logs",
@@ -254,8 +254,8 @@ COMMANDS: tuple[Command, ...] = (
         "Write a published version: one safetensors file, a Hugging Face folder, or a checkpoint for any parallelism.",
         _MODEL,
         (
-            "dips export model.safetensors --master 127.0.0.1:29400",
-            "dips export model.safetensors --run-dir runs/demo  (also after the run has ended)",
+            "dips export 127.0.0.1:29400 --to model.safetensors",
+            "dips export runs/demo --to model.safetensors  (also after the run has ended)",
             "dips export runs/demo --to model  (a folder for from_pretrained)",
             "dips export runs/demo --to checkpoint --format dcp  (for torch.distributed.checkpoint.load)",
             "dips export 127.0.0.1:29400 --to model --version 1:7 --keys runs/own-loop/keys/operator",
@@ -267,7 +267,7 @@ COMMANDS: tuple[Command, ...] = (
         "evaluate",
         "The held-out loss of a model, in nats per byte.",
         _MODEL,
-        ("dips eval model.safetensors", "dips eval --master 127.0.0.1:29400 --json"),
+        ("dips eval model.safetensors", "dips eval runs/demo --json"),
     ),
     Command(
         "plan",

@@ -10,15 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from dips.cli.key_options import Insecure, Keys, asked_security
+from dips.cli.run_options import RUN, Insecure, Keys, Run, asked_security, keys_of_run
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 from dips.core.ids import Version, parse_version
 from dips.core.model_description import description_from_json
-from dips.core.net.addresses import parse_address
 from dips.core.net.security import Security
 from dips.core.units import format_count
 from dips.local.model_folder import as_folder, check_target, load_stored, write_folder
-from dips.local.operator_client import OperatorClient, master_address
+from dips.local.operator_client import NamedRun, OperatorClient
 from dips.local.options import ConfigFile, role_settings, with_knobs
 from dips.local.processes import EVALUATION_KNOBS
 from dips.master.directory import read_address
@@ -43,12 +42,6 @@ class Form(Enum):
     DCP = "dcp"
 
 
-Master = Annotated[
-    str | None, typer.Option("--master", metavar="HOST:PORT", help="The master's address; else DIPS_MASTER.")
-]
-RunDir = Annotated[
-    Path | None, typer.Option("--run-dir", metavar="DIR", help="Directory of a run, whether it runs or has ended.")
-]
 AVersion = Annotated[
     str | None, typer.Option("--version", metavar="T:V", help="A version as `dips status` names it; else the newest.")
 ]
@@ -59,29 +52,24 @@ _NOT_OF_EVALUATION = (set(TrainConfig.model_fields) - EVALUATION_KNOBS) | (set(C
 
 
 def export(
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="OUT | RUN",
-            help="The file to write, or with --format dcp the folder; with --to, a run's directory or its master.",
-        ),
-    ] = "",
+    run: Run = None,
     to: Annotated[
-        Path | None, typer.Option("--to", metavar="DIR", help="The folder to write, by default for from_pretrained().")
+        Path | None,
+        typer.Option(
+            "--to", metavar="PATH", help="What to write: FILE.safetensors, or a folder for from_pretrained()."
+        ),
     ] = None,
     form: Annotated[
         Form | None,
         typer.Option(
             "--format",
-            help="What to write: one safetensors file; with --to, a huggingface folder; dcp: a folder for "
-            "torch.distributed.checkpoint.load().",
+            help="safetensors: one file (the default for a PATH that ends so); huggingface: a folder; dcp: a folder "
+            "for torch.distributed.checkpoint.load().",
         ),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an earlier export in a folder that is not empty.")
     ] = False,
-    master: Master = None,
-    run_dir: RunDir = None,
     version: AVersion = None,
     fill_from: Annotated[
         Path | None,
@@ -111,26 +99,29 @@ def export(
     from a file, which must be the one that training began with.
     """
     wanted = parse_version(version) if version else None
-    target, form, master, run_dir = _what_and_where(file, to, form, master, run_dir)
+    if to is None:
+        raise ConfigError("nothing says what to write: give --to FILE.safetensors, or --to DIR for a folder")
+    named = NamedRun.of(run)
+    form = form or (Form.SAFETENSORS if to.suffix == ".safetensors" else Form.HUGGINGFACE)
     if form is not Form.SAFETENSORS:
-        check_target(target, force)
-    fetched = _fetch(master, run_dir, wanted, wait_s, lambda: asked_security(keys, insecure, run_dir))
+        check_target(to, force)
+    fetched = _fetch(named, wanted, wait_s, lambda: asked_security(keys, insecure, named.directory))
     described = description_from_json(fetched.layout.description)
     filled = fill(fetched.layout, described, fill_from) if fill_from is not None else {}
     if form is Form.HUGGINGFACE:
-        write_folder(as_folder(fetched, filled), target, force)
+        write_folder(as_folder(fetched, filled), to, force)
     else:
         prefix = described.prefix if described is not None else ""
-        named = {prefix + name: tensor for name, tensor in filled.items()}
+        more = {prefix + name: tensor for name, tensor in filled.items()}
         if form is Form.DCP:
             from dips.trainer.dcp import CheckpointFolder  # slow to import, and for this format alone
 
-            write_folder(CheckpointFolder(fetched, named), target, force)
+            write_folder(CheckpointFolder(fetched, more), to, force)
         else:
-            export_model(fetched, target, filled=named)
+            export_model(fetched, to, filled=more)
     lacking = described.n_absent - len(filled) if described is not None else 0
     fields = {
-        "file": str(target),
+        "file": str(to),
         "format": form.value,
         "run_id": fetched.run_id,
         "timeline": fetched.version.timeline,
@@ -140,7 +131,7 @@ def export(
         "filled": len(filled),
         "lacking": lacking,
     }
-    sentence = f"{target}: version {fetched.version} of run {fetched.run_id}, {format_count(fetched.tokens)} tokens"
+    sentence = f"{to}: version {fetched.version} of run {fetched.run_id}, {format_count(fetched.tokens)} tokens"
     if described is not None and lacking:
         sentence += (
             f"\nIt lacks {lacking} tensors that the run does not train, such as {described.absent[0]!r}: load it over "
@@ -150,33 +141,14 @@ def export(
     return 0
 
 
-def _what_and_where(
-    target: str, to: Path | None, form: Form | None, master: str | None, run_dir: Path | None
-) -> tuple[Path, Form, str | None, Path | None]:
-    """The target, its form, and the run. Raises ConfigError when one of them is given twice, or not at all."""
-    if to is None:
-        if form is Form.HUGGINGFACE:
-            raise ConfigError("a huggingface folder needs a place: give --to DIR")
-        if not target:
-            raise ConfigError("no target is named: give OUT.safetensors, or --to DIR for a folder")
-        return Path(target), form or Form.SAFETENSORS, master, run_dir
-    if target and (master is not None or run_dir is not None):
-        raise ConfigError(f"the run is named twice: leave out {target!r}, or --master and --run-dir")
-    if target and Path(target).is_dir():
-        run_dir = Path(target)
-    elif target:
-        try:
-            parse_address(target, "RUN")
-        except ConfigError as error:
-            raise ConfigError(f"{target} is neither a directory nor a master's address: write HOST:PORT") from error
-        master = target
-    return to, form or Form.HUGGINGFACE, master, run_dir
-
-
 @with_knobs(TrainConfig, ClientConfig, without=_NOT_OF_EVALUATION)
 def evaluate(
-    file: Annotated[Path | None, typer.Argument(metavar="[MODEL.safetensors]", help="A file of `dips export`.")] = None,
-    master: Master = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN | MODEL.safetensors", help=f"{RUN}, else DIPS_MASTER; or an exported file."
+        ),
+    ] = None,
     version: AVersion = None,
     follow_run: Annotated[
         bool, typer.Option("--follow", help="Every version as it is published, to --tape, until the run has stopped.")
@@ -193,17 +165,19 @@ def evaluate(
     the loss is the one that the run reported.
     """
     train = role_settings(TrainConfig, TRAIN_SECTION, config, given).value
-    if follow_run:
-        ours = {**given, "keys": keys, "insecure": insecure or None, "master": master_address(master, None)}
-        return follow(train, role_settings(ClientConfig, CLIENT_SECTION, None, ours).value)
-    if file is not None and (master or version):
-        raise ConfigError("a file and a run are two models: give MODEL.safetensors, or --master and --version")
-    if file is not None:
-        evaluation = evaluate_file(file, train)
+    if model is not None and model.endswith(".safetensors"):
+        if version or follow_run:
+            raise ConfigError(f"{model} is one model: --version and --follow are for a run")
+        evaluation = evaluate_file(Path(model), train)
     else:
+        run = NamedRun.of(model)
+        if follow_run:
+            keys = keys or keys_of_run(run.directory)
+            ours = {**given, "keys": keys, "insecure": insecure or None, "master": run.master()}
+            return follow(train, role_settings(ClientConfig, CLIENT_SECTION, None, ours).value)
         wanted = parse_version(version) if version else None
-        security = asked_security(keys, insecure)
-        evaluation = evaluate_live(master_address(master, None), None, train, security, wanted)
+        security = asked_security(keys, insecure, run.directory)
+        evaluation = evaluate_live(run.master(), None, train, security, wanted)
     fields = {
         "run_id": evaluation.run_id,
         "timeline": evaluation.version.timeline,
@@ -229,20 +203,18 @@ def _answers(address: str, run_id: str, security: Security) -> bool:
     return True
 
 
-def _fetch(
-    master: str | None, run_dir: Path | None, version: Version | None, wait_s: float, security: Callable[[], Security]
-) -> Fetched:
+def _fetch(run: NamedRun, version: Version | None, wait_s: float, security: Callable[[], Security]) -> Fetched:
     """security: asked for only when a master is: the files of a run that has ended need none."""
-    if run_dir is None:
-        address = master_address(master, None)
+    if run.directory is None:
+        address = run.master()
     else:
-        written = read_address(run_dir / "master")
+        written = read_address(run.directory / "master")
         if written is None or not _answers(written.address, written.run_id, security()):
-            return load_stored(run_dir, version)
+            return load_stored(run.directory, version)
         address = written.address
     try:
         return fetch_version(address, None, _READER, security(), version=version, deadline_s=wait_s)
     except Refused as refused:
-        if refused.code is not RefusalCode.VERSION_GONE or run_dir is None:
+        if refused.code is not RefusalCode.VERSION_GONE or run.directory is None:
             raise
-        return load_stored(run_dir, version)  # memory has let it go; a snapshot on disk may still hold it
+        return load_stored(run.directory, version)  # memory has let it go; a snapshot on disk may still hold it

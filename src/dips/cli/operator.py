@@ -13,28 +13,20 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from dips.cli.key_options import Insecure, Keys, asked_security
+from dips.cli.run_options import Insecure, Keys, RequiredRun, Run, asked_security
 from dips.core.errors import ConfigError, RetryLater
 from dips.core.messages import StatusReply
-from dips.core.net.addresses import parse_address
 from dips.core.units import parse_count
-from dips.local.operator_client import OperatorClient, master_address
+from dips.local.operator_client import NamedRun, OperatorClient
 from dips.local.view import status_json, status_view
 
-Master = Annotated[
-    str | None, typer.Option("--master", metavar="HOST:PORT", help="The master's address; else DIPS_MASTER.")
-]
-RunDir = Annotated[
-    Path | None, typer.Option("--run-dir", metavar="DIR", help="Find the master in the directory of a run.")
-]
 RunId = Annotated[str, typer.Option("--run-id", metavar="TEXT", help="Refuse to talk to the master of any other run.")]
 Reason = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; the log and the tape have it.")]
 ClusterArgument = Annotated[str, typer.Argument(metavar="CLUSTER", help="The cluster's name.")]
 
 
 def status(
-    master: Master = None,
-    run_dir: RunDir = None,
+    run: Run = None,
     run_id: RunId = "",
     keys: Keys = None,
     insecure: Insecure = False,
@@ -48,7 +40,7 @@ def status(
 
     With --json the keys are those of the status message, ids in their text form, unknown numbers null.
     """
-    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+    with _operator(run, run_id, keys, insecure) as operator:
         if not watch:
             _print_once(operator.status(), as_json)
         elif as_json or not sys.stdout.isatty():
@@ -68,55 +60,51 @@ def status(
 
 
 def pause(
-    master: Master = None,
-    run_dir: RunDir = None,
+    run: Run = None,
     run_id: RunId = "",
     keys: Keys = None,
     insecure: Insecure = False,
     reason: Reason = "asked to",
 ) -> int:
     """Begin no new round until resumed. Pushes stay admitted, and clusters train on."""
-    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+    with _operator(run, run_id, keys, insecure) as operator:
         print(operator.pause(reason))
     return 0
 
 
 def resume(
-    master: Master = None,
-    run_dir: RunDir = None,
+    run: Run = None,
     run_id: RunId = "",
     keys: Keys = None,
     insecure: Insecure = False,
     reason: Reason = "asked to",
 ) -> int:
     """End a pause: rounds begin again."""
-    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+    with _operator(run, run_id, keys, insecure) as operator:
         print(operator.resume(reason))
     return 0
 
 
 def stop(
-    master: Master = None,
-    run_dir: RunDir = None,
+    run: Run = None,
     run_id: RunId = "",
     keys: Keys = None,
     insecure: Insecure = False,
     reason: Reason = "asked to",
 ) -> int:
     """End a run in good order: the open round finishes, every cluster pulls the last version and leaves."""
-    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+    with _operator(run, run_id, keys, insecure) as operator:
         print(operator.stop(reason))
     return 0
 
 
 def extend(
+    run: Run = None,
     tokens: Annotated[
         str,
         typer.Option("--tokens", metavar="N", help="The run's new limit (tk_max), such as 2G; else it stays as it is."),
     ] = "",
     no_limit: Annotated[bool, typer.Option("--no-limit", help="The run ends by `dips stop` alone.")] = False,
-    master: Master = None,
-    run_dir: RunDir = None,
     run_id: RunId = "",
     keys: Keys = None,
     insecure: Insecure = False,
@@ -130,42 +118,41 @@ def extend(
     limit = parse_count(tokens) if tokens else 0
     if tokens and not limit:
         raise ConfigError("--tokens 0 is no limit: give --no-limit if the run should not end by itself")
-    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+    with _operator(run, run_id, keys, insecure) as operator:
         print(operator.extend(limit, no_limit, reason))
     return 0
 
 
 def evict(
+    run: RequiredRun,
     cluster: ClusterArgument,
-    master: Master = None,
-    run_dir: RunDir = None,
     run_id: RunId = "",
     keys: Keys = None,
     insecure: Insecure = False,
     reason: Reason = "asked to",
 ) -> int:
     """End a cluster's incarnation at once. It may join again as a new one."""
-    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+    with _operator(run, run_id, keys, insecure) as operator:
         print(operator.evict(cluster, reason))
     return 0
 
 
 def drain(
+    run: RequiredRun,
     cluster: ClusterArgument,
-    master: Master = None,
-    run_dir: RunDir = None,
     run_id: RunId = "",
     keys: Keys = None,
     insecure: Insecure = False,
     reason: Reason = "asked to",
 ) -> int:
     """Let a cluster push its last steps and leave."""
-    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+    with _operator(run, run_id, keys, insecure) as operator:
         print(operator.drain(cluster, reason))
     return 0
 
 
 def reshard(
+    run: Run = None,
     add: Annotated[
         list[str] | None,
         typer.Option("--add", metavar="SLAVE", help="A slave that should hold blocks too; again for more."),
@@ -175,8 +162,6 @@ def reshard(
         typer.Option("--remove", metavar="SLAVE", help="A slave that should no longer hold any; again for more."),
     ] = None,
     cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the reshard that is not done yet.")] = False,
-    master: Master = None,
-    run_dir: RunDir = None,
     run_id: RunId = "",
     keys: Keys = None,
     insecure: Insecure = False,
@@ -189,17 +174,15 @@ def reshard(
     """
     if cancel == bool(add or remove):
         raise ConfigError("nothing is to change: give --add SLAVE and --remove SLAVE, or --cancel alone")
-    with _operator(master, run_dir, run_id, keys, insecure) as operator:
+    with _operator(run, run_id, keys, insecure) as operator:
         print(operator.take_back_reshard() if cancel else operator.reshard(add or (), remove or (), reason))
     return 0
 
 
-def _operator(
-    master: str | None, run_dir: Path | None, run_id: str, keys: Path | None, insecure: bool
-) -> OperatorClient:
-    address = master_address(master, run_dir)
-    parse_address(address, "the master's address")  # before the keys, as it comes first on the command line
-    return OperatorClient(address, run_id, security=asked_security(keys, insecure, run_dir))
+def _operator(run: str | None, run_id: str, keys: Path | None, insecure: bool) -> OperatorClient:
+    named = NamedRun.of(run)
+    address = named.master()  # before the keys, as it comes first on the command line
+    return OperatorClient(address, run_id, security=asked_security(keys, insecure, named.directory))
 
 
 def _print_once(status: StatusReply, as_json: bool) -> None:

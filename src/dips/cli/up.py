@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dips.cli.key_options import insecure_asked
+from dips.cli.run_options import insecure_asked
 from dips.core.clock import SystemClock
 from dips.core.net.addresses import format_address, parse_address
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE
@@ -58,7 +58,7 @@ def up(
             _serve(local, progress, directory, page)
         if local.status is not None:
             print(f"run {local.plan.run_id} ended at version {local.status.published}, {local.status.tokens} tokens")
-        print(f"its files are in {directory.path}; next: dips export model.safetensors --run-dir {directory.path}")
+        print(f"its files are in {directory.path}; next: dips export {directory.path} --to model.safetensors")
     return 0
 
 
@@ -102,7 +102,7 @@ def how_to_join(plan: RunPlan, address: str, directory: RunDirectory) -> list[st
         *lines,
         *_from_elsewhere(plan, address, directory),
         *more,
-        f"end the run with:  dips stop --run-dir {directory.path}",
+        f"end the run with:  dips stop {directory.path}",
     ]
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from dips.judge.story import render, tell_story
 from dips.judge.verify import NOT_APPLICABLE, OK, VerifyReport, verify_run
 
-RunDirArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run, finished or live.")]
+RunDirArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, finished or live.")]
 
 NameArgument = Annotated[
     str, typer.Argument(metavar="NAME", help="A round (r1.7), version (1:6), push (a/1.1#3), cluster or slave.")
@@ -97,8 +97,8 @@ def _table(report: VerifyReport) -> Table:
 
 
 def story(
-    name: NameArgument,
     run_dir: RunDirArgument,
+    name: NameArgument,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
     """Show the event history of a round, version, push, cluster or slave, from the journal and all tapes of a run.

@@ -205,7 +205,7 @@ class LocalRun:
             more = f"raise tk_max ({status.tk_max_tokens}) above that to go on, or " if reached else ""
             raise ConfigError(
                 f"run {status.run_id} in {where} has ended after {status.tokens} tokens: {more}take its model with "
-                f"`dips export model.safetensors --run-dir {where}`; for a new run choose another id and "
+                f"`dips export {where} --to model.safetensors`; for a new run choose another id and "
                 "directory, or remove this directory"
             )
 

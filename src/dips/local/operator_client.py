@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -27,6 +28,7 @@ from dips.core.messages import (
     StatusRequest,
 )
 from dips.core.net import codec_protobuf
+from dips.core.net.addresses import parse_address
 from dips.core.net.grpc_calls import open_channel, refused_from
 from dips.core.net.security import Security
 from dips.core.net.tls_probe import why_not_let_in
@@ -109,24 +111,38 @@ class OperatorClient:
         return codec_protobuf.from_message(reply, kind)
 
 
-def master_address(given: str | None, run_dir: Path | None) -> str:
-    """The master's address: as given, else as the run's directory says, else as DIPS_MASTER says.
+@dataclass(frozen=True)
+class NamedRun:
+    """A run as a person names it: by its directory, or by its master's address. One of the two is None."""
 
-    Raises ConfigError when none of them does.
-    """
-    if given:
-        return given
-    if run_dir is not None:
-        written = read_address(run_dir / "master") or read_address(run_dir)
+    directory: Path | None
+    address: str | None
+
+    @classmethod
+    def of(cls, text: str | None) -> NamedRun:
+        """RUN of a command line, else DIPS_MASTER. Raises ConfigError where it is neither, or nothing is given."""
+        text = text or os.environ.get("DIPS_MASTER", "")
+        if not text:
+            raise ConfigError(
+                "no run is named: give its directory, such as runs/mine, or its master's HOST:PORT, or set "
+                "DIPS_MASTER=HOST:PORT"
+            )
+        if Path(text).is_dir():
+            return cls(Path(text), None)
+        try:
+            parse_address(text, "RUN")
+        except ConfigError as error:
+            raise ConfigError(f"{text} is neither a directory nor a master's address: write HOST:PORT") from error
+        return cls(None, text)
+
+    def master(self) -> str:
+        """The address of its master. Raises ConfigError when no master runs there."""
+        if self.directory is None:
+            return self.address or ""
+        written = read_address(self.directory / "master") or read_address(self.directory)
         if written is None:
-            raise ConfigError(f"no master runs in {run_dir}: start the run, or check the directory")
+            raise ConfigError(f"no master runs in {self.directory}: start the run, or check the directory")
         return written.address
-    address = os.environ.get("DIPS_MASTER", "")
-    if not address:
-        raise ConfigError(
-            "no master is named: give --master HOST:PORT, or --run-dir DIR of a run, or set DIPS_MASTER=HOST:PORT"
-        )
-    return address
 
 
 def wait_for_master(directory: Path, pid: int, wait_s: float, alive: Callable[[], None]) -> str:

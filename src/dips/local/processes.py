@@ -167,7 +167,7 @@ def evaluator_spec(plan: RunPlan, directory: RunDirectory, address: str) -> Chil
     tape = tape_path(directory.path, HELDOUT_TAPE)
     knobs = [*evaluation_options(plan.evaluate), *metrics_options(plan, directory, EVALUATOR)]
     security = security_options(plan, directory, EVALUATOR)
-    command = _dips("eval", "--follow", "--tape", str(tape), option_name("master"), address, *knobs, *security)
+    command = _dips("eval", address, "--follow", "--tape", str(tape), *knobs, *security)
     log, environment = directory.log(EVALUATOR), _environment(plan, {"DIPS_RUN": plan.run_id})
     return ChildSpec(EVALUATOR, tuple(command), log, environment, niceness=EVALUATOR_NICENESS)
 

@@ -66,7 +66,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--clusters", "none"], "Invalid value for '--clusters'"),
         (["demo", "--minutes", "0"], "Invalid value for '--minutes'"),
         (["status", "one", "two"], "Got unexpected extra argument"),
-        (["evict"], "Missing argument 'CLUSTER'"),
+        (["evict", "b"], "Missing argument 'CLUSTER'"),
     ],
 )
 def test_wrong_usage_is_one_sentence_with_a_hint_and_exit_code_2(
@@ -83,14 +83,14 @@ def test_wrong_usage_is_one_sentence_with_a_hint_and_exit_code_2(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["status"], "no master is named: give --master HOST:PORT"),
-        (["status", "--insecure", "--master", "10.0.0.1:29400"], "not a loopback address"),
-        (["status", "--master", "127.0.0.1:29400"], "give --keys DIR (or DIPS_KEYS=DIR)"),
-        (["status", "--master", "127.0.0.1:1", "--keys", "k", "--insecure"], "keys and insecure are both given"),
-        (["status", "--master", "127.0.0.1:1", "--keys", "/nowhere"], "/nowhere/ca.crt cannot be read"),
+        (["status"], "no run is named: give its directory"),
+        (["status", "10.0.0.1:29400", "--insecure"], "not a loopback address"),
+        (["status", "127.0.0.1:29400"], "give --keys DIR (or DIPS_KEYS=DIR)"),
+        (["status", "127.0.0.1:1", "--keys", "k", "--insecure"], "keys and insecure are both given"),
+        (["status", "127.0.0.1:1", "--keys", "/nowhere"], "/nowhere/ca.crt cannot be read"),
         (["keys", "show", "/nowhere"], "make them with `dips keys init /nowhere`"),
-        (["status", "--master", "localhost"], "write HOST:PORT"),
-        (["status", "--run-dir", "/nowhere"], "no master runs in /nowhere"),
+        (["status", "localhost"], "write HOST:PORT"),
+        (["status", "/nowhere"], "/nowhere is neither a directory nor a master's address"),
         (["up", "/nowhere.toml"], "settings file /nowhere.toml cannot be read"),
         (["master", "--run-id", "x", "--directory", "/tmp/x", "--grace-s", "1 min"], "lower grace_s"),
         (
@@ -103,10 +103,10 @@ def test_wrong_usage_is_one_sentence_with_a_hint_and_exit_code_2(
             "'1 XB' is not a size",
         ),
         (["place", "/nowhere.toml"], "/nowhere.toml cannot be read"),
-        (["export", "m.safetensors", "--run-dir", "/nowhere"], "no snapshots"),
-        (["export", "m.safetensors", "--run-dir", "/nowhere", "--version", "7"], "'7' is not a version"),
+        (["export", "tests", "--to", "m.safetensors"], "no snapshots"),
+        (["export", "tests", "--to", "m.safetensors", "--version", "7"], "'7' is not a version"),
         (["eval", "/nowhere.safetensors"], "no model file /nowhere.safetensors"),
-        (["eval", "m.safetensors", "--master", "127.0.0.1:1"], "two models"),
+        (["eval", "m.safetensors", "--version", "1:7"], "one model"),
         (["train", "--steps", "1", "--data", "/nowhere"], "/nowhere"),
         (["train", "--steps", "1", "--model-size", "huge"], "choose one of tiny, small"),
         (["train"], "neither a master nor a number of steps"),
@@ -138,8 +138,8 @@ def test_exit_codes_of_errors(
     def fails(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr(operator, "master_address", fails)
-    assert main.run(["status"]) == code
+    monkeypatch.setattr(operator.NamedRun, "master", fails)
+    assert main.run(["status", "127.0.0.1:1"]) == code
     error = capsys.readouterr().err
     assert error == (f"dips: {raised}\n" if code != 130 else "")
 
@@ -148,17 +148,17 @@ def test_our_own_bug_keeps_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise KeyError("bug")
 
-    monkeypatch.setattr(operator, "master_address", fails)
+    monkeypatch.setattr(operator.NamedRun, "master", fails)
     with pytest.raises(KeyError, match="bug"):
-        main.run(["status"])
+        main.run(["status", "127.0.0.1:1"])
 
 
 def test_a_missing_package_names_its_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch.nn")
 
-    monkeypatch.setattr(operator, "master_address", fails)
-    code, _, error = told(capsys, "status")
+    monkeypatch.setattr(operator.NamedRun, "master", fails)
+    code, _, error = told(capsys, "status", "127.0.0.1:1")
     assert (code, error) == (2, "dips: this command needs torch: pip install 'dips-training[worker]'\n")
 
 
@@ -166,9 +166,9 @@ def test_a_module_of_ours_that_is_missing_is_a_bug(monkeypatch: pytest.MonkeyPat
     def fails(*_: object) -> None:
         raise ModuleNotFoundError("No module named 'dips.gone'", name="dips.gone")
 
-    monkeypatch.setattr(operator, "master_address", fails)
+    monkeypatch.setattr(operator.NamedRun, "master", fails)
     with pytest.raises(ModuleNotFoundError):
-        main.run(["status"])
+        main.run(["status", "127.0.0.1:1"])
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from support.dips_command import ROOT
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dips.cli.model import Form, _what_and_where
+from dips.cli import main
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.local import model_folder
 from dips.local.model_folder import as_folder, check_target, write_folder
+from dips.local.operator_client import NamedRun
 from dips.trainer.model import ByteModel
 from dips.trainer.sizes import SIZES
 from dips.worker.torch_model import TorchParameters, description_of
@@ -174,29 +175,30 @@ def test_a_disk_that_is_full_leaves_what_was_there(
 
 
 @pytest.mark.parametrize(
-    ("said", "to", "form", "master", "run_dir", "says"),
+    ("words", "says"),
     [
-        ("", None, None, None, None, "no target is named"),
-        ("x", None, Form.HUGGINGFACE, None, None, "give --to DIR"),
-        ("127.0.0.1:1", Path("m"), None, "127.0.0.1:2", None, "named twice"),
-        ("nowhere", Path("m"), None, None, None, "neither a directory nor a master's address"),
+        (["examples"], "nothing says what to write: give --to FILE.safetensors, or --to DIR"),
+        (["--to", "m"], "no run is named"),
+        (["nowhere", "--to", "m"], "nowhere is neither a directory nor a master's address"),
+        (["examples", "--to", "examples"], "examples is not empty"),
+        (["examples", "--to", "examples", "--format", "dcp"], "examples is not empty"),
+        (["examples", "--to", "m.safetensors"], "examples has no snapshots"),
+        (["examples", "--to", "m", "--format", "dcp"], "examples has no snapshots"),
     ],
 )
 def test_a_wrong_command_is_told_so(
-    said: str, to: Path | None, form: Form | None, master: str | None, run_dir: Path | None, says: str
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=says):
-        _what_and_where(said, to, form, master, run_dir)
+    monkeypatch.delenv("DIPS_MASTER", raising=False)
+    monkeypatch.chdir(ROOT)
+    assert main.run(["export", *words]) == 2
+    assert says in capsys.readouterr().err
 
 
-def test_a_run_is_a_directory_or_an_address() -> None:
-    to, folder = Path("m"), str(ROOT / "examples")
-    assert _what_and_where(folder, to, None, None, None) == (to, Form.HUGGINGFACE, None, ROOT / "examples")
-    assert _what_and_where("10.0.0.1:29400", to, None, None, None) == (to, Form.HUGGINGFACE, "10.0.0.1:29400", None)
-    assert _what_and_where("m.st", None, None, "h:1", None) == (Path("m.st"), Form.SAFETENSORS, "h:1", None)
-
-
-def test_a_checkpoint_for_any_parallelism_is_named_like_a_file_or_like_a_folder() -> None:
-    folder = str(ROOT / "examples")
-    assert _what_and_where("m", None, Form.DCP, "h:1", None) == (Path("m"), Form.DCP, "h:1", None)
-    assert _what_and_where(folder, Path("m"), Form.DCP, None, None) == (Path("m"), Form.DCP, None, ROOT / "examples")
+def test_a_run_is_a_directory_or_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ROOT / "examples"
+    assert NamedRun.of(str(folder)) == NamedRun(folder, None)
+    assert NamedRun.of("10.0.0.1:29400") == NamedRun(None, "10.0.0.1:29400")
+    monkeypatch.setenv("DIPS_MASTER", "10.0.0.2:29400")
+    assert NamedRun.of(None).master() == "10.0.0.2:29400"
+    assert NamedRun.of("10.0.0.1:29400").master() == "10.0.0.1:29400"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.cli.key_options import asked_security, insecure_asked
+from dips.cli.run_options import asked_security, insecure_asked
 from dips.core.errors import ConfigError
 from dips.core.net.security import INSECURE, Identity
 from dips.local.authority import ensure_keys

@@ -1,6 +1,6 @@
-"""The options --keys and --insecure of the commands that connect to a run: which identity, and where it is found.
+"""The options of the commands that connect to a run: which run, and with which identity.
 
-With --run-dir the keys that `dips up` and `dips demo` made for the operator are found in the run's directory.
+Where a run is named by its directory, the keys that `dips up` and `dips demo` made for the operator are found in it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE, Security, b
 from dips.local.authority import OPERATOR
 from dips.local.run_directory import KEYS
 
+RUN = "The run's directory, such as runs/mine, or its master's HOST:PORT"
+Run = Annotated[str | None, typer.Argument(metavar="RUN", help=f"{RUN}; else DIPS_MASTER.")]
+RequiredRun = Annotated[str, typer.Argument(metavar="RUN", help=f"{RUN}.")]
 Keys = Annotated[
     Path | None,
     typer.Option("--keys", metavar="DIR", help=f"Directory of your identity; else {KEYS_VARIABLE}, or the run's own."),
