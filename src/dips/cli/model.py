@@ -145,9 +145,7 @@ def export(
 def evaluate(
     model: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN | MODEL.safetensors", help=f"{RUN}, else DIPS_MASTER; or an exported file."
-        ),
+        typer.Argument(metavar="RUN | MODEL.safetensors", help=f"{RUN}, else DIPS_MASTER; or an exported file."),
     ] = None,
     version: AVersion = None,
     follow_run: Annotated[

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dips.cli import main, operator
+from dips.cli import main
 from dips.cli import place as command_place
 from dips.core.errors import FatalError, RefusalCode, Refused, RetryLater
+from dips.local import operator_client
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -138,7 +139,7 @@ def test_exit_codes_of_errors(
     def fails(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr(operator.NamedRun, "master", fails)
+    monkeypatch.setattr(operator_client.NamedRun, "master", fails)
     assert main.run(["status", "127.0.0.1:1"]) == code
     error = capsys.readouterr().err
     assert error == (f"dips: {raised}\n" if code != 130 else "")
@@ -148,7 +149,7 @@ def test_our_own_bug_keeps_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise KeyError("bug")
 
-    monkeypatch.setattr(operator.NamedRun, "master", fails)
+    monkeypatch.setattr(operator_client.NamedRun, "master", fails)
     with pytest.raises(KeyError, match="bug"):
         main.run(["status", "127.0.0.1:1"])
 
@@ -157,7 +158,7 @@ def test_a_missing_package_names_its_extra(capsys: pytest.CaptureFixture[str], m
     def fails(*_: object) -> None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch.nn")
 
-    monkeypatch.setattr(operator.NamedRun, "master", fails)
+    monkeypatch.setattr(operator_client.NamedRun, "master", fails)
     code, _, error = told(capsys, "status", "127.0.0.1:1")
     assert (code, error) == (2, "dips: this command needs torch: pip install 'dips-training[worker]'\n")
 
@@ -166,7 +167,7 @@ def test_a_module_of_ours_that_is_missing_is_a_bug(monkeypatch: pytest.MonkeyPat
     def fails(*_: object) -> None:
         raise ModuleNotFoundError("No module named 'dips.gone'", name="dips.gone")
 
-    monkeypatch.setattr(operator.NamedRun, "master", fails)
+    monkeypatch.setattr(operator_client.NamedRun, "master", fails)
     with pytest.raises(ModuleNotFoundError):
         main.run(["status", "127.0.0.1:1"])
 

@@ -171,11 +171,11 @@ def test_the_command_says_what_an_export_lacks(
     model = Adapted()
     found = fetched(model)
     monkeypatch.setattr(command_model, "_fetch", lambda *given: found)
-    command_model.export(str(tmp_path / "part.safetensors"), master="127.0.0.1:1")
+    command_model.export("127.0.0.1:1", tmp_path / "part.safetensors")
     said = capsys.readouterr().out
     assert "It lacks 5 tensors that the run does not train, such as 'table': load it over" in said
     state = written(model.state_dict(), "torch", tmp_path)
-    command_model.export(str(tmp_path / "whole.safetensors"), master="127.0.0.1:1", fill_from=state, as_json=True)
+    command_model.export("127.0.0.1:1", tmp_path / "whole.safetensors", fill_from=state, as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert (told["filled"], told["lacking"]) == (5, 0)
     assert len(load_file(tmp_path / "whole.safetensors")) == 5 + 4
