@@ -138,6 +138,14 @@ COMMANDS: tuple[Command, ...] = (
         ("dips status runs/demo --watch", "dips status 127.0.0.1:29400 --keys keys/me --json"),
     ),
     Command(
+        "page",
+        "page",
+        "page",
+        "The address of a run's status page.",
+        _ASK,
+        ("dips page runs/demo", "dips page runs/demo --open"),
+    ),
+    Command(
         "pause",
         "operator",
         "pause",
