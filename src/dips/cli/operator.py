@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -30,7 +31,9 @@ def status(
     run_id: RunId = "",
     keys: Keys = None,
     insecure: Insecure = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show the status again and again, until ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show the status again and again, until the run has ended.")
+    ] = False,
     interval_s: Annotated[
         float, typer.Option("--interval", min=0.1, max=3600.0, help="Seconds between two updates with --watch.")
     ] = 1.0,
@@ -43,20 +46,32 @@ def status(
     with _operator(run, run_id, keys, insecure) as operator:
         if not watch:
             _print_once(operator.status(), as_json)
-        elif as_json or not sys.stdout.isatty():
-            while True:
-                _print_once(operator.status(), as_json)
-                time.sleep(interval_s)
         else:
-            with Live(auto_refresh=False, screen=True) as live:
-                while True:
-                    try:
-                        view = status_view(operator.status())
-                    except RetryLater as error:  # the master may come back while a person watches
-                        view = Text(str(error), style="bold red")
-                    live.update(view, refresh=True)
-                    time.sleep(interval_s)
+            last = _watch(operator, interval_s, as_json)
+            print(f"run {last.run_id} has ended at version {last.published}, {last.tokens} tokens", file=sys.stderr)
     return 0
+
+
+def _watch(operator: OperatorClient, interval_s: float, as_json: bool) -> StatusReply:
+    """Shows the status until the run has ended, or its master is gone while it was ending; returns the last one."""
+    on_screen = not as_json and sys.stdout.isatty()
+    last: StatusReply | None = None
+    with Live(auto_refresh=False, screen=True) if on_screen else contextlib.nullcontext() as live:
+        while last is None or not last.stopped:
+            try:
+                last = operator.status()
+                if live is None:
+                    _print_once(last, as_json)
+                else:
+                    live.update(status_view(last), refresh=True)
+            except RetryLater as error:
+                if last is not None and last.stopping:
+                    break
+                if live is None:
+                    raise
+                live.update(Text(str(error), style="bold red"), refresh=True)  # the master may come back
+            time.sleep(interval_s)
+    return last
 
 
 def pause(

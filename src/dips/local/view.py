@@ -206,8 +206,7 @@ def headline(status: StatusReply) -> Text:
         (f"run {status.run_id}", "bold"),
         f"  version {status.published or 'none yet'}{_on_disk(status)}",
         f"  tokens {format_count(status.tokens)}{_of_goal(status)}",
-        f"  round {status.round or 'none yet'} ",
-        (status.phase, "cyan"),
+        *([f"  round {status.round} ", (status.phase, "cyan")] if status.round else ["  no open round"]),
         f"  {_rounds(status)}",
         (f"  {next((word for on, word in states if on), '')}", "bold"),
     )
@@ -221,7 +220,7 @@ def _waits(status: StatusReply) -> Iterator[tuple[str, str]]:
         (status.waiting_for, "waiting", "bold yellow"),
     ):
         if words:
-            yield f"{head}: {words}", style
+            yield words if words.startswith(head) else f"{head}: {words}", style
     for cluster in status.clusters:
         if cluster.alive and cluster.late_ranks:
             yield f"cluster {cluster.cluster_id}: {late_sentence(cluster)}", "yellow"
@@ -265,7 +264,9 @@ def _on_disk(status: StatusReply) -> str:
 
 def _rounds(status: StatusReply) -> str:
     lost = [f"{n} {word}" for n, word in ((status.rounds_void, "void"), (status.rounds_aborted, "aborted")) if n]
-    return ", ".join([f"rounds {status.rounds_committed} ({status.rounds_merged} merged)", *lost])
+    return ", ".join(
+        [f"{status.rounds_committed} rounds published ({status.rounds_merged} with two or more pushes)", *lost]
+    )
 
 
 def _of_goal(status: StatusReply) -> str:
@@ -386,7 +387,7 @@ def plain_line(status: StatusReply) -> str:
     )
     run = (
         f"version {status.published or '-'}{_on_disk(status)} tokens {format_count(status.tokens)}{_of_goal(status)} "
-        f"{_rounds(status)} phase {status.phase}"
+        f"{_rounds(status)}, {f'round {status.round} {status.phase}' if status.round else 'no open round'}"
     )
     why = (
         _direction_alarm(status),

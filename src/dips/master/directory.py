@@ -109,7 +109,9 @@ def read_address(directory: Path) -> MasterAddress | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} does not name a master ({error}): remove it, or name the master's HOST:PORT") from error
+        raise ConfigError(
+            f"{path} does not name a master ({error}): remove it, or name the master's HOST:PORT"
+        ) from error
 
 
 def sync_directory(directory: Path) -> None:

@@ -438,7 +438,8 @@ class ClusterShell:
     def _wait(self, key: str, *, quiet: bool = False) -> None:
         """Sleep until something arrives or is due, and handle it; log why, unless `quiet`."""
         if not quiet:
-            self._log.report(key, f"waiting: {self._session.waiting_for()}")
+            words = self._session.waiting_for()
+            self._log.report(key, words if words.startswith("waiting") else f"waiting: {words}")
         self._update_heartbeat()
         if self._metrics is not None:
             self._metrics.waits(DATA if key == "data" else EXCHANGE)

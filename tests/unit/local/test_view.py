@@ -54,6 +54,12 @@ def test_the_reason_to_wait_stands_above_the_tables() -> None:
     text = shown(run_status(waiting_for="slave s1 is away"))
     assert text.index("waiting: slave s1 is away") < text.index("clusters")
     assert "waiting" not in shown(run_status())
+    assert "waiting: waiting" not in shown(run_status(waiting_for="waiting for slaves: 1 of 2 have attached"))
+
+
+def test_between_two_rounds_no_round_is_open() -> None:
+    assert "no open round" in shown(run_status(round=None, phase="IDLE"))
+    assert "IDLE" not in shown(run_status(round=None, phase="IDLE"))
 
 
 def test_a_cluster_of_several_ranks_says_so_and_names_the_late_ones() -> None:
@@ -171,7 +177,7 @@ def test_the_headline_says_when_the_run_does_not_go_on(changes: dict[str, bool],
 
 
 def test_the_headline_counts_lost_rounds_only_when_there_are_some() -> None:
-    assert "rounds 13 (9 merged)" in headline(run_status()).plain
+    assert "13 rounds published (9 with two or more pushes)" in headline(run_status()).plain
     assert "void" not in headline(run_status()).plain
     assert "2 void, 1 aborted" in headline(run_status(rounds_void=2, rounds_aborted=1)).plain
 
@@ -194,7 +200,7 @@ def test_a_run_without_a_goal_shows_no_share() -> None:
 def test_the_plain_line_holds_everything_in_one_line() -> None:
     line = plain_line(run_status(waiting_for="nothing"))
     assert "\n" not in line
-    for word in ("version 1:12", "400k", "phase WINDOW", "a:TRAINING loss 2.310", "waiting: nothing"):
+    for word in ("version 1:12", "400k", "round r1.13 WINDOW", "a:TRAINING loss 2.310", "waiting: nothing"):
         assert word in line
     assert plain_line(run_status(clusters=())).count("|") == 0
 

@@ -129,6 +129,8 @@ class ClusterMachine:
 
     def waiting_for(self) -> str:
         """What the session waits for: one sentence for people."""
+        if not self.shared.note and self.phase is SessionPhase.TRAINING and self.shared.base is None:
+            return "no version is published yet"
         return self.shared.note or self.phase.value.lower().replace("_", " ")
 
     def next_deadline_s(self) -> float:
