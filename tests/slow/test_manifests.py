@@ -1,8 +1,9 @@
 """Every object for Kubernetes, from the files of deploy/kubernetes and from `dips deploy plan`, against its schema.
 
 The schemas are those that Kubernetes publishes, for three of its versions, strict: a field that does not exist is an
-error. Kinds of the Prometheus operator are checked against its own definitions, as a package has them. Of a JobSet,
-which no package has, the Job inside is checked. Kustomizations are built by kustomize itself, where kubectl is here.
+error. Kinds of the Prometheus operator are checked against its own definitions, as a package has them. Of a JobSet, which
+no package has, its own fields and the Job inside are checked. Kustomizations are built by kustomize itself, where
+kubectl is here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ import yaml
 from support.dashboards import DASHBOARDS, RULES
 from support.deploy_files import BASE, EVERY_KNOB, EXAMPLE, ONE_CLUSTER, written
 from support.dips_command import dips
-from support.published_schemas import OPERATOR_GROUP, Unfit, check, check_of_operator, has_operator_models
+from support.published_schemas import (
+    JOBSET_GROUP,
+    OPERATOR_GROUP,
+    Unfit,
+    check,
+    check_of_jobset,
+    check_of_operator,
+    has_operator_models,
+)
 from support.repository import ROOT
 
 from dips.deploy.deploy_file import read_deploy_file
@@ -50,15 +59,13 @@ needs_operator_models = pytest.mark.skipif(
 def fits(document: Object, version: str) -> None:
     """Raises Unfit when the object, or what it holds of Kubernetes' own kinds, does not fit its schema."""
     if document["kind"] == "JobSet":
-        for job in document["spec"]["replicatedJobs"]:
-            inner = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]}
-            check(inner, version)
+        check_of_jobset(document, version)
     if is_of_kubernetes(document):
         check(document, version)
 
 
 def is_of_kubernetes(document: Object) -> bool:
-    return not document["apiVersion"].startswith((OPERATOR_GROUP, "jobset.x-k8s.io/"))
+    return not document["apiVersion"].startswith((OPERATOR_GROUP, JOBSET_GROUP))
 
 
 def built(folder: Path) -> list[Object]:

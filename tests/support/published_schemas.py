@@ -1,5 +1,5 @@
 """The published schemas of Kubernetes, strict, as kubernetes-validate ships them, and the definitions of the Prometheus
-operator, as cloudcoil ships them; each is read once."""
+operator, as cloudcoil ships them; each is read once. A JobSet's own fields are written here: no package has them."""
 
 from __future__ import annotations
 
@@ -75,3 +75,57 @@ def _leaves(value: Any, path: str = "") -> set[str]:
     if isinstance(value, list):
         return {leaf for index, item in enumerate(value) for leaf in _leaves(item, f"{path}[{index}]")}
     return {f"{path} = {value!r}"}
+
+
+# ---- JobSet ----
+
+
+JOBSET_GROUP = "jobset.x-k8s.io/"
+
+_STRING, _YES_OR_NO, _COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
+
+
+def _fields(required: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
+
+
+def _list_of(kind: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": kind}
+
+
+_REASONS = {
+    "enum": [
+        *("BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded"),
+        "PodFailurePolicy",
+    ]
+}
+_FAILURE_RULE = _fields(
+    ("name", "action"),
+    name={"type": "string", "pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"},
+    action={"enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]},
+    onJobFailureReasons=_list_of(_REASONS),
+    targetReplicatedJobs=_list_of(_STRING),
+)
+_JOBSET_SPEC = _fields(
+    ("replicatedJobs",),
+    suspend=_YES_OR_NO,
+    network=_fields(enableDNSHostnames=_YES_OR_NO, publishNotReadyAddresses=_YES_OR_NO, subdomain=_STRING),
+    failurePolicy=_fields(
+        maxRestarts=_COUNT,
+        restartStrategy={"enum": ["Recreate", "BlockingRecreate"]},
+        rules=_list_of(_FAILURE_RULE),
+    ),
+    replicatedJobs=_list_of(_fields(("name", "template"), name=_STRING, replicas=_COUNT, template={"type": "object"})),
+)
+"""What `dips deploy` may write of a jobset.x-k8s.io/v1alpha2 JobSet: names, types and rules as its definition
+(kubernetes-sigs/jobset, config/components/crd) and its webhook have them; other fields are left out."""
+
+
+def check_of_jobset(document: dict[str, Any], version: str) -> None:
+    """Raises Unfit for a JobSet with a field or a value that it does not have, or whose Job does not fit."""
+    try:
+        jsonschema.Draft202012Validator(_JOBSET_SPEC).validate(document["spec"])
+    except jsonschema.ValidationError as error:
+        raise Unfit(f"{'.'.join(str(part) for part in error.path)}: {error.message}") from error
+    for job in document["spec"]["replicatedJobs"]:
+        check({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]}, version)

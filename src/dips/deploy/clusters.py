@@ -138,7 +138,7 @@ def workload(deployment: Deployment, cluster: DeployedClusterKnobs, hashed: str)
         # The JobSet makes a service of that name itself.
         network = {"enableDNSHostnames": True, "subdomain": f"{name}-nodes"}
         # A Job that failed by its own policy failed for a wrong setting: the set fails with it.
-        ends = [{"name": "wrong-setting", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+        ends = [{"name": "wrong_setting", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
         policy = {"maxRestarts": RETRIES, "rules": ends}
         of_set = {"network": network, "failurePolicy": policy, "replicatedJobs": jobs}
         suspended = {**of_set, "suspend": bool(cluster.queue)}

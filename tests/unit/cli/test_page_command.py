@@ -40,7 +40,12 @@ def test_a_browser_is_started_or_it_says_that_there_is_none(
 ) -> None:
     serves(run_dir, page=True)
     asked: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", lambda url: asked.append(url) or opens)
+
+    def opened(url: str) -> bool:
+        asked.append(url)
+        return opens
+
+    monkeypatch.setattr(webbrowser, "open", opened)
     assert main.run(["page", str(run_dir), "--open"]) == code
     assert asked == [URL]
     out, error = capsys.readouterr()
