@@ -39,6 +39,7 @@ from dips.cli import main as cli
 from dips.core import errors
 from dips.core.config import load
 from dips.core.errors import DipsError, RefusalCode
+from dips.judge.verify import EXIT_BROKEN
 from dips.local.demo import DemoOptions, planned_faults, speed_gaps
 from dips.local.report import CLUSTER, SLAVE
 from dips.local.run_file import read_run_file
@@ -163,7 +164,7 @@ def test_exit_codes_are_those_of_the_errors() -> None:
     rows = [(int(code), name.strip("`")) for code, name, _ in table(START, "Exit codes")]
     named = {(code, name) for code, name in rows if name}
     assert named == {(kind.exit_code, kind.__name__) for kind in kinds() if kind.__module__ == "dips.core.errors"}
-    others = {0, errors.NAME_TAKEN_EXIT, errors.INTERRUPTED, errors.TERMINATED}
+    others = {0, EXIT_BROKEN, errors.NAME_TAKEN_EXIT, errors.INTERRUPTED, errors.TERMINATED}
     assert {code for code, name in rows if not name} == others
 
 

@@ -1,8 +1,8 @@
 """Every object for Kubernetes, from the files of deploy/kubernetes and from `dips deploy plan`, against its schema.
 
 The schemas are those that Kubernetes publishes, for three of its versions, strict: a field that does not exist is an
-error. Kinds of the Prometheus operator are checked against its own definitions, as a package has them. Of a JobSet, which
-no package has, its own fields and the Job inside are checked. Kustomizations are built by kustomize itself, where
+error. Kinds of the Prometheus operator are checked against its own definitions, as a package has them. Of a JobSet,
+which no package has, its own fields and the Job inside are checked. Kustomizations are built by kustomize itself, where
 kubectl is here.
 """
 
