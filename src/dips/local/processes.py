@@ -276,5 +276,6 @@ def page_can_be() -> bool:
 def page_sentence(url: str | None, wanted: bool) -> str:
     """The launcher's sentence about the page; empty when none was wanted."""
     if url is not None:
-        return f"the status page is at {url}"
+        asks = " (the browser asks once whether to trust the run's certificate)" if url.startswith("https") else ""
+        return f"the status page is at {url}{asks}"
     return WITHOUT if wanted else ""

@@ -179,7 +179,7 @@ def test_a_killed_cluster_turns_red_says_so_and_comes_back(opened: Open, run: Pa
     assert row(page, "oslo").evaluate("e => getComputedStyle(e).backgroundColor") != calm
     red, green, blue = probe(page, "colour", "#clusters-table tr.bad .sign")
     assert red > 2 * max(green, blue)
-    assert "away" in row(page, "oslo").inner_text()  # in words as well
+    assert re.search(r"away\s+for \d+ s", row(page, "oslo").inner_text())  # in words as well
     assert "no heartbeat for" in row(page, "oslo").inner_text()
     assert "cluster oslo is away" in page.inner_text("#sentence")
     assert "cluster oslo is away" in page.inner_text("#spoken")
@@ -236,6 +236,11 @@ def test_nothing_needs_sideways_scrolling(opened: Open, size: tuple[int, int]) -
     page.wait_for_selector("#loss-chart canvas")
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
     assert probe(page, "outside", size[0]) == []
+    assert page.evaluate("[...document.querySelectorAll('[hidden]')].filter(e => e.getClientRects().length)") == []
+    loss_first = page.evaluate("document.querySelector('#loss-title').getBoundingClientRect().top")
+    assert (loss_first < page.evaluate("document.querySelector('#clusters-title').getBoundingClientRect().top")) is (
+        size[0] <= 940
+    )
     picture(page, f"light-{size[0]}")
 
 

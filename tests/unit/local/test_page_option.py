@@ -49,7 +49,8 @@ def test_a_base_installation_goes_without_and_says_so(
     assert page_sentence(None, wanted=True) == WITHOUT
     assert "pip install 'dips-training[master]'" in WITHOUT
     assert page_sentence(None, wanted=False) == ""
-    assert page_sentence("https://x/?link=y", wanted=True).endswith("https://x/?link=y")
+    assert page_sentence("http://x/", wanted=True).endswith(" http://x/")
+    assert " https://x/?link=y (the browser asks once" in page_sentence("https://x/?link=y", wanted=True)
 
 
 def test_a_run_file_says_whether_there_is_one(tmp_path: Path) -> None:

@@ -73,6 +73,14 @@ def test_a_cluster_that_is_evicted_is_bad_and_the_sentence_says_so() -> None:
     assert state["say"]["text"].endswith("cluster b is away (no heartbeat for 10.0 s).")
 
 
+def test_how_long_a_cluster_has_been_away_is_counted_until_it_is_back() -> None:
+    bench = Bench().running("a", "b")
+    bench.silent.add("b")
+    bench.advance(30.0)
+    state = snapshot(bench.state.look(), 0.0, 10.0, {}, away_s={"a": 9.0, "b": 20.04})
+    assert (cluster_of(state, "a")["away_s"], cluster_of(state, "b")["away_s"]) == (None, 20.0)
+
+
 def test_a_cluster_that_left_by_itself_is_no_trouble() -> None:
     bench = Bench().running("a", "b")
     bench.leave("b")
@@ -255,8 +263,9 @@ def test_the_timeline_knows_how_a_cluster_went_until_it_is_back() -> None:
     timeline = EventTimeline()
     timeline.note(1.0, "evict", {"cluster": "a", "reason": "silent"})
     assert timeline.departures == {"a": ("evict", "silent")}
+    assert timeline.departed_wall_s == {"a": 1.0}
     timeline.note(2.0, "join", {"cluster": "a", "incarnation": "1.2"})
-    assert timeline.departures == {}
+    assert timeline.departures == timeline.departed_wall_s == {}
 
 
 def test_the_real_masters_records_are_told() -> None:

@@ -73,6 +73,8 @@ class EventTimeline:
         self._seq = 0
         self.departures: dict[str, tuple[str, str]] = {}
         """Cluster -> ("evict" or "leave", why), while it is away."""
+        self.departed_wall_s: dict[str, float] = {}
+        """Cluster -> when it departed, Unix time, while it is away."""
 
     @property
     def seq(self) -> int:
@@ -80,7 +82,7 @@ class EventTimeline:
 
     def note(self, wall_s: float, kind: str, fields: Mapping[str, Any]) -> None:
         """Takes one line of the tape; most are not shown."""
-        self._note_departure(kind, fields)
+        self._note_departure(wall_s, kind, fields)
         text = sentence_of(kind, fields)
         if text is None:
             return
@@ -97,14 +99,16 @@ class EventTimeline:
         """Events after this one, oldest first; 0: all that are kept."""
         return [event for event in self._events if event.seq > seq]
 
-    def _note_departure(self, kind: str, fields: Mapping[str, Any]) -> None:
+    def _note_departure(self, wall_s: float, kind: str, fields: Mapping[str, Any]) -> None:
         cluster = fields.get("cluster")
         if not isinstance(cluster, str):
             return
         if kind == "join":
             self.departures.pop(cluster, None)
+            self.departed_wall_s.pop(cluster, None)
         elif kind in ("evict", "leave"):
             self.departures[cluster] = (kind, cut(fields.get("reason")))
+            self.departed_wall_s[cluster] = wall_s
 
 
 def sentence_of(kind: str, fields: Mapping[str, Any]) -> EventText | None:

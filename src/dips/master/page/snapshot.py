@@ -158,10 +158,12 @@ def snapshot(
     view: RunView,
     lag_s: float,
     rate_tokens_per_s: float,
-    departures: Mapping[str, tuple[str, str]],
+    departures: Departures,
     charted: Iterable[str] = (),
+    away_s: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The sample as JSON. lag_s: the time since the state's last event; departures: as in the timeline."""
+    """The sample as JSON. lag_s: the time since the state's last event; departures: as in the timeline; away_s: for how
+    long clusters have been away."""
     status = view.status
     pushes = {push.cluster: push for push in view.pushes}
     return {
@@ -181,7 +183,10 @@ def snapshot(
             "void": status.rounds_void,
             "aborted": status.rounds_aborted,
         },
-        "clusters": [_cluster(view, one, pushes.get(one.cluster_id), lag_s, departures) for one in status.clusters],
+        "clusters": [
+            _cluster(view, one, pushes.get(one.cluster_id), lag_s, departures, (away_s or {}).get(one.cluster_id))
+            for one in status.clusters
+        ],
         "slaves": [_slave(view, one, lag_s) for one in status.slaves],
         "links": [_link(link, lag_s) for link in view.links],
         "recent_rounds": [round_json(entry) for entry in status.recent_rounds],
@@ -226,7 +231,8 @@ def _cluster(
     cluster: ClusterStatus,
     push: OpenPushView | None,
     lag_s: float,
-    departures: Mapping[str, tuple[str, str]],
+    departures: Departures,
+    away_s: float | None,
 ) -> dict[str, Any]:
     level, sign, why = cluster_sign(view, cluster, lag_s, departures)
     behind = cluster.base.behind(view.status.published) if cluster.base is not None else None
@@ -236,6 +242,7 @@ def _cluster(
         "sign": sign,
         "why": why,
         "alive": cluster.alive,
+        "away_s": None if cluster.alive or away_s is None else round(away_s, 1),
         "phase": cut(cluster.phase).lower(),
         "ranks": cluster.ranks,
         "late_ranks": list(cluster.late_ranks[:RANKS_NAMED]),
@@ -401,7 +408,8 @@ class Hub:
         for loss in self._heldout.news():
             self.history.add_heldout(loss.wall_s, loss.version, loss.tokens, loss.loss)
         rate = self.history.rate_tokens_per_s
-        self._state = snapshot(view, lag_s, rate, self.timeline.departures, self.history.charted)
+        away_s = {name: max(0.0, wall_s - at_s) for name, at_s in self.timeline.departed_wall_s.items()}
+        self._state = snapshot(view, lag_s, rate, self.timeline.departures, self.history.charted, away_s)
         last = self.history.heldout[-1] if self.history.heldout else None
         self._state["heldout"] = (
             {"loss": round(last.loss, 5), "version": last.version, "tokens": last.tokens} if last is not None else None

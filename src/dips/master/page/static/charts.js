@@ -56,7 +56,9 @@ function rebuild() {
   const names = Object.keys(data.loss);
   plot?.destroy();
   plot = null;
-  if (!window.uPlot || (data.at.length < 2 && data.heldout.length < 1)) return;
+  const some = data.heldout.length > 0 || names.some((name) => data.loss[name].some((value) => value !== null));
+  byId("loss-empty").hidden = some;
+  if (!window.uPlot || !some) return;
   drawn = [by, ...names].join("|");
   plot = new window.uPlot(options(names), columns(names), byId("loss-chart"));
   legend = new Map();

@@ -57,8 +57,9 @@ function tick() {
   if (state === null) return;
   const lost = ended !== "" || 1000 * waited > LOST_AFTER_MS;
   if (lost) {
-    const words = ended !== "" ? `${ended}; shown as of ${span(waited)} ago` : `connection to the master lost ${span(waited)} ago, trying again`;
-    showConnection("bad", words);
+    const over = state.run.stopped;
+    const words = ended !== "" || over ? `${over ? "the run has ended" : ended}; shown as of ${span(waited)} ago` : `connection to the master lost ${span(waited)} ago, trying again`;
+    showConnection(over ? "off" : "bad", words);
     if (!wasLost) speak(ended !== "" ? `${ended}.` : "The connection to the master is lost.", "lost");
   } else {
     showConnection("good", "live");

@@ -21,7 +21,7 @@ function state(item, more) {
 
 const CLUSTER = [
   { label: "Cluster", key: (c) => [c.id, c.incarnation, c.ranks], make: (c) => [c.id, under(who(c))] },
-  { label: "State", key: (c) => [c.level, c.sign, c.why, c.note, working(c), late(c)], make: (c) => state(c, [c.why, working(c), late(c), c.note].filter(Boolean).join("; ")) },
+  { label: "State", key: (c) => [c.level, c.sign, c.why, c.note, away(c), working(c), late(c)], make: (c) => state(c, [away(c), c.why, working(c), late(c), c.note].filter(Boolean).join("; ")) },
   { label: "Tokens/s", class: "right", key: (c) => [c.tokens_per_s, c.steps_per_s, fastest], make: speed },
   { label: "Behind", class: "right", key: (c) => [c.behind, c.base, c.stale], make: behind },
   { label: "Loss", class: "right", key: (c) => c.loss, make: (c) => loss(c.loss) },
@@ -31,6 +31,13 @@ const CLUSTER = [
 
 function who(c) {
   return [c.ranks > 1 ? `${c.ranks} ranks` : "", c.lives > 1 ? `incarnation ${c.incarnation}` : ""].filter(Boolean).join(", ");
+}
+
+/** In steps, so that the row is not drawn again every second. */
+function away(c) {
+  if (c.away_s === null) return "";
+  const step = c.away_s < 60 ? 5 : 60;
+  return `for ${span(step * Math.max(1, Math.floor(c.away_s / step)))}`;
 }
 
 function late(c) {

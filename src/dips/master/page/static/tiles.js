@@ -20,7 +20,7 @@ export function showTiles(state) {
   showSentence(state);
   showPhase(state.round);
   say(byId("version"), state.version ?? "none yet");
-  say(byId("version-more"), run.durability === "async" ? `on every disk: ${state.durable ?? "none"}` : "");
+  say(byId("version-more"), run.durability === "async" ? `on every disk: ${state.durable ?? "none"}` : numbered(state.version));
   say(byId("tokens"), count(state.tokens));
   say(byId("tokens-more"), state.goal ? `${(100 * Math.min(1, state.tokens / state.goal)).toFixed(0)} % of ${count(state.goal)}` : "");
   byId("goal").hidden = !state.goal;
@@ -30,9 +30,16 @@ export function showTiles(state) {
   const rounds = state.rounds;
   say(byId("rounds"), count(rounds.committed));
   const lost = [[rounds.void, "void"], [rounds.aborted, "aborted"]].filter(([n]) => n).map(([n, word]) => `, ${n} ${word}`);
-  say(byId("rounds-more"), `${rounds.merged} merged${lost.join("")}`);
+  say(byId("rounds-more"), `${rounds.merged} with two or more pushes${lost.join("")}`);
   say(byId("heldout"), state.heldout ? loss(state.heldout.loss) : "–");
   say(byId("heldout-more"), state.heldout ? `at ${state.heldout.version}` : "not measured");
+}
+
+/** "2:38" -> "number 38, after 1 rollback". */
+function numbered(version) {
+  if (!version) return "";
+  const [timeline, number] = version.split(":");
+  return `number ${number}${timeline > 1 ? `, after ${several(timeline - 1, "rollback", "rollbacks")}` : ""}`;
 }
 
 function showSentence(state) {
