@@ -40,6 +40,11 @@ _HEADINGS = {
 }
 """The quantity that a heading precedes."""
 
+_DECIDES = (
+    *("cluster_memory_bytes", "rank_memory_bytes", "slave_process_bytes", "slave_volume_bytes"),
+    *("push_together_s", "pull_together_s", "overhead_together"),
+)
+
 
 @with_knobs(SizeKnobs)
 def size(as_json: bool = typer.Option(False, "--json", help="JSON on standard output."), **given: Any) -> int:
@@ -81,6 +86,10 @@ def told(sizes: SizeTable) -> Iterator[str]:
         "clusters": sizes.knobs.clusters,
         "slave_ram": format_bytes(sizes.knobs.slave_ram or 0),
     }
+    yield "What decides (how each number is computed stands below)"
+    for key in _DECIDES:
+        if (row := sizes.rows.get(key)) is not None:
+            yield f"  {row.what}: {shown(row.value, row.unit)}"
     for row in sizes.rows.values():
         if row.key in _HEADINGS:
             yield f"\n{_HEADINGS[row.key].format(**counts)}"

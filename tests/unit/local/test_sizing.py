@@ -329,6 +329,9 @@ def test_the_command_prints_each_number_with_its_formula(capsys: pytest.CaptureF
     for row in sizes().rows.values():
         assert f"{row.key} = {row.formula}" in told
     assert "update with one cluster's push: 1 min 50 s" in told
+    first = told[: told.index("\n\n")]
+    for what in ("memory on the hosts of one cluster", "memory of a slave's process", "time of a push, all at once"):
+        assert f"  {what}" in first
     assert "--disk-rate 2.74e+09: " in told
     assert "measured: docs/performance.md" in told
     assert main.run([*words, "--ranks", "32"]) == 0
