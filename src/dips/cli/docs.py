@@ -1,4 +1,5 @@
-"""Writes the generated pages of docs/ (`make docs`): assumptions.md, metrics.md, settings.md, parts of protocol.md.
+"""Writes the generated pages of docs/ (`make docs`): api.md, assumptions.md, metrics.md, settings.md, parts of
+protocol.md.
 
 Tests check that the pages are current.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import re
 import sys
 import textwrap
@@ -19,12 +21,14 @@ from typing import Any
 from annotated_types import Ge, Gt, Le, Lt
 from google.protobuf.descriptor import ServiceDescriptor
 
+import dips
+from dips import planner
 from dips.core.assumptions import ROLES as ASSUMED
 from dips.core.assumptions import Assumption
 from dips.core.config import Knobs, Name, environment_name, groups_of
 from dips.core.errors import ConfigError
 from dips.core.machine import TransitionTable
-from dips.core.net.security import Address, AddressOrEmpty
+from dips.core.net.security import VARIABLES, Address, AddressOrEmpty
 from dips.core.observe.metrics import SECONDS, Spec
 from dips.core.observe.metrics_server import CONNECTION_S, MOST_CONNECTIONS, SNAPSHOT_S
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION
@@ -432,10 +436,102 @@ def _values(hint: Any, metadata: Iterable[Any] = ()) -> str:
     return ", ".join([word, *bounds])
 
 
+# ---- api.md ----------------------------------------------------------------------------------------------------------
+
+
+_API = """\
+# Python API
+
+Written by `make docs` from the docstrings. For whoever writes a training loop, gives a trainer a callback, or plans
+from a program. Type first:
+
+```sh
+python -c 'import dips; help(dips.DiLoCo)'
+```
+
+[integrations](integrations.md) shows whole loops and trainers, [planner](planner.md) whole plans. `ConfigError`,
+`Refused` and `RetryLater` say in one sentence what is wrong, where, and what to change; a program that does not catch
+one ends with that sentence and the [exit code](start.md#exit-codes) 2, 3 or 4. An argument that is left out takes its
+variable, where it has one, then the default."""
+
+_ARGUMENT = re.compile(r"^    (\w+): ")
+
+
+def api() -> str:
+    """The text of docs/api.md."""
+    parts = [_API]
+    for name in (name for name in dips.__all__ if not name.startswith("_")):
+        kind = getattr(dips, name)
+        parts += [f"## `dips.{name}`", *_described(kind, inspect.signature(kind))]
+        parts += _members(kind)
+    for name in planner.__all__:
+        function = getattr(planner, name)
+        parts += [f"## `dips.planner.{name}`", *_described(function, inspect.signature(function))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _described(documented: Any, signature: inspect.Signature) -> list[str]:
+    """The paragraphs of a docstring, and its arguments as a table in their place."""
+    text, _, rest = inspect.cleandoc(documented.__doc__ or "").partition("\nArgs:\n")
+    lines = rest.splitlines()
+    end = next((n for n, line in enumerate(lines) if line and not line.startswith("    ")), len(lines))
+    meanings: dict[str, str] = {}
+    for line in lines[:end]:
+        if found := _ARGUMENT.match(line):
+            name = found[1]
+            meanings[name] = line[found.end() :]
+        elif line:
+            meanings[name] += f" {line.strip()}"
+    if set(meanings) - set(signature.parameters) or (meanings and len(meanings) < len(signature.parameters)):
+        raise ConfigError(f"Args of {documented.__qualname__} are not its arguments: {', '.join(meanings)}")
+    table = ["| argument | default | variable | meaning, and what a mistake gives |", "|---|---|---|---|"]
+    for name, meaning in meanings.items():
+        ours = documented is dips.DiLoCo and name in ClientConfig.model_fields
+        parameter = signature.parameters[name]
+        default = ClientConfig.model_fields[name].default if ours else parameter.default
+        shown = "(required)" if default is inspect.Parameter.empty else f"`{default!r}`"
+        if default in (None, "") or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            shown = ""
+        variable = f"`{VARIABLES.get(name) or environment_name('worker', name)}`" if ours else ""
+        cells = (f"`{name}`", shown, variable, _linked(meaning))
+        table.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    shown_paragraphs = [_paragraph(part) for part in (*text.split("\n\n"), *"\n".join(lines[end:]).split("\n\n"))]
+    return [*(part for part in shown_paragraphs if part), *(["\n".join(table)] if meanings else [])]
+
+
+def _paragraph(text: str) -> str:
+    """One of a docstring; code that is indented becomes a block."""
+    if text.startswith("    "):
+        return f"```python\n{textwrap.dedent(text)}\n```"
+    return textwrap.fill(_linked(" ".join(text.split())), WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _linked(text: str) -> str:
+    return re.sub(r"docs/([a-z]+)\.md", r"[\1](\1.md)", text)
+
+
+def _members(kind: type[Any]) -> list[str]:
+    """What a loop may read and call, each with the first paragraph of its docstring."""
+    rows = []
+    for name, member in vars(kind).items():
+        function = member.fget if isinstance(member, property) else member
+        if name.startswith(("_", "on_")) or not inspect.isfunction(function):
+            continue
+        how = (
+            name
+            if isinstance(member, property)
+            else f"{name}({', '.join([*inspect.signature(function).parameters][1:])})"
+        )
+        first = " ".join(inspect.cleandoc(function.__doc__ or "").split("\n\n")[0].split())
+        rows.append(f"| `{how}` | {first} |")
+    return ["\n".join(["| member | what |", "|---|---|", *rows])] if rows else []
+
+
 # ---- command ---------------------------------------------------------------------------------------------------------
 
 
 PAGES: Mapping[str, Callable[[str], str]] = {
+    "api.md": lambda _: api(),
     "protocol.md": protocol,
     "assumptions.md": lambda _: assumptions(),
     "metrics.md": lambda _: metrics(),

@@ -39,9 +39,13 @@ def make(
 ) -> Plan:
     """Make the best plan for a TOML file, or for a shipped setting by its name.
 
-    out: folder for the plan's files. seconds: a solver's, for each kind of schedule; None: what the file says.
-    sensitivity: also which change of a setting would help most. Raises ConfigError, whose sentence names the file and
-    the key.
+    Args:
+        setup: The file, or the name of a setting that ships. Not readable, or a key that is wrong: ConfigError, whose
+            sentence names the file and the key.
+        out: A folder for the plan's files; left out, nothing is written.
+        seconds: A solver's, for each kind of schedule; left out, what the file says. Below 0 or above an hour:
+            ConfigError.
+        sensitivity: Also which change of a setting would help most.
     """
     problem = pose(setup, seconds)
     if out is not None:
@@ -93,10 +97,21 @@ def sweep_rows(
     profile: str | Path | None = None,
     operation_ms: float | None = None,
 ) -> list[SweepRow]:
-    """Every schedule for every combination, in units of T_F. seconds: the solver's for each schedule, with optimal.
-    profile: a profile file whose calibration counts, where T_F takes operation_ms.
+    """Every schedule for every combination, in units of T_F, the time of one forward operation.
 
     Raises ConfigError for an impossible combination, before anything is computed.
+
+    Args:
+        stages: Numbers of stages, one for each device.
+        microbatches: Numbers of microbatches.
+        sites: Numbers of sites of equal size.
+        latency: Times of a message, in T_F.
+        bandwidth: Times that one activation takes on the link, in T_F; 0: none.
+        memory: Memory of a device, as a multiple of what 1F1B needs.
+        optimal: Also the best order that a solver finds.
+        seconds: The solver's, for each schedule.
+        profile: A profile file whose calibration counts; needs operation_ms.
+        operation_ms: Milliseconds of T_F, with a profile.
     """
     overheads = calibrated(profile, operation_ms)
     grid = cases(stages, microbatches, sites, latency, bandwidth, memory, overheads=overheads)

@@ -13,13 +13,16 @@ optimizer's step and nothing else; parameters change only inside optimizer.step(
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -31,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from dips.core.config import load
+from dips.core.config import COMMAND_LINE, load
 from dips.core.errors import TERMINATED, ConfigError
 from dips.core.ids import Version
 from dips.core.layout import Layout
@@ -107,6 +110,28 @@ _guards: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDict
 """Refuses the steps of an optimizer whose newest DiLoCo was not entered."""
 
 
+_OPTION = re.compile(r"`[^`]*`|--([a-z][a-z-]*)(?: [A-Z][A-Z:.]*)?")
+"""An option of a command, with what stands for its value; or a whole command, which stays as it is."""
+
+
+def in_keywords(sentence: str) -> str:
+    """An error about a setting as a loop's author has it: with keyword arguments in place of a command's options."""
+
+    def renamed(found: re.Match[str]) -> str:
+        name = (found[1] or "").replace("-", "_")
+        return f"{name}=" if name in inspect.signature(DiLoCo).parameters else found[0]
+
+    return _OPTION.sub(renamed, sentence).replace(f"{COMMAND_LINE}: ", "dips.DiLoCo: ")
+
+
+@contextmanager
+def _keywords_are_named() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(in_keywords(str(error))) from error
+
+
 class _Use(Enum):
     MADE = "made"
     ENTERED = "entered"
@@ -122,38 +147,57 @@ class DiLoCo:
     not be pushed are logged as a warning. SIGTERM, where the program does not handle it, does the same at the next step
     or `done`, and then ends the process with exit code 143.
 
-    model, optimizer: the loop's own, also as Accelerate prepared them; the optimizer is the inner one. Where several
-    step different parameters of the model, as torch.optim.Muon and AdamW do, a list of all of them, in the same order
-    after a restart: a step is complete when each has made one. tokens_per_step: tokens (or samples, if every cluster
-    counts them alike) behind one step of this process; count() overrides it. steps: `done` becomes true after so many
-    steps, with or without a master. sync_every, outer_lr, outer_momentum: the values that the user expects; the master
-    sets them, and a different value there is refused at the start. master, cluster_id, run_id: else DIPS_MASTER,
-    DIPS_CLUSTER, DIPS_RUN. tape: a file for this cluster's event record.
-
-    keys: the directory of this cluster's identity (docs/security.md), else DIPS_KEYS. insecure: use no keys, with a
-    master on this machine only; else DIPS_INSECURE=1. One of the two must be given.
-
-    wire_dtype: the format of pushes, "float32" (else DIPS_WORKER_WIRE_DTYPE) or differences to the pulled version in
-    fewer bits: "bfloat16", "int8" or "int4". The rounding error is added to the next push.
-
-    checkpoint_dir: a folder for this cluster's checkpoints (docs/storage.md), one every checkpoint_every_s seconds.
-    resume: continue from the newest of them, if there is one; `steps` counts on. state: further state to be kept, such
-    as a scheduler or a data loader's position: an object with state_dict() and load_state_dict(), or several by name.
-
-    buffers: "own" leaves the model's buffers (running statistics of batch norm, say) to this cluster, and no version
-    holds them; with "average" the run averages those that a state_dict holds, and an exported model has them. All
-    clusters of a run give the same.
-
     Several processes of torch.distributed are one cluster, of any parallelism of torch (docs/integrations.md): all of
-    them enter and step together, and each pushes and pulls its own part of the model. model, optimizer: what this rank
-    holds and steps; lists, for a pipeline's interleaved stages. group: the process group or DeviceMesh of the cluster's
-    ranks, where they are only a part of torch.distributed's world. data_mesh: the DeviceMesh or process group of the
-    ranks that train on different data, whose tokens are added up; else it follows from how the model is cut. shards:
-    what local tensors are in the full model, where torch does not know it (dips.ShardOf by local name). order: the
-    names of the full model in its order, where it does not follow from the ranks'. master_parameters: float32 copies,
-    by name in the full model, that are pushed and pulled in place of parameters in fewer bits. Ranks that hold the same
-    elements with other values are refused, at the start and before each push; replicas: they hold the whole model each,
-    and get rank 0's values where theirs are others at the start.
+    them enter and step together, and each pushes and pulls its own part of the model. Ranks that hold the same elements
+    with other values are refused, at the start and before each push.
+
+    Args:
+        model: The loop's own module, also as Accelerate or DistributedDataParallel prepared it; of a rank what it
+            holds; a list for a pipeline's interleaved stages. A model that is not the run's: Refused (LAYOUT), with the
+            first parameter that differs.
+        optimizer: The inner optimizer, also as Accelerate prepared it. Where several step different parameters of the
+            model, as torch.optim.Muon and AdamW do, a list of all of them, in the same order after a restart: a step is
+            complete when each has made one. The same one twice: ConfigError.
+        tokens_per_step: Tokens (or samples, if every cluster counts them alike) behind one step of this process;
+            count() overrides it. Below 1: ConfigError; more than the model's inputs can hold: ConfigError at the first
+            step; far above what is usual in the run: Refused (TOKENS).
+        steps: `done` becomes true after so many steps, with or without a master. Negative: ConfigError.
+        sync_every: Inner steps between two pushes that you expect; the master sets them. Another value there: Refused
+            (CONFIG) at the start.
+        outer_lr: Outer learning rate that you expect, as for sync_every.
+        outer_momentum: Outer momentum that you expect, as for sync_every.
+        master: HOST:PORT of the master. Without one the loop is ordinary training. Not an address: ConfigError; no
+            answer for connect_wait_s (120 s): RetryLater.
+        cluster_id: This cluster's name, the same after a restart. Missing: ConfigError; in use by a live process:
+            Refused (NAME_TAKEN).
+        run_id: The run's name. Another run at this address: Refused (RUN_ID).
+        keys: The directory of this cluster's identity (docs/security.md). Files missing: ConfigError; expired, revoked
+            or of another name: Refused (IDENTITY).
+        insecure: Use no keys, with a master on this machine only. Neither keys nor insecure, or both: ConfigError.
+        wire_dtype: The format of pushes: "float32", or differences to the pulled version in fewer bits: "bfloat16",
+            "int8" or "int4"; the rounding error is added to the next push. Anything else: ConfigError.
+        tape: A file for this cluster's event record. Not writable: ConfigError.
+        checkpoint_dir: A folder for this cluster's checkpoints alone (docs/storage.md). Of another cluster or run:
+            ConfigError.
+        checkpoint_every_s: Seconds between two checkpoints.
+        checkpoints_kept: Checkpoints to keep; for a damaged one the one before is used.
+        resume: Continue from the newest checkpoint, if there is one; `steps` counts on. Without checkpoint_dir:
+            ConfigError.
+        state: Further state to be kept, such as a scheduler or a data loader's position: an object with state_dict()
+            and load_state_dict(), or several by name.
+        replicas: The processes hold the whole model each, and get rank 0's values where theirs are others at the start.
+        buffers: "own" leaves the model's buffers (running statistics of batch norm, say) to this cluster, and no
+            version holds them; with "average" the run averages those that a state_dict holds, and an exported model has
+            them. All clusters of a run give the same; else Refused (LAYOUT). Anything else: ConfigError.
+        group: The process group or DeviceMesh of the cluster's ranks, where they are only a part of torch.distributed's
+            world.
+        data_mesh: The DeviceMesh or process group of the ranks that train on different data, whose tokens are added up;
+            else it follows from how the model is cut. Where it cannot: ConfigError.
+        shards: What local tensors are in the full model, where torch does not know it: dips.ShardOf by local name. A
+            name that no tensor has: ConfigError.
+        order: The names of the full model in its order, where it does not follow from the ranks'.
+        master_parameters: float32 copies, by name in the full model, that are pushed and pulled in place of parameters
+            in fewer bits. A name or shape that does not fit: ConfigError.
 
     Raises ConfigError for settings that cannot work; entering raises Refused when the run does not take this cluster
     (another model, say) and RetryLater when no master answers.
@@ -223,29 +267,30 @@ class DiLoCo:
         self._state = state
         self._asks_done = False
         if master or os.environ.get(VARIABLES["master"]):
-            self._config = check(
-                load(
-                    ClientConfig,
-                    SECTION,
-                    variables=VARIABLES,
-                    overrides={
-                        "master": master or None,
-                        "cluster_id": cluster_id or None,
-                        "run_id": run_id or None,
-                        "keys": keys or None,
-                        "insecure": insecure,
-                        "sync_every": sync_every,
-                        "outer_lr": outer_lr,
-                        "outer_momentum": outer_momentum,
-                        "wire_dtype": wire_dtype,
-                        "tape": None if tape is None else Path(tape),
-                        "checkpoint_dir": None if checkpoint_dir is None else Path(checkpoint_dir),
-                        "checkpoint_every_s": checkpoint_every_s,
-                        "checkpoints_kept": checkpoints_kept,
-                        "resume": resume,
-                    },
-                ).value
-            )
+            with _keywords_are_named():
+                self._config = check(
+                    load(
+                        ClientConfig,
+                        SECTION,
+                        variables=VARIABLES,
+                        overrides={
+                            "master": master or None,
+                            "cluster_id": cluster_id or None,
+                            "run_id": run_id or None,
+                            "keys": keys or None,
+                            "insecure": insecure,
+                            "sync_every": sync_every,
+                            "outer_lr": outer_lr,
+                            "outer_momentum": outer_momentum,
+                            "wire_dtype": wire_dtype,
+                            "tape": None if tape is None else Path(tape),
+                            "checkpoint_dir": None if checkpoint_dir is None else Path(checkpoint_dir),
+                            "checkpoint_every_s": checkpoint_every_s,
+                            "checkpoints_kept": checkpoints_kept,
+                            "resume": resume,
+                        },
+                    ).value
+                )
         for each in self._optimizers:
             _refuse_steps_before_entering(each)
 
@@ -254,7 +299,8 @@ class DiLoCo:
             _may_step(optimizer)
         self._sigterm.install()
         try:
-            self._join()
+            with _keywords_are_named():
+                self._join()
         except BaseException:
             self._sigterm.give_back()
             raise
@@ -505,6 +551,7 @@ class DiLoCo:
 
     @property
     def last_verdict(self) -> Verdict | None:
+        """What became of the last push that was decided; None before the first."""
         return self._shell.last_verdict if self._shell else None
 
     @property

@@ -222,6 +222,36 @@ def test_arguments_that_cannot_work_are_refused_at_once(arguments: dict[str, obj
         dips.DiLoCo(*make(), **arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"cluster_id": None}, "the cluster's name is missing: set DIPS_CLUSTER, or give cluster_id="),
+        (
+            {"insecure": None},
+            "cluster a has no keys: give keys= (or DIPS_KEYS=DIR) with an identity made by `dips keys`",
+        ),
+        ({"keys": "nowhere", "insecure": None}, "nowhere/ca.crt cannot be read"),
+        ({"resume": True}, "resuming needs checkpoints: give checkpoint_dir=, or leave out resume="),
+        ({"outer_lr": -1.0}, "dips.DiLoCo: outer_lr = -1.0: "),
+        ({"master": "10.0.0.1:1"}, "give keys= instead of insecure="),
+    ],
+)
+def test_a_wrong_setting_names_the_keyword_argument_and_no_option(
+    arguments: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("DIPS_MASTER", "DIPS_CLUSTER", "DIPS_KEYS", "DIPS_INSECURE"):
+        monkeypatch.delenv(name, raising=False)
+    good = {"tokens_per_step": 8, "master": "127.0.0.1:1", "cluster_id": "a", "insecure": True}
+    model = torch.nn.Linear(2, 1)
+    with (
+        pytest.raises(ConfigError) as caught,
+        dips.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), **{**good, **arguments}),
+    ):
+        pass
+    assert sentence in str(caught.value)
+    assert "--" not in str(caught.value)
+
+
 def test_count_refuses_nothing_trained() -> None:
     with dips.DiLoCo(*make(), tokens_per_step=10) as sync, pytest.raises(ConfigError, match="at least 1 token"):
         sync.count(0)

@@ -38,10 +38,13 @@ class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     Of several processes each gives it to its Trainer: under DistributedDataParallel, FSDP2 or tensor parallelism.
 
-    tokens_per_step: tokens behind one optimizer.step() of this process; left out, the `input_ids` that the model is
-    trained on are counted, accumulated batches together. checkpoint_dir: a folder for this cluster alone; left out,
-    `dips` in the Trainer's output_dir, if the Trainer saves. loop: further arguments of dips.DiLoCo: master,
-    cluster_id, keys, insecure, sync_every, outer_lr, outer_momentum, wire_dtype, tape, checkpoints_kept, replicas.
+    Args:
+        tokens_per_step: Tokens behind one optimizer.step() of this process; left out, the `input_ids` that the model is
+            trained on are counted, accumulated batches together. Below 1: ConfigError.
+        checkpoint_dir: A folder for this cluster alone; left out, `dips` in the Trainer's output_dir, if the Trainer
+            saves.
+        loop: Further arguments of dips.DiLoCo: master, cluster_id, keys, insecure, sync_every, outer_lr,
+            outer_momentum, wire_dtype, tape, checkpoints_kept, replicas. One that the Trainer sets: ConfigError.
 
     The Trainer stops when the run has ended, with the run's last version as its model. Raises ConfigError, Refused
     and RetryLater from trainer.train(), as dips.DiLoCo does.

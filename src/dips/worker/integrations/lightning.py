@@ -38,11 +38,15 @@ class LightningCallback(Callback):
     Of several processes each gives it to its Trainer: under `ddp`, or under ModelParallelStrategy, whose module cuts
     itself with fully_shard or parallelize_module.
 
-    tokens_per_step: tokens (or samples) behind one optimizer.step() of this process; left out, they are counted:
-    tokens_of(batch), or the `input_ids` of batches that have them, accumulated batches together. checkpoint_dir: a
-    folder for this cluster alone; left out, `dips` in the Trainer's default_root_dir, if the Trainer saves. loop:
-    further arguments of dips.DiLoCo: master, cluster_id, keys, insecure, sync_every, outer_lr, outer_momentum,
-    wire_dtype, tape, checkpoints_kept, replicas.
+    Args:
+        tokens_per_step: Tokens (or samples) behind one optimizer.step() of this process; left out, they are counted.
+            Below 1: ConfigError.
+        tokens_of: Counts the tokens of a batch; left out, the `input_ids` of batches that have them, accumulated
+            batches together. A batch that it cannot count: ConfigError.
+        checkpoint_dir: A folder for this cluster alone; left out, `dips` in the Trainer's default_root_dir, if the
+            Trainer saves.
+        loop: Further arguments of dips.DiLoCo: master, cluster_id, keys, insecure, sync_every, outer_lr,
+            outer_momentum, wire_dtype, tape, checkpoints_kept, replicas. One that the Trainer sets: ConfigError.
 
     The Trainer stops when the run has ended, with the run's last version as its model. Raises ConfigError, Refused and
     RetryLater from trainer.fit(), as dips.DiLoCo does.

@@ -50,9 +50,11 @@ class Box(NamedTuple):
 class ShardOf:
     """Says what a local tensor is in the full model, where torch does not know it.
 
-    name: the parameter in the full model. shape, starts: the full tensor's shape, and where the local tensor begins in
-    it, for a part of a plain tensor (as Megatron has them); without them the tensor keeps its shape, and has another
-    name only.
+    Args:
+        name: The parameter in the full model.
+        shape: The full tensor's shape, for a part of a plain tensor (as Megatron has them); without it the tensor keeps
+            its shape, and has another name only.
+        starts: Where the local tensor begins in the full one, in each dimension.
     """
 
     name: str
