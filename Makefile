@@ -30,7 +30,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check sim frozen model-check faults fuzz soak endurance protos bench docs clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
+.PHONY: help demo test test-slow check sim frozen model-check faults fuzz soak endurance protos bench docs dist clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
 
 help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -119,6 +119,10 @@ bench: $(DEV_STAMP)  ## run the benchmarks, or one: BENCH=sync runs benchmarks/b
 
 docs: $(DEV_STAMP)  ## update the generated parts of docs/
 	$(BIN)/python -m dips.cli.docs --write docs
+
+dist: $(DEV_STAMP)  ## build the wheel and the source archive that an index would have, in dist/
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist $(ARGS) .
 
 clean:  ## remove the environment and everything that tools left behind; runs/ stays
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,97 @@
+"""What `make dist` builds: a wheel and a source archive with everything that a user needs and nothing else, and a run
+from the wheel alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.repository import ROOT
+
+from dips.core.release import VERSION
+
+NAME = f"dips_training-{VERSION}"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Of what git knows, copied elsewhere: nothing that lies around here can get in."""
+    folder = tmp_path_factory.mktemp("dist")
+    source = folder / "source"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False).stdout
+    names = listed.decode().split("\0")[:-1] if listed else []
+    if not names:
+        pytest.skip("this is no checkout: what belongs to the project is not known")
+    for name in names:
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, source / name)
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", source]
+    made = subprocess.run(build, capture_output=True, text=True, timeout=200, check=False)
+    assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-2000:]
+    yield folder / "dist"
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def packaged() -> set[str]:
+    """Files of the package in the repository, below src."""
+    kept = (path for path in (ROOT / "src" / "dips").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {str(path.relative_to(ROOT / "src")) for path in kept}
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
+    with zipfile.ZipFile(built / f"{NAME}-py3-none-any.whl") as wheel:
+        names = set(wheel.namelist())
+    info = f"{NAME}.dist-info/"
+    assert {name for name in names if not name.startswith(info)} == packaged()
+    assert {f"{info}METADATA", f"{info}entry_points.txt", f"{info}licenses/LICENSE"} <= names
+
+
+def test_the_source_archive_builds_the_same_wheel_and_has_no_tests(built: Path, tmp_path: Path) -> None:
+    with tarfile.open(built / f"{NAME}.tar.gz") as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        archive.extractall(tmp_path, filter="data")
+    assert {f"src/{name}" for name in packaged()} | {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"} <= names
+    assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks", "runs", ".ci"))]
+    again = tmp_path / "again"
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", again, tmp_path / NAME]
+    subprocess.run(build, capture_output=True, check=True, timeout=200)
+    wheels = [folder / f"{NAME}-py3-none-any.whl" for folder in (built, again)]
+    contents = []
+    for path in wheels:
+        with zipfile.ZipFile(path) as wheel:
+            contents.append({name: wheel.read(name) for name in wheel.namelist()})
+    assert contents[0] == contents[1]
+
+
+def test_a_demo_runs_from_the_wheel_alone(built: Path, tmp_path: Path) -> None:
+    """In an environment with the wheel, and with what it depends on as it is installed here."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    wheel = next(built.glob("*.whl"))
+    install = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-index", wheel]
+    subprocess.run(install, capture_output=True, check=True, timeout=200)
+    (own,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (own / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "DIPS_SEEN_LOG")}
+    where = [python, "-c", "import dips; print(dips.__file__)"]
+    told = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert told.stdout.strip() == str(own / "dips" / "__init__.py")
+    demo = [tmp_path / "venv" / "bin" / "dips", "demo", "--minutes", "0.3", "--no-faults", "--clusters", "2", "--json"]
+    ran = subprocess.run(
+        [*map(str, demo), "--run-dir", "run"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=400,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    losses = [loss for _, loss in json.loads(ran.stdout)["heldout_loss"]]
+    assert losses[-1] < losses[0]
