@@ -36,8 +36,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name)
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", source]
-    made = subprocess.run(build, capture_output=True, text=True, timeout=200, check=False)
+    build = ["-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(source)]
+    made = subprocess.run([sys.executable, *build], capture_output=True, text=True, timeout=200, check=False)
     assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-2000:]
     yield folder / "dist"
     shutil.rmtree(folder, ignore_errors=True)
@@ -64,8 +64,8 @@ def test_the_source_archive_builds_the_same_wheel_and_has_no_tests(built: Path, 
     assert {f"src/{name}" for name in packaged()} | {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"} <= names
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks", "runs", ".ci"))]
     again = tmp_path / "again"
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", again, tmp_path / NAME]
-    subprocess.run(build, capture_output=True, check=True, timeout=200)
+    build = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(again), str(tmp_path / NAME)]
+    subprocess.run([sys.executable, *build], capture_output=True, check=True, timeout=200)
     wheels = [folder / f"{NAME}-py3-none-any.whl" for folder in (built, again)]
     contents = []
     for path in wheels:
@@ -79,17 +79,26 @@ def test_a_demo_runs_from_the_wheel_alone(built: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
     wheel = next(built.glob("*.whl"))
-    install = [python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-index", wheel]
-    subprocess.run(install, capture_output=True, check=True, timeout=200)
+    install = ["-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([str(python), *install], capture_output=True, check=True, timeout=200)
     (own,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     (own / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "DIPS_SEEN_LOG")}
-    where = [python, "-c", "import dips; print(dips.__file__)"]
+    where = [str(python), "-c", "import dips; print(dips.__file__)"]
     told = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True, timeout=60)
     assert told.stdout.strip() == str(own / "dips" / "__init__.py")
-    demo = [tmp_path / "venv" / "bin" / "dips", "demo", "--minutes", "0.3", "--no-faults", "--clusters", "2", "--json"]
+    demo = [
+        str(tmp_path / "venv" / "bin" / "dips"),
+        "demo",
+        "--minutes",
+        "0.3",
+        "--no-faults",
+        "--clusters",
+        "2",
+        "--json",
+    ]
     ran = subprocess.run(
-        [*map(str, demo), "--run-dir", "run"],
+        [*demo, "--run-dir", "run"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=400,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
