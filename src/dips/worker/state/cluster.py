@@ -131,7 +131,7 @@ class ClusterMachine:
         """What the session waits for: one sentence for people."""
         if not self.shared.note and self.phase is SessionPhase.TRAINING and self.shared.base is None:
             return "no version is published yet"
-        return self.shared.note or self.phase.value.lower().replace("_", " ")
+        return self.shared.note or f"the master's answer ({self.phase.value.lower().replace('_', ' ')})"
 
     def next_deadline_s(self) -> float:
         """When a Tick is due at the latest; inf: the session waits for an event."""
