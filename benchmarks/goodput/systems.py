@@ -242,10 +242,10 @@ class Torchft(System):
     kills = "lighthouse"
     fragments, delay_part, alpha = 1, 0.0, 0.0
     settings = (
-        "as in its train_diloco.py: gloo, one fragment, a tensor at a time (no use_bucketization), min_replica_size 1, "
-        "time-outs of 10 s and 30 s, or twice what healing of all others takes a link; lighthouse with ticks of 100 ms "
-        "and join_timeout 10 s; "
-        "not quantised: its kernels need a GPU"
+        "as in its train_diloco.py, and with use_bucketization, without which each tensor waits for the link's delay: "
+        "gloo, one fragment, min_replica_size 1, time-outs of 10 s, 30 s and 60 s, or where that is longer twice, "
+        "twice and four times what healing of all others takes a link; lighthouse with ticks of 100 ms and "
+        "join_timeout 10 s; not quantised: its kernels need a GPU"
     )
 
     def start(self) -> None:

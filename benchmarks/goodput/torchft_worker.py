@@ -42,13 +42,13 @@ class Replica:
         self.manager = torchft.Manager(
             pg=torchft.ProcessGroupGloo(timeout=timeout), use_async_quorum=False, min_replica_size=1,
             load_state_dict=self._load, state_dict=self._state, replica_id=f"c{options.cluster}",
-            timeout=max(timedelta(seconds=30), timeout), rank=0, world_size=1, store_addr=options.host,
-            store_port=store.port, hostname=options.host,
+            timeout=max(timedelta(seconds=30), timeout), quorum_timeout=max(timedelta(seconds=60), 2 * timeout),
+            rank=0, world_size=1, store_addr=options.host, store_port=store.port, hostname=options.host,
             checkpoint_transport=HTTPTransport(timeout=timeout, num_chunks=0),
         )  # fmt: skip
         self.diloco = DiLoCo(
             self.manager, fragments, model.inner, outer, sync_every=options.inner_steps,
-            fragment_sync_delay=self._delay, fragment_update_alpha=float(options.alpha),
+            fragment_sync_delay=self._delay, fragment_update_alpha=float(options.alpha), use_bucketization=True,
         )  # fmt: skip
         self._step, self._healed = 0, False
 
