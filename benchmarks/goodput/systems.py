@@ -242,9 +242,9 @@ class Torchft(System):
     kills = "lighthouse"
     fragments, delay_part, alpha = 1, 0.0, 0.0
     settings = (
-        "as in its train_diloco.py, and with use_bucketization, without which each tensor waits for the link's delay: "
-        "gloo, one fragment, min_replica_size 1, time-outs of 10 s, 30 s and 60 s, or where that is longer twice, "
-        "twice and four times what healing of all others takes a link; lighthouse with ticks of 100 ms and "
+        "as in its train_diloco.py, and with use_bucketization: gloo, one fragment, min_replica_size 1, time-outs of "
+        "10 s, 30 s and 60 s, or where that is longer twice, twice and four times what healing of all others takes a "
+        "link; lighthouse with ticks of 100 ms and "
         "join_timeout 10 s; not quantised: its kernels need a GPU"
     )
 

@@ -265,7 +265,8 @@ def test_the_timeline_knows_how_a_cluster_went_until_it_is_back() -> None:
     assert timeline.departures == {"a": ("evict", "silent")}
     assert timeline.departed_wall_s == {"a": 1.0}
     timeline.note(2.0, "join", {"cluster": "a", "incarnation": "1.2"})
-    assert timeline.departures == timeline.departed_wall_s == {}
+    assert not timeline.departures
+    assert not timeline.departed_wall_s
 
 
 def test_the_real_masters_records_are_told() -> None:
