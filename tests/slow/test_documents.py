@@ -83,7 +83,7 @@ class MyModel(torch.nn.Module):
         return self.logits(self.embedding(tokens))
 
 
-tokens = torch.arange(8).reshape(2, 4)
+tokens = torch.arange(8).repeat(batch_size, sequence_length // 8)
 batches = ((tokens, (tokens + 1) % 8) for _ in itertools.count())
 """
 

@@ -439,7 +439,7 @@ class ClusterShell:
         """Sleep until something arrives or is due, and handle it; log why, unless `quiet`."""
         if not quiet:
             words = self._session.waiting_for()
-            self._log.report(key, words if words.startswith("waiting") else f"waiting: {words}")
+            self._log.report(key, words if words.startswith(("waiting", "leaving")) else f"waiting: {words}")
         self._update_heartbeat()
         if self._metrics is not None:
             self._metrics.waits(DATA if key == "data" else EXCHANGE)
