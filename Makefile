@@ -44,7 +44,7 @@ help:  ## this list
 demo: $(DEMO_STAMP)  ## train a small model on four clusters here, and kill a cluster and a slave during the run
 	$(BIN)/dips demo $(ARGS)
 
-test: check  ## all checks, unit tests, and the integration tests of the main path, in about six minutes
+test: check  ## all checks, unit tests, and the integration tests of the main path, in about four minutes
 	$(BIN)/python tests/run_all.py tests/unit tests/integration tests/repository $(ARGS)
 
 test-slow: $(DEV_STAMP)  ## the other tests: demo, documents, trainers, benchmarks, deployment, short faults and endurance

@@ -37,7 +37,8 @@ function who(c) {
 function away(c) {
   if (c.away_s === null) return "";
   const step = c.away_s < 60 ? 5 : 60;
-  return `for ${span(step * Math.max(1, Math.floor(c.away_s / step)))}`;
+  const whole = step * Math.max(1, Math.floor(c.away_s / step));
+  return `for ${whole < 60 ? `${whole} s` : span(whole)}`;
 }
 
 function late(c) {
