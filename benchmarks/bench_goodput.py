@@ -73,6 +73,7 @@ def cell_of(name: str, letter: str, setting: Setting, options: argparse.Namespac
     why = kind.cannot(condition)
     if why:
         return {**cell, "cannot": why}
+    cell["software"] = kind.software(options.venvs)
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         try:
             make = functools.partial(
@@ -121,7 +122,10 @@ def _table(cells: Sequence[Cell]) -> str:
         head = f"{'system':<18}{'share':>8}{'after kill':>12}{'lost s':>8}{'pause s':>9}{'exchanges':>11}{'MB':>7}"
         lines.append(f"{head}{'cpu s':>8}{'twice':>7}{'own':>5}{'other':>7}")
         lines += [_row(cell) for cell in cells if cell["condition"] == letter]
-    lines += ["", *(f"{name}: {settings}" for name, settings in {c["system"]: c["settings"] for c in cells}.items())]
+    for name in dict.fromkeys(cell["system"] for cell in cells):
+        mine = [cell for cell in cells if cell["system"] == name]
+        software = {" ".join(item) for cell in mine for item in cell.get("software", {}).items()}
+        lines += ["", f"{name}: {mine[-1]['settings']}", f"    {', '.join(sorted(software))}"]
     return "\n".join(lines)
 
 

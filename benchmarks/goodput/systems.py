@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from peers.environments import interpreter
+from peers.environments import REQUIREMENTS, interpreter, versions
 from peers.party import Party, python
 from peers.work import OUTER_LR, OUTER_MOMENTUM
 from recovery.run import Tail
@@ -53,6 +53,9 @@ class System(Party):
     """What differs from, or is chosen beyond, the system's defaults."""
 
     servers: ClassVar[tuple[str, ...]] = ()
+    package: ClassVar[str] = ""
+    """Of REQUIREMENTS: the system has an environment of its own; none: it has this interpreter's."""
+
     kills: ClassVar[str] = ""
     """The server process that is killed in condition e; none: there is none."""
 
@@ -63,6 +66,13 @@ class System(Party):
     def cannot(cls, condition: Condition) -> str:
         """Why a condition cannot be measured; empty: it can."""
         return "it has no server process" if condition.kills_server and not cls.kills else ""
+
+    @classmethod
+    def software(cls, environments: Path) -> dict[str, str]:
+        """What is measured: packages and their versions. Raises NotInstallable."""
+        if cls.package:
+            return versions(interpreter(cls.package, environments), REQUIREMENTS[cls.package], "torch")
+        return versions(python(), "dips-training", "torch")
 
     @classmethod
     def sites(cls, setting: Setting, condition: Condition) -> dict[str, Cable]:
@@ -238,6 +248,7 @@ class DipsWaiting(Dips):
 class Torchft(System):
     """torchft's DiLoCo, with its lighthouse."""
 
+    package = "torchft"
     servers = ("lighthouse",)
     kills = "lighthouse"
     fragments, delay_part, alpha = 1, 0.0, 0.0
@@ -293,6 +304,7 @@ class TorchftStreaming(Torchft):
 class Hivemind(System):
     """DiLoCo around hivemind's averager."""
 
+    package = "hivemind"
     delayed = "no"
     settings = (
         "float32; groups of all clusters, of 2 at least, looked for from 5 s before the inner loop's end until the "

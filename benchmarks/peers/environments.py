@@ -5,6 +5,7 @@ They get the same PyTorch as this interpreter, from the same place as `make` wou
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -35,6 +36,13 @@ def interpreter(name: str, directory: Path) -> Path:
     _pip(name, python, REQUIREMENTS[name], torch)
     stamp.touch()
     return python
+
+
+def versions(python: Path | str, *packages: str) -> dict[str, str]:
+    """Of packages that are installed beside an interpreter."""
+    ask = "import json, sys, importlib.metadata as m; print(json.dumps(list(map(m.version, sys.argv[1:]))))"
+    told = subprocess.run([str(python), "-c", ask, *packages], capture_output=True, text=True, check=True)
+    return dict(zip(packages, json.loads(told.stdout), strict=True))
 
 
 def _pip(name: str, python: Path, *what: str) -> None:
