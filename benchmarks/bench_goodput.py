@@ -30,7 +30,7 @@ where only a part of the parameters' change by them is kept (said with the syste
 time that an exchange costs a cluster; "pause" the longest time in which a cluster that was not killed trained nothing;
 "MB" what a cluster's link carries for an exchange, both ways; "twice" the steps that are in the model more than once,
 and "own" whether a system's own count of steps agrees. "other" is other work on the machine, in processors: with more
-than a little the cell says nothing.
+than a little the cell says nothing; "low" is work of low priority (nice), which gives way.
 
 Cells that are finished are kept in --results, one file each, and are not run again, so that a matrix can be spread over
 several evenings. --figure measures nothing: it prints and draws the cells that are kept. torchft and hivemind are
@@ -120,7 +120,7 @@ def _table(cells: Sequence[Cell]) -> str:
     for letter in dict.fromkeys(cell["condition"] for cell in cells):
         lines += ["", f"({letter}) {CONDITIONS[letter].title}"]
         head = f"{'system':<18}{'share':>8}{'after kill':>12}{'lost s':>8}{'pause s':>9}{'exchanges':>11}{'MB':>7}"
-        lines.append(f"{head}{'cpu s':>8}{'twice':>7}{'own':>5}{'other':>7}")
+        lines.append(f"{head}{'cpu s':>8}{'twice':>7}{'own':>5}{'other':>7}{'low':>6}")
         lines += [_row(cell) for cell in cells if cell["condition"] == letter]
     for name in dict.fromkeys(cell["system"] for cell in cells):
         mine = [cell for cell in cells if cell["system"] == name]
@@ -139,7 +139,7 @@ def _row(cell: Cell) -> str:
     return (
         f"{name}{score['share']:>8.3f}{'' if after is None else format(after, '.3f'):>12}{score['lost_s']:>8.2f}"
         f"{score['longest_pause_s']:>9.2f}{score['exchanges']:>11}{sum(megabytes) / len(megabytes):>7.0f}"
-        f"{score['cpu_s']:>8.2f}{score['counted_twice']:>7.0f}{said:>5}{score['foreign']:>7.2f}  "
+        f"{score['cpu_s']:>8.2f}{score['counted_twice']:>7.0f}{said:>5}{score['foreign']:>7.2f}{score['niced']:>6.2f}  "
         + "; ".join(score["notes"])
     )
 

@@ -22,6 +22,8 @@ LOOK_S = 0.15
 BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
 """Of the line "cpu" of /proc/stat: user, nice, system, irq, softirq and steal; idle and iowait are not work."""
 
+NICED_FIELDS = (1,)
+
 
 S = TypeVar("S")
 
@@ -66,13 +68,17 @@ class Foreign:
 
     def __init__(self, own_s: Callable[[], float]) -> None:
         self._own_s = own_s
-        self._began_s, self._before_s = time.monotonic(), busy_s() - own_s()
+        self._began_s, self._before_s, self._niced_s = time.monotonic(), busy_s() - own_s(), busy_s(NICED_FIELDS)
 
     def cores(self) -> float:
         """Mean since the making; NaN where the machine does not say. The machine counts ticks of 10 ms, so this is a
         little off for short samples, below zero too.
         """
         return (busy_s() - self._own_s() - self._before_s) / (time.monotonic() - self._began_s)
+
+    def niced(self) -> float:
+        """The part of cores() of processes with a lower priority than usual: their own time, not the kernel's."""
+        return (busy_s(NICED_FIELDS) - self._niced_s) / (time.monotonic() - self._began_s)
 
 
 def processor_s(pid: int) -> float:
@@ -83,16 +89,16 @@ def processor_s(pid: int) -> float:
         return 0.0
 
 
-def busy_s() -> float:
+def busy_s(fields: Sequence[int] = BUSY_FIELDS) -> float:
     """Processor seconds of the machine's work since its start; NaN where /proc/stat is missing."""
     try:
         line = STAT.read_text().partition("\n")[0]
     except OSError:
         return math.nan
-    return busy_of(line)
+    return busy_of(line, fields)
 
 
-def busy_of(line: str) -> float:
+def busy_of(line: str, fields: Sequence[int] = BUSY_FIELDS) -> float:
     """Of the first line of /proc/stat."""
-    fields = line.split()[1:]
-    return sum(int(fields[field]) for field in BUSY_FIELDS) / TICK_HZ
+    ticks = line.split()[1:]
+    return sum(int(ticks[field]) for field in fields) / TICK_HZ

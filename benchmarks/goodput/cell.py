@@ -39,7 +39,7 @@ class Score:
     lost_s: seconds of training that an exchange costs a cluster. longest_pause_s: of a cluster that was not killed.
     link_bytes: up and down of each cluster's link, for an exchange. cpu_s: for an exchange of a cluster, the servers'
     included. own_count: steps in the model as the system itself counts them, beside what was counted here. foreign:
-    processors that other work kept busy.
+    processors that other work kept busy; niced: what work of low priority took besides.
     """
 
     share: float
@@ -53,6 +53,7 @@ class Score:
     counted: float
     own_count: float | None
     foreign: float
+    niced: float
     notes: list[str]
 
 
@@ -79,14 +80,15 @@ class Usage:
             for pid in pids:
                 seen[pid] = max(seen.get(pid, 0.0), processor_s(pid))
 
-    def end(self) -> tuple[float, dict[str, tuple[int, int]], float]:
-        """Processor seconds, bytes up and down by cluster, and processors of other work."""
+    def end(self) -> tuple[float, dict[str, tuple[int, int]], tuple[float, float]]:
+        """Processor seconds, bytes up and down by cluster, and processors of other work, of usual and low priority."""
         self.look()
         links = {}
         for site, (up, down) in self._party.net.carried().items():
             if site not in self._party.servers:
                 links[site] = up - self._links[site][0], down - self._links[site][1]
-        return sum(self._seen.values()) - self._from_s, links, self._foreign.cores()
+        niced = self._foreign.niced()
+        return sum(self._seen.values()) - self._from_s, links, (self._foreign.cores() - niced, niced)
 
 
 def measure(make: Callable[[ShapedNet], System], kind: type[System], setting: Setting, condition: Condition) -> Score:
@@ -144,7 +146,7 @@ class Measurement:
             max(span.longest_pause_s for cluster, span in whole.items() if cluster != self._killed),
             sum(span.exchanges for span in whole.values()),
             by_exchange, (cpu_s - arithmetic_s) / max(1, sum(ended.values())), party.twice(), _total(counted),
-            party.own_count(), foreign, party.notes(),
+            party.own_count(), *foreign, party.notes(),
         )  # fmt: skip
 
     def _have(self, n: int, since_s: float) -> bool:
