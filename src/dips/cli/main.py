@@ -248,6 +248,14 @@ COMMANDS: tuple[Command, ...] = (
         ),
     ),
     Command(
+        "papers",
+        "papers",
+        "papers",
+        "Every figure and table of five papers beside what this project does, in one report.",
+        _MODEL,
+        ("dips papers", "dips papers --paper jeeves --out runs/papers", "dips papers --full --out runs/papers"),
+    ),
+    Command(
         "warm-up",
         "warm_up",
         "warm_up",

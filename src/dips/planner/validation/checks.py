@@ -17,6 +17,7 @@ class PaperCheck:
     low: float | None = None  # the least that ours may be; None: for information
     high: float | None = None  # and the greatest
     percent: bool = False  # the numbers are parts of one
+    statement: bool = False  # 1 where a statement of the paper holds, else 0
 
     @property
     def error(self) -> float | None:
@@ -58,9 +59,9 @@ def within(about: str, what: str, published: float, ours: float, part: float) ->
 
 def holds(about: str, what: str, true: bool) -> PaperCheck:
     """An ordering that the paper states: 1 published, ours 1 if it holds."""
-    return PaperCheck(about, what, 1.0, float(true), 1.0, 1.0)
+    return PaperCheck(about, what, 1.0, float(true), 1.0, 1.0, statement=True)
 
 
 def ordering(about: str, what: str, true: bool) -> PaperCheck:
     """An ordering that a paper's testbed showed: as holds(), but for information: what the paper leaves out decides."""
-    return PaperCheck(about, what if true else f"{what}: DOES NOT HOLD", 1.0, float(true))
+    return PaperCheck(about, what if true else f"{what}: DOES NOT HOLD", 1.0, float(true), statement=True)

@@ -1,0 +1,81 @@
+"""What a command says about a place of a paper, beside what the paper says there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+Value = float | str | tuple[float, float]
+"""A number, a statement, or a range from its lowest to its highest."""
+
+Told = Any
+"""What a command printed, read from JSON."""
+
+
+class Kind(StrEnum):
+    """How a number was made, from the nearest to the paper's own way to the farthest."""
+
+    MEASURED = "measured"
+    SIMULATED = "simulated"
+    COMPUTED = "computed"
+    FITTED = "fitted"
+
+
+KINDS: Mapping[Kind, str] = {
+    Kind.MEASURED: "with real processes on this machine",
+    Kind.SIMULATED: "with the real state machines of master, slaves and clusters under a virtual clock",
+    Kind.COMPUTED: "by a formula, or by the planner's model of devices and links",
+    Kind.FITTED: "computed or simulated, where an input was chosen so that a number of the paper comes out",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """published: None where the paper shows it without a number. spread: (slowest - fastest) / median of what was
+    measured. assumption: what was taken where the paper leaves an input out. fitted: an input was chosen with the
+    paper's numbers known.
+    """
+
+    place: str
+    what: str
+    published: Value | None
+    ours: Value
+    unit: str = ""
+    spread: float | None = None
+    assumption: str = ""
+    fitted: bool = False
+
+    @property
+    def ratio(self) -> str:
+        """Ours over the paper's; of ranges, of both ends. Empty where one of them is no number."""
+        pairs = list(zip(_ends(self.published), _ends(self.ours), strict=False))
+        ratios = [f"{ours / published:.2f}" for published, ours in pairs if published]
+        return " to ".join(dict.fromkeys(ratios))
+
+
+def shown(value: Value | None, unit: str) -> str:
+    """As text, with its unit."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    texts = dict.fromkeys(_number(end, unit) for end in _ends(value))
+    return " to ".join(texts) + (f" {unit}" if unit else "")
+
+
+def among(findings: Sequence[Finding], place: str) -> list[Finding]:
+    return [finding for finding in findings if finding.place == place]
+
+
+def _number(value: float, unit: str) -> str:
+    if unit == "%":
+        return f"{100 * value:.1f}"
+    return f"{value:.3f}" if 0.001 <= abs(value) < 10 and value % 1 else f"{value:,.4g}"
+
+
+def _ends(value: Value | None) -> tuple[float, ...]:
+    if isinstance(value, tuple):
+        return value
+    return (value,) if isinstance(value, float | int) else ()
