@@ -422,12 +422,14 @@ def make(
     sensitivity: Annotated[bool, typer.Option(help="Also say what would help most.")] = True,
     as_json: AsJson = False,
 ) -> int:
-    """How to train a file's model over its sites and links: which system to use, and why.
+    """How to train a file's model over its sites and links: what to take, in tokens a day, and why.
 
-    All systems are asked: JEEVES and CrossPipe for the order of a pipeline's operations, SpanTrain for groups of
-    devices with layers and microbatches of their own, ScaleAcross Explorer for all degrees of parallelism; and Di-PS
-    for a cluster at each site that trains by itself. Then the best plan for the pipelines that the file describes: how
-    long an iteration takes, memory of each stage, bytes of each link, what else was tried, what would help most.
+    First, where there are several sites: one pipeline over them, separate clusters under Di-PS, or one of these without
+    a site. For that all systems are asked: JEEVES and CrossPipe for the order of a pipeline's operations, SpanTrain for
+    groups of devices with layers and microbatches of their own, ScaleAcross Explorer for all degrees of parallelism;
+    and Di-PS for a cluster at each site that trains by itself. Then the best plan for the pipelines that the file
+    describes: how long an iteration takes, memory of each stage, bytes of each link, what else was tried, what would
+    help most.
 
     `dips plan FILE` is short for `dips plan make FILE`. With --out, writes the plan of these pipelines: plan.json,
     plan.csv (for torch's pipeline runtime), trace.json (for Perfetto), timeline.svg and timeline.png.
