@@ -581,12 +581,15 @@ def show(
         return 0
     makespan_ns = timeline.makespan_ns
     print("\n".join(grid_text(timeline, -(-makespan_ns // 100) if whole else NS // 2)))
-    length = f"{makespan_ns / NS:g} T_F"
-    if whole:
-        length = (
-            f"{format_seconds(makespan_ns / NS)} ({interval_text(makespan_ns / NS, api.error_of(text, str(file)))})"
-        )
-    print(f"makespan {length}, bubble {timeline.bubble_fraction:.1%}")
+    if not whole:
+        print(f"makespan {makespan_ns / NS:g} T_F, bubble {timeline.bubble_fraction:.1%}")
+        return 0
+    error, iteration_s = api.error_of(text, str(file)), api.iteration_of(text)
+    iteration_s = makespan_ns / NS if iteration_s is None else iteration_s
+    print(
+        f"iteration {format_seconds(iteration_s)} ({interval_text(iteration_s, error)}), of it the operations above "
+        f"{format_seconds(makespan_ns / NS)}; their bubble {timeline.bubble_fraction:.1%}"
+    )
     return 0
 
 

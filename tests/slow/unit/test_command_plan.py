@@ -142,7 +142,8 @@ def test_a_plan_is_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     code, out, _ = told(capsys, "show", str(tmp_path / "plan" / "plan.json"))
     assert code == 0
     assert [line[:5] for line in out.splitlines()[:4]] == ["  0 |", "  1 |", "  2 |", "  3 |"]
-    assert "bubble" in out.splitlines()[-1]
+    iteration_s = json.loads((tmp_path / "plan" / "plan.json").read_text())["chosen"]["iteration_s"]
+    assert out.splitlines()[-1].startswith(f"iteration {iteration_s:g} s (uncalibrated), of it the operations above ")
     code, out, _ = told(capsys, "show", str(tmp_path / "plan" / "plan.csv"), "--json")
     assert code == 0
     assert len(json.loads(out)["devices"]) == 4
