@@ -200,7 +200,9 @@ def _best_together(problem: Problem, answers: Sequence[Answer]) -> tuple[Answer 
 
 def _ways(problem: Problem, best: Answer | None, apart: Answer | None, refused: Sequence[NoAnswer]) -> Ways | None:
     """The ways to use the sites, from the answers of the systems."""
-    no_ways, together, clusters = list[NoWay](), None, None
+    no_ways = list[NoWay]()
+    together: Way | None = None
+    clusters: AsynchronousClusters | None = None
     if best is not None:
         together = Way(f"{best.system.value}: {best.what}", best.tokens_per_s, synchronous=True)
     elif why := next((no.why for no in refused if no.system is not System.DIPS), ""):

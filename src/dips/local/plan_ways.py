@@ -103,9 +103,6 @@ class Ways:
     def counted(self, way: Way) -> float:
         return way.counted_per_day(self.more_tokens)
 
-    def of_all_sites(self, synchronous: bool) -> Way | None:
-        return next((way for way in self.found if not way.without and way.synchronous is synchronous), None)
-
     def to_json(self) -> dict[str, Any]:
         return {
             "take": self.take.to_json(self.more_tokens),
@@ -130,7 +127,7 @@ def compare_ways(
             impossible = [no for no in impossible if no.name != PIPELINE]
     except PlanError:
         pass  # the file's own split is the only one
-    known = {} if apart is None else {site: cluster.plan for site, cluster in enumerate(apart.clusters)}
+    known = {site: cluster.plan for site, cluster in enumerate(apart.clusters if apart is not None else ())}
     left_out: list[Way] = []
     for site in range(n) if n <= MOST_LEFT_OUT else ():
         try:
@@ -151,7 +148,9 @@ def compare_ways(
 def pipeline_over(problem: Problem, sites: Sequence[int]) -> Way:
     """The best pipeline over these sites, which take the whole batch. Raises PlanError."""
     training, asked = problem.setup.training, problem.setup.options.schedules
-    names = INSIDE_A_SITE if len(sites) == 1 else [name for name in QUICK if name in asked or not asked] or QUICK
+    names: Sequence[str] = [name for name in QUICK if name in asked or not asked] or QUICK
+    if len(sites) == 1:
+        names = INSIDE_A_SITE
     batch = training.microbatches * training.data
     plan = best_split(problem, sites, batch, names, MOST_MESSAGES_TRIED)
     found, tokens = plan.problem.setup.training, batch * training.microbatch_sequences * training.sequence_tokens

@@ -66,9 +66,8 @@ def test_a_days_tokens_are_those_of_a_batch_over_the_iteration(problem: Problem)
     found = decide(problem, ASKED, sensitivity=False)
     assert found.ways is not None
     (pipeline,) = (answer for answer in found.answers if answer.synchronous)
-    way, clusters = found.ways.of_all_sites(synchronous=True), found.ways.of_all_sites(synchronous=False)
-    assert way is not None
-    assert clusters is not None
+    ways = {way.name: way for way in found.ways.found}
+    way, clusters = ways[PIPELINE], ways[CLUSTERS]
     tokens = 8 * 8192
     assert pipeline.iteration_s is not None
     assert way.tokens_per_day >= tokens / pipeline.iteration_s * DAY_S

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from matplotlib import image
 from matplotlib.colors import to_hex
@@ -149,7 +150,7 @@ def test_a_drawing_has_all_replicas_and_ends_with_the_last_one() -> None:
     assert [text.get_text() for text in axes.get_yticklabels()] == ["a 0", "a 1", "b 2", "b 3", "a to b", "b to a"]
     bars = dict.fromkeys((LINK_COLOUR, OTHER_LINK_COLOUR), 0)
     for drawn in axes.collections:
-        colour = to_hex(drawn.get_facecolor()[0]).upper()
+        colour = to_hex(np.asarray(drawn.get_facecolor())[0]).upper()
         bars[colour] = bars.get(colour, 0) + len(drawn.get_paths())
     assert (bars[LINK_COLOUR], bars[OTHER_LINK_COLOUR]) == (2 * 8, 2 * 2 * 8)
     assert sum(bars.values()) == 3 * (schedule.n_ops + 2 * 8)
