@@ -422,12 +422,14 @@ def make(
     sensitivity: Annotated[bool, typer.Option(help="Also say what would help most.")] = True,
     as_json: AsJson = False,
 ) -> int:
-    """How to train a file's model over its sites and links: which system to use, and why.
+    """How to train a file's model over its sites and links: what to take, in tokens a day, and why.
 
-    All systems are asked: JEEVES and CrossPipe for the order of a pipeline's operations, SpanTrain for groups of
-    devices with layers and microbatches of their own, ScaleAcross Explorer for all degrees of parallelism; and Di-PS
-    for a cluster at each site that trains by itself. Then the best plan for the pipelines that the file describes: how
-    long an iteration takes, memory of each stage, bytes of each link, what else was tried, what would help most.
+    First, where there are several sites: one pipeline over them, separate clusters under Di-PS, or one of these without
+    a site. For that all systems are asked: JEEVES and CrossPipe for the order of a pipeline's operations, SpanTrain for
+    groups of devices with layers and microbatches of their own, ScaleAcross Explorer for all degrees of parallelism;
+    and Di-PS for a cluster at each site that trains by itself. Then the best plan for the pipelines that the file
+    describes: how long an iteration takes, memory of each stage, bytes of each link, what else was tried, what would
+    help most.
 
     `dips plan FILE` is short for `dips plan make FILE`. With --out, writes the plan of these pipelines: plan.json,
     plan.csv (for torch's pipeline runtime), trace.json (for Perfetto), timeline.svg and timeline.png.
@@ -579,12 +581,15 @@ def show(
         return 0
     makespan_ns = timeline.makespan_ns
     print("\n".join(grid_text(timeline, -(-makespan_ns // 100) if whole else NS // 2)))
-    length = f"{makespan_ns / NS:g} T_F"
-    if whole:
-        length = (
-            f"{format_seconds(makespan_ns / NS)} ({interval_text(makespan_ns / NS, api.error_of(text, str(file)))})"
-        )
-    print(f"makespan {length}, bubble {timeline.bubble_fraction:.1%}")
+    if not whole:
+        print(f"makespan {makespan_ns / NS:g} T_F, bubble {timeline.bubble_fraction:.1%}")
+        return 0
+    error, iteration_s = api.error_of(text, str(file)), api.iteration_of(text)
+    iteration_s = makespan_ns / NS if iteration_s is None else iteration_s
+    print(
+        f"iteration {format_seconds(iteration_s)} ({interval_text(iteration_s, error)}), of it the operations above "
+        f"{format_seconds(makespan_ns / NS)}; their bubble {timeline.bubble_fraction:.1%}"
+    )
     return 0
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from dips.core.units import format_bytes, format_seconds
 from dips.local.plan_clusters import AsynchronousClusters, rounds_text
 from dips.local.plan_systems import CANNOT_SEE, Decision
+from dips.local.plan_ways import Ways, reasons, take_text, tokens_text
 from dips.planner.adapter.advise import Advice
 from dips.planner.adapter.decide import Border, Rules
 from dips.planner.adapter.pieces import Sizes
@@ -52,10 +53,15 @@ def _named(name: str, sharing: str) -> str:
 
 
 def decision_text(decision: Decision) -> Iterator[str | Table]:
-    """Which system to use and why, all answers, and the plan of the file's pipelines."""
+    """Which way and which system to use and why, all answers, and the plan of the file's pipelines."""
     use = decision.use
+    if decision.ways is not None:
+        yield take_text(decision.ways)
+        yield from (f"  {sentence}" for sentence in reasons(decision.ways))
+        yield _ways_table(decision.ways)
+        yield from (f"not possible: {no.name}: {no.why}" for no in decision.ways.impossible)
     if len(decision.answers) + len(decision.refused) > 1:
-        yield f"use {use.system.value}: {use.what}"
+        yield f"{'where all sites train, ' if decision.ways else ''}use {use.system.value}: {use.what}"
         yield from (f"  {sentence}" for sentence in decision.why)
         yield _systems_table(decision)
     for answer in decision.answers:
@@ -72,6 +78,16 @@ def decision_text(decision: Decision) -> Iterator[str | Table]:
     if decision.plan is not None:
         yield ""
         yield from plan_text(decision.plan)
+
+
+def _ways_table(ways: Ways) -> Table:
+    table = table_of(("way", "how"), ("tokens a day", "worth", "of the best"))
+    best = ways.counted(ways.take)
+    others = [way for way in ways.left_out if way not in ways.found]
+    for way in sorted((*ways.found, *others), key=lambda way: -ways.counted(way)):
+        counted = ways.counted(way)
+        table.add_row(way.name, way.how, tokens_text(way.tokens_per_day), tokens_text(counted), f"{counted / best:.1%}")
+    return table
 
 
 def _systems_table(decision: Decision) -> Table:

@@ -8,16 +8,16 @@ update, pull and what of them nothing hides are those of `dips size`, when all c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dips.core.protocol import MAX_RANKS
 from dips.local.sizing import SizeKnobs, size
-from dips.planner.cluster import Site, check_parallelism
+from dips.planner.cluster import MOST_MESSAGES, Site, check_parallelism
 from dips.planner.errors import PlanError
 from dips.planner.plan import Plan, make_plan
-from dips.planner.problem import Problem
+from dips.planner.problem import Problem, regrouped
 from dips.planner.server_site import choose_server_site
 from dips.planner.tradeoff import with_scaled_profile
 
@@ -62,6 +62,11 @@ class AsynchronousClusters:
         every = self.problem.setup.asynchronous.sync_every
         return sum(cluster.tokens_per_s(every) for cluster in self.clusters)
 
+    @property
+    def share_of_ideal(self) -> float:
+        """The part of the tokens that the same clusters would train without any exchange."""
+        return self.tokens_per_s / sum(cluster.tokens / cluster.step_s for cluster in self.clusters)
+
     def to_json(self) -> dict[str, Any]:
         setup = self.problem.setup
         return {
@@ -69,6 +74,7 @@ class AsynchronousClusters:
             "sync_every": setup.asynchronous.sync_every,
             "overlap": setup.asynchronous.overlap,
             "tokens_per_s": self.tokens_per_s,
+            "share_of_ideal": self.share_of_ideal,
             "clusters": [
                 {
                     "site": one.site,
@@ -86,25 +92,31 @@ class AsynchronousClusters:
         }
 
 
-def asynchronous_clusters(problem: Problem) -> AsynchronousClusters:
-    """Predict the clusters of a problem. Raises PlanError for one site, and for a site that cannot hold the model."""
+def asynchronous_clusters(
+    problem: Problem, sites: Sequence[int] | None = None, known: Mapping[int, Plan] | None = None
+) -> AsynchronousClusters:
+    """Predict the clusters of a problem. sites: those that train, with the inner steps that they have where all do;
+    None: all. known: best_inside() of sites.
+
+    Raises PlanError for one site, and for a site that cannot hold the model."""
     setup = problem.setup
-    if len(setup.sites) < 2:
+    trained_at = range(len(setup.sites)) if sites is None else sites
+    if len(trained_at) < 2:
         raise PlanError(f"{setup.file}: asynchronous clusters need at least two [[sites]]")
-    alike = dict[str, Plan]()  # of sites that differ by their names alone
-    for number, site in enumerate(setup.sites):
-        if (kind := _kind_of(site)) not in alike:
+    alike = {_kind_of(setup.sites[number]): plan for number, plan in (known or {}).items()}
+    for number in trained_at:
+        if (kind := _kind_of(setup.sites[number])) not in alike:  # others differ by their names alone
             alike[kind] = best_inside(problem, number)
-    plans = [alike[_kind_of(site)] for site in setup.sites]
+    plans = [alike[_kind_of(setup.sites[number])] for number in trained_at]
     trained = [_tokens(plan) for plan in plans]
     speeds = [tokens / plan.chosen.iteration_s for tokens, plan in zip(trained, plans, strict=True)]
-    gbps = _bandwidths(problem)
+    gbps = _bandwidths(problem, trained_at)
     servers, fastest = choose_server_site(gbps, speeds).index, max(map(max, gbps))
     rounds = tuple(
-        _round(problem, site, plan, tokens, gbps[servers][site], fastest)
-        for site, (plan, tokens) in enumerate(zip(plans, trained, strict=True))
+        _round(problem, setup.sites[number], len(plans), plan, tokens, gbps[servers][at], fastest)
+        for at, (number, plan, tokens) in enumerate(zip(trained_at, plans, trained, strict=True))
     )
-    return AsynchronousClusters(problem, setup.sites[servers].name, rounds)
+    return AsynchronousClusters(problem, setup.sites[trained_at[servers]].name, rounds)
 
 
 def _kind_of(site: Site) -> str:
@@ -112,33 +124,52 @@ def _kind_of(site: Site) -> str:
 
 
 def best_inside(problem: Problem, site: int) -> Plan:
-    """The best plan of an inner step at a site alone, of all splits of its devices into stages and replicas.
+    """The best plan of an inner step at a site alone, which takes the part of the batch that its devices are of all.
 
     Raises PlanError with the reason of the split with the most stages when none is possible."""
     setup, training = problem.setup, problem.setup.training
-    places = setup.sites[site].devices // (training.tensor * training.context)
     whole = sum(one.devices for one in setup.sites)
     batch = max(1, round(training.microbatches * training.data * setup.sites[site].devices / whole))
-    alone = replace(setup, sites=(setup.sites[site].model_copy(update={"stages": 0}),), links=())
-    timed, found, reasons = _as_measured_at(problem, site), list[Plan](), list[str]()
-    most = setup.model.layers + training.extra_layers  # of stages
+    return best_split(problem, [site], batch, INSIDE_A_SITE)
+
+
+def best_split(
+    problem: Problem, sites: Sequence[int], batch: int, schedules: Sequence[str], most: int = MOST_MESSAGES
+) -> Plan:
+    """The best plan at these sites alone, of all splits of all their devices into stages and replicas that share so
+    many microbatches; at several sites pipelines cross all of them, or each site has whole ones. most: of stages x
+    microbatches x replicas that are tried.
+
+    Raises PlanError with the reason of the split with the most stages when none is possible."""
+    setup, training = problem.setup, problem.setup.training
+    chosen = tuple(setup.sites[site].model_copy(update={"stages": 0}) for site in sites)
+    names = [site.name for site in chosen]
+    links = tuple(link for link in setup.links if link.sender in names and link.receiver in names)
+    here = replace(setup, sites=chosen, links=links)
+    places = sum(site.devices for site in chosen) // (training.tensor * training.context)
+    timed, found, reasons = _as_measured_at(problem, sites[0]), list[Plan](), list[str]()
+    deepest = setup.model.layers + training.extra_layers
     for data in range(1, places + 1):
-        if places % data or batch % data or places // data > most:
+        stages = places // data
+        if places % data or batch % data or stages > deepest or stages * batch > most:
             continue
-        try:
-            inner = replace(problem, setup=alone, paces=())
-            inner = inner.with_training(pipeline=places // data, data=data, microbatches=batch // data)
-            check_parallelism(inner.setup)
-            inner = with_scaled_profile(timed, inner).with_options(schedules=list(INSIDE_A_SITE))
-            found.append(make_plan(inner, sensitivity=False))
-        except PlanError as error:
-            reasons.append(str(error))
+        for groups in dict.fromkeys((1, len(sites))):
+            try:
+                inner = replace(problem, setup=here, paces=())
+                inner = inner.with_training(pipeline=stages, data=data, microbatches=batch // data)
+                inner = regrouped(inner, groups)
+                check_parallelism(inner.setup)
+                inner = with_scaled_profile(timed, inner).with_options(schedules=list(schedules))
+                found.append(make_plan(inner, sensitivity=False))
+            except PlanError as error:
+                reasons.append(str(error))
     if not found:
         unsplit = (
-            f"{setup.file}: its {places} groups of tensor x context devices do not divide into at most {most} stages "
-            f"and replicas that share {batch} microbatches evenly"
+            f"{setup.file}: its {places} groups of tensor x context devices do not divide into at most {deepest} "
+            f"stages and replicas that share {batch} microbatches evenly"
         )
-        raise PlanError(f"{setup.sites[site].name} alone cannot train the model: {(reasons or [unsplit])[0]}")
+        alone = " alone" if len(sites) < len(setup.sites) else ""
+        raise PlanError(f"{' and '.join(names)}{alone} cannot train the model: {(reasons or [unsplit])[0]}")
     return min(found, key=lambda plan: plan.chosen.iteration_s)
 
 
@@ -159,10 +190,10 @@ def _tokens(plan: Plan) -> int:
     return training.microbatches * training.data * training.microbatch_sequences * training.sequence_tokens
 
 
-def _bandwidths(problem: Problem) -> list[list[float]]:
+def _bandwidths(problem: Problem, trained_at: Sequence[int]) -> list[list[float]]:
     """Gbit/s from the servers at each site (rows) to each cluster: the slower of both ways; inside of a site the
     network of its devices, and where that is not given, the fastest link of the file, so that it does not decide."""
-    setup, sites = problem.setup, problem.setup.sites
+    setup, sites = problem.setup, [problem.setup.sites[number] for number in trained_at]
     needed = "over which clusters would push to servers at another site"
     found = [[0.0] * len(sites) for _ in sites]
     for a, here in enumerate(sites):
@@ -176,14 +207,16 @@ def _bandwidths(problem: Problem) -> list[list[float]]:
     return found
 
 
-def _round(problem: Problem, site: int, plan: Plan, tokens: int, gbps: float, slave_gbps: float) -> ClusterRound:
+def _round(
+    problem: Problem, site: Site, clusters: int, plan: Plan, tokens: int, gbps: float, slave_gbps: float
+) -> ClusterRound:
     """gbps: of the link to the servers. slave_gbps: of a slave's network card, as fast as anything in the file."""
     setup, assumed = problem.setup, problem.setup.asynchronous
-    ranks = min(setup.sites[site].devices, MAX_RANKS)
+    ranks = min(site.devices, MAX_RANKS)
     sizes = size(
         SizeKnobs(
             params=setup.model.parameters(),
-            clusters=len(setup.sites),
+            clusters=clusters,
             slaves=assumed.slaves,
             ranks=ranks,
             link=gbps * 1e9 / ranks,  # the site's, in equal parts
@@ -196,7 +229,7 @@ def _round(problem: Problem, site: int, plan: Plan, tokens: int, gbps: float, sl
         )
     )
     stall_s, exchange_s = sizes["stall_together_s"].value, sizes["exchange_together_s"].value
-    return ClusterRound(setup.sites[site].name, plan, tokens, sizes["compute_s"].value, exchange_s, stall_s)
+    return ClusterRound(site.name, plan, tokens, sizes["compute_s"].value, exchange_s, stall_s)
 
 
 def rounds_text(found: AsynchronousClusters) -> Sequence[str]:

@@ -1,4 +1,5 @@
-"""Asks every system how to train a problem, compares their answers for the same batch, and says which to use and why.
+"""Asks every system how to train a problem, compares their answers for the same batch, and says which to use and why;
+and before that which way to use the sites (dips.local.plan_ways).
 
 JEEVES and CrossPipe order the operations of the pipelines that the file describes; SpanTrain groups the devices and
 chooses layers and microbatches too; ScaleAcross Explorer chooses all degrees of parallelism. These train synchronously.
@@ -14,6 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from dips.local.plan_clusters import AsynchronousClusters, asynchronous_clusters
+from dips.local.plan_ways import CLUSTERS, PIPELINE, NoWay, Way, Ways, compare_ways
 from dips.planner.calibration import interval_json
 from dips.planner.candidates import NAMES
 from dips.planner.errors import PlanError
@@ -91,8 +93,9 @@ class Decision:
     answers: tuple[Answer, ...]  # most tokens a second first
     refused: tuple[NoAnswer, ...]
     plan: Plan | None  # of the pipelines that the file describes, with the schedules of all systems that were asked
-    use: Answer
+    use: Answer  # where all sites train
     why: tuple[str, ...]  # sentences without a full stop
+    ways: Ways | None  # to use several sites, where dips and a system that trains synchronously were asked
 
 
 def decide(problem: Problem, systems: Sequence[System] = tuple(System), sensitivity: bool = True) -> Decision:
@@ -112,8 +115,12 @@ def decide(problem: Problem, systems: Sequence[System] = tuple(System), sensitiv
     if not answers:
         raise PlanError("; ".join(dict.fromkeys(no.why for no in refused)))
     answers.sort(key=lambda answer: -answer.tokens_per_s)
-    use, reasons = _chosen(problem, answers)
-    return Decision(problem, tuple(answers), tuple(refused), plan if isinstance(plan, Plan) else None, use, reasons)
+    best, reasons = _best_together(problem, answers)
+    apart = next((answer for answer in answers if not answer.synchronous), None)
+    both = System.DIPS in systems and len(systems) > 1
+    ways = _ways(problem, best, apart, refused) if both and len(problem.setup.sites) > 1 else None
+    whole, use = plan if isinstance(plan, Plan) else None, _chosen(best, apart, ways)
+    return Decision(problem, tuple(answers), tuple(refused), whole, use, tuple(reasons), ways)
 
 
 def _pipelines(problem: Problem, systems: Sequence[System], sensitivity: bool) -> Plan | PlanError:
@@ -170,35 +177,49 @@ def _ask(system: System, problem: Problem, plan: Plan | PlanError) -> Answer:
     return Answer(system, what, clusters.tokens_per_s, None, clusters)
 
 
-def _chosen(problem: Problem, answers: Sequence[Answer]) -> tuple[Answer, tuple[str, ...]]:
-    """The answer to use: the fastest synchronous one, unless asynchronous clusters make up for their tokens."""
-    needed, reasons = problem.setup.asynchronous.more_tokens, list[str]()
+def _best_together(problem: Problem, answers: Sequence[Answer]) -> tuple[Answer | None, list[str]]:
+    """The fastest of the synchronous answers that can be advised, if there are any, and why."""
     free = [site.name for site in problem.setup.sites if site.network_gbps is None]
     advised = [one for one in answers if one.synchronous and not (free and one.system in DECIDE_INSIDE)]
     together = advised or [one for one in answers if one.synchronous]
-    apart = next((answer for answer in answers if not answer.synchronous), None)
     if not together:
-        assert apart is not None
-        return apart, ("no system that trains synchronously was asked and can train this problem",)
+        return None, ["no system that trains synchronously was asked and can train this problem"]
     best, *others = together
-    reasons.append(
+    reasons = [
         f"{best.system.value} has the shortest iteration of those that train synchronously"
         + "".join(f"; {one.system.value} takes {best.tokens_per_s / one.tokens_per_s - 1:.1%} longer" for one in others)
-    )
+    ]
     guessed = [one.system.value for one in answers if free and one.system in DECIDE_INSIDE]
     if guessed:
         reasons.append(
             f"{' and '.join(guessed)} chose tensor, context and data parallelism as if the network inside of "
             f"{', '.join(free)} cost nothing{', and are not advised' if advised else ''}: give network_gbps there"
         )
-    if apart is None:
-        return best, tuple(reasons)
-    times = apart.tokens_per_s / best.tokens_per_s
-    reasons.append(
-        f"asynchronous clusters train {times:.3g} times as many tokens a second; the file assumes that they need "
-        f"{needed:g} times as many for the same loss ([asynchronous] more_tokens): measure it with your model"
-    )
-    return (apart if times > needed else best), tuple(reasons)
+    return best, reasons
+
+
+def _ways(problem: Problem, best: Answer | None, apart: Answer | None, refused: Sequence[NoAnswer]) -> Ways | None:
+    """The ways to use the sites, from the answers of the systems."""
+    no_ways = list[NoWay]()
+    together: Way | None = None
+    clusters: AsynchronousClusters | None = None
+    if best is not None:
+        together = Way(f"{best.system.value}: {best.what}", best.tokens_per_s, synchronous=True)
+    elif why := next((no.why for no in refused if no.system is not System.DIPS), ""):
+        no_ways.append(NoWay(PIPELINE, why))
+    if apart is not None and isinstance(apart.found, AsynchronousClusters):
+        clusters = apart.found
+    elif why := next((no.why for no in refused if no.system is System.DIPS), ""):
+        no_ways.append(NoWay(CLUSTERS, why))
+    return compare_ways(problem, together, clusters, no_ways)
+
+
+def _chosen(best: Answer | None, apart: Answer | None, ways: Ways | None) -> Answer:
+    """The answer to use: the fastest synchronous one, unless asynchronous clusters make up for their tokens."""
+    of_all = [way for way in ways.found if not way.without] if ways else []
+    use = apart if best is None or (apart is not None and of_all and not of_all[0].synchronous) else best
+    assert use is not None
+    return use
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
@@ -207,6 +228,7 @@ def _chosen(problem: Problem, answers: Sequence[Answer]) -> tuple[Answer, tuple[
 def decision_json(found: Decision) -> dict[str, Any]:
     """The systems' answers as JSON; times in seconds."""
     return {
+        "ways": None if found.ways is None else found.ways.to_json(),
         "use": found.use.system.value,
         "why": list(found.why),
         "systems": [_answer_json(found, answer) for answer in found.answers],

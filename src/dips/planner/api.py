@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -178,6 +179,14 @@ def error_of(text: str, where: str) -> float | None:
     if isinstance(error, bool) or not isinstance(error, int | float) or not 0 <= error <= MOST_ERROR:
         raise PlanError(f"{where}: calibration_error = {error!r}: make the plan again with dips plan FILE --out FOLDER")
     return float(error)
+
+
+def iteration_of(text: str) -> float | None:
+    """The iteration that a plan.json predicts, in seconds, with all replicas and what they exchange; None: it has none,
+    as plan.json of older releases."""
+    chosen = json.loads(text).get("chosen")
+    found = chosen.get("iteration_s") if isinstance(chosen, dict) else None
+    return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
 
 
 def played(text: str, name: str, latency: float) -> Timeline:

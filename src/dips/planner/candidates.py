@@ -137,6 +137,14 @@ def coordinated(problem: Problem, candidate: Candidate, most: int = 1 << 30) -> 
     )
 
 
+def replicas_of(problem: Problem, candidate: Candidate) -> tuple[Timeline, ...]:
+    """The timelines of all replicas where they take turns on a link; else of one, which stands for all."""
+    if candidate.sharing != "coordinated":
+        return (candidate.timeline,)
+    schedules = candidate.schedules
+    return simulate_fleet(schedules * problem.replicas if len(schedules) == 1 else schedules, candidate.costs).timelines
+
+
 def jeeves_of(problem: Problem) -> Iterator[Candidate]:
     options, uniform = problem.setup.options, problem.uniform()
     shares = problem.shares_links

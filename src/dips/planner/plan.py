@@ -31,6 +31,7 @@ from dips.planner.candidates import (
     jeeves_with,
     optimal_of,
     plain,
+    replicas_of,
 )
 from dips.planner.costs import NS, costs_json
 from dips.planner.errors import PlanError
@@ -39,7 +40,7 @@ from dips.planner.ir import Schedule
 from dips.planner.problem import Problem, assumptions, problem_json
 from dips.planner.schedules import SCHEDULES
 from dips.planner.simulate import simulate
-from dips.planner.trace import draw, trace_events
+from dips.planner.trace import MOST_LANES, draw, trace_events
 
 # ---- effects ---------------------------------------------------------------------------------------------------------
 #
@@ -347,8 +348,23 @@ def write_plan(plan: Plan, folder: Path) -> list[Path]:
     with writing(folder):
         for file, text in zip(files, texts, strict=False):
             file.write_text(text)
-        draw(chosen.timeline, files[len(texts) :], title, names)
+        draw(replicas_of(plan.problem, chosen), files[len(texts) :], title, names, *_rows_of(plan))
     return files
+
+
+def _rows_of(plan: Plan) -> tuple[dict[tuple[int, int], str], str]:
+    """The names of the links between devices, for a drawing, and what a row of a device has."""
+    chosen, replicas = plan.chosen, plan.problem.replicas
+    sites = [plan.problem.setup.sites[site].name for site in chosen.site_of]
+    together = f", {replicas} replicas" if chosen.sharing == "fair" else ""
+    links = {
+        (a, b): f"{sites[a]} to {sites[b]}{together}" if sites[a] != sites[b] else f"inside {sites[a]}"
+        for a, b in sorted(chosen.costs.wires, key=lambda pair: (sites[pair[0]] == sites[pair[1]], pair))
+    }
+    if chosen.sharing != "coordinated":
+        return links, "" if replicas == 1 else f"one of {replicas} equal replicas"
+    drawn = "the first on top" if replicas <= MOST_LANES else f"{MOST_LANES - 1} and the last one to end"
+    return links, f"{replicas} replicas, {drawn}"
 
 
 @contextmanager

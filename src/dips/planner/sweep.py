@@ -287,8 +287,15 @@ class Panel:
 
     @property
     def title(self) -> str:
-        sites = "1 site" if self.n_sites == 1 else f"{self.n_sites} sites"
-        return f"{self.n_pp} stages, {self.n_mb} microbatches, {sites}, memory {self.memory:g}"
+        return f"{self.pipeline}, {self.sites}, memory {self.memory:g}"
+
+    @property
+    def pipeline(self) -> str:
+        return f"{self.n_pp} stages, {self.n_mb} microbatches"
+
+    @property
+    def sites(self) -> str:
+        return "1 site" if self.n_sites == 1 else f"{self.n_sites} sites"
 
 
 def panels(rows: Iterable[SweepRow], over: str = "1f1b") -> list[Panel]:
@@ -347,9 +354,10 @@ def draw_maps(maps: Sequence[Panel], files: Sequence[Path]) -> None:
     scale = Normalize(min(1.0, *factors), max(1.01, *factors))
     columns = min(_COLUMNS, len(maps))
     lines = -(-len(maps) // columns)
-    wide = max(len(panel.bandwidths) for panel in maps) * _CELL_INCHES[0] + 0.9
-    high = max(len(panel.latencies) for panel in maps) * _CELL_INCHES[1] + 0.9
-    figure = Figure(figsize=(max(5.0, columns * wide + 1.0), lines * high + 0.5), dpi=110, layout="constrained")
+    # A panel is at least as large as its title and the words at its axes need.
+    wide = max(2.7, max(len(panel.bandwidths) for panel in maps) * _CELL_INCHES[0] + 1.1)
+    high = max(2.8, max(len(panel.latencies) for panel in maps) * _CELL_INCHES[1] + 1.2)
+    figure = Figure(figsize=(max(6.5, columns * wide + 1.0), lines * high + 0.5), dpi=110, layout="constrained")
     all_axes = figure.subplots(lines, columns, squeeze=False)
     for axes in all_axes.flat[len(maps) :]:
         axes.set_axis_off()
@@ -357,7 +365,7 @@ def draw_maps(maps: Sequence[Panel], files: Sequence[Path]) -> None:
         _draw_panel(axes, panel, scale)
     bar = figure.colorbar(ScalarMappable(scale, _COLOURS), ax=all_axes, shrink=0.8, aspect=30)
     bar.set_label(f"times faster than {maps[0].over}")
-    figure.suptitle("The best schedule that fits the memory, for each delay between sites")
+    figure.suptitle("The shortest schedule that fits the memory, for each link between sites", fontsize=11)
     save(figure, files)
 
 
@@ -381,6 +389,6 @@ def _draw_panel(axes: Axes, panel: Panel, scale: Normalize) -> None:
             )
     axes.set_xticks(range(len(panel.bandwidths)), [f"{value:g}" for value in panel.bandwidths])
     axes.set_yticks(range(len(panel.latencies)), [f"{value:g}" for value in panel.latencies])
-    axes.set_xlabel("bandwidth: time on the link / T_F", fontsize=8)
-    axes.set_ylabel("latency / T_F", fontsize=8)
-    axes.set_title(panel.title, fontsize=9)
+    axes.set_xlabel("time of a message on the link,\nin forward passes (T_F)", fontsize=8)
+    axes.set_ylabel("latency of the link,\nin forward passes (T_F)", fontsize=8)
+    axes.set_title(f"{panel.pipeline},\n{panel.sites}, {panel.memory:g} x the memory of 1F1B", fontsize=9)

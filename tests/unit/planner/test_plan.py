@@ -10,7 +10,7 @@ import pytest
 from support.repository import ROOT
 
 from dips.core.errors import ConfigError
-from dips.planner.candidates import data_parallel, jeeves_with
+from dips.planner.candidates import data_parallel, jeeves_with, replicas_of
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS
 from dips.planner.division import divide, solve
@@ -213,6 +213,17 @@ def test_files_of_a_plan(tmp_path: Path) -> None:
     assert {event["pid"] for event in done} == set(range(8))
     assert written[3].read_text().startswith("<?xml")
     assert written[4].read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_drawn_ends_with_the_iteration(plan: Plan) -> None:
+    """Of each candidate, also where replicas take turns on the link and the first one ends earlier than others."""
+    for candidate in plan.candidates:
+        drawn = replicas_of(plan.problem, candidate)
+        assert len(drawn) == (plan.problem.replicas if candidate.sharing == "coordinated" else 1)
+        assert drawn[0].starts == candidate.timeline.starts
+        span_ns = max(one.end_ns for one in drawn) - min(one.begin_ns for one in drawn)
+        assert span_ns == candidate.makespan_ns, candidate.name
+    assert any(c.timeline.makespan_ns < c.makespan_ns for c in plan.candidates)
 
 
 def test_the_same_plan_gives_the_same_drawing(tmp_path: Path) -> None:

@@ -108,7 +108,9 @@ def test_the_picture_names_each_best_schedule_and_is_the_same_each_time(rows: li
     assert files[0].read_bytes() == files[2].read_bytes()
     comments = files[0].read_text()
     assert ElementTree.fromstring(comments).tag.endswith("svg")
-    for word in ("zb_v", "cross_ud/1", "2.10x", "memory 2", "times faster than 1f1b"):
+    words = "zb_v", "cross_ud/1", "2.10x", "2 sites, 2 x the memory of 1F1B", "times faster than 1f1b"
+    axes = "time of a message on the link,", "latency of the link,", "in forward passes (T_F)"
+    for word in (*words, *axes):
         assert f"<!-- {word}" in comments or word in comments, word
     pixels = image.imread(files[1])
     assert pixels.shape[0] > 300

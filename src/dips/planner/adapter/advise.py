@@ -261,15 +261,17 @@ def draw(running: Running, trace: TraceFile, compared: Comparison, files: Sequen
     batch = training.microbatches * training.microbatch_sequences * training.data
     figure = Figure(figsize=(9.0, 5.0), dpi=110, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    fastest = 0.0
     for found, label, colour in (
         (compared.adapted, "with the adapter", "#0072B2"),
-        (compared.without, "without", "#D55E00"),
+        (compared.without, "without it", "#D55E00"),
     ):
         begins_s = [0.0, *(end / NS for end in found.ends_ns)]
         rates = [batch / (end - begin) for begin, end in pairwise(begins_s)]
+        fastest = max(fastest, *rates)
         upper.stairs(rates, begins_s, label=label, color=colour, linewidth=1.6, baseline=None)
-    upper.set_ylabel("sequences / s")
-    upper.set_ylim(bottom=0)
+    upper.set_ylabel("sequences a second")
+    upper.set_ylim(0, 1.08 * fastest)
     upper.legend(loc="lower left", fontsize=8)
     rules = rules_of(running, running.problem)
     links = _links_of(running.problem, rules)
@@ -281,9 +283,9 @@ def draw(running: Running, trace: TraceFile, compared: Comparison, files: Sequen
         drawn.setdefault(((*edges, trace.head.duration_s), tuple(values)), []).append(f"{name[0]} to {name[1]}")
     for (at_s, gbps), names in drawn.items():
         lower.stairs(gbps, at_s, label=names[0] if len(names) == 1 else f"{len(names)} links", baseline=None)
-    lower.set_ylabel("Gbit/s")
-    lower.set_ylim(bottom=0)
-    lower.set_xlabel("time, s")
+    lower.set_ylabel("bandwidth, Gbit/s")
+    lower.set_ylim(0, 1.08 * max((rate for _, rates in drawn for rate in rates), default=0.0) or 1.0)
+    lower.set_xlabel("time, seconds")
     if len(drawn) <= 6:
         lower.legend(loc="lower left", fontsize=7)
     n = len(compared.without.ends_ns)

@@ -325,6 +325,13 @@ def write_report(report: Report, folder: Path) -> list[Path]:
         f"{number}: {', '.join(dict.fromkeys(setup.sites[site].name for site in stage.team.sites))}"
         for number, stage in enumerate(best.chain.stages)
     ]
+    links: dict[tuple[int, int], str] = {}
+    for number, (sender, receiver) in enumerate(pairwise(best.chain.stages)):
+        way = way_between(report.work, sender, receiver)
+        ends = setup.sites[way.sender].name, setup.sites[way.receiver].name
+        there, back = (f"{ends[0]} to {ends[1]}", f"{ends[1]} to {ends[0]}")
+        inside = f"inside {ends[0]}" if ends[0] == ends[1] else ""
+        links[number, number + 1], links[number + 1, number] = inside or there, inside or back
     title = f"SpanTrain: {setup.model.name}, {format_seconds(report.iteration_s)} an iteration"
     texts = {
         "spantrain.json": json.dumps(report.to_json()) + "\n",
@@ -336,7 +343,7 @@ def write_report(report: Report, folder: Path) -> list[Path]:
     with writing(folder):
         for name, text in texts.items():
             (folder / name).write_text(text)
-        draw(timeline, pictures, title if report.flowing is None else f"{title}, out of order", names)
+        draw([timeline], pictures, title if report.flowing is None else f"{title}, out of order", names, links)
     return [*(folder / name for name in texts), *pictures]
 
 
