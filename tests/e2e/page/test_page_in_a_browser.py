@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,11 +17,6 @@ from support.repository import ROOT
 
 pytestmark = pytest.mark.timeout(900)
 
-CHROMIUM = os.environ.get("DIPS_TEST_CHROMIUM") or shutil.which("chromium") or ""
-ARGUMENTS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync"),
-]
 PICTURES = ROOT / "runs" / "page"
 WAIT_S = 240.0
 """For what a run on a machine that is busy with other things takes its time to do."""
@@ -57,17 +50,6 @@ class Seen:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageRun]:
     with PageRun(tmp_path_factory.mktemp("atlas")) as run:
         yield run
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    if not CHROMIUM:
-        pytest.skip("there is no chromium here (Debian, Ubuntu: apt-get install chromium)")
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
