@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -192,6 +193,54 @@ found = [name for name in {absent!r} if name in sys.modules]
 assert not found, found
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+_HELP = ("train", "eval", "export", "compare", "profile", "plan", "demo", "doctor")
+_MISTAKES = (
+    "train",
+    "train --no-such-option",
+    "train --model-size huge --steps 3",
+    "train --steps 3 --data nothing.txt",
+    "train --steps 3 --config nothing.toml",
+    "train --steps 3 --parallel fsdp=2",
+    "train --master 127.0.0.1:9 --keys keys",
+    "train --master 127.0.0.1:9 --cluster-id a --keys nothing",
+    "eval",
+    "eval --no-such-option",
+    "eval nothing",
+    "eval empty",
+    "eval nothing.safetensors",
+    "eval damaged.safetensors",
+    "eval empty --data nothing.txt",
+    "eval 127.0.0.1:9 --keys nothing",
+    "export",
+    "export --no-such-option",
+    "export empty",
+    "export nothing --to model",
+    "export empty --to model.safetensors",
+    "export empty --to checkpoint --format dcp",
+    "export empty --to .",
+    "compare --methods nothing",
+    "profile device nothing.toml --device a",
+    "plan run nothing",
+)
+
+
+def test_help_and_mistakes_are_answered_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged.safetensors").write_bytes(b"damaged")
+    lines = [*(f"{name} {option}" for name in _HELP for option in ("--help", "-h")), *_MISTAKES]
+    code = f"""
+import sys
+from dips.cli.main import run
+for line in {lines!r}:
+    assert run(line.split()) == (0 if line.endswith(("--help", "-h")) else 2), line
+    assert "torch" not in sys.modules, line
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DIPS_")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
