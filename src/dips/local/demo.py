@@ -7,13 +7,14 @@ code.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import string
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,10 @@ from dips.core.clock import Clock
 from dips.core.config import load
 from dips.core.errors import ConfigError, FatalError
 from dips.core.messages import StatusReply
-from dips.core.units import format_count
+from dips.core.units import format_count, format_seconds
 from dips.judge.verify import verify_or_say
 from dips.local.child import wrapped
-from dips.local.local_run import LocalRun
+from dips.local.local_run import TELL_EVERY_S, LocalRun
 from dips.local.log_files import HELDOUT_TAPE, heldout_losses, tape_path, training_losses
 from dips.local.options import command_line, log_format_asked
 from dips.local.processes import (
@@ -55,6 +56,7 @@ from dips.local.run_file import NOT_YET_KNOWN, make_slaves
 from dips.local.supervisor import POLL_S, how_it_ended
 from dips.master.config import MasterConfig
 from dips.trainer.config import TrainConfig
+from dips.trainer.parallelism import Parallelism
 from dips.worker.config import SECTION as WORKER_SECTION
 from dips.worker.config import ClientConfig
 
@@ -105,6 +107,19 @@ processes that share the processors.
 """
 
 
+LIGHT_BOOT = 0.4
+"""How long a process without PyTorch takes to start, as a share of one with it."""
+
+END_BOOTS = 1.0
+"""How long the end takes, in starts of a trainer: all leave, the last version is evaluated, the records are checked."""
+
+ROUNDS_TO_SPARE = 3
+"""One is under way when the run is paused; the next may begin before the launcher sees it."""
+
+LINGER_S = 600.0
+"""The master answers until the last version is evaluated, however busy the machine is; then it is told to end."""
+
+
 @dataclass(frozen=True)
 class DemoOptions:
     """The options of `dips demo`."""
@@ -147,12 +162,61 @@ def speed_gaps(how_many: int) -> list[float]:
 def tokens_to_train(tokens_per_s: float, gaps: Sequence[float], cores: int, minutes: float) -> int:
     """The run's tk_max. tokens_per_s: of one process that has a core to itself.
 
+    A run of FULL_MINUTES has LEAST_TOKENS at least, however long that takes.
+    """
+    fits = run_tokens_per_s(tokens_per_s, gaps, cores) * minutes * 60.0
+    least = LEAST_TOKENS * min(1.0, minutes / FULL_MINUTES)
+    return int(max(fits, least))
+
+
+def run_tokens_per_s(tokens_per_s: float, gaps: Sequence[float], cores: int) -> float:
+    """The speed of a whole run. tokens_per_s: of one process that has a core to itself.
+
     A cluster with gap g computes (1 - g) of the time, so that together they ask for sum(1 - g) cores at most.
     """
     cores_used = min(float(cores), sum(1.0 - gap for gap in gaps))
-    fits = tokens_per_s * cores_used * (1.0 - SPENT_ELSEWHERE) * minutes * 60.0
-    least = LEAST_TOKENS * min(1.0, minutes / FULL_MINUTES)
-    return int(max(fits, least))
+    return tokens_per_s * cores_used * (1.0 - SPENT_ELSEWHERE)
+
+
+@dataclass(frozen=True)
+class Duration:
+    """How long the parts of a demo will take, as far as a measurement before it says."""
+
+    start_s: float  # until all processes work
+    training_s: float
+    end_s: float  # until the report is there
+
+    @property
+    def all_s(self) -> float:
+        return self.start_s + self.training_s + self.end_s
+
+    def __str__(self) -> str:
+        whole, start, training, end = map(_roughly, (self.all_s, self.start_s, self.training_s, self.end_s))
+        return f"about {whole} from now: {start} until all processes work, {training} of training, {end} for the report"
+
+
+def expected_duration(wanted: DemoOptions, tk_max: int, tokens_per_s: float, boot_s: float, cores: int) -> Duration:
+    """tokens_per_s: of the whole run. boot_s: how long a trainer took to start, on a core of its own."""
+    ranks = sum(Parallelism.parse(kind).n_ranks for kind in parallelisms(wanted))
+    boots = ranks + 1 + LIGHT_BOOT * (1 + wanted.slaves)  # the evaluator is one more process with PyTorch
+    start_s = boot_s * (LIGHT_BOOT + boots / min(float(cores), boots))
+    return Duration(start_s, tk_max / tokens_per_s, END_BOOTS * boot_s)
+
+
+def _roughly(seconds: float) -> str:
+    """In steps that do not claim more than is known."""
+    step = 1 if seconds < 10 else 5 if seconds < 60 else 10
+    return format_seconds(max(1, step * round(seconds / step)))
+
+
+def must_wait(status: StatusReply, faults: FaultPlan) -> bool:
+    """Whether the run could end before a fault is made and overcome, whose time has come: then it has to wait for that.
+
+    On a machine that does much else, a killed process takes its time to come back.
+    """
+    rounds = max(1, status.rounds_committed - 1)  # without the one of version 0
+    left = status.tk_max_tokens - status.tokens
+    return left <= ROUNDS_TO_SPARE * status.tokens / rounds and faults.unfinished(status)
 
 
 def train_settings(wanted: DemoOptions) -> TrainConfig:
@@ -180,6 +244,7 @@ def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int) -> RunPlan:
         "min_clusters": wanted.clusters,
         "sync_every": SYNC_EVERY,
         "heartbeat_s": HEARTBEAT_S,
+        "linger_s": LINGER_S,
         "tk_max": tk_max,
     }
     kinds = parallelisms(wanted)
@@ -229,21 +294,32 @@ def _cluster(run_dir: Path, train: TrainConfig, name: str, gap: float, parallel:
 # Measures how fast this machine trains, by running the trainer itself in processes of its own.
 
 
-_ENDS_WITHIN_S = 120.0
+_ENDS_WITHIN_S = 300.0
 
 
-def measure_tokens_per_s(options: Sequence[str], seconds: float, at_once: int) -> float:
+class NotMeasured(FatalError):
+    """The machine does so much else that its speed says nothing."""
+
+
+def _say_nothing(sentence: str) -> None:
+    pass
+
+
+def measure_tokens_per_s(
+    options: Sequence[str], seconds: float, at_once: int, tell: Callable[[str], None] = _say_nothing
+) -> float:
     """The mean speed of `at_once` trainers that run side by side for some seconds, in tokens a second of
     each.
 
     `options` are those of `dips train`. Raises ConfigError with the trainer's own sentence when it refuses
-    its settings (a data path that does not exist, for one), and FatalError when it cannot be measured.
+    its settings (a data path that does not exist, for one), NotMeasured when it takes too long, and FatalError when a
+    trainer ends otherwise. `tell` gets a sentence now and then.
     """
     command = [sys.executable, "-m", "dips.trainer.calibrate", "--json", "--seconds", str(seconds), *options]
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     trainers = [subprocess.Popen(wrapped(command), text=True, **pipes) for _ in range(at_once)]
     try:
-        speeds = [_speed(trainer) for trainer in trainers]
+        speeds = [_speed(trainer, tell) for trainer in trainers]
     finally:
         for trainer in trainers:
             if trainer.poll() is None:
@@ -252,16 +328,31 @@ def measure_tokens_per_s(options: Sequence[str], seconds: float, at_once: int) -
     return sum(speeds) / len(speeds)
 
 
-def _speed(trainer: subprocess.Popen[str]) -> float:
+def _speed(trainer: subprocess.Popen[str], tell: Callable[[str], None]) -> float:
     try:
-        out, errors = trainer.communicate(timeout=_ENDS_WITHIN_S)
+        out, errors = _output(trainer, "the measurement", tell, _ENDS_WITHIN_S)
     except subprocess.TimeoutExpired as error:
-        raise FatalError(f"measuring the speed of this machine took over {_ENDS_WITHIN_S:g} s") from error
+        raise NotMeasured(f"the speed of this machine could not be measured in {_ENDS_WITHIN_S:g} s") from error
     if trainer.returncode == ConfigError.exit_code:
         raise ConfigError(_last_line(errors).removeprefix("dips: "))
     if trainer.returncode != 0:
         raise FatalError(f"the trainer {how_it_ended(trainer.returncode)} while its speed was measured: {errors}")
     return float(json.loads(_last_line(out))["tokens_per_s"])
+
+
+def _output(
+    process: subprocess.Popen[str], what: str, tell: Callable[[str], None], limit_s: float = math.inf
+) -> tuple[str, str]:
+    """What the process wrote, once it has ended. Raises TimeoutExpired after limit_s."""
+    begin_s = time.monotonic()
+    while True:
+        try:
+            return process.communicate(timeout=min(TELL_EVERY_S, limit_s))
+        except subprocess.TimeoutExpired:
+            waited_s = time.monotonic() - begin_s
+            if waited_s >= limit_s:
+                raise
+            tell(f"still waiting for {what} ({format_seconds(round(waited_s))})")
 
 
 def _last_line(text: str) -> str:
@@ -273,8 +364,11 @@ def _last_line(text: str) -> str:
 
 
 CALIBRATION_S = 3.0
-STALL_S = 180.0
-"""A run on one machine that applies no token for so long will not do so again."""
+STALL_S = 900.0
+"""A run on one machine that applies no token for so long will not do so again, whatever else the machine does."""
+
+HOLD_S = 600.0
+"""How long a run that could end waits for what was killed."""
 
 RESTART_DELAY_S = {CLUSTER: 2.0, "slave": 1.0}
 """How long a killed process stays away before its supervisor starts it again: long enough to be seen."""
@@ -298,6 +392,11 @@ def run_demo(wanted: DemoOptions, console: Console, clock: Clock) -> DemoResult:
     with claim(wanted.run_dir, Mark(RUN_ID, DEMO, command)) as directory, progress_for(console, clock) as progress:
         if directory.replaced:
             progress.say(f"replacing what an earlier demo left in {directory.path}")
+        progress.say(
+            f"one master, {wanted.slaves} slaves and {wanted.clusters} clusters will train for about "
+            f"{format_seconds(round(wanted.minutes * 60))}; first a look at this machine ({os.cpu_count()} cores)"
+        )
+        _compile(progress)
         tk_max = _choose_length(wanted, command_line(train), progress)
         plan = make_plan(wanted, train, tk_max)
         plan = with_page(plan, directory.path) if wanted.page else plan
@@ -310,22 +409,51 @@ def run_demo(wanted: DemoOptions, console: Console, clock: Clock) -> DemoResult:
             if sentence := metrics_sentence(plan, directory):
                 progress.say(sentence)
             _watch(local, faults, progress, clock, begin_s)
+        progress.say("all processes have ended: checking their records, and drawing the losses")
         return _finish(local, faults, directory, command, clock.monotonic_s() - begin_s)
+
+
+def _compile(progress: Progress) -> None:
+    """In a process of its own, before the measurement: else slaves would wait for it, and nothing would say why."""
+    progress.say("waiting for the slaves' compiled code (seconds; a minute or two the first time on a machine)")
+    command = [sys.executable, "-m", "dips.cli", "warm-up", "--slave"]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(wrapped(command), text=True, **pipes)
+    try:
+        _, errors = _output(process, "the slaves' compiled code", progress.say)
+    finally:
+        process.kill()
+    if process.returncode:
+        progress.say(f"it could not be prepared ({_last_line(errors).removeprefix('dips: ')}): slaves start slowly")
 
 
 def _choose_length(wanted: DemoOptions, options: list[str], progress: Progress) -> int:
     cores = os.cpu_count() or 1
-    at_once = min(cores, wanted.clusters)
-    progress.say(f"measuring how fast this machine trains ({cores} cores)")
-    speed = measure_tokens_per_s(options, CALIBRATION_S, at_once)
+    at_once, gaps = min(cores, wanted.clusters), speed_gaps(wanted.clusters)
+    progress.say(
+        f"waiting for a measurement of how fast this machine trains: {at_once} trainers start, and train for "
+        f"{CALIBRATION_S:g} s"
+    )
+    begin_s = time.monotonic()
+    try:
+        speed = measure_tokens_per_s(options, CALIBRATION_S, at_once, progress.say)
+    except NotMeasured as error:
+        tk_max = tokens_to_train(0.0, gaps, cores, wanted.minutes)
+        progress.say(f"{error}: training on {format_count(tk_max)} tokens, however long that takes")
+        return tk_max
+    boot_s = max(0.0, time.monotonic() - begin_s - CALIBRATION_S)
     speed_in_run = speed / RANKS_COST if wanted.parallel else speed
-    tk_max = tokens_to_train(speed_in_run, speed_gaps(wanted.clusters), cores, wanted.minutes)
+    tk_max = tokens_to_train(speed_in_run, gaps, cores, wanted.minutes)
+    expected_per_s = run_tokens_per_s(speed_in_run, gaps, cores)
+    progress.expect(expected_per_s)
     progress.say(f"{speed:.0f} tokens/s for one process: training on {format_count(tk_max)} tokens")
+    progress.say(str(expected_duration(wanted, tk_max, expected_per_s, boot_s, cores)))
     return tk_max
 
 
 def _watch(local: LocalRun, faults: FaultPlan, progress: Progress, clock: Clock, begin_s: float) -> None:
     heldout_tape = tape_path(local.directory.path, HELDOUT_TAPE)
+    hold = Hold(local, faults, progress)
     while not local.finished:
         status = local.tick()
         if status is not None:
@@ -337,9 +465,36 @@ def _watch(local: LocalRun, faults: FaultPlan, progress: Progress, clock: Clock,
                 kind, target, away_s = back.planned.kind, back.planned.target, back.back.seconds - back.when.seconds
                 progress.say(f"{kind} {target} is back as {back.back_as} after {away_s:.1f} s")
                 local.record("back", target=target, tokens=back.back.tokens, seconds=back.back.seconds)
+            hold.look(status, now_s)
             progress.show(status, heldout_losses(heldout_tape), faults.happened)
         time.sleep(POLL_S)
     local.finish()
+
+
+class Hold:
+    """Pauses a run that could end before its faults are made and overcome, until they are, or for HOLD_S."""
+
+    def __init__(self, local: LocalRun, faults: FaultPlan, progress: Progress) -> None:
+        self._local = local
+        self._faults = faults
+        self._progress = progress
+        self._since_s: float | None = None
+        self._given_up = False
+
+    def look(self, status: StatusReply, now_s: float) -> None:
+        if self._since_s is None:
+            if must_wait(status, self._faults) and not self._given_up and self._local.pause_run(_HOLD):
+                self._since_s = now_s
+                self._progress.say(f"the run is almost at its end: paused {_HOLD}")
+            return
+        self._given_up = now_s >= self._since_s + HOLD_S
+        if (self._given_up or not self._faults.unfinished(status)) and self._local.resume_run(_HOLD):
+            self._since_s = None
+            why = f"waited {format_seconds(HOLD_S)} in vain" if self._given_up else "everything is back"
+            self._progress.say(f"{why}: the run goes on")
+
+
+_HOLD = "until what was killed is back"
 
 
 def _make_fault(

@@ -85,6 +85,11 @@ class FaultPlan:
     def never_happened(self) -> list[PlannedFault]:
         return list(self._to_do)
 
+    def unfinished(self, status: StatusReply) -> bool:
+        """Whether a fault whose time has come is still to be made, or its victim is not back."""
+        due = any(status.tokens >= fault.at_share * status.tk_max_tokens for fault in self._to_do)
+        return due or any(fault.back is None for fault in self.happened)
+
     def due(self, status: StatusReply) -> list[PlannedFault]:
         """The faults whose time has come and whose target is there to be killed."""
         if not status.tk_max_tokens or status.stopping or status.stopped:

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.repository import ROOT
 
 from dips.cli import main
 from dips.cli import place as command_place
+from dips.cli.demo import own_model
 from dips.core.errors import FatalError, RefusalCode, Refused, RetryLater
 from dips.local import operator_client
 
@@ -253,6 +255,17 @@ def test_place_prints_a_sentence_or_json(capsys: pytest.CaptureFixture[str], tmp
     assert "Place the parameter servers at y" in capsys.readouterr().out
     assert command_place.place(file, as_json=True) == 0
     assert capsys.readouterr().out == '{"site": "y", "index": 1, "demand": {"x": 10.0, "y": 15.0}}\n'
+
+
+def test_the_demo_ends_with_how_to_go_on_with_an_own_model(tmp_path: Path) -> None:
+    title, loop, command, page = own_model(ROOT)
+    assert title == "your own model:"
+    for line, path in ((loop, "examples/own_loop.py"), (command, "examples/server.toml"), (page, "docs/start.md")):
+        assert f" {path}" in line
+        assert (ROOT / path).is_file()
+    assert "## Your own model" in (ROOT / "docs/start.md").read_text()
+    assert f" {ROOT}/examples/own_loop.py" in own_model(tmp_path)[1]
+    assert " ../docs/start.md" in own_model(ROOT / "src")[3]
 
 
 def test_output_into_a_closed_pipe_leaves_no_trace() -> None:
