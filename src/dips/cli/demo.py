@@ -42,6 +42,12 @@ def demo(
             "pipeline ranks. All pushes are recorded, and every version is computed again from them at the end.",
         ),
     ] = False,
+    cut_link: Annotated[
+        bool,
+        typer.Option(
+            "--cut-link", help="Also cut the link of one cluster for 12 s; needs root and `ip netns` (Linux)."
+        ),
+    ] = False,
     model_size: Annotated[
         str | None,
         typer.Option(
@@ -69,7 +75,7 @@ def demo(
     texts, no_keys = tuple(data or ()), insecure_asked(insecure)
     wanted = DemoOptions(
         texts, clusters, slaves, minutes, run_dir, faults, model_size, seed, record_pushes, no_keys, page, metrics,
-        parallel,
+        parallel, cut_link,
     )  # fmt: skip
     result = run_demo(wanted, Console(stderr=True), SystemClock())
     if as_json:

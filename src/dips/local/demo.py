@@ -6,6 +6,8 @@ code.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -25,9 +27,11 @@ from dips.core.clock import Clock
 from dips.core.config import load
 from dips.core.errors import ConfigError, FatalError
 from dips.core.messages import StatusReply
+from dips.core.net.addresses import format_address
 from dips.core.units import format_count, format_seconds
 from dips.judge.verify import verify_or_say
 from dips.local.child import wrapped
+from dips.local.cut_link import LOOPBACK, CutLink, check_possible
 from dips.local.local_run import TELL_EVERY_S, LocalRun
 from dips.local.log_files import HELDOUT_TAPE, heldout_losses, tape_path, training_losses
 from dips.local.options import command_line, log_format_asked
@@ -43,6 +47,7 @@ from dips.local.processes import (
 from dips.local.progress import Progress, progress_for
 from dips.local.report import (
     CLUSTER,
+    LINK,
     SLAVE,
     FaultPlan,
     LocalRunOutcome,
@@ -86,7 +91,11 @@ CHECKPOINT_EVERY_S = 5.0
 
 CLUSTER_KILLED_AT = 0.35
 SLAVE_KILLED_AT = 0.60
+LINK_CUT_AT = 0.75
 """Shares of the run's tokens: late enough that there is something to lose, early enough to see it come back."""
+
+LINK_CUT_S = 12.0
+"""More than twice what it takes to evict a cluster (HEARTBEAT_S): it has to join again."""
 
 FULL_MINUTES = 3.0
 LEAST_TOKENS = 1_000_000
@@ -137,6 +146,7 @@ class DemoOptions:
     page: bool = True
     metrics: bool = False
     parallel: bool = False  # each cluster with a parallelism of its own; pushes are recorded and replayed
+    cut_link: bool = False  # cut the link of a cluster, in a network namespace
 
 
 def cluster_names(how_many: int) -> list[str]:
@@ -233,8 +243,8 @@ def train_settings(wanted: DemoOptions) -> TrainConfig:
     return load(TrainConfig, "train", overrides=ours).value
 
 
-def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int) -> RunPlan:
-    """The plan with all processes of the demo."""
+def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int, link: CutLink | None = None) -> RunPlan:
+    """The plan with all processes of the demo. link: that of a cluster that is to be cut."""
     names, gaps = cluster_names(wanted.clusters), speed_gaps(wanted.clusters)
     master: dict[str, object] = {
         "run_id": RUN_ID,
@@ -249,12 +259,19 @@ def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int) -> RunPlan:
     }
     kinds = parallelisms(wanted)
     clusters = [_cluster(wanted.run_dir, train, *each) for each in zip(names, gaps, kinds, strict=True)]
+    slaves = make_slaves(
+        wanted.run_dir, RUN_ID, wanted.slaves, record_pushes=wanted.record_pushes or wanted.parallel or None
+    )
+    if link is not None:
+        first, *rest = link.ports
+        master["listen"] = format_address(LOOPBACK, first)
+        slaves = tuple(one.model_copy(update={"data_port": port}) for one, port in zip(slaves, rest, strict=True))
+        cut = names.index(behind_the_link(wanted))
+        clusters[cut] = dataclasses.replace(clusters[cut], prefix=link.prefix)
     return RunPlan(
         RUN_ID,
         load(MasterConfig, "master", overrides=master).value,
-        make_slaves(
-            wanted.run_dir, RUN_ID, wanted.slaves, record_pushes=wanted.record_pushes or wanted.parallel or None
-        ),
+        slaves,
         tuple(clusters),
         train,
         wanted.insecure,
@@ -264,14 +281,31 @@ def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int) -> RunPlan:
 
 
 def planned_faults(wanted: DemoOptions) -> list[PlannedFault]:
-    """Faults for one cluster that is neither the fastest nor the slowest, if there is one, and for the last slave."""
-    if not wanted.faults:
-        return []
+    """Faults for one cluster that is neither the fastest nor the slowest, if there is one, and for the last slave; if
+    asked for, one for a link.
+    """
+    planned = []
+    if wanted.faults:
+        planned.append(PlannedFault(CLUSTER, _killed(wanted), CLUSTER_KILLED_AT))
+        planned.append(PlannedFault(SLAVE, f"s{wanted.slaves - 1}", SLAVE_KILLED_AT))
+    if wanted.cut_link:
+        planned.append(PlannedFault(LINK, behind_the_link(wanted), LINK_CUT_AT, LINK_CUT_S))
+    return planned
+
+
+def _killed(wanted: DemoOptions) -> str:
     names = cluster_names(wanted.clusters)
-    return [
-        PlannedFault(CLUSTER, names[min(1, len(names) - 1)], CLUSTER_KILLED_AT),
-        PlannedFault(SLAVE, f"s{wanted.slaves - 1}", SLAVE_KILLED_AT),
-    ]
+    return names[min(1, len(names) - 1)]
+
+
+def behind_the_link(wanted: DemoOptions) -> str:
+    """The last cluster of one process, another one than is killed if there is one. The ranks of a cluster speak over
+    the same device as with the servers, so a cut would part them too.
+    """
+    kinds = dict(zip(cluster_names(wanted.clusters), parallelisms(wanted), strict=True))
+    whole = [name for name, kind in kinds.items() if not kind]
+    others = [name for name in whole if name != _killed(wanted)]
+    return (others or whole)[-1]
 
 
 def _cluster(run_dir: Path, train: TrainConfig, name: str, gap: float, parallel: str) -> TrainedCluster:
@@ -389,16 +423,23 @@ def run_demo(wanted: DemoOptions, console: Console, clock: Clock) -> DemoResult:
     raises."""
     command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
     train = train_settings(wanted)
-    with claim(wanted.run_dir, Mark(RUN_ID, DEMO, command)) as directory, progress_for(console, clock) as progress:
+    if wanted.cut_link:
+        check_possible()
+    with (
+        claim(wanted.run_dir, Mark(RUN_ID, DEMO, command)) as directory,
+        progress_for(console, clock) as progress,
+        contextlib.ExitStack() as spaces,
+    ):
         if directory.replaced:
             progress.say(f"replacing what an earlier demo left in {directory.path}")
         progress.say(
             f"one master, {wanted.slaves} slaves and {wanted.clusters} clusters will train for about "
             f"{format_seconds(round(wanted.minutes * 60))}; first a look at this machine ({os.cpu_count()} cores)"
         )
+        link = spaces.enter_context(CutLink(1 + wanted.slaves)) if wanted.cut_link else None
         _compile(progress)
         tk_max = _choose_length(wanted, command_line(train), progress)
-        plan = make_plan(wanted, train, tk_max)
+        plan = make_plan(wanted, train, tk_max, link)
         plan = with_page(plan, directory.path) if wanted.page else plan
         faults = FaultPlan(planned_faults(wanted))
         begin_s = clock.monotonic_s()
@@ -408,7 +449,7 @@ def run_demo(wanted: DemoOptions, console: Console, clock: Clock) -> DemoResult:
                 progress.say(sentence)
             if sentence := metrics_sentence(plan, directory):
                 progress.say(sentence)
-            _watch(local, faults, progress, clock, begin_s)
+            _watch(local, faults, progress, clock, begin_s, link)
         progress.say("all processes have ended: checking their records, and drawing the losses")
         return _finish(local, faults, directory, command, clock.monotonic_s() - begin_s)
 
@@ -451,19 +492,23 @@ def _choose_length(wanted: DemoOptions, options: list[str], progress: Progress) 
     return tk_max
 
 
-def _watch(local: LocalRun, faults: FaultPlan, progress: Progress, clock: Clock, begin_s: float) -> None:
+def _watch(
+    local: LocalRun, faults: FaultPlan, progress: Progress, clock: Clock, begin_s: float, link: CutLink | None
+) -> None:
     heldout_tape = tape_path(local.directory.path, HELDOUT_TAPE)
     hold = Hold(local, faults, progress)
     while not local.finished:
         status = local.tick()
+        now_s = clock.monotonic_s() - begin_s
+        if link is not None and link.look(now_s):
+            progress.say("the link that was cut is there again")
         if status is not None:
-            now_s = clock.monotonic_s() - begin_s
             for due in faults.due(status):
-                _make_fault(due, local, faults, status, now_s, progress)
+                _make_fault(due, local, faults, status, now_s, progress, link)
             for back in faults.observe(status, now_s):
                 assert back.back is not None, "observe() returns faults whose victim is back"
-                kind, target, away_s = back.planned.kind, back.planned.target, back.back.seconds - back.when.seconds
-                progress.say(f"{kind} {target} is back as {back.back_as} after {away_s:.1f} s")
+                target, away_s = back.planned.target, back.back.seconds - back.when.seconds
+                progress.say(f"{back.planned.victim} is back as {back.back_as} after {away_s:.1f} s")
                 local.record("back", target=target, tokens=back.back.tokens, seconds=back.back.seconds)
             hold.look(status, now_s)
             progress.show(status, heldout_losses(heldout_tape), faults.happened)
@@ -494,13 +539,25 @@ class Hold:
             self._progress.say(f"{why}: the run goes on")
 
 
-_HOLD = "until what was killed is back"
+_HOLD = "until what was killed or cut off is back"
 
 
 def _make_fault(
-    due: PlannedFault, local: LocalRun, faults: FaultPlan, status: StatusReply, now_s: float, progress: Progress
+    due: PlannedFault,
+    local: LocalRun,
+    faults: FaultPlan,
+    status: StatusReply,
+    now_s: float,
+    progress: Progress,
+    link: CutLink | None,
 ) -> None:
-    pid = local.supervisor.kill(due.target, RESTART_DELAY_S[due.kind])
+    if due.kind == LINK:
+        assert link is not None, "planned only where there is one"
+        pid = local.supervisor.pid(due.target)
+        if pid is not None:
+            link.cut(now_s + due.lasts_s)
+    else:
+        pid = local.supervisor.kill(due.target, RESTART_DELAY_S[due.kind])
     if pid is None:
         return  # it ended by itself a moment ago; the fault stays due until it is back
     fault = faults.was_done(due, pid, status, now_s)

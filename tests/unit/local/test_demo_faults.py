@@ -162,7 +162,7 @@ def test_the_pause_ends_when_everything_is_back() -> None:
         hold.look(run_status(**NEAR_THE_END), now_s)
     assert master.asked == ["pause", "pause", "resume"]
     assert said.sentences == [
-        "the run is almost at its end: paused until what was killed is back",
+        "the run is almost at its end: paused until what was killed or cut off is back",
         "everything is back: the run goes on",
     ]
 
