@@ -29,7 +29,6 @@ from dips.core.errors import ConfigError, FatalError
 from dips.core.messages import StatusReply
 from dips.core.net.addresses import format_address
 from dips.core.units import format_count, format_seconds
-from dips.judge.verify import verify_or_say
 from dips.local.child import wrapped
 from dips.local.cut_link import LOOPBACK, CutLink, check_possible
 from dips.local.local_run import TELL_EVERY_S, LocalRun
@@ -568,6 +567,8 @@ def _make_fault(
 def _finish(local: LocalRun, faults: FaultPlan, directory: RunDirectory, command: str, seconds: float) -> DemoResult:
     if local.status is None:
         raise FatalError(f"the master never reported its status: see {directory.log('master')}")
+    from dips.judge.verify import verify_or_say  # not while a person waits for the first line
+
     heldout = heldout_losses(tape_path(directory.path, HELDOUT_TAPE))
     recorded = all(slave.record_pushes for slave in local.plan.slaves)
     outcome = LocalRunOutcome(
