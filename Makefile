@@ -26,11 +26,14 @@ DEV_STAMP := $(VENV)/.installed-dev
 FUZZ_STAMP := $(VENV)/.installed-fuzz
 INPUTS := pyproject.toml constraints.txt
 
+# For deploy/images.sh, from the command line as from the environment.
+export TORCH_INDEX IMAGES TAG BASE SOURCE_URL
+
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check sim frozen model-check faults fuzz soak endurance protos bench docs dist clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
+.PHONY: help demo test test-slow check sim frozen model-check faults fuzz soak endurance protos bench docs dist images clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
 
 help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -123,6 +126,9 @@ docs: $(DEV_STAMP)  ## update the generated parts of docs/
 dist: $(DEV_STAMP)  ## build the wheel and the source archive that an index would have, in dist/
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist $(ARGS) .
+
+images:  ## build the images of master, slave and worker, with labels; IMAGES=registry.example.org/dips TAG=0.1.0
+	@deploy/images.sh $(ARGS)
 
 clean:  ## remove the environment and everything that tools left behind; runs/ stays
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -18,8 +18,8 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import parse_version
 from dips.core.net.security import INSECURE
 from dips.trainer import evaluate as evaluation
-from dips.trainer.evaluate import evaluate_file, evaluate_live, follow
-from dips.trainer.export import export_model
+from dips.trainer.evaluate import Evaluator, evaluate_live, follow
+from dips.trainer.export import export_model, read_export
 from dips.worker.config import ClientConfig
 from dips.worker.reader import fetch_version
 
@@ -76,7 +76,7 @@ def test_a_run_from_the_seed_to_an_exported_model(processes: Processes, address:
     fetched = fetch_version(address, "demo", "test", INSECURE)
     assert fetched.version == last
     export_model(fetched, tmp_path / "model.safetensors")
-    evaluated = evaluate_file(tmp_path / "model.safetensors", TRAIN.model_copy(update={"threads": 2}))
+    evaluated = Evaluator(TRAIN.model_copy(update={"threads": 2}))(read_export(tmp_path / "model.safetensors"))
     assert evaluated.loss == pytest.approx(reported, abs=1e-6)
     assert (evaluated.version, evaluated.tokens) == (last, heldout[-1]["tokens"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -41,6 +42,12 @@ def demo(
             "pipeline ranks. All pushes are recorded, and every version is computed again from them at the end.",
         ),
     ] = False,
+    cut_link: Annotated[
+        bool,
+        typer.Option(
+            "--cut-link", help="Also cut the link of one cluster for 12 s; needs root and `ip netns` (Linux)."
+        ),
+    ] = False,
     model_size: Annotated[
         str | None,
         typer.Option(
@@ -68,7 +75,7 @@ def demo(
     texts, no_keys = tuple(data or ()), insecure_asked(insecure)
     wanted = DemoOptions(
         texts, clusters, slaves, minutes, run_dir, faults, model_size, seed, record_pushes, no_keys, page, metrics,
-        parallel,
+        parallel, cut_link,
     )  # fmt: skip
     result = run_demo(wanted, Console(stderr=True), SystemClock())
     if as_json:
@@ -82,9 +89,7 @@ def demo(
     return 1 if failed else 0
 
 
-_REMEDIES = {
-    "everything_killed_came_back": " (a process that starts slowly may come too late: give the run more --minutes)"
-}
+_REMEDIES = {"everything_killed_came_back": " (the run waited for it; its log says what it does)"}
 
 
 def _tell(result: DemoResult) -> None:
@@ -110,9 +115,28 @@ def _tell(result: DemoResult) -> None:
         "next:",
         f"  dips export {result.directory.path} --to model.safetensors",
         f"  {shlex.join(['dips', 'eval', 'model.safetensors', *result.evaluation_options])}",
+        *own_model(Path.cwd()),
     ]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def own_model(here: Path) -> list[str]:
+    """How to go on with a model of one's own; paths from `here`, if this runs from a checkout."""
+    root = Path(__file__).parents[3]
+    inside = root == here or root in here.parents
+    where = Path(os.path.relpath(root, here)) if inside else root
+    at = where if (root / _LOOP).is_file() else Path()
+    more = "" if (root / _LOOP).is_file() else "  (in the source archive)"
+    return [
+        "your own model:",
+        f"  loop     {at / _LOOP}: put your model and your batches into a copy of it{more}",
+        f"  command  dips up {at / _SERVERS}: a master and a slave; the first lines of the file show how loops join",
+        f'  page     {at / _PAGE}, "Your own model"',
+    ]
+
+
+_LOOP, _SERVERS, _PAGE = Path("examples/own_loop.py"), Path("examples/server.toml"), Path("docs/start.md")
 
 
 def cluster_summary(report: dict[str, Any]) -> FittingTable:

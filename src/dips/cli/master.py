@@ -6,7 +6,6 @@ from typing import Any
 
 from dips.local.options import ConfigFile, role_settings, with_knobs
 from dips.master.config import MasterConfig
-from dips.master.process import run
 
 
 @with_knobs(MasterConfig)
@@ -16,4 +15,6 @@ def master(config: ConfigFile = None, **given: Any) -> int:
     Settings: the options below, else the environment (DIPS_MASTER_<NAME>), else table [master] of --config.
     """
     loaded = role_settings(MasterConfig, "master", config, given)
+    from dips.master.process import run  # the servers: not for --help or a wrong setting
+
     return run(loaded.value, loaded)

@@ -1,4 +1,8 @@
-"""`dips export` and `dips eval`: write a published version as a file or folder, and compute a held-out loss."""
+"""`dips export` and `dips eval`: write a published version as a file or folder, and compute a held-out loss.
+
+What reads, fetches and evaluates is imported by the functions that use it, so that --help and mistakes are answered at
+once; torch only by an evaluation and by the checkpoint format.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,27 @@ import json
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dips.cli.run_options import RUN, Insecure, Keys, Run, asked_security, keys_of_run
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 from dips.core.ids import Version, parse_version
-from dips.core.model_description import description_from_json
 from dips.core.net.security import Security
 from dips.core.units import format_count
-from dips.local.model_folder import as_folder, check_target, load_stored, write_folder
 from dips.local.operator_client import NamedRun, OperatorClient
 from dips.local.options import ConfigFile, role_settings, with_knobs
 from dips.local.processes import EVALUATION_KNOBS
 from dips.master.directory import read_address
 from dips.trainer.config import SECTION as TRAIN_SECTION
 from dips.trainer.config import TrainConfig
-from dips.trainer.evaluate import evaluate_file, evaluate_live, follow
-from dips.trainer.export import Fetched, export_model, fill
+from dips.trainer.corpus import check_paths
 from dips.worker.config import SECTION as CLIENT_SECTION
 from dips.worker.config import ClientConfig
-from dips.worker.reader import fetch_version
+
+if TYPE_CHECKING:
+    from dips.trainer.export import Fetched
 
 FETCH_S = 10.0
 _LOOK_S = 2.0
@@ -102,6 +105,10 @@ def export(
     if to is None:
         raise ConfigError("nothing says what to write: give --to FILE.safetensors, or --to DIR for a folder")
     named = NamedRun.of(run)
+    from dips.core.model_description import description_from_json
+    from dips.local.model_folder import as_folder, check_target, write_folder
+    from dips.trainer.export import export_model, fill
+
     form = form or (Form.SAFETENSORS if to.suffix == ".safetensors" else Form.HUGGINGFACE)
     if form is not Form.SAFETENSORS:
         check_target(to, force)
@@ -162,20 +169,35 @@ def evaluate(
     Give the same --data and held-out settings as in training: the text is then the same that was never trained on, and
     the loss is the one that the run reported.
     """
+    # torch takes seconds to import: mistakes that can be seen without it are told before.
     train = role_settings(TrainConfig, TRAIN_SECTION, config, given).value
+    check_paths(train.data)
     if model is not None and model.endswith(".safetensors"):
         if version or follow_run:
             raise ConfigError(f"{model} is one model: --version and --follow are for a run")
-        evaluation = evaluate_file(Path(model), train)
+        from dips.trainer.export import read_export
+        from dips.trainer.sizes import ModelConfig
+
+        exported = read_export(Path(model))
+        ModelConfig.from_layout(exported.layout)
+        from dips.trainer.evaluate import Evaluator
+
+        evaluation = Evaluator(train)(exported)
     else:
         run = NamedRun.of(model)
         if follow_run:
             keys = keys or keys_of_run(run.directory)
             ours = {**given, "keys": keys, "insecure": insecure or None, "master": run.master()}
-            return follow(train, role_settings(ClientConfig, CLIENT_SECTION, None, ours).value)
+            client = role_settings(ClientConfig, CLIENT_SECTION, None, ours).value
+            from dips.trainer.evaluate import follow
+
+            return follow(train, client)
         wanted = parse_version(version) if version else None
         security = asked_security(keys, insecure, run.directory)
-        evaluation = evaluate_live(run.master(), None, train, security, wanted)
+        master = run.master()
+        from dips.trainer.evaluate import evaluate_live
+
+        evaluation = evaluate_live(master, None, train, security, wanted)
     fields = {
         "run_id": evaluation.run_id,
         "timeline": evaluation.version.timeline,
@@ -203,6 +225,9 @@ def _answers(address: str, run_id: str, security: Security) -> bool:
 
 def _fetch(run: NamedRun, version: Version | None, wait_s: float, security: Callable[[], Security]) -> Fetched:
     """security: asked for only when a master is: the files of a run that has ended need none."""
+    from dips.local.model_folder import load_stored
+    from dips.worker.reader import fetch_version
+
     if run.directory is None:
         address = run.master()
     else:

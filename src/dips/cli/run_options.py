@@ -12,9 +12,7 @@ from typing import Annotated
 import typer
 
 from dips.core.errors import ConfigError
-from dips.core.net.keys import security_from
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE, Security, both_given
-from dips.local.authority import OPERATOR
 from dips.local.run_directory import KEYS
 
 RUN = "The run's directory, such as runs/mine, or its master's HOST:PORT"
@@ -42,6 +40,8 @@ def asked_security(keys: Path | None, insecure: bool, run_dir: Path | None = Non
         raise ConfigError(both_given())
     if keys is None and not insecure:
         keys = keys_of_run(run_dir)
+    from dips.core.net.keys import security_from  # the library of certificates: not for --help
+
     return security_from(keys, insecure, "this command")
 
 
@@ -49,6 +49,8 @@ def keys_of_run(run_dir: Path | None) -> Path | None:
     """The operator's identity in a run's directory, if there is one."""
     if run_dir is None:
         return None
+    from dips.local.authority import OPERATOR
+
     found = run_dir / KEYS / OPERATOR
     return found if found.is_dir() else None
 

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -15,9 +15,10 @@ from rich.table import Table
 
 from dips.core.errors import ConfigError
 from dips.core.units import format_bytes, format_count, format_seconds
-from dips.sim.scale.run import ClusterReport, ScaleReport
-from dips.sim.scale.run import simulate as simulate_scenario
 from dips.sim.scale.scenario import find, load_scenario, shipped
+
+if TYPE_CHECKING:
+    from dips.sim.scale.run import ClusterReport, ScaleReport
 
 # ---- simulate picture ------------------------------------------------------------------------------------------------
 #
@@ -109,6 +110,8 @@ def simulate(
     chosen = load_scenario(find(scenario), hours=hours, seed=seed)
     if picture is not None:
         _check_picture(picture)
+    from dips.sim.scale.run import simulate as simulate_scenario  # all machines: not for --help or a mistake
+
     began_s = time.monotonic()
     report = simulate_scenario(chosen, _Progress(chosen.run.hours))
     print(f"simulated in {format_seconds(time.monotonic() - began_s)}", file=sys.stderr)

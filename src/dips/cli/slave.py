@@ -6,7 +6,6 @@ from typing import Any
 
 from dips.local.options import ConfigFile, role_settings, with_knobs
 from dips.slave.config import SlaveConfig
-from dips.slave.process import run
 
 
 @with_knobs(SlaveConfig)
@@ -18,4 +17,6 @@ def slave(config: ConfigFile = None, **given: Any) -> int:
     DIPS_MASTER is the same as --master.
     """
     loaded = role_settings(SlaveConfig, "slave", config, given)
+    from dips.slave.process import run  # compiled code and sockets: not for --help or a wrong setting
+
     return run(loaded.value, loaded)

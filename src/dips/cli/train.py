@@ -7,10 +7,9 @@ from typing import Any
 
 from dips.core.observe.logs import configure_logging
 from dips.local.options import ConfigFile, role_settings, with_knobs
+from dips.trainer.config import ALONE, TrainConfig, check_settings, settings_of_rank
 from dips.trainer.config import SECTION as TRAIN_SECTION
-from dips.trainer.config import TrainConfig
 from dips.trainer.parallelism import place_here
-from dips.trainer.train import ALONE, run, settings_of_rank
 from dips.worker.config import SECTION as CLIENT_SECTION
 from dips.worker.config import ClientConfig
 
@@ -30,4 +29,11 @@ def train(config: ConfigFile = None, **given: Any) -> int:
     own = settings_of_rank(client.value, place)
     configure_logging("worker", own.cluster_id or ALONE, own.log_level, own.log_format)
     logging.getLogger("dips").info("settings:\n%s\n%s", trainer.describe(), client.describe())
+    check_settings(trainer.value, own)
+    if own.master:
+        from dips.core.net.keys import security_of
+
+        security_of(own, f"cluster {own.cluster_id}")
+    from dips.trainer.train import run  # torch, which takes seconds to import
+
     return run(trainer.value, own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -24,6 +24,9 @@ MODULES = (
 
 OVER_ZMQ = frozenset({"dips.core.net.carry_numba", "dips.slave.serve_numba"})
 """Those that need the C functions of libzmq."""
+
+OF_SLAVES = tuple(name for name in MODULES if name != "dips.core.net.carry_numba")
+"""Without those that only clusters call, and only for large transfers."""
 
 TELL_S = 2.0
 """Between two lines about the kernels of one module."""
@@ -45,7 +48,10 @@ class Warmed:
         return f"{self.module}: {how}, {self.seconds:.2f} s"
 
 
-def warm_up(as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False) -> int:
+def warm_up(
+    slave: Annotated[bool, typer.Option("--slave", help="Only what slaves run.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
+) -> int:
     """Compile everything that slaves and workers run as machine code, once for this machine.
 
     The code is kept on disk, in NUMBA_CACHE_DIR if that is set, so that later starts load it in a few hundredths of a
@@ -54,7 +60,7 @@ def warm_up(as_json: Annotated[bool, typer.Option("--json", help="JSON on standa
     """
     tell = _tell if not as_json else lambda sentence: None
     done = []
-    for one in warmed(tell):
+    for one in warmed(tell, OF_SLAVES if slave else MODULES):
         done.append(one)
         tell(str(one))
     from dips.core.math import compiling
@@ -66,7 +72,7 @@ def warm_up(as_json: Annotated[bool, typer.Option("--json", help="JSON on standa
     return 0
 
 
-def warmed(tell: Callable[[str], None]) -> Iterator[Warmed]:
+def warmed(tell: Callable[[str], None], modules: Sequence[str] = MODULES) -> Iterator[Warmed]:
     """Compile or load the kernels of each module. tell: gets a line now and then while kernels are compiled.
 
     Raises ConfigError if compiled code cannot be kept on disk, ModuleNotFoundError without numba.
@@ -77,7 +83,7 @@ def warmed(tell: Callable[[str], None]) -> Iterator[Warmed]:
         raise ConfigError("no folder for compiled code can be written, so nothing can be prepared: set NUMBA_CACHE_DIR")
     from dips.core.net import zmq_numba  # which compiles something at its import
 
-    for name in MODULES:
+    for name in modules:
         if name in OVER_ZMQ and not zmq_numba.available():
             yield Warmed(name, 0, 0.0, zmq_numba.why_not())
             continue

@@ -6,14 +6,17 @@ code.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import math
 import os
 import shlex
 import string
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +27,11 @@ from dips.core.clock import Clock
 from dips.core.config import load
 from dips.core.errors import ConfigError, FatalError
 from dips.core.messages import StatusReply
-from dips.core.units import format_count
-from dips.judge.verify import verify_or_say
+from dips.core.net.addresses import format_address
+from dips.core.units import format_count, format_seconds
 from dips.local.child import wrapped
-from dips.local.local_run import LocalRun
+from dips.local.cut_link import LOOPBACK, CutLink, check_possible
+from dips.local.local_run import TELL_EVERY_S, LocalRun
 from dips.local.log_files import HELDOUT_TAPE, heldout_losses, tape_path, training_losses
 from dips.local.options import command_line, log_format_asked
 from dips.local.processes import (
@@ -42,6 +46,7 @@ from dips.local.processes import (
 from dips.local.progress import Progress, progress_for
 from dips.local.report import (
     CLUSTER,
+    LINK,
     SLAVE,
     FaultPlan,
     LocalRunOutcome,
@@ -55,6 +60,7 @@ from dips.local.run_file import NOT_YET_KNOWN, make_slaves
 from dips.local.supervisor import POLL_S, how_it_ended
 from dips.master.config import MasterConfig
 from dips.trainer.config import TrainConfig
+from dips.trainer.parallelism import Parallelism
 from dips.worker.config import SECTION as WORKER_SECTION
 from dips.worker.config import ClientConfig
 
@@ -84,7 +90,11 @@ CHECKPOINT_EVERY_S = 5.0
 
 CLUSTER_KILLED_AT = 0.35
 SLAVE_KILLED_AT = 0.60
+LINK_CUT_AT = 0.75
 """Shares of the run's tokens: late enough that there is something to lose, early enough to see it come back."""
+
+LINK_CUT_S = 12.0
+"""More than twice what it takes to evict a cluster (HEARTBEAT_S): it has to join again."""
 
 FULL_MINUTES = 3.0
 LEAST_TOKENS = 1_000_000
@@ -105,6 +115,19 @@ processes that share the processors.
 """
 
 
+LIGHT_BOOT = 0.4
+"""How long a process without PyTorch takes to start, as a share of one with it."""
+
+END_BOOTS = 1.0
+"""How long the end takes, in starts of a trainer: all leave, the last version is evaluated, the records are checked."""
+
+ROUNDS_TO_SPARE = 3
+"""One is under way when the run is paused; the next may begin before the launcher sees it."""
+
+LINGER_S = 600.0
+"""The master answers until the last version is evaluated, however busy the machine is; then it is told to end."""
+
+
 @dataclass(frozen=True)
 class DemoOptions:
     """The options of `dips demo`."""
@@ -122,6 +145,7 @@ class DemoOptions:
     page: bool = True
     metrics: bool = False
     parallel: bool = False  # each cluster with a parallelism of its own; pushes are recorded and replayed
+    cut_link: bool = False  # cut the link of a cluster, in a network namespace
 
 
 def cluster_names(how_many: int) -> list[str]:
@@ -147,12 +171,61 @@ def speed_gaps(how_many: int) -> list[float]:
 def tokens_to_train(tokens_per_s: float, gaps: Sequence[float], cores: int, minutes: float) -> int:
     """The run's tk_max. tokens_per_s: of one process that has a core to itself.
 
+    A run of FULL_MINUTES has LEAST_TOKENS at least, however long that takes.
+    """
+    fits = run_tokens_per_s(tokens_per_s, gaps, cores) * minutes * 60.0
+    least = LEAST_TOKENS * min(1.0, minutes / FULL_MINUTES)
+    return int(max(fits, least))
+
+
+def run_tokens_per_s(tokens_per_s: float, gaps: Sequence[float], cores: int) -> float:
+    """The speed of a whole run. tokens_per_s: of one process that has a core to itself.
+
     A cluster with gap g computes (1 - g) of the time, so that together they ask for sum(1 - g) cores at most.
     """
     cores_used = min(float(cores), sum(1.0 - gap for gap in gaps))
-    fits = tokens_per_s * cores_used * (1.0 - SPENT_ELSEWHERE) * minutes * 60.0
-    least = LEAST_TOKENS * min(1.0, minutes / FULL_MINUTES)
-    return int(max(fits, least))
+    return tokens_per_s * cores_used * (1.0 - SPENT_ELSEWHERE)
+
+
+@dataclass(frozen=True)
+class Duration:
+    """How long the parts of a demo will take, as far as a measurement before it says."""
+
+    start_s: float  # until all processes work
+    training_s: float
+    end_s: float  # until the report is there
+
+    @property
+    def all_s(self) -> float:
+        return self.start_s + self.training_s + self.end_s
+
+    def __str__(self) -> str:
+        whole, start, training, end = map(_roughly, (self.all_s, self.start_s, self.training_s, self.end_s))
+        return f"about {whole} from now: {start} until all processes work, {training} of training, {end} for the report"
+
+
+def expected_duration(wanted: DemoOptions, tk_max: int, tokens_per_s: float, boot_s: float, cores: int) -> Duration:
+    """tokens_per_s: of the whole run. boot_s: how long a trainer took to start, on a core of its own."""
+    ranks = sum(Parallelism.parse(kind).n_ranks for kind in parallelisms(wanted))
+    boots = ranks + 1 + LIGHT_BOOT * (1 + wanted.slaves)  # the evaluator is one more process with PyTorch
+    start_s = boot_s * (LIGHT_BOOT + boots / min(float(cores), boots))
+    return Duration(start_s, tk_max / tokens_per_s, END_BOOTS * boot_s)
+
+
+def _roughly(seconds: float) -> str:
+    """In steps that do not claim more than is known."""
+    step = 1 if seconds < 10 else 5 if seconds < 60 else 10
+    return format_seconds(max(1, step * round(seconds / step)))
+
+
+def must_wait(status: StatusReply, faults: FaultPlan) -> bool:
+    """Whether the run could end before a fault is made and overcome, whose time has come: then it has to wait for that.
+
+    On a machine that does much else, a killed process takes its time to come back.
+    """
+    rounds = max(1, status.rounds_committed - 1)  # without the one of version 0
+    left = status.tk_max_tokens - status.tokens
+    return left <= ROUNDS_TO_SPARE * status.tokens / rounds and faults.unfinished(status)
 
 
 def train_settings(wanted: DemoOptions) -> TrainConfig:
@@ -169,8 +242,8 @@ def train_settings(wanted: DemoOptions) -> TrainConfig:
     return load(TrainConfig, "train", overrides=ours).value
 
 
-def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int) -> RunPlan:
-    """The plan with all processes of the demo."""
+def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int, link: CutLink | None = None) -> RunPlan:
+    """The plan with all processes of the demo. link: that of a cluster that is to be cut."""
     names, gaps = cluster_names(wanted.clusters), speed_gaps(wanted.clusters)
     master: dict[str, object] = {
         "run_id": RUN_ID,
@@ -180,16 +253,24 @@ def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int) -> RunPlan:
         "min_clusters": wanted.clusters,
         "sync_every": SYNC_EVERY,
         "heartbeat_s": HEARTBEAT_S,
+        "linger_s": LINGER_S,
         "tk_max": tk_max,
     }
     kinds = parallelisms(wanted)
     clusters = [_cluster(wanted.run_dir, train, *each) for each in zip(names, gaps, kinds, strict=True)]
+    slaves = make_slaves(
+        wanted.run_dir, RUN_ID, wanted.slaves, record_pushes=wanted.record_pushes or wanted.parallel or None
+    )
+    if link is not None:
+        first, *rest = link.ports
+        master["listen"] = format_address(LOOPBACK, first)
+        slaves = tuple(one.model_copy(update={"data_port": port}) for one, port in zip(slaves, rest, strict=True))
+        cut = names.index(behind_the_link(wanted))
+        clusters[cut] = dataclasses.replace(clusters[cut], prefix=link.prefix)
     return RunPlan(
         RUN_ID,
         load(MasterConfig, "master", overrides=master).value,
-        make_slaves(
-            wanted.run_dir, RUN_ID, wanted.slaves, record_pushes=wanted.record_pushes or wanted.parallel or None
-        ),
+        slaves,
         tuple(clusters),
         train,
         wanted.insecure,
@@ -199,14 +280,31 @@ def make_plan(wanted: DemoOptions, train: TrainConfig, tk_max: int) -> RunPlan:
 
 
 def planned_faults(wanted: DemoOptions) -> list[PlannedFault]:
-    """Faults for one cluster that is neither the fastest nor the slowest, if there is one, and for the last slave."""
-    if not wanted.faults:
-        return []
+    """Faults for one cluster that is neither the fastest nor the slowest, if there is one, and for the last slave; if
+    asked for, one for a link.
+    """
+    planned = []
+    if wanted.faults:
+        planned.append(PlannedFault(CLUSTER, _killed(wanted), CLUSTER_KILLED_AT))
+        planned.append(PlannedFault(SLAVE, f"s{wanted.slaves - 1}", SLAVE_KILLED_AT))
+    if wanted.cut_link:
+        planned.append(PlannedFault(LINK, behind_the_link(wanted), LINK_CUT_AT, LINK_CUT_S))
+    return planned
+
+
+def _killed(wanted: DemoOptions) -> str:
     names = cluster_names(wanted.clusters)
-    return [
-        PlannedFault(CLUSTER, names[min(1, len(names) - 1)], CLUSTER_KILLED_AT),
-        PlannedFault(SLAVE, f"s{wanted.slaves - 1}", SLAVE_KILLED_AT),
-    ]
+    return names[min(1, len(names) - 1)]
+
+
+def behind_the_link(wanted: DemoOptions) -> str:
+    """The last cluster of one process, another one than is killed if there is one. The ranks of a cluster speak over
+    the same device as with the servers, so a cut would part them too.
+    """
+    kinds = dict(zip(cluster_names(wanted.clusters), parallelisms(wanted), strict=True))
+    whole = [name for name, kind in kinds.items() if not kind]
+    others = [name for name in whole if name != _killed(wanted)]
+    return (others or whole)[-1]
 
 
 def _cluster(run_dir: Path, train: TrainConfig, name: str, gap: float, parallel: str) -> TrainedCluster:
@@ -229,21 +327,32 @@ def _cluster(run_dir: Path, train: TrainConfig, name: str, gap: float, parallel:
 # Measures how fast this machine trains, by running the trainer itself in processes of its own.
 
 
-_ENDS_WITHIN_S = 120.0
+_ENDS_WITHIN_S = 300.0
 
 
-def measure_tokens_per_s(options: Sequence[str], seconds: float, at_once: int) -> float:
+class NotMeasured(FatalError):
+    """The machine does so much else that its speed says nothing."""
+
+
+def _say_nothing(sentence: str) -> None:
+    pass
+
+
+def measure_tokens_per_s(
+    options: Sequence[str], seconds: float, at_once: int, tell: Callable[[str], None] = _say_nothing
+) -> float:
     """The mean speed of `at_once` trainers that run side by side for some seconds, in tokens a second of
     each.
 
     `options` are those of `dips train`. Raises ConfigError with the trainer's own sentence when it refuses
-    its settings (a data path that does not exist, for one), and FatalError when it cannot be measured.
+    its settings (a data path that does not exist, for one), NotMeasured when it takes too long, and FatalError when a
+    trainer ends otherwise. `tell` gets a sentence now and then.
     """
     command = [sys.executable, "-m", "dips.trainer.calibrate", "--json", "--seconds", str(seconds), *options]
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     trainers = [subprocess.Popen(wrapped(command), text=True, **pipes) for _ in range(at_once)]
     try:
-        speeds = [_speed(trainer) for trainer in trainers]
+        speeds = [_speed(trainer, tell) for trainer in trainers]
     finally:
         for trainer in trainers:
             if trainer.poll() is None:
@@ -252,16 +361,31 @@ def measure_tokens_per_s(options: Sequence[str], seconds: float, at_once: int) -
     return sum(speeds) / len(speeds)
 
 
-def _speed(trainer: subprocess.Popen[str]) -> float:
+def _speed(trainer: subprocess.Popen[str], tell: Callable[[str], None]) -> float:
     try:
-        out, errors = trainer.communicate(timeout=_ENDS_WITHIN_S)
+        out, errors = _output(trainer, "the measurement", tell, _ENDS_WITHIN_S)
     except subprocess.TimeoutExpired as error:
-        raise FatalError(f"measuring the speed of this machine took over {_ENDS_WITHIN_S:g} s") from error
+        raise NotMeasured(f"the speed of this machine could not be measured in {_ENDS_WITHIN_S:g} s") from error
     if trainer.returncode == ConfigError.exit_code:
         raise ConfigError(_last_line(errors).removeprefix("dips: "))
     if trainer.returncode != 0:
         raise FatalError(f"the trainer {how_it_ended(trainer.returncode)} while its speed was measured: {errors}")
     return float(json.loads(_last_line(out))["tokens_per_s"])
+
+
+def _output(
+    process: subprocess.Popen[str], what: str, tell: Callable[[str], None], limit_s: float = math.inf
+) -> tuple[str, str]:
+    """What the process wrote, once it has ended. Raises TimeoutExpired after limit_s."""
+    begin_s = time.monotonic()
+    while True:
+        try:
+            return process.communicate(timeout=min(TELL_EVERY_S, limit_s))
+        except subprocess.TimeoutExpired:
+            waited_s = time.monotonic() - begin_s
+            if waited_s >= limit_s:
+                raise
+            tell(f"still waiting for {what} ({format_seconds(round(waited_s))})")
 
 
 def _last_line(text: str) -> str:
@@ -273,8 +397,11 @@ def _last_line(text: str) -> str:
 
 
 CALIBRATION_S = 3.0
-STALL_S = 180.0
-"""A run on one machine that applies no token for so long will not do so again."""
+STALL_S = 900.0
+"""A run on one machine that applies no token for so long will not do so again, whatever else the machine does."""
+
+HOLD_S = 600.0
+"""How long a run that could end waits for what was killed."""
 
 RESTART_DELAY_S = {CLUSTER: 2.0, "slave": 1.0}
 """How long a killed process stays away before its supervisor starts it again: long enough to be seen."""
@@ -295,11 +422,23 @@ def run_demo(wanted: DemoOptions, console: Console, clock: Clock) -> DemoResult:
     raises."""
     command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
     train = train_settings(wanted)
-    with claim(wanted.run_dir, Mark(RUN_ID, DEMO, command)) as directory, progress_for(console, clock) as progress:
+    if wanted.cut_link:
+        check_possible()
+    with (
+        claim(wanted.run_dir, Mark(RUN_ID, DEMO, command)) as directory,
+        progress_for(console, clock) as progress,
+        contextlib.ExitStack() as spaces,
+    ):
         if directory.replaced:
             progress.say(f"replacing what an earlier demo left in {directory.path}")
+        progress.say(
+            f"one master, {wanted.slaves} slaves and {wanted.clusters} clusters will train for about "
+            f"{format_seconds(round(wanted.minutes * 60))}; first a look at this machine ({os.cpu_count()} cores)"
+        )
+        link = spaces.enter_context(CutLink(1 + wanted.slaves)) if wanted.cut_link else None
+        _compile(progress)
         tk_max = _choose_length(wanted, command_line(train), progress)
-        plan = make_plan(wanted, train, tk_max)
+        plan = make_plan(wanted, train, tk_max, link)
         plan = with_page(plan, directory.path) if wanted.page else plan
         faults = FaultPlan(planned_faults(wanted))
         begin_s = clock.monotonic_s()
@@ -309,43 +448,115 @@ def run_demo(wanted: DemoOptions, console: Console, clock: Clock) -> DemoResult:
                 progress.say(sentence)
             if sentence := metrics_sentence(plan, directory):
                 progress.say(sentence)
-            _watch(local, faults, progress, clock, begin_s)
+            _watch(local, faults, progress, clock, begin_s, link)
+        progress.say("all processes have ended: checking their records, and drawing the losses")
         return _finish(local, faults, directory, command, clock.monotonic_s() - begin_s)
+
+
+def _compile(progress: Progress) -> None:
+    """In a process of its own, before the measurement: else slaves would wait for it, and nothing would say why."""
+    progress.say("waiting for the slaves' compiled code (seconds; a minute or two the first time on a machine)")
+    command = [sys.executable, "-m", "dips.cli", "warm-up", "--slave"]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(wrapped(command), text=True, **pipes)
+    try:
+        _, errors = _output(process, "the slaves' compiled code", progress.say)
+    finally:
+        process.kill()
+    if process.returncode:
+        progress.say(f"it could not be prepared ({_last_line(errors).removeprefix('dips: ')}): slaves start slowly")
 
 
 def _choose_length(wanted: DemoOptions, options: list[str], progress: Progress) -> int:
     cores = os.cpu_count() or 1
-    at_once = min(cores, wanted.clusters)
-    progress.say(f"measuring how fast this machine trains ({cores} cores)")
-    speed = measure_tokens_per_s(options, CALIBRATION_S, at_once)
+    at_once, gaps = min(cores, wanted.clusters), speed_gaps(wanted.clusters)
+    progress.say(
+        f"waiting for a measurement of how fast this machine trains: {at_once} trainers start, and train for "
+        f"{CALIBRATION_S:g} s"
+    )
+    begin_s = time.monotonic()
+    try:
+        speed = measure_tokens_per_s(options, CALIBRATION_S, at_once, progress.say)
+    except NotMeasured as error:
+        tk_max = tokens_to_train(0.0, gaps, cores, wanted.minutes)
+        progress.say(f"{error}: training on {format_count(tk_max)} tokens, however long that takes")
+        return tk_max
+    boot_s = max(0.0, time.monotonic() - begin_s - CALIBRATION_S)
     speed_in_run = speed / RANKS_COST if wanted.parallel else speed
-    tk_max = tokens_to_train(speed_in_run, speed_gaps(wanted.clusters), cores, wanted.minutes)
+    tk_max = tokens_to_train(speed_in_run, gaps, cores, wanted.minutes)
+    expected_per_s = run_tokens_per_s(speed_in_run, gaps, cores)
+    progress.expect(expected_per_s)
     progress.say(f"{speed:.0f} tokens/s for one process: training on {format_count(tk_max)} tokens")
+    progress.say(str(expected_duration(wanted, tk_max, expected_per_s, boot_s, cores)))
     return tk_max
 
 
-def _watch(local: LocalRun, faults: FaultPlan, progress: Progress, clock: Clock, begin_s: float) -> None:
+def _watch(
+    local: LocalRun, faults: FaultPlan, progress: Progress, clock: Clock, begin_s: float, link: CutLink | None
+) -> None:
     heldout_tape = tape_path(local.directory.path, HELDOUT_TAPE)
+    hold = Hold(local, faults, progress)
     while not local.finished:
         status = local.tick()
+        now_s = clock.monotonic_s() - begin_s
+        if link is not None and link.look(now_s):
+            progress.say("the link that was cut is there again")
         if status is not None:
-            now_s = clock.monotonic_s() - begin_s
             for due in faults.due(status):
-                _make_fault(due, local, faults, status, now_s, progress)
+                _make_fault(due, local, faults, status, now_s, progress, link)
             for back in faults.observe(status, now_s):
                 assert back.back is not None, "observe() returns faults whose victim is back"
-                kind, target, away_s = back.planned.kind, back.planned.target, back.back.seconds - back.when.seconds
-                progress.say(f"{kind} {target} is back as {back.back_as} after {away_s:.1f} s")
+                target, away_s = back.planned.target, back.back.seconds - back.when.seconds
+                progress.say(f"{back.planned.victim} is back as {back.back_as} after {away_s:.1f} s")
                 local.record("back", target=target, tokens=back.back.tokens, seconds=back.back.seconds)
+            hold.look(status, now_s)
             progress.show(status, heldout_losses(heldout_tape), faults.happened)
         time.sleep(POLL_S)
     local.finish()
 
 
+class Hold:
+    """Pauses a run that could end before its faults are made and overcome, until they are, or for HOLD_S."""
+
+    def __init__(self, local: LocalRun, faults: FaultPlan, progress: Progress) -> None:
+        self._local = local
+        self._faults = faults
+        self._progress = progress
+        self._since_s: float | None = None
+        self._given_up = False
+
+    def look(self, status: StatusReply, now_s: float) -> None:
+        if self._since_s is None:
+            if must_wait(status, self._faults) and not self._given_up and self._local.pause_run(_HOLD):
+                self._since_s = now_s
+                self._progress.say(f"the run is almost at its end: paused {_HOLD}")
+            return
+        self._given_up = now_s >= self._since_s + HOLD_S
+        if (self._given_up or not self._faults.unfinished(status)) and self._local.resume_run(_HOLD):
+            self._since_s = None
+            why = f"waited {format_seconds(HOLD_S)} in vain" if self._given_up else "everything is back"
+            self._progress.say(f"{why}: the run goes on")
+
+
+_HOLD = "until what was killed or cut off is back"
+
+
 def _make_fault(
-    due: PlannedFault, local: LocalRun, faults: FaultPlan, status: StatusReply, now_s: float, progress: Progress
+    due: PlannedFault,
+    local: LocalRun,
+    faults: FaultPlan,
+    status: StatusReply,
+    now_s: float,
+    progress: Progress,
+    link: CutLink | None,
 ) -> None:
-    pid = local.supervisor.kill(due.target, RESTART_DELAY_S[due.kind])
+    if due.kind == LINK:
+        assert link is not None, "planned only where there is one"
+        pid = local.supervisor.pid(due.target)
+        if pid is not None:
+            link.cut(now_s + due.lasts_s)
+    else:
+        pid = local.supervisor.kill(due.target, RESTART_DELAY_S[due.kind])
     if pid is None:
         return  # it ended by itself a moment ago; the fault stays due until it is back
     fault = faults.was_done(due, pid, status, now_s)
@@ -356,6 +567,8 @@ def _make_fault(
 def _finish(local: LocalRun, faults: FaultPlan, directory: RunDirectory, command: str, seconds: float) -> DemoResult:
     if local.status is None:
         raise FatalError(f"the master never reported its status: see {directory.log('master')}")
+    from dips.judge.verify import verify_or_say  # not while a person waits for the first line
+
     heldout = heldout_losses(tape_path(directory.path, HELDOUT_TAPE))
     recorded = all(slave.record_pushes for slave in local.plan.slaves)
     outcome = LocalRunOutcome(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import TypeVar
 
 from dips.core.clock import Clock
 from dips.core.errors import TERMINATED, ConfigError, FatalError, RefusalCode, Refused, RetryLater
@@ -18,7 +19,7 @@ from dips.core.observe.tape import Tape
 from dips.core.units import format_seconds
 from dips.local.authority import OPERATOR, ensure_keys
 from dips.local.log_files import StartFollower, tape_path
-from dips.local.operator_client import OperatorClient, wait_for_master
+from dips.local.operator_client import OperatorClient
 from dips.local.processes import (
     EVALUATOR,
     MASTER,
@@ -31,13 +32,22 @@ from dips.local.processes import (
 )
 from dips.local.run_directory import RunDirectory
 from dips.local.supervisor import POLL_S, ChildEvent, ProcessSupervisor
+from dips.master.directory import read_address
 from dips.master.page.access import read_page_url
 
 STATUS_EVERY_S = 0.5
-_STATUS_CALL_S = 2.0
-_MASTER_START_S = 60.0
-_END_S = 10.0
+_STATUS_CALL_S = 5.0
+_MASTER_START_S = 600.0
+"""A machine that does much else may take minutes; a master that ends instead is noticed at once."""
+
+_END_S = 60.0
+_STOP_AGAIN_S = 1.0
+TELL_EVERY_S = 10.0
+"""Between two sentences about one thing that is waited for."""
+
 LAUNCH_TAPE = "launch"
+
+T = TypeVar("T")
 
 
 class LocalRun:
@@ -99,12 +109,12 @@ class LocalRun:
     def start(self) -> str:
         """Start everything; returns the master's address. Raises what a child's wrong settings raise."""
         self._make_keys()
-        pid = self.supervisor.start(master_spec(self.plan, self.directory))
-        self.address = wait_for_master(self.directory.master, pid, _MASTER_START_S, self.supervisor.poll)
+        self.supervisor.start(master_spec(self.plan, self.directory))
+        self.address = self._once_there("the start of the master", self._masters_address)
         self.page_url = read_page_url(self.directory.master)
         security = INSECURE if self.plan.insecure else load_identity(self.directory.keys / OPERATOR)
         self._operator = OperatorClient(self.address, self.plan.run_id, _STATUS_CALL_S, security=security)
-        self._refuse_ended_run(self._operator.status())
+        self._refuse_ended_run(self._once_there("the master's first answer", self._ask))
         for spec in slave_specs(self.plan, self.directory, self.address):
             self.supervisor.start(spec)
         for spec in cluster_specs(self.plan, self.directory, self.address):
@@ -128,6 +138,7 @@ class LocalRun:
         self._next_status_s = now_s + STATUS_EVERY_S
         for name, sentence in self._starts.news():
             self._tell(f"{name}: {sentence}")
+            self._progress = (self._progress[0], now_s)  # a long start is no standstill
         status = self._ask()
         if status is not None:
             self._remember(status, now_s)
@@ -156,10 +167,13 @@ class LocalRun:
 
     def finish(self) -> None:
         """Once `finished`: let the master and the slaves end by themselves, for a bounded time."""
-        self.stop_run("the run has ended")
         names = [MASTER, *self.plan.slave_ids]
-        deadline_s = self._clock.monotonic_s() + _END_S
-        while not self.supervisor.ended(names) and self._clock.monotonic_s() < deadline_s:
+        ask_s = self._clock.monotonic_s()
+        deadline_s = ask_s + _END_S
+        while not self.supervisor.ended(names) and (now_s := self._clock.monotonic_s()) < deadline_s:
+            if now_s >= ask_s and not self.supervisor.ended([MASTER]):
+                self.stop_run("the run has ended")  # without it the master would serve for linger_s
+                ask_s = now_s + _STOP_AGAIN_S
             self.supervisor.poll()
             time.sleep(POLL_S)
 
@@ -172,6 +186,14 @@ class LocalRun:
         except (RetryLater, Refused) as error:
             _raise_unless_away(error)
             return None
+
+    def pause_run(self, reason: str) -> bool:
+        """Ask the master to begin no new round; whether it has said yes."""
+        return self._said_yes(lambda operator: operator.pause(reason))
+
+    def resume_run(self, reason: str) -> bool:
+        """End a pause; whether the master has said yes."""
+        return self._said_yes(lambda operator: operator.resume(reason))
 
     def record(self, kind: str, **fields: object) -> None:
         """Write to the launcher's own tape."""
@@ -187,6 +209,41 @@ class LocalRun:
         operators = [OPERATOR, *([EVALUATOR] if self.plan.evaluate is not None else [])]
         clusters = [*self.plan.cluster_ids, *self.plan.keys_for]
         ensure_keys(self.directory.keys, clusters, self.plan.slave_ids, operators)
+
+    def _once_there(self, what: str, find: Callable[[], T | None]) -> T:
+        """What `find` returns as soon as that is not None; says now and then that it is waited for.
+
+        Raises RetryLater after _MASTER_START_S, and what a child's wrong settings raise.
+        """
+        begin_s = self._clock.monotonic_s()
+        tell_s = begin_s + TELL_EVERY_S
+        while True:
+            self.supervisor.poll()
+            if (found := find()) is not None:
+                return found
+            now_s = self._clock.monotonic_s()
+            if now_s >= begin_s + _MASTER_START_S:
+                log = self.directory.log(MASTER)
+                raise RetryLater(f"waited {format_seconds(_MASTER_START_S)} for {what}, in vain: see {log}")
+            if now_s >= tell_s:
+                tell_s = now_s + TELL_EVERY_S
+                self._tell(f"still waiting for {what} ({format_seconds(round(now_s - begin_s))})")
+            time.sleep(POLL_S / 2)
+
+    def _masters_address(self) -> str | None:
+        """None until the process that runs now has written it."""
+        written = read_address(self.directory.master)
+        return written.address if written is not None and written.pid == self.supervisor.pid(MASTER) else None
+
+    def _said_yes(self, request: Callable[[OperatorClient], str]) -> bool:
+        if self._operator is None:
+            return False
+        try:
+            request(self._operator)
+        except (RetryLater, Refused) as error:
+            _raise_unless_away(error)
+            return False
+        return True
 
     def _ask(self) -> StatusReply | None:
         """None while the master does not answer: it may be starting again."""

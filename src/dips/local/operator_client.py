@@ -6,7 +6,6 @@ Blocking, each call with a deadline. It must never retry by itself: the caller d
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,18 +142,3 @@ class NamedRun:
         if written is None:
             raise ConfigError(f"no master runs in {self.directory}: start the run, or check the directory")
         return written.address
-
-
-def wait_for_master(directory: Path, pid: int, wait_s: float, alive: Callable[[], None]) -> str:
-    """The address of the master with this pid, once it has written it.
-
-    `alive` is called meanwhile and raises when the process died. Raises RetryLater after wait_s.
-    """
-    deadline_s = time.monotonic() + wait_s
-    while time.monotonic() < deadline_s:
-        alive()
-        written = read_address(directory)
-        if written is not None and written.pid == pid:
-            return written.address
-        time.sleep(0.05)
-    raise RetryLater(f"the master did not write its address in {directory} within {wait_s:g} s: see its log")

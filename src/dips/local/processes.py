@@ -65,6 +65,7 @@ class TrainedCluster:
 
     train: TrainConfig
     client: ClientConfig
+    prefix: tuple[str, ...] = ()  # a command that runs the words after it, such as in a network namespace
 
     @property
     def cluster_id(self) -> str:
@@ -74,7 +75,7 @@ class TrainedCluster:
         knobs = [*command_line(self.train), *command_line(self.client, without={"master", *_SECURITY})]
         own = _dips("train", *knobs, option_name("master"), address, *security)
         n_ranks = self.train.parallelism.n_ranks
-        return own if n_ranks == 1 else _ranks(n_ranks, own)
+        return [*self.prefix, *(own if n_ranks == 1 else _ranks(n_ranks, own))]
 
 
 @dataclass(frozen=True)

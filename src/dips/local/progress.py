@@ -22,6 +22,9 @@ from dips.local.view import alarm_sentence, plain_line, status_view
 from dips.master.page.history import TokenRate
 
 PLAIN_EVERY_S = 5.0
+SEEN_ENOUGH_S = 15.0
+"""The first rounds of a run say little about the next ones: for so long an expectation says more."""
+
 _NARROW_LINES = 45
 
 
@@ -33,6 +36,7 @@ class Progress(ABC):
         self._clock = clock
         self._begin_s = clock.monotonic_s()
         self._rate = TokenRate()
+        self._expected_per_s = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -48,6 +52,18 @@ class Progress(ABC):
     def show(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, faults: Sequence[Fault]) -> None:
         """The present state; it replaces the one before. heldout: None when no process measures it."""
 
+    def expect(self, tokens_per_s: float) -> None:
+        """What was measured before the run; it counts until the run itself has been seen for long enough."""
+        self._expected_per_s = tokens_per_s
+
+    def _remember(self, status: StatusReply) -> None:
+        """Before the first version the processes only start, which says nothing about their speed."""
+        if status.published is not None:
+            self._rate.add(self._clock.monotonic_s(), status.tokens)
+
+    def _left(self, status: StatusReply) -> str:
+        return left_sentence(status, self._rate, self._expected_per_s)
+
     def _stamped(self, sentence: str) -> str:
         return f"{self._clock.monotonic_s() - self._begin_s:6.1f} s  {sentence}"
 
@@ -62,10 +78,14 @@ def loss_sentence(heldout: Sequence[HeldoutPoint] | None) -> str:
     return f"held-out loss {last.loss:.3f} at version {last.version}"
 
 
-def left_sentence(status: StatusReply, rate: TokenRate) -> str:
+def left_sentence(status: StatusReply, rate: TokenRate, expected_per_s: float = 0.0) -> str:
     """How long it will still take, in words; empty when the run has no end or nothing is known."""
     left = status.tk_max_tokens - status.tokens
-    left_s = rate.left_s(left) if left > 0 else None
+    if left <= 0 or status.published is None or status.paused:
+        return ""
+    left_s = rate.left_s(left)
+    if expected_per_s > 0 and rate.seen_s() < SEEN_ENOUGH_S:
+        left_s = left / expected_per_s
     return f"about {format_seconds(round(left_s))} left" if left_s is not None else ""
 
 
@@ -89,7 +109,7 @@ class PlainProgress(Progress):
 
     def show(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, faults: Sequence[Fault]) -> None:
         now_s = self._clock.monotonic_s()
-        self._rate.add(now_s, status.tokens)
+        self._remember(status)
         for alarm in status.alarms:
             if (alarm.kind, alarm.clusters) not in self._alarms:
                 self.say(alarm_sentence(alarm))
@@ -97,7 +117,7 @@ class PlainProgress(Progress):
         if now_s < self._next_s:
             return
         self._next_s = now_s + self._every_s
-        parts = [plain_line(status), loss_sentence(heldout), left_sentence(status, self._rate)]
+        parts = [plain_line(status), loss_sentence(heldout), self._left(status)]
         self.say(" | ".join(part for part in parts if part))
 
 
@@ -119,8 +139,8 @@ class LiveProgress(Progress):
         self._live.console.print(Text(self._stamped(sentence), style="dim"))
 
     def show(self, status: StatusReply, heldout: Sequence[HeldoutPoint] | None, faults: Sequence[Fault]) -> None:
-        self._rate.add(self._clock.monotonic_s(), status.tokens)
-        parts = [loss_sentence(heldout), f"{self._rate.per_s():.0f} tokens/s", left_sentence(status, self._rate)]
+        self._remember(status)
+        parts = [loss_sentence(heldout), f"{self._rate.per_s():.0f} tokens/s", self._left(status)]
         view: list[RenderableType] = [
             status_view(status, width_is_narrow=self._console.height < _NARROW_LINES),
             Text("  ".join(part for part in parts if part), style="bold"),

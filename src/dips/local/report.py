@@ -37,15 +37,21 @@ if TYPE_CHECKING:
 
 CLUSTER = "cluster"
 SLAVE = "slave"
+LINK = "link"
 
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """Kill `target` once the run has applied this share of its tokens."""
+    """Kill `target`, or cut its link, once the run has applied this share of its tokens."""
 
-    kind: str  # cluster or slave
+    kind: str  # cluster, slave, or link: that of a cluster
     target: str
     at_share: float
+    lasts_s: float = 0.0  # of a link: how long it is cut
+
+    @property
+    def victim(self) -> str:
+        return f"{SLAVE if self.kind == SLAVE else CLUSTER} {self.target}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,9 @@ class Fault:
 
     @property
     def what(self) -> str:
-        return f"{self.planned.kind} {self.planned.target} killed with SIGKILL"
+        if self.planned.kind == LINK:
+            return f"link of {self.planned.victim} cut for {self.planned.lasts_s:g} s"
+        return f"{self.planned.victim} killed with SIGKILL"
 
 
 class FaultPlan:
@@ -84,6 +92,11 @@ class FaultPlan:
     @property
     def never_happened(self) -> list[PlannedFault]:
         return list(self._to_do)
+
+    def unfinished(self, status: StatusReply) -> bool:
+        """Whether a fault whose time has come is still to be made, or its victim is not back."""
+        due = any(status.tokens >= fault.at_share * status.tk_max_tokens for fault in self._to_do)
+        return due or any(fault.back is None for fault in self.happened)
 
     def due(self, status: StatusReply) -> list[PlannedFault]:
         """The faults whose time has come and whose target is there to be killed."""
@@ -119,7 +132,7 @@ def moment(status: StatusReply, now_s: float) -> Moment:
 
 def _find(status: StatusReply, fault: PlannedFault) -> ClusterStatus | SlaveStatus:
     """The target's status; one that is not alive when the master does not know it."""
-    if fault.kind == CLUSTER:
+    if fault.kind != SLAVE:
         clusters = (cluster for cluster in status.clusters if cluster.cluster_id == fault.target)
         return next(clusters, ClusterStatus(fault.target))
     slaves = (slave for slave in status.slaves if slave.slave_id == fault.target)

@@ -12,13 +12,18 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from dips.core.config import Knobs
+from dips.core.errors import ConfigError
 from dips.core.units import Bytes, Count, validating
-from dips.trainer.corpus import Corpus, CorpusLimits, read_corpus
-from dips.trainer.parallelism import Parallelism
+from dips.trainer.corpus import Corpus, CorpusLimits, check_paths, read_corpus
+from dips.trainer.parallelism import Parallelism, Place
 from dips.trainer.sizes import SIZES
+from dips.worker.config import ClientConfig, check
 
 SECTION = "train"
 """The TOML table, and the middle of the environment names DIPS_TRAIN_<FIELD>."""
+
+ALONE = "alone"
+"""Name and cause in records of training without a master."""
 
 
 def _known_size(name: str) -> str:
@@ -116,3 +121,23 @@ def corpus_of(config: TrainConfig) -> Corpus:
     """Read the text that these settings name. Raises ConfigError as read_corpus does."""
     limits = CorpusLimits(config.max_bytes, config.heldout_fraction, config.heldout_max_bytes)
     return read_corpus(config.data, limits)
+
+
+def check_settings(train: TrainConfig, client: ClientConfig) -> None:
+    """Raise ConfigError for what can be seen without torch, whose import takes seconds."""
+    if client.master:
+        check(client)
+    elif train.steps is None:
+        raise ConfigError(
+            "neither a master nor a number of steps is given: give --master HOST:PORT to take part in a run, or "
+            "--steps N to train without one"
+        )
+    check_paths(train.data)
+
+
+def settings_of_rank(client: ClientConfig, place: Place) -> ClientConfig:
+    """Of several ranks the leader writes the records and says how training goes on; the others, what goes wrong."""
+    if place.leads:
+        return client
+    level = "WARNING" if client.log_level.upper() == "INFO" else client.log_level
+    return client.model_copy(update={"tape": None, "log_level": level})

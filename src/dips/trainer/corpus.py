@@ -119,6 +119,13 @@ def read_corpus(paths: Sequence[Path], limits: CorpusLimits) -> Corpus:
     )
 
 
+def check_paths(paths: Sequence[Path]) -> None:
+    """Raise ConfigError for the first path where nothing is."""
+    for path in paths:
+        if not path.exists():
+            raise ConfigError(f"data path {path} does not exist: give a text file or a folder of text files")
+
+
 def name_hash(*parts: object) -> bytes:
     """A hash of 32 bytes of these names, the same on every machine."""
     return hashlib.sha256("\0".join(str(part) for part in parts).encode("utf-8", "surrogateescape")).digest()
@@ -132,14 +139,13 @@ def _sources_of(paths: Sequence[Path]) -> list[_Source]:
             raise ConfigError(f"the Python standard library has no source files at {root}: give text with --data")
         found = _walk(root, skipped=_SKIPPED_FOLDERS)
         return [_source(0, root, path) for path in found if path.suffix == ".py"]
+    check_paths(paths)
     sources: list[_Source] = []
     for position, path in enumerate(paths):
         if path.is_dir():
             sources += [_source(position, path, found) for found in _walk(path)]
-        elif path.exists():
-            sources.append(_Source(f"{position}/{path.name}", path))
         else:
-            raise ConfigError(f"data path {path} does not exist: give a text file or a folder of text files")
+            sources.append(_Source(f"{position}/{path.name}", path))
     return sources
 
 

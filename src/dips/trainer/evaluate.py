@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -34,7 +33,7 @@ from dips.core.observe.metrics_server import serve_metrics, served
 from dips.core.observe.tape import Tape, new_cause
 from dips.protos import operator_pb2_grpc
 from dips.trainer.config import TrainConfig, corpus_of
-from dips.trainer.export import Fetched, read_export
+from dips.trainer.export import Fetched
 from dips.trainer.model import ByteModel
 from dips.trainer.progress import StopSignals
 from dips.trainer.sizes import ModelConfig
@@ -257,12 +256,6 @@ class Evaluator:
         return Evaluation(fetched.run_id, fetched.version, fetched.tokens, loss)
 
 
-def evaluate_file(path: Path, train: TrainConfig) -> Evaluation:
-    """The held-out loss of an export. Raises ConfigError for the file, the text, or a layout of another model."""
-    exported = read_export(path)
-    return Evaluator(train)(exported)
-
-
 def evaluate_live(
     master: str,
     run_id: str | None,
@@ -273,7 +266,7 @@ def evaluate_live(
 ) -> Evaluation:
     """The held-out loss of a version that the slaves still keep; None: the newest.
 
-    Raises ConfigError as evaluate_file does, Refused when that version is gone, RetryLater when no answer comes.
+    Raises ConfigError as an Evaluator does, Refused when that version is gone, RetryLater when no answer comes.
     """
     evaluator = Evaluator(train)
     return evaluator(fetch_version(master, run_id, name, security, version=version, deadline_s=FETCH_DEADLINE_S))

@@ -22,7 +22,7 @@ from dips.core.observe.failpoints import install
 from dips.core.observe.logs import configure_logging
 from dips.core.observe.tape import Tape
 from dips.trainer.cluster_of_ranks import ClusterOfRanks
-from dips.trainer.config import TrainConfig, corpus_of
+from dips.trainer.config import ALONE, TrainConfig, check_settings, corpus_of, settings_of_rank
 from dips.trainer.corpus import all_ranges
 from dips.trainer.cut_model import CutModel, another_rank_may_be_gone
 from dips.trainer.data import Batch, ChunkedText, LeasedBatches
@@ -31,7 +31,7 @@ from dips.trainer.model import ByteModel
 from dips.trainer.parallelism import Place, place_here
 from dips.trainer.progress import Slowdown, StepReports, StopSignals
 from dips.trainer.sizes import SIZES
-from dips.worker.config import ClientConfig, check
+from dips.worker.config import ClientConfig
 from dips.worker.shell import ClusterShell
 from dips.worker.torch_model import TorchParameters
 from dips.worker.torch_state import HasState, TorchState
@@ -220,9 +220,6 @@ def _adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.opt
 
 _logger = logging.getLogger("dips.trainer")
 
-ALONE = "alone"
-"""Name and cause in records of training without a master."""
-
 MIXED_CHUNKS_PER_ROW = 2
 """A lease has at least so many chunks for each row of a batch, so that a batch is never a single document."""
 
@@ -238,25 +235,11 @@ def run(train: TrainConfig, client: ClientConfig) -> int:
     client = settings_of_rank(client, place)
     configure_logging("worker", client.cluster_id or ALONE, client.log_level, client.log_format)
     install("worker", enabled=client.failpoints)
-    if client.master:
-        check(client)
-    elif train.steps is None:
-        raise ConfigError(
-            "neither a master nor a number of steps is given: give --master HOST:PORT to take part in a run, or "
-            "--steps N to train without one"
-        )
+    check_settings(train, client)
     with StopSignals() as signals, _trainer_here(train, place, signals) as inner:
         if client.master:
             return _ClusterLoop(inner, client, place, signals).run()
         return _run_alone(inner, client, place, signals)
-
-
-def settings_of_rank(client: ClientConfig, place: Place) -> ClientConfig:
-    """Of several ranks the leader writes the records and says how training goes on; the others, what goes wrong."""
-    if place.leads:
-        return client
-    level = "WARNING" if client.log_level.upper() == "INFO" else client.log_level
-    return client.model_copy(update={"tape": None, "log_level": level})
 
 
 @contextlib.contextmanager

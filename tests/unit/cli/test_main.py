@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.repository import ROOT
 
 from dips.cli import main
 from dips.cli import place as command_place
+from dips.cli.demo import own_model
 from dips.core.errors import FatalError, RefusalCode, Refused, RetryLater
 from dips.local import operator_client
 
@@ -195,6 +198,54 @@ assert not found, found
     assert done.returncode == 0, done.stderr
 
 
+_HELP = ("train", "eval", "export", "compare", "profile", "plan", "demo", "doctor")
+_MISTAKES = (
+    "train",
+    "train --no-such-option",
+    "train --model-size huge --steps 3",
+    "train --steps 3 --data nothing.txt",
+    "train --steps 3 --config nothing.toml",
+    "train --steps 3 --parallel fsdp=2",
+    "train --master 127.0.0.1:9 --keys keys",
+    "train --master 127.0.0.1:9 --cluster-id a --keys nothing",
+    "eval",
+    "eval --no-such-option",
+    "eval nothing",
+    "eval empty",
+    "eval nothing.safetensors",
+    "eval damaged.safetensors",
+    "eval empty --data nothing.txt",
+    "eval 127.0.0.1:9 --keys nothing",
+    "export",
+    "export --no-such-option",
+    "export empty",
+    "export nothing --to model",
+    "export empty --to model.safetensors",
+    "export empty --to checkpoint --format dcp",
+    "export empty --to .",
+    "compare --methods nothing",
+    "profile device nothing.toml --device a",
+    "plan run nothing",
+)
+
+
+def test_help_and_mistakes_are_answered_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged.safetensors").write_bytes(b"damaged")
+    lines = [*(f"{name} {option}" for name in _HELP for option in ("--help", "-h")), *_MISTAKES]
+    code = f"""
+import sys
+from dips.cli.main import run
+for line in {lines!r}:
+    assert run(line.split()) == (0 if line.endswith(("--help", "-h")) else 2), line
+    assert "torch" not in sys.modules, line
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DIPS_")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_place_prints_a_sentence_or_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "sites.toml"
     file.write_text(
@@ -204,6 +255,17 @@ def test_place_prints_a_sentence_or_json(capsys: pytest.CaptureFixture[str], tmp
     assert "Place the parameter servers at y" in capsys.readouterr().out
     assert command_place.place(file, as_json=True) == 0
     assert capsys.readouterr().out == '{"site": "y", "index": 1, "demand": {"x": 10.0, "y": 15.0}}\n'
+
+
+def test_the_demo_ends_with_how_to_go_on_with_an_own_model(tmp_path: Path) -> None:
+    title, loop, command, page = own_model(ROOT)
+    assert title == "your own model:"
+    for line, path in ((loop, "examples/own_loop.py"), (command, "examples/server.toml"), (page, "docs/start.md")):
+        assert f" {path}" in line
+        assert (ROOT / path).is_file()
+    assert "## Your own model" in (ROOT / "docs/start.md").read_text()
+    assert f" {ROOT}/examples/own_loop.py" in own_model(tmp_path)[1]
+    assert " ../docs/start.md" in own_model(ROOT / "src")[3]
 
 
 def test_output_into_a_closed_pipe_leaves_no_trace() -> None:

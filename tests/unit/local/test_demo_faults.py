@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 from support.run_status import cluster_status, run_status, slave_status
 
 from dips.core.ids import Incarnation, Version
+from dips.local.demo import HOLD_S, Hold, must_wait
+from dips.local.local_run import LocalRun
+from dips.local.progress import Progress
 from dips.local.report import CLUSTER, SLAVE, Fault, FaultPlan, Moment, PlannedFault
 
 KILL_B = PlannedFault(CLUSTER, "b", 0.35)
@@ -84,3 +89,87 @@ def test_a_moment_before_any_version_has_none() -> None:
     plan = FaultPlan([KILL_B])
     fault = plan.was_done(KILL_B, 1, run_status(published=None), 1.0)
     assert fault.when.version is None
+
+
+# ---- a run waits for what was killed ----
+
+NEAR_THE_END = {"tokens": 940_000, "rounds_committed": 48}
+"""A round has 20 thousand tokens: three more may begin."""
+
+
+def test_a_run_waits_near_its_end_for_who_is_not_back_yet() -> None:
+    plan, _ = plan_after_both()
+    assert not must_wait(run_status(tokens=900_000, rounds_committed=46), plan)
+    assert must_wait(run_status(**NEAR_THE_END), plan)
+
+
+def test_a_run_waits_for_a_fault_that_is_due_and_could_not_be_made_yet() -> None:
+    assert must_wait(run_status(**NEAR_THE_END), FaultPlan([KILL_B]))
+    assert not must_wait(run_status(tokens=300_000, rounds_committed=2), FaultPlan([KILL_B])), "its time has not come"
+
+
+def test_a_run_whose_victims_are_all_back_does_not_wait() -> None:
+    plan, faults = plan_after_both()
+    for fault in faults:
+        fault.back = Moment(50.0, 700_000, 14)
+    assert not must_wait(run_status(**NEAR_THE_END), plan)
+    assert not must_wait(run_status(**NEAR_THE_END), FaultPlan([]))
+
+
+class Master:
+    """Counts what it is asked, and may be away."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.answers = True
+
+    def pause_run(self, reason: str) -> bool:
+        self.asked.append("pause")
+        return self.answers
+
+    def resume_run(self, reason: str) -> bool:
+        self.asked.append("resume")
+        return self.answers
+
+
+class Said:
+    """What a person reads."""
+
+    def __init__(self) -> None:
+        self.sentences: list[str] = []
+
+    def say(self, sentence: str) -> None:
+        self.sentences.append(sentence)
+
+
+def held() -> tuple[Hold, FaultPlan, Master, Said]:
+    plan, _ = plan_after_both()
+    master, said = Master(), Said()
+    return Hold(cast(LocalRun, master), plan, cast(Progress, said)), plan, master, said
+
+
+def test_the_pause_ends_when_everything_is_back() -> None:
+    hold, plan, master, said = held()
+    master.answers = False
+    hold.look(run_status(**NEAR_THE_END), 60.0)
+    master.answers = True
+    for now_s in (60.5, 61.0, 61.5):
+        hold.look(run_status(**NEAR_THE_END), now_s)
+    assert master.asked == ["pause", "pause"], "asked again while the master was away"
+    for fault in plan.happened:
+        fault.back = Moment(70.0, 940_000, 48)
+    for now_s in (70.0, 70.5):
+        hold.look(run_status(**NEAR_THE_END), now_s)
+    assert master.asked == ["pause", "pause", "resume"]
+    assert said.sentences == [
+        "the run is almost at its end: paused until what was killed or cut off is back",
+        "everything is back: the run goes on",
+    ]
+
+
+def test_a_run_does_not_wait_for_ever() -> None:
+    hold, _, master, said = held()
+    for now_s in (60.0, 60.0 + HOLD_S - 0.5, 60.0 + HOLD_S, 61.0 + HOLD_S):
+        hold.look(run_status(**NEAR_THE_END), now_s)
+    assert master.asked == ["pause", "resume"]
+    assert said.sentences[-1] == "waited 10 min in vain: the run goes on"

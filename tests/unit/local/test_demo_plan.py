@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import io
+import subprocess
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from dips.core.clock import ManualClock
 from dips.core.errors import ConfigError
+from dips.local import demo
 from dips.local.demo import (
     LEAST_TOKENS,
     SPENT_ELSEWHERE,
     DemoOptions,
+    Duration,
     cluster_names,
+    expected_duration,
     make_plan,
     planned_faults,
+    run_tokens_per_s,
     speed_gaps,
     tokens_to_train,
     train_settings,
 )
 from dips.local.processes import TrainedCluster
+from dips.local.progress import PlainProgress
 from dips.local.report import CLUSTER, SLAVE
 
 
@@ -58,6 +67,52 @@ def test_the_length_follows_speed_cores_and_minutes() -> None:
 @pytest.mark.parametrize(("minutes", "least"), [(3.0, LEAST_TOKENS), (10.0, LEAST_TOKENS), (1.5, LEAST_TOKENS // 2)])
 def test_a_slow_machine_still_trains_on_enough_to_see_something(minutes: float, least: int) -> None:
     assert tokens_to_train(1.0, speed_gaps(4), 1, minutes) == least
+
+
+def test_the_duration_has_the_start_of_all_processes_and_the_training() -> None:
+    wanted = DemoOptions()
+    speed = run_tokens_per_s(10_000.0, speed_gaps(4), 2)
+    found = expected_duration(wanted, tokens_to_train(10_000.0, speed_gaps(4), 2, 3.0), speed, 5.0, 2)
+    assert found.training_s == pytest.approx(180.0, rel=1e-3)
+    # Five processes with PyTorch and three without on two cores, after the master.
+    assert found.start_s == pytest.approx(5.0 * (0.4 + 6.2 / 2))
+    slow = expected_duration(wanted, LEAST_TOKENS, speed / 100, 5.0, 2)
+    assert slow.training_s == pytest.approx(LEAST_TOKENS / speed * 100), "the fewest tokens take longer than asked for"
+    many = expected_duration(wanted, 1, speed, 5.0, 64)
+    assert many.start_s == pytest.approx(5.0 * 1.4), "no faster than the master and then one trainer"
+    assert expected_duration(DemoOptions(parallel=True), 1, speed, 5.0, 2).start_s > found.start_s
+
+
+def test_a_machine_that_is_too_busy_to_be_measured_trains_on_the_fewest_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def too_busy(*_: object) -> float:
+        raise demo.NotMeasured("the speed of this machine could not be measured in 300 s")
+
+    monkeypatch.setattr(demo, "measure_tokens_per_s", too_busy)
+    out = io.StringIO()
+    progress = PlainProgress(Console(file=out, width=200), ManualClock())
+    assert demo._choose_length(DemoOptions(minutes=3.0), [], progress) == LEAST_TOKENS
+    assert "could not be measured in 300 s: training on 1M tokens, however long that takes" in out.getvalue()
+
+
+def test_a_slow_measurement_says_that_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "TELL_EVERY_S", 0.05)
+    monkeypatch.setattr(demo, "_ENDS_WITHIN_S", 0.2)
+    said: list[str] = []
+    trainer = subprocess.Popen(["sleep", "60"], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with pytest.raises(demo.NotMeasured, match=r"could not be measured in 0\.2 s"):
+        demo._speed(trainer, said.append)
+    trainer.kill()
+    trainer.communicate()
+    assert said
+    assert set(said) == {"still waiting for the measurement (0 s)"}
+
+
+def test_the_duration_in_words() -> None:
+    assert str(Duration(17.2, 181.0, 4.8)) == (
+        "about 3 min 20 s from now: 15 s until all processes work, 3 min of training, 5 s for the report"
+    )
 
 
 def test_one_cluster_in_the_middle_and_the_last_slave_are_killed() -> None:

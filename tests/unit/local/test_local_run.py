@@ -83,6 +83,12 @@ def test_a_master_that_never_answers_is_given_up_too(watched: Watched) -> None:
         watched.later(61.0)
 
 
+def test_a_start_that_takes_long_is_no_standstill(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched.run._starts, "news", lambda: iter([("s0", "kernels: compiling 1 of 60")]))
+    for _ in range(10):
+        watched.later(50.0)
+
+
 @pytest.mark.parametrize("changes", [{"paused": True}, {"stopped": True}])
 def test_a_pause_and_the_end_are_no_standstill(watched: Watched, changes: dict[str, bool]) -> None:
     watched.answer = replace(run_status(), **changes)  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
@@ -14,6 +16,7 @@ from dips.local.operator_client import OperatorClient
 from dips.local.processes import RunPlan
 from dips.local.run_directory import UP, Mark, claim
 from dips.master.config import MasterConfig
+from dips.master.directory import ADDRESS_NAME, MasterAddress
 
 
 class Master:
@@ -53,3 +56,41 @@ def test_any_other_refusal_is_told(tmp_path: Path) -> None:
     with run_of(tmp_path, Refused(RefusalCode.RUN_ID, "another run")) as local:
         with pytest.raises(Refused, match="another run"):
             local.tick()
+
+
+def test_a_master_that_starts_slowly_is_waited_for_and_the_launcher_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run_of(tmp_path, RetryLater("nobody answers")) as local:
+        clock, said = ManualClock(), list[str]()
+        monkeypatch.setattr(local, "_clock", clock)
+        monkeypatch.setattr(local, "_tell", said.append)
+        monkeypatch.setattr("dips.local.local_run.time.sleep", clock.advance)
+        found = local._once_there("the start of the master", lambda: "here" if clock.monotonic_s() > 25.0 else None)
+        assert found == "here"
+        assert said == [f"still waiting for the start of the master ({seconds} s)" for seconds in (10, 20)]
+        with pytest.raises(RetryLater, match=r"10 min for the master's first answer, in vain: see .*master\.log"):
+            local._once_there("the master's first answer", local._ask)
+
+
+def test_a_master_that_was_started_again_meanwhile_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run_of(tmp_path, RetryLater("nobody answers")) as local:
+        pid = 7
+        monkeypatch.setattr(local.supervisor, "pid", lambda name: pid)
+        local.directory.master.mkdir(parents=True)
+        written = asdict(MasterAddress("127.0.0.1:5", "r", 8, 1))
+        (local.directory.master / ADDRESS_NAME).write_text(json.dumps(written))
+        assert local._masters_address() is None, "it is that of an earlier process"
+        pid = 8
+        assert local._masters_address() == "127.0.0.1:5"
+
+
+def test_a_master_is_told_to_end_until_it_has_heard_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run_of(tmp_path, RetryLater("nobody answers")) as local:
+        clock, asked = ManualClock(), list[float]()
+        monkeypatch.setattr(local, "_clock", clock)
+        monkeypatch.setattr("dips.local.local_run.time.sleep", clock.advance)
+        monkeypatch.setattr(local, "stop_run", lambda reason: asked.append(clock.monotonic_s()))
+        monkeypatch.setattr(local.supervisor, "ended", lambda names: clock.monotonic_s() > 3.0)
+        local.finish()
+        assert len(asked) == 3

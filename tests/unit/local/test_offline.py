@@ -168,7 +168,7 @@ def test_a_file_that_is_no_manifest_is_told(tmp_path: Path, text: str) -> None:
 
 
 def test_a_directory_without_snapshots_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no snapshots of slaves"):
+    with pytest.raises(ConfigError, match="has no snapshots of slaves: name the directory of a run"):
         load_stored(tmp_path)
 
 

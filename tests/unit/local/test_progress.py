@@ -13,6 +13,7 @@ from dips.core.ids import Version
 from dips.core.messages import Alarm
 from dips.local.log_files import HeldoutPoint
 from dips.local.progress import (
+    SEEN_ENOUGH_S,
     LiveProgress,
     PlainProgress,
     fault_sentence,
@@ -104,6 +105,36 @@ def test_nothing_is_promised_before_anything_is_known() -> None:
     rate.add(1.0, 500)
     assert rate.left_s(1000) is None
     assert left_sentence(run_status(), rate) == ""
+
+
+def test_an_expectation_counts_until_the_run_was_seen_for_long_enough() -> None:
+    rate = TokenRate()
+    rate.add(0.0, 0)
+    rate.add(10.0, 400_000)
+    assert left_sentence(run_status(tokens=400_000), rate, 10_000.0) == "about 1 min left"
+    rate.add(SEEN_ENOUGH_S, 400_000)
+    assert left_sentence(run_status(tokens=400_000), rate, 10_000.0) == "about 22 s left"
+
+
+def test_the_time_before_the_first_version_does_not_count_for_the_rate() -> None:
+    out, clock = io.StringIO(), ManualClock()
+    progress = PlainProgress(Console(file=out, width=200), clock, every_s=0.0)
+    for seconds, changes in (
+        (60.0, {"published": None, "tokens": 0}),
+        (10.0, {"tokens": 0}),
+        (10.0, {"tokens": 100_000}),
+    ):
+        clock.advance(seconds)
+        progress.show(run_status(**changes), None, ())
+    assert ["left" in line for line in out.getvalue().splitlines()] == [False, False, True]
+    assert out.getvalue().endswith("about 1 min 30 s left\n")
+
+
+def test_a_paused_run_has_no_time_left_to_tell() -> None:
+    rate = TokenRate()
+    rate.add(0.0, 0)
+    rate.add(10.0, 100_000)
+    assert left_sentence(run_status(paused=True), rate) == ""
 
 
 def test_sentences() -> None:

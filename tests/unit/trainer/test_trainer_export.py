@@ -17,7 +17,7 @@ from dips.core.errors import ConfigError
 from dips.core.ids import Version
 from dips.core.layout import Layout, Parameter
 from dips.trainer.config import TrainConfig
-from dips.trainer.evaluate import EVAL_BATCH, Evaluator, evaluate_file, heldout_loss, model_from_flat, windows_of
+from dips.trainer.evaluate import EVAL_BATCH, Evaluator, heldout_loss, model_from_flat, windows_of
 from dips.trainer.export import export_model, read_export
 from dips.trainer.model import ByteModel
 from dips.trainer.sizes import SIZES, ModelConfig
@@ -129,7 +129,7 @@ def test_a_users_own_model_can_be_exported(tmp_path: Path) -> None:
     assert tensors["b"].shape == ()
     assert read_export(tmp_path / "own").sequence_tokens is None
     with pytest.raises(ConfigError, match="not a dips byte model"):
-        evaluate_file(tmp_path / "own", TrainConfig())
+        Evaluator(TrainConfig())(read_export(tmp_path / "own"))
 
 
 @pytest.mark.usefixtures("restored_threads")
@@ -138,7 +138,7 @@ def test_an_exported_model_has_the_loss_that_was_reported_for_it(tmp_path: Path,
     reported = Evaluator(train)(original)
     export_model(original, tmp_path / "m")
     for threads in (1, 2):
-        evaluated = evaluate_file(tmp_path / "m", train.model_copy(update={"threads": threads}))
+        evaluated = Evaluator(train.model_copy(update={"threads": threads}))(read_export(tmp_path / "m"))
         assert evaluated.loss == pytest.approx(reported.loss, abs=1e-6)
         assert replace(evaluated, loss=reported.loss) == reported
 

@@ -310,6 +310,10 @@ class TokenRate:
         while len(self._seen) > 2 and self._seen[1][0] < now_s - over_s:
             self._seen.popleft()
 
+    def seen_s(self) -> float:
+        """How long what is known lasted."""
+        return self._seen[-1][0] - self._seen[0][0] if self._seen else 0.0
+
     def per_s(self) -> float:
         """0 while nothing is known."""
         if not self._seen:
