@@ -166,6 +166,8 @@ def variants(options: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any]
     )
     rows["window"] = ("one chunk on its way to each slave", {"master": {"window-chunks": 1}})
     rows["threads"] = ("one thread for landing and one for the outer step", {"slave": _ONE_THREAD})
+    both = {**rows["pipelining"][1]["slave"], **_ONE_THREAD}
+    rows["pipelining, threads"] = ("both of these", {"master": rows["pipelining"][1]["master"], "slave": both})
     rows["sharding"] = ("one slave", {"slaves": 1})
     rows["async snapshots"] = ("every version on disk before it is published", {"durability": "sync"})
     rows |= {name: (what, {"without": name}) for name, what in ROWS.items()}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.papers import SOURCES_OF_DI_PS
 from support.repository import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -87,7 +88,9 @@ def test_ranks_have_links_of_their_own() -> None:
     if done.returncode == NOT_POSSIBLE:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr[-3000:]
-    one, two = json.loads(done.stdout)["results"]
+    found = json.loads(done.stdout)
+    assert {finding.place for finding in SOURCES_OF_DI_PS["ranks"].findings(found)} == {"Table 2"}
+    one, two = found["results"]
     assert (one["ranks"], two["ranks"]) == (1, 2)
     for row in (one, two):
         assert row["rounds"] == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -63,10 +63,6 @@ def shown(value: Value | None, unit: str) -> str:
         return value
     texts = dict.fromkeys(_number(end, unit) for end in _ends(value))
     return " to ".join(texts) + (f" {unit}" if unit else "")
-
-
-def among(findings: Sequence[Finding], place: str) -> list[Finding]:
-    return [finding for finding in findings if finding.place == place]
 
 
 def _number(value: float, unit: str) -> str:

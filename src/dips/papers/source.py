@@ -10,12 +10,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import dips
 from dips.compare.jobs import write_json
-from dips.core.errors import DipsError
 from dips.core.release import software_versions
 from dips.papers.findings import Finding, Kind, Told
 
@@ -111,7 +110,6 @@ class Runner:
     folder: Path
     quick: bool
     say: Callable[[str], None]
-    _outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def files(self, source: Source) -> Path:
         """Where its pictures are."""
@@ -155,7 +153,8 @@ class Runner:
         first = [str(BENCHMARKS / source.program[0])] if source.is_benchmark else ["-m", "dips.cli", source.program[0]]
         more = [option.format(folder=folder) for option in source.files]
         command = [sys.executable, *first, *source.arguments(self.quick), *more, *(["--json"] if source.json else [])]
-        code, printed, complaint = _output(command, folder / "log.txt")
+        log = folder / "log.txt"
+        code, printed, complaint = _output(command, log)
         if code == CANNOT:
             return Outcome(source, why_not=f"not possible on this machine: {complaint}")
         if code < 0 or (code and not printed):
@@ -163,6 +162,9 @@ class Runner:
         told = json.loads(printed) if source.json else None
         if source.draw is not None:
             source.draw(told, folder)
+        undrawn = [picture.file for picture in source.pictures if not (folder / picture.file).exists()]
+        if undrawn:
+            return Outcome(source, why_not=f"the command drew no {', '.join(undrawn)}: see {log}", failed=True)
         write_json(self._path(source), {"digest": source.digest(self.quick), "told": told})
         return Outcome(source, told)
 
@@ -181,11 +183,3 @@ def _output(command: Sequence[str], log: Path) -> tuple[int, str, str]:
             raise
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return process.returncode, printed, lines[-1].strip() if lines else "it said nothing"
-
-
-def check_pictures(outcomes: Iterable[Outcome], runner: Runner) -> None:
-    """Raises DipsError where a command made no picture that it should have made."""
-    for outcome in outcomes:
-        for picture in outcome.source.pictures:
-            if not outcome.why_not and not (runner.files(outcome.source) / picture.file).exists():
-                raise DipsError(f"{outcome.source.command(runner.quick)} drew no {picture.file}: see its log.txt")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.papers import SOURCES_OF_DI_PS
 from support.scale_setup import write_setup
 
 from dips.sim.scale import tally
@@ -110,6 +111,11 @@ def test_the_report_is_json_with_all_its_fields(tmp_path: Path) -> None:
     expected = {"tokens", "share_of_ideal", "overhead", "downtime_s", "rounds", "merged", "staleness", "clusters"}
     assert expected <= set(raw)
     assert set(raw["overhead"]) == {"push", "verdict wait", "pull", "copies"}
+    month = list(SOURCES_OF_DI_PS["paper-33-days"].findings(raw))
+    assert {finding.place for finding in month} == {"Table 1", "Table 2", "Section 5.4", "Figure 16", "Figure 17"}
+    assert [finding.what for finding in month if not finding.fitted] == [
+        "push, update and pull, of the time that clusters took part"
+    ]
 
 
 def test_a_day_of_the_paper_s_run_has_the_paper_s_overhead() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.compare_records import record
+from support.papers import SOURCES_OF_DI_PS
 
 from dips.compare.figures import (
     FIGURES,
@@ -147,3 +148,6 @@ def test_a_figures_files(tmp_path: Path, text: Path) -> None:
     assert kept["lines"]["Async-40"]["loss_mean"] is None
     assert kept["lines"]["DP"]["seeds"]["1"]["loss"] == 2.0
     assert kept["paper"]["section"] == "2.2"
+    words, *losses = SOURCES_OF_DI_PS["losses-2b"].findings(kept)
+    assert (words.published, words.ours) == (kept["paper"]["statement"], kept["here"])
+    assert {finding.what: finding.ours for finding in losses}["Async-40: loss at the end"] == "not finite"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.compare_records import SHARES, speed_comparison
+from support.papers import SOURCES_OF_DI_PS
 
 from dips.compare.setup import ComparisonSetup, load_setup
 from dips.compare.speed import (
@@ -103,3 +104,15 @@ def test_files(tmp_path: Path) -> None:
     assert kept == json.loads(json.dumps(speed_json(figure, found), allow_nan=False))
     assert kept["setups"]["emulated"]["columns"] == ["1 Gbit/s", "10 Gbit/s"]
     assert kept["setups"]["emulated"]["methods"]["dynamic"]["share_of_ideal"] == [0.95, 0.95]
+
+
+def test_the_papers_report_reads_both_figures() -> None:
+    nine = [result(EMULATED, "1 Gbit/s"), result(load_setup("real"), "1 Gbit/s")]
+    told = json.loads(json.dumps(speed_json(SPEED_FIGURES["9"], nine)))
+    findings = list(SOURCES_OF_DI_PS["speeds-9"].findings(told))
+    assert [finding.published for finding in findings[:3]] == [(1.23, 1.38), (1.23, 1.38), (2.03, 10.35)]
+    assert all(finding.fitted for finding in findings)
+    columns = [(str(n), speed_comparison(WEAK)) for n in (1, 2)]
+    told = json.loads(json.dumps(speed_json(SPEED_FIGURES["10"], [SpeedResult(WEAK, columns)])))
+    safe, dips, last = SOURCES_OF_DI_PS["speeds-10"].findings(told)
+    assert (safe.ours, dips.ours, last.published) == ((0.88, 0.88), (0.99, 0.99), 5.74)

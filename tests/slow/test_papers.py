@@ -1,0 +1,33 @@
+"""`dips papers` as a user types it, for a paper that takes seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from support.dips_command import dips
+
+
+def test_a_report_is_made_kept_and_the_same_again(tmp_path: Path) -> None:
+    out, docs = tmp_path / "papers", tmp_path / "docs"
+    arguments = ("papers", "--paper", "jeeves", "--out", out, "--docs", docs)
+    told = dips(*arguments, timeout_s=300)
+    assert told.returncode == 0, told.stderr
+    assert "jeeves: 24 rows (19 fitted, 5 computed)" in told.stdout
+    made = [path.read_text() for path in (out / "report.html", out / "report.json", docs / "jeeves.md")]
+    rows = [row for place in json.loads(made[1])["papers"][0]["places"] for row in place["rows"]]
+    assert all(row["command"] == "dips plan validate --paper jeeves" for row in rows)
+    assert made[0].count("data:image/png;base64,") == 1
+    again = dips(*arguments, timeout_s=300)
+    assert again.stderr.count("(kept from before)") == 2
+    assert [path.read_text() for path in (out / "report.html", out / "report.json", docs / "jeeves.md")] == made
+
+
+def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
+    told = dips("papers", "--paper", "jeves", "--out", tmp_path)
+    assert told.returncode == 2
+    assert "--paper 'jeves' is not known: choose one of di-ps, jeeves, crosspipe" in told.stderr
+    (tmp_path / "file").touch()
+    told = dips("papers", "--paper", "jeeves", "--out", tmp_path / "file")
+    assert told.returncode == 2
+    assert "cannot be made" in told.stderr

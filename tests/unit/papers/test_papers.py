@@ -1,0 +1,175 @@
+"""The report of the papers: how each number was made, that no place is forgotten, and what happens to a failure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.repository import ROOT
+
+from dips.core.errors import DipsError
+from dips.papers import source as module
+from dips.papers.findings import Finding, Kind, shown
+from dips.papers.papers import PAPERS
+from dips.papers.planning import SECTIONS, Checks, section_of
+from dips.papers.report import chapter, page, report_html, report_json
+from dips.papers.source import Outcome, Picture, Runner, Source
+from dips.planner.validation.checks import holds, within
+
+SOURCES = [source for paper in PAPERS.values() for source in paper.sources]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def a_source(**more: Any) -> Source:
+    """One whose command is a benchmark of a test's own."""
+    found = Source("links", ("bench_own.py",), lambda told: [Finding("Figure 9", "speed", 2.0, told["n"], "x")], ())
+    return replace(found, **more)
+
+
+@pytest.fixture
+def benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    monkeypatch.setattr(module, "BENCHMARKS", folder)
+    script = folder / "bench_own.py"
+    script.write_text("print('{\"n\": 3.0}')")
+    return script
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Runner:
+    return Runner(tmp_path / "results", True, lambda line: None)
+
+
+@pytest.mark.parametrize("one", SOURCES, ids=lambda one: one.name)
+def test_only_what_starts_processes_and_measures_them_is_measured(one: Source) -> None:
+    if one.kind is Kind.MEASURED:
+        text = (ROOT / "benchmarks" / one.program[0]).read_text()
+        assert "peers.party" in text or "from shaped import" in text, "it starts no processes"
+        assert one.command(quick=True).startswith("python benchmarks/")
+    else:
+        assert one.command(quick=True).startswith(("dips compare", "dips simulate", "dips plan"))
+
+
+def test_a_finding_is_fitted_whatever_its_command(runner: Runner) -> None:
+    def both(told: Any) -> list[Finding]:
+        return [Finding("Figure 9", "free", 1.0, 1.0), Finding("Figure 9", "chosen", 1.0, 1.0, fitted=True)]
+
+    for program, kind in (
+        (("bench_x.py",), Kind.MEASURED),
+        (("simulate",), Kind.SIMULATED),
+        (("plan",), Kind.COMPUTED),
+    ):
+        outcome = Outcome(a_source(program=program, findings=both), {})
+        (entry,) = [one for one in chapter(PAPERS["di-ps"], [outcome], runner).entries if one.rows]
+        assert [row.kind for row in entry.rows] == [kind, Kind.FITTED]
+
+
+@pytest.mark.parametrize("paper", SECTIONS)
+def test_every_section_is_at_a_place_of_its_paper(paper: str) -> None:
+    for section in SECTIONS[paper]:
+        assert not PAPERS[paper].place(section.place).without
+
+
+def test_a_place_has_either_something_beside_it_or_a_reason() -> None:
+    at = {name: {section.place for section in sections} for name, sections in SECTIONS.items()}
+    for name, paper in PAPERS.items():
+        pictured = {picture.place for source in paper.sources for picture in source.pictures}
+        for place in paper.places:
+            if not place.without and name != "di-ps":
+                assert place.name in at[name] | pictured | {"Figure 12"}, (name, place)
+
+
+def test_an_unknown_place_is_an_error_that_names_it() -> None:
+    with pytest.raises(DipsError, match="Figure 99: add it"):
+        PAPERS["jeeves"].place("Figure 99")
+    with pytest.raises(DipsError, match="JEEVES, section 7"):
+        section_of("jeeves", "JEEVES, section 7: new", "x")
+
+
+def test_statements_hold_or_do_not() -> None:
+    about = "JEEVES, section 4: GPT-3\nassumed: much"
+    told = [holds(about, "faster", True).to_json(), holds(about, "slower", False).to_json()]
+    told.append(within(about, "time", 2.0, 3.0, 0.1).to_json())
+    yes, no, number = Checks("jeeves")(told)
+    assert (yes.published, yes.ours, no.ours) == ("holds", "holds", "does not hold")
+    assert (number.ratio, number.assumption, number.fitted) == ("1.50", "section 4: GPT-3 assumed: much", True)
+
+
+@pytest.mark.parametrize(
+    ("published", "ours", "ratio"),
+    [(2.0, 3.0, "1.50"), ((1.0, 2.0), (1.0, 3.0), "1.00 to 1.50"), (None, 3.0, ""), ("grows", 3.0, ""), (0.0, 1.0, "")],
+)
+def test_the_ratio_is_of_numbers_alone(published: Any, ours: Any, ratio: str) -> None:
+    assert Finding("Figure 9", "it", published, ours).ratio == ratio
+
+
+def test_values_have_units() -> None:
+    assert shown(0.982, "%") == "98.2 %"
+    assert shown((1.23, 1.38), "x") == "1.230 to 1.380 x"
+    assert (shown(None, "x"), shown("it grows", "x"), shown(2.3e12, "")) == ("", "it grows", "2.3e+12")
+
+
+def test_a_result_is_kept_until_its_program_changes(benchmark: Path, runner: Runner) -> None:
+    assert runner.run([a_source()])[0].told == {"n": 3.0}
+    said: list[str] = []
+    again = replace(runner, say=said.append)
+    assert again.run([a_source()])[0].told == {"n": 3.0}
+    assert said == ["1 of 1: python benchmarks/bench_own.py (kept from before)"]
+    benchmark.write_text("print('{\"n\": 4.0}')")
+    assert again.run([a_source()])[0].told == {"n": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("script", "failed", "why"),
+    [
+        ("import sys; sys.exit('no namespaces here')", True, "failed with exit code 1: no namespaces here"),
+        (
+            "import sys; print('needs root', file=sys.stderr); sys.exit(2)",
+            False,
+            "not possible on this machine: needs root",
+        ),
+    ],
+)
+def test_what_could_not_be_made_says_why(benchmark: Path, runner: Runner, script: str, failed: bool, why: str) -> None:
+    benchmark.write_text(script)
+    (outcome,) = runner.run([a_source()])
+    assert (outcome.failed, outcome.findings()) == (failed, [])
+    assert why in outcome.why_not
+    told = report_json([chapter(PAPERS["di-ps"], [outcome], runner)], quick=True)
+    (place,) = [one for one in told["papers"][0]["places"] if one["place"] == "Figure 9"]
+    assert place["missing"] == [{"command": "python benchmarks/bench_own.py", "why": outcome.why_not}]
+
+
+def test_an_installed_package_has_no_benchmarks(benchmark: Path, runner: Runner) -> None:
+    benchmark.unlink()
+    (outcome,) = runner.run([a_source()])
+    assert "in a clone" in outcome.why_not
+    assert not outcome.failed
+
+
+def test_a_picture_that_is_missing_is_a_failure(benchmark: Path, runner: Runner) -> None:
+    (outcome,) = runner.run([a_source(pictures=(Picture("Figure 9", "it.png", "Speed"),))])
+    assert outcome.failed
+    assert "drew no it.png: see " in outcome.why_not
+
+
+def test_the_same_results_give_the_same_report(benchmark: Path, runner: Runner) -> None:
+    def draw(told: Any, folder: Path) -> None:
+        (folder / "it.png").write_bytes(PNG)
+
+    source = a_source(pictures=(Picture("Figure 9", "it.png", "Speed & <time>"),), draw=draw)
+    made = []
+    for _ in range(2):
+        chapters = [chapter(PAPERS["di-ps"], runner.run([source]), runner)]
+        made.append((json.dumps(report_json(chapters, True)), report_html(chapters, True), page(chapters[0], True)))
+    assert made[0] == made[1]
+    _, html, markdown = made[0]
+    assert "<td>speed</td><td>2 x</td><td>3 x</td><td>1.50</td>" in html
+    assert "Speed &amp; &lt;time&gt;" in html
+    assert "<time>" not in html
+    assert "| speed | 2 x | 3 x | 1.50 |  | measured |" in markdown
+    assert "* `python benchmarks/bench_own.py`" in markdown
