@@ -49,13 +49,13 @@ SECTIONS: Mapping[str, tuple[Section, ...]] = {
     ),
     "scaleacross": (
         Section("ScaleAcross Explorer, sections 3.1 and 5", "Text"),
-        Section("ScaleAcross Explorer, 17B dense", "Figure 5", what="batch"),
         Section("ScaleAcross Explorer, 17B dense", "Figure 15", what="FSDP"),
         Section("ScaleAcross Explorer, 17B dense", "Figure 15", what="HSDP"),
         Section("ScaleAcross Explorer, 17B dense", "Figure 15", what="the same at 1:16"),
         Section("ScaleAcross Explorer, 17B dense", "Figure 16", what="ZBV"),
         Section("ScaleAcross Explorer, 17B dense", "Figure 16", what="and slower up to"),
         Section("ScaleAcross Explorer, 17B dense", "Figure 17", what="larger chunks"),
+        Section("ScaleAcross Explorer, 17B dense", "Figure 5", what="batch"),
         Section("ScaleAcross Explorer, 17B dense", "Figure 4"),
         Section("ScaleAcross Explorer, 40B MoE", "Figure 7", what="experts"),
         Section("ScaleAcross Explorer, 40B MoE", "Figure 7", what="hardly"),
@@ -95,7 +95,7 @@ class Checks:
         first, _, assumed = str(check["about"]).partition("\n")
         section = section_of(self._paper, check["about"], check["what"])
         setting = re.sub(r"^[^,]*, ", "", first)
-        assumption = " ".join([setting, *assumed.split("\n")]).strip()
+        assumption = "; ".join(filter(None, [setting.rstrip(".;,"), assumed.replace("\n", " ")]))
         if check["statement"]:
             what = str(check["what"]).removesuffix(": DOES NOT HOLD")
             ours = "holds" if check["ours"] == check["published"] else "does not hold"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,12 @@ from dips.papers.papers import ONLY_HERE, Paper, Place
 from dips.papers.source import Outcome, Picture, Runner
 
 SCHEMA = "dips-papers/1"
-COLUMNS = ("what", "the paper", "here", "ratio", "spread", "how")
+WIDTH = 120
+QUICK = (
+    "Quick: small sizes, few repetitions and short runs, in minutes. It shows that everything runs and which way the "
+    "numbers go; those of `dips papers --full` are the ones to quote."
+)
+KIND = "how"
 
 
 @dataclass(frozen=True)
@@ -26,11 +32,18 @@ class Row:
     kind: Kind
     command: str
 
-    def cells(self) -> tuple[str, ...]:
+    def cells(self) -> dict[str, str]:
+        """Texts by the heads of their columns."""
         one = self.finding
         spread = "" if one.spread is None else f"{one.spread:.0%}"
-        here, there = shown(one.ours, one.unit), shown(one.published, one.unit)
-        return one.what, there, here, one.ratio, spread, str(self.kind)
+        return {
+            "what": one.what,
+            "the paper": shown(one.published, one.unit),
+            "here": shown(one.ours, one.unit),
+            "ratio": one.ratio,
+            "spread": spread,
+            KIND: str(self.kind),
+        }
 
     def to_json(self) -> dict[str, Any]:
         one = self.finding
@@ -48,6 +61,11 @@ class Entry:
     rows: tuple[Row, ...]
     pictures: tuple[tuple[Path, Picture, str], ...]
     missing: tuple[tuple[str, str], ...]
+
+    def groups(self) -> Iterator[tuple[str, list[Row]]]:
+        """Rows of one setting and its assumptions."""
+        for assumption in dict.fromkeys(row.finding.assumption for row in self.rows):
+            yield assumption, [row for row in self.rows if row.finding.assumption == assumption]
 
 
 @dataclass(frozen=True)
@@ -117,42 +135,52 @@ def report_json(chapters: Sequence[Chapter], quick: bool) -> dict[str, Any]:
 
 def page(one: Chapter, quick: bool) -> str:
     """The page of one paper, without its pictures."""
+    full = "" if quick else " --full"
+    made = f"`dips papers --paper {one.paper.name}{full} --out runs/papers`"
     lines = [
         f"# {one.paper.title}",
         "",
-        f"{one.paper.about} For those who know the paper and ask what this project does of it. Made by",
-        f"`dips papers --paper {one.paper.name}{'' if quick else ' --full'} --out runs/papers`, pictures included.",
+        _wrapped(
+            f"{one.paper.about} This page is for those who know the paper and ask what this project does of it. It is "
+            f"made by {made}, which also writes a report with pictures, and by hand nothing is changed."
+        ),
         "",
-        _kinds_line(),
+        *([_wrapped(QUICK), ""] if quick else []),
+        _wrapped(f"How a number was made: {'; '.join(f'*{kind}*, {text}' for kind, text in KINDS.items())}."),
     ]
     for entry in one.entries:
-        lines += ["", f"## {entry.place.name}: {entry.place.shows}", "", *_entry_lines(entry)]
+        if not entry.place.without:
+            lines += ["", f"## {entry.place.name}: {entry.place.shows}", *_entry_lines(entry)]
+    lines += ["", "## Without a number", "", "| place | shows | why |", "|---|---|---|"]
+    lines += [f"| {' | '.join(map(_cell, row))} |" for row in _without(one)]
     return "\n".join(lines) + "\n"
 
 
 def _entry_lines(entry: Entry) -> Iterator[str]:
-    if not entry.rows:
-        yield entry.place.without.capitalize() + "." if entry.place.without else _missing_text(entry)
-        return
-    yield "| " + " | ".join(COLUMNS) + " |"
-    yield "|" + "---|" * len(COLUMNS)
-    for row in entry.rows:
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row.cells()) + " |"
+    for assumption, rows in entry.groups():
+        yield ""
+        if assumption:
+            yield _wrapped(f"{_capital(assumption)}.")
+            yield ""
+        columns = _columns(rows)
+        yield "| " + " | ".join(columns) + " |"
+        yield "|" + "---|" * len(columns)
+        for row in rows:
+            cells = row.cells()
+            yield "| " + " | ".join(_cell(cells[column]) for column in columns) + " |"
+    for _, picture, _ in entry.pictures:
+        yield ""
+        yield f"The report has a picture: {picture.caption}."
     yield ""
-    for command in dict.fromkeys(row.command for row in entry.rows):
-        yield f"* `{command}`"
-    for text in dict.fromkeys(row.finding.assumption for row in entry.rows if row.finding.assumption):
-        yield f"* Assumed: {text}."
+    yield _wrapped(_commands_text(entry))
 
 
-def _missing_text(entry: Entry) -> str:
-    if not entry.missing:
-        return "Only a picture: see the report."
-    return " ".join(f"`{command}`: {why}." for command, why in entry.missing)
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
-def _kinds_line() -> str:
-    return "How a number was made: " + "; ".join(f"*{kind}*, {text}" for kind, text in KINDS.items()) + "."
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 # ---- HTML ----
@@ -170,11 +198,6 @@ img { max-width: 100%; height: auto; background: white; } figcaption, .note { fo
 nav a { margin-right: 1rem; } .banner { border: 2px solid var(--line); padding: 0.5rem 1rem; }
 """
 
-QUICK = (
-    "Quick: small sizes, few repetitions and short runs, in minutes. It shows that everything runs and which way the "
-    "numbers go; those of <code>dips papers --full</code> are the ones to quote."
-)
-
 
 def report_html(chapters: Sequence[Chapter], quick: bool) -> str:
     """One file that needs no other. Raises OSError where a picture cannot be read."""
@@ -182,7 +205,7 @@ def report_html(chapters: Sequence[Chapter], quick: bool) -> str:
         "<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>Five papers and Di-PS</title><style>{STYLE}</style></head><body>",
         "<h1>Five papers, and what this project measures beside them</h1>",
-        f"<p class=banner>{QUICK}</p>" if quick else "",
+        f"<p class=banner>{_code(QUICK)}</p>" if quick else "",
         "<p>Each row: what the paper says, what came out here, the ratio of both, and how it was made.</p><ul>",
         *(f"<li><span class=kind>{kind}</span> {html.escape(text)}</li>" for kind, text in KINDS.items()),
         "</ul><nav>",
@@ -192,7 +215,10 @@ def report_html(chapters: Sequence[Chapter], quick: bool) -> str:
     for one in chapters:
         parts += [f"<h2 id='{one.paper.name}'>{html.escape(one.paper.title)}</h2><p>{_code(one.paper.about)}</p>"]
         for entry in one.entries:
-            parts += [f"<h3>{entry.place.name}: {html.escape(entry.place.shows)}</h3>", *_entry_html(entry)]
+            if not entry.place.without:
+                parts += [f"<h3>{entry.place.name}: {html.escape(entry.place.shows)}</h3>", *_entry_html(entry)]
+        parts += ["<h3>Without a number</h3>"]
+        parts += [_table_html(("place", "shows", "why"), (tuple(map(html.escape, row)) for row in _without(one)))]
     parts += ["<h2 id='only-here'>What this project does and none of the five</h2><ul>"]
     parts += [f"<li>{html.escape(what)}: <code>{html.escape(command)}</code></li>" for what, command in ONLY_HERE]
     versions = ", ".join(f"{name} {version}" for name, version in software_versions().items())
@@ -201,28 +227,56 @@ def report_html(chapters: Sequence[Chapter], quick: bool) -> str:
 
 
 def _entry_html(entry: Entry) -> Iterator[str]:
-    if entry.rows:
-        yield "<div class=wide><table><thead><tr>" + "".join(f"<th>{name}</th>" for name in COLUMNS) + "</tr></thead>"
-        for row in entry.rows:
-            *cells, kind = map(html.escape, row.cells())
-            yield (
-                "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + f"<td><span class=kind>{kind}</span></td></tr>"
-            )
-        yield "</table></div><ul class=note>"
-        for command in dict.fromkeys(row.command for row in entry.rows):
-            yield f"<li><code>{html.escape(command)}</code></li>"
-        for text in dict.fromkeys(row.finding.assumption for row in entry.rows if row.finding.assumption):
-            yield f"<li>Assumed: {html.escape(text)}.</li>"
-        yield "</ul>"
-    elif not entry.pictures:
-        yield f"<p>{_code(entry.place.without.capitalize() + '.' if entry.place.without else _missing_text(entry))}</p>"
-    for path, picture, command in entry.pictures:
+    for assumption, rows in entry.groups():
+        if assumption:
+            yield f"<p class=note>{html.escape(_capital(assumption))}.</p>"
+        columns = _columns(rows)
+        yield _table_html(columns, ([_cell_html(column, row.cells()[column]) for column in columns] for row in rows))
+    for path, picture, _ in entry.pictures:
         data = base64.b64encode(path.read_bytes()).decode()
         caption = html.escape(picture.caption)
-        yield (
-            f"<figure><img alt='{caption}' src='data:image/png;base64,{data}'>"
-            f"<figcaption>{caption}. <code>{html.escape(command)}</code></figcaption></figure>"
-        )
+        image = f"<img alt='{caption}' src='data:image/png;base64,{data}'>"
+        yield f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
+    yield f"<p class=note>{_code(_commands_text(entry))}</p>"
+
+
+def _table_html(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells are HTML."""
+    head = "".join(f"<th>{name}</th>" for name in columns)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _cell_html(column: str, text: str) -> str:
+    return f"<span class=kind>{text}</span>" if column == KIND else html.escape(text)
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    """Those in which a row has something."""
+    texts = [row.cells() for row in rows]
+    return [column for column in texts[0] if any(cells[column] for cells in texts)]
+
+
+def _commands_text(entry: Entry) -> str:
+    """The commands that made it, and those that could not here, with the reason."""
+    made = dict.fromkeys([*(row.command for row in entry.rows), *(command for _, _, command in entry.pictures)])
+    said = [f"Made by {', '.join(f'`{command}`' for command in made)}."] if made else []
+    return " ".join([*said, *(f"`{command}`: {why}." for command, why in entry.missing)])
+
+
+def _without(one: Chapter) -> list[tuple[str, str, str]]:
+    """Places in a row that show the same, such as drawings, are one line."""
+    found: list[tuple[str, str, str]] = []
+    for place in (entry.place for entry in one.entries if entry.place.without):
+        if found and found[-1][1:] == (place.shows, place.without):
+            found[-1] = (f"{found[-1][0]}, {place.name.rpartition(' ')[2]}", *found[-1][1:])
+        else:
+            found.append((place.name, place.shows, place.without))
+    return found
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _code(text: str) -> str:

@@ -96,7 +96,7 @@ def test_statements_hold_or_do_not() -> None:
     told.append(within(about, "time", 2.0, 3.0, 0.1).to_json())
     yes, no, number = Checks("jeeves")(told)
     assert (yes.published, yes.ours, no.ours) == ("holds", "holds", "does not hold")
-    assert (number.ratio, number.assumption, number.fitted) == ("1.50", "section 4: GPT-3 assumed: much", True)
+    assert (number.ratio, number.assumption, number.fitted) == ("1.50", "section 4: GPT-3; assumed: much", True)
 
 
 @pytest.mark.parametrize(
@@ -171,5 +171,5 @@ def test_the_same_results_give_the_same_report(benchmark: Path, runner: Runner) 
     assert "<td>speed</td><td>2 x</td><td>3 x</td><td>1.50</td>" in html
     assert "Speed &amp; &lt;time&gt;" in html
     assert "<time>" not in html
-    assert "| speed | 2 x | 3 x | 1.50 |  | measured |" in markdown
+    assert "| speed | 2 x | 3 x | 1.50 | measured |" in markdown
     assert "* `python benchmarks/bench_own.py`" in markdown
