@@ -19,7 +19,8 @@ from dips.core.errors import ConfigError
 # A hook counts the elements of the tensors that the model is called with. A step cannot have been trained on more
 # tokens than these, whatever a token is: an id, a sample's row of an image, a frame. (Not so where a model fetches
 # its own data, say by row numbers: check_tokens = false is for those.) Inputs that cannot be counted are not checked:
-# none seen, other objects among them, or a compiled model, whose hooks must not do anything.
+# other objects among them, or a compiled model, whose hooks must not do anything. A step before which the model was not
+# called, after others before which it was, is told: it is usually the second optimizer.step() of one batch.
 
 
 REFUSED_RATIO = 100
@@ -34,7 +35,8 @@ class TokenCheck:
     def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []
         self._elems = 0
-        self._unknown = self._told = False
+        self._unknown = self._told = self._told_twice = False
+        self._steps = 0  # those before which the model was called
 
     def begin(self, model: torch.nn.Module) -> None:
         """Count this model's inputs; of several, all together."""
@@ -52,6 +54,15 @@ class TokenCheck:
         """
         elems, unknown = self._elems, self._unknown
         self._elems, self._unknown = 0, False
+        if elems == 0 and not unknown and self._steps > 0 and not self._told_twice:
+            self._told_twice = True
+            _logger.warning(
+                "optimizer.step() was called again without a call of the model since the step before: its %d tokens "
+                "count twice, and the same gradients are applied again; call it once for each batch (nothing to do if "
+                "the model is called in another way)",
+                tokens,
+            )
+        self._steps += elems > 0 or unknown
         if unknown or elems == 0 or tokens <= elems:
             return
         sentence = (
@@ -108,6 +119,7 @@ class Losses:
         self._on_device: torch.Tensor | None = None
         self._n_on_device = 0
         self._read_s = -math.inf
+        self._told = False
 
     def add(self, loss: float | torch.Tensor) -> None:
         """Add a loss. Raises ConfigError unless it is one number."""
@@ -137,4 +149,11 @@ class Losses:
             self._read_s = now_s
             total, count = total + float(self._on_device.item()), count + self._n_on_device
         self._on_host, self._on_device, self._n_on_device = [], None, 0
+        if not math.isfinite(total) and not self._told:
+            self._told = True
+            _logger.warning(
+                "sync.report() or count() got a loss that is %s: if the parameters are no longer finite, either, this "
+                "cluster's push will be excluded; look at its data, its learning rate and overflows of 16-bit numbers",
+                total,
+            )
         return total / count if count else math.nan
