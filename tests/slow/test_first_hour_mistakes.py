@@ -1,6 +1,6 @@
 """The mistakes of a first hour with a loop of one's own, on real processes: what each prints, and its exit code.
 
-Two more are in test_own_program_ends.py: a clock that is a day behind, and no server at the address.
+Two more are in test_own_program_ends.py: a clock that is a day off, and no server at the address.
 """
 
 from __future__ import annotations
@@ -266,8 +266,9 @@ def test_the_same_seed_on_two_clusters_is_told_after_their_first_round(tmp_path:
     endless = ("steps=40", "steps=100_000")
     slower = written(tmp_path, endless, (STEP, STEP + "        time.sleep(0.13)\n")).rename(tmp_path / "slower.py")
     file = written(tmp_path, endless, (STEP, STEP + "        time.sleep(0.1)\n"))
-    settings: dict[str, object] = {"preset": "dynamic", "overlap": "full", "sync_every": 8, "grace_s": 20.0}
-    with WholeRun(tmp_path / "run", n_slaves=1, min_clusters=2, **settings) as whole:
+    with WholeRun(
+        tmp_path / "run", n_slaves=1, preset="dynamic", overlap="full", sync_every=8, min_clusters=2, grace_s=20.0
+    ) as whole:
         with (
             started(sys.executable, file, log=tmp_path / "a.log", **there(whole, "a")),
             started(sys.executable, slower, log=tmp_path / "b.log", **there(whole, "b")),

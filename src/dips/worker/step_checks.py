@@ -36,7 +36,7 @@ class TokenCheck:
         self._hooks: list[RemovableHandle] = []
         self._elems = 0
         self._unknown = self._told = self._told_twice = False
-        self._steps = 0  # those before which the model was called
+        self._trained = self._trains = False  # whether the model was called in training mode: since the last step, ever
 
     def begin(self, model: torch.nn.Module) -> None:
         """Count this model's inputs; of several, all together."""
@@ -52,9 +52,9 @@ class TokenCheck:
 
         Raises ConfigError when it counts REFUSED_RATIO times the tokens that they can hold.
         """
-        elems, unknown = self._elems, self._unknown
-        self._elems, self._unknown = 0, False
-        if elems == 0 and not unknown and self._steps > 0 and not self._told_twice:
+        elems, unknown, trained = self._elems, self._unknown, self._trained
+        self._elems, self._unknown, self._trained = 0, False, False
+        if self._trains and not (trained or elems or unknown or self._told_twice):
             self._told_twice = True
             _logger.warning(
                 "optimizer.step() was called again without a call of the model since the step before: its %d tokens "
@@ -62,7 +62,7 @@ class TokenCheck:
                 "the model is called in another way)",
                 tokens,
             )
-        self._steps += elems > 0 or unknown
+        self._trains = self._trains or trained
         if unknown or elems == 0 or tokens <= elems:
             return
         sentence = (
@@ -79,6 +79,7 @@ class TokenCheck:
     def _called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
+        self._trained = self._trained or module.training  # evaluation may call a model that training calls by parts
         elems = _elems_in([args, kwargs])
         if elems is None:
             self._unknown = True

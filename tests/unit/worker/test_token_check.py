@@ -72,6 +72,11 @@ def test_a_step_without_a_call_of_the_model_is_told_once(model: Anything, caplog
     check = checked(model)
     with caplog.at_level(logging.WARNING):
         check.stepped(8)  # of a model whose calls no hook sees
+        model.eval()
+        model(IDS)
+        check.stepped(8)
+        check.stepped(8)
+        model.train()
         for args in ((IDS,), (object(),)) * 2:
             model(*args)
             check.stepped(8)
