@@ -166,6 +166,12 @@ def test_keys_are_wanted_where_there_are_keys(run: WholeRun, capsys: pytest.Capt
     assert "wants keys: give --keys DIR instead of --insecure" in error
     code, error = said(capsys, "status", run.address)
     assert (code, "this command has no keys: give --keys DIR" in error) == (2, True)
+    insecure = ClientConfig(cluster_id="b", master=run.address, insecure=True)
+    begin_s = time.monotonic()
+    with pytest.raises(Refused, match="wants keys: give --keys DIR") as refused, driver(insecure) as cluster:
+        assert cluster.done
+    assert refused.value.code is RefusalCode.IDENTITY
+    assert time.monotonic() - begin_s < insecure.connect_wait_s / 2, "it has no keys that could come"
 
 
 def test_a_master_without_keys_is_not_taken_for_one_with(tmp_path: Path) -> None:

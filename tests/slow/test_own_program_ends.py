@@ -57,8 +57,21 @@ def test_a_clock_a_day_behind_is_one_sentence(tmp_path: Path, keys: Path) -> Non
     assert done.stdout == "atexit\n"
 
 
+def test_a_clock_a_day_ahead_changes_nothing(tmp_path: Path) -> None:
+    """Keys hold from the time when they were made: they are accepted, and only the master is missing."""
+    yesterday = datetime.now(UTC) - timedelta(days=1)
+    Authority.create(tmp_path / "keys", yesterday)
+    with Authority(tmp_path / "keys", yesterday).locked() as authority:
+        keys = authority.add(Role.CLUSTER, "a")
+    done = ended(tmp_path, DIPS_KEYS=str(keys), DIPS_WORKER_CONNECT_WAIT_S="0.5")
+    assert done.returncode == 4
+    assert done.stderr.splitlines()[-1].startswith("dips: no master could be joined within")
+
+
 def test_a_master_that_does_not_answer_has_the_code_that_invites_another_try(tmp_path: Path) -> None:
     done = ended(tmp_path, DIPS_INSECURE="1", DIPS_WORKER_CONNECT_WAIT_S="0.5")
     assert done.returncode == 4
     assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("dips: no master could be joined within")
+    trying, last = done.stderr.splitlines()
+    assert trying.endswith("; trying again"), "no training goes on yet"
+    assert last.startswith("dips: no master could be joined within 0.5 s at 127.0.0.1:1: start it, or correct its ")

@@ -207,11 +207,10 @@ def first_difference(ours: Layout, theirs: Layout) -> str:
         their = other[name]
         if their.shape != parameter.shape:
             return f"parameter {name!r} has shape {list(their.shape)}, the run's has {list(parameter.shape)}"
+        if their.dtype != parameter.dtype:
+            return f"parameter {name!r} is {their.dtype}, the run's is {parameter.dtype}"
         if their != parameter:
-            return (
-                f"parameter {name!r} is {their.dtype} in layer {their.layer!r}, the run's is "
-                f"{parameter.dtype} in layer {parameter.layer!r}"
-            )
+            return f"parameter {name!r} is in layer {their.layer!r}, the run's is in layer {parameter.layer!r}"
     extra = [name for name in other if name not in mine]
     if extra and other[extra[0]].averaged:
         return f"it averages buffer {extra[0]!r}, which this run does not: enter the loop without buffers="

@@ -25,7 +25,7 @@ from dips.core.messages import ClusterReply, ClusterRequest, HeartbeatReply, Hea
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.grpc_calls import is_unreachable, open_channel, refused_from
 from dips.core.net.keys import UsedKeys
-from dips.core.net.security import Security
+from dips.core.net.security import Identity, Security
 from dips.core.net.tls_probe import why_not_let_in
 from dips.core.observe.failpoints import failpoint
 from dips.core.observe.logs import ChangeLogger
@@ -50,10 +50,13 @@ def channel_to(master: str, security: Security) -> grpc.Channel:
 class MasterStubs:
     """Typed blocking calls over one channel."""
 
-    def __init__(self, channel: grpc.Channel, explain: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self, channel: grpc.Channel, explain: Callable[[], str] = lambda: "", *, has_keys: bool = True
+    ) -> None:
         """explain: called when the master cannot be reached; returns why it may not admit this process, or ""."""
         self._stub: Any = clusters_pb2_grpc.ClustersStub(channel)
         self._explain = explain
+        self._has_keys = has_keys
 
     def call(self, request: ClusterRequest, deadline_s: float) -> ClusterReply:
         """Call and wait. Raises Refused, or RetryLater when no answer came in time."""
@@ -65,8 +68,10 @@ class MasterStubs:
             if failpoint(f"worker.rpc.after_{method}"):
                 raise RetryLater(f"a failpoint loses the answer to {method}")
         except grpc.RpcError as error:
-            # Wrong keys can be replaced while this process runs, so it waits for that.
+            # Wrong keys can be replaced while this process runs, so it waits for that; without keys it never has any.
             why = self._explain() if is_unreachable(error) else ""
+            if why and not self._has_keys:
+                raise Refused(RefusalCode.IDENTITY, why) from error
             raise (RetryLater(why) if why else refused_from(error)) from error
         except OSError as error:
             raise RetryLater(f"{method} failed: {error.strerror or error}") from error
@@ -106,7 +111,8 @@ class MasterClient:
         """Stubs over a new connection with the present keys; calls on earlier connections go on to their end."""
         self._used = UsedKeys(self._security)
         self._channels.append(channel_to(self._master, self._security))
-        return MasterStubs(self._channels[-1], partial(why_not_let_in, self._master, self._security))
+        explain = partial(why_not_let_in, self._master, self._security)
+        return MasterStubs(self._channels[-1], explain, has_keys=isinstance(self._security, Identity))
 
     def _ended(self, job: int, request: ClusterRequest, done: Future[ClusterReply], used: UsedKeys) -> None:
         if self._closed or done.cancelled():

@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import operator
 import os
 import re
 import signal
@@ -35,14 +36,14 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from dips.core.config import COMMAND_LINE, load
-from dips.core.errors import TERMINATED, ConfigError
+from dips.core.errors import TERMINATED, ConfigError, DipsError
 from dips.core.ids import Version
 from dips.core.layout import Layout
 from dips.core.messages import DataMode, DataPlan, Verdict
 from dips.core.model_description import Untrained
 from dips.core.net.security import VARIABLES
 from dips.core.observe.failpoints import install
-from dips.core.observe.logs import end_with_one_sentence
+from dips.core.observe.logs import end_with_one_sentence, say_instead_of_trace
 from dips.core.wire import WIRE_DTYPES
 from dips.worker.config import SECTION, ClientConfig, check
 from dips.worker.parallel.held import Held, Shards, held_here, refuse_ranks_outside
@@ -128,8 +129,9 @@ def in_keywords(sentence: str) -> str:
 def _keywords_are_named() -> Iterator[None]:
     try:
         yield
-    except ConfigError as error:
-        raise ConfigError(in_keywords(str(error))) from error
+    except DipsError as error:
+        error.args = (in_keywords(str(error)),)
+        raise
 
 
 class _Use(Enum):
@@ -159,8 +161,8 @@ class DiLoCo:
             model, as torch.optim.Muon and AdamW do, a list of all of them, in the same order after a restart: a step is
             complete when each has made one. The same one twice: ConfigError.
         tokens_per_step: Tokens (or samples, if every cluster counts them alike) behind one step of this process;
-            count() overrides it. Below 1: ConfigError; more than the model's inputs can hold: ConfigError at the first
-            step; far above what is usual in the run: Refused (TOKENS).
+            count() overrides it. Missing, no whole number or below 1: ConfigError; more than the model's inputs can
+            hold: ConfigError at the first step; far above what is usual in the run: Refused (TOKENS).
         steps: `done` becomes true after so many steps, with or without a master. Negative: ConfigError.
         sync_every: Inner steps between two pushes that you expect; the master sets them. Another value there: Refused
             (CONFIG) at the start.
@@ -171,9 +173,10 @@ class DiLoCo:
         cluster_id: This cluster's name, the same after a restart. Missing: ConfigError; in use by a live process:
             Refused (NAME_TAKEN).
         run_id: The run's name. Another run at this address: Refused (RUN_ID).
-        keys: The directory of this cluster's identity (docs/security.md). Files missing: ConfigError; expired, revoked
-            or of another name: Refused (IDENTITY).
-        insecure: Use no keys, with a master on this machine only. Neither keys nor insecure, or both: ConfigError.
+        keys: The directory of this cluster's identity (docs/security.md). Files missing, or expired by this machine's
+            clock: ConfigError; revoked or of another name: Refused (IDENTITY).
+        insecure: Use no keys, with a master on this machine only. Neither keys nor insecure, or both: ConfigError; a
+            master that has keys: Refused (IDENTITY).
         wire_dtype: The format of pushes: "float32", or differences to the pulled version in fewer bits: "bfloat16",
             "int8" or "int4"; the rounding error is added to the next push. Anything else: ConfigError.
         tape: A file for this cluster's event record. Not writable: ConfigError.
@@ -213,7 +216,7 @@ class DiLoCo:
         model: torch.nn.Module | Sequence[torch.nn.Module],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
-        tokens_per_step: int,
+        tokens_per_step: int | None = None,
         steps: int | None = None,
         sync_every: int | None = None,
         outer_lr: float | None = None,
@@ -239,7 +242,8 @@ class DiLoCo:
         master_parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         end_with_one_sentence()  # again: init_process_group() puts a hook around ours that would swallow the sentence
-        _check_arguments(tokens_per_step, steps, wire_dtype, buffers)
+        self._tokens_per_step = _whole_tokens(tokens_per_step)
+        _check_arguments(steps, wire_dtype, buffers)
         self._models = [model] if isinstance(model, torch.nn.Module) else list(model)
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._optimizers = [plain_optimizer(each) for each in given]
@@ -248,7 +252,6 @@ class DiLoCo:
         self._replicas = replicas
         self._group = group
         self._parallel = _Parallel(data_mesh, shards, order, master_parameters)
-        self._tokens_per_step = tokens_per_step
         self._steps_wanted = steps
         self._buffers = buffers
         self._use = _Use.MADE
@@ -301,8 +304,9 @@ class DiLoCo:
         try:
             with _keywords_are_named():
                 self._join()
-        except BaseException:
+        except BaseException as error:
             self._sigterm.give_back()
+            self._say_of_ctrl_c(error, "before it had joined the run")
             raise
         if not self.active:
             self._sigterm.give_back()
@@ -328,16 +332,27 @@ class DiLoCo:
         while self._hooks:
             self._hooks.pop().remove()
         reason = "SIGTERM" if self._sigterm.caught else reason_of(kind, error)
+        if isinstance(error, KeyboardInterrupt) and self.active:
+            if not self.run_ended:
+                _logger.warning("ctrl-C: this cluster leaves the run; a second one ends the process at once")
+            self._say_of_ctrl_c(error, "and has left the run; started again, it goes on from the newest version")
         try:
             if self._together is not None:
                 self._leave_together(self._together, kind, reason)
             elif self._shell is not None:
                 # Inside of a step parameters are incomplete.
                 self._shell.close(reason, push_pending=is_orderly(kind) and not self._in_step)
+        except KeyboardInterrupt as again:
+            self._say_of_ctrl_c(again, "while it left the run: its last steps may be lost")
+            raise
         finally:
             self._sigterm.give_back()
         if kind is None and (self._sigterm.caught or self._ends) and not self.released:
             raise self._end_of_process()
+
+    def _say_of_ctrl_c(self, error: BaseException, what: str) -> None:
+        if isinstance(error, KeyboardInterrupt) and self._config is not None:
+            say_instead_of_trace(error, f"cluster {self._config.cluster_id} was ended by ctrl-C {what}")
 
     def _leave_together(self, together: RankLoop, kind: type[BaseException] | None, reason: str) -> None:
         """Leave the run with all ranks, or without them after an error: then their parameters cannot be shared."""
@@ -460,9 +475,13 @@ class DiLoCo:
     def count(self, tokens: int, loss: float | torch.Tensor = math.nan) -> None:
         """Set the tokens of the next optimizer.step(), in place of tokens_per_step; loss as in report().
 
-        Raises ConfigError for fewer than one token, and outside of the `with` block.
+        Raises ConfigError for no whole number, for fewer than one token, and outside of the `with` block.
         """
         self._must_be_entered("count()")
+        try:
+            tokens = operator.index(tokens)
+        except TypeError:
+            raise ConfigError(f"count({tokens!r}): give a whole number of tokens") from None
         if tokens < 1:
             raise ConfigError(f"count({tokens}): a step is trained on at least 1 token")
         self._next_tokens = tokens
@@ -670,11 +689,23 @@ def _named(state: HasState | Mapping[str, HasState] | None) -> dict[str, HasStat
     return {f"user.{name}": part for name, part in parts.items()}
 
 
-def _check_arguments(tokens_per_step: int, steps: int | None, wire_dtype: str | None, buffers: str) -> None:
+def _whole_tokens(tokens_per_step: int | None) -> int:
+    """Raises ConfigError where it is missing, no whole number, or below 1."""
+    remedy = "give the tokens of one optimizer.step(), a whole number of at least 1"
+    if tokens_per_step is None:
+        raise ConfigError(f"tokens_per_step is missing: {remedy}")
+    try:
+        whole = operator.index(tokens_per_step)
+    except TypeError:
+        raise ConfigError(f"tokens_per_step is {tokens_per_step!r}: {remedy}") from None
+    if whole < 1:
+        raise ConfigError(f"tokens_per_step is {whole}: {remedy}")
+    return whole
+
+
+def _check_arguments(steps: int | None, wire_dtype: str | None, buffers: str) -> None:
     if buffers not in ("own", "average"):
         raise ConfigError(f'buffers is {buffers!r}: give "own", or "average" to have the run average them')
-    if tokens_per_step < 1:
-        raise ConfigError(f"tokens_per_step is {tokens_per_step}: give the tokens of one optimizer.step(), at least 1")
     if steps is not None and steps < 0:
         raise ConfigError(f"steps is {steps}: give the number of steps to make, or leave it out")
     if wire_dtype is not None and wire_dtype not in WIRE_DTYPES:

@@ -599,6 +599,7 @@ def _session_config(
         curve_key=b"" if curve is None else curve.public,
         process_id=secrets.token_bytes(16),
         host=f"process {os.getpid()} on {socket.gethostname()[:64]}",
+        master=config.master,
         expect_sync_every=config.sync_every,
         expect_outer_lr=config.outer_lr,
         expect_outer_momentum=config.outer_momentum,

@@ -19,7 +19,8 @@ from dips.core.errors import ConfigError
 # A hook counts the elements of the tensors that the model is called with. A step cannot have been trained on more
 # tokens than these, whatever a token is: an id, a sample's row of an image, a frame. (Not so where a model fetches
 # its own data, say by row numbers: check_tokens = false is for those.) Inputs that cannot be counted are not checked:
-# none seen, other objects among them, or a compiled model, whose hooks must not do anything.
+# other objects among them, or a compiled model, whose hooks must not do anything. A step before which the model was not
+# called, after others before which it was, is told: it is usually the second optimizer.step() of one batch.
 
 
 REFUSED_RATIO = 100
@@ -34,7 +35,8 @@ class TokenCheck:
     def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []
         self._elems = 0
-        self._unknown = self._told = False
+        self._unknown = self._told = self._told_twice = False
+        self._trained = self._trains = False  # whether the model was called in training mode: since the last step, ever
 
     def begin(self, model: torch.nn.Module) -> None:
         """Count this model's inputs; of several, all together."""
@@ -50,8 +52,17 @@ class TokenCheck:
 
         Raises ConfigError when it counts REFUSED_RATIO times the tokens that they can hold.
         """
-        elems, unknown = self._elems, self._unknown
-        self._elems, self._unknown = 0, False
+        elems, unknown, trained = self._elems, self._unknown, self._trained
+        self._elems, self._unknown, self._trained = 0, False, False
+        if self._trains and not (trained or elems or unknown or self._told_twice):
+            self._told_twice = True
+            _logger.warning(
+                "optimizer.step() was called again without a call of the model since the step before: its %d tokens "
+                "count twice, and the same gradients are applied again; call it once for each batch (nothing to do if "
+                "the model is called in another way)",
+                tokens,
+            )
+        self._trains = self._trains or trained
         if unknown or elems == 0 or tokens <= elems:
             return
         sentence = (
@@ -68,6 +79,7 @@ class TokenCheck:
     def _called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
+        self._trained = self._trained or module.training  # evaluation may call a model that training calls by parts
         elems = _elems_in([args, kwargs])
         if elems is None:
             self._unknown = True
@@ -108,6 +120,7 @@ class Losses:
         self._on_device: torch.Tensor | None = None
         self._n_on_device = 0
         self._read_s = -math.inf
+        self._told = False
 
     def add(self, loss: float | torch.Tensor) -> None:
         """Add a loss. Raises ConfigError unless it is one number."""
@@ -137,4 +150,11 @@ class Losses:
             self._read_s = now_s
             total, count = total + float(self._on_device.item()), count + self._n_on_device
         self._on_host, self._on_device, self._n_on_device = [], None, 0
+        if not math.isfinite(total) and not self._told:
+            self._told = True
+            _logger.warning(
+                "sync.report() or count() got a loss that is %s: if the parameters are no longer finite, either, this "
+                "cluster's push will be excluded; look at its data, its learning rate and overflows of 16-bit numbers",
+                total,
+            )
         return total / count if count else math.nan

@@ -98,8 +98,8 @@ def test_the_hash_is_the_same_on_every_machine_and_release() -> None:
 @pytest.mark.parametrize(
     ("other", "difference"),
     [
-        (parameter("layers.0.up", 5, dtype="bfloat16"), "is bfloat16 in layer 'layers.0', the run's is float32"),
-        (parameter("layers.0.up", 5, layer="x"), "is float32 in layer 'x', the run's is float32 in layer"),
+        (parameter("layers.0.up", 5, dtype="bfloat16"), "is bfloat16, the run's is float32"),
+        (parameter("layers.0.up", 5, layer="x"), "is in layer 'x', the run's is in layer"),
         (parameter("layers.0.up", 6), r"'layers.0.up' has shape \[6\], the run's has \[5\]"),
         (parameter("layers.0.gate", 5), r"it lacks parameter 'layers.0.up' of shape \[5\]"),
     ],

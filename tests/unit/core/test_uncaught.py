@@ -8,7 +8,7 @@ from types import TracebackType
 import pytest
 
 from dips.core.errors import ConfigError, LocalProtocolError, RefusalCode, Refused, RetryLater
-from dips.core.observe.logs import end_with_one_sentence
+from dips.core.observe.logs import end_with_one_sentence, say_instead_of_trace
 from dips.worker.config import ClientConfig, check
 
 Hooked = tuple[type[BaseException], BaseException, TracebackType | None]
@@ -69,6 +69,17 @@ def test_all_else_goes_to_the_hook_that_was_there(
     leave_uncaught(error)
     assert [seen[1] for seen in former] == [error]
     assert capsys.readouterr().err == ""
+
+
+def test_a_ctrl_c_that_ended_a_cluster_is_a_sentence_and_still_ends_the_process_as_by_sigint(
+    former: list[Hooked], capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupt = KeyboardInterrupt()
+    interrupt.add_note("theirs")
+    say_instead_of_trace(interrupt, "cluster a has left")
+    leave_uncaught(interrupt)  # no SystemExit: the interpreter sends itself the signal
+    assert capsys.readouterr().err.startswith("dips: cluster a has left (test_uncaught.py, line ")
+    assert former == []
 
 
 def test_it_is_installed_once(former: list[Hooked]) -> None:

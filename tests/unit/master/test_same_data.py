@@ -9,7 +9,7 @@ from support.master_bench import Bench
 
 from dips.core.messages import Alarm
 from dips.master.page.snapshot import cluster_sign
-from dips.master.state.alarms import ALIKE_ROUNDS
+from dips.master.state.alarms import ALIKE_ROUNDS, EQUAL_ROUNDS
 
 A = [1.0, 0.5, 0.0]
 NEARLY = [1.0, 0.49, 0.01]
@@ -33,6 +33,22 @@ def rounds(bench: Bench, n: int, *names: str) -> None:
 
 def standing(bench: Bench) -> tuple[Alarm, ...]:
     return bench.status().alarms
+
+
+def test_equal_pushes_are_named_after_one_round_and_for_a_while_after_the_clusters_drift_apart() -> None:
+    """As with one seed under dynamic steps: only the first pushes are equal."""
+    bench = running(a=A, b=APART, c=A)
+    rounds(bench, 1)
+    (alarm,) = standing(bench)
+    assert (alarm.kind, alarm.clusters) == ("same_data", ("a", "c"))
+    assert "the cosine of their updates is 1.00" in alarm.sentence
+    assert "in a round. They train on the same data in the same order" in alarm.sentence
+    bench.ways = {**bench.ways, "c": [1.0, -0.2, 0.3]}
+    rounds(bench, EQUAL_ROUNDS - 1)
+    assert standing(bench) == (alarm,)
+    rounds(bench, 1)
+    assert standing(bench) == ()
+    assert told(bench) == [alarm.sentence]
 
 
 def told(bench: Bench) -> list[str]:
@@ -76,9 +92,9 @@ def test_clusters_that_agree_well_are_not_the_same() -> None:
 
 
 def test_a_round_now_and_then_is_none() -> None:
-    bench = running(a=A, b=A)
+    bench = running(a=A, b=NEARLY)
     for _ in range(4):
-        bench.ways = {"a": A, "b": A}
+        bench.ways = {"a": A, "b": NEARLY}
         rounds(bench, 1)
         bench.ways = {"a": A, "b": APART}
         rounds(bench, 1)

@@ -172,4 +172,4 @@ def test_the_same_results_give_the_same_report(benchmark: Path, runner: Runner) 
     assert "Speed &amp; &lt;time&gt;" in html
     assert "<time>" not in html
     assert "| speed | 2 x | 3 x | 1.50 | measured |" in markdown
-    assert "* `python benchmarks/bench_own.py`" in markdown
+    assert "Made by `python benchmarks/bench_own.py`." in markdown

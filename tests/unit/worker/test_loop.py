@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dips
-from dips.core.errors import TERMINATED, ConfigError
+from dips.core.errors import TERMINATED, ConfigError, DipsError, RefusalCode, Refused, RetryLater
 from dips.worker.parallel.orders import GoOn
 from dips.worker.step_checks import Losses
 
@@ -177,6 +177,15 @@ def test_what_is_no_loss_is_refused(loss: object, sentence: str) -> None:
         Losses().add(loss)  # type: ignore[arg-type]
 
 
+def test_a_loss_that_is_not_finite_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    losses = Losses()
+    for loss in (1.0, math.inf, math.nan, torch.tensor(math.nan)):
+        losses.add(loss)
+        losses.take(0.0, push_is_due=True)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("sync.report() or count() got a loss that is inf: ")
+
+
 def test_a_loss_on_a_device_is_not_read_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[torch.Tensor] = []
 
@@ -210,7 +219,9 @@ def test_the_hook_is_gone_afterwards() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"tokens_per_step": 0}, "tokens_per_step is 0"),
+        ({}, "tokens_per_step is missing: give the tokens of one optimizer.step"),
+        ({"tokens_per_step": 0}, "tokens_per_step is 0: give the tokens of one optimizer.step"),
+        ({"tokens_per_step": 8.5}, r"tokens_per_step is 8.5: .* a whole number of at least 1"),
         ({"tokens_per_step": 1, "steps": -1}, "steps is -1"),
         ({"tokens_per_step": 1, "wire_dtype": "int2"}, "'int2': give one of float32, bfloat16, int8, int4"),
         ({"tokens_per_step": 1, "master": "8.8.8.8:1", "cluster_id": "a", "insecure": True}, "loopback"),
@@ -252,9 +263,30 @@ def test_a_wrong_setting_names_the_keyword_argument_and_no_option(
     assert "--" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("give --keys DIR instead of --insecure"),
+        RetryLater("give --keys DIR instead of --insecure"),
+        Refused(RefusalCode.IDENTITY, "give --keys DIR instead of --insecure"),
+    ],
+)
+def test_what_joining_raises_names_the_keyword_argument_too(error: DipsError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(sync: dips.DiLoCo) -> None:
+        raise error
+
+    monkeypatch.setattr(dips.DiLoCo, "_join", refuse)
+    with pytest.raises(type(error)) as caught, dips.DiLoCo(*make(), tokens_per_step=8):
+        pass
+    assert caught.value is error
+    assert str(error) == "give keys= instead of insecure="
+
+
 def test_count_refuses_nothing_trained() -> None:
     with dips.DiLoCo(*make(), tokens_per_step=10) as sync, pytest.raises(ConfigError, match="at least 1 token"):
         sync.count(0)
+    with dips.DiLoCo(*make(), tokens_per_step=10) as sync, pytest.raises(ConfigError, match="a whole number"):
+        sync.count(2.5)  # type: ignore[arg-type]
 
 
 def test_import_dips_does_not_import_torch() -> None:

@@ -68,6 +68,27 @@ def test_inputs_that_cannot_be_counted_say_nothing(model: Anything, args: Any) -
     check.stepped(10**9)
 
 
+def test_a_step_without_a_call_of_the_model_is_told_once(model: Anything, caplog: pytest.LogCaptureFixture) -> None:
+    check = checked(model)
+    with caplog.at_level(logging.WARNING):
+        check.stepped(8)  # of a model whose calls no hook sees
+        model.eval()
+        model(IDS)
+        check.stepped(8)
+        check.stepped(8)
+        model.train()
+        for args in ((IDS,), (object(),)) * 2:
+            model(*args)
+            check.stepped(8)
+        assert not caplog.records
+        check.stepped(8)
+        check.stepped(8)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "optimizer.step() was called again without a call of the model since the step"
+    )
+
+
 def test_what_was_unknown_in_one_step_is_forgotten_with_it(model: Anything) -> None:
     check = checked(model)
     model(object())

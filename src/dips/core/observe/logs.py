@@ -259,22 +259,33 @@ _PACKAGE = str(Path(__file__).absolute().parents[2])
 """The folder of all our packages, as frames name it."""
 
 
+class _Sentence(str):
+    """A note of an exception that is said in place of its stack trace."""
+
+
+def say_instead_of_trace(interrupt: KeyboardInterrupt, sentence: str) -> None:
+    """Has end_with_one_sentence() say this of a ctrl-C; the interpreter still ends the process as by SIGINT."""
+    interrupt.add_note(_Sentence(sentence))
+
+
 def end_with_one_sentence() -> None:
     """Ends this process, as our commands do, with one sentence about an error of ours that its program does not catch.
 
-    What is no error of ours, or a bug of ours, goes to the hook that was there.
+    What is no error of ours, or a bug of ours, goes to the hook that was there; but of a ctrl-C that ended a cluster
+    (say_instead_of_trace) its sentence is said.
     """
     former = sys.excepthook
     if getattr(former, "says_one_sentence", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, DipsError) or isinstance(error, LocalProtocolError):
+        instead = [note for note in getattr(error, "__notes__", ()) if isinstance(note, _Sentence)]
+        if not instead and (not isinstance(error, DipsError) or isinstance(error, LocalProtocolError)):
             former(kind, error, trace)
             return
         logging.getLogger("dips").debug("where it was raised", exc_info=(kind, error, trace))
-        say_last(str(error) + _place(trace))
-        if not (sys.flags.interactive or hasattr(sys, "ps1")):
+        say_last((instead[-1] if instead else str(error)) + _place(trace))
+        if isinstance(error, DipsError) and not (sys.flags.interactive or hasattr(sys, "ps1")):
             raise SystemExit(error.exit_code)  # the interpreter ends with it, after what atexit has to do
 
     hook.says_one_sentence = True  # type: ignore[attr-defined]

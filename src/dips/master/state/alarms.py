@@ -160,7 +160,9 @@ def _doubt(shared: SharedState, cluster: str, sentence: str) -> None:
 # Direction).
 #
 # Compares the updates p_j = theta_base - theta_j of pushes that a round accepts together, in pairs. It changes nothing
-# that is merged. It detects only pushes from one base with about as many steps, as in rounds of all clusters.
+# that is merged. It detects only pushes from one base with about as many steps, as in rounds of all clusters. Under
+# dynamic steps and overlap clusters with one seed drift apart after their first rounds: so one round is enough where
+# the pushes are equal in nearly every bit, which different data never gives.
 #
 # Legend: directions: the Gram matrix of p_1 .. p_k, s_1 .. s_k (penalty_detect.py), NaN where it is not known.
 
@@ -172,6 +174,13 @@ cosines are far lower: 0.27 to 0.84 in the byte model (docs/algorithm.md, Direct
 
 ALIKE_ROUNDS = 3
 """Rounds in a row with both pushes alike before the alarm begins, and rounds without before it ends."""
+
+EQUAL_WITHIN = 1e-6
+"""Pushes whose cosine and norms differ by at most this from those of equal pushes are equal."""
+
+EQUAL_ROUNDS = 20
+"""Rounds without pushes alike before an alarm that equal pushes began ends: what was shown once stays true for two
+clusters that are only out of step since."""
 
 
 def compare_pushes(
@@ -193,17 +202,21 @@ def _compare(shared: SharedState, pair: tuple[str, str], squared: float, other_s
         return
     norm, other_norm = math.sqrt(squared), math.sqrt(other_squared)
     likeness = cosine(product, norm, other_norm)
-    alike = likeness >= ALIKE_COSINE and min(norm, other_norm) >= ALIKE_NORMS * max(norm, other_norm)
-    n_rounds = min(ALIKE_ROUNDS, max(0, shared.alike.get(pair, 0) + (1 if alike else -1)))
+    norms = min(norm, other_norm) / max(norm, other_norm)
+    alike, equal = likeness >= ALIKE_COSINE and norms >= ALIKE_NORMS, min(likeness, norms) >= 1.0 - EQUAL_WITHIN
+    before = shared.alike.get(pair, 0)
+    n_rounds = max(before, min(ALIKE_ROUNDS, before + 1)) if alike else max(0, before - 1)
+    n_rounds = EQUAL_ROUNDS if equal else n_rounds
     shared.alike[pair] = n_rounds
     if n_rounds == 0:
         del shared.alike[pair]
         shared.same_data.pop(pair, None)
-    elif alike and n_rounds == ALIKE_ROUNDS:
+    elif alike and n_rounds >= ALIKE_ROUNDS:
+        how_long = "in a round" if equal else f"in {ALIKE_ROUNDS} rounds in a row"
         sentence = (
             f"clusters {pair[0]} and {pair[1]} push the same: the cosine of their updates is {likeness:.2f}, the norms "
-            f"are {norm:.3g} and {other_norm:.3g}, in {ALIKE_ROUNDS} rounds in a row. They train on the same data in "
-            "the same order, so one of them adds nothing: give each its own part of the data, or at least another seed"
+            f"are {norm:.3g} and {other_norm:.3g}, {how_long}. They train on the same data in the same order, so one "
+            "of them adds nothing: give each its own part of the data, or at least another seed"
         )
         alarm = Alarm(AlarmKind.SAME_DATA, pair, sentence)
         if pair not in shared.same_data:

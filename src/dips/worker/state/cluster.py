@@ -354,10 +354,17 @@ class ClusterMachine:
             self._left()
             return
         shared.note = f"the master does not answer: {sentence}"
-        shared.log("master", f"{shared.note}; trying again, training goes on where it can", logging.WARNING)
+        goes_on = "" if shared.terms.incarnation is None else ", training goes on where it can"
+        shared.log("master", f"{shared.note}; trying again{goes_on}", logging.WARNING)
         if shared.terms.incarnation is None and shared.now_s >= self._give_up_joining_s:
             wait_s = self.config.connect_wait_s
-            self._fail(RetryLater(f"no master could be joined within {wait_s:g} s: {sentence}"))
+            where = f" at {self.config.master}" if self.config.master else ""
+            self._fail(
+                RetryLater(
+                    f"no master could be joined within {wait_s:g} s{where}: start it, or correct its address "
+                    f"(--master HOST:PORT, or DIPS_MASTER); the last try: {sentence}"
+                )
+            )
 
     def _refused(self, lane: RepeatedCall, refused: Refused) -> None:
         shared = self.shared

@@ -266,7 +266,12 @@ class Pushing:
                 self._close(lambda: shared.work.decided(counts=True))
                 self._pull(input_name, PullPlan(InstallMode.REBASE_FROM_PUSH, verdict.version))
             case VerdictKind.EXCLUDED:
-                shared.log("verdict", f"push {verdict.push} was excluded: {verdict.reason}", logging.WARNING)
+                shared.log(
+                    "verdict",
+                    f"push {verdict.push} was excluded: {verdict.reason}; its steps are dropped, and training goes on "
+                    "from the run's newest version: look at this cluster's loss, gradients and learning rate",
+                    logging.WARNING,
+                )
                 self._close(lambda: shared.work.decided(counts=False))
                 self.drop(input_name, at_least=verdict.version, reset_inner=verdict.reset_inner_optimizer)
             case VerdictKind.ABORTED:

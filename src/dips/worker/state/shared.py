@@ -184,6 +184,8 @@ class SessionConfig(GivenTimes):
     """Drawn for this process: it lets the master distinguish a repeated Join from a second process of this name."""
     host: str = ""
     """The host of this process, for people."""
+    master: str = ""
+    """The master's address, for people."""
 
 
 class Terms:

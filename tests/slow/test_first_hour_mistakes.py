@@ -1,0 +1,327 @@
+"""The mistakes of a first hour with a loop of one's own, on real processes: what each prints, and its exit code.
+
+Two more are in test_own_program_ends.py: a clock that is a day off, and no server at the address.
+"""
+
+from __future__ import annotations
+
+import http.server
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from support.dips_command import dips, dips_started, ended, environment, master_file, started, until
+from support.whole_run import WholeRun
+
+from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, RefusalCode, Refused, RetryLater
+from dips.core.net.security import Role
+from dips.local.authority import Authority
+
+LOOP = """
+import time, torch, dips
+torch.manual_seed(SEED)
+torch.set_num_threads(1)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with dips.DiLoCo(model, optimizer, tokens_per_step=8, steps=40) as sync:
+    while not sync.done:
+        loss = (model(torch.randn(8, 4)) - torch.randn(8, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        sync.report(loss)
+        optimizer.step()
+        print("step", sync.steps, flush=True)
+"""
+BEGIN = "with dips.DiLoCo(model, optimizer, tokens_per_step=8, steps=40) as sync:"
+STEP = "        optimizer.step()\n"
+
+
+def written(folder: Path, *changes: tuple[str, str], seed: int = 0) -> Path:
+    """The loop with these replacements."""
+    text = LOOP.replace("SEED", str(seed))
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    file = folder / "mine.py"
+    file.write_text(text)
+    return file
+
+
+def run_to_its_end(file: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, file.name],
+        cwd=file.parent,
+        env=environment({"DIPS_CLUSTER": "a", **variables}),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
+def one_sentence(done: subprocess.CompletedProcess[str], code: int) -> str:
+    """The last line of a loop that ends with this code: it names a line of the program, and no option of a command."""
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("dips: ")
+    assert "(mine.py, line " in last
+    assert "--" not in last
+    return last
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeRun]:
+    """A run whose version 0 is that of LOOP."""
+    folder = tmp_path_factory.mktemp("run")
+    with WholeRun(folder / "run", n_slaves=1, preset="dynamic", overlap="full", sync_every=8) as whole:
+        assert run_to_its_end(written(folder), **there(whole, "first")).returncode == 0
+        yield whole
+
+
+def there(run: WholeRun, cluster: str) -> dict[str, str]:
+    return {"DIPS_MASTER": run.address, "DIPS_INSECURE": "1", "DIPS_CLUSTER": cluster}
+
+
+# ---- before anything is dialled --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("", "tokens_per_step is missing: give the tokens of one optimizer.step(), a whole number of at least 1"),
+        ("tokens_per_step=8.5", "tokens_per_step is 8.5: give the tokens of one optimizer.step(), a whole number"),
+        ("tokens_per_step=8, resume=True", "resuming needs checkpoints: give checkpoint_dir=, or leave out resume="),
+        ("tokens_per_step=8, keys='nowhere', insecure=False", "nowhere/ca.crt cannot be read: No such file"),
+        ("tokens_per_step=8, master='localhost'", "master 'localhost' is not an address: write HOST:PORT"),
+    ],
+)
+def test_a_wrong_argument(tmp_path: Path, given: str, sentence: str) -> None:
+    done = run_to_its_end(
+        written(tmp_path, ("tokens_per_step=8, steps=40", given)), DIPS_MASTER="127.0.0.1:1", DIPS_INSECURE="1"
+    )
+    assert f"dips: {sentence}" in one_sentence(done, ConfigError.exit_code)
+
+
+def test_a_loop_without_with(tmp_path: Path) -> None:
+    file = written(tmp_path, (BEGIN, BEGIN.replace("with ", "sync = ").replace(" as sync:", "\nif True:")))
+    said = one_sentence(run_to_its_end(file), ConfigError.exit_code)
+    assert "done before the `with` block: no step is shared; write `with dips.DiLoCo(model, optimizer, " in said
+
+
+def test_a_key_that_has_expired(tmp_path: Path) -> None:
+    Authority.create(tmp_path / "keys")
+    with Authority(tmp_path / "keys", datetime.now(UTC) - timedelta(days=399)).locked() as authority:
+        old = authority.add(Role.CLUSTER, "a")
+    done = run_to_its_end(written(tmp_path), DIPS_MASTER="127.0.0.1:1", DIPS_KEYS=str(old))
+    said = one_sentence(done, ConfigError.exit_code)
+    assert f"{old / 'tls.crt'} expired on " in said
+    assert "UTC: renew it (`dips keys renew KEYS a`) and bring it here" in said
+
+
+# ---- addresses -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def web_server() -> Iterator[str]:
+    class Quiet(http.server.BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_an_address_at_which_another_service_answers(tmp_path: Path, web_server: str) -> None:
+    done = run_to_its_end(
+        written(tmp_path), DIPS_MASTER=web_server, DIPS_INSECURE="1", DIPS_WORKER_CONNECT_WAIT_S="0.5"
+    )
+    said = one_sentence(done, RetryLater.exit_code)
+    assert (
+        f"no master could be joined within 0.5 s at {web_server}: start it, or correct its address (master=, or "
+        "DIPS_MASTER); the last try: the peer does not answer (UNAVAILABLE: "
+    ) in said
+
+
+def test_the_address_of_another_run(tmp_path: Path, run: WholeRun) -> None:
+    file = written(tmp_path, ("steps=40", "run_id='mine'"))
+    said = one_sentence(run_to_its_end(file, **there(run, "b")), Refused(RefusalCode.RUN_ID, "").exit_code)
+    assert "cluster 'b' asks for run 'mine', but this master serves run 'test': check the master's address" in said
+
+
+# ---- another model, another count, another name ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "sentence"),
+    [
+        (
+            [("Linear(4, 4)", "Linear(4, 5)"), ("- torch.randn(8, 4)", "- torch.randn(8, 5)")],
+            3,
+            "the model of cluster 'b' is not this run's: parameter 'weight' has shape [5, 4], the run's has [4, 4]; "
+            "give it the same model, or start another run",
+        ),
+        (
+            [("Linear(4, 4)", "Linear(4, 4).bfloat16()")],
+            3,
+            "the model of cluster 'b' is not this run's: parameter 'weight' is bfloat16, the run's is float32; give it "
+            "the same model, or start another run",
+        ),
+        (
+            [("Linear(4, 4)", "Linear(4, 4).double()")],
+            2,
+            "parameter 'weight' is float64: float32, bfloat16 and float16 are supported; convert it",
+        ),
+        (
+            [("tokens_per_step=8", "tokens_per_step=8 * 1024")],
+            2,
+            "a step counts 8192 tokens, 256 times the 32 elements of all the inputs that the model was called with "
+            "since the step before: tokens_per_step and count() take the tokens of one optimizer.step() of this",
+        ),
+    ],
+    ids=["model", "dtype", "unknown-dtype", "tokens"],
+)
+def test_what_does_not_fit_the_run(
+    tmp_path: Path, run: WholeRun, changes: list[tuple[str, str]], code: int, sentence: str
+) -> None:
+    done = run_to_its_end(written(tmp_path, *changes), **there(run, "b"))
+    assert f"dips: {sentence}" in one_sentence(done, code)
+
+
+def test_a_name_that_another_process_has(tmp_path: Path, run: WholeRun) -> None:
+    file = written(tmp_path, ("steps=40", "steps=100_000"), (STEP, STEP + "        time.sleep(0.05)\n"))
+    log = tmp_path / "first.log"
+    with started(sys.executable, file, log=log, **there(run, "twice")) as first:
+        until(lambda: "step 1\n" in log.read_text(), "the first process trains", log=log)
+        said = one_sentence(run_to_its_end(file, **there(run, "twice")), NAME_TAKEN_EXIT)
+        assert "another process is cluster 'twice' and beats (incarnation " in said
+        assert "stop one of the two, or give each process a cluster id of its own" in said
+        assert first.poll() is None
+
+
+# ---- in the loop -----------------------------------------------------------------------------------------------------
+
+
+def test_a_second_step_for_one_batch_is_told_once(tmp_path: Path, run: WholeRun) -> None:
+    done = run_to_its_end(written(tmp_path, (STEP, 2 * STEP)), **there(run, "b"))
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [
+        "optimizer.step() was called again without a call of the model since the step before: its 8 tokens count "
+        "twice, and the same gradients are applied again; call it once for each batch (nothing to do if the model is "
+        "called in another way)"
+    ]
+
+
+def test_a_loss_that_is_nan_is_told_and_its_push_is_not_merged(tmp_path: Path, run: WholeRun) -> None:
+    nan = "        loss = loss * float('nan') if sync.steps == 10 else loss\n        loss.backward()\n"
+    done = run_to_its_end(written(tmp_path, ("        loss.backward()\n", nan)), **there(run, "b"))
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    first, second, *_ = done.stderr.splitlines()
+    assert first.startswith("sync.report() or count() got a loss that is nan: if the parameters are no longer finite, ")
+    assert "look at its data, its learning rate and overflows of 16-bit numbers" in first
+    assert "was excluded: 20 elements are not finite; its steps are dropped, and training goes on from " in second
+    assert "look at this cluster's loss, gradients and learning rate" in second
+
+
+def test_an_error_of_the_loop_itself_keeps_its_trace_and_says_what_is_lost(tmp_path: Path, run: WholeRun) -> None:
+    file = written(tmp_path, (STEP, STEP + "        1 / (12 - sync.steps)\n"))
+    done = run_to_its_end(file, **there(run, "b"))
+    assert done.returncode == 1
+    lost, *trace = done.stderr.splitlines()
+    assert lost.startswith("leaving (ZeroDivisionError) without ")
+    assert "they were made since the last push, and the parameters may be in the middle of a step" in lost
+    assert trace[0].startswith("Traceback")
+    assert trace[-1] == "ZeroDivisionError: division by zero"
+    assert not any("dips" in line for line in trace), "the trace is of the person's program alone"
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_ctrl_c_is_one_sentence(tmp_path: Path, run: WholeRun, joined: bool) -> None:
+    written(tmp_path, ("steps=40", "steps=100_000"), (STEP, STEP + "        time.sleep(0.2)\n"))
+    log, where = tmp_path / "log", there(run, "b") if joined else {**there(run, "b"), "DIPS_MASTER": "127.0.0.1:1"}
+    with started(sys.executable, "mine.py", log=log, cwd=tmp_path, **where) as process:
+        until(lambda: ("step 5" if joined else "trying again") in log.read_text(), "the loop", log=log)
+        process.send_signal(signal.SIGINT)
+        assert ended(process, 40, log) == -signal.SIGINT  # a shell says 130
+    said = [line for line in log.read_text().splitlines() if not line.startswith("step ")]
+    if joined:
+        assert said[0] == "ctrl-C: this cluster leaves the run; a second one ends the process at once"
+        what = "and has left the run; started again, it goes on from the newest version"
+    else:
+        what = "before it had joined the run"
+    assert said[-1].startswith(f"dips: cluster b was ended by ctrl-C {what} (mine.py, line ")
+    assert all(line.startswith("leaving (KeyboardInterrupt) without ") for line in said[1:-1]), "it came inside a step"
+
+
+def test_the_same_seed_on_two_clusters_is_told_after_their_first_round(tmp_path: Path) -> None:
+    """Their speeds differ, so that under the default settings they are soon out of step."""
+    endless = ("steps=40", "steps=100_000")
+    slower = written(tmp_path, endless, (STEP, STEP + "        time.sleep(0.13)\n")).rename(tmp_path / "slower.py")
+    file = written(tmp_path, endless, (STEP, STEP + "        time.sleep(0.1)\n"))
+    with WholeRun(
+        tmp_path / "run", n_slaves=1, preset="dynamic", overlap="full", sync_every=8, min_clusters=2, grace_s=20.0
+    ) as whole:
+        with (
+            started(sys.executable, file, log=tmp_path / "a.log", **there(whole, "a")),
+            started(sys.executable, slower, log=tmp_path / "b.log", **there(whole, "b")),
+        ):
+            alarm = "clusters a and b push the same: the cosine of their updates is 1.00"
+            log = whole.directory / "master.log"
+            until(lambda: alarm in log.read_text(), "the alarm", 20, log)
+            told = dips("status", whole.address, "--insecure")
+            assert told.returncode == 0
+            assert "give each its own part of the data, or at least another seed" in " ".join(told.stdout.split())
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+SERVERS = """
+[run]
+id = "mine"
+directory = "{directory}"
+evaluate = false
+
+[master]
+listen = "127.0.0.1:{port}"
+
+[slave]
+memory_bytes = "64 MiB"
+"""
+
+
+def test_a_port_and_folders_that_are_not_free(tmp_path: Path) -> None:
+    def file(directory: Path, port: int) -> Path:
+        path = tmp_path / "run.toml"
+        path.write_text(SERVERS.format(directory=directory, port=port))
+        return path
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    first, second, foreign = (tmp_path / name for name in ("first", "second", "foreign"))
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("mine")
+    log = tmp_path / "up.log"
+    with dips_started("up", file(first, port), log=log):
+        until(lambda: "address" in master_file(first), "the master's address", log=log)
+        for directory, asked, sentence in (
+            (first, 0, f"another dips process runs in {first}: end it first, or choose another directory"),
+            (second, port, f"the master cannot listen at 127.0.0.1:{port}: Address already in use: end what listens "),
+            (foreign, 0, f"{foreign} is not empty and holds no run of dips: choose another directory"),
+        ):
+            told = dips("up", file(directory, asked))
+            assert told.returncode == ConfigError.exit_code
+            assert told.stderr.splitlines()[-1].startswith(f"dips: {sentence}")
+            assert "Traceback" not in told.stderr
+        told = dips("status", foreign)
+        assert told.returncode == ConfigError.exit_code
+        assert told.stderr == f"dips: no master runs in {foreign}: start the run, or check the directory\n"
+    assert [entry.name for entry in foreign.iterdir()] == ["thesis.tex"]
