@@ -166,6 +166,14 @@ class World:
         """How long a cluster copies its parameters to or from the transfer buffer."""
         return 0.0
 
+    def connect_s(self, source: str, target: str) -> float:
+        """How long it takes to make a connection of the data flow."""
+        return 0.0
+
+    def ramp_s(self, source: str, target: str) -> float:
+        """How much later than at full rate a new connection's payload arrives."""
+        return 0.0
+
     # ---- broken promises ----
 
     def violated(self, sentence: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.scale_setup import write_setup
 
-from dips.sim.scale import tally
+from dips.sim.kernel import SimulatedProcess
+from dips.sim.scale import rates, tally
 from dips.sim.scale.failures import Failures
 from dips.sim.scale.run import layout_of
 from dips.sim.scale.scenario import load_scenario
@@ -68,3 +71,29 @@ def test_chunks_are_as_large_as_a_slow_link_allows(tmp_path: Path) -> None:
     assert world_of(tmp_path).plan.max_chunk_bytes == layer_bytes
     slow = world_of(tmp_path, up='up = "0.1 Gbps"').plan
     assert slow.max_chunk_bytes == layer_bytes / 16, "16 of them take 40 s"
+
+
+def test_a_push_takes_its_connection_slow_start_and_bytes(tmp_path: Path) -> None:
+    """A query goes before the chunks, and the last one is acknowledged: a round trip each."""
+    far = 'network = "25 Gbps"\nround_trip = "50 ms"'
+    world = world_of(tmp_path, network=far)
+    taken_s: list[float] = []
+    tape = world.tape
+
+    def watch(role: str, process: SimulatedProcess, kind: str, cause: str, fields: Mapping[str, Any]) -> None:
+        if (role, process.name, kind) == ("worker", "a", "push_sent"):
+            taken_s.append(fields["transfer_s"])
+        tape(role, process, kind, cause, fields)
+
+    world.tape = watch  # type: ignore[method-assign]
+    while len(taken_s) < 3:
+        world.kernel.step()
+    line_s = 4e9 * 8 / 10e9
+    overhead_s = rates.connect_s(0.05, world.plan.config.encrypted) + rates.ramp_s(5e9, 0.05) + 2 * 0.05
+    assert taken_s[-1] == pytest.approx(line_s + overhead_s, abs=1e-3)
+
+
+def test_only_what_a_cluster_sends_or_gets_goes_far(tmp_path: Path) -> None:
+    world = world_of(tmp_path, network='network = "25 Gbps"\nround_trip = "50 ms"\nnear_round_trip = "2 ms"')
+    assert world.net.delay_s("a", "s0") == world.net.delay_s("master", "b") == 0.025
+    assert world.net.delay_s("master", "s1") == world.net.delay_s("s0", "s1") == 0.001

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dips.core.chunks import Chunk
@@ -60,6 +61,10 @@ class Carrier:
         self.began_s = world.kernel.now_s
         self._addresses = {address.slave_id: address for address in placement.slaves}
         self._connections: dict[str, int] = {}
+        self._ready_s: dict[tuple[str, int, str], float] = {}
+        """By (slave, number of the connection, ""): when it is made; by (..., sender): when its window is open for what
+        that one sends."""
+
         self._ended = ended
         self._timer_s = -1.0
 
@@ -124,14 +129,36 @@ class Carrier:
             if reply.op is DataOp.CHUNK and world.net.damages():
                 damaged = world.plan.arithmetic.damaged
                 chunk = damaged(chunk) if reply.base is None else (damaged(chunk[0]), *chunk[1:])
-            args = (name, connection, reply, chunk)
-            world.net.datagram(name, owner.name, owner, self._hear, *args, size_bytes=_payload_bytes(reply))
+            send = partial(world.net.datagram, name, owner.name, owner, self._hear, name, connection, reply, chunk)
+            self._on_connection(name, connection, slave, owner, send, _payload_bytes(reply))
 
         def away(why: str) -> None:
             world.net.datagram(name, owner.name, owner, self._turned_away, name, connection, why)
 
         args = (header, value, answer, world.key_of(owner), away)
-        world.net.datagram(owner.name, name, slave, slave.asked, *args, size_bytes=_payload_bytes(header))
+        send = partial(world.net.datagram, owner.name, name, slave, slave.asked, *args)
+        self._on_connection(name, connection, owner, slave, send, _payload_bytes(header))
+
+    def _on_connection(
+        self, slave: str, connection: int, source: SimulatedProcess, target: SimulatedProcess, send: Callable[..., None],
+        n_bytes: int,
+    ) -> None:  # fmt: skip
+        """Send once the connection is made, and payload once its window is open."""
+        world, ready_s = self.world, self._ready_s
+        leaves_s = ready_s.get((slave, connection, ""))
+        if leaves_s is None:
+            leaves_s = ready_s[slave, connection, ""] = world.kernel.now_s + world.connect_s(self.owner.name, slave)
+        leaves_s = max(world.kernel.now_s, leaves_s)
+        if n_bytes:
+            opens_s = ready_s.get((slave, connection, source.name))
+            if opens_s is None:
+                opens_s = leaves_s + world.ramp_s(source.name, target.name)
+                ready_s[slave, connection, source.name] = opens_s
+            leaves_s = max(leaves_s, opens_s)
+        if leaves_s <= world.kernel.now_s:
+            send(size_bytes=n_bytes)
+        else:
+            world.kernel.at(leaves_s, source, partial(send, size_bytes=n_bytes))
 
     def _turned_away(self, slave: str, connection: int, why: str) -> None:
         if not self.over and connection == self._connections.get(slave, 0):

@@ -6,7 +6,16 @@ Nothing here may depend on anything but its arguments.
 
 from __future__ import annotations
 
+import math
+
 from dips.core.layout import FLOAT32_BYTES
+
+CONNECT_TRIPS, ENCRYPTED_TRIPS = 3, 2
+"""Round trips until a connection carries the first request: TCP's, and ZeroMQ's greeting and READY; CURVE's key
+exchange comes on top."""
+
+FIRST_WINDOW_BYTES = 10 * 1448
+"""What TCP sends before the first answer (RFC 6928): ten segments; it doubles with each round trip."""
 
 
 def measure_s(n_elems: int, participants: int, memory_bytes_per_s: float) -> float:
@@ -28,3 +37,19 @@ def snapshot_s(n_elems: int, disk_bytes_per_s: float) -> float:
 def copy_s(n_elems: int, copy_bytes_per_s: float) -> float:
     """Seconds in which a cluster copies the live parameters to or from its transfer buffer."""
     return FLOAT32_BYTES * n_elems / copy_bytes_per_s
+
+
+def connect_s(round_trip_s: float, encrypted: bool) -> float:
+    """Seconds until a new connection of the data flow carries its first request."""
+    return (CONNECT_TRIPS + ENCRYPTED_TRIPS * encrypted) * round_trip_s
+
+
+def ramp_s(bits_per_s: float, round_trip_s: float) -> float:
+    """Seconds by which TCP's slow start delays what a new connection sends, compared with its full rate at once.
+
+    It sends a window in each round trip until a window fills the link for as long: what the link could have carried
+    meanwhile, less what it did.
+    """
+    bytes_per_s = bits_per_s / 8
+    doublings = math.ceil(math.log2(max(1.0, bytes_per_s * round_trip_s / FIRST_WINDOW_BYTES)))
+    return doublings * round_trip_s - FIRST_WINDOW_BYTES * (2**doublings - 1) / bytes_per_s

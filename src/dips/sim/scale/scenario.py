@@ -76,7 +76,8 @@ class SlavesTable(Knobs):
     disk_rate: BytesPerSecond = Field(description="Bytes that one slave writes durably, or reads, in a second")
     restart: Seconds = Field(30.0, description="From a slave's or master's death until its process is up again")
     journal: Seconds = Field(0.005, description="One durable write of the master's journal")
-    round_trip: Seconds = Field(0.02, description="A call and its answer between a cluster and the master")
+    round_trip: Seconds = Field(0.02, description="Network delay there and back between a cluster and master or slaves")
+    near_round_trip: Seconds = Field(0.001, description="The same between master and slaves, which are at one site")
 
 
 class ClusterTable(Knobs):

@@ -117,6 +117,17 @@ def links_of(scenario: Scenario, slaves: Sequence[str]) -> LinkPlan:
     return LinkPlan(rates_of | dict.fromkeys(slaves, cards))
 
 
+@dataclass
+class ScaleNetwork(Network):
+    """Delays are constant: those of the weather to and from a cluster, near_s between master and slaves."""
+
+    clusters: frozenset[str] = frozenset()
+    near_s: float = 0.0
+
+    def delay_s(self, source: str, target: str) -> float:
+        return self.weather.delay_s if {source, target} & self.clusters else self.near_s
+
+
 _STATE_OF_PHASE = {
     SessionPhase.JOINING: tally.JOIN,
     SessionPhase.TRAINING: tally.PULL,  # it waits for a lease
@@ -145,7 +156,11 @@ class ScaleWorld(World):
         arithmetic = ScaleArithmetic(scenario.run.seed, bad_push, layout.n_elems, self._bad_push)
         plan, kernel = plan_of(scenario, layout, arithmetic), Kernel(scenario.run.seed)
         self.links = LinkOccupancy(kernel, links_of(scenario, plan.slaves))
-        super().__init__(kernel, plan, Network(kernel, self.fired, Weather(plan.delay_s), self.links))
+        near_s = scenario.slaves.near_round_trip / 2
+        net = ScaleNetwork(
+            kernel, self.fired, Weather(plan.delay_s), self.links, clusters=frozenset(self.tables), near_s=near_s
+        )
+        super().__init__(kernel, plan, net)
         self.halted = ""
         self._speeds = {name: random.Random(f"{scenario.run.seed} {name}") for name in self.tables}
         self._failed: set[str] = set()
@@ -197,6 +212,17 @@ class ScaleWorld(World):
 
     def copy_s(self, cluster: str) -> float:
         return rates.copy_s(self.plan.layout.n_elems, self.tables[cluster].copy_rate)
+
+    def connect_s(self, source: str, target: str) -> float:
+        return rates.connect_s(2 * self.net.delay_s(source, target), self.plan.config.encrypted)
+
+    def ramp_s(self, source: str, target: str) -> float:
+        """A cluster has connections to all slaves at once, which share its link."""
+        bits_per_s = self.scenario.slaves.network
+        for name, of_link in ((source, "up"), (target, "down")):
+            if name in self.tables:
+                bits_per_s = min(bits_per_s, getattr(self.tables[name], of_link) / len(self.slaves))
+        return rates.ramp_s(bits_per_s, 2 * self.net.delay_s(source, target))
 
     # ---- what the processes do ----
 
