@@ -7,6 +7,7 @@ they break) and datagrams (anything may happen to each). It does not interpret m
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -99,6 +100,73 @@ class LinkOccupancy:
 
     def _breaks(self, source: str, target: str) -> int:
         return self._broken.get(source, 0) + self._broken.get(target, 0)
+
+
+@dataclass(frozen=True)
+class _Datagram:
+    """One that waits for its sender's link."""
+
+    target: str
+    breaks: int
+    bits: float
+    delay_s: float
+    process: SimulatedProcess | None
+    action: Action
+    args: tuple[Any, ...]
+
+
+class SharedLinks(LinkOccupancy):
+    """Receivers take turns on their sender's link, a datagram each, as TCP's connections share one about equally."""
+
+    def __init__(self, kernel: Kernel, plan: LinkPlan) -> None:
+        super().__init__(kernel, plan)
+        self._queues: dict[str, deque[deque[_Datagram]]] = {}
+        """By sender: what waits for its link, for each receiver, in the order of their turns."""
+
+    def lose(self, name: str) -> None:
+        super().lose(name)
+        self._queues.pop(name, None)
+
+    def carry(
+        self, source: str, target: str, size_bytes: int, delay_s: float, process: SimulatedProcess | None, action:
+        Action, *args: Any,
+    ) -> None:  # fmt: skip
+        bits = 8.0 * size_bytes * self._wire_factor
+        self.sent_bytes[source, target] = self.sent_bytes.get((source, target), 0) + size_bytes
+        datagram = _Datagram(target, self._breaks(source, target), bits, delay_s, process, action, args)
+        queues = self._queues.setdefault(source, deque())
+        mine = next((queue for queue in queues if queue[0].target == target), None)
+        if mine is not None:
+            mine.append(datagram)
+            return
+        queues.append(deque([datagram]))
+        if len(queues) == 1:
+            self._next(source, queues)
+
+    def _next(self, source: str, queues: deque[deque[_Datagram]]) -> None:
+        """Begin to send the first datagram of the receiver whose turn it is."""
+        if not queues or self._queues.get(source) is not queues:
+            return  # the link was lost meanwhile
+        datagram, now_s = queues[0][0], self._kernel.now_s
+        begins_s = max(now_s, self._up_free_s.get(source, 0.0))
+        sent_s = begins_s + datagram.bits / self._rates.get(source, NO_LIMIT).up_bits_per_s
+        self._up_free_s[source] = sent_s
+        arrival = (
+            source, datagram.target, datagram.breaks, datagram.bits, sent_s + datagram.delay_s, datagram.process,
+            datagram.action, datagram.args,
+        )  # fmt: skip
+        self._kernel.at(begins_s + datagram.delay_s, datagram.process, self._arrives, *arrival)
+        self._kernel.at(sent_s, None, self._sent, source, queues)
+
+    def _sent(self, source: str, queues: deque[deque[_Datagram]]) -> None:
+        """The last bit has left: the next receiver's turn."""
+        if self._queues.get(source) is not queues:
+            return
+        mine = queues.popleft()
+        mine.popleft()
+        if mine:
+            queues.append(mine)
+        self._next(source, queues)
 
 
 def all_reduce_s(

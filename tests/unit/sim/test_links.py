@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.sim.kernel import MIN_STEP_S, Kernel, SimulatedProcess
-from dips.sim.network import LinkOccupancy, LinkPlan, Network, ProcessRates, all_reduce_s
+from dips.sim.network import LinkOccupancy, LinkPlan, Network, ProcessRates, SharedLinks, all_reduce_s
 
 MBIT = 1e6
 KB = 1000
@@ -19,9 +19,11 @@ KB = 1000
 class Wire:
     """A network under test and when each datagram arrived, by its name."""
 
-    def __init__(self, rates: dict[str, ProcessRates] | None, wire_factor: float = 1.0) -> None:
+    def __init__(
+        self, rates: dict[str, ProcessRates] | None, wire_factor: float = 1.0, kind: type[LinkOccupancy] = LinkOccupancy
+    ) -> None:
         self.kernel = Kernel(1)
-        self.links = LinkOccupancy(self.kernel, LinkPlan(rates, wire_factor)) if rates is not None else None
+        self.links = kind(self.kernel, LinkPlan(rates, wire_factor)) if rates is not None else None
         self.net = Network(self.kernel, lambda kind: None, links=self.links)
         self.net.weather.delay_s = 0.0
         self.arrived_s: dict[str, float] = {}
@@ -56,6 +58,27 @@ def test_what_one_sends_leaves_one_after_the_other() -> None:
     wire.send("first", "a", "s")
     wire.send("second", "a", "t", 2 * KB)
     assert wire.run() == {"first": near(0.008), "second": near(0.024)}
+
+
+def test_receivers_take_turns_on_a_shared_link() -> None:
+    wire = Wire({"s": ProcessRates(up_bits_per_s=MBIT)}, kind=SharedLinks)
+    for name in ("a1", "a2", "a3", "b1", "b2"):
+        wire.send(name, "s", name[0])
+    assert wire.run() == {
+        name: near(0.008 * turn) for turn, name in enumerate(("a1", "b1", "a2", "b2", "a3"), start=1)
+    }
+    wire.send("later", "s", "b")
+    assert wire.run()["later"] == near(0.048), "the link was free"
+
+
+def test_what_waits_for_a_shared_link_is_lost_with_it_and_a_new_link_is_free() -> None:
+    wire = Wire({"s": ProcessRates(up_bits_per_s=MBIT)}, kind=SharedLinks)
+    for name in ("first", "second"):
+        wire.send(name, "s", "a")
+    assert wire.links is not None
+    wire.links.lose("s")
+    wire.send("new", "s", "a")
+    assert wire.run() == {"new": near(0.008)}
 
 
 def test_the_way_back_is_a_link_of_its_own() -> None:

@@ -23,7 +23,7 @@ from dips.sim.hosts.cluster import ClusterHost
 from dips.sim.hosts.master import MasterHost
 from dips.sim.hosts.slave import SlaveHost
 from dips.sim.kernel import Kernel, SimulatedProcess
-from dips.sim.network import LinkOccupancy, LinkPlan, Network, ProcessRates, Weather
+from dips.sim.network import LinkPlan, Network, ProcessRates, SharedLinks, Weather
 from dips.sim.run_plan import SimulatedRunPlan
 from dips.sim.scale import rates, tally
 from dips.sim.scale.arithmetic import ScaleArithmetic
@@ -155,7 +155,7 @@ class ScaleWorld(World):
         bad_push = {name: table.bad_push for name, table in self.tables.items()}
         arithmetic = ScaleArithmetic(scenario.run.seed, bad_push, layout.n_elems, self._bad_push)
         plan, kernel = plan_of(scenario, layout, arithmetic), Kernel(scenario.run.seed)
-        self.links = LinkOccupancy(kernel, links_of(scenario, plan.slaves))
+        self.links = SharedLinks(kernel, links_of(scenario, plan.slaves))
         near_s = scenario.slaves.near_round_trip / 2
         net = ScaleNetwork(
             kernel, self.fired, Weather(plan.delay_s), self.links, clusters=frozenset(self.tables), near_s=near_s
