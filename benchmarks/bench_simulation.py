@@ -12,8 +12,9 @@ cases    equal   all clusters and links equal        waiting   preset safe, over
          slow    one link ten times slower
 
 inputs   measured before, without Di-PS: what one TCP stream carries through a cluster's link, its round trip, and
-         numpy's copy of the model. Set: links' rates relative to that, step times, the model's size, all settings.
-         From the records of the real runs' slaves: how long MEASURE and PREPARE take, as memory_rate and disk_rate.
+         numpy's copy of the model. Set: all links' rates, of which TCP carries the same part, step times, the model's
+         size, all settings. From the records of the real runs' slaves: how long MEASURE and PREPARE take, as
+         memory_rate and disk_rate.
 compared tokens a second of all clusters, their share of ideal (every cluster computes all the time), seconds of an
          exchange's push, verdict wait and pull, clusters merged in a round, staleness in versions. Both ways they are
          computed by the same code, from the same records of the clusters' tapes.
@@ -37,7 +38,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -325,8 +326,8 @@ def setup_of(name: str, case: Case, setting: Setting, inputs: Inputs, hours: flo
         "# Written by benchmarks/bench_simulation.py", "[run]", f'about = "{name}: {condition.title}"',
         f"hours = {hours:.4f}", "", "[model]", f"parameters = {setting.params}",
         f"layers = {max(SLAVES, round(setting.params / CHUNK_PARAMS))}", "", "[data]", "total_tokens = 1_000_000_000",
-        "chunk_tokens = 1_000_000", "", "[slaves]", f"count = {SLAVES}", f'network = "{told(sites["s0"].up_bits_per_s)}"',
-        f"memory = {memory}", f"memory_rate = {inputs.memory_bytes_per_s:.0f}",
+        "chunk_tokens = 1_000_000", "", "[slaves]", f"count = {SLAVES}",
+        f'network = "{told(sites["s0"].up_bits_per_s)}"', f"memory = {memory}", f"memory_rate = {inputs.memory_bytes_per_s:.0f}",
         f"disk_rate = {inputs.disk_bytes_per_s:.0f}", f"round_trip = {inputs.round_trip_s:.5f}", "", "[master]",
         *(f"{knob} = {json.dumps(value)}" for knob, value in master.items()),
     ]  # fmt: skip
@@ -340,18 +341,21 @@ def setup_of(name: str, case: Case, setting: Setting, inputs: Inputs, hours: flo
     return "\n".join(lines) + "\n"
 
 
-def _told(efficiency: float) -> Any:
+def _told(efficiency: float) -> Callable[[float], str]:
     return lambda bits_per_s: f"{efficiency * bits_per_s / 1e6:.3f} Mbps"
 
 
 class HeldCluster(ClusterHost):
-    """Makes no step before JOINED_S, as the real ones wait for the order to begin."""
+    """Makes no step before JOINED_S, as the real ones wait for the order to begin, and until then tells no speed."""
 
     def _step(self) -> None:
         if self.kernel.now_s < JOINED_S:
             self._wake(JOINED_S)
         else:
             super()._step()
+
+    def _told_pace(self) -> tuple[float, float]:
+        return super()._told_pace() if self.steps else (0.0, 0.0)
 
 
 class WatchedWorld(ScaleWorld):
@@ -415,14 +419,13 @@ def compare(name: str, setting: Setting, options: argparse.Namespace, setups: Pa
         with tempfile.TemporaryDirectory(dir=options.directory) as folder:
             runs.append(real(case, setting, Path(folder) / "run"))
         print(f"  {runs[-1].score}", file=sys.stderr, flush=True)
-    inputs = Inputs(
-        *(statistics.median(getattr(run.inputs, field.name) for run in runs) for field in fields(Inputs))
-    )
+    inputs = Inputs(*(statistics.median(getattr(run.inputs, field.name) for run in runs) for field in fields(Inputs)))
     path = setups / f"{name}.toml"
     path.write_text(setup_of(name, case, setting, inputs, statistics.median(run.took_s for run in runs) / 3600))
     played = simulated(path, _steps_s(setting, case.condition), setting.rounds)
+    rows = rows_of([run.score for run in runs], played)
     return {
-        "case": name, "inputs": asdict(inputs), "rows": [asdict(row) for row in rows_of([r.score for r in runs], played)],
+        "case": name, "inputs": asdict(inputs), "rows": [asdict(row) for row in rows],
         "runs": [asdict(run) for run in runs],
     }  # fmt: skip
 
@@ -432,15 +435,16 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> str:
     for cell in cells:
         runs = cell["runs"]
         other = "; ".join(f"{run['foreign']:.2f} + {run['niced']:.2f} low" for run in runs)
-        lines += ["", f"{cell['case']}    other: {other}", f"{'':<16}{'real':>9}{'spread':>9}{'simulated':>11}{'error':>8}"]
+        head = f"{'':<16}{'real':>9}{'spread':>9}{'simulated':>11}{'error':>8}"
+        lines += ["", f"{cell['case']}    other: {other}", head]
         lines += [
             f"{row['measure']:<16}{row['real']:>9.3f}{row['spread']:>9.3f}{row['simulated']:>11.3f}{row['error']:>+8.1%}"
             for row in cell["rows"]
         ]
         inputs = cell["inputs"]
         lines.append(
-            f"inputs: TCP carries {inputs['efficiency']:.1%} of a link, round trip {1e3 * inputs['round_trip_s']:.1f} ms, "
-            f"copy {inputs['copy_bytes_per_s'] / 1e9:.1f} GB/s, memory {inputs['memory_bytes_per_s'] / 1e9:.1f} GB/s, "
+            f"inputs: TCP carries {inputs['efficiency']:.1%} of a link, "
+            f"round trip {1e3 * inputs['round_trip_s']:.1f} ms, copy {inputs['copy_bytes_per_s'] / 1e9:.1f} GB/s, memory {inputs['memory_bytes_per_s'] / 1e9:.1f} GB/s, "
             f"disk {inputs['disk_bytes_per_s'] / 1e9:.2f} GB/s"
         )
     return "\n".join(lines)
@@ -450,7 +454,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", help="which, with commas (default: all)")
     parser.add_argument("--clusters", type=int, default=4)
-    parser.add_argument("--params", type=int, default=6_250_000, help="parameters of the model, float32")
+    parser.add_argument("--params", type=int, default=3_125_000, help="parameters of the model, float32")
     parser.add_argument("--inner-steps", type=int, default=16, help="H: inner steps between two exchanges")
     parser.add_argument("--step-s", type=float, default=0.5, help="seconds of an inner step of the fastest cluster")
     parser.add_argument("--rounds", type=int, default=6, help="exchanges of the slowest cluster that are compared")

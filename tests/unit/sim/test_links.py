@@ -64,9 +64,7 @@ def test_receivers_take_turns_on_a_shared_link() -> None:
     wire = Wire({"s": ProcessRates(up_bits_per_s=MBIT)}, kind=SharedLinks)
     for name in ("a1", "a2", "a3", "b1", "b2"):
         wire.send(name, "s", name[0])
-    assert wire.run() == {
-        name: near(0.008 * turn) for turn, name in enumerate(("a1", "b1", "a2", "b2", "a3"), start=1)
-    }
+    assert wire.run() == {name: near(0.008 * turn) for turn, name in enumerate(("a1", "b1", "a2", "b2", "a3"), start=1)}
     wire.send("later", "s", "b")
     assert wire.run()["later"] == near(0.048), "the link was free"
 

@@ -140,8 +140,8 @@ class Carrier:
         self._on_connection(name, connection, owner, slave, send, _payload_bytes(header))
 
     def _on_connection(
-        self, slave: str, connection: int, source: SimulatedProcess, target: SimulatedProcess, send: Callable[..., None],
-        n_bytes: int,
+        self, slave: str, connection: int, source: SimulatedProcess, target: SimulatedProcess, send:
+        Callable[..., None], n_bytes: int,
     ) -> None:  # fmt: skip
         """Send once the connection is made, and payload once its window is open."""
         world, ready_s = self.world, self._ready_s
