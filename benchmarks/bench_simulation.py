@@ -327,7 +327,8 @@ def setup_of(name: str, case: Case, setting: Setting, inputs: Inputs, hours: flo
         f"hours = {hours:.4f}", "", "[model]", f"parameters = {setting.params}",
         f"layers = {max(SLAVES, round(setting.params / CHUNK_PARAMS))}", "", "[data]", "total_tokens = 1_000_000_000",
         "chunk_tokens = 1_000_000", "", "[slaves]", f"count = {SLAVES}",
-        f'network = "{told(sites["s0"].up_bits_per_s)}"', f"memory = {memory}", f"memory_rate = {inputs.memory_bytes_per_s:.0f}",
+        f'network = "{told(sites["s0"].up_bits_per_s)}"', f"memory = {memory}",
+        f"memory_rate = {inputs.memory_bytes_per_s:.0f}",
         f"disk_rate = {inputs.disk_bytes_per_s:.0f}", f"round_trip = {inputs.round_trip_s:.5f}", "", "[master]",
         *(f"{knob} = {json.dumps(value)}" for knob, value in master.items()),
     ]  # fmt: skip
@@ -444,8 +445,8 @@ def _table(cells: Sequence[Mapping[str, Any]]) -> str:
         inputs = cell["inputs"]
         lines.append(
             f"inputs: TCP carries {inputs['efficiency']:.1%} of a link, "
-            f"round trip {1e3 * inputs['round_trip_s']:.1f} ms, copy {inputs['copy_bytes_per_s'] / 1e9:.1f} GB/s, memory {inputs['memory_bytes_per_s'] / 1e9:.1f} GB/s, "
-            f"disk {inputs['disk_bytes_per_s'] / 1e9:.2f} GB/s"
+            f"round trip {1e3 * inputs['round_trip_s']:.1f} ms, copy {inputs['copy_bytes_per_s'] / 1e9:.1f} GB/s, "
+            f"memory {inputs['memory_bytes_per_s'] / 1e9:.1f} GB/s, disk {inputs['disk_bytes_per_s'] / 1e9:.2f} GB/s"
         )
     return "\n".join(lines)
 
