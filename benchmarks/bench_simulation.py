@@ -205,7 +205,7 @@ class TapedWaiting(Taped):
     """With a long grace window: else one push that is a second late, on a busy machine, would part the clusters for
     good."""
 
-    rules: Mapping[str, object] = {**DipsWaiting.rules, "grace_s": 5.0}
+    rules: Mapping[str, object] = {**DipsWaiting.rules, "grace-s": 5.0}
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ def setup_of(name: str, case: Case, setting: Setting, inputs: Inputs, hours: flo
         f'network = "{told(sites["s0"].up_bits_per_s)}"', f"memory = {memory}",
         f"memory_rate = {inputs.memory_bytes_per_s:.0f}",
         f"disk_rate = {inputs.disk_bytes_per_s:.0f}", f"round_trip = {inputs.round_trip_s:.5f}", "", "[master]",
-        *(f"{knob} = {json.dumps(value)}" for knob, value in master.items()),
+        *(f"{knob.replace('-', '_')} = {json.dumps(value)}" for knob, value in master.items()),
     ]  # fmt: skip
     for number, step_s in enumerate(setting.steps_s(condition)):
         cable = sites[f"c{number}"]
