@@ -4,8 +4,9 @@
                                           [--setups DIR] [--quick] [--json]
 
 The real run: a master, two slaves and --clusters clusters, each in a network namespace behind a link of its own (--mbit
-each way, --delay-ms one way), with inner steps of a set length. The simulated one: a set-up file that this program
-writes, played by the simulation's own code. In both, all clusters begin their first step at the same moment.
+each way, --delay-ms one way), with inner steps of a set length; each slave's link carries as much as all clusters'. The
+simulated one: a set-up file that this program writes, played by the simulation's own code. In both, all clusters begin
+their first step at the same moment.
 
 cases    equal   all clusters and links equal        waiting   preset safe, overlap none, grace_s 5: clusters wait
          gaps    steps 0 to 50 % longer                        for exchanges and for each other
@@ -50,7 +51,7 @@ from goodput.conditions import CONDITIONS, Condition, Setting
 from goodput.systems import BUFFERS, SLAVES, Dips, DipsWaiting
 from peers.party import Failed, end_in_order
 from peers.work import OUTER_LR, OUTER_MOMENTUM
-from shaped import NotPossible, ShapedNet, require_root
+from shaped import Cable, NotPossible, ShapedNet, require_root
 
 from dips.core.layout import FLOAT32_BYTES
 from dips.master.directory import TAPE_NAME
@@ -170,7 +171,12 @@ def score(runs: Mapping[str, Sequence[Exchange]], steps_s: Mapping[str, float], 
 
 
 class Taped(Dips):
-    """With the slaves' tapes."""
+    """With the slaves' tapes, and with slaves whose links carry more than all clusters send."""
+
+    @classmethod
+    def sites(cls, setting: Setting, condition: Condition) -> dict[str, Cable]:
+        wide = Cable(setting.clusters * setting.bits_per_s, setting.clusters * setting.bits_per_s)
+        return super().sites(setting, condition) | dict.fromkeys(cls.servers[1:], wide)
 
     def _role(self, name: str, role: str, knobs: Mapping[str, object]) -> None:
         tape = {"tape": self.directory / f"{name}.tape.jsonl"} if role == "slave" else {}
