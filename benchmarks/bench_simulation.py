@@ -11,6 +11,7 @@ their first step at the same moment.
 cases    equal   all clusters and links equal        waiting   preset safe, overlap none, grace_s 5: clusters wait
          gaps    steps 0 to 50 % longer                        for exchanges and for each other
          slow    one link ten times slower           defaults  the defaults of `dips master`
+         narrow  as equal; the slaves' links together carry just what all clusters' do
 
 inputs   measured before, without Di-PS: what one TCP stream carries through a cluster's link, its round trip, and
          numpy's copy of the model. Set: all links' rates, of which TCP carries the same part, step times, the model's
@@ -42,7 +43,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from flows.shaped_ends import ClusterSite, TcpSite
@@ -171,12 +172,15 @@ def score(runs: Mapping[str, Sequence[Exchange]], steps_s: Mapping[str, float], 
 
 
 class Taped(Dips):
-    """With the slaves' tapes, and with slaves whose links carry more than all clusters send."""
+    """With the slaves' tapes, and with slaves whose links carry more than all clusters send. slave_part: of the rate of
+    all clusters' links, what each slave's has."""
+
+    slave_part: ClassVar[float] = 1.0
 
     @classmethod
     def sites(cls, setting: Setting, condition: Condition) -> dict[str, Cable]:
-        wide = Cable(setting.clusters * setting.bits_per_s, setting.clusters * setting.bits_per_s)
-        return super().sites(setting, condition) | dict.fromkeys(cls.servers[1:], wide)
+        bits_per_s = cls.slave_part * setting.clusters * setting.bits_per_s
+        return super().sites(setting, condition) | dict.fromkeys(cls.servers[1:], Cable(bits_per_s, bits_per_s))
 
     def _role(self, name: str, role: str, knobs: Mapping[str, object]) -> None:
         tape = {"tape": self.directory / f"{name}.tape.jsonl"} if role == "slave" else {}
@@ -214,6 +218,12 @@ class TapedWaiting(Taped):
     rules: Mapping[str, object] = {**DipsWaiting.rules, "grace-s": 5.0}
 
 
+class TapedNarrow(Taped):
+    """With slaves whose links together carry just what all clusters send."""
+
+    slave_part = 1 / SLAVES
+
+
 @dataclass(frozen=True)
 class Case:
     kind: type[Taped]
@@ -224,7 +234,7 @@ CASES = {
     f"{name}-{rules}": Case(kind, CONDITIONS[letter])
     for name, letter in (("equal", "a"), ("gaps", "b"), ("slow", "c"))
     for rules, kind in (("waiting", TapedWaiting), ("defaults", Taped))
-}
+} | {"narrow-defaults": Case(TapedNarrow, CONDITIONS["a"])}
 
 
 @dataclass(frozen=True)
