@@ -42,7 +42,9 @@ class MyModel(nn.Module):
         self.place = nn.Embedding(LENGTH, WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, 256)
+        self.head = nn.Linear(WIDTH, 256, bias=False)
+        self.head.weight = self.token.weight
+        nn.init.normal_(self.token.weight, std=0.02)
 
     def forward(self, text):
         mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1])
@@ -82,7 +84,7 @@ rows = HELD_OUT[: len(HELD_OUT) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH 
 model = MyModel().eval()
 with torch.no_grad():
     before = loss_of(model, rows)
-    model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+    safetensors.torch.load_model(model, "model.safetensors", strict=True)
     print(before.item(), loss_of(model, rows).item())
 """
 
