@@ -105,7 +105,7 @@ def test_a_verdict_that_drops_or_repeats_steps_waits_for_the_end_of_the_step(
     [
         lambda job: Failed(job, "no answer"),
         lambda job: Done(job, Refused(RefusalCode.BUSY, "later", 1.0)),
-        lambda job: Done(job, BeginPushReply(Busy("later", 1.0))),
+        lambda job: Done(job, BeginPushReply(Busy(1.0, "later"))),
         lambda job: Done(job + 7, BeginPushReply(TICKET)),
         lambda job: Tick(),
         lambda job: StopWanted("enough"),
