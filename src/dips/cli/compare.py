@@ -122,7 +122,11 @@ def compare(
 
     A run takes about a minute of one core (786k tokens); methods x seeds runs are done, as many at a time as there are
     cores. Ends with two tables, compare.json, and pictures in the run's directory. Finished runs are kept: the same
-    command goes on where it was interrupted, and a second one that shares runs with it does not repeat them.
+    command goes on where it was interrupted, at the beginning of the runs that had not ended, and a second one that
+    shares runs with it does not repeat them.
+
+    `--setup larger` trains 10.7 million parameters: more than an hour of one core for a run, or a CUDA device where
+    PyTorch finds one. Its figures 2b, 7 and 12 have fewer lines, six runs together.
 
     How to read it: compare losses with `diloco-clip` (all clusters wait for each other) and `dp` (they communicate in
     every step), and times with the share of ideal. A difference below the spread of the seeds says nothing.
