@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.dips_command import ROOT, dips, ended, master_file, pid_of, started, until
+from support.dips_command import ROOT, dips, ended, operator_of, pid_of, started, until
 
-from dips.core.net.keys import load_identity
 from dips.local.operator_client import OperatorClient
 
 EXAMPLE_S = 100.0
@@ -47,7 +46,7 @@ def test_hugging_face_with_a_cluster_that_is_killed_and_an_export_on_the_way(tmp
         until(lambda: saved(tmp_path) or example.poll() is not None, "a checkpoint", EXAMPLE_S, log)
         run = run_directory(tmp_path)
         assert run is not None
-        with operator(run) as master:
+        with operator_of(run) as master:
             master.pause("a cluster is killed")  # so that the others do not end the run before it is back
             os.kill(pid_of(run, "a"), signal.SIGKILL)
             live = dips("export", run, "--to", tmp_path / "live", "--json")
@@ -71,11 +70,6 @@ def saved(folder: Path) -> bool:
     run = run_directory(folder)
     made = {path.parts[-3] for path in run.glob("trainers/*/checkpoint-*/trainer_state.json")} if run else set()
     return made == {"a", "b"}
-
-
-def operator(run: Path) -> OperatorClient:
-    at = master_file(run)
-    return OperatorClient(at["address"], at["run_id"], 30.0, security=load_identity(run / "keys" / "operator"))
 
 
 def lives(master: OperatorClient, name: str) -> int:

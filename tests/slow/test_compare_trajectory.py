@@ -91,7 +91,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @lru_cache(maxsize=len(CASES))
 def ran(method: str, n_clusters: int, data: Path) -> Ran:
     setup = setup_of(n_clusters)
-    train = TrainConfig(data=(data,), chunk_tokens=128, heldout_fraction=0.1, seed=7, **setup.inner.model_dump())
+    train = TrainConfig(
+        data=(data,), chunk_tokens=128, heldout_fraction=0.1, seed=7, device="cpu", **setup.inner.model_dump()
+    )
     text, total = read_text(train), setup.run.tokens
     learners = {name: Recording(train, text, total) for name in setup.cluster_names}
     versions: list[F32] = []

@@ -198,7 +198,7 @@ def test_what_does_not_fit_the_run(
 def test_a_name_that_another_process_has(tmp_path: Path, run: WholeRun) -> None:
     file = written(tmp_path, ("steps=40", "steps=100_000"), (STEP, STEP + "        time.sleep(0.05)\n"))
     log = tmp_path / "first.log"
-    with started(sys.executable, file, log=log, **there(run, "twice")) as first:
+    with started(sys.executable, file, log=log, cwd=tmp_path, **there(run, "twice")) as first:
         until(lambda: "step 1\n" in log.read_text(), "the first process trains", log=log)
         said = one_sentence(run_to_its_end(file, **there(run, "twice")), NAME_TAKEN_EXIT)
         assert "another process is cluster 'twice' and beats (incarnation " in said
@@ -270,8 +270,8 @@ def test_the_same_seed_on_two_clusters_is_told_after_their_first_round(tmp_path:
         tmp_path / "run", n_slaves=1, preset="dynamic", overlap="full", sync_every=8, min_clusters=2, grace_s=20.0
     ) as whole:
         with (
-            started(sys.executable, file, log=tmp_path / "a.log", **there(whole, "a")),
-            started(sys.executable, slower, log=tmp_path / "b.log", **there(whole, "b")),
+            started(sys.executable, file, log=tmp_path / "a.log", cwd=tmp_path, **there(whole, "a")),
+            started(sys.executable, slower, log=tmp_path / "b.log", cwd=tmp_path, **there(whole, "b")),
         ):
             alarm = "clusters a and b push the same: the cosine of their updates is 1.00"
             log = whole.directory / "master.log"

@@ -59,7 +59,7 @@ def test_status_says_why_nothing_moves(served: Served) -> None:
     text = dips("status", served.run_dir)
     assert text.returncode == 0
     assert "run served" in text.stdout
-    assert "waits for the model's layout" in text.stdout
+    assert "slaves s0, s1 wait for the model's layout" in text.stdout
 
 
 def test_status_as_json_by_the_environment(served: Served) -> None:
@@ -125,7 +125,7 @@ def test_another_runs_directory_is_refused(served: Served) -> None:
 def test_there_is_nothing_to_export_yet(served: Served) -> None:
     told = dips("export", served.run_dir, "--to", served.run_dir / "m.safetensors", "--wait", "0.5")
     assert told.returncode == 4
-    assert "waits for the model's layout" in told.stderr or "no version" in told.stderr
+    assert "slaves s0, s1 wait for the model's layout" in told.stderr or "no version" in told.stderr
     assert not (served.run_dir / "m.safetensors").exists()
 
 

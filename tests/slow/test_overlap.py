@@ -131,6 +131,30 @@ def test_a_pull_is_rebased_by_the_steps_made_while_it_was_under_way(fake: RunFor
         assert client.progress == client.tokens_global + 6 * TOKENS
 
 
+def test_an_exchange_goes_on_while_one_step_is_made(fake: RunForWorkers) -> None:
+    """No step ends between the push's begin and the arrival of the version; then it is rebased by that step alone."""
+    fake.settings = replace(fake.settings, overlap="full", verdict_wait_s=1000.0)
+    pulled, other, model = threading.Event(), FlatModel(9).theta, FlatModel(1)
+    with driver(fake, model) as client:
+
+        def hook(method: str, request: object) -> None:
+            if method == "BeginPull":
+                fake.publish(other)
+                pulled.set()
+
+        fake.hook = hook
+        train(client, model, 4)
+        pushed = model.theta.copy()
+        model.theta += 1  # a long step
+        wait_until(pulled.is_set, f"the exchange waits: {client.phase}", wait_s=10.0)
+        later = model.theta.copy()
+        assert np.array_equal(later, pushed + 1), "nothing is installed in the middle of a step"
+        client.step(TOKENS, loss=2.0)
+        settle(client, lambda: client.version == Version(1, 2))
+        assert np.array_equal(model.theta, other + (later - pushed))
+        assert client.progress == client.tokens_global + TOKENS
+
+
 def checkpoints(directory: Path) -> int:
     return sum(event["kind"] == "checkpoint" for event in read_tape(directory / "tape"))
 

@@ -56,7 +56,7 @@ class Master:
         self.moving = max(0, self.moving - 1)
         slaves = tuple(SlaveStatus(name, alive=True) for name in self.slaves)
         clusters = tuple(ClusterStatus(name, alive=True) for name in self.clusters)
-        words = "slave s0 has yet to list its shard" if self.moving else ""
+        words = "slave s0 has yet to list the shard" if self.moving else ""
         empty = StatusReply("small", 1, None, 0, 0, "IDLE", None, 0.0, 0.0, "")
         return replace(empty, slaves=slaves, clusters=clusters, reshard=words)
 

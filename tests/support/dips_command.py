@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dips.core.net.keys import load_identity
 from dips.local.local_run import LAUNCH_TAPE
 from dips.local.log_files import records, tape_path
+from dips.local.operator_client import OperatorClient
 
 ROOT = Path(__file__).parents[2]
 _OURS = ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER", "DIPS_KEYS", "DIPS_INSECURE")
@@ -93,6 +95,12 @@ def master_file(run_dir: Path) -> dict[str, Any]:
         return told
     except (OSError, ValueError):
         return {}
+
+
+def operator_of(run_dir: Path) -> OperatorClient:
+    """A connection to the master of a run that is served, with the operator's keys that `dips up` made."""
+    told = master_file(run_dir)
+    return OperatorClient(told["address"], told["run_id"], 30.0, security=load_identity(run_dir / "keys" / "operator"))
 
 
 def children(pid: int) -> set[int]:

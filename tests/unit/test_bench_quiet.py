@@ -24,11 +24,14 @@ def test_work_is_all_but_idle_and_waiting_for_disks() -> None:
 
 
 def test_foreign_work_is_the_machines_less_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two seconds the machine works for three, and the processes under measurement for two of them."""
-    machine, own, now = iter([100.0, 103.0]), iter([5.0, 7.0]), iter([10.0, 12.0])
-    monkeypatch.setattr(quiet, "busy_s", lambda: next(machine))
+    """In two seconds the machine works for three, and the processes under measurement for two of them. Of the rest
+    half is of low priority."""
+    machine, niced, own, now = iter([100.0, 103.0]), iter([1.0, 1.5]), iter([5.0, 7.0]), iter([10.0, 12.0, 12.0])
+    busy = {quiet.BUSY_FIELDS: machine, quiet.NICED_FIELDS: niced}
+    monkeypatch.setattr(quiet, "busy_s", lambda fields=quiet.BUSY_FIELDS: next(busy[fields]))
     monkeypatch.setattr(quiet, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    assert quiet.Foreign(lambda: next(own)).cores() == 0.5
+    foreign = quiet.Foreign(lambda: next(own))
+    assert (foreign.cores(), foreign.niced()) == (0.5, 0.25)
 
 
 def test_without_proc_stat_nothing_is_known_and_nothing_is_waited_for(

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dips.compare.figures import FIGURES, Figure, figure_json, run_figure, tell_figure, write_figure
-from dips.compare.jobs import ComparisonJob, Results, gather, jobs_of, write_json
+from dips.compare.jobs import ComparisonJob, Results, gather, jobs_of, on_device, write_json
 from dips.compare.methods import KINDS, METHODS, find_method
 from dips.compare.pictures import draw_cosines, draw_curves, draw_norms
 from dips.compare.record import RunRecord
@@ -92,6 +92,14 @@ def compare(
         str | None,
         typer.Option(metavar="NAME|FILE", show_default=DEFAULT_SETUP, help="Speeds, links, model, hyper-parameters."),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|cuda|auto",
+            show_default="the set-up's",
+            help="Where models are trained; auto: a CUDA device when there is one.",
+        ),
+    ] = None,
     figure: Annotated[
         str | None,
         typer.Option(metavar="|".join(ALL_FIGURES), help="Instead: reproduce a figure of the Di-PS paper."),
@@ -114,7 +122,11 @@ def compare(
 
     A run takes about a minute of one core (786k tokens); methods x seeds runs are done, as many at a time as there are
     cores. Ends with two tables, compare.json, and pictures in the run's directory. Finished runs are kept: the same
-    command goes on where it was interrupted, and a second one that shares runs with it does not repeat them.
+    command goes on where it was interrupted, at the beginning of the runs that had not ended, and a second one that
+    shares runs with it does not repeat them.
+
+    `--setup larger` trains 10.7 million parameters: more than an hour of one core for a run, or a CUDA device where
+    PyTorch finds one. Its figures 2b, 7 and 12 have fewer lines, six runs together.
 
     How to read it: compare losses with `diloco-clip` (all clusters wait for each other) and `dp` (they communicate in
     every step), and times with the share of ideal. A difference below the spread of the seeds says nothing.
@@ -125,16 +137,16 @@ def compare(
     names, numbers = methods_of(methods or DEFAULT_METHODS), seeds_of(seeds)
     place = _Place(run_dir, jobs or len(os.sched_getaffinity(0)), again, as_json)
     if figure is None:
-        chosen = setup_of(setup or DEFAULT_SETUP, gaps, inner_steps, tokens, lr, inner_optimizer)
+        chosen = on_device(setup_of(setup or DEFAULT_SETUP, gaps, inner_steps, tokens, lr, inner_optimizer), device)
         references = references_of(against, names)
         return _compare_methods(place, chosen, names, numbers, data or (), inject or "", references)
     check_figure(figure, {"--methods": methods, "--gaps": gaps, "--against": against, "--inject": inject})
     if figure in FIGURES:
-        chosen = setup_of(setup or DEFAULT_SETUP, None, inner_steps, tokens, lr, inner_optimizer)
+        chosen = on_device(setup_of(setup or DEFAULT_SETUP, None, inner_steps, tokens, lr, inner_optimizer), device)
         return _compare_losses(place, FIGURES[figure], chosen, numbers, data or ())
     several = seeds if len(numbers) > 1 else None
     useless = {
-        "--tokens": tokens, "--lr": lr, "--inner-optimizer": inner_optimizer, "--data": data,
+        "--tokens": tokens, "--lr": lr, "--inner-optimizer": inner_optimizer, "--data": data, "--device": device,
         "--again": again or None, "several --seeds": several,
     }  # fmt: skip
     check_figure(figure, useless)

@@ -51,7 +51,7 @@ def demo(
     model_size: Annotated[
         str | None,
         typer.Option(
-            metavar="tiny|small|wide",
+            metavar="tiny|small|medium|wide",
             show_default="tiny; with --parallel wide, whose heads two ranks can share",
             help="Size of the model.",
         ),

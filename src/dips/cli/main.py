@@ -244,6 +244,7 @@ COMMANDS: tuple[Command, ...] = (
             "dips compare --seeds 1,2,3",
             "dips compare --methods diloco-clip,dips --data ~/texts --gaps 0,50,100 --tokens 300k",
             "dips compare --methods dips,dynamic --inject nan",
+            "dips compare --figure 2b --setup larger --run-dir runs/larger",
             "dips compare --list",
         ),
     ),

@@ -58,10 +58,10 @@ def papers(
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     runner = Runner(_folder(out), not full, lambda line: console.print(line, markup=False))
-    sources = [source for one in chosen for source in one.sources]
+    sources = [source for one in chosen for source in one.sources if full or not source.only_full]
     outcomes = runner.run(sources)
     by_name = {outcome.source.name: outcome for outcome in outcomes}
-    chapters = [chapter(one, [by_name[source.name] for source in one.sources], runner) for one in chosen]
+    chapters = [chapter(one, [by_name[s.name] for s in one.sources if s.name in by_name], runner) for one in chosen]
     written = _write(out, docs, chapters, quick=not full)
     _tell(out, chapters, outcomes, written, console, as_json, quick=not full)
     return int(any(outcome.failed for outcome in outcomes))

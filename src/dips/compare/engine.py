@@ -52,10 +52,16 @@ Versions = Callable[[Mapping[str, Any], F32], None]
 
 
 def run_method(
-    setup: ComparisonSetup, name: str, seed: int, data: Sequence[Path], inject: str, progress: Progress
+    setup: ComparisonSetup,
+    name: str,
+    seed: int,
+    data: Sequence[Path],
+    inject: str,
+    progress: Progress,
+    threads: int = 1,
 ) -> RunRecord:
-    """Train the byte model on the text of `data` with one method, in this process. inject: the kind of injection, or
-    empty. Raises DipsError with a sentence when the run fails."""
+    """Train the byte model on the text of `data` with one method, in this process, on setup.run.device. inject: the
+    kind of injection, or empty. Raises DipsError with a sentence when the run fails, or its device is not available."""
     from dips.trainer.learner import ByteLearner, evaluator, read_text  # torch, which a run without training needs not
 
     method, inner, tokens = find_method(name), setup.inner, setup.run.tokens
@@ -73,7 +79,8 @@ def run_method(
         min_lr_fraction=inner.min_lr_fraction,
         weight_decay=inner.weight_decay,
         grad_clip=inner.grad_clip,
-        device="cpu",
+        threads=threads,
+        device=setup.run.device,
     )
     text = read_text(config)
     evaluate = evaluator(config, text)

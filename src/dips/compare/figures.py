@@ -1,6 +1,7 @@
 """Defines the paper's figures about losses, as comparisons: what each runs, and how the result compares.
 
-The paper trains LLaMA3.2-1B; here the small byte model is trained, so statements can be compared, not numbers.
+The paper trains LLaMA3.2-1B; here a small byte model is trained, so statements can be compared, not numbers. A set-up
+of long runs names the lines that it has, in its table [figures].
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dips.compare.pictures import draw_curves
 from dips.compare.record import RunRecord
 from dips.compare.report import MethodSummary, by_label, difference_text, loss_text, show, table_of, time_text
 from dips.compare.setup import ComparisonSetup
+from dips.core.errors import ConfigError
 from dips.core.release import software_versions
 from dips.core.units import format_count
 
@@ -51,8 +53,28 @@ class Figure:
     title: str
     section: str  # of the paper
     statement: str  # quoted from the paper
-    lines: Callable[[ComparisonSetup], list[FigureLine]]
+    lines: Callable[[ComparisonSetup], list[FigureLine]]  # all that it can have
     reading: Callable[[Lines], str]  # our sentence about the result
+    reference: str = ""  # the line that the reading compares others with
+
+    def chosen(self, setup: ComparisonSetup) -> list[FigureLine]:
+        """The lines that the figure has on this set-up: all, or those in its table [figures]. Raises ConfigError for
+        a line that the figure cannot have, and when the one that others are compared with is missing."""
+        lines = {line.label: line for line in self.lines(setup)}
+        labels = setup.figures.get(self.name)
+        if labels is None:
+            return list(lines.values())
+        place = f"set-up {setup.name} [figures] {self.name}"
+        for label in labels:
+            if label not in lines:
+                raise ConfigError(f"{place}: there is no line {label!r}: choose from {', '.join(map(repr, lines))}")
+        if not labels or (self.reference and self.reference not in labels):
+            why = f"{self.reference!r}, with which the others are compared" if self.reference else "a line"
+            raise ConfigError(f"{place}: give {why}")
+        return [lines[label] for label in dict.fromkeys(labels)]
+
+    def title_on(self, setup: ComparisonSetup) -> str:
+        return f"{self.title} (fewer lines)" if self.name in setup.figures else self.title
 
 
 def figure_jobs(
@@ -114,6 +136,8 @@ def _reading_2b(lines: Lines) -> str:
     above = _above(lines, CLIPPED)
     far = [label for label, difference in above.items() if difference is None or difference > FAR]
     said = f"{_told(above)} above {CLIPPED}; {len(far)} of {len(above)} fail to converge (not finite, or {FAR} above)"
+    if len(above) < 2:
+        return f"{said}."
     values = list(above.values())
     known = [difference for difference in values if difference is not None]
     grows = len(known) == len(values) and known == sorted(known)
@@ -160,6 +184,7 @@ _FIGURES = (
         "model. Furthermore, larger performance gaps exacerbate the convergence issues.",
         _lines_2b,
         _reading_2b,
+        CLIPPED,
     ),
     Figure(
         "7",
@@ -169,6 +194,7 @@ _FIGURES = (
         "synchronous methods across all heterogeneous scenarios.",
         _lines_7,
         _reading_7,
+        CLIPPED,
     ),
     Figure(
         "12",
@@ -209,7 +235,7 @@ def run_figure(
     figure: Figure, setup: ComparisonSetup, seeds: Sequence[int], data: Sequence[Path], gather: Gather
 ) -> FigureResult:
     """Run a figure. Raises ConfigError and DipsError as the runs do."""
-    pairs = figure_jobs(figure.lines(setup), seeds, data)
+    pairs = figure_jobs(figure.chosen(setup), seeds, data)
     records = gather([job for _, job in pairs])
     labelled = [(line, record) for (line, _), record in zip(pairs, records, strict=True)]
     ideal = [(line.label, record, line.setup.ideal_tokens) for line, record in labelled]
@@ -221,7 +247,7 @@ def write_figure(found: FigureResult, run_dir: Path) -> list[Path]:
     paths = [run_dir / f"figure-{found.figure.name}.{kind}" for kind in ("json", "png")]
     write_json(paths[0], figure_json(found))
     curves = [(line.label, record) for line, record in found.labelled]
-    draw_curves(paths[1], curves, "tokens", f"Figure {found.figure.name}: {found.figure.title}")
+    draw_curves(paths[1], curves, "tokens", f"Figure {found.figure.name}: {found.figure.title_on(found.setup)}")
     return paths
 
 
@@ -230,7 +256,7 @@ def figure_json(found: FigureResult) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "figure": figure.name,
-        "title": figure.title,
+        "title": figure.title_on(found.setup),
         "paper": {"section": figure.section, "statement": figure.statement},
         "here": figure.reading(found.summaries),
         "setup": found.setup.to_json(),
@@ -251,9 +277,8 @@ def figure_json(found: FigureResult) -> dict[str, Any]:
 
 def figure_table(found: FigureResult) -> Table:
     references = [name for name in (CLIPPED, DP) if name in found.summaries]
-    title = (
-        f"Figure {found.figure.name}: {found.figure.title}; loss after {format_count(found.setup.run.tokens)} tokens"
-    )
+    what = found.figure.title_on(found.setup)
+    title = f"Figure {found.figure.name}: {what}; loss after {format_count(found.setup.run.tokens)} tokens"
     headings = [f"minus\n{name}" for name in references]
     table = table_of(title, ["line", "loss", *headings, "virtual\ntime", "of\nideal", "stale", "good\nout"])
     for label, line in found.summaries.items():

@@ -1,7 +1,7 @@
 """Defines the runs of a comparison, executes those that are not done yet, and keeps their results in files.
 
-A finished run is not repeated: its file names, by a digest, everything that its numbers depend on (set-up, method,
-seed, injection, text, program). It must never use a result with another digest.
+A finished run is not repeated: its file names, by a digest, everything that its numbers depend on (set-up with its
+device, method, seed, injection, text, program). It must never use a result with another digest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class ComparisonJob:
     data: tuple[Path, ...] = ()
     inject: str = ""
     variant: str = ""  # tells runs of one figure apart
+    threads: int = 1  # of the processor; not in the digest, since a result changes with them by rounding only
 
     @property
     def name(self) -> str:
@@ -64,6 +65,18 @@ class ComparisonJob:
         flags = (*method.flags(), *method.flags_of_clusters())
         parts = [self.setup.digest(), method.kind, *flags, self.seed, self.inject, self.text]
         return hashlib.blake2b("\0".join(map(str, [*parts, program_digest()])).encode(), digest_size=16).hexdigest()
+
+
+def on_device(setup: ComparisonSetup, device: str | None = None) -> ComparisonSetup:
+    """The set-up, to be trained on `device` (None: its own), where `auto` becomes what this machine has: results name
+    a device, and so do the digests of runs. Raises ConfigError for cuda where PyTorch finds no CUDA device."""
+    wanted = setup if device is None else setup.with_overrides(device=device)
+    if wanted.run.device == "cpu":
+        return wanted
+    from dips.trainer.train import device_of  # torch, whose import takes seconds
+
+    found = device_of(TrainConfig(device=wanted.run.device))
+    return wanted.with_overrides(device=found.type)
 
 
 def jobs_of(
@@ -109,7 +122,8 @@ class Results:
 
     def keep(self, job: ComparisonJob, record: RunRecord) -> None:
         """Write the result atomically."""
-        kept = {"schema": SCHEMA, "digest": job.digest(), "setup": job.setup.name, "record": record.to_json()}
+        made = {"setup": job.setup.name, "device": job.setup.run.device, "threads": job.threads}
+        kept = {"schema": SCHEMA, "digest": job.digest(), **made, "record": record.to_json()}
         write_json(self.path(job), kept)
 
 
@@ -117,7 +131,7 @@ def do_job(job: ComparisonJob, tell: Progress) -> RunRecord:
     """Execute a run in this process, to its end. Raises DipsError with a sentence when it fails."""
     from dips.compare.engine import run_method
 
-    return run_method(job.setup, job.method, job.seed, job.data, job.inject, tell)
+    return run_method(job.setup, job.method, job.seed, job.data, job.inject, tell, job.threads)
 
 
 def text_digest(setup: ComparisonSetup, data: Sequence[Path]) -> str:
@@ -188,10 +202,11 @@ def gather(
     results = Results(run_dir)
     found = {} if again else {at: record for at, job in enumerate(jobs) if (record := results.load(job)) is not None}
     rest = [at for at in range(len(jobs)) if at not in found]
+    at_once, n_cores = max(1, min(processes, len(rest))), len(os.sched_getaffinity(0))
+    todo = [replace(jobs[at], threads=threads_of(jobs[at].setup, at_once, n_cores)) for at in rest]
     if rest:
         kept = f"{len(found)} of {len(jobs)} runs are kept in {results.folder} from before; " if found else ""
-        _say(console, f"{kept}{len(rest)} to do, {min(processes, len(rest))} at a time")
-    todo = [jobs[at] for at in rest]
+        _say(console, f"{kept}{len(rest)} to do, {at_once} at a time{_where(todo[0])}")
     try:
         titles, tokens = [job.title for job in todo], [job.setup.run.tokens for job in todo]
         with (
@@ -214,6 +229,18 @@ def gather(
         _say(console, f"interrupted: {_kept(len(found), len(jobs), results.folder)}")
         raise
     return [found[at] for at in range(len(jobs))]
+
+
+def threads_of(setup: ComparisonSetup, at_once: int, n_cores: int) -> int:
+    """Threads of a run, with so many at once: its part of the cores, and no more than the set-up allows."""
+    return max(1, min(setup.run.threads, n_cores // at_once))
+
+
+def _where(job: ComparisonJob) -> str:
+    """Where runs are computed, unless it is the usual: one thread of the processor."""
+    if job.setup.run.device != "cpu":
+        return f", on {job.setup.run.device}"
+    return f", {job.threads} threads each" if job.threads > 1 else ""
 
 
 def _kept(n_found: int, n_jobs: int, folder: Path) -> str:

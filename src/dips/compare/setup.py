@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from dips.compare.methods import Method
-from dips.core.config import Knobs, SettingsFile, load_table
+from dips.core.config import Knobs, SettingsFile, check_known, load_table
 from dips.core.errors import ConfigError
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.units import (
@@ -69,13 +69,22 @@ class RunTable(Knobs):
     inner_steps: int = Field(16, ge=1, le=1_000_000, description="H: inner steps between two pushes")
     evaluations: int = Field(12, ge=1, le=1000, description="Points of a curve, equally spaced in tokens")
     heldout_bytes: Bytes = Field(16_384, ge=1024, description="Held-out text that an evaluation reads")
+    device: Literal["cpu", "cuda", "auto"] = Field(
+        "cpu", description="Where models are trained; auto: a CUDA device when there is one"
+    )
+    threads: int = Field(
+        1,
+        ge=1,
+        description="Most processor threads of one run; it gets more than one when there are more cores than runs at "
+        "work. Equal runs are equal to the bit only with as many threads",
+    )
 
 
 class ModelTable(Knobs):
     """[model]"""
 
     size: Annotated[str, AfterValidator(_known_size)] = Field(
-        "tiny", description="The byte model that is really trained: tiny or small"
+        "tiny", description="The byte model that is really trained: tiny, small, medium or wide"
     )
     wire_parameters: Count = Field(
         0, description="Parameters from which the size of transfers follows, in float32; 0: as many as the model has"
@@ -184,6 +193,9 @@ class Conditions:
 
 
 SHIPPED = files("dips.compare") / "setups"
+LOSS_FIGURES = ("2b", "7", "12")
+"""The paper's figures about losses, in dips.compare.figures."""
+
 FOLDER = Path("compared")
 """The folder in the master's settings; a simulated master never uses it."""
 
@@ -203,7 +215,7 @@ _FROM_TABLES = {
 }
 """Settings of the master that follow from other tables, with their keys there."""
 
-_TABLES = ("run", "model", "inner", "clusters", "links", "servers", "master", "changes")
+_TABLES = ("run", "model", "inner", "clusters", "links", "servers", "master", "changes", "figures")
 
 
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}
@@ -222,6 +234,9 @@ class ComparisonSetup(Knobs):
     servers: ServersTable = Field(description="[servers]")
     master: Mapping[str, Any] = Field(description="[master]")
     changes: tuple[ChangeTable, ...] = Field((), description="[[changes]]")
+    figures: Mapping[str, tuple[str, ...]] = Field(
+        {}, description="[figures]: the lines that a figure has on this set-up; a figure without a row has all of its"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -394,6 +409,7 @@ class ComparisonSetup(Knobs):
         inner_steps: int | None = None,
         tokens: int | None = None,
         evaluations: int | None = None,
+        device: str | None = None,
         lr: float | None = None,
         inner_optimizer: str | None = None,
         up: Sequence[float] | None = None,
@@ -409,7 +425,7 @@ class ComparisonSetup(Knobs):
         """
         tables = self.model_dump()
         changes: Mapping[str, Mapping[str, Any]] = {
-            "run": {"inner_steps": inner_steps, "tokens": tokens, "evaluations": evaluations},
+            "run": {"inner_steps": inner_steps, "tokens": tokens, "evaluations": evaluations, "device": device},
             "inner": {"lr": lr, "inner_optimizer": inner_optimizer},
             "clusters": {"gaps": gaps, "jitter": jitter},
             "links": {"up": up, "down": down, "latency": latency_s},
@@ -457,10 +473,10 @@ class ComparisonSetup(Knobs):
         return plain
 
     def digest(self) -> str:
-        """A digest that is equal for equal set-ups, whatever their name and description."""
+        """A digest that is equal for set-ups whose runs are equal, whatever their name, description and figures."""
         tables = self.to_json()
         tables["run"].pop("about")
-        del tables["name"]
+        del tables["name"], tables["figures"]
         return hashlib.blake2b(json.dumps(tables, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def describe(self) -> list[tuple[str, str]]:
@@ -474,7 +490,11 @@ class ComparisonSetup(Knobs):
         return [
             ("set-up", f"{self.name}: {run.about}" if run.about else self.name),
             ("tokens", f"{format_count(run.tokens)} in all, H {run.inner_steps}"),
-            ("model", f"{self.model.size}; parameters on the wire: {carried}"),
+            (
+                "model",
+                f"{self.model.size}, {format_count(SIZES[self.model.size].n_elems)} parameters; parameters on the "
+                f"wire: {carried}; trained on {run.device}",
+            ),
             (
                 "inner",
                 f"{OPTIMIZERS[inner.inner_optimizer]}, batch {inner.batch_size} x {inner.sequence_tokens} tokens, lr "
@@ -538,7 +558,9 @@ def _from_file(name: str, file: SettingsFile) -> ComparisonSetup:
         "servers": file.settings(ServersTable, "servers"),
         "master": file.table("master"),
         "changes": file.settings_of_rows(ChangeTable, "changes"),
+        "figures": file.table("figures"),
     }
+    check_known(file.table("figures"), LOSS_FIGURES, file.where("figures"))
     # The settings of `dips master` stay as written; they are checked here, and again with those of each method.
     if wrong := sorted(_OURS & set(file.table("master"))):
         raise ConfigError(f"{file.where('master')}: {wrong[0]!r} has no meaning in a simulation: leave it out")

@@ -87,7 +87,10 @@ def _missing_tapes(records: RunRecords, history: History, without: Collection[st
     ]  # fmt: skip
     if "master" not in without and not any(role == "master" for role, _ in records.tapes):
         missing.insert(0, "the tape of the master is missing")
-    how = "put it into the directory, or give --without-tape NAME if there never was one"
+    how = (
+        "put it into the directory (a loop writes the file that DIPS_WORKER_TAPE, or tape=, names), or give "
+        "--without-tape NAME if there never was one"
+    )
     found.unproven += [f"{sentence}: {how}" for sentence in missing]
 
 

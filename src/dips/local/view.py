@@ -264,9 +264,8 @@ def _on_disk(status: StatusReply) -> str:
 
 def _rounds(status: StatusReply) -> str:
     lost = [f"{n} {word}" for n, word in ((status.rounds_void, "void"), (status.rounds_aborted, "aborted")) if n]
-    return ", ".join(
-        [f"{status.rounds_committed} rounds published ({status.rounds_merged} with two or more pushes)", *lost]
-    )
+    rounds = "1 round" if status.rounds_committed == 1 else f"{status.rounds_committed} rounds"
+    return ", ".join([f"{rounds} published ({status.rounds_merged} with two or more pushes)", *lost])
 
 
 def _of_goal(status: StatusReply) -> str:

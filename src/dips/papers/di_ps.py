@@ -15,7 +15,8 @@ COMPARED = (*ROLES, "compare", "judge", "sim", "trainer")
 SIMULATED = (*ROLES, "judge", "sim")
 RUN_DIR = ("--run-dir", "{folder}")
 
-LLAMA = "the paper trains LLaMA3.2-1B; here a byte model of 0.36 million parameters on Python's own texts"
+SMALL = "the paper trains LLaMA3.2-1B; here a byte model of 0.36 million parameters on Python's own texts"
+LARGER = "a byte model of 10.7 million parameters on Python's own texts, with fewer of the figure's lines"
 RATES = "ratios of one machine, whose links the kernel shapes; the paper has 1 to 10 Gbit/s"
 COMPUTE = (
     "communication is measured; throughput follows from it by arithmetic, for inner loops of four times a push and a "
@@ -28,14 +29,14 @@ TABLE_2 = "rates of push, update and pull are fitted to the paper's Table 2, spe
 # ---- dips compare ----
 
 
-def _losses(name: str) -> Callable[[Told], Iterator[Finding]]:
+def _losses(name: str, model: str) -> Callable[[Told], Iterator[Finding]]:
     def found(told: Told) -> Iterator[Finding]:
         place = f"Figure {name}"
-        yield Finding(place, "what the losses say", told["paper"]["statement"], told["here"], assumption=LLAMA)
+        yield Finding(place, "what the losses say", told["paper"]["statement"], told["here"], assumption=model)
         for label, line in told["lines"].items():
             loss = line["loss_mean"]
             ours = "not finite" if loss is None else float(loss)
-            yield Finding(place, f"{label}: loss at the end", None, ours, "nats a byte")
+            yield Finding(place, f"{label}: loss at the end", None, ours, "nats a byte", assumption=model)
 
     return found
 
@@ -43,8 +44,18 @@ def _losses(name: str) -> Callable[[Told], Iterator[Finding]]:
 def _losses_source(name: str) -> Source:
     picture = Picture(f"Figure {name}", f"figure-{name}.png", "Held-out loss in nats per byte over tokens")
     return Source(
-        f"losses-{name}", ("compare", "--figure", name), _losses(name), COMPARED, quick=("--tokens", "196k"),
+        f"losses-{name}", ("compare", "--figure", name), _losses(name, SMALL), COMPARED, quick=("--tokens", "196k"),
         files=RUN_DIR, pictures=(picture,),
+    )  # fmt: skip
+
+
+def _larger_source(name: str) -> Source:
+    """Hours; the figures share a folder, since they share runs."""
+    caption = "Held-out loss in nats per byte over tokens, the larger model"
+    picture = Picture(f"Figure {name}", f"../larger/figure-{name}.png", caption)
+    return Source(
+        f"larger-{name}", ("compare", "--figure", name, "--setup", "larger"), _losses(name, LARGER), COMPARED,
+        files=("--run-dir", "{folder}/../larger"), pictures=(picture,), only_full=True,
     )  # fmt: skip
 
 
@@ -332,6 +343,7 @@ SOURCES = (
         quick=("--rounds", "2", "--inner-steps", "16", "--step-s", "0.25"), files=("--results", "{folder}"),
     ),
     _losses_source("2b"), _losses_source("7"), _losses_source("12"),
+    _larger_source("2b"), _larger_source("7"), _larger_source("12"),
     _speeds_source("9", ("emulated", "real"), _speeds_9), _speeds_source("10", ("weak-scaling",), _speeds_10),
     _month_source("paper-33-days", _month, True), _month_source("defaults-33-days", _month_defaults, False),
 )  # fmt: skip

@@ -191,7 +191,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 0 auto; p
 h1 { line-height: 1.2; } h2 { margin-top: 3rem; border-bottom: 2px solid var(--line); } h3 { margin-top: 2rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 0.9rem; }
 th, td { text-align: left; vertical-align: top; padding: 0.3rem 0.6rem; border-bottom: 1px solid var(--line); }
-td:nth-child(2), td:nth-child(3), td:nth-child(4) { overflow-wrap: normal; }
+th, td:nth-child(2), td:nth-child(3), td:nth-child(4) { overflow-wrap: normal; }
 .kind { white-space: nowrap; border-radius: 0.5rem; padding: 0 0.4rem; background: var(--soft); }
 code { background: var(--soft); padding: 0 0.2rem; } figure { margin: 1rem 0; }
 img { max-width: 100%; height: auto; background: white; } figcaption, .note { font-size: 0.9rem; opacity: 0.85; }

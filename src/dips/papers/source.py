@@ -45,6 +45,7 @@ class Source:
     quick, full: its arguments beyond those of the program. files: its options for files; {folder} in them is the
     source's own folder. computes: the packages of this project that its numbers depend on. json: whether it prints
     JSON; else only its pictures are used. draw: draws what the command itself does not, from what it printed.
+    only_full: it takes hours, however small.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Source:
     json: bool = True
     pictures: tuple[Picture, ...] = ()
     draw: Callable[[Told, Path], None] | None = None
+    only_full: bool = False
 
     @property
     def is_benchmark(self) -> bool:

@@ -64,8 +64,8 @@ class TrainConfig(Knobs):
     data_seed: int = Field(0, ge=0, description="Seed of the order of the text; the same on all clusters.")
     model_size: Annotated[str, AfterValidator(_known_size)] = Field(
         "tiny",
-        description="tiny (0.36 million parameters), small (3.3 million), or wide (0.36 million, in 2 layers of "
-        "4 heads).",
+        description="tiny (0.36 million parameters), small (3.3 million), medium (10.7 million), or wide (0.36 "
+        "million, in 2 layers of 4 heads).",
     )
     parallel: Annotated[str, AfterValidator(_known_parallelism)] = Field(
         "",

@@ -1,7 +1,7 @@
 """Trains one cluster of a comparison: the byte model, its inner optimizers and the text.
 
 Driven from outside (compare/record.py). Knows no session, no clock and no simulator: the caller gives the tokens of
-each step and the progress of the run. Many are in one process, so they share the text and one thread.
+each step and the progress of the run. Many are in one process, so they share the text, and threads or device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dips.trainer.data import ChunkedText, make_batch
 from dips.trainer.evaluate import heldout_loss, model_from_flat, windows_of
 from dips.trainer.model import ByteModel
 from dips.trainer.sizes import SIZES
-from dips.trainer.train import inner_step, make_optimizers, schedule_of
+from dips.trainer.train import device_of, inner_step, make_optimizers, schedule_of
 from dips.worker.torch_model import TorchParameters
 
 F32 = NDArray[np.float32]
@@ -40,17 +40,18 @@ def read_text(config: TrainConfig) -> SharedText:
 
 
 class ByteLearner(TorchParameters):
-    """One cluster's model, inner optimizer and text, on the processor; sets torch's thread count for the process.
+    """One cluster's model, inner optimizer and text, on config.device; sets torch's thread count for the process.
 
     Flat vectors are float32 of layout().n_elems elements. Two of one configuration begin with equal parameters.
     """
 
     def __init__(self, config: TrainConfig, text: SharedText, total_tokens: int) -> None:
-        """total_tokens: of the whole run, the end of the learning rate's schedule (0: unknown)."""
+        """total_tokens: of the whole run, the end of the learning rate's schedule (0: unknown). Raises ConfigError for
+        a device that is not available."""
         torch.set_num_threads(config.threads)
         self._config = config
         self._text = text.training
-        self._net = ByteModel(SIZES[config.model_size], config.seed)
+        self._net = ByteModel(SIZES[config.model_size], config.seed).to(device_of(config))
         super().__init__(self._net, make_optimizers(self._net, config))
         self._schedule = schedule_of(config, total_tokens)
 
@@ -70,7 +71,8 @@ class ByteLearner(TorchParameters):
 
 
 def evaluator(config: TrainConfig, text: SharedText) -> Callable[[F32], float]:
-    """The held-out loss, in nats per byte, of a model given as a flat vector; sets torch's thread count.
+    """The held-out loss, in nats per byte, of a model given as a flat vector, on the processor whatever the device (see
+    trainer/evaluate.py); sets torch's thread count.
 
     Raises ConfigError when the held-out text is shorter than one window, and on a vector of another length.
     """

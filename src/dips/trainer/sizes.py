@@ -94,10 +94,11 @@ class ModelConfig:
 SIZES: dict[str, ModelConfig] = {
     "tiny": ModelConfig(dim=96, n_layers=3, hidden=256),
     "small": ModelConfig(dim=256, n_layers=4, hidden=704),
+    "medium": ModelConfig(dim=384, n_layers=6, hidden=1024),
     "wide": ModelConfig(dim=128, n_layers=2, hidden=256),
 }
-"""tiny: 357 thousand parameters, for a laptop's cores; small: 3.3 million; wide: 361 thousand, in layers and heads that
-two or four ranks can share."""
+"""tiny: 357 thousand parameters, for a laptop's cores; small: 3.3 million; medium: 10.7 million, for hours of a core or
+an accelerator; wide: 361 thousand, in layers and heads that two or four ranks can share."""
 
 
 def _difference(shapes: dict[str, tuple[int, ...]], config: ModelConfig | None) -> str:

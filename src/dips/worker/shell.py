@@ -1,8 +1,9 @@
-"""Runs one cluster's session on the training thread: carries out the session's effects between steps.
+"""Runs one cluster's session: carries out the session's effects between steps, on the training thread.
 
 The user's loop (worker/loop.py) and the trainer use this class; it knows no framework. Live parameters are touched only
-inside start(), step() and lease(), on the thread that calls them. Never raises because the master or a slave is away:
-training goes on, and the exchange is tried again at later steps.
+inside start(), step() and lease(), on the thread that calls them. While a step is made, a thread of the shell moves the
+exchange on (calls of the master, the begin of transfers), so that the loop waits for no answer. Never raises because
+the master or a slave is away: training goes on, and the exchange is tried again at later steps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import queue
 import secrets
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -110,7 +112,10 @@ class LeadersPart(Part, Protocol):
 
 
 class ClusterShell:
-    """Runs one cluster in the run. Only request_stop() may be called by several threads."""
+    """Runs one cluster in the run. Only request_stop() may be called by several threads.
+
+    The session belongs to whoever holds the lock: the training thread within its calls, "dips-exchange" between them.
+    """
 
     def __init__(
         self,
@@ -140,8 +145,15 @@ class ClusterShell:
         session = _session_config(config, layout, data_plan, curve, untrained or Untrained())
         if ranks is not None:
             session = replace(session, rank_keys=ranks.keys, pushers=ranks.n_ranks)
+        session = replace(session, answers_in_steps=ranks is None)
         self._session = ClusterMachine(session)
+        self._lock = threading.RLock()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._for_later: deque[Event] = deque()  # arrived during a step, and wait for its end
+        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._between: threading.Thread | None = None
+        self._in_step = False
+        self._failed_in_step: BaseException | None = None
         self._log = ChangeLogger(logging.getLogger("dips.worker"))
         self._owns_tape = tape is None
         self.tape = tape or Tape(config.tape, "worker", config.cluster_id, self._clock, may_lose=True)
@@ -168,13 +180,14 @@ class ClusterShell:
                 parameters.checkpoints.begin(self._events.put, self.tape)
                 self._checkpoints = parameters.checkpoints
         else:
-            part = self._part = ModelPart(parameters, layout, self._events.put, self._clock, self.tape, curve, links)
+            part = self._part = ModelPart(parameters, layout, self._arrived, self._clock, self.tape, curve, links)
+            self._between = threading.Thread(target=self._go_on_in_steps, name="dips-exchange", daemon=True)
             if config.checkpoint_dir is not None:
                 self._checkpoints = Checkpointing(
-                    config.checkpoint_dir, config, parameters, part.vectors, inner, self._events.put, self.tape,
+                    config.checkpoint_dir, config, parameters, part.vectors, inner, self._arrived, self.tape,
                     self._clock,
                 )  # fmt: skip
-        self._client = MasterClient(config.master, self.security, self._events.put)
+        self._client = MasterClient(config.master, self.security, self._arrived)
         self._heartbeat = Heartbeat(config.master, self.security, self._events.put, self._clock)
         self._resume_label = resume_label
         self._chunk_bytes = 0
@@ -199,6 +212,8 @@ class ClusterShell:
             self._metrics.serve(self.config, self.security, self._checkpoints, lambda: self._heartbeat.answered_s)
         check_let_in(self.config.master, self.security)
         self._settle(Started())
+        if self._between is not None and not self.done:
+            self._between.start()
         self._pace.resume(self._clock.monotonic_s())
 
     def step(self, tokens: int, ranges: Sequence[DataRange] = (), loss: float = math.nan, *, steps: int = 1) -> None:
@@ -209,6 +224,7 @@ class ClusterShell:
         count below 1, LocalProtocolError for ranges that are not held, and whatever ends this cluster's part.
         """
         if self.done:
+            self._raise_if_failed()
             return
         if tokens < 1:
             raise ConfigError(f"a step counts {tokens} tokens: give the number of tokens it was trained on, at least 1")
@@ -227,7 +243,7 @@ class ClusterShell:
             raise LocalProtocolError("lease() is for leased data; with its own data a cluster only counts tokens")
         began_s = self._clock.monotonic_s()
         ranges: list[DataRange] = []
-        with self._training_goes_on():
+        with self._lock, self._training_goes_on():
             while not ranges and not self.done:
                 if not self._session.lease_pending:
                     self._handle(LeaseWanted(tokens))
@@ -256,7 +272,8 @@ class ClusterShell:
         """
         if self._checkpoints is not None and not self.done:
             began_s = self._clock.monotonic_s()
-            self._checkpoints.take_if_due(self._session, self.cause)
+            with self._lock:
+                self._checkpoints.take_if_due(self._session, self.cause)
             self._pace.pause(self._clock.monotonic_s() - began_s)
 
     def checkpoint_now(self, label: str) -> bool:
@@ -267,7 +284,8 @@ class ClusterShell:
         if self._checkpoints is None or self.done:
             return False
         began_s = self._clock.monotonic_s()
-        taken = self._checkpoints.take_now(self._session, self.cause, label)
+        with self._lock:
+            taken = self._checkpoints.take_now(self._session, self.cause, label)
         self._pace.pause(self._clock.monotonic_s() - began_s)
         return taken
 
@@ -287,6 +305,9 @@ class ClusterShell:
         if self._closed:
             return
         self._closed = True
+        self._wakes.put(False)
+        if self._between is not None and self._between.ident is not None:
+            self._between.join()
         try:
             self._leave(reason, push_pending)
         finally:
@@ -418,19 +439,19 @@ class ClusterShell:
 
     def _settle(self, first: Event | None = None) -> None:
         """Handle `first` and the arrived events; wait while the session must wait; raise the error that ended it."""
-        with self._training_goes_on():
+        with self._lock, self._training_goes_on():
             self._part.look()
             if first is not None:
                 self._handle(first)
-            while not self._events.empty():
-                self._handle(self._events.get())
+            while (event := self._next()) is not None:
+                self._handle(event)
             if self._session.next_deadline_s() <= self._clock.monotonic_s():
                 self._handle(Tick())
             began_s = self._clock.monotonic_s()
             while self._session.must_wait(now_s := self._clock.monotonic_s()):
                 self._wait("wait", quiet=now_s - began_s < WORTH_A_LINE_S)
-        self._log.report("wait", "")
-        self._update_heartbeat()
+            self._log.report("wait", "")
+            self._update_heartbeat()
         if self._metrics is not None:
             self._metrics.goes_on()
         self._raise_if_failed()
@@ -446,16 +467,57 @@ class ClusterShell:
         now_s = self._clock.monotonic_s()
         pause_s = min(LONGEST_WAIT_S, max(0.0, self._session.next_deadline_s() - now_s))
         looks_after_s = self._part.look_every_s
-        try:
-            self._handle(self._events.get(timeout=min(pause_s, looks_after_s)))
-        except queue.Empty:
+        event = self._next(min(pause_s, looks_after_s))
+        if event is not None:
+            self._handle(event)
+        else:
             self._part.look()
             if pause_s <= looks_after_s:
                 self._handle(Tick())
 
+    def _arrived(self, event: Event) -> None:
+        """From any thread."""
+        self._events.put(event)
+        self._wakes.put(True)
+
+    def _next(self, wait_s: float = 0.0) -> Event | None:
+        """The next event, or None if none arrives in that time."""
+        if self._for_later:
+            return self._for_later.popleft()
+        with contextlib.suppress(queue.Empty):
+            return self._events.get(timeout=wait_s) if wait_s > 0 else self._events.get_nowait()
+        return None
+
+    def _go_on_in_steps(self) -> None:
+        """On the thread "dips-exchange": handle what arrives while the training thread makes a step, as far as it may
+        come then."""
+        while self._wakes.get():
+            with self._lock:
+                self._in_step = True
+                try:
+                    self._take_in_step()
+                except BaseException as error:
+                    self._failed_in_step = error
+                    return
+                finally:
+                    self._in_step = False
+
+    def _take_in_step(self) -> None:
+        """What may not come now is kept for the end of the step; events of different jobs have no order."""
+        taken = False
+        while not self.done and not self._events.empty():
+            event = self._events.get()
+            if self._session.may_take_in_step(event):
+                self._handle(event)
+                taken = True
+            else:
+                self._for_later.append(event)
+        if taken:
+            self._update_heartbeat()
+
     def _leave(self, reason: str, push_pending: bool) -> None:
         try:
-            with self._training_goes_on():
+            with self._lock, self._training_goes_on():
                 if not self.done:
                     self._handle(StopWanted(reason, push_pending and not self._part.alone))
                 if not self.done and self._part.alone:
@@ -470,6 +532,9 @@ class ClusterShell:
             self._finished = Finished(f"{reason} (leaving was not answered)")
 
     def _raise_if_failed(self) -> None:
+        if self._failed_in_step is not None:
+            error, self._failed_in_step = self._failed_in_step, None
+            raise error
         if self._finished is not None and self._finished.error is not None and not self._raised:
             self._raised = True
             raise self._finished.error
@@ -489,6 +554,8 @@ class ClusterShell:
             raise
 
     def _carry_out(self, effect: Effect) -> None:
+        if self._in_step and isinstance(effect, CopyParameters | Install | CopyBase):
+            raise LocalProtocolError(f"{type(effect).__name__} in the middle of a step: an event should have waited")
         match effect:
             case Run():
                 self._begin(effect)
@@ -525,7 +592,8 @@ class ClusterShell:
                 check_slaves_reachable(self.config.master, grant.placement.slaves)
                 plan = session.pulling.plan
                 assert plan is not None, "a pull has a plan"
-                live, needed = session.shared.steps_since_snapshot == 0, plan.mode is InstallMode.REBASE_FROM_PUSH
+                live = session.shared.steps_since_snapshot == 0 and not self._in_step
+                needed = plan.mode is InstallMode.REBASE_FROM_PUSH
                 self._do(Fetch(run.job, grant, run.cause, session.shared.terms.times, live, needed))
             case request:
                 self._client.start(run.job, request, run.deadline_s)

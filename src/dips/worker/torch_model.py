@@ -350,7 +350,8 @@ class TorchParameters:
         """A vector; for a model on CUDA devices in pinned memory, since other memory is copied much more slowly."""
         if not self._devices:
             return zeros(n_elems)
-        pinned: F32 = torch.empty(n_elems, dtype=torch.float32, pin_memory=True).numpy()
+        with torch.cuda.device(next(iter(self._devices))):  # a thread begins with the first one, to use or not
+            pinned: F32 = torch.empty(n_elems, dtype=torch.float32, pin_memory=True).numpy()
         return pinned
 
     def begin_snapshot(self, into: F32, sums: ChunkSums | None = None) -> SnapshotReady | None:

@@ -77,7 +77,7 @@ def test_a_trace_is_played_with_and_without(plan: Path, tmp_path: Path, capsys: 
     assert found["speedup"] > 1
     assert len(found["without"]) == len(found["with"]) == found["iterations"]
     assert (out_folder / "adapt.png").read_bytes().startswith(b"\x89PNG")
-    assert "sequences / s" in (out_folder / "adapt.svg").read_text()
+    assert "sequences a second" in (out_folder / "adapt.svg").read_text()
     trace.write_text(TRACE.format("[0]", "[2]"))
     code, out, _ = told(capsys, plan, "--trace", trace)
     assert code == 0

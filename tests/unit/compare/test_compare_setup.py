@@ -49,7 +49,7 @@ def test_every_shipped_set_up_loads_and_says_what_it_is(name: str) -> None:
 
 def test_the_comparison_s_set_ups_come_with_the_package() -> None:
     hard = ["changing-speed", "coming-and-going", "jitter", "killed", "slow-link", "ten-times-slower"]
-    assert shipped() == sorted([*hard, "emulated", "real", "small", "weak-scaling"])
+    assert shipped() == sorted([*hard, "emulated", "larger", "real", "small", "weak-scaling"])
 
 
 def test_the_small_set_up_is_the_one_of_the_convergence_tables() -> None:
@@ -96,6 +96,10 @@ def test_amounts_carry_units_and_one_rate_holds_for_all(tmp_path: Path) -> None:
         ("[links]\nup = 'fast'\n", "'fast' is not a rate"),
         ("[links]\nlatency = 0\n", "latency = 0"),
         ("[model]\nsize = 'huge'\n", "choose one of tiny, small"),
+        ("[run]\ndevice = 'gpu'\n", "device = 'gpu'"),
+        ("[run]\nthreads = 0\n", "threads = 0"),
+        ("[figures]\n2c = ['DP']\n", "'2c' is not a setting; did you mean '2b'?"),
+        ("[figures]\n7 = 'DP'\n", "figures"),
         ("[master]\nlisten = '127.0.0.1:1'\n", "'listen' has no meaning in a simulation"),
         ("[master]\nsync_every = 3\n", "'sync_every' follows from [run] inner_steps"),
         ("[master]\nouter_rl = 0.7\n", "'outer_rl' is not a setting; did you mean 'outer_lr'?"),

@@ -166,6 +166,7 @@ def test_a_tape_that_never_was_here_is_named_by_who_asks(run: Path, capsys: pyte
     code, out, _ = told(capsys, "verify", run)
     assert code == EXIT_BROKEN
     assert "unproven: the tape of cluster a is missing: put it into the directory" in out
+    assert "DIPS_WORKER_TAPE" in out
     assert told(capsys, "verify", run, "--without-tape", "a")[0] == 0
     assert told(capsys, "verify", run, "--without-tape", "b")[0] == EXIT_BROKEN
 

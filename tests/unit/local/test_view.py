@@ -178,6 +178,7 @@ def test_the_headline_says_when_the_run_does_not_go_on(changes: dict[str, bool],
 
 def test_the_headline_counts_lost_rounds_only_when_there_are_some() -> None:
     assert "13 rounds published (9 with two or more pushes)" in headline(run_status()).plain
+    assert "1 round published (0 with" in headline(run_status(rounds_committed=1, rounds_merged=0)).plain
     assert "void" not in headline(run_status()).plain
     assert "2 void, 1 aborted" in headline(run_status(rounds_void=2, rounds_aborted=1)).plain
 

@@ -132,5 +132,15 @@ def test_a_slave_that_works_on_a_step_of_the_round(step: type, word: str) -> Non
     assert word_of(bench) == word
     assert waiting_for(bench.state.shared).slaves == ("s0",)
     assert bench.status().waiting_slaves == ("s0",)
+    assert bench.status().waiting_for.startswith("slave s0 has yet to ")
     bench.slaves[0].release(step)
     assert word_of(bench) == "none"
+
+
+def test_several_slaves_have_yet_to_do_a_step() -> None:
+    bench = Bench().running("a", "b")
+    for slave in bench.slaves:
+        slave.hold.add(Commit)
+    bench.push("a")
+    bench.push("b")
+    assert bench.status().waiting_for == "slaves s0, s1 have yet to flip to the new version"

@@ -120,7 +120,7 @@ def test_no_push_begins_and_no_round_while_blocks_move_but_pulls_do(bench: Resha
     bench.slave("s1").hold.add(MoveBlocks)
     bench.reshard(remove=("s0",))
     assert phase(bench) is ReshardPhase.MOVING
-    assert "slave s1 has yet to put its new shard together" in bench.status().reshard
+    assert "slave s1 has yet to put the new shard together" in bench.status().reshard
     answer = bench.begin_push("b")
     assert isinstance(answer, Busy)
     assert "blocks move to other slaves" in answer.sentence

@@ -27,7 +27,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     text.write_text("".join(f"{i} bottles of beer on the wall, {i} bottles of beer; {i * i}\n" for i in range(400)))
     return TrainConfig(
         data=(text,), chunk_tokens=64, heldout_fraction=0.1, heldout_max_bytes=1024, batch_size=2, sequence_tokens=32,
-        warmup_tokens=256, seed=3, data_seed=5,
+        warmup_tokens=256, seed=3, data_seed=5, device="cpu",
     )  # fmt: skip
 
 

@@ -31,7 +31,10 @@ def test_logits_have_one_row_of_256_for_each_byte() -> None:
     assert ByteModel(SMALLEST)(some_bytes(3, 17)).shape == (3, 17, 256)
 
 
-@pytest.mark.parametrize(("size", "low", "high"), [("tiny", 300_000, 450_000), ("small", 3_000_000, 5_000_000)])
+@pytest.mark.parametrize(
+    ("size", "low", "high"),
+    [("tiny", 300_000, 450_000), ("small", 3_000_000, 5_000_000), ("medium", 10_000_000, 12_000_000)],
+)
 def test_sizes_are_what_their_names_promise(size: str, low: int, high: int) -> None:
     model = ByteModel(SIZES[size])
     n_elems = sum(p.numel() for p in model.parameters())

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dips.core.ids import SlaveId
 from dips.master.state.reasons import Waiting, WaitingCode
 from dips.master.state.records import RecoveryPhase, ReshardPhase, RoundPhase, Slave, SlavePhase
 from dips.master.state.shared import SharedState
 
 _NOTHING = Waiting(WaitingCode.NONE, "")
+
+
+def _slaves(names: Sequence[str], one: str = "", several: str = "") -> str:
+    """The slaves as the subject of a sentence, whose verb follows their number."""
+    return f"slave {names[0]}{one}" if len(names) == 1 else f"slaves {', '.join(names)}{several}"
+
+
+def _yet(names: Sequence[str], what: str) -> str:
+    return _slaves(names, f" has yet to {what}", f" have yet to {what}")
 
 
 def slaves_away(shared: SharedState) -> str:
@@ -19,7 +30,7 @@ def slaves_away(shared: SharedState) -> str:
     away = "; ".join(word for word in words if word)
     here = [name for name in expected if name in shared.slaves and shared.slaves[name].phase.now is SlavePhase.PROMISED]
     what = "the decision what to load" if shared.ledger.placement else "the model's layout"
-    return away or (f"slave {', '.join(here)} waits for {what}" if here else "")
+    return away or (_slaves(here, f" waits for {what}", f" wait for {what}") if here else "")
 
 
 def recovery_words(shared: SharedState) -> str:
@@ -33,7 +44,7 @@ def recovery_words(shared: SharedState) -> str:
         case RecoveryPhase.GATHERING:
             here = {name for name, slave in shared.slaves.items() if slave.phase.now is SlavePhase.PROMISED}
             away = [name for name in shared.slaves_expected() if name not in here]
-            parts = [state.reason, state.words, f"waiting for slave {', '.join(away)}" if away else ""]
+            parts = [state.reason, state.words, f"waiting for {_slaves(away)}" if away else ""]
             return "; ".join(part for part in parts if part) if state.reason else ""
         case RecoveryPhase.ASKING:
             wanted = state.wanted[0] if state.wanted else None
@@ -71,7 +82,7 @@ def reshard_waits_for(shared: SharedState) -> str:
         return f"version {shared.ledger.version} is about to be published"
     new = [(name, shared.slaves.get(name)) for name in (pending.add if pending else ())]
     missing = [name for name, slave in new if slave is None or slave.phase.now is not SlavePhase.PROMISED]
-    return f"slave {', '.join(missing)} has yet to attach: start it" if missing else ""
+    return _slaves(missing, " has yet to attach: start it", " have yet to attach: start them") if missing else ""
 
 
 def reshard_words(shared: SharedState) -> str:
@@ -79,10 +90,10 @@ def reshard_words(shared: SharedState) -> str:
     state, pending = shared.reshard, shared.ledger.reshard
     if state.phase.now is ReshardPhase.LISTING:
         missing = [name for name in shared.slaves_expected() if name not in state.lists]
-        return f"slave {', '.join(missing)} has yet to list its shard"
+        return _yet(missing, "list the shard")
     if state.phase.now is ReshardPhase.MOVING:
         missing = [name for name in sorted(state.digests) if name not in state.prepared]
-        return f"slave {', '.join(missing)} has yet to put its new shard together"
+        return _yet(missing, "put the new shard together")
     if pending is None:
         return ""
     waits = reshard_waits_for(shared)
@@ -144,7 +155,7 @@ def _round(shared: SharedState) -> Waiting:
         case _:
             return _NOTHING
     names = tuple(name for name in shared.slaves_expected() if name not in done)
-    return Waiting(code, f"slave {', '.join(names)} has yet to {what}", names) if names else _NOTHING
+    return Waiting(code, _yet(names, what), names) if names else _NOTHING
 
 
 def _trouble(name: str, slave: Slave | None) -> str:
@@ -158,4 +169,4 @@ def _trouble(name: str, slave: Slave | None) -> str:
         return f"slave {name} allocates its memory and loads its snapshot"
     if slave.phase.now is SlavePhase.PROMISED:
         return ""
-    return f"slave {name} has yet to promise the epoch"
+    return _yet([name], "promise the epoch")

@@ -1,8 +1,8 @@
 """The state machine of one cluster's session with the run: join, push, verdict, pull, leave, and every failure.
 
-handle(event, now_s) returns effects; the driver calls it on the training thread at step boundaries only, so that an
-Install effect never happens during a step. Training goes on in every phase unless must_wait() is true. Never reads a
-clock, never blocks, never touches a parameter.
+handle(event, now_s) returns effects; the driver calls it on the training thread at step boundaries, so that an Install
+effect never happens during a step; what only moves an exchange on (may_take_in_step) may also come during one. Training
+goes on in every phase unless must_wait() is true. Never reads a clock, never blocks, never touches a parameter.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dips.core.errors import (
     RetryLater,
 )
 from dips.core.messages import (
+    Admitted,
     AwaitVerdictReply,
     BeginPullReply,
     BeginPushReply,
@@ -36,7 +37,10 @@ from dips.core.messages import (
     LeaseDataRequest,
     LeaveReply,
     LeaveRequest,
+    PullGrant,
     ReturnDataReply,
+    Ticket,
+    Verdict,
     VerdictKind,
 )
 from dips.core.protocol import CAPABILITIES, MAX_LEASED_CHUNKS, PROTOCOL_MIN, PROTOCOL_VERSION
@@ -67,6 +71,7 @@ from dips.worker.state.work import Work, is_within
 _GONE = (SessionPhase.LEAVING, SessionPhase.LEFT)
 _ABSENT = (SessionPhase.JOINING, *_GONE)
 _PUSHING = (SessionPhase.BEGINNING_PUSH, SessionPhase.TRANSFERRING, SessionPhase.FINISHING_PUSH)
+_EXCHANGING = (*_PUSHING, SessionPhase.AWAITING, SessionPhase.PULLING)
 
 
 @dataclass
@@ -126,6 +131,24 @@ class ClusterMachine:
             return True
         idle = self.phase in (SessionPhase.TRAINING, SessionPhase.JOINING)
         return not idle and now_s < self.shared.patience.until_s
+
+    def may_take_in_step(self, event: Event) -> bool:
+        """Whether an event may be handled while a step is made: it moves an exchange on as planned, so that its effects
+        touch no live parameter and no step is dropped. All else waits for the end of the step.
+        """
+        shared, push = self.shared, self.pushing.open
+        usual = self.phase in _EXCHANGING and shared.donate is None and not (shared.terms.stop or self._ending.wanted)
+        if not isinstance(event, Done) or not usual or shared.base is None or shared.work.lost:
+            return False
+        match event.result:
+            case BeginPushReply(Ticket()) | FinishPushReply(Admitted()) | BeginPullReply(PullGrant()):
+                return self.shared.lane_of(event.job) is shared.exchange
+            case AwaitVerdictReply(Verdict() as verdict):
+                own = push is not None and push.donates is None and verdict.push == push.id
+                return own and verdict.kind is VerdictKind.APPLIED
+            case tuple() | None:
+                return push is not None and push.job == event.job
+        return False
 
     def waiting_for(self) -> str:
         """What the session waits for: one sentence for people."""

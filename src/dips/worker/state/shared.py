@@ -186,6 +186,8 @@ class SessionConfig(GivenTimes):
     """The host of this process, for people."""
     master: str = ""
     """The master's address, for people."""
+    answers_in_steps: bool = False
+    """Whether the driver also takes events during a step, where ClusterMachine.may_take_in_step() says that it may."""
 
 
 class Terms:
@@ -306,7 +308,7 @@ class SharedState:
         self.steps_since_snapshot = 0
         """Steps that theta_now is ahead of theta_at_push."""
         self.steps_towards_push = 0
-        self.patience = WaitPolicy()
+        self.patience = WaitPolicy(answers_in_steps=config.answers_in_steps)
         self.push_s = 0.0
         self.pull_s = 0.0
         self.window_closes_s = -math.inf

@@ -138,10 +138,14 @@ class RepeatedCall:
 
 BRIEF_SHARE = 0.01
 BRIEF_MOST_S = 0.5
-"""The loop waits for calls that the master answers at once, whatever overlaps: an answer that arrives during a step is
-taken only at its end, so each of the three calls (may I push; it is all there; which version) would cost a whole step
-on older parameters. The wait is at most BRIEF_SHARE of the time between two pushes, and at most BRIEF_MOST_S. A
+"""The loop waits for calls that the master answers at once, whatever overlaps: where an answer that arrives during a
+step is taken only at its end, each of the three calls (may I push; it is all there; which version) would cost a whole
+step on older parameters. The wait is at most BRIEF_SHARE of the time between two pushes, and at most BRIEF_MOST_S. A
 transfer is waited for as long if the last one in its direction did not take longer."""
+
+BRIEF_SHARE_IN_STEPS = 0.001
+"""The same where answers are taken during steps, too (SessionConfig.answers_in_steps): an exchange goes on without the
+loop, so that waiting only saves the rest of one step. A call is waited for only if the last one was that short."""
 
 
 REMEMBERED = 32
@@ -165,13 +169,17 @@ class ExchangeStage(Enum):
     FETCH = "the version is being fetched"
 
 
+CALLS = (ExchangeStage.BEGIN, ExchangeStage.FINISH, ExchangeStage.PULL)
+"""Stages in which the master answers a call; the others last for as long as a transfer or a round."""
+
+
 class Wait(Enum):
     """How long the training loop waits when a stage begins."""
 
     FULLY = "wait for as long as it takes, and no longer than the settings say"
     AS_BEFORE = "what the stage before has left of its wait"
     BRIEFLY = "wait for as long as an answer takes"
-    IF_SHORT = "briefly, if the last transfer in this direction took no longer; else train on"
+    IF_SHORT = "briefly, if this stage took no longer the last time; else train on"
     NOT = "train on"
 
 
@@ -191,18 +199,20 @@ RULES: Mapping[str, Mapping[ExchangeStage, Wait]] = {
 class WaitPolicy:
     """Keeps until when the training loop waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, answers_in_steps: bool = False) -> None:
         self.until_s = -math.inf
+        self._in_steps = answers_in_steps
+        self._at: tuple[ExchangeStage, float] | None = None
         self._round_s = 0.0
         self._round_began_s: float | None = None
         self._waits_s: deque[float] = deque(maxlen=REMEMBERED)
         self._since_s: float | None = None
         self._disturbed = False
-        self._transfers_s: dict[ExchangeStage, float] = {}
+        self._took_s: dict[ExchangeStage, float] = {}
 
     def transferred(self, stage: ExchangeStage, took_s: float) -> None:
         """The bytes of a push (SEND) or of a version (FETCH) were on their way for so long."""
-        self._transfers_s[stage] = took_s
+        self._took_s[stage] = took_s
 
     def round_begins(self, now_s: float) -> None:
         """A push begins. The time between two pushes is known from the second one on."""
@@ -229,7 +239,13 @@ class WaitPolicy:
 
     def enter(self, stage: ExchangeStage, settings: Settings, now_s: float) -> None:
         """Set the wait for the stage that an exchange reaches."""
-        match RULES[settings.overlap][stage]:
+        if self._at is not None and self._at[0] in CALLS:
+            self._took_s[self._at[0]] = now_s - self._at[1]
+        self._at = stage, now_s
+        rule = RULES[settings.overlap][stage]
+        if rule is Wait.BRIEFLY and self._in_steps:
+            rule = Wait.IF_SHORT
+        match rule:
             case Wait.FULLY if settings.verdict_wait_measured:
                 if self._since_s is None:
                     self._since_s = now_s
@@ -239,7 +255,7 @@ class WaitPolicy:
                 self.until_s = max(self.until_s, now_s + settings.verdict_wait_s)
             case Wait.BRIEFLY:
                 self.until_s = now_s + self._brief_s
-            case Wait.IF_SHORT if self._transfers_s.get(stage, math.inf) <= self._brief_s:
+            case Wait.IF_SHORT if self._took_s.get(stage, math.inf) <= self._brief_s:
                 self.until_s = now_s + self._brief_s
             case Wait.NOT | Wait.IF_SHORT:
                 self.train_on(now_s)
@@ -248,7 +264,8 @@ class WaitPolicy:
 
     @property
     def _brief_s(self) -> float:
-        return min(BRIEF_MOST_S, BRIEF_SHARE * self._round_s)
+        share = BRIEF_SHARE_IN_STEPS if self._in_steps else BRIEF_SHARE
+        return min(BRIEF_MOST_S, share * self._round_s)
 
     def train_on(self, now_s: float) -> None:
         """Stop waiting until the next stage."""

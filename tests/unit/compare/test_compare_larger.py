@@ -1,0 +1,152 @@
+"""The set-up of a larger model: its size, its device, its threads, and the six runs of its figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.compare_records import record
+
+from dips.cli import main
+from dips.compare.figures import FIGURES, Figure, figure_jobs, figure_json, run_figure
+from dips.compare.jobs import ComparisonJob, Results, on_device, threads_of
+from dips.compare.setup import LOSS_FIGURES, ComparisonSetup, load_setup
+from dips.core.errors import ConfigError
+from dips.trainer.sizes import SIZES
+
+LARGER = load_setup("larger")
+ON_CPU = LARGER.with_overrides(device="cpu")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for n in range(60):
+        (folder / f"{n}.txt").write_text(f"file {n}\n" * 100)
+    return folder
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def with_lines(figures: Mapping[str, tuple[str, ...]]) -> ComparisonSetup:
+    return LARGER.model_copy(update={"figures": figures})
+
+
+def test_it_trains_ten_to_thirty_million_parameters_on_at_most_five_million_tokens() -> None:
+    assert 10_000_000 <= SIZES[LARGER.model.size].n_elems <= 30_000_000
+    per_round = LARGER.n_clusters * LARGER.run.inner_steps * LARGER.tokens_per_step
+    assert LARGER.run.tokens == 152 * per_round <= 5_000_000
+    assert LARGER.clusters.gaps == load_setup("small").clusters.gaps
+
+
+# ---- device and threads ----
+
+
+def test_auto_becomes_the_device_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LARGER.run.device == "auto"
+    for available, device in ((False, "cpu"), (True, "cuda")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        assert on_device(LARGER).run.device == device
+        assert on_device(LARGER, "cpu").run.device == "cpu"
+        assert on_device(load_setup("small")).run.device == "cpu"
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_a_device_that_is_missing_is_one_sentence_and_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for what in (["--methods", "dips"], ["--figure", "2b"]):
+        assert main.run(["compare", *what, "--device", "cuda", "--run-dir", str(tmp_path / "run")]) == 2
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert told.err.startswith("dips: device is cuda, but this PyTorch finds no CUDA device: give --device cpu")
+        assert len(told.err.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_result_of_another_device_is_not_taken(tmp_path: Path) -> None:
+    on_cpu = ComparisonJob("dips", 1, ON_CPU, text="t")
+    on_cuda = replace(on_cpu, setup=LARGER.with_overrides(device="cuda"))
+    assert on_cpu.digest() != on_cuda.digest()
+    results = Results(tmp_path)
+    results.keep(replace(on_cpu, threads=2), record())
+    kept = json.loads(results.path(on_cpu).read_text())
+    assert (kept["device"], kept["threads"]) == ("cpu", 2)
+    assert results.load(on_cuda) is None
+    assert results.load(on_cpu) == record(), "with one thread or two it is the same run"
+
+
+@pytest.mark.parametrize(("at_once", "n_cores", "threads"), [(2, 2, 1), (1, 2, 2), (6, 16, 2), (1, 64, 8), (4, 2, 1)])
+def test_cores_without_a_run_become_threads(at_once: int, n_cores: int, threads: int) -> None:
+    assert threads_of(LARGER, at_once, n_cores) == threads
+    assert threads_of(load_setup("small"), at_once, n_cores) == 1
+
+
+# ---- figures ----
+
+
+def test_set_ups_may_name_the_figures_about_losses() -> None:
+    assert tuple(FIGURES) == LOSS_FIGURES
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("2b", ["DiLoCo, clip 1", "Async-40"]),
+        ("7", ["DiLoCo, clip 1", "Async-40", "Async-200"]),
+        ("12", ["H 16", "H 128"]),
+    ],
+)
+def test_figures_have_the_lines_of_the_set_up(name: str, labels: list[str]) -> None:
+    chosen = FIGURES[name].chosen(LARGER)
+    assert [line.label for line in chosen] == labels
+    assert chosen == [line for line in FIGURES[name].lines(LARGER) if line.label in labels]
+
+
+def test_the_three_figures_are_six_runs(text: Path) -> None:
+    jobs = {
+        job.name: job.digest()
+        for figure in FIGURES.values()
+        for _, job in figure_jobs(figure.chosen(ON_CPU), (1,), [text])
+    }
+    assert sorted(jobs) == [
+        "async-gaps-40-1", "diloco-clip-1", "dips-1", "dips-gaps-200-1", "dips-gaps-40-1", "dips-h-128-1",
+    ]  # fmt: skip
+    assert len(set(jobs.values())) == 6
+
+
+def test_lines_do_not_change_a_run() -> None:
+    everything = with_lines({})
+    assert everything.digest() == LARGER.digest()
+    assert FIGURES["2b"].chosen(everything) == FIGURES["2b"].lines(everything)
+
+
+@pytest.mark.parametrize(
+    ("figure", "labels", "words"),
+    [
+        (FIGURES["7"], ("DiLoCo, clip 1", "Async-50"), "there is no line 'Async-50': choose from 'DP', 'DiLoCo'"),
+        (FIGURES["2b"], ("DP", "Async-40"), "give 'DiLoCo, clip 1', with which the others are compared"),
+        (FIGURES["12"], (), "give a line"),
+    ],
+)
+def test_lines_that_cannot_be_are_refused_with_their_place(figure: Figure, labels: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        figure.chosen(with_lines({figure.name: labels}))
+    assert str(caught.value).startswith(f"set-up larger [figures] {figure.name}: ")
+    assert words in str(caught.value)
+
+
+def test_a_figure_with_fewer_lines_says_so_and_reads_one_gap_as_one(text: Path) -> None:
+    result = run_figure(FIGURES["2b"], ON_CPU, (1,), [text], lambda jobs: [record(j.method, j.seed, 2.0) for j in jobs])
+    plain = figure_json(result)
+    assert plain["title"] == "naive asynchronous training, gaps to 10, 20, 30 and 40 % (fewer lines)"
+    assert plain["setup"]["run"]["device"] == "cpu"
+    assert plain["here"] == ("Async-40 +0.00 above DiLoCo, clip 1; 0 of 1 fail to converge (not finite, or 0.5 above).")

@@ -1,0 +1,148 @@
+"""What may be handled while a step is made: only what moves an exchange on, and touches no live parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from support.cluster_bench import DIGESTS, SETTINGS, TICKET, ClusterBench, session_config
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import RoundId
+from dips.core.messages import (
+    Admitted,
+    AwaitVerdictReply,
+    AwaitVerdictRequest,
+    BeginPullReply,
+    BeginPullRequest,
+    BeginPushReply,
+    BeginPushRequest,
+    Busy,
+    FinishPushReply,
+    FinishPushRequest,
+    PullGrant,
+    VerdictKind,
+)
+from dips.worker.state.effects import (
+    Beat,
+    CopyBase,
+    CopyParameters,
+    Done,
+    Event,
+    Failed,
+    Install,
+    InstallMode,
+    SendPush,
+    Stepped,
+    StopWanted,
+    Tick,
+)
+from dips.worker.state.shared import SessionPhase
+from dips.worker.state.waiting import BRIEF_SHARE_IN_STEPS, ExchangeStage, WaitPolicy
+
+FULL = replace(SETTINGS, overlap="full")
+
+
+@pytest.fixture
+def life() -> ClusterBench:
+    """A cluster that trains through its exchanges, with a push that is asked for."""
+    life = ClusterBench(session_config(answers_in_steps=True), FULL)
+    life.begin()
+    life.push_begun()
+    return life
+
+
+def in_step(life: ClusterBench, event: Event) -> None:
+    """Handle it as a driver does in the middle of a step."""
+    assert life.session.may_take_in_step(event)
+    effects = life.say(event)
+    assert not [effect for effect in effects if isinstance(effect, CopyParameters | Install | CopyBase)]
+
+
+def to_admitted(life: ClusterBench) -> None:
+    in_step(life, Done(life.job(BeginPushRequest)[0], BeginPushReply(TICKET)))
+    in_step(life, Done(life.job(SendPush)[0], DIGESTS, 0.2))
+    in_step(life, Done(life.job(FinishPushRequest)[0], FinishPushReply(Admitted(RoundId(1, 1), 1.0))))
+
+
+def grant(life: ClusterBench) -> BeginPullReply:
+    assert life.published is not None
+    return BeginPullReply(
+        PullGrant(
+            life.published, life.fence, 7, TICKET.placement, (0, 1, 2, 3), DIGESTS, life.tokens, life.local_steps, None,
+            1 << 20, life.epoch, "run",
+        )
+    )  # fmt: skip
+
+
+def test_a_whole_exchange_goes_on_during_one_step_and_the_install_waits_for_its_end(life: ClusterBench) -> None:
+    to_admitted(life)
+    verdict = life.verdict(VerdictKind.APPLIED)
+    in_step(life, Done(life.job(AwaitVerdictRequest)[0], AwaitVerdictReply(verdict)))
+    in_step(life, Done(life.job(BeginPullRequest)[0], grant(life)))
+    there = Done(life.job(PullGrant)[0], None, 0.2)
+    assert not life.session.may_take_in_step(there)
+    life.say(Stepped(100, (), 2.0))
+    pending = life.session.shared.work.pending
+    assert (pending.steps, pending.tokens) == (1, 100), "the step that was made meanwhile counts for the next push"
+    life.say(there)
+    assert life.take(Install).mode is InstallMode.REBASE_FROM_PUSH
+    assert life.phase is SessionPhase.TRAINING
+
+
+@pytest.mark.parametrize("kind", [kind for kind in VerdictKind if kind is not VerdictKind.APPLIED])
+def test_a_verdict_that_drops_or_repeats_steps_waits_for_the_end_of_the_step(
+    life: ClusterBench, kind: VerdictKind
+) -> None:
+    to_admitted(life)
+    verdict = life.verdict(kind)
+    assert not life.session.may_take_in_step(Done(life.job(AwaitVerdictRequest)[0], AwaitVerdictReply(verdict)))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        lambda job: Failed(job, "no answer"),
+        lambda job: Done(job, Refused(RefusalCode.BUSY, "later", 1.0)),
+        lambda job: Done(job, BeginPushReply(Busy(1.0, "later"))),
+        lambda job: Done(job + 7, BeginPushReply(TICKET)),
+        lambda job: Tick(),
+        lambda job: StopWanted("enough"),
+    ],
+    ids=["failed", "refused", "busy", "late", "tick", "stop"],
+)
+def test_all_else_waits_for_the_end_of_the_step(life: ClusterBench, event: Callable[[int], Event]) -> None:
+    assert not life.session.may_take_in_step(event(life.job(BeginPushRequest)[0]))
+
+
+def test_a_heartbeat_and_the_answers_of_a_cluster_that_leaves_wait(life: ClusterBench) -> None:
+    incarnation = life.session.shared.terms.incarnation
+    assert incarnation is not None
+    assert not life.session.may_take_in_step(Beat(incarnation, Refused(RefusalCode.FENCED, "evicted")))
+    ticket = Done(life.job(BeginPushRequest)[0], BeginPushReply(TICKET))
+    assert life.session.may_take_in_step(ticket)
+    life.say(StopWanted("enough"))
+    assert not life.session.may_take_in_step(ticket)
+
+
+def test_a_call_is_waited_for_only_if_the_last_one_was_short() -> None:
+    round_s, wait = 100.0, WaitPolicy(answers_in_steps=True)
+    brief_s = BRIEF_SHARE_IN_STEPS * round_s
+    wait.round_begins(0.0)
+    wait.round_begins(round_s)
+    now_s = round_s
+
+    def waits(answered_s: float) -> bool:
+        """Whether a call is waited for, which is then answered in so many seconds."""
+        nonlocal now_s
+        wait.enter(ExchangeStage.BEGIN, FULL, now_s)
+        found = wait.until_s > now_s
+        now_s += answered_s
+        wait.enter(ExchangeStage.SEND, FULL, now_s)
+        return found
+
+    assert not waits(0.9 * brief_s), "of the first one nothing is known"
+    assert waits(1.1 * brief_s)
+    assert not waits(0.9 * brief_s)
+    assert waits(0.9 * brief_s)
