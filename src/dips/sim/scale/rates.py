@@ -52,4 +52,5 @@ def ramp_s(bits_per_s: float, round_trip_s: float) -> float:
     """
     bytes_per_s = bits_per_s / 8
     doublings = math.ceil(math.log2(max(1.0, bytes_per_s * round_trip_s / FIRST_WINDOW_BYTES)))
-    return doublings * round_trip_s - FIRST_WINDOW_BYTES * (2**doublings - 1) / bytes_per_s
+    sent_bytes = FIRST_WINDOW_BYTES * ((1 << doublings) - 1)
+    return doublings * round_trip_s - sent_bytes / bytes_per_s
