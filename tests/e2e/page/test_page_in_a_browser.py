@@ -121,6 +121,9 @@ def test_the_page_shows_the_run(opened: Open, run: PageRun) -> None:
     until(page, "document.querySelectorAll('#rounds-table tbody tr').length >= 3")
     until(page, "document.querySelectorAll('#links-table tbody tr').length === 3")
     page.wait_for_selector("#loss-chart canvas")
+    for axis in ("#by-time", "#by-tokens"):  # the chart is made anew
+        page.click(axis)
+        assert page.evaluate("document.querySelector('#loss-chart canvas').clientHeight") > 100
     assert page.inner_text("h1").split() == ["Di-PS", "atlas"]
     assert page.inner_text("#connection") == "live"
     names = page.locator("#clusters-table tbody th").all_inner_texts()

@@ -61,6 +61,7 @@ function rebuild() {
   if (!window.uPlot || !some) return;
   drawn = [by, ...names].join("|");
   plot = new window.uPlot(options(names), columns(names), byId("loss-chart"));
+  plot.setSize(size()); // only now has its place a height, and no observer sees that between two frames
   legend = new Map();
   byId("legend").replaceChildren();
   showLegend(names);
