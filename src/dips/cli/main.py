@@ -252,7 +252,7 @@ COMMANDS: tuple[Command, ...] = (
         "papers",
         "papers",
         "papers",
-        "Every figure and table of five papers beside what this project does, in one report.",
+        "Every figure and table of five papers next to what this project does, in one report.",
         _MODEL,
         ("dips papers", "dips papers --paper jeeves --out runs/papers", "dips papers --full --out runs/papers"),
     ),

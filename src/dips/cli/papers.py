@@ -39,7 +39,7 @@ def papers(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="report.json on standard output.")] = False,
 ) -> int:
-    """Every figure and table of five papers, beside what this project does: one report, made anew by anyone.
+    """Every figure and table of five papers, next to what this project does: one report that anyone can make again.
 
     The papers are Di-PS, JEEVES, CrossPipe, SpanTrain and ScaleAcross Explorer. Each row of the report has the paper's
     number or statement, ours, the ratio, the command that makes it alone, what was assumed where the paper leaves
@@ -63,7 +63,10 @@ def papers(
     by_name = {outcome.source.name: outcome for outcome in outcomes}
     chapters = [chapter(one, [by_name[s.name] for s in one.sources if s.name in by_name], runner) for one in chosen]
     written = _write(out, docs, chapters, quick=not full)
-    _tell(out, chapters, outcomes, written, console, as_json, quick=not full)
+    if as_json:
+        print(json.dumps(report_json(chapters, not full)))
+    else:
+        _tell(chapters, outcomes, written, quick=not full)
     return int(any(outcome.failed for outcome in outcomes))
 
 
@@ -96,13 +99,7 @@ def _write(out: Path, docs: Path | None, chapters: list[Chapter], *, quick: bool
     return [*files, out / "report.json"]
 
 
-def _tell(
-    out: Path, chapters: list[Chapter], outcomes: list[Outcome], written: list[Path], console: Console, as_json: bool,
-    *, quick: bool,
-) -> None:  # fmt: skip
-    if as_json:
-        print(json.dumps(report_json(chapters, quick)))
-        return
+def _tell(chapters: list[Chapter], outcomes: list[Outcome], written: list[Path], *, quick: bool) -> None:
     for one in chapters:
         rows = [row for entry in one.entries for row in entry.rows]
         kinds = {kind: sum(row.kind == kind for row in rows) for kind in dict.fromkeys(row.kind for row in rows)}

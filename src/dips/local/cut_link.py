@@ -150,7 +150,7 @@ async def _joined(port: int, reader: asyncio.StreamReader, writer: asyncio.Strea
         for way in ways:
             way.cancel()
     except OSError:
-        pass  # nobody listens there now: the cluster sees a connection that is closed, and tries again
+        pass  # no one listens there now: the cluster sees a connection that is closed, and tries again
     finally:
         for end in ends:
             end.close()

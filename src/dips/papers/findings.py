@@ -1,4 +1,4 @@
-"""What a command says about a place of a paper, beside what the paper says there."""
+"""What a command says about a place of a paper, with what the paper says there."""
 
 from __future__ import annotations
 

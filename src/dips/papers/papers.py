@@ -1,4 +1,4 @@
-"""The five papers: each figure and table, and why there is nothing beside some of them."""
+"""The five papers: each figure and table, and why there is no number of ours for some of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HARDWARE = "measured on accelerators that no machine here has, and not described
 
 @dataclass(frozen=True)
 class Place:
-    """A figure, a table, or a section with numbers of its own. without: why nothing stands beside it."""
+    """A figure, a table, or a section with numbers of its own. without: why there is no number of ours."""
 
     name: str
     shows: str

@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Entry:
-    """A place with all that stands beside it. missing: commands that gave nothing here, each with the reason."""
+    """A place with all that is said of it. missing: commands that gave nothing here, each with the reason."""
 
     place: Place
     rows: tuple[Row, ...]
@@ -142,7 +142,7 @@ def page(one: Chapter, quick: bool) -> str:
         "",
         _wrapped(
             f"{one.paper.about} This page is for those who know the paper and ask what this project does of it. It is "
-            f"made by {made}, which also writes a report with pictures, and by hand nothing is changed."
+            f"made by {made}, which also writes a report with pictures; nothing in it is written by hand."
         ),
         "",
         *([_wrapped(QUICK), ""] if quick else []),
@@ -204,7 +204,7 @@ def report_html(chapters: Sequence[Chapter], quick: bool) -> str:
     parts = [
         "<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>Five papers and Di-PS</title><style>{STYLE}</style></head><body>",
-        "<h1>Five papers, and what this project measures beside them</h1>",
+        "<h1>Five papers, and what this project measures of them</h1>",
         f"<p class=banner>{_code(QUICK)}</p>" if quick else "",
         "<p>Each row: what the paper says, what came out here, the ratio of both, and how it was made.</p><ul>",
         *(f"<li><span class=kind>{kind}</span> {html.escape(text)}</li>" for kind, text in KINDS.items()),

@@ -22,8 +22,8 @@ PACKAGE = Path(dips.__file__ or "").parent
 BENCHMARKS = PACKAGE.parent.parent / "benchmarks"
 """Beside the package in a clone of the repository; an installed package has none."""
 
-CANNOT = 2
-"""The exit code of a benchmark that needs what this machine lacks, and of a command that lacks a package."""
+CANNOT = 2, "cannot run here"
+"""Exit code and words of a benchmark that needs what this machine lacks; any other end but success is a failure."""
 
 ROLES = ("core", "master", "protos", "slave", "worker")
 _KINDS = {"compare": Kind.SIMULATED, "simulate": Kind.SIMULATED, "plan": Kind.COMPUTED}
@@ -45,7 +45,7 @@ class Source:
     quick, full: its arguments beyond those of the program. files: its options for files; {folder} in them is the
     source's own folder. computes: the packages of this project that its numbers depend on. json: whether it prints
     JSON; else only its pictures are used. draw: draws what the command itself does not, from what it printed.
-    only_full: it takes hours, however small.
+    only_full: it takes hours, however small. also_ends_with: exit codes with which it prints as much as with 0.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Source:
     pictures: tuple[Picture, ...] = ()
     draw: Callable[[Told, Path], None] | None = None
     only_full: bool = False
+    also_ends_with: tuple[int, ...] = ()
 
     @property
     def is_benchmark(self) -> bool:
@@ -148,7 +149,7 @@ class Runner:
         return Outcome(source, kept["told"])
 
     def _run(self, source: Source) -> Outcome:
-        folder = self.files(source)
+        folder, digest = self.files(source), source.digest(self.quick)
         folder.mkdir(parents=True, exist_ok=True)
         if source.is_benchmark and not (BENCHMARKS / source.program[0]).exists():
             return Outcome(source, why_not="the benchmarks are in the repository: type this in a clone of it")
@@ -157,9 +158,9 @@ class Runner:
         command = [sys.executable, *first, *source.arguments(self.quick), *more, *(["--json"] if source.json else [])]
         log = folder / "log.txt"
         code, printed, complaint = _output(command, log)
-        if code == CANNOT:
+        if code == CANNOT[0] and CANNOT[1] in complaint:
             return Outcome(source, why_not=f"not possible on this machine: {complaint}")
-        if code < 0 or (code and not printed):
+        if code not in (0, *source.also_ends_with) or not printed:
             return Outcome(source, why_not=f"the command failed with exit code {code}: {complaint}", failed=True)
         told = json.loads(printed) if source.json else None
         if source.draw is not None:
@@ -167,7 +168,7 @@ class Runner:
         undrawn = [picture.file for picture in source.pictures if not (folder / picture.file).exists()]
         if undrawn:
             return Outcome(source, why_not=f"the command drew no {', '.join(undrawn)}: see {log}", failed=True)
-        write_json(self._path(source), {"digest": source.digest(self.quick), "told": told})
+        write_json(self._path(source), {"digest": digest, "told": told})
         return Outcome(source, told)
 
 

@@ -478,7 +478,8 @@ class ClusterShell:
     def _arrived(self, event: Event) -> None:
         """From any thread."""
         self._events.put(event)
-        self._wakes.put(True)
+        if self._between is not None:
+            self._wakes.put(True)
 
     def _next(self, wait_s: float = 0.0) -> Event | None:
         """The next event, or None if none arrives in that time."""

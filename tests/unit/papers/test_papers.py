@@ -128,10 +128,12 @@ def test_a_result_is_kept_until_its_program_changes(benchmark: Path, runner: Run
     [
         ("import sys; sys.exit('no namespaces here')", True, "failed with exit code 1: no namespaces here"),
         (
-            "import sys; print('needs root', file=sys.stderr); sys.exit(2)",
+            "import sys; print('bench_own cannot run here: it needs root', file=sys.stderr); sys.exit(2)",
             False,
-            "not possible on this machine: needs root",
+            "not possible on this machine: bench_own cannot run here: it needs root",
         ),
+        ("import argparse; argparse.ArgumentParser().parse_args(['--new'])", True, "failed with exit code 2: "),
+        ("import sys; print('{}'); sys.exit(1)", True, "failed with exit code 1: it said nothing"),
     ],
 )
 def test_what_could_not_be_made_says_why(benchmark: Path, runner: Runner, script: str, failed: bool, why: str) -> None:
@@ -142,6 +144,11 @@ def test_what_could_not_be_made_says_why(benchmark: Path, runner: Runner, script
     told = report_json([chapter(PAPERS["di-ps"], [outcome], runner)], quick=True)
     (place,) = [one for one in told["papers"][0]["places"] if one["place"] == "Figure 9"]
     assert place["missing"] == [{"command": "python benchmarks/bench_own.py", "why": outcome.why_not}]
+
+
+def test_no_command_keeps_numbers_of_an_earlier_program_in_a_folder_of_its_own() -> None:
+    """bench_goodput keeps cells under --results, and a new program would be told those of the old one."""
+    assert not [one.name for one in SOURCES if "--results" in (*one.files, *one.arguments(False))]
 
 
 def test_an_installed_package_has_no_benchmarks(benchmark: Path, runner: Runner) -> None:
