@@ -26,7 +26,8 @@ MINUTES = "0.3"
 def typed(text: str, folder: Path, **added: str) -> str:
     """What a shell says to these lines."""
     here = environment({"PYTHON": sys.executable, "ARGS": f"--minutes {MINUTES} --clusters 2 --no-faults", **added})
-    here.pop("PYTHONPATH", None)  # would lead back to this checkout
+    for name in ("PYTHONPATH", "VENV"):  # would lead back to this checkout, and to its environment
+        here.pop(name, None)
     done = subprocess.run(
         ["bash", "-euc", text], cwd=folder, env=here, capture_output=True, text=True, check=False, timeout=400
     )

@@ -814,6 +814,17 @@ def test_a_run_that_was_stopped_takes_no_last_push_and_its_last_version_is_pulle
     assert said(life)["lost"] == "leaving (the run has ended) without 3 steps with 300 tokens: the run has ended"
 
 
+def test_a_drained_cluster_does_not_say_that_the_run_has_ended(life: ClusterBench) -> None:
+    life.beat(stop=True)
+    assert said(life)["stop"] == "the master ends this cluster's part: pulling the last version, then leaving"
+
+
+def test_a_cluster_that_has_nothing_left_to_push_also_says_that_the_run_has_ended(life: ClusterBench) -> None:
+    life.run_ends()
+    assert said(life)["stop"] == "the run has ended: pulling the last version, then leaving"
+    assert "lost" not in said(life)
+
+
 def test_a_last_push_of_a_drained_cluster_that_takes_too_long_leaves_time_for_the_last_version(
     life: ClusterBench,
 ) -> None:

@@ -454,7 +454,7 @@ class ClusterMachine:
             self._rejoin(f"the run goes on from version {shared.base}: all data leases must be settled again")
             return
         if terms.stop and (terms.published is None or terms.published == self.shared.base):
-            self._leave("the master ends this cluster's part" if terms.takes_pushes else "the run has ended")
+            self._leave(self._who_ends())
 
     # ---- heartbeats ----
 
@@ -566,7 +566,7 @@ class ClusterMachine:
         shared, ending, wait_s = self.shared, self._ending, self.shared.terms.times.leave_wait_s
         if math.isinf(ending.by_s):
             ending.by_s, ending.dropped = shared.now_s + wait_s, shared.work.dropped
-            shared.log("stop", "the master ends this cluster's part: pulling the last version, then leaving")
+            shared.log("stop", f"{self._who_ends()}: pulling the last version, then leaving")
         pushing = self.phase in (SessionPhase.BEGINNING_PUSH, SessionPhase.TRANSFERRING)
         donates = self.pushing.open is not None and self.pushing.open.donates is not None
         # Half of the time is kept for pulling the last version.
@@ -581,6 +581,9 @@ class ClusterMachine:
                 self.pushing.begin("push due")
         elif self.phase is SessionPhase.TRAINING:
             self.pushing.drop("run stops", at_least=shared.terms.published)
+
+    def _who_ends(self) -> str:
+        return "the master ends this cluster's part" if self.shared.terms.takes_pushes else "the run has ended"
 
     def _leave(self, reason: str, error: DipsError | None = None) -> None:
         """Give up the open push and pull, and send Leave."""
