@@ -31,3 +31,10 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
     told = dips("papers", "--paper", "jeeves", "--out", tmp_path / "file")
     assert told.returncode == 2
     assert "cannot be made" in told.stderr
+
+
+def test_what_a_person_leaves_out_is_said(tmp_path: Path) -> None:
+    told = dips("papers", "--paper", "jeeves", "--out", tmp_path, "--without", "validate", "--without", "jeeves")
+    assert told.returncode == 0, told.stderr
+    assert "jeeves: 0 rows (none)" in told.stdout
+    assert "without dips plan validate --paper jeeves: left out (--without validate)" in told.stdout

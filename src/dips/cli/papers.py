@@ -14,10 +14,10 @@ from dips.compare.jobs import write_json
 from dips.core.errors import ConfigError
 from dips.papers.papers import PAPERS, Paper
 from dips.papers.report import Chapter, chapter, page, report_html, report_json
-from dips.papers.source import Outcome, Runner
+from dips.papers.source import OUT, Outcome, Runner
 
 ALL = "all"
-_NEEDED = ("matplotlib", "torch", "numba")
+_NEEDED = ("matplotlib", "numba", "ortools", "torch")
 
 
 def papers(
@@ -37,6 +37,14 @@ def papers(
     docs: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Also write a page of Markdown for each paper here.")
     ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WORDS",
+            help="Leave out commands that contain these words; may be given several times.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="report.json on standard output.")] = False,
 ) -> int:
     """Every figure and table of five papers, next to what this project does: one report that anyone can make again.
@@ -50,6 +58,8 @@ def papers(
     used again while nothing that it depends on has changed: after ctrl-C, the same command goes on. Some measurements
     need root, for network namespaces, and a clone of the repository: where they cannot be made, the report says why.
 
+    Figures of a larger model take hours: `--full --without "--setup larger"` leaves them out, and the report says so.
+
     Exit code 1 if a command failed that should have worked; the report is written all the same.
     """
     chosen = _chosen(paper)
@@ -57,7 +67,7 @@ def papers(
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    runner = Runner(_folder(out), not full, lambda line: console.print(line, markup=False))
+    runner = Runner(_folder(out), not full, lambda line: console.print(line, markup=False), tuple(without or ()))
     sources = [source for one in chosen for source in one.sources if full or not source.only_full]
     outcomes = runner.run(sources)
     by_name = {outcome.source.name: outcome for outcome in outcomes}
@@ -95,7 +105,7 @@ def _write(out: Path, docs: Path | None, chapters: list[Chapter], *, quick: bool
             path.write_text(text)
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be written: {error.strerror}: choose another folder") from error
-    write_json(out / "report.json", report_json(chapters, quick))
+    write_json(out / "report.json", report_json(chapters, quick), OUT)
     return [*files, out / "report.json"]
 
 

@@ -167,15 +167,15 @@ def computing_modules() -> dict[str, Path]:
     return {name: Path(file) for name, file in files.items() if file is not None}
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file atomically. Raises ConfigError for a place that cannot be written."""
+def write_json(path: Path, content: dict[str, Any], option: str = "--run-dir") -> None:
+    """Write a JSON file atomically. Raises ConfigError for a place that cannot be written; option: what chose it."""
     temporary = path.with_suffix(f".{os.getpid()}.part")  # another command may be writing the same run at this moment
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
         temporary.replace(path)
     except OSError as error:
-        remedy = "choose another folder with --run-dir"
+        remedy = f"choose another folder with {option}"
         raise ConfigError(f"{path} cannot be written: {error.strerror}: {remedy}") from error
 
 

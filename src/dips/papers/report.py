@@ -55,7 +55,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Entry:
-    """A place with all that is said of it. missing: commands that gave nothing here, each with the reason."""
+    """A place with all that is said of it. missing: commands that gave nothing here, each with the reason: where a
+    place has rows, those that would have drawn a picture at it; else all of the paper, as any may have been for it.
+    """
 
     place: Place
     rows: tuple[Row, ...]
@@ -79,10 +81,13 @@ def chapter(paper: Paper, outcomes: Sequence[Outcome], runner: Runner) -> Chapte
     rows: dict[str, list[Row]] = {place.name: [] for place in paper.places}
     pictures: dict[str, list[tuple[Path, Picture, str]]] = {place.name: [] for place in paper.places}
     missing: list[tuple[str, str]] = []
+    undrawn: dict[str, list[tuple[str, str]]] = {place.name: [] for place in paper.places}
     for outcome in outcomes:
         command = outcome.source.command(runner.quick)
         if outcome.why_not:
             missing.append((command, outcome.why_not))
+            for place in {paper.place(picture.place).name for picture in outcome.source.pictures}:
+                undrawn[place].append(missing[-1])
             continue
         for finding in outcome.findings():
             kind = Kind.FITTED if finding.fitted else outcome.source.kind
@@ -95,7 +100,7 @@ def chapter(paper: Paper, outcomes: Sequence[Outcome], runner: Runner) -> Chapte
         tuple(
             Entry(
                 place, tuple(rows[place.name]), tuple(pictures[place.name]),
-                () if rows[place.name] or place.without else tuple(missing),
+                tuple(undrawn[place.name] if rows[place.name] else () if place.without else missing),
             )
             for place in paper.places
         ),

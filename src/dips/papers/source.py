@@ -25,6 +25,9 @@ BENCHMARKS = PACKAGE.parent.parent / "benchmarks"
 CANNOT = 2, "cannot run here"
 """Exit code and words of a benchmark that needs what this machine lacks; any other end but success is a failure."""
 
+OUT = "--out"
+"""The option that says where results go."""
+
 ROLES = ("core", "master", "protos", "slave", "worker")
 _KINDS = {"compare": Kind.SIMULATED, "simulate": Kind.SIMULATED, "plan": Kind.COMPUTED}
 
@@ -108,11 +111,14 @@ class Outcome:
 
 @dataclass
 class Runner:
-    """Runs sources that have no kept result. say: one line of progress at a time."""
+    """Runs sources that have no kept result. say: one line of progress at a time. without: words; a command that has
+    one of them is left out.
+    """
 
     folder: Path
     quick: bool
     say: Callable[[str], None]
+    without: tuple[str, ...] = ()
 
     def files(self, source: Source) -> Path:
         """Where its pictures are."""
@@ -122,9 +128,14 @@ class Runner:
         """In their order. Raises DipsError where a result cannot be written; KeyboardInterrupt leaves what is done."""
         outcomes = []
         for number, source in enumerate(sources, 1):
+            command = source.command(self.quick)
+            say = f"{number} of {len(sources)}: {command}"
+            left_out = next((word for word in self.without if word in command), None)
             outcome = self._kept(source)
-            say = f"{number} of {len(sources)}: {source.command(self.quick)}"
-            if outcome is None:
+            if left_out is not None:
+                self.say(say)
+                outcome = Outcome(source, why_not=f"left out (--without {shlex.quote(left_out)})")
+            elif outcome is None:
                 self.say(say)
                 outcome = self._run(source)
             else:
@@ -168,7 +179,7 @@ class Runner:
         undrawn = [picture.file for picture in source.pictures if not (folder / picture.file).exists()]
         if undrawn:
             return Outcome(source, why_not=f"the command drew no {', '.join(undrawn)}: see {log}", failed=True)
-        write_json(self._path(source), {"digest": digest, "told": told})
+        write_json(self._path(source), {"digest": digest, "told": told}, OUT)
         return Outcome(source, told)
 
 

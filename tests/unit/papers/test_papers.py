@@ -146,6 +146,18 @@ def test_what_could_not_be_made_says_why(benchmark: Path, runner: Runner, script
     assert place["missing"] == [{"command": "python benchmarks/bench_own.py", "why": outcome.why_not}]
 
 
+def test_what_is_left_out_is_not_run_and_the_place_says_so(benchmark: Path, runner: Runner) -> None:
+    pictures = (Picture("Figure 9", "it.png", "Speed"),)
+    left_out = a_source(name="larger", program=("bench_absent.py", "--setup", "larger"), pictures=pictures)
+    outcomes = replace(runner, without=("--setup larger",)).run([a_source(), left_out])
+    assert [outcome.failed for outcome in outcomes] == [False, False]
+    found = {entry.place.name: entry for entry in chapter(PAPERS["di-ps"], outcomes, runner).entries}
+    why = ("python benchmarks/bench_absent.py --setup larger", "left out (--without '--setup larger')")
+    assert len(found["Figure 9"].rows) == 1
+    assert found["Figure 9"].missing == (why,)
+    assert found["Figure 10"].missing == (why,)
+
+
 def test_no_command_keeps_numbers_of_an_earlier_program_in_a_folder_of_its_own() -> None:
     """bench_goodput keeps cells under --results, and a new program would be told those of the old one."""
     assert not [one.name for one in SOURCES if "--results" in (*one.files, *one.arguments(False))]
