@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from support.scripted_master_state import MemoryJournal, ScriptedMachine, command, leave, refusal, slave_message
@@ -15,8 +16,10 @@ from support.scripted_master_state import MemoryJournal, ScriptedMachine, comman
 from dips.core.clock import ManualClock
 from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.messages import LeaveReply, StatusRequest
+from dips.core.net.codec_protobuf import encode
 from dips.core.observe import tape
 from dips.core.observe.tape import Tape, read_tape
+from dips.master.rpc.services import slaves_service
 from dips.master.shell import LINK_COMMANDS, THREAD_NAME, JournalWriter, MasterShell, SlaveLink
 from dips.master.state import effects
 from dips.master.state.effects import CloseLink, Effect, Halt, Log, Refuse, Reply, ToSlave, WriteJournal
@@ -65,6 +68,12 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     made.executor.stop(Halt(0, "the test is over"))
     await made.executor.close()
     made.tape.close()
+
+
+class Details(NamedTuple):
+    """What gRPC says of a call."""
+
+    method: str
 
 
 def token_of(bench: Bench) -> int:
@@ -189,6 +198,32 @@ async def test_the_end_of_a_link_is_told_once(bench: Bench) -> None:
     bench.executor.link_down(link)
     bench.executor.link_down(link)
     assert bench.machine.of(SlaveLinkDown) == [SlaveLinkDown(link.number)]
+
+
+async def test_the_end_of_a_link_is_told_when_the_call_is_cancelled_while_it_ends(bench: Bench) -> None:
+    """gRPC cancels the handler once the slave is gone, which may be at its last step."""
+    reads_end, heard = asyncio.Event(), asyncio.Event()
+
+    async def messages() -> AsyncIterator[bytes]:
+        yield encode(slave_message())
+        heard.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            reads_end.set()
+            await asyncio.Event().wait()
+
+    details = Details("/dips.v1.Slaves/Attach")
+    handler: Any = slaves_service(bench.executor).service(details)  # type: ignore[arg-type]
+    serving = asyncio.create_task(handler.stream_stream(messages(), None))
+    await heard.wait()
+    serving.cancel()
+    await reads_end.wait()
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    [said] = bench.machine.of(SlaveSaid)
+    assert bench.machine.of(SlaveLinkDown) == [SlaveLinkDown(said.link)]
 
 
 async def test_links_are_never_numbered_again(bench: Bench) -> None:

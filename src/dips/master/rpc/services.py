@@ -251,9 +251,10 @@ def slaves_service(shell: MasterShell) -> grpc.GenericRpcHandler:
         finally:
             for task in (receive, command):
                 task.cancel()
-            ends = await asyncio.gather(receive, command, return_exceptions=True)
-            _report_broken(link, ends)
-            shell.link_down(link)
+            try:
+                _report_broken(link, await asyncio.gather(receive, command, return_exceptions=True))
+            finally:
+                shell.link_down(link)  # also when gRPC cancels this task meanwhile, as it does once the slave is gone
         if refused is not None:
             await refuse(shell, "Attach", context, refused)
 
