@@ -197,6 +197,9 @@ ONLY_HERE: tuple[tuple[str, str], ...] = (
     ("The model moves to other slaves while the run goes on", "dips reshard --help"),
     ("A run over Kubernetes clusters from one file, with no rights beyond its namespaces", "dips deploy --help"),
     ("A planned schedule runs as real processes, and is compared with the plan", "dips plan run zb_v --ranks 4"),
-    ("Memory, disk and time of a run before it begins, with formulas", "dips size --params 7B --clusters 4 --slaves 2"),
+    (
+        "Memory, disk and time of a run before it begins, with formulas",
+        "dips size --params 7B --clusters 4 --slaves 2 --link 10gbps",
+    ),
 )
 """What this project does and none of the five papers, with a command that shows it."""

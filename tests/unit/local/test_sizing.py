@@ -286,9 +286,10 @@ def test_a_value_is_its_formula_with_the_numbers_that_are_shown(ranks: int) -> N
     [
         ({}, "write max_clusters = 9 in [master]"),
         ({"clusters": 600, "slaves": 1}, "raise it in [master], or give more slaves"),
-        ({"overlap": "none"}, "raise sync_every, or choose --overlap full"),
+        ({"overlap": "none"}, "--pull-wire, --overlap full, or a faster link"),
         ({"sync_every": 1}, "raise sync_every, or choose a smaller --wire"),
         ({"slaves": 1}, "the slaves are the bottleneck"),
+        ({"sync_every": 100}, "begin at outdated parameters"),
     ],
 )
 def test_what_nobody_may_overlook_is_said(given: dict[str, Any], said: str) -> None:
