@@ -93,8 +93,9 @@ def test_pushed_bytes_arrive_bit_exact_and_come_back(run: RunForWorkers) -> None
 
 def test_steps_made_while_the_verdict_is_out_are_kept(run: RunForWorkers) -> None:
     run.settings = replace(run.settings, verdict_wait_s=0.0)
-    released = threading.Event()
-    run.decide = lambda push: VerdictKind.APPLIED if released.is_set() else None
+    released, looked = threading.Event(), threading.Event()
+    # The second push waits: it may begin and end within the step in which the first one's version is installed.
+    run.decide = lambda push: VerdictKind.APPLIED if (released if push.seq == 1 else looked).is_set() else None
     model = FlatModel(1)
     with driver(run, model) as client:
         train(client, model, 4)
@@ -106,6 +107,7 @@ def test_steps_made_while_the_verdict_is_out_are_kept(run: RunForWorkers) -> Non
             time.sleep(0.01)
         assert np.array_equal(model.theta, pushed + ((pushed + 3) - pushed))
         assert client.progress > client.tokens_global
+        looked.set()
 
 
 def test_excluded_drops_steps_and_resets_the_inner_optimizer(run: RunForWorkers) -> None:
