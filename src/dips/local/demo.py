@@ -590,7 +590,7 @@ def _finish(local: LocalRun, faults: FaultPlan, directory: RunDirectory, command
     training = {_label(name, outcome): training_losses(tape_path(directory.path, name)) for name in names}
     title = (
         f"{len(report['clusters'])} clusters, {format_count(report['tokens'])} tokens, {report['rounds']} rounds "
-        f"({report['merged_rounds']} merged), {report['seconds']:.0f} s"
+        f"({report['merged_rounds']} with two or more pushes), {report['seconds']:.0f} s"
     )
     draw_losses(directory.picture, training, heldout, faults.happened, title)
     options = evaluation_options(local.plan.evaluate) if local.plan.evaluate else []
