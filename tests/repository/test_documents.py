@@ -44,6 +44,7 @@ from dips.local.demo import DemoOptions, planned_faults, speed_gaps
 from dips.local.report import CLUSTER, SLAVE
 from dips.local.run_file import read_run_file
 from dips.master.config import MasterConfig
+from dips.papers.papers import ONLY_HERE
 
 DOCUMENTS = documents()
 BLOCKS = [block for file in DOCUMENTS for block in blocks(file)]
@@ -140,8 +141,10 @@ def test_every_command_exists_with_these_options(file: Path) -> None:
             parse(command)
 
 
-@pytest.mark.parametrize("example", [e for c in cli.COMMANDS for e in c.examples])
-def test_the_examples_of_help_exist_with_these_options(example: str) -> None:
+@pytest.mark.parametrize(
+    "example", [*(e for c in cli.COMMANDS for e in c.examples), *(command for _, command in ONLY_HERE)]
+)
+def test_the_examples_of_help_and_of_the_report_exist_with_these_options(example: str) -> None:
     parse(example.partition("  (")[0])
 
 

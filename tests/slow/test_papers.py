@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from support.dips_command import dips
+
+from dips.papers.papers import ONLY_HERE
 
 
 def test_a_report_is_made_kept_and_the_same_again(tmp_path: Path) -> None:
@@ -38,3 +41,10 @@ def test_what_a_person_leaves_out_is_said(tmp_path: Path) -> None:
     assert told.returncode == 0, told.stderr
     assert "jeeves: 0 rows (none)" in told.stdout
     assert "without dips plan validate --paper jeeves: left out (--without validate)" in told.stdout
+
+
+@pytest.mark.parametrize("command", [c for _, c in ONLY_HERE if c.startswith("dips size") or c.endswith("--help")])
+def test_what_shows_that_something_is_only_here_does_so(command: str) -> None:
+    told = dips(*command.split()[1:])
+    assert told.returncode == 0, told.stderr
+    assert len(told.stdout) > 500
