@@ -57,8 +57,10 @@ function rebuild() {
   plot?.destroy();
   plot = null;
   const some = data.heldout.length > 0 || names.some((name) => data.loss[name].some((value) => value !== null));
-  byId("loss-empty").hidden = some;
-  if (!window.uPlot || !some) return;
+  const wide = by === "time" || [...data.tokens, ...data.heldout.map((point) => point.tokens)].some((tokens) => tokens > 0);
+  byId("loss-empty").hidden = some && wide;
+  byId("loss-empty").textContent = some ? "The curves begin with the first round." : "No loss was reported yet.";
+  if (!window.uPlot || !some || !wide) return;
   drawn = [by, ...names].join("|");
   plot = new window.uPlot(options(names), columns(names), byId("loss-chart"));
   plot.setSize(size()); // only now has its place a height, and no observer sees that between two frames
@@ -83,7 +85,7 @@ function options(names) {
     scales: { x: { time: by === "time" } },
     axes: [
       { ...axis, size: 34, values: by === "time" ? undefined : (_, ticks) => ticks.map((tick) => count(tick)) },
-      { ...axis, size: 44, values: (_, ticks) => ticks.map((tick) => tick.toFixed(tick >= 10 ? 0 : 1)) },
+      { ...axis, size: 44, values: (_, ticks, axis, space, step) => ticks.map((tick) => tick.toFixed(decimals(step))) },
     ],
     series: [
       {},
@@ -92,6 +94,11 @@ function options(names) {
     ],
     hooks: { setCursor: [showAt] },
   };
+}
+
+/** How many a number needs so that ticks this far apart differ. */
+function decimals(step) {
+  return [0, 1, 2, 3, 4].find((n) => Math.abs(step * 10 ** n - Math.round(step * 10 ** n)) < 1e-6) ?? 5;
 }
 
 /** All curves over one axis; a held-out loss is at its version's tokens. */
