@@ -60,9 +60,10 @@ def seen() -> Seen:
 Open = Callable[..., Any]
 
 BROKEN_WORDS = """() => [...document.querySelectorAll('#clusters-table tbody tr')].map((row) => {
-  const more = { th: 'incarnation 1.2', td: 'being judged; waiting for the verdict of push turin/1.1#22', 'td:last-child': '1 aborted' };
-  for (const [cell, text] of Object.entries(more)) {
-    row.querySelector(cell).append(Object.assign(document.createElement('span'), { className: 'under', textContent: text }));
+  const state = 'being judged; waiting for the verdict of push turin/1.1#22';
+  for (const [cell, text] of Object.entries({ th: 'incarnation 1.2', td: state, 'td:last-child': '1 aborted' })) {
+    const more = Object.assign(document.createElement('span'), { className: 'under', textContent: text });
+    row.querySelector(cell).append(more);
   }
 }) && [...document.querySelectorAll('#clusters-table :is(.right, th .under, .state)')].flatMap((cell) => {
   const found = [], texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);

@@ -68,7 +68,8 @@ class Port:
         def ready(items: Any, index: int) -> bool:
             return bool(items[index]["revents"])
 
-        return Twins(self.memory, self.zmq.functions, {is_ready: ready, now_s: lambda: NOW_S, **(instead or {})}).of(loop)
+        replaced = {is_ready: ready, now_s: lambda: NOW_S, **(instead or {})}
+        return Twins(self.memory, self.zmq.functions, replaced).of(loop)
 
     def _answer_all(self, timeout_ms: int) -> int:
         assert timeout_ms >= 0
