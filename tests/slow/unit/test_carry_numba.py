@@ -68,7 +68,7 @@ class Port:
         def ready(items: Any, index: int) -> bool:
             return bool(items[index]["revents"])
 
-        replaced = {is_ready: ready, now_s: lambda: NOW_S, **(instead or {})}
+        replaced: dict[Any, Callable[..., Any]] = {is_ready: ready, now_s: lambda: NOW_S, **(instead or {})}
         return Twins(self.memory, self.zmq.functions, replaced).of(loop)
 
     def _answer_all(self, timeout_ms: int) -> int:
