@@ -595,7 +595,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 
 MUCH_OF_A_ROUND = 0.25
-"""The set-up slow-link of `dips compare` loses 0.18 nats at more than half of a round, 0.06 at a tenth."""
+"""In the set-up slow-link of `dips compare` a round of 24 s loses 0.18 nats by 14 s of transfers, and 0.06 by 2 s."""
 
 
 def _hidden_share(sizes: SizeTable) -> float:

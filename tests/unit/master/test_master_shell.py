@@ -202,11 +202,11 @@ async def test_the_end_of_a_link_is_told_once(bench: Bench) -> None:
 
 async def test_the_end_of_a_link_is_told_when_the_call_is_cancelled_while_it_ends(bench: Bench) -> None:
     """gRPC cancels the handler once the slave is gone, which may be at its last step."""
-    reads_end, heard = asyncio.Event(), asyncio.Event()
+    reads_end, first_read = asyncio.Event(), asyncio.Event()
 
     async def messages() -> AsyncIterator[bytes]:
         yield encode(slave_message())
-        heard.set()
+        first_read.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -216,7 +216,7 @@ async def test_the_end_of_a_link_is_told_when_the_call_is_cancelled_while_it_end
     details = Details("/dips.v1.Slaves/Attach")
     handler: Any = slaves_service(bench.executor).service(details)  # type: ignore[arg-type]
     serving = asyncio.create_task(handler.stream_stream(messages(), None))
-    await heard.wait()
+    await first_read.wait()
     serving.cancel()
     await reads_end.wait()
     serving.cancel()
