@@ -80,6 +80,23 @@ BROKEN_WORDS = """() => [...document.querySelectorAll('#clusters-table tbody tr'
 """Words of the table of clusters that are cut where a line ends, once each cell has the most that it may say."""
 
 
+TICKS = """async () => {
+  const { decimals } = await import('/static/charts.js');
+  const places = [[10, 5], [5.5, 0.5], [5.25, 0.25], [5.1, 0.1], [5.02, 0.02]];
+  return places.map(([tick, step]) => tick.toFixed(decimals(step)));
+}"""
+"""Labels of ticks, from the places of each and of the next one."""
+
+NO_TOKENS = """async () => {
+  const charts = await import('/static/charts.js');
+  charts.addHistory({ replace: true, at: [1], tokens: [0], rate: [0], loss: { lyon: [5.1] }, heldout: [] });
+  charts.showCharts();
+  const empty = document.querySelector('#loss-empty');
+  return [document.querySelectorAll('#loss-chart canvas').length, empty.hidden ? 'hidden' : empty.innerText];
+}"""
+"""The chart of a run whose clusters have a loss, and no version with tokens: how many are drawn, and what is said."""
+
+
 @pytest.fixture
 def opened(chromium: Any, run: PageRun, seen: Seen) -> Iterator[Open]:
     """Opens the page in a window of its own, by its link; everything that it complains about is noted."""
@@ -249,6 +266,15 @@ def test_nothing_needs_sideways_scrolling(opened: Open, size: tuple[int, int]) -
     # `awaiting`, `incarnation 1.2`, `1.946`: whole words and numbers, however narrow the window.
     assert page.evaluate(BROKEN_WORDS) == []
     picture(page, f"light-{size[0]}")
+
+
+def test_a_chart_has_no_axis_before_tokens_are_trained_and_ticks_that_differ(opened: Open) -> None:
+    page = opened()
+    page.wait_for_selector("#loss-chart canvas")
+    assert page.evaluate(TICKS) == ["10", "5.5", "5.25", "5.1", "5.02"]
+    assert page.evaluate(NO_TOKENS) == [0, "The curves begin with the first round."]
+    page.wait_for_selector("#loss-chart canvas")  # the run goes on
+    assert not page.is_visible("#loss-empty")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -97,7 +97,7 @@ function options(names) {
 }
 
 /** How many a number needs so that ticks this far apart differ. */
-function decimals(step) {
+export function decimals(step) {
   return [0, 1, 2, 3, 4].find((n) => Math.abs(step * 10 ** n - Math.round(step * 10 ** n)) < 1e-6) ?? 5;
 }
 
