@@ -5,7 +5,7 @@ for each shipped trace how many times faster iterations are with the adapter, in
 --paper spantrain`; and for random pipelines (2 to 6 uneven stages, links and overheads, 4 to 16 microbatches) under
 random bandwidths how often it is faster, and by how much slower at worst.
 
-    python benchmarks/bench_adapter.py [--pipelines N] [--seed S] [--json]
+    python benchmarks/bench_adapter.py [--pipelines N] [--seed S] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -90,8 +90,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipelines", type=int, default=200, help="random pipelines for each range of overheads")
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="small sizes: does it run?")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.quick:
+        options.pipelines = 10
     observed_us, traced, drawn = observation_us(), traced_rows(), random_rows(options.pipelines, options.seed)
     if options.json:
         print(json.dumps({"observation_us": observed_us, "traces": traced, "random": drawn}))

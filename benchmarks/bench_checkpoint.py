@@ -5,7 +5,8 @@ first copy also allocates it, so it is shown apart. The floor of the pause is on
 hashes, writes and flushes; its floor is a plain write and flush of as many bytes to the same directory. Floors and
 measurements alternate, since both depend on who else uses memory and disk; nothing here judges a number.
 
-    python benchmarks/bench_checkpoint.py [--megabytes N ...] [--repeats R] [--directory DIR] [--json]
+    python benchmarks/bench_checkpoint.py [--megabytes N ...] [--repeats R] [--directory DIR] [--quick]
+        [--json]
 """
 
 from __future__ import annotations
@@ -126,8 +127,11 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[16, 160], help="sizes of the checkpoint")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; default: a temporary one")
+    parser.add_argument("--quick", action="store_true", help="small sizes: does it run?")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.megabytes, arguments.repeats = [4], 2
     torch.set_num_threads(1)
     results = []
     for megabytes in arguments.megabytes:

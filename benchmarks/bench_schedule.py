@@ -1,11 +1,15 @@
 """What the master's schedule makes of slow links, in virtual time: the table of docs/performance.md.
 
-    make bench BENCH=schedule
+    python benchmarks/bench_schedule.py [--quick] [--json]
 
 Each cell is time / time alone with the schedule: mean and worst of the clusters with fast links.
 """
 
 from __future__ import annotations
+
+import argparse
+import json
+from itertools import islice
 
 from flows.simulated import Race, TransferMethod, run
 
@@ -55,15 +59,27 @@ def slowdowns(race: Race, method: TransferMethod) -> dict[str, float]:
 
 
 def main() -> None:
-    print(f"{'':45}" + "".join(f"{method.value:>15}" for method in TransferMethod))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two races of each kind: does it run?")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    if not options.json:
+        print(f"{'':45}" + "".join(f"{method.value:>15}" for method in TransferMethod))
     for way in Way:
         for delay_s in (0.0002, 0.025):
-            for name, race in races(way, delay_s).items():
+            for name, race in islice(races(way, delay_s).items(), 2 if options.quick else None):
+                row: dict[str, object] = {"way": way.value, "delay_s": delay_s, "race": name}
                 cells = []
                 for method in TransferMethod:
                     fast = [x for cluster, x in slowdowns(race, method).items() if cluster != "slow"]
+                    row[method.value] = {"mean": sum(fast) / len(fast), "worst": max(fast)}
                     cells.append(f"{sum(fast) / len(fast):8.2f}  {max(fast):.2f}")
-                print(f"{way.value} {1e3 * delay_s:4g} ms  {name:35}" + "".join(f"{cell:>15}" for cell in cells))
+                rows.append(row)
+                if not options.json:
+                    print(f"{way.value} {1e3 * delay_s:4g} ms  {name:35}" + "".join(f"{cell:>15}" for cell in cells))
+    if options.json:
+        print(json.dumps(rows))
 
 
 if __name__ == "__main__":

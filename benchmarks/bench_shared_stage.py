@@ -6,7 +6,7 @@ ranks stand for devices of other speeds. Four ways to compute the middle stage: 
 speed alone, both with equal parts of each microbatch, and both with 2:1. The bound is the middle stage alone: rows of
 the slower member x its time.
 
-    python benchmarks/bench_shared_stage.py [--repeats R] [--row-ms MS] [--json]
+    python benchmarks/bench_shared_stage.py [--repeats R] [--row-ms MS] [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -124,10 +124,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="timed iterations (default 5)")
     parser.add_argument("--row-ms", type=float, default=5.0, help="forward pass of a row, fast device (default 5)")
+    parser.add_argument("--quick", action="store_true", help="small sizes: does it run?")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.repeats = 2
     if arguments.rank is not None:
         times = times_of_rank(arguments.rank, arguments.folder, arguments.repeats, arguments.row_ms / 1e3)
         print(json.dumps(times))

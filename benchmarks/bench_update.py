@@ -5,7 +5,7 @@ floors are an in-place scale of a large array (reads and writes each line once),
 with as many threads, each on its own part, as the kernels get. Nothing here judges a number; times depend on the
 machine and on who else uses it, so every result states its spread, and measurements of floors and kernels alternate.
 
-    python benchmarks/bench_update.py [--elems N] [--threads T] [--repeats R] [--json]
+    python benchmarks/bench_update.py [--elems N] [--threads T] [--repeats R] [--quick] [--json]
 
 ratio_to_memory_bandwidth = bytes that must move / time / floor_scale. Bytes count each stream once. Memory that reads
 and writes at the same time gives the scale, which reads once for each write, twice the rate of floor_sum, and the step,
@@ -269,8 +269,11 @@ def main() -> None:
     parser.add_argument("--elems", type=int, default=24_000_000, help="elements of a slave (default 24 million)")
     parser.add_argument("--threads", type=int, default=1, help="threads, each on its own part (default 1)")
     parser.add_argument("--repeats", type=int, default=9, help="measurements of each (default 9)")
+    parser.add_argument("--quick", action="store_true", help="small sizes: does it run?")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.elems, arguments.repeats = 1_000_000, 3
     if min(arguments.elems, arguments.threads, arguments.repeats) < 1:
         parser.error("--elems, --threads and --repeats must be at least 1")
     results = measure(arguments.elems, arguments.threads, arguments.repeats)

@@ -139,3 +139,29 @@ def test_the_closed_form_is_torchs_outer_step() -> None:
         outer.step()
     wanted = WORK["expected"](first, tensor_of, clusters, turns)
     assert theta.tolist() == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "schedule", "snapshot", "update"])
+def test_small_sizes_are_measured(name: str) -> None:
+    """Every number of a time or a ratio is more than none."""
+    numbers = [value for key, value in leaves(results(f"bench_{name}.py")) if key.endswith(("_s", "mean", "ratio"))]
+    assert numbers
+    assert all(value >= 0 for value in numbers)
+    assert any(numbers)
+
+
+def leaves(found: object, key: str = "") -> list[tuple[str, Any]]:
+    if isinstance(found, dict):
+        return [leaf for name, value in found.items() for leaf in leaves(value, name)]
+    if isinstance(found, list):
+        return [leaf for value in found for leaf in leaves(value, key)]
+    return [(key, found)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_there_is_one_sentence() -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "bench_device.py"), "--quick"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == NOT_POSSIBLE
+    assert done.stderr == "bench_device: PyTorch finds no CUDA device: run it on a machine that has one\n"

@@ -23,6 +23,7 @@ LIVES: list[tuple[str, int, tuple[str, str] | None]] = [
     ("tensor", 4, ("0", "worker.checkpoint.before_manifest")),
     ("pipeline", 2, ("1", "worker.checkpoint.before_fsync")),
     ("data", 2, ("0", "worker.checkpoint.before_rename")),
+    ("fsdp", 1, ("0", "step")),
     ("one", 1, None),
 ]
 """Kind, number of ranks, and which rank is killed where; the last life ends by itself."""
@@ -50,7 +51,7 @@ def test_it_goes_on_with_another_number_of_ranks_and_another_parallelism(run: Ru
             assert codes[int(killed[0])] == -9, said
             assert all(codes), said
         if number:
-            by_ranks = f", which {LIVES[number - 1][1]} ranks have written" if n_ranks > 1 else ""
+            by_ranks = f", which {LIVES[number - 1][1]} ranks have written" if kind != "one" else ""
             assert f"kept{by_ranks}: version 1:0 and" in said, said
     assert [push.tokens for push in run.pushes] == [0, STEPS * TOKENS], "the seed, and every step once"
     reference = Net(range(LAYERS))

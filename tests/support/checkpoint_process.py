@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from support.held_process import Group
-from support.parallel_models import Part, local, part_of, rule
+from support.parallel_models import Part, begin_ranks, local, part_of, rule
 from support.shard_process import owned
 
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
@@ -171,9 +171,9 @@ class Rank:
             state = self.optimizer.state[parameter]
             rows = {THETA: parameter, FIRST_MOMENT: state["exp_avg"], SECOND_MOMENT: state["exp_avg_sq"]}
             for what, tensor in rows.items():
-                if not torch.equal(local(tensor), rule(places, what, 1)) or type(tensor.data) is not type(
-                    parameter.data
-                ):
+                if not torch.equal(local(tensor), rule(places, what, 1).to(tensor.device)) or type(
+                    tensor.data
+                ) is not type(parameter.data):
                     wrong.append(f"{name}: {what}")
             if state["step"].item() != 7.0 or state["step"].dim():
                 wrong.append(f"{name}: step")
@@ -202,7 +202,7 @@ class Rank:
 
 def main(rank: int, n_ranks: int, folder: str, *tasks: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks)
+    begin_ranks(rank, n_ranks, folder)
     group = dist.new_group(backend="gloo")
     for task in tasks:
         what, kind, *of = task.split(":")

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from support.parallel_models import DEVICE, begin_ranks
 from support.pieces import Held, cut, ddp, fsdp, pipeline, tensor_parallel, transformer, twice, whole
 
 from dips.core.errors import DipsError
@@ -88,7 +89,7 @@ def check(kind: str, n: int, group: dist.ProcessGroup, *, bits: int) -> dict[str
     for turn in range(2):
         now, then = model(layout, turn, bits=bits), model(layout, 10 + turn, bits=bits)
         # Every other tensor is not contiguous in memory. Copies of a buffer differ: the lowest holder's counts.
-        tensors = [torch.from_numpy(box(layout, now, piece)).to(dtype) for piece in held[rank]]
+        tensors = [torch.from_numpy(box(layout, now, piece)).to(DEVICE, dtype) for piece in held[rank]]
         tensors = [t.t().contiguous().t() if i % 2 and t.ndim == 2 else t for i, t in enumerate(tensors)]
         for piece, tensor in zip(held[rank], tensors, strict=True):
             if layout.spans[piece.parameter].parameter.averaged and rank:
@@ -98,7 +99,7 @@ def check(kind: str, n: int, group: dist.ProcessGroup, *, bits: int) -> dict[str
         assert flat.tobytes() == part(now, shares[rank]).tobytes(), "collect"
         exchange.spread(part(then, shares[rank]), tensors)
         for piece, tensor in zip(held[rank], tensors, strict=True):
-            assert tensor.float().contiguous().numpy().tobytes() == box(layout, then, piece).tobytes(), piece
+            assert tensor.float().contiguous().cpu().numpy().tobytes() == box(layout, then, piece).tobytes(), piece
     return {"owned": shares[rank].n_elems, "sent": exchange.bytes_sent}
 
 
@@ -123,7 +124,7 @@ def leave(rank: int, n_ranks: int, folder: Path) -> None:
 
 def main(rank: int, n_ranks: int, folder: str, *kinds: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks)
+    begin_ranks(rank, n_ranks, folder)
     group = dist.new_group(backend="gloo")
     for kind in kinds:
         if kind == "leaves":

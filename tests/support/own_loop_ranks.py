@@ -92,7 +92,7 @@ def main(rank: int, n_ranks: int, folder: Path, master: str, kind: str, steps: i
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     torch_model.Layout = agreement.Layout = same_cut  # type: ignore[attr-defined, assignment]
-    if n_ranks > 1:
+    if kind != "one":
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks)
     kept = folder.parent / "kept"
     net, tokens = made(kind, rank, n_ranks)
@@ -123,7 +123,7 @@ def main(rank: int, n_ranks: int, folder: Path, master: str, kind: str, steps: i
     torch.save(
         {"steps": sync.steps, "parameters": parameters, "buffers": buffers, "rates": rates}, folder / f"rank-{rank}.pt"
     )
-    if n_ranks > 1:
+    if kind != "one":
         dist.destroy_process_group()
     return 0
 

@@ -10,6 +10,7 @@ Sizes are such that shards of FSDP are uneven and the last rank of four has none
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,21 @@ from torch.nn.functional import gelu, linear
 from torch.nn.parallel import DistributedDataParallel
 
 import dips
+
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
+"""Where models are: cpu or cuda."""
+
+
+def begin_ranks(rank: int, n_ranks: int, folder: str) -> None:
+    """Make torch.distributed's world. CUDA devices are one for each rank, under NCCL, where there are enough; else the
+    ranks share the first one, and gloo takes what it can of tensors on it.
+    """
+    backend = "gloo"
+    if DEVICE == "cuda" and torch.cuda.device_count() >= n_ranks:
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks)
+
 
 VOCABULARY, WIDTH, HIDDEN, EXPERTS, EXPERT_HIDDEN, BLOCKS = 252, 6, 96, 4, 3, 4
 ODD = 5
@@ -112,7 +128,7 @@ def full_model(*, tied: bool = False) -> Model:
                 places = torch.arange(start, start + parameter.numel(), dtype=torch.float32)
                 parameter.copy_(places.view(parameter.shape))
                 start += parameter.numel()
-    return model
+    return model.to(DEVICE)
 
 
 LAST = sum(parameter.numel() for parameter in Model().parameters() if parameter.requires_grad) - 1
@@ -235,7 +251,7 @@ class Part:
             assert torch.equal(local(low), local(master).to(low.dtype)), "a parameter is its master, rounded"
         for name, parameter in self.parameters:
             whole = parameter.detach()
-            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            whole = (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu()
             if name in self.boxes:
                 shape, starts = self.boxes[name]
                 room = torch.full(shape, torch.nan)
@@ -246,7 +262,7 @@ class Part:
 
 
 def _batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(rank))
+    chosen = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(rank)).to(DEVICE)
     return chosen[:, :-1], chosen[:, 1:]
 
 
@@ -283,7 +299,7 @@ def shard(model: Model, mesh: DeviceMesh, **more: Any) -> None:
 
 def _fsdp(tied: bool = False, **more: Any) -> Part:
     model = full_model(tied=tied)
-    shard(model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)), **more)
+    shard(model, init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("dp",)), **more)
     return Part([model], [model], _plain_step(model, dist.get_rank()))
 
 
@@ -301,7 +317,7 @@ def _fsdp_unsharded() -> Part:
 
 def _hsdp() -> Part:
     model = full_model()
-    shard(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    shard(model, init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard")))
     return Part([model], [model], _plain_step(model, dist.get_rank()))
 
 
@@ -321,13 +337,13 @@ def _tensor_parallel(model: Model, mesh: DeviceMesh) -> None:
 
 
 def _tp() -> Part:
-    model, mesh = full_model(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model, mesh = full_model(), init_device_mesh(DEVICE, (2,), mesh_dim_names=("tp",))
     _tensor_parallel(model, mesh)
     return Part([model], [model], _plain_step(model, 0))
 
 
 def _fsdp_tp() -> Part:
-    model, mesh = full_model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, mesh = full_model(), init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     _tensor_parallel(model, mesh["tp"])
     shard(model, mesh["dp"])
     return Part([model], [model], _plain_step(model, mesh["dp"].get_local_rank()), {"data_mesh": mesh["dp"]})
@@ -337,13 +353,13 @@ def _pipeline(tied: bool = False, n_data: int = 1) -> Part:
     """Two stages; with n_data 2 each is a replica on two ranks."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-    mesh = init_device_mesh("cpu", (2, n_data), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(DEVICE, (2, n_data), mesh_dim_names=("pp", "dp"))
     at, data_rank = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     model = stage_of(full_model(tied=tied), (0, 1) if at == 0 else (2, 3))
     wrapped: torch.nn.Module = model
     if n_data > 1:
         wrapped = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
-    stage = PipelineStage(wrapped, at, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    stage = PipelineStage(wrapped, at, 2, torch.device(DEVICE), group=mesh["pp"].get_group())
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=_loss)
 
     def step() -> None:
@@ -360,10 +376,10 @@ def _interleaved() -> Part:
     """Four stages of one block, two on each rank: 0 and 2, 1 and 3."""
     from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
-    mesh, rank, full = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp")), dist.get_rank(), full_model()
+    mesh, rank, full = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("pp", "dp")), dist.get_rank(), full_model()
     models = [stage_of(full, (i,)) for i in (rank, rank + 2)]
     group = mesh["pp"].get_group()
-    stages = [PipelineStage(m, rank + 2 * i, 4, torch.device("cpu"), group=group) for i, m in enumerate(models)]
+    stages = [PipelineStage(m, rank + 2 * i, 4, torch.device(DEVICE), group=group) for i, m in enumerate(models)]
     schedule = ScheduleInterleaved1F1B(list(stages), n_microbatches=2, loss_fn=_loss)
 
     def step() -> None:
@@ -385,7 +401,7 @@ def _expert_parallel(model: Model, mesh: DeviceMesh) -> None:
 
 
 def _ep() -> Part:
-    model, mesh = full_model(), init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    model, mesh = full_model(), init_device_mesh(DEVICE, (2,), mesh_dim_names=("ep",))
     _expert_parallel(model, mesh)
     return Part([model], [model], _plain_step(model, 0))
 
@@ -393,8 +409,8 @@ def _ep() -> Part:
 def _fsdp_ep() -> Part:
     """Experts on a mesh of experts x data, all else sharded over all four ranks: two meshes in one model."""
     model = full_model()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-    everyone = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("edp", "ep"))
+    everyone = init_device_mesh(DEVICE, (4,), mesh_dim_names=("dp",))
     _expert_parallel(model, mesh["ep"])
     for block in blocks_of(model):
         if block.experts is not None:
@@ -441,7 +457,7 @@ def _nobody_else() -> dist.ProcessGroup:
 
 def _masters() -> Part:
     """A model in bfloat16, whose optimizer keeps float32 masters that are sharded alike."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(DEVICE, (2,), mesh_dim_names=("dp",))
     exact, model = full_model(), full_model().bfloat16()
     shard(exact, mesh)
     shard(model, mesh)

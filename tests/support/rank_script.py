@@ -14,12 +14,15 @@ WAIT_S = 240.0
 PATHS = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "src"))
 
 
-def run_ranks(script: str, n_ranks: int, folder: Path, *kinds: str) -> list[tuple[int, list[str]]]:
-    """Exit code and lines of each rank of `python -m support.SCRIPT RANK N_RANKS FOLDER KIND...`."""
+def run_ranks(script: str, n_ranks: int, folder: Path, *kinds: str, device: str = "cpu") -> list[tuple[int, list[str]]]:
+    """Exit code and lines of each rank of `python -m support.SCRIPT RANK N_RANKS FOLDER KIND...`. device: of the
+    models of support.parallel_models.
+    """
+    added = {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", "TEST_DEVICE": device}
     started = [
         subprocess.Popen(
             [sys.executable, "-m", f"support.{script}", str(rank), str(n_ranks), str(folder), *kinds],
-            cwd=ROOT / "tests", env={**environment(), "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
+            cwd=ROOT / "tests", env=environment(added),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(n_ranks)

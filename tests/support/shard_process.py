@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from support.held_process import Group
-from support.parallel_models import Part, local, part_of, rule
+from support.parallel_models import DEVICE, Part, begin_ranks, local, part_of, rule
 from torch.distributed.fsdp import fully_shard
 
 from dips.core.share import Share
@@ -100,7 +100,7 @@ def narrow(group: dist.ProcessGroup) -> list[str]:
     """bfloat16 parameters under FSDP2: two versions are installed with a step in between, and no rounding is pushed."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(37, 11), torch.nn.Linear(11, 5)).to(torch.bfloat16)
-    model.append(torch.nn.Linear(5, 3))  # in float32
+    model.append(torch.nn.Linear(5, 3)).to(DEVICE)  # in float32
     for layer in model:
         fully_shard(layer)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -115,7 +115,7 @@ def narrow(group: dist.ProcessGroup) -> list[str]:
     for name, parameter in model.named_parameters():
         span = next(span for span in agreed.layout.spans if span.parameter.name == name)
         expected = torch.from_numpy(version[span.start_elem : span.stop_elem]).view(span.parameter.shape)
-        if not torch.equal(parameter.detach().full_tensor(), expected.to(parameter.dtype)):  # type: ignore[attr-defined]
+        if not torch.equal(parameter.detach().full_tensor().cpu(), expected.to(parameter.dtype)):  # type: ignore[attr-defined]
             n_wrong.append(name)
     vectors.snapshot(store)
     if vectors.push.tobytes() != owned(share, version).tobytes():
@@ -138,7 +138,7 @@ def narrow(group: dist.ProcessGroup) -> list[str]:
 def masters(group: dist.ProcessGroup) -> list[str]:
     """bfloat16 parameters with float32 masters: these are pushed, and both are written."""
     torch.manual_seed(0)
-    model = torch.nn.Linear(37, 11).to(torch.bfloat16)
+    model = torch.nn.Linear(37, 11).to(DEVICE, torch.bfloat16)
     fully_shard(model)
     copies = {name: parameter.detach().float() + 2.0**-12 for name, parameter in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -149,16 +149,16 @@ def masters(group: dist.ProcessGroup) -> list[str]:
     store.snapshot(flat)
     full = [copies[span.parameter.name].full_tensor() for span in agreed.layout.spans]  # type: ignore[attr-defined]
     wrong = []
-    if flat.tobytes() != owned(share, torch.cat([each.reshape(-1) for each in full]).numpy()).tobytes():
+    if flat.tobytes() != owned(share, torch.cat([each.reshape(-1) for each in full]).cpu().numpy()).tobytes():
         wrong.append("snapshot")
     version = np.random.default_rng(0).standard_normal(agreed.layout.n_elems).astype(np.float32)
     store.install(owned(share, version))
     for name, parameter in model.named_parameters():
         span = next(span for span in agreed.layout.spans if span.parameter.name == name)
         expected = torch.from_numpy(version[span.start_elem : span.stop_elem]).view(span.parameter.shape)
-        if not torch.equal(parameter.detach().full_tensor(), expected.bfloat16()):  # type: ignore[attr-defined]
+        if not torch.equal(parameter.detach().full_tensor().cpu(), expected.bfloat16()):  # type: ignore[attr-defined]
             wrong.append(name)
-        if not torch.equal(copies[name].full_tensor(), expected):  # type: ignore[attr-defined]
+        if not torch.equal(copies[name].full_tensor().cpu(), expected):  # type: ignore[attr-defined]
             wrong.append(f"master of {name}")
     return wrong if not store.rounds else ["rounds"]
 
@@ -168,7 +168,7 @@ OWN: Mapping[str, Callable[[dist.ProcessGroup], list[str]]] = {"narrow": narrow,
 
 def main(rank: int, n_ranks: int, folder: str, *kinds: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks)
+    begin_ranks(rank, n_ranks, folder)
     group = dist.new_group(backend="gloo")
     for kind in kinds:
         wrong = OWN[kind](group) if kind in OWN else shared_out(kind, group)

@@ -32,6 +32,10 @@ class Processes:
     def start(self, name: str, arguments: Sequence[str], **environment: str) -> None:
         self._start(name, ["-m", "dips.cli", *arguments], environment)
 
+    def start_python(self, name: str, arguments: Sequence[str], **environment: str) -> None:
+        """Another program than `dips`."""
+        self._start(name, arguments, environment)
+
     def start_train(self, name: str, train: TrainConfig, client: Sequence[str] = (), **environment: str) -> None:
         """`dips train`, under torchrun where train.parallel says so."""
         command, n_ranks = ["-m", "dips"], train.parallelism.n_ranks

@@ -55,6 +55,7 @@ from dips.worker.step_checks import Losses, TokenCheck
 from dips.worker.torch_model import (
     TorchParameters,
     description_of,
+    has_shards,
     plain_model,
     plain_optimizer,
     refuse_shards,
@@ -388,7 +389,8 @@ class DiLoCo:
 
     def _join(self) -> None:
         """Join the run, alone or with the other ranks. Does nothing where no rank has a master."""
-        ranks, config = ranks_here(self._group), self._config
+        cut = self._parallel != _Parallel() or len(self._models) > 1 or any(map(has_shards, self._models))
+        ranks, config = ranks_here(self._group, cut=cut), self._config
         if ranks is not None:
             try:
                 self._join_with(ranks, config)

@@ -630,8 +630,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def has_shards(model: torch.nn.Module) -> bool:
+    """Whether a parameter is a DTensor: cut, or with a place on a mesh of devices."""
+    return any(map(_is_shard, model.parameters()))
+
+
+def _is_shard(parameter: torch.nn.Parameter) -> bool:
+    return hasattr(parameter, "device_mesh")
+
+
 def _refuse_shard(name: str, parameter: torch.nn.Parameter) -> None:
-    if hasattr(parameter, "device_mesh"):
+    if _is_shard(parameter):
         raise ConfigError(
             f"parameter {name!r} is sharded over devices, and this cluster is one process: start all ranks with "
             "DIPS_MASTER, or use one device"

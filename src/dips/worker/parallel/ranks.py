@@ -166,10 +166,11 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return data
 
 
-def ranks_here(group: Any = None) -> Ranks | None:
+def ranks_here(group: Any = None, *, cut: bool = False) -> Ranks | None:
     """The ranks of this process's cluster, once all of them are here; None when it is alone. group: a process group or
-    DeviceMesh of them, if they are not all of torch.distributed's world. Raises as call_the_roll(), and FatalError
-    where another rank is gone.
+    DeviceMesh of them, if they are not all of torch.distributed's world. cut: its model has a form that only ranks
+    take, as FSDP2 gives it on one device too: then one alone is a cluster of one rank. Raises as call_the_roll(), and
+    FatalError where another rank is gone.
     """
     if not dist.is_available() or not dist.is_initialized():
         if group is not None:
@@ -178,11 +179,11 @@ def ranks_here(group: Any = None) -> Ranks | None:
                 "torch.distributed.init_process_group() before the loop is entered"
             )
         return None
-    if group is None and dist.get_world_size() == 1:
+    if group is None and dist.get_world_size() == 1 and not cut:
         return None
     try:
         of_world, store = call_the_roll(group)
-        return Ranks(of_world, store) if len(of_world) > 1 else None
+        return Ranks(of_world, store) if len(of_world) > 1 or cut else None
     except RuntimeError as error:
         raise FatalError(
             f"rank {dist.get_rank()} of torch.distributed's world has lost another rank before all had entered the "
