@@ -128,7 +128,8 @@ _METHODS = (
     Method(
         "dips",
         "Di-PS (the default)",
-        "dynamic local steps; clusters train on while they push, while its verdict is awaited, and while they pull",
+        "dynamic local steps, clip at the median of recent norms; clusters train on while they push, while its verdict is "
+        "awaited, and while they pull",
         "servers",
         {},
     ),
@@ -208,11 +209,11 @@ _METHODS = (
         {"overlap_share": 1.0},
     ),
     Method(
-        "dips-clip-auto",
-        "Di-PS, clip at the usual norm",
-        "as dips; the merged update is clipped to the median norm of recent ones",
+        "dips-clip-1",
+        "Di-PS, clip 1",
+        "as dips; the merged update is clipped to norm 1, as in the other presets",
         "servers",
-        {"clip_scope": "auto"},
+        {"clip_norm": 1.0},
     ),
     Method(
         "dips-no-clip",

@@ -182,9 +182,14 @@ class MasterConfig(MetricsKnobs):
     outer_lr: float | None = Field(None, gt=0, le=10, description="Learning rate of the outer step (0.7; averaging: 1)")
     outer_momentum: float | None = Field(None, description="Momentum of the outer step (0.8; averaging: 0)")
     clip_norm: float | None = Field(
-        None, allow_inf_nan=True, description="Bound of the merged update's norm; inf: none (1.0; edit: 10)"
+        None,
+        allow_inf_nan=True,
+        description="Bound of the merged update's norm, with clip scope global unless that is given; inf: none (1.0; "
+        "edit: 10)",
     )
-    clip_scope: str | None = Field(None, description="global, or auto: the median of recent norms")
+    clip_scope: str | None = Field(
+        None, description="global, or auto: the median of recent norms (auto; all other presets: global)"
+    )
     participation_scaling: bool | None = Field(
         None,
         description="Scale a partial round by its share of tokens (yes; paper presets, edit and delayed-nesterov: no)",

@@ -293,7 +293,7 @@ def test_methods_differ_as_their_words_say() -> None:
     config = {method.name: setup.master_config(method).to_run_config() for method in SERVED}
     dynamic = {name for name, c in config.items() if c.settings.dynamic_local_steps}
     written = {name: method.wire_dtype for name, method in METHODS.items() if method.wire_dtype != "float32"}
-    ablated = {"dips-share-0", "dips-share-1", "dips-clip-auto", "dips-no-clip"}
+    ablated = {"dips-share-0", "dips-share-1", "dips-clip-1", "dips-no-clip"}
     published = {name: c.settings.pull_wire for name, c in config.items() if c.settings.pull_wire != "float32"}
     fewer = {*written, *published}
     assert dynamic == {"dynamic", "dynamic-push", "dips", *ablated, *fewer}

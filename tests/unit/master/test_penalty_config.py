@@ -24,7 +24,7 @@ def test_the_default_is_safe() -> None:
     ("preset", "differences"),
     [
         ("dips", {}),
-        ("dynamic", {}),
+        ("dynamic", {"clip_scope": "auto"}),
         ("paper", {"participation_scaling": False}),
         (
             "paper-literal",
@@ -56,6 +56,12 @@ def test_only_dynamic_turns_dynamic_local_steps_on() -> None:
 def test_knobs_stand_in_place_of_the_presets_values() -> None:
     config = PenaltyConfig.of("paper", clip_norm=0.3, beta=4.0)
     assert (config.preset, config.clip_norm, config.beta, config.participation_scaling) == ("paper", 0.3, 4.0, False)
+
+
+def test_who_names_a_bound_means_it_for_the_whole_run() -> None:
+    assert PenaltyConfig.of("dynamic", beta=4.0).clip_scope == "auto"
+    assert PenaltyConfig.of("dynamic", clip_norm=0.3).clip_scope == "global"
+    assert PenaltyConfig.of("dynamic", clip_norm=0.3, clip_scope="auto").clip_scope == "auto"
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,9 @@ class PenaltyConfig:
             raise ConfigError(
                 f"delay_rounds belongs to outer_optimizer 'delayed-nesterov', and it is {optimizer!r}: leave it out"
             )
-        return dataclasses.replace(PRESETS[preset], **{**OPTIMIZER_DEFAULTS.get(optimizer, {}), **knobs})
+        # Who names a bound means it for the whole run, and not only until there is a median.
+        bound = {"clip_scope": "global"} if "clip_norm" in knobs else {}
+        return dataclasses.replace(PRESETS[preset], **{**OPTIMIZER_DEFAULTS.get(optimizer, {}), **bound, **knobs})
 
 
 def dynamic_local_steps_of(preset: str) -> bool:
@@ -168,7 +170,7 @@ _SAFE = PenaltyConfig()
 PRESETS: Mapping[str, PenaltyConfig] = {
     "safe": _SAFE,
     "dips": dataclasses.replace(_SAFE, preset="dips"),
-    "dynamic": dataclasses.replace(_SAFE, preset="dynamic"),
+    "dynamic": dataclasses.replace(_SAFE, preset="dynamic", clip_scope="auto"),
     "paper": dataclasses.replace(_SAFE, preset="paper", participation_scaling=False),
     "paper-literal": dataclasses.replace(
         _SAFE,
@@ -190,7 +192,8 @@ PRESETS: Mapping[str, PenaltyConfig] = {
         clip_norm=10.0,
     ),
 }
-"""`safe` (also `dips`): docs/algorithm.md. `dynamic`: safe, with dynamic local steps. `paper`: safe with rho = 1.
+"""`safe` (also `dips`): docs/algorithm.md. `dynamic`: safe, with dynamic local steps and the
+clip at the median of recent norms. `paper`: safe with rho = 1.
 `paper-literal`: also the detector as printed. `edit`: the detector, weights and clip of EDiT, and rho = 1."""
 
 
