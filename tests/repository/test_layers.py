@@ -41,6 +41,16 @@ def test_a_role_does_not_bring_what_it_does_not_need(package: str, heavy: set[st
     assert not names & heavy
 
 
+def test_commands_answer_help_without_heavy_libraries() -> None:
+    """Half of each one's time to its first sentence was numba's."""
+    names = [path.stem for path in (SOURCE / "cli").glob("*.py") if path.stem not in ("__init__", "__main__", "docs")]
+    listed = ", ".join(f"dips.cli.{name}" for name in names)
+    code = f"import json, sys, {listed}; print(json.dumps(sorted({{n.partition('.')[0] for n in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert len(names) > 20
+    assert not {"torch", "numba", "ortools", "matplotlib", "kubernetes", "aiohttp"} & set(json.loads(done.stdout))
+
+
 with_links = pytest.mark.skipif(
     not (ROOT / "master").is_symlink(), reason="a checkout without links: nothing depends on them"
 )

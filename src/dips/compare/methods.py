@@ -128,8 +128,8 @@ _METHODS = (
     Method(
         "dips",
         "Di-PS (the default)",
-        "dynamic local steps, clip at the median of recent norms; clusters train on while they push, while its verdict is "
-        "awaited, and while they pull",
+        "dynamic local steps, clip at the median of recent norms; clusters train on while they push, while its verdict "
+        "is awaited, and while they pull",
         "servers",
         {},
     ),

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, Self
 
 from dips.core.messages import DataPlan
-from dips.sim.arithmetic import F32
-from dips.sim.numbers import Trainer
+from dips.sim.arithmetic import F32, Trainer
 
 Progress = Callable[[int, float], None]
 """Called by a run with its tokens and its virtual seconds so far."""

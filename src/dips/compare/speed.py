@@ -17,7 +17,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dips.compare.engine import timing_only
 from dips.compare.figures import SCHEMA, tell_statement
 from dips.compare.jobs import write_json
 from dips.compare.methods import METHODS, Method
@@ -99,6 +98,8 @@ def measure(setup: ComparisonSetup, method: Method, seed: int = 1, rounds: int =
     if rounds < 6:
         raise ConfigError(f"{rounds} rounds are too few to measure a throughput: give at least 6")
     tokens = rounds * setup.n_clusters * setup.run.inner_steps * setup.tokens_per_step
+    from dips.compare.engine import timing_only  # imports numba, which --help does without
+
     record = timing_only(setup.with_overrides(tokens=tokens), method, seed)
     judged = [push for fact in record.judged for push in fact.pushes]
     return Throughput(

@@ -17,6 +17,7 @@ from dips.core.ids import Version
 from dips.core.layout import Block, Layout
 from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.wire import Codec
+from dips.worker.parameters import ParameterStore
 from dips.worker.state.effects import Install
 
 F32 = NDArray[np.float32]
@@ -92,6 +93,12 @@ class ClusterModel(Protocol):
     def install(self, name: str, how: Install) -> None:
         """Make what was fetched the live parameters, and theta_base."""
         ...
+
+
+class Trainer(ParameterStore, Protocol):
+    """The interface of what a cluster with real parameters trains (dips.compare.record.Learner)."""
+
+    def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float: ...
 
 
 class ShardArithmetic(Protocol):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
@@ -23,22 +22,15 @@ from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.net.payloads import Difference, Differences, Places
 from dips.core.placement import shard_bytes_needed
 from dips.core.wire import DIFFERENCES, Codec
-from dips.sim.arithmetic import F32, U8, Key, ModelVector, Stepped
+from dips.sim.arithmetic import F32, U8, Key, ModelVector, Stepped, Trainer
 from dips.sim.content import CLEAN
 from dips.slave import calculation
 from dips.slave.memory import EncodedShard, ShardMemory
-from dips.worker.parameters import ParameterStore
 from dips.worker.state.effects import Install
 from dips.worker.vectors import Vectors, chunk_spans
 
 Corrupt = Callable[[str, F32, F32], bool]
 """(cluster, vector to send, theta_base): may spoil the vector in place; returns whether it did."""
-
-
-class Trainer(ParameterStore, Protocol):
-    """The interface of what a cluster trains (dips.compare.record.Learner)."""
-
-    def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float: ...
 
 
 class FlatVector:
