@@ -266,14 +266,15 @@ def importable(name: str) -> None:
 
 def test_defaults_that_the_readme_tells() -> None:
     told = re.search(
-        r"defaults are H (\d+), learning rate ([\d.]+), Nesterov momentum ([\d.]+), clip (\d+)\.",
+        r"defaults are H (\d+), learning rate ([\d.]+), Nesterov momentum ([\d.]+), and a clip at the usual norm\.",
         " ".join((ROOT / "README.md").read_text().split()),
     )
     assert told
     knobs = {"run_id": "x", "directory": "x"}
     run = load(MasterConfig, "master", environment={}, overrides=knobs).value.to_run_config()
-    have = (run.settings.sync_every_steps, run.settings.outer_lr, run.penalty.outer_momentum, run.penalty.clip_norm)
+    have = (run.settings.sync_every_steps, run.settings.outer_lr, run.penalty.outer_momentum)
     assert have == tuple(float(number) for number in told.groups())
+    assert run.penalty.clip_scope == "auto"
 
 
 def test_the_demo_that_the_readme_tells() -> None:

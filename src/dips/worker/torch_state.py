@@ -242,15 +242,33 @@ def _kinds_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
 
 
 def _refuse_other_optimizers(state: object, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises ConfigError where several optimizers were saved and others are here, or one of the two is alone."""
+    """Raises ConfigError where several optimizers were saved and others are here, or one of the two is alone, or one
+    with other options was saved than the one here.
+    """
     saved = state.get(_KINDS) if isinstance(state, Mapping) else None
     here = _kinds_of(optimizers)
     if saved is None and len(here) == 1:
-        return
-    if saved != here:
+        _refuse_other_options(state, optimizers[0])
+    elif saved != here:
         there = "one optimizer" if saved is None else " and ".join(map(str, saved))
         raise ConfigError(
             f"the checkpoint holds the state of {there}, and this loop has {' and '.join(here)}: {SAME_OPTIMIZERS}"
+        )
+
+
+def _refuse_other_options(state: object, optimizer: torch.optim.Optimizer) -> None:
+    """One optimizer's state does not name its kind, and torch takes another kind's without a word. A release of torch
+    may add options to a kind; another kind also lacks some.
+    """
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not groups or not isinstance(groups[0], Mapping):
+        return  # load_state_dict() says what it is
+    own_of_none = {"params", "initial_lr"}  # the second is a scheduler's
+    there, here = set(groups[0]) - own_of_none, set(optimizer.param_groups[0]) - own_of_none
+    if there - here and here - there:
+        raise ConfigError(
+            f"the checkpoint holds the state of an optimizer with {', '.join(sorted(there - here))}, which this loop's "
+            f"{type(optimizer).__name__} does not have: {SAME_OPTIMIZERS}"
         )
 
 

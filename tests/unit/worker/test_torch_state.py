@@ -146,6 +146,11 @@ def test_optimizers_of_another_kind_or_number_are_refused_before_anything_is_cha
         ([torch.optim.AdamW(again.parameters())], of_both, "the state of Muon and AdamW, and this loop has AdamW: "),
         (muon_and_adamw(again), of_one, "the state of one optimizer, and this loop has Muon and AdamW: "),
         (muon_and_adamw(again)[::-1], of_both, "the state of Muon and AdamW, and this loop has AdamW and Muon: "),
+        (
+            [torch.optim.SGD(again.parameters())],
+            of_one,
+            "an optimizer with amsgrad, .*betas.* this loop's SGD does not",
+        ),
     ):
         with pytest.raises(ConfigError, match=sentence + ".*same --inner-optimizer.* or without --resume"):
             TorchState(again, optimizers).restore(*content)
