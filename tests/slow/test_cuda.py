@@ -11,10 +11,10 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from support.byte_model_ranks import NO_MERGE, ROUNDING, check_resumption, losses, losses_of_one, start_alone
 from support.dips_command import dips
 from support.master_process import START_S, MasterProcess
@@ -31,7 +31,7 @@ ON_DEVICE = TRAIN.model_copy(update={"device": "cuda"})
 NEEDS_TWO = pytest.mark.skipif(N_DEVICES < 2, reason="needs two CUDA devices")
 
 
-def under_nccl(*kinds: str) -> list[ParameterSet]:
+def under_nccl(*kinds: str) -> list[Any]:
     return [pytest.param(kind, marks=NEEDS_TWO) for kind in kinds]
 
 
