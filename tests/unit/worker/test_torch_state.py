@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,8 @@ def test_optimizers_of_another_kind_or_number_are_refused_before_anything_is_cha
         contents.append(saved(TorchState(net, optimizers), tmp_path))
     of_both, of_one = contents
     again, generator = model(), torch.get_rng_state()
-    for optimizers, content, sentence in (
+    here: Sequence[torch.optim.Optimizer]
+    for here, content, sentence in (
         ([torch.optim.AdamW(again.parameters())], of_both, "the state of Muon and AdamW, and this loop has AdamW: "),
         (muon_and_adamw(again), of_one, "the state of one optimizer, and this loop has Muon and AdamW: "),
         (muon_and_adamw(again)[::-1], of_both, "the state of Muon and AdamW, and this loop has AdamW and Muon: "),
@@ -153,8 +154,8 @@ def test_optimizers_of_another_kind_or_number_are_refused_before_anything_is_cha
         ),
     ):
         with pytest.raises(ConfigError, match=sentence + ".*same --inner-optimizer.* or without --resume"):
-            TorchState(again, optimizers).restore(*content)
-        assert not any(optimizer.state for optimizer in optimizers)
+            TorchState(again, here).restore(*content)
+        assert not any(optimizer.state for optimizer in here)
         assert torch.equal(torch.get_rng_state(), generator)
 
 
