@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dips.core.errors import DipsError
@@ -138,6 +139,37 @@ def _map() -> Source:
     )  # fmt: skip
 
 
+def _groups(setup: str, place: str) -> Source:
+    picture = Picture(place, "groups.png", "The power of each device, by the number of its group and subgroup")
+    return Source(
+        f"groups-{setup}", ("plan", "groups", setup), _nothing, PLANNED, pictures=(picture,), draw=draw_groups
+    )
+
+
+def draw_groups(told: Told, folder: Path) -> None:
+    """Write groups.png: the power of each device, in the colour of its group. told: of `dips plan groups --json`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), dpi=100, layout="constrained")
+    axes, at = figure.add_subplot(), 0
+    places: list[int] = []
+    labels: list[str] = []
+    for number, group in enumerate(told["groups"], 1):
+        for second, subgroup in enumerate(group["subgroups"], 1):
+            sites = [part["site"] for part in subgroup["parts"] for _ in range(part["devices"])]
+            axes.bar(range(at, at + len(sites)), subgroup["power"], 0.9, color=f"C{number - 1}")
+            places += range(at, at + len(sites))
+            labels += [f"{number}.{second} {site}" for site in sites]
+            at += len(sites)
+        at += 1  # a gap between groups
+    axes.set_xticks(places, labels, rotation=60, ha="right", fontsize="small")
+    axes.set_xlabel("group and subgroup, and the device's site")
+    axes.set_ylabel(told["power_unit"])
+    axes.set_yscale("log")
+    axes.grid(axis="y", alpha=0.3)
+    figure.savefig(folder / "groups.png")
+
+
 def _ways(told: Told) -> Iterator[Finding]:
     stages = {choice["pipeline"]: choice["iteration_s"] for choice in reversed(told["choices"])}
     for n in (4, 8, 16):
@@ -152,5 +184,8 @@ JEEVES = (_validated("jeeves"), _timeline("jeeves", "Figure 6", "The schedule th
 CROSSPIPE = (
     _validated("crosspipe"), _map(), _TRADEOFF, _timeline("crosspipe-figure-8", "Figure 8", "The best schedule"),
 )  # fmt: skip
-SPANTRAIN = (_validated("spantrain"), _timeline("spantrain-adapter", "Figure 6", "Groups of devices as stages"))
+SPANTRAIN = (
+    _validated("spantrain"), _groups("spantrain-figure-5", "Figure 5"),
+    _timeline("spantrain-adapter", "Figure 6", "Groups of devices as stages"),
+)  # fmt: skip
 SCALEACROSS = (_validated("scaleacross"),)

@@ -192,3 +192,11 @@ def test_the_same_results_give_the_same_report(benchmark: Path, runner: Runner) 
     assert "<time>" not in html
     assert "| speed | 2 x | 3 x | 1.50 | measured |" in markdown
     assert "Made by `python benchmarks/bench_own.py`." in markdown
+
+
+def test_groups_of_devices_are_drawn(runner: Runner) -> None:
+    source = next(source for source in PAPERS["spantrain"].sources if source.name.startswith("groups-"))
+    (outcome,) = runner.run([source])
+    assert not outcome.why_not
+    assert sum(group["devices"] for group in outcome.told["groups"]) == 12
+    assert (runner.files(source) / "groups.png").read_bytes().startswith(b"\x89PNG")
