@@ -17,7 +17,9 @@ from dips.papers.report import Chapter, chapter, page, report_html, report_json
 from dips.papers.source import OUT, Outcome, Runner
 
 ALL = "all"
-_NEEDED = ("matplotlib", "numba", "ortools", "torch")
+_NEEDED = ("matplotlib", "ortools")
+_NEEDED_BY_RUNS = ("numba", "torch")
+"""By the commands of the paper that is no planner's."""
 
 
 def papers(
@@ -63,7 +65,7 @@ def papers(
     Exit code 1 if a command failed that should have worked; the report is written all the same.
     """
     chosen = _chosen(paper)
-    for package in _NEEDED:
+    for package in (*_NEEDED, *(_NEEDED_BY_RUNS if PAPERS["di-ps"] in chosen else ())):
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
