@@ -135,7 +135,7 @@ METRICS: tuple[Spec, ...] = (
     Spec("clip_factor", "gauge", "Factor that the clip scaled the last merge with (kappa)", "0.2 to 1", (), "",
          _ROUND_JUDGED),
     Spec("clip_active_ratio", "gauge", "Share of the last committed rounds (at most 32) whose merge was clipped",
-         "any; always 1 on big models", (), "", _ROUND_JUDGED),
+         "below a half; with a fixed bound any", (), "", _ROUND_JUDGED),
     Spec("participation", "gauge", "Share of a full round that took part in the last merge (rho)",
          "near 1 with clusters of equal speed", (), "", _ROUND_JUDGED),
     # ---- progress ----
