@@ -200,7 +200,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("bench_device: PyTorch finds no CUDA device: run it on a machine that has one", file=sys.stderr)
+        print("bench_device cannot run here: PyTorch finds no CUDA device", file=sys.stderr)
         return 2
     n_params, repeats = (20_000_000, 3) if options.quick else (options.params, options.repeats)
     copies: list[Copied] = []

@@ -42,7 +42,7 @@ def test_a_role_does_not_bring_what_it_does_not_need(package: str, heavy: set[st
 
 
 def test_commands_answer_help_without_heavy_libraries() -> None:
-    """Half of each one's time to its first sentence was numba's."""
+    """Half of the time of `dips compare` to its first sentence was numba's."""
     names = [path.stem for path in (SOURCE / "cli").glob("*.py") if path.stem not in ("__init__", "__main__", "docs")]
     listed = ", ".join(f"dips.cli.{name}" for name in names)
     code = f"import json, sys, {listed}; print(json.dumps(sorted({{n.partition('.')[0] for n in sys.modules}})))"

@@ -143,11 +143,11 @@ def test_the_closed_form_is_torchs_outer_step() -> None:
 
 @pytest.mark.parametrize("name", ["checkpoint", "schedule", "snapshot", "update"])
 def test_small_sizes_are_measured(name: str) -> None:
-    """Every number of a time or a ratio is more than none."""
-    numbers = [value for key, value in leaves(results(f"bench_{name}.py")) if key.endswith(("_s", "mean", "ratio"))]
+    """Every measured time, and every slowdown, is more than none."""
+    measured = {"median_s", "pause_s", "write_s", "prepare_s", "commit_s", "mean", "worst"}
+    numbers = [value for key, value in leaves(results(f"bench_{name}.py")) if key in measured]
     assert numbers
-    assert all(value >= 0 for value in numbers)
-    assert any(numbers)
+    assert all(value > 0 for value in numbers)
 
 
 def leaves(found: object, key: str = "") -> list[tuple[str, Any]]:
@@ -164,4 +164,4 @@ def test_without_a_device_there_is_one_sentence() -> None:
         [sys.executable, str(BENCHMARKS / "bench_device.py"), "--quick"], capture_output=True, text=True, check=False
     )
     assert done.returncode == NOT_POSSIBLE
-    assert done.stderr == "bench_device: PyTorch finds no CUDA device: run it on a machine that has one\n"
+    assert done.stderr == "bench_device cannot run here: PyTorch finds no CUDA device\n"

@@ -119,7 +119,7 @@ def test_loops_of_ranks_under_nccl_train_in_a_run(processes: Processes, address:
     for cluster in "ab":
         processes.start_python(
             cluster, [*torchrun, "-m", "support.device_loop", address, cluster],
-            PYTHONPATH=PATHS, DIPS_WORKER_TAPE=str(processes.tape(cluster)),
+            {"PYTHONPATH": PATHS, "DIPS_WORKER_TAPE": str(processes.tape(cluster))},
         )  # fmt: skip
     for cluster in "ab":
         assert processes.exit_code(cluster) == 0, processes.log(cluster)[-5000:]

@@ -30,11 +30,7 @@ class Processes:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, arguments: Sequence[str], **environment: str) -> None:
-        self._start(name, ["-m", "dips.cli", *arguments], environment)
-
-    def start_python(self, name: str, arguments: Sequence[str], **environment: str) -> None:
-        """Another program than `dips`."""
-        self._start(name, arguments, environment)
+        self.start_python(name, ["-m", "dips.cli", *arguments], environment)
 
     def start_train(self, name: str, train: TrainConfig, client: Sequence[str] = (), **environment: str) -> None:
         """`dips train`, under torchrun where train.parallel says so."""
@@ -42,11 +38,12 @@ class Processes:
         if n_ranks > 1:
             command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks), *command]
             environment = {"OMP_NUM_THREADS": "1", **environment}
-        self._start(
+        self.start_python(
             name, [*command, "train", *command_line(train), "--tape", str(self.tape(name)), *client], environment
         )
 
-    def _start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def start_python(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Any program of Python, not of `dips` alone."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
         with (self._folder / f"{name}.log").open("ab") as log:
             command = [sys.executable, *arguments]

@@ -263,8 +263,8 @@ def _refuse_other_options(state: object, optimizer: torch.optim.Optimizer) -> No
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     if not groups or not isinstance(groups[0], Mapping):
         return  # load_state_dict() says what it is
-    own_of_none = {"params", "initial_lr"}  # the second is a scheduler's
-    there, here = set(groups[0]) - own_of_none, set(optimizer.param_groups[0]) - own_of_none
+    common = {"params", "initial_lr"}  # the second is a scheduler's
+    there, here = set(groups[0]) - common, set(optimizer.param_groups[0]) - common
     if there - here and here - there:
         raise ConfigError(
             f"the checkpoint holds the state of an optimizer with {', '.join(sorted(there - here))}, which this loop's "

@@ -192,9 +192,9 @@ PRESETS: Mapping[str, PenaltyConfig] = {
         clip_norm=10.0,
     ),
 }
-"""`safe` (also `dips`): docs/algorithm.md. `dynamic`: safe, with dynamic local steps and the
-clip at the median of recent norms. `paper`: safe with rho = 1.
-`paper-literal`: also the detector as printed. `edit`: the detector, weights and clip of EDiT, and rho = 1."""
+"""`safe` (also `dips`): docs/algorithm.md. `dynamic`: safe, with dynamic local steps and the clip at the median of
+recent norms. `paper`: safe with rho = 1. `paper-literal`: also the detector as printed. `edit`: the detector, weights
+and clip of EDiT, and rho = 1."""
 
 
 # ---- penalty statistics ----------------------------------------------------------------------------------------------
