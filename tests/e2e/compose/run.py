@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from scenario import Report, play
+from scenario import Report, build, play
 from stack import EVALUATOR, NODES, PROJECT, ROLES, ROOT, Stack, StepFailed, command, wait
 
 sys.path.insert(0, str(ROOT / "deploy" / "compose"))
@@ -33,6 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make compose-test", description=__doc__)
     parser.add_argument("--keep", action="store_true", help="leave containers, networks and volumes as they are")
     parser.add_argument("--no-build", action="store_true", help="take the images as they are")
+    parser.add_argument("--only-images", action="store_true", help="build the images, for a later test")
     given = parser.parse_args()
     begin_s = time.monotonic()
     engine = Path(os.environ.get("DOCKER_UP", ENGINE))
@@ -99,6 +100,9 @@ def _test(compose: list[str], given: argparse.Namespace, begin_s: float) -> int:
     files = ["docker-compose.yml", *_stand_in()]
     ports = {"PAGE_PORT": "18080", "PROMETHEUS_PORT": "19090", "GRAFANA_PORT": "13000"}
     stack, report = Stack(compose, files, ports), Report()
+    if given.only_images:
+        build(stack, report)
+        return 0
     try:
         stack.remove()
         play(stack, report, ports, ROOT / "runs" / PROJECT, build_first=not given.no_build)
