@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dips.compare.pictures import draw_bars
-from dips.papers.findings import Finding, Told, Value
+from dips.papers.findings import Finding, Kind, Told, Value
 from dips.papers.source import ROLES, Picture, Source
 
 COMPARED = (*ROLES, "compare", "judge", "sim", "trainer")
@@ -68,10 +68,12 @@ def _speeds_9(told: Told) -> Iterator[Finding]:
         gains = {name: one["over_synchronous"] for name, one in told["setups"][setup]["methods"].items()}
         for name, which in (("safe", SAFE), ("dips", DEFAULTS)):
             what = f"{setup} clusters, 1 to 10 Gbit/s: times as fast as synchronous DiLoCo, {which}"
-            yield Finding("Figure 9", what, over_diloco, _ends(gains[name]), "x", assumption=STEP_TIMES, fitted=True)
+            yield Finding(
+                "Figure 9", what, over_diloco, _ends(gains[name]), "x", assumption=STEP_TIMES, kind=Kind.FITTED
+            )
         over = [ring / parallel for ring, parallel in zip(gains["ring-diloco"], gains["dp"], strict=True)]
         what = f"{setup} clusters: synchronous DiLoCo over data parallel"
-        yield Finding("Figure 9", what, over_dp, _ends(over), "x", assumption=STEP_TIMES, fitted=True)
+        yield Finding("Figure 9", what, over_dp, _ends(over), "x", assumption=STEP_TIMES, kind=Kind.FITTED)
 
 
 def _speeds_10(told: Told) -> Iterator[Finding]:
@@ -86,12 +88,12 @@ def _speeds_10(told: Told) -> Iterator[Finding]:
             "%",
             None,
             STEP_TIMES,
-            True,
+            Kind.FITTED,
         )
     last = methods["dips"]["over_synchronous"][-1]
     yield Finding(
         "Figure 10", "7 clusters: times as fast as synchronous DiLoCo, the defaults", 5.74, last, "x", None,
-        "the slowest clusters' speeds are fitted to this number", True,
+        "the slowest clusters' speeds are fitted to this number", Kind.FITTED,
     )  # fmt: skip
 
 
@@ -114,7 +116,7 @@ CAUSED = ("join", "pull after a failure")
 
 def _month(told: Told) -> Iterator[Finding]:
     def fitted(place: str, what: str, published: Value | None, ours: float, unit: str = "") -> Finding:
-        return Finding(place, what, published, ours, unit, assumption=TABLE_2, fitted=True)
+        return Finding(place, what, published, ours, unit, assumption=TABLE_2, kind=Kind.FITTED)
 
     days, failures, part = told["hours"] / 24, told["failures"], told["hours"] / (24 * 33)
     yield fitted("Table 1", f"failures of clusters in {days:g} days", 41 * part, float(failures.get("cluster", 0)))
@@ -288,6 +290,23 @@ def _draw_scaling(told: Told, folder: Path) -> None:
     draw_bars(folder / "scaling.png", groups, series, "% of ideal", "Steps a second of all clusters, by their number")
 
 
+def _calibration(told: Told) -> Iterator[Finding]:
+    for cell in told["cells"]:
+        real = next(row for row in cell["rows"] if row["measure"] == "share_of_ideal")
+        spread = real["spread"] / real["real"] if len(cell["runs"]) > 1 else None
+        clusters = f"{told['setting']['clusters']} clusters, {CALIBRATED[cell['case']]}"
+        yield Finding("Figure 10", f"{clusters}: share of ideal, the defaults", None, real["real"], "%", spread)
+        yield Finding(
+            "Figure 10", f"{clusters}: the same run simulated, its share over the measured one", None,
+            real["simulated"] / real["real"], "x", spread,
+            "rates of links, copies, disks and the outer step are measured before and given to the simulation",
+            Kind.SIMULATED,
+        )  # fmt: skip
+
+
+CALIBRATED = {"equal-defaults": "equal", "gaps-defaults": "gaps of 0 to 50 %"}
+
+
 def _goodput(told: Told) -> Iterator[Finding]:
     cells = {cell["system"]: cell for cell in told["cells"]}
     setting = told["setting"]
@@ -327,6 +346,10 @@ SOURCES = (
         full=("--clusters", "1", "2", "3", "4", "5", "6", "7"),
         pictures=(Picture("Figure 10", "scaling.png", "Steps a second, percent of ideal, by the number of clusters"),),
         draw=_draw_scaling,
+    ),
+    Source(
+        "calibration", ("bench_simulation.py", "--cases", ",".join(CALIBRATED)), _calibration, (*ROLES, "sim"),
+        quick=("--rounds", "2", "--repeats", "1", "--inner-steps", "32"),
     ),
     Source(
         "goodput", ("bench_goodput.py", "--systems", "dips,plain", "--conditions", "b"), _goodput, ROLES,

@@ -34,8 +34,8 @@ KINDS: Mapping[Kind, str] = {
 @dataclass(frozen=True)
 class Finding:
     """published: None where the paper shows it without a number. spread: (slowest - fastest) / median of what was
-    measured. assumption: what was taken where the paper leaves an input out. fitted: an input was chosen with the
-    paper's numbers known.
+    measured. assumption: what was taken where the paper leaves an input out. kind: where it is not that of its
+    command's other numbers.
     """
 
     place: str
@@ -45,7 +45,7 @@ class Finding:
     unit: str = ""
     spread: float | None = None
     assumption: str = ""
-    fitted: bool = False
+    kind: Kind | None = None
 
     @property
     def ratio(self) -> str:

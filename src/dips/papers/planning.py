@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dips.core.errors import DipsError
-from dips.papers.findings import Finding, Told
+from dips.papers.findings import Finding, Kind, Told
 from dips.papers.source import Picture, Source
 
 PLANNED = ("core", "planner")
@@ -99,14 +99,15 @@ class Checks:
         section = section_of(self._paper, check["about"], check["what"])
         setting = re.sub(r"^[^,]*, ", "", first)
         assumption = "; ".join(filter(None, [setting.rstrip(".;,"), assumed.replace("\n", " ")]))
+        kind = Kind.FITTED if section.fitted else None
         if check["statement"]:
             what = str(check["what"]).removesuffix(": DOES NOT HOLD")
             ours = "holds" if check["ours"] == check["published"] else "does not hold"
-            return Finding(section.place, what, "holds", ours, "", None, assumption, section.fitted)
+            return Finding(section.place, what, "holds", ours, "", None, assumption, kind)
         unit = "%" if check["percent"] else ""
         return Finding(
             section.place, check["what"], check["published"], float(check["ours"]), unit, None, assumption,
-            section.fitted,
+            kind,
         )  # fmt: skip
 
 

@@ -90,7 +90,7 @@ def chapter(paper: Paper, outcomes: Sequence[Outcome], runner: Runner) -> Chapte
                 undrawn[place].append(missing[-1])
             continue
         for finding in outcome.findings():
-            kind = Kind.FITTED if finding.fitted else outcome.source.kind
+            kind = finding.kind or outcome.source.kind
             rows[paper.place(finding.place).name].append(Row(finding, kind, command))
         for picture in outcome.source.pictures:
             path = runner.files(outcome.source) / picture.file

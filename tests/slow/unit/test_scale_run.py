@@ -9,6 +9,7 @@ import pytest
 from support.papers import SOURCES_OF_DI_PS
 from support.scale_setup import write_setup
 
+from dips.papers.findings import Kind
 from dips.sim.scale import tally
 from dips.sim.scale.run import ScaleReport, simulate
 from dips.sim.scale.scenario import find, load_scenario
@@ -113,7 +114,7 @@ def test_the_report_is_json_with_all_its_fields(tmp_path: Path) -> None:
     assert set(raw["overhead"]) == {"push", "verdict wait", "pull", "copies"}
     month = list(SOURCES_OF_DI_PS["paper-33-days"].findings(raw))
     assert {finding.place for finding in month} == {"Table 1", "Table 2", "Section 5.4", "Figure 16", "Figure 17"}
-    assert [finding.what for finding in month if not finding.fitted] == [
+    assert [finding.what for finding in month if finding.kind is not Kind.FITTED] == [
         "push, update and pull, of the time that clusters took part"
     ]
 

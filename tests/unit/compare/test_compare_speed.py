@@ -22,6 +22,7 @@ from dips.compare.speed import (
     tell_speed,
     write_speed,
 )
+from dips.papers.findings import Kind
 
 EMULATED, WEAK = load_setup("emulated"), load_setup("weak-scaling")
 
@@ -111,7 +112,7 @@ def test_the_papers_report_reads_both_figures() -> None:
     told = json.loads(json.dumps(speed_json(SPEED_FIGURES["9"], nine)))
     findings = list(SOURCES_OF_DI_PS["speeds-9"].findings(told))
     assert [finding.published for finding in findings[:3]] == [(1.23, 1.38), (1.23, 1.38), (2.03, 10.35)]
-    assert all(finding.fitted for finding in findings)
+    assert all(finding.kind is Kind.FITTED for finding in findings)
     columns = [(str(n), speed_comparison(WEAK)) for n in (1, 2)]
     told = json.loads(json.dumps(speed_json(SPEED_FIGURES["10"], [SpeedResult(WEAK, columns)])))
     safe, dips, last = SOURCES_OF_DI_PS["speeds-10"].findings(told)

@@ -10,12 +10,13 @@ from typing import Any
 import bench_ablation
 import bench_links
 import bench_scaling
+import bench_simulation
 import pytest
 from flows.simulated import TransferMethod
 from support.papers import SOURCES_OF_DI_PS
 
 from dips.master.state.schedule import Way
-from dips.papers.findings import Finding
+from dips.papers.findings import Finding, Kind
 
 CLUSTERS = ("a", "b", "c", "d")
 
@@ -87,3 +88,15 @@ def test_shares_as_clusters_are_added(repeats: int, spread: float | None) -> Non
     (only,) = found("scaling", {"setting": setting, "results": [asdict(row) for row in rows]})
     assert (only.ours, only.spread) == ((0.97, 0.99), spread)
     assert only.what == "2 to 4 clusters, of ideal"
+
+
+@pytest.mark.parametrize(("shares", "spread"), [([0.98], None), ([0.97, 0.99, 0.98], pytest.approx(0.02 / 0.98))])
+def test_a_run_beside_its_simulation(shares: Sequence[float], spread: float | None) -> None:
+    case = SOURCES_OF_DI_PS["calibration"].program[-1].split(",")[0]
+    assert case in bench_simulation.CASES
+    runs = [bench_simulation.Score(30.0, share, 1.0, 0.1, 1.0, 4.0, 0.0) for share in shares]
+    rows = bench_simulation.rows_of(runs, bench_simulation.Score(31.0, 0.9898, 1.0, 0.1, 1.0, 4.0, 0.0))
+    cell = {"case": case, "rows": [asdict(row) for row in rows], "runs": [asdict(run) for run in runs]}
+    real, simulated = found("calibration", {"setting": {"clusters": 4}, "cells": [cell]})
+    assert (real.ours, real.spread, real.kind) == (0.98, spread, None)
+    assert (simulated.ours, simulated.kind) == (pytest.approx(1.01), Kind.SIMULATED)

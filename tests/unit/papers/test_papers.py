@@ -56,7 +56,7 @@ def test_only_what_starts_processes_and_measures_them_is_measured(one: Source) -
 
 def test_a_finding_is_fitted_whatever_its_command(runner: Runner) -> None:
     def both(told: Any) -> list[Finding]:
-        return [Finding("Figure 9", "free", 1.0, 1.0), Finding("Figure 9", "chosen", 1.0, 1.0, fitted=True)]
+        return [Finding("Figure 9", "free", 1.0, 1.0), Finding("Figure 9", "chosen", 1.0, 1.0, kind=Kind.FITTED)]
 
     for program, kind in (
         (("bench_x.py",), Kind.MEASURED),
@@ -96,7 +96,7 @@ def test_statements_hold_or_do_not() -> None:
     told.append(within(about, "time", 2.0, 3.0, 0.1).to_json())
     yes, no, number = Checks("jeeves")(told)
     assert (yes.published, yes.ours, no.ours) == ("holds", "holds", "does not hold")
-    assert (number.ratio, number.assumption, number.fitted) == ("1.50", "section 4: GPT-3; assumed: much", True)
+    assert (number.ratio, number.assumption, number.kind) == ("1.50", "section 4: GPT-3; assumed: much", Kind.FITTED)
 
 
 @pytest.mark.parametrize(
