@@ -25,7 +25,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 DEV_STAMP := $(VENV)/.installed-dev
 FUZZ_STAMP := $(VENV)/.installed-fuzz
 INPUTS := pyproject.toml constraints.txt
-CHECKS := check-lint check-types-of-tests check-types check-layers check-types-of-deploy
+CHECKS := check-lint check-types-of-tests check-types check-layers
 
 # For deploy/images.sh, from the command line as from the environment.
 export TORCH_INDEX IMAGES TAG BASE SOURCE_URL
@@ -63,8 +63,7 @@ check-lint:
 	$(BIN)/ruff check .
 check-types:
 	$(BIN)/mypy --num-workers auto
-check-types-of-deploy:
-	$(BIN)/mypy --cache-dir .mypy_cache/deploy deploy
+	$(BIN)/mypy deploy
 check-types-of-tests:
 	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests --num-workers auto tests benchmarks
 check-layers:
