@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,6 +60,29 @@ def test_the_first_version_is_installed_bit_for_bit(run: RunForWorkers) -> None:
         assert client.settings == run.settings
         run.wait_for(lambda: len(run.released) == 1)
     assert [leave.reason for leave in run.leaves] == ["the training loop has ended"]
+
+
+def test_no_step_is_counted_while_the_exchanges_thread_looks_at_the_last_ones(
+    run: RunForWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which it does for a heartbeat, under the lock, while the training thread goes on to its next step."""
+    model, alone = FlatModel(1), list[bool]()
+    with driver(run, model) as client, ThreadPoolExecutor(1) as exchange:
+        counted = client._pace.stepped
+
+        def may_look() -> bool:
+            taken = client._lock.acquire(blocking=False)
+            if taken:
+                client._lock.release()
+            return taken
+
+        def stepped(tokens: int, loss: float, now_s: float, steps: int) -> None:
+            alone.append(not exchange.submit(may_look).result())
+            counted(tokens, loss, now_s, steps)
+
+        monkeypatch.setattr(client._pace, "stepped", stepped)
+        train(client, model, 2)
+    assert alone == [True, True]
 
 
 def test_the_first_cluster_seeds_its_own_parameters() -> None:

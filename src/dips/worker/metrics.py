@@ -359,7 +359,7 @@ def heldout_families(evaluated: Evaluated | None, security: Security, now_s: flo
 
 
 class Metrics:
-    """Metrics of one cluster's process; made only if the settings ask for it. For the training thread only."""
+    """Metrics of one cluster's process; made only if the settings ask for it. For one thread at a time."""
 
     def __init__(self, session: ClusterMachine, pace: StepTimer, clock: Clock) -> None:
         self.counts = Counts()

@@ -18,7 +18,10 @@ class _Steps(NamedTuple):
 
 
 class StepTimer:
-    """Measures computing time from resume() to the next stepped(), without the pauses between. Times in seconds."""
+    """Measures computing time from resume() to the next stepped(), without the pauses between. Times in seconds.
+
+    Steps are added and looked at by one thread at a time.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[_Steps] = deque(maxlen=WINDOW_STEPS)

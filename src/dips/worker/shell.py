@@ -228,8 +228,10 @@ class ClusterShell:
             return
         if tokens < 1:
             raise ConfigError(f"a step counts {tokens} tokens: give the number of tokens it was trained on, at least 1")
-        self.steps += steps
-        self._pace.stepped(tokens, loss, self._clock.monotonic_s(), steps)
+        now_s = self._clock.monotonic_s()
+        with self._lock:  # the exchange's thread may be reading the pace for a heartbeat
+            self.steps += steps
+            self._pace.stepped(tokens, loss, now_s, steps)
         self._settle(Stepped(tokens, tuple(ranges), loss, steps=steps))
         self._pace.resume(self._clock.monotonic_s())
 
@@ -252,9 +254,9 @@ class ClusterShell:
                     ranges = self._session.take_leased()
                 if not ranges and not self.done:
                     self._wait("data")
+            if self._metrics is not None:
+                self._metrics.goes_on()
         self._pace.pause(self._clock.monotonic_s() - began_s)
-        if self._metrics is not None:
-            self._metrics.goes_on()
         self._raise_if_failed()
         return ranges
 
@@ -452,8 +454,8 @@ class ClusterShell:
                 self._wait("wait", quiet=now_s - began_s < WORTH_A_LINE_S)
             self._log.report("wait", "")
             self._update_heartbeat()
-        if self._metrics is not None:
-            self._metrics.goes_on()
+            if self._metrics is not None:
+                self._metrics.goes_on()
         self._raise_if_failed()
 
     def _wait(self, key: str, *, quiet: bool = False) -> None:
