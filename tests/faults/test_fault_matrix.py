@@ -1,8 +1,9 @@
 """Every failpoint with every harm, in runs of one master, two slaves and three clusters, one harm after the other.
 
-After each harm everybody is back, a version is published in the first or second round from then, and `dips verify
---replay` of the run so far has nothing to say: every promise holds, every version is made again bit for bit from the
-seed and the pushes that the journal says were applied, and tokens add up. A planned harm that never happens fails.
+After each harm everybody is back, and a version is published in the first or second round from then. After some of
+them, and at the end, `dips verify --replay` of the run has nothing to say: every promise holds, every version is made
+again bit for bit from the seed and the pushes that the journal says were applied, and tokens add up. A planned harm
+that never happens fails.
 """
 
 from __future__ import annotations
@@ -62,8 +63,13 @@ def segments() -> Iterator[Segment]:
 
 
 SEGMENTS = list(segments())
-LANES = [tuple(SEGMENTS[at : at + 2]) for at in range(0, len(SEGMENTS), 2)]
-"""Two runs at a time: each waits more than it works."""
+AT_A_TIME = 3
+"""Runs: each waits more than it works."""
+
+LANES = [tuple(SEGMENTS[at : at + AT_A_TIME]) for at in range(0, len(SEGMENTS), AT_A_TIME)]
+
+JUDGED_EVERY = 3
+"""Faults: a judgement makes all versions of the run again."""
 
 
 def test_every_name_of_the_registry_is_planned_with_every_harm() -> None:
@@ -109,9 +115,10 @@ def play(directory: Path, fork_server: ForkServer, segment: Segment) -> None:
         if segment.births:
             be_born(run, segment.births)
         run.began()
-        for fault in segment.faults:
+        for number, fault in enumerate(segment.faults, 1):
             TALLY.add(fault.harm, endured(run, fault), str(fault))
-            TALLY.judged(run.judged())
+            if number % JUDGED_EVERY == 0:
+                TALLY.judged(run.judged())
         end(run, segment.last)
     result = dips("verify", "--replay", directory)
     assert result.returncode == 0, f"dips verify: {result.stdout}\n{result.stderr}"
