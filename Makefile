@@ -25,7 +25,6 @@ DEMO_STAMP := $(VENV)/.installed-demo
 DEV_STAMP := $(VENV)/.installed-dev
 FUZZ_STAMP := $(VENV)/.installed-fuzz
 INPUTS := pyproject.toml constraints.txt
-CHECKS := check-lint check-types-of-tests check-types check-layers
 
 # For deploy/images.sh, from the command line as from the environment.
 export TORCH_INDEX IMAGES TAG BASE SOURCE_URL
@@ -34,7 +33,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check $(CHECKS) sim frozen model-check faults fuzz soak endurance protos bench docs dist images clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
+.PHONY: help demo test test-slow check sim frozen model-check faults fuzz soak endurance protos bench docs dist images clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
 
 help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -55,18 +54,10 @@ test-slow: $(DEV_STAMP)  ## the other tests: demo, documents, trainers, benchmar
 	$(BIN)/python tests/run_all.py tests/slow tests/faults tests/endurance $(ARGS)
 
 check: $(DEV_STAMP)  ## lint, types and layers, without running anything
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync $(CHECKS)
-
-# Two at a time: one alone leaves a processor idle for half of its time.
-$(CHECKS): $(DEV_STAMP)
-check-lint:
 	$(BIN)/ruff check .
-check-types:
 	$(BIN)/mypy --num-workers auto
 	$(BIN)/mypy deploy
-check-types-of-tests:
 	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests --num-workers auto tests benchmarks
-check-layers:
 	$(BIN)/lint-imports --no-cache
 
 sim: $(DEV_STAMP)  ## simulate SEEDS runs with every fault, all invariants checked after every step
