@@ -348,8 +348,9 @@ SOURCES = (
         draw=_draw_scaling,
     ),
     Source(
-        "calibration", ("bench_simulation.py", "--cases", ",".join(CALIBRATED)), _calibration, (*ROLES, "sim"),
-        quick=("--rounds", "2", "--repeats", "1", "--inner-steps", "32"),
+        "calibration", ("bench_simulation.py",), _calibration, (*ROLES, "sim"),
+        quick=("--cases", "equal-defaults", "--rounds", "2", "--repeats", "1", "--inner-steps", "32"),
+        full=("--cases", ",".join(CALIBRATED)),
     ),
     Source(
         "goodput", ("bench_goodput.py", "--systems", "dips,plain", "--conditions", "b"), _goodput, ROLES,

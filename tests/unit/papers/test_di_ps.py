@@ -92,7 +92,7 @@ def test_shares_as_clusters_are_added(repeats: int, spread: float | None) -> Non
 
 @pytest.mark.parametrize(("shares", "spread"), [([0.98], None), ([0.97, 0.99, 0.98], pytest.approx(0.02 / 0.98))])
 def test_a_run_beside_its_simulation(shares: Sequence[float], spread: float | None) -> None:
-    case = SOURCES_OF_DI_PS["calibration"].program[-1].split(",")[0]
+    case = SOURCES_OF_DI_PS["calibration"].full[-1].split(",")[0]
     assert case in bench_simulation.CASES
     runs = [bench_simulation.Score(30.0, share, 1.0, 0.1, 1.0, 4.0, 0.0) for share in shares]
     rows = bench_simulation.rows_of(runs, bench_simulation.Score(31.0, 0.9898, 1.0, 0.1, 1.0, 4.0, 0.0))
