@@ -24,7 +24,7 @@ COMMAND = (
 pytestmark = pytest.mark.endurance
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2400)
 def test_the_whole_grid_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(COMMAND.split()) == 0
     rows = [SweepRow(**row) for row in json.loads(capsys.readouterr().out)]
