@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from support.fault_run import TALLY
 from support.fork_server import ForkServer
 
-FAULTS = "faults"
-"""What a worker hands over, where files of tests run side by side."""
-
-TABLES: list[list[str]] = []
+WHOLE_MATRIX_FAULTS = 300
+"""So many faults are the whole matrix: some fell in every phase of the round, or something is wrong with it."""
 
 
 @pytest.fixture(scope="session")
@@ -21,21 +18,16 @@ def fork_server() -> Iterator[ForkServer]:
         yield fork_server
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    of_worker: dict[str, object] | None = getattr(session.config, "workeroutput", None)
-    if of_worker is not None:
-        of_worker[FAULTS] = list(TALLY.table()) if TALLY.fired else []
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    TABLES.append(getattr(node, "workeroutput", {}).get(FAULTS, []))
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Counts of this process, or of each worker."""
-    for table in [*TABLES, list(TALLY.table()) if TALLY.fired else []]:
-        if table:
-            terminalreporter.section("faults")
-            for line in table:
-                terminalreporter.write_line(line)
+    if not TALLY.fired:
+        return
+    terminalreporter.section("faults")
+    for line in TALLY.table():
+        terminalreporter.write_line(line)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    missing = TALLY.missing_phases()
+    if TALLY.fired >= WHOLE_MATRIX_FAULTS and missing:
+        print(f"\nno fault fell in {', '.join(missing)}: the matrix no longer covers the round")
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED

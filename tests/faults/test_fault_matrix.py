@@ -38,9 +38,6 @@ from dips.core.observe.failpoint_names import all_names
 RUN_FAULTS = 24
 """Faults of one run at most: a longer one takes ever longer to judge."""
 
-WHOLE_MATRIX_FAULTS = 300
-"""So many faults are the whole matrix: some fell in every phase of the round, or something is wrong with it."""
-
 
 @dataclass(frozen=True)
 class Segment:
@@ -99,15 +96,6 @@ def test_a_run_survives_every_harm_at_every_failpoint(
         print(error)
     if errors:
         raise errors[0]
-
-
-@pytest.mark.faults
-def test_faults_fell_in_every_phase_of_the_round() -> None:
-    """Of those before it: at a part of the matrix there is nothing to say."""
-    if WHOLE_MATRIX_FAULTS <= TALLY.fired:
-        assert not TALLY.missing_phases(), "the matrix no longer covers the round"
-    else:
-        pytest.skip(f"fewer than {WHOLE_MATRIX_FAULTS} faults fired: not the whole matrix was run")
 
 
 def play(directory: Path, fork_server: ForkServer, segment: Segment) -> None:
