@@ -94,7 +94,7 @@ compose-test: $(DEV_STAMP)  ## train in containers, kill each of them, cut a net
 	$(BIN)/python tests/e2e/compose/run.py $(ARGS)
 
 endurance: $(DEV_STAMP)  ## transfer gigabytes and ten thousand tensors, run a thousand rounds and the trainers; needs 10 GB
-	$(BIN)/python tests/run_all.py --endurance tests/endurance $(ARGS)
+	$(BIN)/python tests/run_all.py --endurance -m endurance tests/endurance tests/slow $(ARGS)
 
 manifests: $(DEV_STAMP)  ## generate deploy/kubernetes/base (from base.toml) and monitoring (from rules and dashboards)
 	rm -rf deploy/kubernetes/base

@@ -1,4 +1,4 @@
-"""`dips train --parallel` in every mix of kinds has the losses of one process, also after a kill, as other ranks."""
+"""`dips train --parallel`: every kind and mix has the losses of one process, after a kill as other ranks too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.byte_model_ranks import NO_MERGE, ROUNDING, check_resumption, losse
 from support.master_process import START_S, MasterProcess
 from support.trainer_run import Processes
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.endurance]
 
 
 @pytest.fixture
@@ -36,6 +36,8 @@ def address(tmp_path: Path) -> Iterator[str]:
 @pytest.mark.parametrize(
     "kind",
     [
+        "fsdp=2",
+        "tensor=2",
         "fsdp=4",
         "data=4",
         "tensor=4",
@@ -47,19 +49,20 @@ def address(tmp_path: Path) -> Iterator[str]:
         "pipeline=2,fsdp=2,tensor=2",
     ],
 )
-def test_each_mix_has_the_losses_of_one_process(processes: Processes, expected: list[float], kind: str) -> None:
+def test_each_other_kind_has_the_losses_of_one_process(processes: Processes, expected: list[float], kind: str) -> None:
     assert losses(processes, start_alone(processes, kind)) == pytest.approx(expected, rel=ROUNDING)
 
 
-@pytest.mark.parametrize(("before", "after"), [("tensor=2", "fsdp=4"), ("pipeline=2", "")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("tensor=2", "fsdp=4"),
+        ("pipeline=2", ""),
+        ("data=2", "pipeline=2,data=2"),
+        ("fsdp=2,tensor=2", "pipeline=2"),
+    ],
+)
 def test_other_ranks_make_the_same_steps_after_a_kill(
-    processes: Processes, address: str, tmp_path: Path, before: str, after: str
-) -> None:
-    check_resumption(processes, address, tmp_path, before, after)
-
-
-@pytest.mark.parametrize(("before", "after"), [("data=2", "pipeline=2,data=2"), ("fsdp=2,tensor=2", "pipeline=2")])
-def test_each_mix_goes_on_after_a_kill(
     processes: Processes, address: str, tmp_path: Path, before: str, after: str
 ) -> None:
     check_resumption(processes, address, tmp_path, before, after)

@@ -17,7 +17,7 @@ from dips.local.operator_client import OperatorClient
 EXAMPLE_S = 100.0
 """For a quiet machine, on which each takes 20 to 30 s; support.dips_command has more patience with a busy one."""
 
-pytestmark = [pytest.mark.timeout(500), pytest.mark.endurance]
+pytestmark = pytest.mark.timeout(500)
 
 
 def run_directory(folder: Path) -> Path | None:

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dips.worker.torch_model import TorchParameters
 
-pytestmark = [pytest.mark.timeout(500), pytest.mark.endurance]
+pytestmark = pytest.mark.timeout(500)
 
 CHILD = ROOT / "tests" / "support" / "trainer_ranks.py"
 RANKS, STEPS = 2, 18
@@ -40,7 +40,7 @@ KINDS = {
 """How many ranks have data of their own: tensor-parallel ranks see the same."""
 
 FEW = "hugging_face-ddp", "lightning-fsdp"
-"""Kinds that stand for all where time is short."""
+"""Kinds that stand for all in the slow tests; the others are endurance."""
 
 LLAMA = LlamaConfig(
     vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -91,58 +91,59 @@ def assert_one_cluster(folder: Path) -> dict[str, Any]:
     return first
 
 
-def check_one_cluster(folder: Path, kind: str) -> None:
-    with run_for(kind, folder) as run:
-        code, said = train(run, kind, folder)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.endurance) for kind in KINDS]
+)
+def test_two_ranks_are_one_cluster_with_the_tokens_of_both(tmp_path: Path, kind: str) -> None:
+    with run_for(kind, tmp_path) as run:
+        code, said = train(run, kind, tmp_path)
         assert code == 0, said[-3000:]
-        assert assert_one_cluster(folder)["is_cut"] == (not kind.endswith("ddp"))
+        assert assert_one_cluster(tmp_path)["is_cut"] == (not kind.endswith("ddp"))
         assert applied_tokens(run) == [steps * KINDS[kind] * RANK_TOKENS for steps in PUSHED_STEPS]
         assert tuple(push.steps for push in run.pushes) == PUSHED_STEPS
         assert (len(run.joins), len(run.leaves)) == (1, 1)
 
 
-@pytest.mark.parametrize("kind", FEW)
-def test_two_ranks_are_one_cluster_with_the_tokens_of_both(tmp_path: Path, kind: str) -> None:
-    check_one_cluster(tmp_path, kind)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FEW])
-def test_each_other_kind_is_one_cluster(tmp_path: Path, kind: str) -> None:
-    check_one_cluster(tmp_path, kind)
-
-
-def check_a_kill(folder: Path, kind: str, killed: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "killed"),
+    [
+        ("lightning-fsdp", 1),
+        *(
+            pytest.param(kind, killed, marks=pytest.mark.endurance)
+            for kind, killed in [
+                ("hugging_face-ddp", 0),
+                ("lightning-ddp", 1),
+                ("hugging_face-fsdp", 1),
+                ("lightning-fsdp", 0),
+                ("lightning-tp", 1),
+            ]
+        ),
+    ],
+)
+def test_a_rank_is_killed_and_both_go_on_from_the_checkpoints_of_both(tmp_path: Path, kind: str, killed: int) -> None:
     """After step 7, in mid-round: a push of 4 steps was applied, the checkpoints are of step 5."""
-    with run_for(kind, folder) as run:
-        code, said = train(run, kind, folder, killed, 7)
+    with run_for(kind, tmp_path) as run:
+        code, said = train(run, kind, tmp_path, killed, 7)
         assert code != 0
         assert "SIGKILL" in said, said[-3000:]
         assert applied_tokens(run) == [0, 4 * KINDS[kind] * RANK_TOKENS]
-        (folder / "lives").write_text("1")
-        code, said = train(run, kind, folder, killed, 7)
+        (tmp_path / "lives").write_text("1")
+        code, said = train(run, kind, tmp_path, killed, 7)
         assert code == 0, said[-3000:]
         assert "resumed from checkpoint" in said, said[-3000:]
-        assert_one_cluster(folder)
+        assert_one_cluster(tmp_path)
         tokens = [steps * KINDS[kind] * RANK_TOKENS for steps in PUSHED_STEPS]
         assert applied_tokens(run) == tokens, "none is lost, none counted twice"
-
-
-@pytest.mark.parametrize(("kind", "killed"), [(FEW[0], 0), (FEW[1], 1)])
-def test_a_rank_is_killed_and_both_go_on_from_the_checkpoints_of_both(tmp_path: Path, kind: str, killed: int) -> None:
-    check_a_kill(tmp_path, kind, killed)
-
-
-@pytest.mark.parametrize(
-    ("kind", "killed"), [("lightning-ddp", 1), ("hugging_face-fsdp", 1), ("lightning-fsdp", 0), ("lightning-tp", 1)]
-)
-def test_each_other_kind_goes_on_after_a_kill(tmp_path: Path, kind: str, killed: int) -> None:
-    check_a_kill(tmp_path, kind, killed)
 
 
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("hugging_face-uncut-fsdp", "dips: fsdp is set, and FSDP2 has not cut the model"),
+        pytest.param(
+            "hugging_face-uncut-fsdp",
+            "dips: fsdp is set, and FSDP2 has not cut the model",
+            marks=pytest.mark.endurance,
+        ),
         ("lightning-endless", "dips: min_epochs and min_steps would train on"),
     ],
 )

@@ -49,21 +49,20 @@ class Segment:
     last: Fault | None = None
 
 
-def segments() -> Iterator[Segment]:
-    for harm in HARMS:
-        points = in_a_run() + (list(ARROWS) if harm in ARROW_HARMS else [])
-        faults = list(planned(points, harm))
-        cut = [tuple(faults[at : at + RUN_FAULTS]) for at in range(0, len(faults), RUN_FAULTS)]
-        for n, (part, last) in enumerate(itertools.zip_longest(cut, ENDS_THE_RUN)):
-            end = Fault("master", last, harm) if last else None
-            yield Segment(f"{harm}-{n}", part, births=harm if n == 0 else "", last=end)
+def segments(harm: str) -> Iterator[Segment]:
+    points = in_a_run() + (list(ARROWS) if harm in ARROW_HARMS else [])
+    faults = list(planned(points, harm))
+    cut = [tuple(faults[at : at + RUN_FAULTS]) for at in range(0, len(faults), RUN_FAULTS)]
+    for n, (part, last) in enumerate(itertools.zip_longest(cut, ENDS_THE_RUN)):
+        end = Fault("master", last, harm) if last else None
+        yield Segment(f"{harm}-{n}", part, births=harm if n == 0 else "", last=end)
 
 
-SEGMENTS = list(segments())
+SEGMENTS = {harm: list(segments(harm)) for harm in HARMS}
 AT_A_TIME = 3
 """Runs: each waits more than it works."""
 
-LANES = [tuple(SEGMENTS[at : at + AT_A_TIME]) for at in range(0, len(SEGMENTS), AT_A_TIME)]
+LANES = [tuple(of[at : at + AT_A_TIME]) for of in SEGMENTS.values() for at in range(0, len(of), AT_A_TIME)]
 
 JUDGED_EVERY = 3
 """Faults: a judgement makes all versions of the run again."""
@@ -71,9 +70,10 @@ JUDGED_EVERY = 3
 
 def test_every_name_of_the_registry_is_planned_with_every_harm() -> None:
     wanted = {(name, harm) for name in all_names() if name not in ELSEWHERE for harm in HARMS}
-    faults = [fault for segment in SEGMENTS for fault in (*segment.faults, segment.last) if fault]
+    every = list(itertools.chain(*SEGMENTS.values()))
+    faults = [fault for segment in every for fault in (*segment.faults, segment.last) if fault]
     of_births = list(itertools.chain(*AT_BIRTH.values()))
-    begun = {(point, segment.births) for segment in SEGMENTS if segment.births for point in of_births}
+    begun = {(point, segment.births) for segment in every if segment.births for point in of_births}
     assert wanted == {(fault.point, fault.harm) for fault in faults if fault.point in all_names()} | begun
 
 

@@ -39,16 +39,15 @@ def address(tmp_path: Path) -> Iterator[str]:
 def test_ranks_that_cut_the_matrices_have_the_losses_of_one_process(processes: Processes, tmp_path: Path) -> None:
     """Muon needs whole matrices. Its products are in bfloat16, and are summed in another order: not to the bit."""
     expected = losses_of_one(tmp_path, **MUON)
-    for kind in ("pipeline=2", "fsdp=2,tensor=2"):
-        cut = losses(processes, start_alone(processes, kind, **MUON))
-        assert cut == pytest.approx(expected, rel=BFLOAT16_ROUNDING), kind
+    cut = losses(processes, start_alone(processes, "fsdp=2,tensor=2", **MUON))
+    assert cut == pytest.approx(expected, rel=BFLOAT16_ROUNDING)
 
 
 @pytest.mark.parametrize(
     ("clusters", "tk_max"),
     [
         # Before each push the ranks are compared to the bit: replicas of a shard have made the same products.
-        ({"a": {"parallel": "data=2,tensor=2", **MUON}}, 10_000),
+        ({"a": {"parallel": "data=2,tensor=2", **MUON}}, 4_000),
         # Enough that the other does not train it all where products in bfloat16 are slow.
         ({"a": MUON, "b": {}}, 30_000),
     ],

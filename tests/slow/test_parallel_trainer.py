@@ -1,4 +1,7 @@
-"""`torchrun -m dips train --parallel ...`: every kind trains the model that one process does, alone and in a run."""
+"""`torchrun -m dips train --parallel ...`: ranks train the model that one process does, alone and in a run.
+
+Every kind and mix: tests/endurance/test_parallel_trainer_kinds.py.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[MasterProcess]:
-    knobs = ("slaves=2", "min_clusters=2", "sync_every=8", "tk_max=60000", "grace_s=0.2", "linger_s=600")
+    knobs = ("slaves=2", "min_clusters=2", "sync_every=8", "tk_max=60000", "grace_s=30", "linger_s=600")
+    # Rounds wait for both: on a busy machine one of them could train it all while the other one starts.
     master = MasterProcess(tmp_path / "master", *knobs)
     master.started()
     yield master
@@ -50,7 +54,7 @@ def address(tmp_path: Path) -> Iterator[str]:
     master.popen.wait(START_S)
 
 
-@pytest.mark.parametrize("kind", ["data=2", "fsdp=2", "tensor=2", "pipeline=2", "fsdp=2,tensor=2"])
+@pytest.mark.parametrize("kind", ["data=2", "pipeline=2", "fsdp=2,tensor=2"])
 def test_each_kind_has_the_losses_of_one_process(processes: Processes, expected: list[float], kind: str) -> None:
     assert losses(processes, start_alone(processes, kind)) == pytest.approx(expected, rel=ROUNDING)
 

@@ -41,6 +41,11 @@ _MASTER_START_S = 600.0
 """A machine that does much else may take minutes; a master that ends instead is noticed at once."""
 
 _END_S = 60.0
+_ALONE_S = 5.0
+"""After the master's end. A slave that it has told of the run's end ends at once; one that it could not tell, such as
+one that was about to attach, would look for the master for ever, and gets a signal.
+"""
+
 _STOP_AGAIN_S = 1.0
 TELL_EVERY_S = 10.0
 """Between two sentences about one thing that is waited for."""
@@ -171,7 +176,9 @@ class LocalRun:
         ask_s = self._clock.monotonic_s()
         deadline_s = ask_s + _END_S
         while not self.supervisor.ended(names) and (now_s := self._clock.monotonic_s()) < deadline_s:
-            if now_s >= ask_s and not self.supervisor.ended([MASTER]):
+            if self.supervisor.ended([MASTER]):
+                deadline_s = min(deadline_s, now_s + _ALONE_S)
+            elif now_s >= ask_s:
                 self.stop_run("the run has ended")  # without it the master would serve for linger_s
                 ask_s = now_s + _STOP_AGAIN_S
             self.supervisor.poll()

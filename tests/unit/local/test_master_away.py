@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
@@ -13,10 +13,11 @@ from dips.core.clock import ManualClock
 from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.local.local_run import LocalRun
 from dips.local.operator_client import OperatorClient
-from dips.local.processes import RunPlan
+from dips.local.processes import MASTER, RunPlan
 from dips.local.run_directory import UP, Mark, claim
 from dips.master.config import MasterConfig
 from dips.master.directory import ADDRESS_NAME, MasterAddress
+from dips.slave.config import SlaveConfig
 
 
 class Master:
@@ -94,3 +95,17 @@ def test_a_master_is_told_to_end_until_it_has_heard_it(tmp_path: Path, monkeypat
         monkeypatch.setattr(local.supervisor, "ended", lambda names: clock.monotonic_s() > 3.0)
         local.finish()
         assert len(asked) == 3
+
+
+def test_a_slave_that_heard_nothing_of_the_end_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run_of(tmp_path, RetryLater("nobody answers")) as local:
+        clock = ManualClock()
+        monkeypatch.setattr(local, "_clock", clock)
+        monkeypatch.setattr("dips.local.local_run.time.sleep", clock.advance)
+        monkeypatch.setattr(local.supervisor, "ended", lambda names: list(names) == [MASTER])
+        slave = SlaveConfig(run_id="r", slave_id="s0", directory=tmp_path / "s0", memory_bytes=1 << 26, insecure=True)
+        local.plan = replace(local.plan, slaves=(slave,))
+        local.finish()
+        assert clock.monotonic_s() < 6.0
