@@ -32,7 +32,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[MasterProcess]:
-    knobs = ("slaves=2", "min_clusters=2", "sync_every=8", "tk_max=60000", "grace_s=30", "linger_s=600")
+    knobs = ("slaves=2", "min_clusters=2", "sync_every=8", "tk_max=60000", "grace_s=20", "linger_s=600")
     # Rounds wait for both: on a busy machine one of them could train it all while the other one starts.
     master = MasterProcess(tmp_path / "master", *knobs)
     master.started()
