@@ -34,7 +34,7 @@ from dips.compare.report import (
     to_json,
 )
 from dips.compare.setup import ComparisonSetup, load_setup, shipped
-from dips.compare.speed import SPEED_FIGURES, SpeedFigure, run_speed, speed_json, tell_speed, write_speed
+from dips.compare.speed import ROUNDS, SPEED_FIGURES, SpeedFigure, run_speed, speed_json, tell_speed, write_speed
 from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError
 from dips.core.units import parse_count
@@ -104,6 +104,14 @@ def compare(
         str | None,
         typer.Option(metavar="|".join(ALL_FIGURES), help="Instead: reproduce a figure of the Di-PS paper."),
     ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=6,
+            show_default=str(ROUNDS),
+            help="Rounds of each cluster over which figures 9 and 10 measure a throughput.",
+        ),
+    ] = None,
     run_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where results go and are kept.")] = Path("runs/compare"),
     jobs: Annotated[
         int | None, typer.Option(min=1, show_default="as many as cores", help="Runs at a time, a process each.")
@@ -136,6 +144,8 @@ def compare(
     check_inject(inject)
     names, numbers = methods_of(methods or DEFAULT_METHODS), seeds_of(seeds)
     place = _Place(run_dir, jobs or len(os.sched_getaffinity(0)), again, as_json)
+    if rounds is not None and figure not in SPEED_FIGURES:
+        raise ConfigError(f"--rounds is for the figures {' and '.join(SPEED_FIGURES)}: leave it out")
     if figure is None:
         chosen = on_device(setup_of(setup or DEFAULT_SETUP, gaps, inner_steps, tokens, lr, inner_optimizer), device)
         references = references_of(against, names)
@@ -152,7 +162,7 @@ def compare(
     check_figure(figure, useless)
     shown = SPEED_FIGURES[figure]
     setups = [setup_of(name, None, inner_steps, None) for name in ([setup] if setup else shown.setups)]
-    return _compare_speeds(place, shown, setups, numbers[0])
+    return _compare_speeds(place, shown, setups, numbers[0], rounds or ROUNDS)
 
 
 @dataclass(frozen=True)
@@ -195,9 +205,11 @@ def _compare_losses(
     return 0
 
 
-def _compare_speeds(place: _Place, figure: SpeedFigure, setups: Sequence[ComparisonSetup], seed: int) -> int:
+def _compare_speeds(
+    place: _Place, figure: SpeedFigure, setups: Sequence[ComparisonSetup], seed: int, rounds: int
+) -> int:
     check_place(place.run_dir)
-    found = run_speed(figure, setups, seed, place.processes, Console(stderr=True), SystemClock())
+    found = run_speed(figure, setups, seed, rounds, place.processes, Console(stderr=True), SystemClock())
     _tell(
         place, speed_json(figure, found), partial(tell_speed, figure, found), write_speed(figure, found, place.run_dir)
     )

@@ -179,6 +179,7 @@ class SpeedJob:
     column: str  # its heading in the table
     setup: ComparisonSetup
     seed: int
+    rounds: int = ROUNDS
 
     @property
     def title(self) -> str:
@@ -227,18 +228,20 @@ class SpeedFigure:
     reading: Callable[[SpeedResult], str]  # our sentence about one result
 
 
-def speed_jobs(figure: SpeedFigure, setups: Sequence[ComparisonSetup], seed: int) -> list[SpeedJob]:
+def speed_jobs(
+    figure: SpeedFigure, setups: Sequence[ComparisonSetup], seed: int, rounds: int = ROUNDS
+) -> list[SpeedJob]:
     """The jobs of a figure. Raises ConfigError for a set-up that the figure cannot use."""
     if changing := [setup.name for setup in setups if setup.changes]:
         raise ConfigError(
             f"figure {figure.name} measures a steady throughput, and set-up {changing[0]} changes in the run: give "
             "another --setup, or leave --figure out"
         )
-    return [SpeedJob(column, changed, seed) for setup in setups for column, changed in figure.columns(setup)]
+    return [SpeedJob(column, changed, seed, rounds) for setup in setups for column, changed in figure.columns(setup)]
 
 
 def do_speed(job: SpeedJob, tell: Progress) -> ThroughputComparison:
-    return compare_speeds(job.setup, [METHODS[name] for name in MEASURED], job.seed)
+    return compare_speeds(job.setup, [METHODS[name] for name in MEASURED], job.seed, job.rounds)
 
 
 def with_last_link(setup: ComparisonSetup, bits_per_s: float) -> ComparisonSetup:
@@ -331,6 +334,7 @@ def run_speed(
     figure: SpeedFigure,
     setups: Sequence[ComparisonSetup],
     seed: int,
+    rounds: int,
     processes: int,
     console: Console,
     clock: Clock,
@@ -338,7 +342,7 @@ def run_speed(
 ) -> list[SpeedResult]:
     """Run a figure; one result for each set-up. Raises ConfigError for a set-up that does not fit, DipsError when a run
     fails."""
-    jobs = speed_jobs(figure, setups, seed)
+    jobs = speed_jobs(figure, setups, seed, rounds)
     found: dict[int, ThroughputComparison] = {}
     try:
         with (

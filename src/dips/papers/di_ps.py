@@ -44,7 +44,7 @@ def _losses(name: str, model: str) -> Callable[[Told], Iterator[Finding]]:
 def _losses_source(name: str) -> Source:
     picture = Picture(f"Figure {name}", f"figure-{name}.png", "Held-out loss in nats per byte over tokens")
     return Source(
-        f"losses-{name}", ("compare", "--figure", name), _losses(name, SMALL), COMPARED, quick=("--tokens", "196k"),
+        f"losses-{name}", ("compare", "--figure", name), _losses(name, SMALL), COMPARED, quick=("--tokens", "131k"),
         files=RUN_DIR, pictures=(picture,),
     )  # fmt: skip
 
@@ -105,7 +105,10 @@ def _speeds_source(name: str, setups: tuple[str, ...], found: Callable[[Told], I
         )
         for setup in setups
     )  # fmt: skip
-    return Source(f"speeds-{name}", ("compare", "--figure", name), found, COMPARED, files=RUN_DIR, pictures=pictures)
+    return Source(
+        f"speeds-{name}", ("compare", "--figure", name), found, COMPARED, ("--rounds", "6"), files=RUN_DIR,
+        pictures=pictures,
+    )  # fmt: skip
 
 
 # ---- dips simulate ----
@@ -151,7 +154,7 @@ def _month_source(name: str, found: Callable[[Told], Iterator[Finding]], picture
     caption = "Accelerators that take part over the days, cluster upon cluster"
     files = ("--picture", "{folder}/resources.png") if picture else ()
     pictures = (Picture("Figure 8", "resources.png", caption),) if picture else ()
-    return Source(name, ("simulate", name), found, SIMULATED, ("--hours", "120"), files=files, pictures=pictures)
+    return Source(name, ("simulate", name), found, SIMULATED, ("--hours", "72"), files=files, pictures=pictures)
 
 
 # ---- benchmarks ----
@@ -328,21 +331,24 @@ def _ends(values: list[float]) -> tuple[float, float]:
 
 SOURCES = (
     Source(
-        "links", ("bench_links.py", "--parts", "mixed"), _links, ROLES, quick=("--mib", "16", "--repeats", "1"),
+        "links", ("bench_links.py", "--parts", "mixed"), _links, ROLES, quick=("--mib", "8", "--repeats", "1"),
         pictures=(Picture("Figure 2a", "mixed.png", "Ratios of measured times, by the fourth link's rate"),),
         draw=_draw_links,
     ),
-    Source("order", ("bench_links.py", "--parts", "slow"), _order, ROLES, quick=("--mib", "16", "--repeats", "1")),
+    Source("order", ("bench_links.py", "--parts", "slow"), _order, ROLES, quick=("--mib", "8", "--repeats", "1")),
     Source(
         "ablation", ("bench_ablation.py",), _ablation, ROLES,
-        quick=("--params", "20_000_000", "--rounds", "2", "--cycles", "1", "--megabytes", "16", "64", "--repeats", "3"),
+        quick=(
+            *("--params", "20_000_000", "--rounds", "2", "--cycles", "1", "--megabytes", "16", "64", "--repeats", "3"),
+            *("--streams", "1", "4", "--rows", *OPTIMIZATIONS),
+        ),
         pictures=(Picture("Figure 6", "flows.png", "Rate of one vector over gRPC and ZeroMQ, in GB/s"),),
         draw=_draw_flows,
     ),
     Source("ranks", ("bench_ranks.py",), _ranks, ROLES, quick=("--ranks", "1,4", "--params", "20e6", "--rounds", "2")),
     Source(
         "scaling", ("bench_scaling.py", "--kinds", "even"), _scaling, ROLES,
-        quick=("--clusters", "1", "2", "4", "--seconds", "18", "--repeats", "1"),
+        quick=("--clusters", "1", "4", "--seconds", "18", "--repeats", "1"),
         full=("--clusters", "1", "2", "3", "4", "5", "6", "7"),
         pictures=(Picture("Figure 10", "scaling.png", "Steps a second, percent of ideal, by the number of clusters"),),
         draw=_draw_scaling,

@@ -171,6 +171,8 @@ def test_a_figure_of_throughput(
         ("--figure 7 --methods dips", "figure 7 does not use --methods: leave --methods out, or leave --figure out"),
         ("--figure 2b --gaps 0,10", "figure 2b does not use --gaps"),
         ("--figure 9 --tokens 5k", "figure 9 does not use --tokens"),
+        ("--figure 7 --rounds 8", "--rounds is for the figures 9 and 10: leave it out"),
+        ("--rounds 8", "--rounds is for the figures 9 and 10: leave it out"),
         ("--figure 10 --inject nan", "figure 10 does not use --inject"),
         ("--figure 9 --seeds 1,2", "figure 9 does not use several --seeds"),
         ("--figure 9 --again", "figure 9 does not use --again"),

@@ -33,11 +33,12 @@ def result(setup: ComparisonSetup, *columns: str) -> SpeedResult:
 
 def test_figure_9_varies_the_last_link_of_both_set_ups() -> None:
     figure = SPEED_FIGURES["9"]
-    jobs = speed_jobs(figure, [load_setup(name) for name in figure.setups], 1)
+    jobs = speed_jobs(figure, [load_setup(name) for name in figure.setups], 1, 8)
     assert [job.title for job in jobs[:2]] == ["emulated, 1 Gbit/s", "emulated, 2 Gbit/s"]
     assert [job.setup.name for job in jobs] == ["emulated"] * 4 + ["real"] * 4
     assert [job.setup.up_bits_per_s[-1] for job in jobs[:4]] == [1e9, 2e9, 5e9, 10e9]
     assert {job.setup.down_bits_per_s[0] for job in jobs} == {10e9}
+    assert {job.rounds for job in jobs} == {8}
 
 
 def test_figure_10_adds_clusters_one_after_another() -> None:
