@@ -136,8 +136,9 @@ class Scenario(Knobs):
 
     def windows_s(self, cluster: ClusterTable) -> list[tuple[float, float]]:
         """When a cluster may run, within the run's time."""
-        given = cluster.present_days or ((0.0, self.duration_s / DAY_S),)
-        cut = ((begin * DAY_S, min(end * DAY_S, self.duration_s)) for begin, end in given)
+        if not cluster.present_days:
+            return [(0.0, self.duration_s)]
+        cut = ((begin * DAY_S, min(end * DAY_S, self.duration_s)) for begin, end in cluster.present_days)
         return [(begin, end) for begin, end in cut if begin < end]
 
     def ideal_tokens(self) -> float:
