@@ -106,7 +106,7 @@ def _speeds_source(name: str, setups: tuple[str, ...], found: Callable[[Told], I
         for setup in setups
     )  # fmt: skip
     return Source(
-        f"speeds-{name}", ("compare", "--figure", name), found, COMPARED, ("--rounds", "6"), files=RUN_DIR,
+        f"speeds-{name}", ("compare", "--figure", name), found, COMPARED, ("--rounds", "8"), files=RUN_DIR,
         pictures=pictures,
     )  # fmt: skip
 
