@@ -36,10 +36,13 @@ def address(tmp_path: Path) -> Iterator[str]:
     master.popen.wait(START_S)
 
 
-def test_ranks_that_cut_the_matrices_have_the_losses_of_one_process(processes: Processes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [pytest.param("pipeline=2", marks=pytest.mark.endurance), "fsdp=2,tensor=2"])
+def test_ranks_that_cut_the_matrices_have_the_losses_of_one_process(
+    processes: Processes, tmp_path: Path, kind: str
+) -> None:
     """Muon needs whole matrices. Its products are in bfloat16, and are summed in another order: not to the bit."""
     expected = losses_of_one(tmp_path, **MUON)
-    cut = losses(processes, start_alone(processes, "fsdp=2,tensor=2", **MUON))
+    cut = losses(processes, start_alone(processes, kind, **MUON))
     assert cut == pytest.approx(expected, rel=BFLOAT16_ROUNDING)
 
 

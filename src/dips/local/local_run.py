@@ -42,8 +42,8 @@ _MASTER_START_S = 600.0
 
 _END_S = 60.0
 _ALONE_S = 5.0
-"""After the master's end. A slave that it has told of the run's end ends at once; one that it could not tell, such as
-one that was about to attach, would look for the master for ever, and gets a signal.
+"""After the end of the master and of the slaves that it could tell. Another one, such as one that was about to attach,
+would look for the master for ever, and gets a signal.
 """
 
 _STOP_AGAIN_S = 1.0
@@ -173,12 +173,13 @@ class LocalRun:
     def finish(self) -> None:
         """Once `finished`: let the master and the slaves end by themselves, for a bounded time."""
         names = [MASTER, *self.plan.slave_ids]
+        attached = [slave.slave_id for slave in self.status.slaves if slave.alive] if self.status is not None else []
         ask_s = self._clock.monotonic_s()
         deadline_s = ask_s + _END_S
         while not self.supervisor.ended(names) and (now_s := self._clock.monotonic_s()) < deadline_s:
-            if self.supervisor.ended([MASTER]):
+            if self.supervisor.ended([MASTER, *attached]):
                 deadline_s = min(deadline_s, now_s + _ALONE_S)
-            elif now_s >= ask_s:
+            elif now_s >= ask_s and not self.supervisor.ended([MASTER]):
                 self.stop_run("the run has ended")  # without it the master would serve for linger_s
                 ask_s = now_s + _STOP_AGAIN_S
             self.supervisor.poll()

@@ -7,7 +7,7 @@ from support.spantrain import brute_force, drawn, grouped
 from dips.planner.errors import PlanError
 from dips.planner.spantrain.search import search
 
-SEEDS = range(2000, 2100)
+SEEDS = range(2000, 2200)
 
 
 def test_the_search_is_within_3_percent_of_the_best_and_mostly_equal() -> None:
@@ -24,6 +24,6 @@ def test_the_search_is_within_3_percent_of_the_best_and_mostly_equal() -> None:
             continue
         assert best is not None, seed
         ratios[seed] = found / best
-    assert len(ratios) > 95
+    assert len(ratios) > 190
     assert {seed: ratio for seed, ratio in ratios.items() if ratio > 1.03} == {}
     assert sum(ratio <= 1 + 1e-9 for ratio in ratios.values()) >= 0.9 * len(ratios)

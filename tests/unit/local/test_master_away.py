@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from support.run_status import run_status
 
 from dips.core.clock import ManualClock
 from dips.core.errors import RefusalCode, Refused, RetryLater
+from dips.core.messages import SlaveStatus
 from dips.local.local_run import LocalRun
 from dips.local.operator_client import OperatorClient
 from dips.local.processes import MASTER, RunPlan
@@ -97,9 +99,11 @@ def test_a_master_is_told_to_end_until_it_has_heard_it(tmp_path: Path, monkeypat
         assert len(asked) == 3
 
 
-def test_a_slave_that_heard_nothing_of_the_end_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("attached", "wait_s"), [(False, 5.0), (True, 60.0)])
+def test_a_slave_that_heard_nothing_of_the_end_is_waited_for_a_moment_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attached: bool, wait_s: float
 ) -> None:
+    """One that was attached may be writing its last snapshot."""
     with run_of(tmp_path, RetryLater("nobody answers")) as local:
         clock = ManualClock()
         monkeypatch.setattr(local, "_clock", clock)
@@ -107,5 +111,6 @@ def test_a_slave_that_heard_nothing_of_the_end_is_not_waited_for(
         monkeypatch.setattr(local.supervisor, "ended", lambda names: list(names) == [MASTER])
         slave = SlaveConfig(run_id="r", slave_id="s0", directory=tmp_path / "s0", memory_bytes=1 << 26, insecure=True)
         local.plan = replace(local.plan, slaves=(slave,))
+        local.status = run_status(slaves=(SlaveStatus("s0", alive=attached),))
         local.finish()
-        assert clock.monotonic_s() < 6.0
+        assert clock.monotonic_s() == pytest.approx(wait_s, abs=1.0)
