@@ -100,11 +100,11 @@ def test_a_master_is_told_to_end_until_it_has_heard_it(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(("attached", "wait_s"), [(False, 5.0), (True, 60.0)])
-def test_a_slave_that_heard_nothing_of_the_end_is_waited_for_a_moment_only(
+def test_a_slave_that_had_not_attached_is_waited_for_a_moment_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attached: bool, wait_s: float
 ) -> None:
     """One that was attached may be writing its last snapshot."""
-    with run_of(tmp_path, RetryLater("nobody answers")) as local:
+    with run_of(tmp_path, RetryLater("no answer")) as local:
         clock = ManualClock()
         monkeypatch.setattr(local, "_clock", clock)
         monkeypatch.setattr("dips.local.local_run.time.sleep", clock.advance)
