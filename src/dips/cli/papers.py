@@ -30,7 +30,7 @@ def papers(
         bool,
         typer.Option(
             "--full/--quick",
-            help="Whole sizes, some hours; or small ones, about 20 minutes on two cores, whose numbers are coarse.",
+            help="Whole sizes, some hours; or small ones, about 15 minutes on two cores, whose numbers are coarse.",
         ),
     ] = False,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the report goes, and results are kept.")] = Path(

@@ -44,7 +44,7 @@ def _losses(name: str, model: str) -> Callable[[Told], Iterator[Finding]]:
 def _losses_source(name: str) -> Source:
     picture = Picture(f"Figure {name}", f"figure-{name}.png", "Held-out loss in nats per byte over tokens")
     return Source(
-        f"losses-{name}", ("compare", "--figure", name), _losses(name, SMALL), COMPARED, quick=("--tokens", "131k"),
+        f"losses-{name}", ("compare", "--figure", name), _losses(name, SMALL), COMPARED, quick=("--tokens", "98k"),
         files=RUN_DIR, pictures=(picture,),
     )  # fmt: skip
 
@@ -106,7 +106,7 @@ def _speeds_source(name: str, setups: tuple[str, ...], found: Callable[[Told], I
         for setup in setups
     )  # fmt: skip
     return Source(
-        f"speeds-{name}", ("compare", "--figure", name), found, COMPARED, ("--rounds", "8"), files=RUN_DIR,
+        f"speeds-{name}", ("compare", "--figure", name), found, COMPARED, ("--rounds", "6"), files=RUN_DIR,
         pictures=pictures,
     )  # fmt: skip
 

@@ -10,12 +10,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import NamedTuple
 
 import dips
 from dips.compare.jobs import write_json
+from dips.core.errors import DipsError
 from dips.core.release import software_versions
+from dips.core.threads import usable_processors
 from dips.papers.findings import Finding, Kind, Told
 
 PACKAGE = Path(dips.__file__ or "").parent
@@ -67,6 +74,11 @@ class Source:
     @property
     def is_benchmark(self) -> bool:
         return self.program[0].startswith("bench_")
+
+    @property
+    def wants_the_machine(self) -> bool:
+        """Whether something else at the same time would change what it measures, or find no processor free."""
+        return self.is_benchmark or self.program[0] == "compare"
 
     @property
     def kind(self) -> Kind:
@@ -125,25 +137,49 @@ class Runner:
         return self.folder / source.name
 
     def run(self, sources: Sequence[Source]) -> list[Outcome]:
-        """In their order. Raises DipsError where a result cannot be written; KeyboardInterrupt leaves what is done."""
-        outcomes = []
-        for number, source in enumerate(sources, 1):
-            command = source.command(self.quick)
-            say = f"{number} of {len(sources)}: {command}"
-            left_out = next((word for word in self.without if word in command), None)
-            outcome = self._kept(source)
-            if left_out is not None:
-                self.say(say)
-                outcome = Outcome(source, why_not=f"left out (--without {shlex.quote(left_out)})")
-            elif outcome is None:
-                self.say(say)
-                outcome = self._run(source)
-            else:
-                self.say(f"{say} (kept from before)")
+        """In their order; those that do not want the machine run last, side by side. Raises DipsError where a result
+        cannot be written; KeyboardInterrupt leaves what is done."""
+        outcomes: dict[str, Outcome] = {}
+        commands = {
+            source.name: f"{number} of {len(sources)}: {source.command(self.quick)}"
+            for number, source in enumerate(sources, 1)
+        }
+
+        def keep(outcome: Outcome) -> None:
+            outcomes[outcome.source.name] = outcome
             if outcome.why_not:
-                self.say(f"  {outcome.why_not}")
-            outcomes.append(outcome)
-        return outcomes
+                self.say(f"  {outcome.source.command(self.quick)}: {outcome.why_not}")
+
+        def printed(source: Source) -> tuple[str, Printed]:
+            self.say(commands[source.name])
+            digest = source.digest(self.quick)  # of the program that begins: it may change before the end
+            return digest, running.run(self._words(source), self.files(source))
+
+        for source in sources:
+            outcome = self._without_running(source)
+            if outcome is not None:
+                self.say(commands[source.name] + ("" if outcome.why_not else " (kept from before)"))
+                keep(outcome)
+        missing = [source for source in sources if source.name not in outcomes]
+        with ThreadPoolExecutor(usable_processors()) as pool, Commands() as running:
+            for source in missing:
+                if source.wants_the_machine:
+                    keep(self._outcome(source, *pool.submit(printed, source).result()))
+            others = {pool.submit(printed, source): source for source in missing if not source.wants_the_machine}
+            for future in as_completed(others):
+                keep(self._outcome(others[future], *future.result()))
+        return [outcomes[source.name] for source in sources]
+
+    def _without_running(self, source: Source) -> Outcome | None:
+        """What is kept from before, or why the command is not run."""
+        command = source.command(self.quick)
+        for word in self.without:
+            if word in command:
+                return Outcome(source, why_not=f"left out (--without {shlex.quote(word)})")
+        kept = self._kept(source)
+        if kept is None and source.is_benchmark and not (BENCHMARKS / source.program[0]).exists():
+            return Outcome(source, why_not="the benchmarks are in the repository: type this in a clone of it")
+        return kept
 
     def _path(self, source: Source) -> Path:
         return self.files(source) / ("quick.json" if self.quick else "full.json")
@@ -159,41 +195,70 @@ class Runner:
             return None
         return Outcome(source, kept["told"])
 
-    def _run(self, source: Source) -> Outcome:
-        folder, digest = self.files(source), source.digest(self.quick)
-        folder.mkdir(parents=True, exist_ok=True)
-        if source.is_benchmark and not (BENCHMARKS / source.program[0]).exists():
-            return Outcome(source, why_not="the benchmarks are in the repository: type this in a clone of it")
+    def _words(self, source: Source) -> list[str]:
         first = [str(BENCHMARKS / source.program[0])] if source.is_benchmark else ["-m", "dips.cli", source.program[0]]
-        more = [option.format(folder=folder) for option in source.files]
-        command = [sys.executable, *first, *source.arguments(self.quick), *more, *(["--json"] if source.json else [])]
-        log = folder / "log.txt"
-        code, printed, complaint = _output(command, log)
-        if code == CANNOT[0] and CANNOT[1] in complaint:
-            return Outcome(source, why_not=f"not possible on this machine: {complaint}")
-        if code not in (0, *source.also_ends_with) or not printed:
-            return Outcome(source, why_not=f"the command failed with exit code {code}: {complaint}", failed=True)
-        told = json.loads(printed) if source.json else None
+        more = [option.format(folder=self.files(source)) for option in source.files]
+        return [sys.executable, *first, *source.arguments(self.quick), *more, *(["--json"] if source.json else [])]
+
+    def _outcome(self, source: Source, digest: str, printed: Printed) -> Outcome:
+        """Of a command that has ended: draws what it did not, and keeps the result."""
+        folder = self.files(source)
+        if printed.code == CANNOT[0] and CANNOT[1] in printed.complaint:
+            return Outcome(source, why_not=f"not possible on this machine: {printed.complaint}")
+        if printed.code not in (0, *source.also_ends_with) or not printed.text:
+            why = f"the command failed with exit code {printed.code}: {printed.complaint}"
+            return Outcome(source, why_not=why, failed=True)
+        told = json.loads(printed.text) if source.json else None
         if source.draw is not None:
             source.draw(told, folder)
         undrawn = [picture.file for picture in source.pictures if not (folder / picture.file).exists()]
         if undrawn:
-            return Outcome(source, why_not=f"the command drew no {', '.join(undrawn)}: see {log}", failed=True)
+            why = f"the command drew no {', '.join(undrawn)}: see {folder / LOG}"
+            return Outcome(source, why_not=why, failed=True)
         write_json(self._path(source), {"digest": digest, "told": told}, OUT)
         return Outcome(source, told)
 
 
-def _output(command: Sequence[str], log: Path) -> tuple[int, str, str]:
-    """Exit code, what it printed, and the last line of its complaints, which all go to the log. An interrupt ends the
-    command, too, and waits for it."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
-    with log.open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
-        try:
-            printed, _ = process.communicate()
-        except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
-            process.communicate()
-            raise
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return process.returncode, printed, lines[-1].strip() if lines else "it said nothing"
+LOG = "log.txt"
+
+
+class Printed(NamedTuple):
+    """Exit code, standard output, and the last line of standard error, which all goes to the log."""
+
+    code: int
+    text: str
+    complaint: str
+
+
+class Commands(AbstractContextManager["Commands"]):
+    """Runs commands from any thread. An exception that leaves the block interrupts those that run, and none begins."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._ended = False
+
+    def run(self, command: Sequence[str], folder: Path) -> Printed:
+        """Waits for its end. Raises DipsError once the block was left."""
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
+        folder.mkdir(parents=True, exist_ok=True)
+        log, output = folder / LOG, folder / "printed.txt"
+        with log.open("wb") as errors, output.open("wb") as printed:
+            with self._lock:
+                if self._ended:
+                    raise DipsError("interrupted")
+                process = subprocess.Popen(command, stdout=printed, stderr=errors, env=environment)
+                self._running.add(process)
+            code = process.wait()
+        with self._lock:
+            self._running.discard(process)
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        return Printed(code, output.read_text(), lines[-1].strip() if lines else "it said nothing")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._ended = True
+            for process in self._running:
+                process.send_signal(signal.SIGINT)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.repository import ROOT
+from support.whole_run import wait_until
 
 from dips.core.errors import DipsError
 from dips.papers import source as module
@@ -16,7 +20,7 @@ from dips.papers.findings import Finding, Kind, shown
 from dips.papers.papers import PAPERS
 from dips.papers.planning import SECTIONS, Checks, section_of
 from dips.papers.report import chapter, page, report_html, report_json
-from dips.papers.source import Outcome, Picture, Runner, Source
+from dips.papers.source import Commands, Outcome, Picture, Runner, Source
 from dips.planner.validation.checks import holds, within
 
 SOURCES = [source for paper in PAPERS.values() for source in paper.sources]
@@ -156,6 +160,32 @@ def test_what_is_left_out_is_not_run_and_the_place_says_so(benchmark: Path, runn
     assert len(found["Figure 9"].rows) == 1
     assert found["Figure 9"].missing == (why,)
     assert found["Figure 10"].missing == (why,)
+
+
+def test_what_is_measured_runs_first_and_results_keep_their_order(benchmark: Path, runner: Runner) -> None:
+    said: list[str] = []
+    groups = next(source for source in PAPERS["spantrain"].sources if source.name.startswith("groups-"))
+    outcomes = replace(runner, say=said.append).run([groups, a_source()])
+    assert said == ["2 of 2: python benchmarks/bench_own.py", f"1 of 2: {groups.command(quick=True)}"]
+    assert [outcome.source.name for outcome in outcomes] == [groups.name, "links"]
+
+
+WAITS = """import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background ignores it
+print('waits', file=sys.stderr, flush=True)
+signal.pause()"""
+
+
+def test_an_interrupt_ends_the_commands_and_none_begins(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    with ThreadPoolExecutor(1) as pool:
+        with suppress(KeyboardInterrupt), Commands() as running:
+            waiting = pool.submit(running.run, [sys.executable, "-c", WAITS], tmp_path)
+            wait_until(lambda: log.exists() and log.read_text() == "waits\n", "it began")
+            raise KeyboardInterrupt
+        assert waiting.result().complaint == "KeyboardInterrupt"
+        with pytest.raises(DipsError, match="interrupted"):
+            running.run([sys.executable, "-c", ""], tmp_path)
 
 
 def test_no_command_keeps_numbers_of_an_earlier_program_in_a_folder_of_its_own() -> None:
