@@ -283,7 +283,8 @@ def _scaling(told: Told) -> Iterator[Finding]:
         f"{setting['cpus']} processors; the paper's take an hour or two"
     )
     spread = max(row["spread"] for row in rows) if setting["repeats"] > 1 else None
-    yield Finding("Figure 10", f"{numbers} clusters, of ideal", (0.982, 0.986), _ends(shares), "%", spread, where)
+    what = f"{numbers} clusters that wait for each exchange, of ideal, {SAFE}"
+    yield Finding("Figure 10", what, (0.982, 0.986), _ends(shares), "%", spread, where)
 
 
 def _draw_scaling(told: Told, folder: Path) -> None:

@@ -87,7 +87,7 @@ def test_shares_as_clusters_are_added(repeats: int, spread: float | None) -> Non
     setting = {"sync_every": 64, "step_ms": 125.0, "repeats": repeats, "cpus": 2}
     (only,) = found("scaling", {"setting": setting, "results": [asdict(row) for row in rows]})
     assert (only.ours, only.spread) == ((0.97, 0.99), spread)
-    assert only.what == "2 to 4 clusters, of ideal"
+    assert only.what == "2 to 4 clusters that wait for each exchange, of ideal, preset safe (as the paper describes)"
 
 
 @pytest.mark.parametrize(("shares", "spread"), [([0.98], None), ([0.97, 0.99, 0.98], pytest.approx(0.02 / 0.98))])
