@@ -170,6 +170,24 @@ def test_what_is_measured_runs_first_and_results_keep_their_order(benchmark: Pat
     assert [outcome.source.name for outcome in outcomes] == [groups.name, "links"]
 
 
+MEETS = """import pathlib, sys, time
+here, until_s = pathlib.Path(__file__).parent, time.monotonic() + 20
+(here / f'begun-{sys.argv[1]}').touch()
+while len(list(here.glob('begun-*'))) < 2 and time.monotonic() < until_s:
+    time.sleep(0.01)
+print('{"n": %d}' % len(list(here.glob('begun-*'))))"""
+
+
+def test_what_does_not_want_the_machine_runs_side_by_side(
+    benchmark: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmark.write_text(MEETS)
+    monkeypatch.setattr(Source, "wants_the_machine", False)
+    monkeypatch.setattr(module, "usable_processors", lambda: 2)
+    sources = [a_source(name=name, program=("bench_own.py", name)) for name in ("a", "b")]
+    assert [outcome.told for outcome in runner.run(sources)] == [{"n": 2}, {"n": 2}]
+
+
 WAITS = """import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background ignores it
 print('waits', file=sys.stderr, flush=True)
