@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -170,21 +171,20 @@ def test_what_is_measured_runs_first_and_results_keep_their_order(benchmark: Pat
     assert [outcome.source.name for outcome in outcomes] == [groups.name, "links"]
 
 
-MEETS = """import pathlib, sys, time
-here, until_s = pathlib.Path(__file__).parent, time.monotonic() + 20
-(here / f'begun-{sys.argv[1]}').touch()
-while len(list(here.glob('begun-*'))) < 2 and time.monotonic() < until_s:
-    time.sleep(0.01)
-print('{"n": %d}' % len(list(here.glob('begun-*'))))"""
+MEETS = """import pathlib, signal, sys
+signal.alarm(20)  # ends the process
+open(pathlib.Path(__file__).with_name('fifo'), sys.argv[1])  # waits for who opens the other end
+print('{"n": 2}')"""
 
 
 def test_what_does_not_want_the_machine_runs_side_by_side(
     benchmark: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     benchmark.write_text(MEETS)
+    os.mkfifo(benchmark.with_name("fifo"))
     monkeypatch.setattr(Source, "wants_the_machine", False)
     monkeypatch.setattr(module, "usable_processors", lambda: 2)
-    sources = [a_source(name=name, program=("bench_own.py", name)) for name in ("a", "b")]
+    sources = [a_source(name=name, program=("bench_own.py", name)) for name in ("r", "w")]
     assert [outcome.told for outcome in runner.run(sources)] == [{"n": 2}, {"n": 2}]
 
 
