@@ -83,7 +83,7 @@ def test_a_right_that_is_missing_is_named(
     assert next(code for code in codes if code) == 2
     *_, sentence = capsys.readouterr().err.strip().splitlines()
     assert f'cannot {verb} resource "{PLURALS[kind]}"' in sentence
-    assert "`dips deploy rights` prints all that are needed" in sentence
+    assert "what `dips deploy rights` prints, and what `dips doctor` needs more" in sentence
 
 
 def test_rights_on_pods_are_needed_to_give_them_to_the_supervisor(

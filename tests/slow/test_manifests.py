@@ -259,6 +259,21 @@ def test_an_overlay_is_stronger_than_the_base() -> None:
     assert slaves["volumeClaimTemplates"][0]["spec"]["storageClassName"] == "fast-local"
 
 
+@needs_kustomize
+def test_a_training_sites_pods_are_as_many_as_torchrun_waits_for_and_know_the_server_site() -> None:
+    servers = {(one["kind"], one["metadata"]["name"]): one for one in built(FOLDER / "overlays" / "server-site")}
+    found = built(FOLDER / "overlays" / "training-site")
+    [job] = [one["spec"] for one in found if one["kind"] == "Job"]
+    [base] = [one["spec"] for one in built(FOLDER / "base" / "cluster-torchrun") if one["kind"] == "Job"]
+    container, wanted = (one["template"]["spec"]["containers"][0] for one in (job, base))
+    nodes = job["completions"]
+    assert (nodes, job["parallelism"]) == (4, 4)
+    assert container["command"] == [f"--nnodes={nodes}" if "--nnodes=" in word else word for word in wanted["command"]]
+    outside = servers["Service", "dips-master-outside"]["metadata"]["annotations"]
+    name = outside["external-dns.alpha.kubernetes.io/hostname"]
+    assert {one["name"]: one.get("value") for one in container["env"]}["DIPS_MASTER"] == f"{name}:29400"
+
+
 # ---- scripts for sites without Kubernetes ----
 
 

@@ -240,8 +240,12 @@ scrape_configs:
       key_file: keys/prometheus/tls.key
       server_name: dips-slave
     static_configs:
-      - targets: [slave-0:9400, slave-1:9400]
-        labels: {{role: slave, run: big}}
+      - targets: [slave-0:9400]
+        labels: {{run: big, role: slave, name: s0}}
+      - targets: [slave-1:9400]
+        labels: {{run: big, role: slave, name: s1}}
+    relabel_configs:
+      - {{target_label: job, replacement: dips}}   # alarms and dashboards ask for this job
 ```
 
 Certificates of slaves and clusters that were made by an earlier release are for clients only: `dips keys renew` makes

@@ -245,8 +245,8 @@ class KubernetesApi:
                 return RetryLater(f"{where}: {words}; try again when it is gone")
             case 403:
                 return NotPermitted(
-                    f"{where} does not permit it: {words}; ask its administrator for that right (`dips deploy rights` "
-                    "prints all that are needed)"
+                    f"{where} does not permit it: {words}; ask its administrator for that right (docs/deploy.md, "
+                    "Rights: what `dips deploy rights` prints, and what `dips doctor` needs more)"
                 )
             case 404:
                 remedy = EXTENSIONS.get(what.split()[0], "make the namespace, or check the context")

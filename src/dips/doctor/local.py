@@ -184,7 +184,8 @@ class LocalDoctor:
         plan = self._plan
         fair = math.ceil(self._params / len(plan.slaves))
         master = plan.master
-        least = shard_bytes_needed([fair], master.chunk_bytes, master.max_clusters, 0, pull_wire=master.pull_wire)
+        files, wire = master.memory_files, master.pull_wire
+        least = shard_bytes_needed([fair], master.chunk_bytes, master.max_clusters, 0, files, wire)
         enough = self._sizes.whole("slave_memory_bytes")
         for slave in plan.slaves:
             yield _judge_shard(slave.slave_id, slave.memory_bytes, least, enough, self._params)

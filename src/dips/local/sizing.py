@@ -174,10 +174,13 @@ class SizeKnobs(Knobs):
         0.93, gt=0, le=1, description="What a push reaches of a link's rate; measured: docs/performance.md, a far link"
     )
     crypto_rate: BytesPerSecond = Field(
-        1.2e9, description="One process's encryption; measured: docs/performance.md, Transfers"
+        1.2e9,
+        description="One process's encryption; measured earlier: docs/performance.md has 1.7 GB/s for a push with keys",
     )
     slave_rate: BytesPerSecond = Field(
-        2.2e9, description="What one slave receives, checks and lands; measured: docs/performance.md, Transfers"
+        2.2e9,
+        description="What one slave receives, checks and lands; measured earlier, with Python loops: "
+        "docs/performance.md has 3.1 to 3.9 GB/s for a push",
     )
     memory_rate: BytesPerSecond = Field(
         1.9e9, description="Bytes that one slave's outer step moves; fitted to the Di-PS paper's update time, 110 s"

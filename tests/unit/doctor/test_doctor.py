@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -330,6 +331,17 @@ def test_memory_is_judged_for_the_model_that_is_said(run_file: Path) -> None:
     found = doctored(run_file, local.DoctorOptions(params=10**11))
     assert (found["model"], found["memory"], found["disk"]) == (FAIL, FAIL, FAIL)
     assert doctored(run_file, local.DoctorOptions(params=10**6), memory_bytes=1 << 20)["memory"] is FAIL
+
+
+@pytest.mark.parametrize("files", ["none", "stagings", "versions"])
+def test_the_memory_that_the_doctor_asks_for_is_enough(run_file: Path, files: str) -> None:
+    text, options = f'{run_file.read_text()}[master]\nmemory_files = "{files}"\n', local.DoctorOptions(params=10**8)
+    run_file.write_text(f'{text}[slave]\nmemory_bytes = "1 MiB"\n')
+    findings = examined(local.LocalDoctor(*read_run_file(run_file), options, facts()).checks())
+    [remedy] = {found.remedy for found in findings if found.check == "model" and found.grade is FAIL}
+    [needed] = re.findall(r"set memory_bytes = (\d+)", remedy)
+    run_file.write_text(f"{text}[slave]\nmemory_bytes = {needed}\n")
+    assert doctored(run_file, options)["model"] is OK
 
 
 def test_buffers_are_judged_where_a_link_is_said(run_file: Path) -> None:
