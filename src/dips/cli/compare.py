@@ -109,7 +109,7 @@ def compare(
         typer.Option(
             min=6,
             show_default=str(ROUNDS),
-            help="Rounds of each cluster over which figures 9 and 10 measure a throughput.",
+            help="Rounds of an average cluster in which figures 9 and 10 measure; more where the slowest needs them.",
         ),
     ] = None,
     run_dir: Annotated[Path, typer.Option(metavar="DIR", help="Where results go and are kept.")] = Path("runs/compare"),

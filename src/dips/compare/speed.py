@@ -8,6 +8,7 @@ computed and run; every gain is relative to the faster of the two.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ WARM_UP_SHARE = 0.25
 
 ROUNDS = 16
 """About how often each cluster pushes in a run that measures throughput."""
+
+MOST_ROUNDS = 256
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,11 @@ def compare_speeds(
 
 
 def measure(setup: ComparisonSetup, method: Method, seed: int = 1, rounds: int = ROUNDS) -> Throughput:
-    """Run `method` for so many rounds of each cluster; the rate is that of the steady part.
+    """Run `method` for so many rounds; the rate is that of the steady part.
 
-    rounds: of H steps, of a cluster of mean speed. Raises ConfigError for a method without servers, and for fewer than
-    6 rounds, which have too short a steady part.
+    rounds: of H steps, of a cluster of mean speed; twice as many where the slowest cluster has too few of its own for a
+    rate, and again. Raises ConfigError for a method without servers, for fewer than 6 rounds, which have too short a
+    steady part, and where a cluster has none in MOST_ROUNDS.
     """
     if method.kind != "servers":
         raise ConfigError(f"method {method.name} has no servers to run on: use data_parallel() for it")
@@ -101,10 +105,17 @@ def measure(setup: ComparisonSetup, method: Method, seed: int = 1, rounds: int =
     from dips.compare.engine import timing_only  # imports numba, which --help does without
 
     record = timing_only(setup.with_overrides(tokens=tokens), method, seed)
+    steady = steady_pushes(record)
+    if any(len(steady.get(name, ())) < 2 for name in setup.cluster_names):
+        if 2 * rounds > MOST_ROUNDS:
+            raise ConfigError(
+                f"method {method.name}: a cluster hardly merges anything in {rounds} rounds of the others"
+            )
+        return measure(setup, method, seed, 2 * rounds)
     judged = [push for fact in record.judged for push in fact.pushes]
     return Throughput(
         method.name,
-        steady_tokens_per_s(record),
+        sum(rate_of(own) for own in steady.values()),
         setup.ideal_tokens_per_s,
         len(record.judged),
         len(judged) / len(record.judged),
@@ -112,23 +123,21 @@ def measure(setup: ComparisonSetup, method: Method, seed: int = 1, rounds: int =
     )
 
 
-def steady_tokens_per_s(record: RunRecord) -> float:
-    """The sum of the clusters' rates after the warm-up.
-
-    Of each: the tokens of its merged pushes after the first one, over the time from the first to the last. Incomplete
-    rounds at either end do not distort it, as they would distort a total.
-    """
+def steady_pushes(record: RunRecord) -> Mapping[str, Sequence[tuple[float, int]]]:
+    """When each cluster's pushes after the warm-up were merged, and their tokens."""
     begins = WARM_UP_SHARE * record.virtual_s
-    merged: dict[str, list[tuple[float, int]]] = {}
+    merged: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     for fact in record.judged:
         for push in fact.pushes:
             if push.verdict == "APPLIED" and fact.virtual_s >= begins:
-                merged.setdefault(push.cluster, []).append((fact.virtual_s, push.tokens))
-    return sum(
-        sum(tokens for _, tokens in pushes[1:]) / (pushes[-1][0] - pushes[0][0])
-        for pushes in merged.values()
-        if len(pushes) > 1
-    )
+                merged[push.cluster].append((fact.virtual_s, push.tokens))
+    return merged
+
+
+def rate_of(pushes: Sequence[tuple[float, int]]) -> float:
+    """Tokens per second of two or more steady pushes: the tokens of those after the first one, over the time from the
+    first to the last. Incomplete rounds at either end do not distort it, as they would distort a total."""
+    return sum(tokens for _, tokens in pushes[1:]) / (pushes[-1][0] - pushes[0][0])
 
 
 # ---- the paper's baselines, without servers ----

@@ -232,7 +232,9 @@ def _ablation(told: Told) -> Iterator[Finding]:
     more = statistics.mean(
         max(rates["ZeroMQ", size, n] for n in streams) / rates["ZeroMQ", size, streams[0]] for size in sizes
     )
-    yield Finding("Figure 6", "several streams with a thread each over one", 1.41, more, "x", spread, where)
+    yield Finding(
+        "Figure 6", "the best number of streams, with a thread each, over one", 1.41, more, "x", spread, where
+    )
     rounds = {row["off"]: row for row in told["rounds"]}
     for name, (published, note) in OPTIMIZATIONS.items():
         row = rounds[name]

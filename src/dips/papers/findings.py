@@ -49,10 +49,16 @@ class Finding:
 
     @property
     def ratio(self) -> str:
-        """Ours over the paper's; of ranges, of both ends. Empty where one of them is no number."""
-        pairs = list(zip(_ends(self.published), _ends(self.ours), strict=False))
-        ratios = [f"{ours / published:.2f}" for published, ours in pairs if published]
-        return " to ".join(dict.fromkeys(ratios))
+        """Ours over the paper's. Of two ranges: that of their lowest and that of their highest numbers; of a range and
+        a number: the lowest and the highest. Empty where one of them is no number."""
+        theirs, here = _ends(self.published), _ends(self.ours)
+        if 0 in theirs:
+            return ""
+        if len(theirs) == len(here):
+            ratios = [ours / published for published, ours in zip(theirs, here, strict=True)]
+        else:
+            ratios = sorted(ours / published for published in theirs for ours in here)
+        return " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in ratios))
 
 
 def shown(value: Value | None, unit: str) -> str:

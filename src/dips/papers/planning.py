@@ -40,8 +40,11 @@ SECTIONS: Mapping[str, tuple[Section, ...]] = {
         Section("CrossPipe, section 5.2 (Figure 9)", "Figure 9", fitted=True),
     ),
     "spantrain": (
+        Section("SpanTrain, section 3.2.2 (Figure 5)", "Figure 5", fitted=True, what="setting "),
         Section("SpanTrain, section 3.2.2 (Figure 5)", "Figure 5"),
         Section("SpanTrain, section 3.2:", "Figure 5"),
+        Section("SpanTrain, section 3.3.1 (Figure 6)", "Figure 6", fitted=True, what="over slow links"),
+        Section("SpanTrain, section 3.3.1 (Figure 6)", "Figure 6", fitted=True, what="where a message takes"),
         Section("SpanTrain, section 3.3.1 (Figure 6)", "Figure 6"),
         Section("SpanTrain, section 3.3.3 (Figure 7)", "Figure 7"),
         Section("SpanTrain, sections 4.2 and 4.3", "Figure 11", what="second level"),

@@ -95,16 +95,17 @@ def chapter(paper: Paper, outcomes: Sequence[Outcome], runner: Runner) -> Chapte
         for picture in outcome.source.pictures:
             path = runner.files(outcome.source) / picture.file
             pictures[paper.place(picture.place).name].append((path, picture, command))
-    return Chapter(
-        paper,
-        tuple(
-            Entry(
-                place, tuple(rows[place.name]), tuple(pictures[place.name]),
-                tuple(undrawn[place.name] if rows[place.name] else () if place.without else missing),
-            )
-            for place in paper.places
-        ),
-    )  # fmt: skip
+
+    def missing_at(place: Place) -> Sequence[tuple[str, str]]:
+        if rows[place.name] or pictures[place.name]:
+            return undrawn[place.name]
+        return () if place.without else missing
+
+    entries = (
+        Entry(place, tuple(rows[place.name]), tuple(pictures[place.name]), tuple(missing_at(place)))
+        for place in paper.places
+    )
+    return Chapter(paper, tuple(entries))
 
 
 def report_json(chapters: Sequence[Chapter], quick: bool) -> dict[str, Any]:

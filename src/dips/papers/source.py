@@ -133,8 +133,9 @@ class Runner:
     without: tuple[str, ...] = ()
 
     def files(self, source: Source) -> Path:
-        """Where its pictures are."""
-        return self.folder / source.name
+        """Where its pictures and its result are. Quick and full ones have folders of their own: one does not overwrite
+        the other's pictures, nor its kept runs."""
+        return self.folder / ("quick" if self.quick else "full") / source.name
 
     def run(self, sources: Sequence[Source]) -> list[Outcome]:
         """In their order; those that do not want the machine run last, side by side. Raises DipsError where a result
@@ -182,7 +183,7 @@ class Runner:
         return kept
 
     def _path(self, source: Source) -> Path:
-        return self.files(source) / ("quick.json" if self.quick else "full.json")
+        return self.files(source) / "result.json"
 
     def _kept(self, source: Source) -> Outcome | None:
         try:

@@ -164,14 +164,13 @@ def make_plan(problem: Problem, sensitivity: bool = True) -> Plan:
         raise PlanError(f"{problem.setup.file}: no schedule is possible: {reasons}")
     if problem.shares_links and problem.setup.options.replicas != "fair":
         found.sort(key=lambda c: c.iteration_s)
-        plain = [c for c in found if c.sharing == "fair" and c.name in SCHEDULES]
+        # jeeves is planned both ways in the first place, and replicas of dp share no link.
+        several = [c for c in found if c.sharing == "fair" and c.name != "jeeves" and not c.name.startswith("dp/")]
         if problem.setup.options.replicas == "best":
-            several = list({c.makespan_ns: c for c in reversed(plain)}.values())[::-1][:COORDINATED_TOO]
+            several = list({c.makespan_ns: c for c in reversed(several)}.values())[::-1][:COORDINATED_TOO]
         else:
-            several = plain
+            found = [c for c in found if c.sharing != "fair"]
         found += [coordinated(problem, candidate) for candidate in several]
-    if problem.setup.options.replicas == "coordinated" and problem.shares_links:
-        found = [c for c in found if c.sharing != "fair"]
     ranked = tuple(sorted(found, key=lambda c: (c.makespan_ns, c.division != problem.uniform())))
     effects = tuple(effects_of(problem, ranked)) if sensitivity else ()
     return Plan(problem, ranked, tuple(refused), effects)

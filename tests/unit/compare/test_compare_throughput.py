@@ -17,9 +17,10 @@ from dips.compare.speed import (
     data_parallel,
     first_clusters,
     measure,
+    rate_of,
     ring_async,
     ring_diloco,
-    steady_tokens_per_s,
+    steady_pushes,
     with_last_link,
 )
 from dips.core.errors import ConfigError
@@ -65,13 +66,14 @@ def test_the_last_link_changes_and_no_other() -> None:
 # ---- the steady rate ----
 
 
-def test_the_steady_rate_is_the_sum_of_the_clusters_rates_after_the_warm_up() -> None:
+def test_a_cluster_s_rate_is_that_of_its_merged_pushes_after_the_warm_up() -> None:
     """a: 100 tokens in 10 s; b: 50 in 20 s. What was excluded, or came before a quarter of the time, counts nothing."""
     events = [(20.0, "a", 900), (30.0, "a", 7), (40.0, "a", 100), (50.0, "a", 100), (32.0, "b", 7), (52.0, "b", 50)]
     rounds = [round_of(at_s, cluster, tokens, "APPLIED") for at_s, cluster, tokens in events]
     rounds.append(round_of(60.0, "a", 999, "EXCLUDED"))
     record = RunRecord("dips", 1, "", 0, "finished", None, 100.0, 0, 0, judged=tuple(rounds))
-    assert steady_tokens_per_s(record) == pytest.approx(100 / 10 + 50 / 20)
+    rates = {name: rate_of(pushes) for name, pushes in steady_pushes(record).items()}
+    assert rates == {"a": 100 / 10, "b": 50 / 20}
 
 
 def round_of(at_s: float, cluster: str, tokens: int, verdict: str) -> RoundFact:

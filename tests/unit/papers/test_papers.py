@@ -95,6 +95,19 @@ def test_an_unknown_place_is_an_error_that_names_it() -> None:
         section_of("jeeves", "JEEVES, section 7: new", "x")
 
 
+@pytest.mark.parametrize(
+    ("about", "what", "fitted"),
+    [
+        ("SpanTrain, section 3.2.2 (Figure 5)", "setting 2: one group, since all networks are alike", True),
+        ("SpanTrain, section 3.2.2 (Figure 5)", "FG2 keeps all devices single", False),
+        ("SpanTrain, section 3.3.1 (Figure 6)", "the compact order is never longer over slow links", True),
+        ("SpanTrain, section 3.3.1 (Figure 6)", "and shorter where a message takes T_F or more", True),
+    ],
+)
+def test_what_follows_from_a_threshold_that_was_chosen_for_it_is_fitted(about: str, what: str, fitted: bool) -> None:
+    assert section_of("spantrain", about, what).fitted is fitted
+
+
 def test_statements_hold_or_do_not() -> None:
     about = "JEEVES, section 4: GPT-3\nassumed: much"
     told = [holds(about, "faster", True).to_json(), holds(about, "slower", False).to_json()]
@@ -106,7 +119,16 @@ def test_statements_hold_or_do_not() -> None:
 
 @pytest.mark.parametrize(
     ("published", "ours", "ratio"),
-    [(2.0, 3.0, "1.50"), ((1.0, 2.0), (1.0, 3.0), "1.00 to 1.50"), (None, 3.0, ""), ("grows", 3.0, ""), (0.0, 1.0, "")],
+    [
+        (2.0, 3.0, "1.50"),
+        ((1.0, 2.0), (1.0, 3.0), "1.00 to 1.50"),
+        ((1.0, 2.0), 3.0, "1.50 to 3.00"),
+        (2.0, (1.0, 3.0), "0.50 to 1.50"),
+        (None, 3.0, ""),
+        ("grows", 3.0, ""),
+        (0.0, 1.0, ""),
+        (1.0, 0.0, "0.00"),
+    ],
 )
 def test_the_ratio_is_of_numbers_alone(published: Any, ours: Any, ratio: str) -> None:
     assert Finding("Figure 9", "it", published, ours).ratio == ratio
@@ -161,6 +183,30 @@ def test_what_is_left_out_is_not_run_and_the_place_says_so(benchmark: Path, runn
     assert len(found["Figure 9"].rows) == 1
     assert found["Figure 9"].missing == (why,)
     assert found["Figure 10"].missing == (why,)
+
+
+def test_a_place_with_all_of_its_pictures_misses_nothing(benchmark: Path, runner: Runner) -> None:
+    def draw(told: Any, folder: Path) -> None:
+        (folder / "it.png").write_bytes(PNG)
+
+    drawn = a_source(pictures=(Picture("Figure 8", "it.png", "Clusters"),), draw=draw)
+    left_out = a_source(name="larger", program=("bench_absent.py", "--setup", "larger"))
+    outcomes = replace(runner, without=("--setup larger",)).run([drawn, left_out])
+    found = {entry.place.name: entry for entry in chapter(PAPERS["di-ps"], outcomes, runner).entries}
+    assert (len(found["Figure 8"].pictures), found["Figure 8"].missing) == (1, ())
+
+
+def test_a_quick_report_leaves_the_pictures_of_a_full_one(benchmark: Path, runner: Runner) -> None:
+    def draw(told: Any, folder: Path) -> None:
+        (folder / "it.png").write_bytes(PNG + told["n"].encode())
+
+    benchmark.write_text("import json, sys; print(json.dumps({'n': sys.argv[1]}))")
+    source = a_source(quick=("q",), full=("f",), pictures=(Picture("Figure 9", "it.png", "Speed"),), draw=draw)
+    full = replace(runner, quick=False)
+    for one in (full, runner, full):
+        (outcome,) = one.run([source])
+        assert (one.files(source) / "it.png").read_bytes() == PNG + outcome.told["n"].encode()
+    assert (outcome.told, runner.run([source])[0].told) == ({"n": "f"}, {"n": "q"})
 
 
 def test_what_is_measured_runs_first_and_results_keep_their_order(benchmark: Path, runner: Runner) -> None:

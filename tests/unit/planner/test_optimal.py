@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dips.planner.costs import NS
+from dips.planner.costs import NS, uniform
 from dips.planner.errors import PlanError
 from dips.planner.ir import straight, wave
 from dips.planner.schedules.fixed import zb_v
@@ -45,6 +45,21 @@ def test_two_stages_on_each_device() -> None:
     timeline = validate(found.schedule, case.costs(2), case.limits())
     assert found.proved
     assert found.lower_bound_ns == timeline.makespan_ns <= validate(hint, case.costs(2)).makespan_ns
+
+
+def test_weight_gradients_that_take_no_time_leave_room_for_the_next_microbatch() -> None:
+    """With frozen weights W ends when it begins: it precedes the F that begins then and needs its memory."""
+    costs, limits = uniform(4, 1, (1.0, 1.0, 0.0), activation=2), [8] * 4
+    found = optimal("best", straight(4), 8, costs, limits)
+    assert validate(found.schedule, costs, limits).makespan_ns == found.lower_bound_ns == 22 * NS
+
+
+def test_memory_in_bytes_and_times_in_nanoseconds() -> None:
+    """Numbers as a plan has them, without a large common divisor."""
+    times, limits = (0.150000001, 0.150000003, 0.150000007), [8 * 1284636673] * 4
+    costs = uniform(4, 1, times, release_of_d=2 / 34, activation=1284636673)
+    found = optimal("best", straight(4), 8, costs, limits, cross_ud(4, 8, costs, limits), time_limit_s=2.0)
+    assert 0 < found.lower_bound_ns <= validate(found.schedule, costs, limits).makespan_ns
 
 
 def test_blocks_cut_into_parts() -> None:

@@ -53,6 +53,16 @@ def test_the_fastest_is_chosen_and_the_others_are_told(plan: Plan) -> None:
         assert all(peak <= limit for peak, limit in held), candidate.name
 
 
+@pytest.mark.parametrize("sensitivity", [False, True])
+def test_the_solver_s_order_is_simulated_with_one_message_at_a_time(sensitivity: bool) -> None:
+    """Alone: where replicas take turns, nothing else is left to choose from."""
+    problem = small(replicas=2).with_options(schedules=["optimal_ud"], replicas="coordinated", solver_s=5.0)
+    found = make_plan(problem, sensitivity)
+    assert [(one.name, one.sharing, one.lower_bound_ns) for one in found.candidates] == [
+        ("optimal_ud", "coordinated", None)
+    ]
+
+
 def test_bytes_of_each_link(plan: Plan) -> None:
     """One crossing each way for each microbatch of each replica; a wave crosses twice."""
     problem = plan.problem

@@ -14,6 +14,7 @@ exchanges included. The solver's lower bound says how far from the best a schedu
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +27,14 @@ from dips.planner.errors import PlanError
 from dips.planner.exchange import gates, reduced
 from dips.planner.ir import Kind, Op, Schedule
 from dips.planner.simulate import Timeline, simulate
+from dips.planner.validate import peaks
 
 KINDS = (Kind.F, Kind.D, Kind.W)
+
+MOST_MEMORY_UNITS = 1 << 20
+"""Into which the solver's model divides a device's memory. The solver multiplies them by times in integers of 64 bits,
+and calls a problem impossible where these overflow. What is rounded allows more, never less: the bound holds, and
+schedules are checked."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,9 @@ def optimal(
     candidates = [problem.schedule(name, solver)] if solved else []
     if hint is not None:
         candidates.append(replace(hint, name=name))
+    candidates = [one for one in candidates if all(map(operator.le, peaks(one, costs), memory))]
+    if not candidates:
+        raise PlanError(f"{name}: the solver's schedule needs a little more memory than there is: give a little more")
     spans_ns = [simulate(schedule, costs).makespan_ns for schedule in candidates]
     span_ns = min(spans_ns)
     bound_ns = math.ceil(max(solver.best_objective_bound, 0.0)) * problem.unit_ns  # -inf where nothing is known
@@ -139,9 +149,9 @@ class _Problem:
             rows[self._device_of_stage[op.stage]].append((solver.value(start), op))
 
         # An operation of length 0 may begin together with another one: it comes first, unless it depends on that one.
-        def at(cell: tuple[int, Op]) -> tuple[int, int, int, int]:
+        def at(cell: tuple[int, Op]) -> tuple[int, bool, int, int, int]:
             start, op = cell
-            return start, KINDS.index(op.kind), op.microbatch, op.part
+            return start, self._length(op) > 0, KINDS.index(op.kind), op.microbatch, op.part
 
         orders = tuple(tuple(op for _, op in sorted(row, key=at)) for row in rows)
         return Schedule(name, self._device_of_stage, self._n, orders, self._parts)
@@ -243,7 +253,7 @@ class _Problem:
                             )
                         )
                         demands.append(demand)
-            unit = math.gcd(limit, *demands) or 1
+            unit = max(math.gcd(limit, *demands), limit // MOST_MEMORY_UNITS, 1)
             self.model.add_cumulative(held, [demand // unit for demand in demands], limit // unit)
 
     def _span(self) -> None:

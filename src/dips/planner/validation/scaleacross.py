@@ -161,8 +161,9 @@ def _moe(moe: Topology, links: bool, about: str) -> Iterator[PaperCheck]:
 
 def _losses(dense: Topology) -> Iterator[PaperCheck]:
     about = (
-        "ScaleAcross Explorer, section 5.2: 0.02 % of the packets lost, 1000 us against 50 us; not its workload, which "
-        "is not\npublished, but the 17B dense model at 1:4; a loss costs its message a round trip (Go-Back-N)"
+        "ScaleAcross Explorer, section 5.2: 0.02 % of the packets lost, 1000 us against 50 us\n"
+        "assumed: the 17B dense model at 1:4, since the workload is not published; a loss costs its message a round "
+        "trip (Go-Back-N)"
     )
     growth = {}
     for outermost, published, lossless in ((Outermost.DP, 1.30, 1.07), (Outermost.PP, 1.93, 1.10)):

@@ -138,8 +138,8 @@ def _fixed(one: Setting, sequences: int) -> float:
 # ---- section 4.4 -----------------------------------------------------------------------------------------------------
 
 SECTION_4_4 = (
-    "SpanTrain, section 4.4 (Figure 12): throughput with the adapter over that without, 40, 50 or 60 % of the\n"
-    'bandwidth lost (the best, as the paper says "up to"), and none. The paper gives no times, sizes or links\n'
+    "SpanTrain, section 4.4 (Figure 12): throughput with the adapter over that without, by the bandwidth lost\n"
+    '40, 50 or 60 % (the best, as the paper says "up to"), and none. The paper gives no times, sizes or links;\n'
     "assumed: groups of 4 RTX4090, 2 RTX3090, 1 and 1 RTX3080 at 40 % of the FP16 peak of Table 2, batches of 256 as\n"
     "8 x 32, the compact order, latency 5 ms, overhead of timing a message 10 us. GPT-2: 117M, 3 of 12 layers on each\n"
     "stage, the output layer on the last, 512 tokens, messages of 2 bytes a number, overhead of an operation 0.5 ms.\n"
