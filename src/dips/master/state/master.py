@@ -281,9 +281,8 @@ class MasterMachine:
         shared = self.shared
         if shared.now_s - self._since_s > shared.config.evict_after_s:
             return []
-        clusters = [str(name) for name, entry in sorted(shared.ledger.clusters.items()) if entry.member]
         attached = {name for name, slave in shared.slaves.items() if slave.link is not None}
-        return clusters + [str(name) for name in shared.slaves_expected() if name not in attached]
+        return self._members.awaited() + [str(name) for name in shared.slaves_expected() if name not in attached]
 
     def _live(self, cluster: str) -> Member:
         member = self.shared.members.get(cluster)
@@ -326,7 +325,7 @@ class MasterMachine:
         self._members.finish_leaving()
         shared.tell_allowed()
         ended = shared.ledger.stopping and idle and not shared.members and shared.everything_out
-        if ended and shared.stopped_s is None:
+        if ended and shared.stopped_s is None and not self._members.awaited():
             shared.stopped_s = shared.now_s
             shared.record(tape.RunStopped("-", reason=shared.ledger.stopping, tokens=shared.ledger.tokens))
             shared.log("master", f"the run has ended: {shared.ledger.stopping}; no cluster is left")
