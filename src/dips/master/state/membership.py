@@ -451,8 +451,8 @@ class Membership:
         undecided = self._retire(name, Reason(VerdictCode.GONE, f"cluster {name} is gone: {reason}"))
         shared.ledger.entry(name).member = False
         self._away_since_s[name] = shared.now_s
-        if kind == "LEAVE":
-            shared.ledger.draining.pop(name, None)
+        if kind == "LEAVE" and shared.ledger.draining.pop(name, None) is not None:
+            shared.changes.drains.add(name)
         if kind == "LEAVE" and shared.ledger.leases is not None:
             shared.ledger.leases.free_all_but(name, undecided.request.ranges if undecided else ())
         if shared.seed_cluster == name:
