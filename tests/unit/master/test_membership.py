@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -605,6 +606,18 @@ def test_other_constant_buffers_are_refused_at_the_first_join_and_said_later() -
     bench.join("b", buffers=TABLES)
     bench.join("b", buffers=other(*TABLES))
     assert "cluster b came back with other buffers: buffers 'angles' differ" in [log.sentence for log in bench.logs]
+
+
+def test_a_refused_cluster_leaves_no_list_behind() -> None:
+    bench = Bench(plan=OWN, settings=Settings(frozen="any"))
+    bench.attach_all()
+    bench.join("a", frozen=BASE)
+    bench.config = replace(bench.config, settings=Settings())
+    bench.restart()
+    with refused_with(RefusalCode.DATA_PLAN):
+        bench.join("b", frozen=other(*BASE), data_plan=LEASED)
+    bench.join("a", frozen=BASE)
+    bench.join("b", frozen=BASE)
 
 
 def test_a_malformed_list_is_refused_before_it_is_used() -> None:

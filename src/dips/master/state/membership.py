@@ -271,12 +271,12 @@ class Membership:
                 f"the model of cluster {request.caller.name!r} is not this run's: "
                 f"{first_difference(ledger.layout, request.layout)}; give it the same model, or start another run",
             )
+        if ledger.data_plan is not None and ledger.data_plan != request.data_plan:
+            raise Refused(RefusalCode.DATA_PLAN, _plan_difference(ledger.data_plan, request.data_plan))
         self._compare_untrained(request)
         if ledger.data_plan is None:
             ledger.data_plan = request.data_plan
             ledger.leases = LeaseTable(request.data_plan) if request.data_plan.mode is DataMode.LEASED else None
-        elif ledger.data_plan != request.data_plan:
-            raise Refused(RefusalCode.DATA_PLAN, _plan_difference(ledger.data_plan, request.data_plan))
 
     def _compare_untrained(self, request: JoinRequest) -> None:
         """Compares frozen parameters and buffers with those of the first joiner (docs/decisions/0029).
