@@ -13,7 +13,22 @@ from support.master_bench import LEASED, Bench, refused_with
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.core.messages import Commit, Configure, Refusal, SendCommitRecord, Ticket, Verdict, VerdictKind
+from dips.core.messages import (
+    Commit,
+    Configure,
+    DrainRequest,
+    EvictRequest,
+    ExtendRequest,
+    Measure,
+    OperatorRequest,
+    Refusal,
+    SendCommitRecord,
+    Settings,
+    Ticket,
+    Verdict,
+    VerdictKind,
+)
+from dips.master.state.events import Pause, Resume, Stop
 
 V1, V2 = Version(1, 1), Version(1, 2)
 
@@ -352,3 +367,150 @@ def test_push_of_a_commit_that_another_history_overtook_is_aborted() -> None:
     assert bench.status().published == V2
     (said,) = [verdict for verdict in bench.recorded("verdict") if verdict["push"] == str(lost)]
     assert (said["verdict"], said["reason"]) == ("ABORTED", "its round is not in the history that the slaves hold")
+
+
+# ---- what the operator asked for ----
+
+
+def one_more(bench: Bench, *names: str) -> str:
+    """One more version of these clusters; the journal before it."""
+    kept = bench.snapshot or ""
+    for name in names:
+        bench.push(name)
+    for name in names:
+        bench.pull(name)
+    return kept
+
+
+def with_an_old_copy(bench: Bench, kept: str) -> None:
+    """A master over an old copy of the journal, while not all slaves are here."""
+    for slave in bench.slaves:
+        slave.alive = False
+    bench.snapshot = kept
+    bench.start_master()
+    bench.slaves[0].attach()
+    assert bench.status().published is None
+
+
+def test_pause_of_an_old_journal_does_not_come_back() -> None:
+    """The documented backup: pause, copy, resume."""
+    bench = Bench().running("a")
+    bench.operate(Pause(OperatorRequest("", "backup")))
+    kept = bench.snapshot
+    bench.operate(Resume(OperatorRequest("")))
+    one_more(bench, "a")
+    bench.restart(kept)
+    assert (bench.status().published, bench.status().paused) == (V1, False)
+
+
+def test_drain_of_an_old_journal_does_not_come_back() -> None:
+    bench = Bench().running("a", "b")
+    bench.operate(DrainRequest("", "b"))
+    kept = bench.snapshot
+    bench.result(bench.leave("b"))
+    bench.join("b")
+    bench.pull("b")
+    one_more(bench, "a", "b")
+    bench.restart(kept)
+    bench.join("b")
+    bench.pull("b")
+    assert not bench.beat("b").stop
+
+
+def test_stop_of_an_old_journal_does_not_come_back() -> None:
+    bench = Bench().running("a")
+    bench.operate(Stop(OperatorRequest("", "by mistake")))
+    kept = bench.snapshot
+    bench.operate(ExtendRequest("", reason="it was one"))
+    one_more(bench, "a")
+    bench.restart(kept)
+    assert (bench.status().published, bench.status().stopping) == (V1, False)
+
+
+def test_token_limit_of_an_old_journal_does_not_come_back() -> None:
+    bench = Bench(settings=Settings(tk_max_tokens=100)).running("a")
+    bench.operate(ExtendRequest("", 200))
+    kept = bench.snapshot
+    bench.operate(ExtendRequest("", 400))
+    one_more(bench, "a")
+    one_more(bench, "a")
+    bench.restart(kept)
+    bench.join("a")
+    bench.pull("a")
+    one_more(bench, "a")
+    assert (bench.status().tokens, bench.status().stopping) == (300, False)
+
+
+def test_run_that_had_reached_its_tokens_goes_on_with_more_of_them_when_the_journal_is_lost() -> None:
+    bench = Bench(settings=Settings(tk_max_tokens=100)).running("a")
+    one_more(bench, "a")
+    assert bench.status().stopping
+    bench.config = replace(bench.config, rebuild=True, settings=Settings(tk_max_tokens=200))
+    bench.restart("")
+    assert (bench.status().published, bench.status().stopping) == (V1, False)
+    bench.join("a")
+    bench.pull("a")
+    one_more(bench, "a")
+    assert bench.status().stopping
+
+
+def test_clusters_pull_the_last_version_also_from_a_master_that_took_it_from_the_slaves() -> None:
+    bench = Bench(settings=Settings(tk_max_tokens=100)).running("a")
+    bench.join("b", process_id=b"b's")
+    bench.push("a")
+    bench.advance(2.0)
+    bench.config = replace(bench.config, rebuild=True)
+    bench.restart("")
+    assert bench.status().stopping
+    with refused_with(RefusalCode.STOPPING):
+        bench.join("c")
+    bench.join("b", process_id=b"b's")
+    assert bench.pull("b").version == V1
+
+
+def test_what_was_asked_of_this_master_holds_over_an_adoption() -> None:
+    bench = Bench().running("a", "b")
+    kept = one_more(bench, "a", "b")
+    with_an_old_copy(bench, kept)
+    bench.join("a")
+    bench.operate(DrainRequest("", "a", "disk swap"))
+    bench.operate(Pause(OperatorRequest("", "look first")))
+    bench.slaves[1].attach()
+    assert (bench.status().published, bench.status().paused) == (V1, True)
+    bench.join("a")
+    bench.pull("a")
+    assert bench.beat("a").stop
+
+
+def test_what_was_taken_back_from_this_master_does_not_come_with_an_adoption() -> None:
+    """The record of version 1:1 says that the run is paused and a is drained."""
+    bench = Bench().running("a")
+    kept = bench.snapshot or ""
+    for slave in bench.slaves:
+        slave.hold.add(Measure)
+    bench.push("a")
+    bench.operate(Pause(OperatorRequest("", "maintenance")))
+    bench.operate(DrainRequest("", "a"))
+    for slave in bench.slaves:
+        slave.release(Measure)
+    assert bench.status().published == V1
+    with_an_old_copy(bench, kept)
+    bench.join("a")
+    bench.operate(Resume(OperatorRequest("")))
+    bench.operate(EvictRequest("", "a"))
+    bench.slaves[1].attach()
+    assert (bench.status().published, bench.status().paused) == (V1, False)
+    bench.join("a")
+    bench.pull("a")
+    assert not bench.beat("a").stop
+
+
+@pytest.mark.parametrize("asked", [Stop(OperatorRequest("", "enough")), ExtendRequest("", 1000)])
+def test_end_that_was_asked_of_this_master_or_taken_back_stays_so(asked: Stop | ExtendRequest) -> None:
+    tk_max = 100 if isinstance(asked, ExtendRequest) else 0
+    bench = Bench(settings=Settings(tk_max_tokens=tk_max)).running("a")
+    kept = one_more(bench, "a")
+    with_an_old_copy(bench, kept)
+    bench.operate(asked)
+    bench.slaves[1].attach()
+    assert (bench.status().published, bench.status().stopping) == (V1, isinstance(asked, Stop))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -607,9 +608,93 @@ def test_other_constant_buffers_are_refused_at_the_first_join_and_said_later() -
     assert "cluster b came back with other buffers: buffers 'angles' differ" in [log.sentence for log in bench.logs]
 
 
+def test_a_refused_cluster_leaves_no_list_behind() -> None:
+    bench = Bench(plan=OWN, settings=Settings(frozen="any"))
+    bench.attach_all()
+    bench.join("a", frozen=BASE)
+    bench.config = replace(bench.config, settings=Settings())
+    bench.restart()
+    with refused_with(RefusalCode.DATA_PLAN):
+        bench.join("b", frozen=other(*BASE), data_plan=LEASED)
+    bench.join("a", frozen=BASE)
+    bench.join("b", frozen=BASE)
+
+
 def test_a_malformed_list_is_refused_before_it_is_used() -> None:
     bench = Bench(plan=OWN)
     bench.attach_all()
     with refused_with(RefusalCode.MALFORMED):
         bench.join("a", frozen=(BASE[0], BASE[0]))
     assert bench.state.shared.ledger.untrained is None
+
+
+def ended(**config: Any) -> Bench:
+    """A run of a and b that has ended with version 1:1, which b has not pulled yet."""
+    bench = Bench(settings=Settings(tk_max_tokens=100), grace_s=1.0, **config).running("a", "b")
+    bench.push("a")
+    bench.advance(2.0)
+    assert (bench.status().published, bench.status().stopping) == (Version(1, 1), True)
+    return bench
+
+
+def test_member_pulls_the_last_version_also_from_a_master_that_was_restarted() -> None:
+    bench = ended()
+    before = {name: cluster.join.incarnation for name, cluster in bench.clusters.items()}
+    bench.restart()
+    bench.join("b", previous=before["b"])
+    assert bench.pull("b").version == Version(1, 1)
+    assert bench.beat("b").stop
+    bench.result(bench.leave("b"))
+    assert not bench.status().stopped, "a is on its way"
+    bench.join("a", previous=before["a"])
+    bench.result(bench.leave("a"))
+    assert bench.status().stopped
+
+
+def test_run_that_ends_is_open_for_no_one_else_after_a_restart() -> None:
+    bench = ended()
+    before = bench.clusters["b"].join.incarnation
+    assert before is not None
+    bench.restart()
+    for name, previous in (("c", None), ("b", None), ("b", Incarnation(1, before.n - 1))):
+        with refused_with(RefusalCode.STOPPING):
+            bench.join(name, previous=previous)
+
+
+def test_members_that_do_not_come_back_keep_no_master() -> None:
+    bench = ended(linger_s=5.0)
+    bench.restart()
+    bench.advance(bench.config.evict_after_s)
+    assert not bench.status().stopped
+    bench.advance(1.0)
+    assert bench.status().stopped
+    bench.advance(5.0)
+    assert bench.halted is not None
+    assert bench.halted.exit_code == 0
+
+
+def test_member_that_comes_back_late_is_not_cut_off_in_its_pull() -> None:
+    bench = ended(linger_s=5.0)
+    before = bench.clusters["b"].join.incarnation
+    bench.restart()
+    bench.advance(bench.config.evict_after_s + 4.0)
+    assert bench.status().stopped
+    bench.join("b", previous=before)
+    bench.advance(8.0)
+    assert (bench.status().stopped, bench.halted) == (False, None)
+    bench.silent.add("b")
+    bench.advance(bench.config.evict_after_s + 7.0)
+    assert bench.halted is not None, "it fell silent, and was evicted"
+
+
+def test_process_that_was_evicted_while_the_run_ended_pulls_the_last_version_too() -> None:
+    bench = Bench(settings=Settings(tk_max_tokens=100)).running("a")
+    bench.join("b", process_id=b"b's")
+    bench.push("a")
+    bench.operate(EvictRequest("", "b"))
+    assert bench.status().stopping
+    with refused_with(RefusalCode.STOPPING):
+        bench.join("b", previous=bench.clusters["b"].join.incarnation, process_id=b"another")
+    bench.join("b", previous=bench.clusters["b"].join.incarnation, process_id=b"b's")
+    assert bench.pull("b").version == Version(1, 1)
+    assert bench.beat("b").stop

@@ -20,6 +20,7 @@ from dips.core.messages import (
     PullGrant,
     Refusal,
     ReshardRequest,
+    Settings,
     Ticket,
     VerdictKind,
 )
@@ -300,6 +301,23 @@ def test_what_cannot_be_is_refused_at_once(
         bench.reshard(add, remove)
     assert why in str(refused.value)
     assert not bench.entries("RESHARD_ASKED")
+
+
+def test_no_slave_gets_more_blocks_than_its_measurements_fit_into_a_message() -> None:
+    """All four blocks' are 1600 bytes, those of two 800. How blocks are dealt to an absent slave is not known yet."""
+    bench = ReshardBench(settings=Settings(max_message_bytes=1000), grace_s=10.0)
+    bench.running("a", "b")
+    with refused_with(RefusalCode.CONFIG) as refused:
+        bench.reshard(remove=("s1",))
+    assert "answers MEASURE with up to 1600 bytes" in str(refused.value)
+    bench.reshard(add=("s2",), remove=("s0", "s1"))
+    bench.new_slave("s2")
+    assert phase(bench) is ReshardPhase.WAITING
+    assert "answers MEASURE with up to 1600 bytes" in bench.status().reshard
+    bench.operate(ReshardRequest("", cancel=True))
+    bench.reshard(add=("s2",))
+    bench.new_slave("s2")
+    assert bench.placed() == ("s0", "s1", "s2")
 
 
 def test_a_second_wish_waits_for_the_first(bench: ReshardBench) -> None:

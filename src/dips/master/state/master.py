@@ -201,11 +201,11 @@ class MasterMachine:
             case StatusRequest():
                 shared.reply(token, status(shared))
             case Pause(request):
-                shared.ledger.paused = request.reason or "no reason given"
+                shared.ledger.paused, shared.changes.paused = request.reason or "no reason given", True
                 shared.journal("PAUSE", {"reason": shared.ledger.paused})
                 self._done(token, "pause", "no new round begins until `dips resume`; clusters train on")
             case Resume():
-                shared.ledger.paused = ""
+                shared.ledger.paused, shared.changes.paused = "", True
                 shared.journal("RESUME", {})
                 self._done(token, "resume", "rounds go on")
             case Stop(request):
@@ -213,11 +213,13 @@ class MasterMachine:
             case EvictRequest(_, cluster, reason):
                 self._live(cluster)
                 shared.ledger.draining.pop(cluster, None)  # after an eviction it may join again
+                shared.changes.drains.add(cluster)
                 self._members.evict(cluster, reason or "by the operator")
                 self._done(token, "evict", f"cluster {cluster} is evicted; it may join again")
             case DrainRequest(_, cluster, reason):
                 self._live(cluster)
                 shared.ledger.draining[cluster] = reason or "by the operator"
+                shared.changes.drains.add(cluster)
                 shared.journal("DRAIN", {"cluster": cluster, "reason": shared.ledger.draining[cluster]})
                 self._done(token, "drain", f"cluster {cluster} pushes its last steps and leaves")
             case ExtendRequest() as request:
@@ -248,8 +250,10 @@ class MasterMachine:
             )
         if moved:
             ledger.extended = limit, shared.config.settings.tk_max_tokens
+            shared.changes.token_limit = True
         ended = ledger.stopping or ledger.stop_asked
         ledger.stopping = ledger.stop_asked = ""
+        shared.changes.end = True
         shared.stopped_s = None
         shared.journal("EXTEND", {"tk_max_tokens": limit, "reason": request.reason or "no reason given"})
         until = f"until {limit} tokens are applied" if limit else "until it is stopped"
@@ -272,7 +276,7 @@ class MasterMachine:
             self._done(token, "stop", "no cluster is left; the master stops now")
             self._halt()
             return
-        shared.ledger.stop_asked = reason
+        shared.ledger.stop_asked, shared.changes.end = reason, True
         shared.journal("STOP", {"reason": reason})
         self._done(token, "stop", "the open round finishes, then every cluster pulls the last version and leaves")
 
@@ -281,9 +285,8 @@ class MasterMachine:
         shared = self.shared
         if shared.now_s - self._since_s > shared.config.evict_after_s:
             return []
-        clusters = [str(name) for name, entry in sorted(shared.ledger.clusters.items()) if entry.member]
         attached = {name for name, slave in shared.slaves.items() if slave.link is not None}
-        return clusters + [str(name) for name in shared.slaves_expected() if name not in attached]
+        return self._members.awaited() + [str(name) for name in shared.slaves_expected() if name not in attached]
 
     def _live(self, cluster: str) -> Member:
         member = self.shared.members.get(cluster)
@@ -326,7 +329,7 @@ class MasterMachine:
         self._members.finish_leaving()
         shared.tell_allowed()
         ended = shared.ledger.stopping and idle and not shared.members and shared.everything_out
-        if ended and shared.stopped_s is None:
+        if ended and shared.stopped_s is None and not self._members.awaited():
             shared.stopped_s = shared.now_s
             shared.record(tape.RunStopped("-", reason=shared.ledger.stopping, tokens=shared.ledger.tokens))
             shared.log("master", f"the run has ended: {shared.ledger.stopping}; no cluster is left")

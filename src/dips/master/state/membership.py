@@ -90,6 +90,7 @@ class Membership:
         member.process_id, member.host = request.process_id, request.host
         member.pushers = max(1, request.pushers)
         shared.members[name] = member
+        shared.stopped_s = None  # a run that has ended waits for it
         shared.allowed.put(KeyRole.CLUSTER, name, request.curve_key, request.rank_keys)
         self._away_since_s.pop(name, None)
         if shared.ledger.version is None and shared.seed_cluster not in shared.members:
@@ -133,7 +134,7 @@ class Membership:
         except ConfigError as error:
             raise Refused(RefusalCode.MALFORMED, str(error)) from error
         shared.check_run(request.caller.run_id, f"cluster {name!r}")
-        if shared.ledger.stopping:
+        if shared.ledger.stopping and not self._comes_back(request):
             raise Refused(RefusalCode.STOPPING, f"the run has reached its end: {shared.ledger.stopping}")
         if name not in shared.ledger.clusters and len(shared.ledger.clusters) >= most_cluster_ids(shared):
             raise Refused(
@@ -170,6 +171,19 @@ class Membership:
                 RefusalCode.LAYOUT,
                 "the layout does not have the hash that came with it: both sides need one release",
             )
+
+    def _comes_back(self, request: JoinRequest) -> bool:
+        """Whether it took part before: after the master's restart or an eviction it still pulls the last version.
+
+        A process is known by its identity, one of a release without identities and one that resumes a checkpoint by
+        its incarnation. The incarnation counts for members only: a cluster that left would keep the master by coming
+        again and again.
+        """
+        entry, previous = self._shared.ledger.clusters.get(request.caller.name), request.caller.incarnation
+        if entry is None:
+            return False
+        same_process = request.process_id != b"" and request.process_id == entry.process_id
+        return same_process or (entry.member and previous is not None and previous == entry.incarnation)
 
     def _check_ranks(self, name: str, request: JoinRequest) -> None:
         """Checks the number of ranks and their data keys."""
@@ -257,12 +271,12 @@ class Membership:
                 f"the model of cluster {request.caller.name!r} is not this run's: "
                 f"{first_difference(ledger.layout, request.layout)}; give it the same model, or start another run",
             )
+        if ledger.data_plan is not None and ledger.data_plan != request.data_plan:
+            raise Refused(RefusalCode.DATA_PLAN, _plan_difference(ledger.data_plan, request.data_plan))
         self._compare_untrained(request)
         if ledger.data_plan is None:
             ledger.data_plan = request.data_plan
             ledger.leases = LeaseTable(request.data_plan) if request.data_plan.mode is DataMode.LEASED else None
-        elif ledger.data_plan != request.data_plan:
-            raise Refused(RefusalCode.DATA_PLAN, _plan_difference(ledger.data_plan, request.data_plan))
 
     def _compare_untrained(self, request: JoinRequest) -> None:
         """Compares frozen parameters and buffers with those of the first joiner (docs/decisions/0029).
@@ -410,6 +424,14 @@ class Membership:
         if member.push is None or not member.push.sealed:
             self._depart(member, "LEAVE", request.reason or "it left")
 
+    def awaited(self) -> list[str]:
+        """Members from before the master's restart that had no time yet to return."""
+        shared = self._shared
+        if shared.now_s - self._since_s > shared.config.evict_after_s:
+            return []
+        clusters = sorted(shared.ledger.clusters.items())
+        return [name for name, entry in clusters if entry.member and name not in shared.members]
+
     def finish_leaving(self) -> None:
         """Lets clusters leave whose verdict, for which they waited, is decided."""
         shared = self._shared
@@ -429,8 +451,8 @@ class Membership:
         undecided = self._retire(name, Reason(VerdictCode.GONE, f"cluster {name} is gone: {reason}"))
         shared.ledger.entry(name).member = False
         self._away_since_s[name] = shared.now_s
-        if kind == "LEAVE":
-            shared.ledger.draining.pop(name, None)
+        if kind == "LEAVE" and shared.ledger.draining.pop(name, None) is not None:
+            shared.changes.drains.add(name)
         if kind == "LEAVE" and shared.ledger.leases is not None:
             shared.ledger.leases.free_all_but(name, undecided.request.ranges if undecided else ())
         if shared.seed_cluster == name:

@@ -299,6 +299,16 @@ class Push:
         self.landed_bytes.pop(slave, None)
 
 
+@dataclass
+class OperatorChanges:
+    """What the operator changed in this process's ledger, and so not in an old copy of it (rollback.py)."""
+
+    paused: bool = False
+    end: bool = False  # asked for, or taken back
+    token_limit: bool = False
+    drains: set[str] = field(default_factory=set)  # clusters whose drain began or ended
+
+
 @dataclass(frozen=True)
 class StepsAhead:
     """The steps that a cluster makes before its next push: at least so many, none of them before since_s."""

@@ -497,7 +497,11 @@ class Recovery:
         self._abort_pushes(reason)
         self._send_clusters_away(reason)
         placement = shared.ledger.placement
-        shared.ledger = adopted(shared.ledger, commit, shared.epoch)
+        shared.ledger = adopted(shared.ledger, commit, shared.epoch, shared.changes)
+        shared.stopped_s = None
+        if shared.take_back_end():
+            limit = shared.settings().tk_max_tokens
+            shared.log("master", f"version {commit.version} had ended the run; tk_max is {limit} now, so it continues")
         if shared.ledger.placement != placement:
             shared.commits.clear()  # their digests are of other shards
         shared.commits.append(commit)

@@ -23,7 +23,7 @@ from dips.core.messages import (
     RoundRefused,
     ShardList,
 )
-from dips.core.placement import Placement, redeal
+from dips.core.placement import Placement, check_measured, redeal
 from dips.master.state import tape
 from dips.master.state.ledger import CommitInfo, Ledger, PendingReshard, canonical, pair, same_as
 from dips.master.state.pushes import Pushes
@@ -95,7 +95,9 @@ class Reshard:
         if not names:
             raise Refused(RefusalCode.CONFIG, "a run needs a slave: remove all but one at most")
         memory = [(name, shared.slaves[name].memory_bytes if name in shared.slaves else 1 << 62) for name in names]
-        self._redeal(placement, memory)
+        dealt = self._redeal(placement, memory)
+        if all(name in shared.slaves for name in names):
+            self._check_measured(dealt)
 
     def _redeal(self, before: Placement, memory: Sequence[tuple[SlaveId, int]]) -> Placement:
         shared, config = self._shared, self._shared.config
@@ -105,6 +107,10 @@ class Reshard:
             shared.ledger.layout, before, memory, slots, pins, settings.chunk_bytes, settings.memory_files,
             settings.pull_wire,
         )  # fmt: skip
+
+    def _check_measured(self, placement: Placement) -> None:
+        config = self._shared.config
+        check_measured(placement, config.max_clusters, config.settings.max_message_bytes)
 
     def _take_back(self) -> str:
         shared, pending = self._shared, self._shared.ledger.reshard
@@ -209,6 +215,7 @@ class Reshard:
         names = pending.slaves_of(before.slaves)
         try:
             placement = self._redeal(before, [(name, shared.slaves[name].memory_bytes) for name in names])
+            self._check_measured(placement)
         except Refused as refused:
             self._pause(refused.sentence)
             return

@@ -23,7 +23,7 @@ from dips.master.state.ledger import (
     push_to_json,
 )
 from dips.master.state.reasons import VerdictCode
-from dips.master.state.records import Push
+from dips.master.state.records import OperatorChanges, Push
 from dips.master.state.shared import SharedState
 
 GIVEN_UP_KEPT = 64
@@ -54,7 +54,7 @@ def roll_back(
     """
     current, epoch = shared.ledger, shared.epoch
     version = next_version(current, origin.version, epoch, shared.newest_timeline())
-    ledger = _merged(current, origin, epoch, frozenset(shared.members))
+    ledger = _merged(current, origin, epoch, frozenset(shared.members), shared.changes)
     if ledger.leases is not None:
         ledger.leases.free_all()
     for entry in ledger.clusters.values():
@@ -108,9 +108,12 @@ def _pending(current: Ledger, restored: Ledger) -> PendingReshard | None:
     return PendingReshard(tuple(sorted(wanted - held)), tuple(sorted(held - wanted)), pending.reason)
 
 
-def adopted(current: Ledger, commit: CommitInfo, epoch: int) -> Ledger:
-    """The state from a slave's commit that is newer than the journal's; no cluster is a member until it joins again."""
-    ledger = _merged(current, commit, epoch, ())
+def adopted(current: Ledger, commit: CommitInfo, epoch: int, changes: OperatorChanges) -> Ledger:
+    """The state from a slave's commit that is newer than the journal's; no cluster is a member until it joins again.
+
+    changes: what the operator changed in `current` since this process began.
+    """
+    ledger = _merged(current, commit, epoch, (), changes)
     ledger.commit = commit
     fork = current.commit
     if fork is not None and fork.version == commit.version and fork.commit_hash != commit.commit_hash:
@@ -123,7 +126,9 @@ def adopted(current: Ledger, commit: CommitInfo, epoch: int) -> Ledger:
     return ledger
 
 
-def _merged(current: Ledger, commit: CommitInfo, epoch: int, members: Collection[str]) -> Ledger:
+def _merged(
+    current: Ledger, commit: CommitInfo, epoch: int, members: Collection[str], changes: OperatorChanges
+) -> Ledger:
     """The record's ledger, with what must never be forgotten or decrease."""
     ledger = ledger_of(commit)
     names = sorted({*current.clusters, *ledger.clusters})
@@ -135,17 +140,28 @@ def _merged(current: Ledger, commit: CommitInfo, epoch: int, members: Collection
     ledger.rounds_committed = max(current.rounds_committed, ledger.rounds_committed)
     ledger.rounds_merged = max(current.rounds_merged, ledger.rounds_merged)
     ledger.rounds_void = max(current.rounds_void, ledger.rounds_void)
-    ledger.extended = current.extended or ledger.extended
     if current.version is not None and current.version >= commit.version:
         ledger.paused, ledger.draining, ledger.stop_asked = current.paused, current.draining, current.stop_asked
+        ledger.extended = current.extended or ledger.extended
     else:
-        ledger.paused = current.paused or ledger.paused
-        ledger.draining = {**ledger.draining, **current.draining}
-        ledger.stop_asked = current.stop_asked or ledger.stop_asked
+        _keep_changes(current, ledger, changes)
     if ledger.leases is not None:
         known = current.leases.next_lease_id if current.leases is not None else 0
         ledger.leases.number_from(max(known, epoch * LEASE_NUMBERS_OF_AN_EPOCH))
     return ledger
+
+
+def _keep_changes(old_copy: Ledger, ledger: Ledger, changes: OperatorChanges) -> None:
+    """Carries over what the operator asked of this process. What an old copy has from before is older than the record:
+    the record lacks a pause, for example, because it was taken back."""
+    if changes.paused:
+        ledger.paused = old_copy.paused
+    if changes.end:
+        ledger.stopping, ledger.stop_asked = old_copy.stopping, old_copy.stop_asked
+    if changes.token_limit:
+        ledger.extended = old_copy.extended
+    ledger.draining = {name: why for name, why in ledger.draining.items() if name not in changes.drains}
+    ledger.draining |= {name: why for name, why in old_copy.draining.items() if name in changes.drains}
 
 
 def _entry(now: ClusterEntry | None, then: ClusterEntry | None, member: bool) -> ClusterEntry:

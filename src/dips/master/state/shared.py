@@ -43,6 +43,7 @@ from dips.master.state.records import (
     ROUND_TABLE,
     Kept,
     Member,
+    OperatorChanges,
     Pin,
     Push,
     RecoveryState,
@@ -263,6 +264,7 @@ class SharedState:
         # Since when a cluster with its own data counts the tokens of its next push; unknown after the master's restart.
         self.counted_since_s: dict[str, float] = {}
         self.aborted_of: dict[str, int] = {}
+        self.changes = OperatorChanges()
         self._were_enough = ledger.tokens > 0
 
         # Rounds and versions
