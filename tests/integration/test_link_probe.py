@@ -109,6 +109,8 @@ def test_an_end_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
         number = server.getsockname()[1]
     with pytest.raises(FatalError, match=f"127.0.0.1:{number} cannot be measured: .*: run dips profile serve --listen"):
         probe("127.0.0.1", number, 1000, 1, 0)
+    with pytest.raises(FatalError, match=r"the link to node1\.\.example:1 cannot be measured"):
+        probe("node1..example", 1, 1000, 1, 0)
     with pytest.raises(ConfigError, match=r"--listen 192.0.2.1:1 cannot be used: .*: give an address of this machine"):
         listening("192.0.2.1", 1)
 

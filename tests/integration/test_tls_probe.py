@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dips.core.net.keys import load_identity
-from dips.core.net.security import Identity, Role
+from dips.core.net.security import INSECURE, Identity, Role
 from dips.core.net.tls_probe import TRIES, why_not_let_in
 from dips.local.authority import Authority, ensure_keys
 
@@ -74,6 +74,13 @@ def test_a_connection_that_ends_before_the_handshake_says_nothing_of_keys(cluste
 def test_a_master_that_dies_right_after_a_handshake_says_nothing_of_keys(keys: Path, cluster: Identity) -> None:
     with server(hangs_up(keys, TRIES - 1)) as address:
         assert why_not_let_in(address, cluster) == ""
+
+
+@pytest.mark.parametrize("address", ["node1..example:29400", f"{'a' * 64}.example:29400"])
+def test_a_name_that_no_machine_can_have_says_nothing_of_keys(cluster: Identity, address: str) -> None:
+    """The call that follows says that there is no such machine, with the address."""
+    assert why_not_let_in(address, cluster) == ""
+    assert why_not_let_in(address, INSECURE) == ""
 
 
 def test_a_master_that_hangs_up_after_every_handshake_does_not_accept_the_certificate(

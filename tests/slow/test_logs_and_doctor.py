@@ -196,6 +196,17 @@ def test_doors_are_tried_by_listening(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_free(ListenAddress("x", "no-such-host.invalid:4711", "listen")).check == "addresses"
 
 
+def test_a_name_that_no_machine_can_have_is_a_finding() -> None:
+    address = "node1..example:4711"
+    for finding in (
+        check_free(ListenAddress("x", address, "listen")),
+        check_name_found("x", address, "advertise"),
+        judge_reached("x", address, dialled(address), must_listen=True),
+    ):
+        assert finding.grade is Grade.FAIL
+        assert "node1..example" in finding.sentence
+
+
 def test_addresses_are_dialled_and_their_round_trip_is_told() -> None:
     with taken_port() as port:
         reached = dialled(f"127.0.0.1:{port}")

@@ -61,8 +61,8 @@ def check_free(wanted: ListenAddress) -> Finding:
     host, port = parse_address(wanted.address, wanted.setting)
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        return fail("addresses", f"{wanted.who}: {host} is not found ({error.strerror})", f"correct {wanted.setting}")
+    except (socket.gaierror, UnicodeError) as error:
+        return fail("addresses", f"{wanted.who}: {host} is not found ({_why(error)})", f"correct {wanted.setting}")
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -78,10 +78,10 @@ def check_name_found(who: str, address: str, setting: str) -> Finding:
     host, port = parse_address(address, setting)
     try:
         found = sorted({str(row[4][0]) for row in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:
         return fail(
             "addresses",
-            f"{who}: {host} is not found from here ({error.strerror})",
+            f"{who}: {host} is not found from here ({_why(error)})",
             f"make the name known in DNS or /etc/hosts, or correct {setting}",
         )
     return ok("addresses", f"{who}: {address} is {', '.join(found[:4])}")
@@ -104,11 +104,17 @@ def dialled(address: str, tries: int = TRIES) -> Reached:
             why = "nothing listens there"
         except TimeoutError:
             return Reached(best, listens, f"no answer within {format_seconds(REACH_S)}")
-        except OSError as error:
-            return Reached(best, listens, error.strerror or str(error))
+        except (OSError, UnicodeError) as error:
+            return Reached(best, listens, _why(error))
         took_s = time.monotonic() - began_s
         best = took_s if best is None else min(best, took_s)
     return Reached(best, listens, why)
+
+
+def _why(error: OSError | UnicodeError) -> str:
+    if isinstance(error, UnicodeError):
+        return "no machine can have this name: a part of it is empty or too long"
+    return error.strerror or str(error)
 
 
 def judge_reached(who: str, address: str, reached: Reached, must_listen: bool) -> Finding:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dips.core.errors import ConfigError, FatalError
 from dips.core.observe.failpoints import failpoint
+from dips.core.observe.logs import ChangeLogger
+
+_left = ChangeLogger(logging.getLogger(__name__))
+"""Logs which address files could not be removed: each once, however often that is tried."""
 
 LOCK_NAME = "master.lock"
 ADDRESS_NAME = "master.json"
@@ -95,7 +100,19 @@ def write_address(directory: Path, address: MasterAddress) -> None:
 
 def remove_address(directory: Path) -> None:
     """Removes the address, because no master runs here any longer; the lock must be held."""
-    (directory / ADDRESS_NAME).unlink(missing_ok=True)
+    remove_file(directory / ADDRESS_NAME)
+
+
+def remove_file(path: Path) -> None:
+    """Removes an address file, if it is there. An error is only logged: the master ends at this moment, perhaps because
+    of the same disk, and that reason must not be hidden."""
+    sentence = ""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        why = error.strerror or error
+        sentence = f"{path} cannot be removed ({why}): it names a master that has ended, until the next one starts"
+    _left.report(str(path), sentence, logging.WARNING)
 
 
 def read_address(directory: Path) -> MasterAddress | None:

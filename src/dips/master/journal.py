@@ -136,7 +136,7 @@ class Journal:
         logged as an error and tried again after as many records as a segment has; the journal grows until then.
         Raises FatalError as append_all does.
         """
-        first, last = _bounds(self._connection)
+        first, last = self._held()
         room = self._retention.records + self._retention.segment_records
         if last - first + 1 <= room or last < self._archive_again_at:
             return False
@@ -150,7 +150,7 @@ class Journal:
                 *(self._path.parent, error),
             )
             return False
-        first, last = _bounds(self._connection)
+        first, last = self._held()
         return last - first + 1 > room
 
     def records(self, kind: str | None = None) -> Iterator[JournalRecord]:
@@ -180,10 +180,17 @@ class Journal:
 
     # ---- the archive ----
 
+    def _held(self) -> tuple[int, int]:
+        """The numbers of the oldest and the newest record in the file."""
+        with disk_errors_fatal(self._path):
+            return _bounds(self._connection)
+
     def _archive(self, first: int, last: int) -> None:
-        """Moves the oldest records, one segment of them. Raises OSError; the records then stay where they were."""
+        """Moves the oldest records, one segment of them. Raises OSError where the archive cannot be written; the
+        records then stay where they were. Raises FatalError as append_all does."""
         end = min(first + self._retention.segment_records, last)  # the newest record always stays
-        old = _of_one_segment(self._connection, first, end)
+        with disk_errors_fatal(self._path):
+            old = _of_one_segment(self._connection, first, end)
         write_segment(self._path.parent, old)
         failpoint("master.archive.before_delete")
         self._delete_to(old[-1])

@@ -335,7 +335,7 @@ class Promise:
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self.epoch = read_promise(disk) if NAME in disk.names() else 0
+        self.epoch = read_promise(disk) if NAME in listed(disk) else 0
 
     def save(self, epoch: int) -> None:
         """Save an epoch; durable when this returns. One below the promised epoch changes nothing. Raises OSError."""
@@ -350,6 +350,17 @@ def read_promise(disk: Disk) -> int:
     if not isinstance(epoch, int) or epoch < 0:
         raise ConfigError(f"{disk.where(NAME)} holds no epoch: this slave must not guess what it promised; {_REMEDY}")
     return epoch
+
+
+def listed(disk: Disk) -> list[str]:
+    """All files of the slave's directory, sorted. Raises ConfigError where it cannot be listed."""
+    try:
+        return disk.names()
+    except OSError as error:
+        raise ConfigError(
+            f"the slave's directory {disk.where('')} cannot be read: {error.strerror}; make it readable for this user, "
+            "or give another directory"
+        ) from error
 
 
 def read_small(disk: Disk, name: str, keys: Collection[str]) -> dict[str, object]:
@@ -416,7 +427,7 @@ def claim(disk: Disk, run_id: str, slave_id: str) -> bytes:
 
     Raises ConfigError when it is another's, or of an older release.
     """
-    names = disk.names()
+    names = listed(disk)
     old = next((name for name in names if name.startswith("v") and name.endswith(".safetensors")), None)
     if old is not None:
         raise ConfigError(

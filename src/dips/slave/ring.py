@@ -15,12 +15,12 @@ from pathlib import Path
 
 import xxhash
 
-from dips.core.errors import ConfigError, RefusalCode, Refused
+from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import RoundId, Version
 from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import SnapshotInfo
 from dips.core.observe.failpoints import failpoint
-from dips.slave.disk import IO_BYTES, TEMPORARY, DirectoryLock, Disk, LocalDisk, Promise, claim, replace_durably
+from dips.slave.disk import IO_BYTES, TEMPORARY, DirectoryLock, Disk, LocalDisk, Promise, claim, listed, replace_durably
 from dips.slave.memory import DISK_RETRY_S, F32, U8, bytes_of
 from dips.slave.snapshot_files import (
     HEADER_BYTES,
@@ -492,14 +492,7 @@ class SnapshotStore:
 
     def scan(self) -> list[str]:
         """Verify every snapshot. Returns one sentence for each that cannot be used. Raises ConfigError."""
-        try:
-            names = self._disk.names()
-        except OSError as error:
-            raise ConfigError(
-                f"the slave's directory {self.directory} cannot be read: {error.strerror}; make it readable for this "
-                "user, or give another directory"
-            ) from error
-        for name in names:
+        for name in listed(self._disk):
             if name.startswith(TEMPORARY):
                 with contextlib.suppress(OSError):
                     self._disk.remove(name)

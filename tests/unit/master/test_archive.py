@@ -137,6 +137,17 @@ def test_an_error_at_any_step_is_reported_and_loses_nothing(
     assert in_file(tmp_path) <= KEPT.records + KEPT.segment_records
 
 
+@pytest.mark.parametrize("lost", ["DROP TABLE records", "ALTER TABLE records RENAME COLUMN record_json TO lost"])
+def test_disk_trouble_of_the_journal_is_fatal_and_names_the_remedy(tmp_path: Path, lost: str) -> None:
+    """The second one shows only where records are read, after the count of them."""
+    with opened(tmp_path) as journal:
+        fill(journal, 40)
+        with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
+            other.execute(lost)
+        with pytest.raises(FatalError, match="check that the disk has room"):
+            journal.tidy()
+
+
 @pytest.mark.parametrize("place", [*PLACES, "master.journal.before_commit", "master.journal.after_commit"])
 def test_a_kill_at_any_step_loses_nothing_and_doubles_nothing(tmp_path: Path, place: str) -> None:
     class Killed(BaseException):

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -613,11 +613,15 @@ def test_the_directory_of_an_older_release_is_refused_with_what_to_do(tmp_path: 
         open_store(tmp_path)
 
 
-def test_a_directory_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("opened", [False, True], ids=["at the start", "later"])
+def test_a_directory_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: bool
+) -> None:
     def unreadable(path: object) -> list[str]:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    with closing(SnapshotStore(tmp_path, "run", "s0", 3)) as store:
+    with ExitStack() as stack:
+        store = stack.enter_context(closing(SnapshotStore(tmp_path, "run", "s0", 3))) if opened else None
         monkeypatch.setattr(os, "listdir", unreadable)
         with pytest.raises(ConfigError, match=r"cannot be read: Permission denied; make it readable"):
-            store.scan()
+            open_store(tmp_path) if store is None else store.scan()

@@ -57,7 +57,7 @@ def _asked(address: str, security: Security) -> str:
             if isinstance(security, Identity):
                 return _with_keys(connection, address, reloaded(security))
             return _without_keys(connection, address)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter for a name that no machine can have
         return ""
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from dips.core.errors import ConfigError
 from dips.core.net.keys import MASTER_DNS_NAME
 from dips.master.access import Access
+from dips.master.directory import remove_file
 
 PAGE_METHOD = "/dips.v1.Operator/Page"
 """The method for which a viewer is authorised: not one that every role may call, so only operators may."""
@@ -148,7 +149,7 @@ def write_page_address(directory: Path, url: str, pid: int) -> None:
 
 
 def remove_page_address(directory: Path) -> None:
-    (directory / ADDRESS_NAME).unlink(missing_ok=True)
+    remove_file(directory / ADDRESS_NAME)
 
 
 def read_page_url(directory: Path) -> str | None:

@@ -81,7 +81,7 @@ def probe(
                         lasted_ns = now_ns() - begin_ns
                         if number >= warm_up:
                             times[which].append(lasted_ns)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise FatalError(
             f"the link to {host}:{port} cannot be measured: {error}: run dips profile serve --listen there, and let "
             "this machine reach it"
@@ -123,7 +123,7 @@ def listening(host: str, port: int) -> socket.socket:
     """The socket of the serving end. Raises ConfigError where the address cannot be used."""
     try:
         return socket.create_server((host, port), backlog=4)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"--listen {host}:{port} cannot be used: {error}: give an address of this machine") from error
 
 
