@@ -151,7 +151,9 @@ class MasterConfig(MetricsKnobs):
         "auto: three times the time until an eviction",
     )
 
-    chunk_bytes: Bytes = Field(1 << 20, description="Size of one data message")
+    chunk_bytes: Bytes = Field(
+        1 << 20, description="Size of one data message; it cannot change once the run has a version"
+    )
     window_chunks: int = Field(
         64, ge=1, description="Most chunks in flight between a cluster and a slave; fewer where the link needs fewer"
     )
