@@ -102,6 +102,8 @@ class Control:
         self._call = call = stub.Attach()
         self._shell.handle(events.Linked())
         helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._beat())]
+        for helper in helpers:
+            helper.add_done_callback(self._shell.reap)  # without them the slave would seem well, or dead
         why = "the master ended it"
         try:
             failpoint("slave.link.before_attach")
