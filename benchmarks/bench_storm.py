@@ -129,7 +129,7 @@ async def _join_all(servers: Servers, names: list[str], beat_s: float) -> list[f
 
     async def one(name: str) -> float:
         hello = Hello(PROTOCOL_MIN, PROTOCOL_VERSION)
-        async with open_channel_aio(servers.address, servers.security(name), 64 << 20) as channel:
+        async with open_channel_aio(servers.address, servers.security(name)) as channel:
             join: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/dips.v1.Clusters/Join")
             await start.wait()
             began_s = time.perf_counter()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
+import pytest
 from support.master_for_slaves import MasterForSlaves
 from support.slave_wire import (
     LAYOUT,
@@ -23,14 +25,18 @@ from dips.core.ids import RoundId, Version
 from dips.core.math.outer_numpy import gram, outer_step
 from dips.core.messages import (
     Commit,
+    CommitRecord,
     Flipped,
     Measure,
     Measured,
     Prepared,
     Ready,
+    SendCommitRecord,
+    Settings,
     Staged,
     StagedPush,
 )
+from dips.slave.ring import Ring
 
 PLACEMENT = placement_over("s0")
 BLOCKS = list(LAYOUT.blocks)
@@ -87,3 +93,18 @@ async def test_a_seed_and_a_round_of_two_pushes(tmp_path: Path) -> None:
         np.testing.assert_array_equal(await client.pull(v1), theta)
         np.testing.assert_array_equal(await client.pull(v0), seed)
         client.close()
+
+
+async def test_messages_may_be_as_long_as_the_run_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the default of max_message_bytes."""
+    settings = Settings(heartbeat_s=0.1, chunk_bytes=1024, max_message_bytes=256 << 20)
+    record = bytes(65 << 20)
+    commit_hash = hashlib.sha256(record).digest()
+    monkeypatch.setattr(Ring, "record", lambda ring, version, round_id: (record, commit_hash))
+    async with MasterForSlaves(settings=settings) as master, slave_here(slave_config(tmp_path / "s0", master.address)):
+        link = await master.accept()
+        await link.hello()
+        await link.welcome()
+        link.send(SendCommitRecord(Version(1, 0), RoundId(1, 1)))
+        answer = await link.expect(CommitRecord)
+        assert hashlib.sha256(answer.record).digest() == commit_hash

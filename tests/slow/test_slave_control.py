@@ -29,7 +29,7 @@ from support.slave_wire import (
     slave_here,
 )
 
-from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, FatalError, RefusalCode, Refused
+from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import RoundId, SlaveId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.math import outer_numba
@@ -52,7 +52,8 @@ from dips.core.messages import (
     StopSlave,
     Welcome,
 )
-from dips.slave import ring
+from dips.core.observe import tape
+from dips.slave import control, ring
 from dips.slave.config import SlaveConfig
 from dips.slave.memory import ShardMemory
 from dips.slave.process import serve
@@ -196,6 +197,45 @@ async def test_a_fenced_slave_comes_back_as_nobody(tmp_path: Path) -> None:
         await link.hello()
         assert link.callers[0].incarnation is None
         await link.welcome(1, 2)
+
+
+async def test_a_full_disk_under_the_tape_ends_the_slave_instead_of_a_push_that_is_never_staged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def push(link: SlaveLink) -> None:
+        hello = await link.hello()
+        await link.welcome()
+        link.send(configure_for(placement_over("s0")))
+        await link.expect(Ready)
+        link.send(open_staging(A, 0))
+        client = DataClient(hello.data_endpoint, BLOCKS)
+        monkeypatch.setattr(tape, "_append", full)
+        await client.put_all(A, SEED)
+        client.close()
+
+    async with MasterForSlaves() as master:
+        config = slave_config(tmp_path / "s0", master.address, tape=tmp_path / "s0.jsonl")
+        error = await ended_by(master, config, push)
+    assert isinstance(error, FatalError)
+    assert "make room on its disk, then start again" in str(error)
+
+
+async def test_a_bug_in_the_beats_ends_the_slave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(*args: object) -> None:
+        raise RuntimeError("that is odd")
+
+    async def beat(link: SlaveLink) -> None:
+        await link.hello()
+        monkeypatch.setattr(control, "with_resident_bytes", odd)
+        await link.welcome()
+
+    async with MasterForSlaves() as master:
+        error = await ended_by(master, slave_config(tmp_path / "s0", master.address), beat)
+    assert isinstance(error, LocalProtocolError)
+    assert "RuntimeError: that is odd" in str(error)
 
 
 async def test_any_other_refusal_is_dialled_through(tmp_path: Path) -> None:
@@ -403,7 +443,8 @@ async def test_a_bug_in_a_job_ends_the_slave_and_is_not_swallowed(
 
     async with MasterForSlaves() as master:
         error = await ended_by(master, slave_config(tmp_path / "s0", master.address), measure)
-    assert isinstance(error, ZeroDivisionError)
+    assert isinstance(error, LocalProtocolError)
+    assert "ZeroDivisionError: a bug" in str(error)
 
 
 async def rounds_on(tmp_path: Path, slaves: tuple[str, ...]) -> tuple[np.ndarray, dict[int, Any]]:

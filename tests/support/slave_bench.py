@@ -66,9 +66,13 @@ class SlaveBench:
         memory_bytes: int = 1 << 20,
         settings: Settings | None = None,
         curve_key: bytes = b"",
+        snapshots_kept: int = 3,
     ) -> None:
         self.settings = settings or Settings()
-        self.state = SlaveMachine(RUN, "s0", "tcp://127.0.0.1:1", memory_bytes, 1 << 20, promised, snapshots, curve_key)
+        self.state = SlaveMachine(
+            RUN, "s0", "tcp://127.0.0.1:1", memory_bytes, 1 << 20, promised, snapshots, curve_key,
+            snapshots_kept=snapshots_kept,
+        )  # fmt: skip
         self.now_s = 0.0
         self.epoch, self.incarnation = 1, Incarnation(1, 1)
         self.disk: tuple[SnapshotInfo, ...] = snapshots

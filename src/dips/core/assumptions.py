@@ -185,7 +185,7 @@ MASTER: tuple[Assumption, ...] = (
         "async_lag_versions >= 1",
         "with durability = async a version is published before it is on the disks",
         "nothing could be published",
-        "use 4, the default, or durability = sync",
+        "use 2, the default, or durability = sync",
     ),
     Assumption(
         "journal",

@@ -136,6 +136,8 @@ class Settings:
     # "float32", or what published versions are rounded to, as differences to the version before: "bfloat16", "int8" or
     # "int4"
     pull_wire: str = "float32"
+    # with durability "async": versions that a slave's disk may be behind when a round begins; 0: not known
+    async_lag_versions: int = 0
 
 
 # ---- data.proto ----

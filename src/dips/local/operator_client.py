@@ -35,7 +35,6 @@ from dips.master.directory import read_address
 from dips.protos import operator_pb2_grpc
 
 CALL_S = 5.0
-_MAX_MESSAGE_BYTES = 64 << 20
 
 T = TypeVar("T")
 
@@ -49,7 +48,7 @@ class OperatorClient:
         self._run_id = run_id
         self._security = security
         self._call_s = call_s
-        self._channel = open_channel(address, security, _MAX_MESSAGE_BYTES)
+        self._channel = open_channel(address, security)
         self._stub = operator_pb2_grpc.OperatorStub(self._channel)
 
     def __enter__(self) -> OperatorClient:

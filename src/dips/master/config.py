@@ -151,7 +151,9 @@ class MasterConfig(MetricsKnobs):
         "auto: three times the time until an eviction",
     )
 
-    chunk_bytes: Bytes = Field(1 << 20, description="Size of one data message")
+    chunk_bytes: Bytes = Field(
+        1 << 20, description="Size of one data message; it cannot change once the run has a version"
+    )
     window_chunks: int = Field(
         64, ge=1, description="Most chunks in flight between a cluster and a slave; fewer where the link needs fewer"
     )
@@ -219,7 +221,10 @@ class MasterConfig(MetricsKnobs):
         "afterwards, and a crash of a slave may undo the newest versions",
     )
     async_lag_versions: int = Field(
-        4, le=1000, description="With async: no version is published while a disk is this many versions behind"
+        2,
+        le=1000,
+        description="With async: no round begins while a disk is more versions behind; slaves must keep one snapshot "
+        "more than this",
     )
     journal_records: int = Field(
         20_000, le=10_000_000, description="Decisions that stay in the journal; older ones move to the archive"

@@ -62,7 +62,7 @@ async def serve(
 
     Ends upon Halt, an error of the state machine, SIGTERM or SIGINT (signals in the main thread only); BeginAgain
     begins another epoch, and `started` is called again. Raises ConfigError (a directory, run id or port that cannot be
-    used) and FatalError (a damaged journal) before anything is served.
+    used, settings that do not fit the run) and FatalError (a damaged journal) before anything is served.
     """
     clock = clock or SystemClock()
     security = security_of(config, "the master")

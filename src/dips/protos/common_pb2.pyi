@@ -248,7 +248,7 @@ class Verdict(_message.Message):
     def __init__(self, push: _Optional[_Union[PushId, _Mapping]] = ..., kind: _Optional[_Union[VerdictKind, str]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., reason: _Optional[str] = ..., reset_inner_optimizer: _Optional[bool] = ..., round: _Optional[_Union[RoundId, _Mapping]] = ...) -> None: ...
 
 class Settings(_message.Message):
-    __slots__ = ("sync_every_steps", "dynamic_local_steps", "heartbeat_s", "evict_after_beats", "verdict_wait_s", "chunk_bytes", "window_chunks", "max_staleness_versions", "tk_max_tokens", "outer_lr", "outer_momentum", "preset", "durability", "max_message_bytes", "ticket_ttl_s", "round_timeout_s", "overlap", "verdict_wait_measured", "frozen", "memory_files", "overlap_share", "pull_wire")
+    __slots__ = ("sync_every_steps", "dynamic_local_steps", "heartbeat_s", "evict_after_beats", "verdict_wait_s", "chunk_bytes", "window_chunks", "max_staleness_versions", "tk_max_tokens", "outer_lr", "outer_momentum", "preset", "durability", "max_message_bytes", "ticket_ttl_s", "round_timeout_s", "overlap", "verdict_wait_measured", "frozen", "memory_files", "overlap_share", "pull_wire", "async_lag_versions")
     SYNC_EVERY_STEPS_FIELD_NUMBER: _ClassVar[int]
     DYNAMIC_LOCAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +271,7 @@ class Settings(_message.Message):
     MEMORY_FILES_FIELD_NUMBER: _ClassVar[int]
     OVERLAP_SHARE_FIELD_NUMBER: _ClassVar[int]
     PULL_WIRE_FIELD_NUMBER: _ClassVar[int]
+    ASYNC_LAG_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     sync_every_steps: int
     dynamic_local_steps: bool
     heartbeat_s: float
@@ -293,4 +294,5 @@ class Settings(_message.Message):
     memory_files: str
     overlap_share: float
     pull_wire: str
-    def __init__(self, sync_every_steps: _Optional[int] = ..., dynamic_local_steps: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., evict_after_beats: _Optional[int] = ..., verdict_wait_s: _Optional[float] = ..., chunk_bytes: _Optional[int] = ..., window_chunks: _Optional[int] = ..., max_staleness_versions: _Optional[int] = ..., tk_max_tokens: _Optional[int] = ..., outer_lr: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., preset: _Optional[str] = ..., durability: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., ticket_ttl_s: _Optional[float] = ..., round_timeout_s: _Optional[float] = ..., overlap: _Optional[str] = ..., verdict_wait_measured: _Optional[bool] = ..., frozen: _Optional[str] = ..., memory_files: _Optional[str] = ..., overlap_share: _Optional[float] = ..., pull_wire: _Optional[str] = ...) -> None: ...
+    async_lag_versions: int
+    def __init__(self, sync_every_steps: _Optional[int] = ..., dynamic_local_steps: _Optional[bool] = ..., heartbeat_s: _Optional[float] = ..., evict_after_beats: _Optional[int] = ..., verdict_wait_s: _Optional[float] = ..., chunk_bytes: _Optional[int] = ..., window_chunks: _Optional[int] = ..., max_staleness_versions: _Optional[int] = ..., tk_max_tokens: _Optional[int] = ..., outer_lr: _Optional[float] = ..., outer_momentum: _Optional[float] = ..., preset: _Optional[str] = ..., durability: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., ticket_ttl_s: _Optional[float] = ..., round_timeout_s: _Optional[float] = ..., overlap: _Optional[str] = ..., verdict_wait_measured: _Optional[bool] = ..., frozen: _Optional[str] = ..., memory_files: _Optional[str] = ..., overlap_share: _Optional[float] = ..., pull_wire: _Optional[str] = ..., async_lag_versions: _Optional[int] = ...) -> None: ...

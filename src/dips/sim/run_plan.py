@@ -298,6 +298,8 @@ def make_plan(rng: Random, durability: str | None = None, shape: Shape = SMALL) 
         snapshots_kept=rng.choice((2, 3)),
         wires=_wires(rng, n_clusters),
     )
+    # As many as the slaves' disks can keep: with more they would refuse to be configured.
+    plan = replace(plan, config=replace(plan.config, async_lag_versions=plan.snapshots_kept - 1))
     plan = _with_pull_wire(rng, plan)
     return _shaped(rng, replace(plan, config=_judged(rng, plan.config)), shape)
 

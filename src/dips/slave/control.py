@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from dips.core.errors import RefusalCode, Refused, RetryLater
-from dips.core.messages import Settings, SlaveCommand, SlaveMessage
+from dips.core.messages import SlaveCommand, SlaveMessage
 from dips.core.net.codec_protobuf import from_message, to_message
 from dips.core.net.grpc_calls import open_channel_aio, refused_from
 from dips.core.net.keys import UsedKeys
@@ -86,7 +86,7 @@ class Control:
         wait_s = FIRST_WAIT_S
         while True:
             # A new channel for each stream: keys that were renewed meanwhile are used from the next one on.
-            async with open_channel_aio(self._master, self._security, Settings().max_message_bytes) as channel:
+            async with open_channel_aio(self._master, self._security) as channel:
                 why = await self._attach(slaves_pb2_grpc.SlavesStub(channel))
             if not self._welcomed:
                 why = await asyncio.to_thread(why_not_let_in, self._master, self._security) or why
@@ -102,6 +102,8 @@ class Control:
         self._call = call = stub.Attach()
         self._shell.handle(events.Linked())
         helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._beat())]
+        for helper in helpers:
+            helper.add_done_callback(self._shell.reap)  # without them the slave would seem well, or dead
         why = "the master ended it"
         try:
             failpoint("slave.link.before_attach")

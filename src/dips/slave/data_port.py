@@ -39,6 +39,9 @@ from dips.slave.state.staging import Landed, Landing, ShardMap, Slot, Staging, S
 
 NOT_READY_RETRY_S = 0.5
 
+MAX_REASON_CHARACTERS = 400
+"""The most characters of the last refusal, which goes to log and tape: a sentence may quote what a peer sent."""
+
 Reader = str | bytes
 """Whose pull it is: the owner of the connection's key, such as all ranks of a cluster; without keys the connection's
 routing id."""
@@ -305,7 +308,7 @@ class DataPort:
         self.refused_chunks += 1
         self._refused[refused.code.name] += 1
         if refused.retry_after_s == 0:  # else it is early, not wrong: not worth a log line
-            self.last_refusal = refused.sentence
+            self.last_refusal = refused.sentence[:MAX_REASON_CHARACTERS]
         return Answer(DataHeader(self._run_id, self._epoch, DataOp.REFUSED, request, refusal=to_refusal(refused)))
 
     def _serve(self, header: DataHeader, frames: Sequence[memoryview], reader: Reader) -> Answer | LandingJob | None:

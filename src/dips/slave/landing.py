@@ -201,10 +201,13 @@ class KnownReceipts:
         columns, found, known = self.receipts.sums, None, None
         code = pair_code(columns, slot, other)
         for place in range(self.receipts.n_places):
+            # Copied before the pair is read: other pushes land meanwhile, and claim() gives them places of an older
+            # theta. One that has the current number keeps its pair.
+            taken_with = columns.taken_with[place].copy()
             here = columns.pair_of[place] == code
             if not here.any():
                 continue
-            valid = self._of_pieces(np.where(here, columns.taken_with[place], NEVER))
+            valid = self._of_pieces(np.where(here, taken_with, NEVER))
             found = columns.products[place] if found is None else np.where(valid, columns.products[place], found)
             known = valid if known is None else known | valid
         return None if found is None or known is None else (found, known)

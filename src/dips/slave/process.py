@@ -169,6 +169,7 @@ async def _serve(
             store.ring.infos(),
             b"" if curve is None else curve.public,
             store.directory_id,
+            config.snapshots_kept,
         )
         shell = SlaveShell(
             state,

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from dips.core.chunks import shard_digest
 from dips.core.clock import Clock
-from dips.core.errors import FatalError, LocalProtocolError, RefusalCode, Refused
+from dips.core.errors import DipsError, FatalError, LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import Incarnation
 from dips.core.math import landing_numba, outer_numba, wire_numba
 from dips.core.math.compiling import watched
@@ -127,13 +127,14 @@ class SlaveShell:
         return snapshot(self.state, self._memory, self._counts)
 
     def handle(self, event: events.Event) -> None:
-        """Give the state machine an event and carry out its effects, in order."""
+        """Give the state machine an event and carry out its effects, in order. Any error ends the process: a caller on
+        the event loop could only log it, and the effects behind it are lost."""
         if isinstance(event, events.Unlinked):
             self._counts.note("unlinked")
         try:
             for effect in self.state.handle(event, self._clock.monotonic_s()):
                 self._carry_out(effect)
-        except LocalProtocolError as error:
+        except Exception as error:
             self.fail(error)
 
     def handle_soon(self, event: events.Event) -> None:
@@ -141,9 +142,13 @@ class SlaveShell:
         self._loop.call_soon_threadsafe(self.handle, event)
 
     def fail(self, error: BaseException) -> None:
-        """End the process with this error."""
-        if not self.ended.done():
-            self.ended.set_exception(error)
+        """End the process with this error; one that nobody raised on purpose is a bug, and the log has its trace."""
+        if self.ended.done():
+            return
+        if isinstance(error, Exception) and not isinstance(error, DipsError):
+            log.critical("a bug in the slave", exc_info=error)
+            error = LocalProtocolError(f"a bug in the slave: {type(error).__name__}: {error}")
+        self.ended.set_exception(error)
 
     def fail_soon(self, error: BaseException) -> None:
         """As fail(), called from any other thread."""
@@ -219,10 +224,11 @@ class SlaveShell:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._reap)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self.reap)
 
-    def _reap(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def reap(self, task: asyncio.Task[None]) -> None:
+        """End the process if this task ended with an error."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
 

@@ -38,13 +38,10 @@ _logger = logging.getLogger("dips.worker.control")
 N_THREADS = 3
 """Threads: one for each lane of the session (the exchange, leases, and small calls)."""
 
-MAX_MESSAGE_BYTES = 64 << 20
-"""Largest message. A Join carries the layout: about 60 bytes for each parameter, so this allows a million of them."""
-
 
 def channel_to(master: str, security: Security) -> grpc.Channel:
     """A channel to the master; connects when first used. Raises ConfigError for an address that cannot be dialled."""
-    return open_channel(master, security, MAX_MESSAGE_BYTES)
+    return open_channel(master, security)
 
 
 class MasterStubs:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from support.master_bench import LEASED, Bench, refused_with
 
-from dips.core.errors import RefusalCode
+from dips.core.errors import ConfigError, RefusalCode
 from dips.core.ids import Version
 from dips.core.messages import (
     Commit,
@@ -303,6 +303,15 @@ def test_master_without_a_journal_guesses_nothing_unless_told_to() -> None:
     assert "dips master --rebuild" in bench.status().recovery
     with refused_with(RefusalCode.BUSY):
         bench.join("a")
+
+
+def test_rebuild_with_other_chunks_than_the_slaves_versions_have_is_refused() -> None:
+    bench, _ = old_journal("a")
+    settings = replace(bench.config.settings, chunk_bytes=1 << 19)
+    bench.config = replace(bench.config, rebuild=True, settings=settings)
+    with pytest.raises(ConfigError, match=r"chunk_bytes is 524288.*: start .*chunk_bytes = 1048576, or "):
+        bench.restart("")
+    assert not bench.entries("ADOPT") + bench.entries("ROLLBACK")
 
 
 def test_rebuild_goes_back_when_the_newest_is_not_everywhere() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 from support.master_bench import LEASED, Bench
 
+from dips.core.errors import ConfigError
 from dips.core.ids import Version
-from dips.core.messages import Commit, Measure, PullGrant, Ticket, Verdict, VerdictKind
+from dips.core.messages import Commit, Measure, PullGrant, Settings, Ticket, Verdict, VerdictKind
 from dips.master.state.ledger import Ledger
 
 
@@ -15,6 +19,11 @@ def restart(bench: Bench) -> None:
         slave.alive = False
     bench.start_master()
     bench.attach_all()
+
+
+def with_chunks(bench: Bench, chunk_bytes: int) -> None:
+    """The settings of the bench's next master."""
+    bench.config = replace(bench.config, settings=replace(bench.config.settings, chunk_bytes=chunk_bytes))
 
 
 def test_published_version_tokens_and_fences_survive() -> None:
@@ -101,6 +110,42 @@ def test_round_under_way_is_forgotten_and_the_next_has_another_id() -> None:
     after = bench.status().recent_rounds[-1].round
     assert before is not None
     assert after > before
+
+
+def test_other_chunks_than_those_of_the_runs_versions_are_refused_at_the_start() -> None:
+    """A slave checks a snapshot by chunks of this size: each would seem damaged, and the run would go back and back."""
+    bench = Bench().running("a")
+    with_chunks(bench, 1 << 19)
+    with pytest.raises(
+        ConfigError, match=r"chunk_bytes is 524288.* with 1048576.*: start .*chunk_bytes = 1048576, or "
+    ):
+        restart(bench)
+    assert not bench.entries("ROLLBACK")
+    with_chunks(bench, 1 << 20)
+    restart(bench)
+    assert bench.status().published == Version(1, 0)
+
+
+def test_chunks_may_change_until_there_is_a_version() -> None:
+    bench = Bench()
+    bench.attach_all()
+    bench.join("a")
+    assert bench.entries("PLACE")
+    with_chunks(bench, 1 << 19)
+    restart(bench)
+    assert bench.state.shared.ledger.chunk_bytes == 1 << 19
+
+
+def test_chunks_of_a_journal_that_does_not_name_them_are_those_of_the_settings() -> None:
+    """An older release wrote it. The next entry names them."""
+    bench = Bench(settings=Settings(chunk_bytes=1 << 19)).running("a")
+    assert bench.snapshot is not None
+    ledger = json.loads(bench.snapshot)
+    del ledger["chunk_bytes"]
+    bench.snapshot = json.dumps(ledger)
+    restart(bench)
+    bench.join("a")
+    assert Ledger.from_json(bench.snapshot).chunk_bytes == 1 << 19
 
 
 def test_ledger_survives_its_own_text() -> None:

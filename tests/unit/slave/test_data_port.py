@@ -16,13 +16,14 @@ from dips.core.ids import RoundId, Version
 from dips.core.layout import Block, Layout, Parameter
 from dips.core.math import outer_numpy, wire_numpy
 from dips.core.math.outer_numpy import PIECE_ELEMS
-from dips.core.messages import Refusal, SnapshotInfo
+from dips.core.messages import AllowedKey, KeyRole, Refusal, SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
 from dips.slave.calculation import chunk_checksums
-from dips.slave.data_port import Answer, DataPort, landed
+from dips.slave.data_port import MAX_REASON_CHARACTERS, Answer, DataPort, landed
 from dips.slave.landing import LandingJob
 from dips.slave.memory import ThetaBuffer
+from dips.slave.state.admission import Admission
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
 
@@ -63,7 +64,7 @@ class Port:
         assert answer.header.refusal is not None
         assert self.port.refused_chunks == count + 1
         early = answer.header.refusal.retry_after_s > 0
-        assert early or self.port.last_refusal == answer.header.refusal.sentence
+        assert early or self.port.last_refusal == answer.header.refusal.sentence[:MAX_REASON_CHARACTERS]
         assert self.port.beat() == replace(landed, refused_chunks=count + 1)
         if "the payload's checksum" not in answer.header.refusal.sentence:
             np.testing.assert_array_equal(self.staging, before)
@@ -100,6 +101,18 @@ def put(chunk: Chunk, body: bytes = b"") -> DataHeader:
 
 def get(chunk: Chunk, version: Version = V0) -> DataHeader:
     return replace(put(chunk), op=DataOp.GET_CHUNK, push=None, attempt=0, version=version, codec=Codec.NONE, checksum=0)
+
+
+def test_the_name_of_a_foreign_push_fills_no_log(port: Port) -> None:
+    """The slave writes the last refusal to tape and log with each heartbeat; a header has room for 64 KiB of names."""
+    key, admission = b"k" * 32, Admission()
+    admission.set_keys([AllowedKey(KeyRole.CLUSTER, "a", key)])
+    port.port = DataPort("run", port.staged.append, admission=admission)
+    header = replace(put(CHUNKS[0]), push=push_id("x" * 60_000))
+    answer = port.port.answer([memoryview(header.encode()), memoryview(payload(CHUNKS[0]))], user=key.hex())
+    assert answer.header.refusal is not None
+    assert answer.header.refusal.code is RefusalCode.KEY
+    assert len(port.port.last_refusal) < 500
 
 
 def test_a_whole_push_lands_in_its_row_and_is_said_once(port: Port) -> None:

@@ -110,7 +110,7 @@ def test_with_float32_nothing_is_kept_in_addition() -> None:
 
 def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(Refused, match="pull_wire is 'int3'") as refused:
-        check_settings(Settings(pull_wire="int3"), 1 << 21)
+        check_settings(Settings(pull_wire="int3"), 1 << 21, 3)
     assert refused.value.code is RefusalCode.CONFIG
     buffers = Layout((Parameter("a", (8,), "float32", "a"), Parameter("m", (8,), "float32", AVERAGED_LAYER, True)))
     body = Configure(buffers, buffers.layout_hash, PlacementSpec((), (), b""), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,6 +135,36 @@ def test_telling_the_same_version_again_forgets_nothing() -> None:
     port.put(0)
     port.serve(V0)
     assert port.known().squared(0)[1].all()
+
+
+def test_products_of_another_pair_that_lands_while_they_are_read_are_not_taken_for_these() -> None:
+    """MEASURE of pushes 0 and 1 begins after a flip, and the place of their products goes to 2 and 3 meanwhile."""
+    port = Port()
+    port.serve(V1)
+    port.put(0)
+    port.put(1)
+    port.serve(V0)
+    port.put(2)
+    known, landed = port.known(), []
+
+    class Landing(np.ndarray):
+        """Push 3 lands right after a row was read."""
+
+        def __getitem__(self, key: Any) -> Any:
+            found = np.array(super().__getitem__(key))
+            if isinstance(key, int) and not landed:
+                landed.append(key)
+                port.put(3)
+            return found
+
+    known.receipts.sums = known.receipts.sums._replace(pair_of=known.receipts.sums.pair_of.view(Landing))
+    found = known.products(0, 1)
+    assert landed
+    assert found is None or not found[1].any()
+    taken = known.products(2, 3)
+    assert taken is not None
+    assert taken[1].all()
+    np.testing.assert_array_equal(taken[0], sums(V0, VALUES[2], VALUES[3]))
 
 
 def test_another_push_in_a_row_begins_with_nothing_known() -> None:

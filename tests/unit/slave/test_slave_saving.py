@@ -20,8 +20,20 @@ from support.slave_bench import (
     snapshot,
 )
 
+from dips.core.errors import RefusalCode
 from dips.core.ids import RoundId, Version
-from dips.core.messages import Commit, Configure, Flipped, Prepare, Prepared, Ready, Settings, SlaveHello, SnapshotInfo
+from dips.core.messages import (
+    Commit,
+    Configure,
+    ConfigureRefused,
+    Flipped,
+    Prepare,
+    Prepared,
+    Ready,
+    Settings,
+    SlaveHello,
+    SnapshotInfo,
+)
 from dips.slave.state import effects, events
 from dips.slave.state.effects import Effect
 from dips.slave.state.shard import SAVE_TABLE, SavePhase
@@ -59,6 +71,20 @@ def saved(bench: SlaveBench, number: int, v: int) -> list[Effect]:
 def durable(bench: SlaveBench) -> int | None:
     found = bench.state.shard.saving.durable
     return found.v if found is not None else None
+
+
+@pytest.mark.parametrize("durability", ["sync", "async"])
+@pytest.mark.parametrize("lag", [2, 3])
+def test_a_ring_that_would_overwrite_what_the_run_goes_back_to_is_refused(durability: str, lag: int) -> None:
+    """Three snapshots kept: of a disk that is three versions behind, this slave would overwrite the newest."""
+    bench = SlaveBench(settings=Settings(durability=durability, async_lag_versions=lag), snapshots_kept=3)
+    bench.attach()
+    refused = [answer.refusal for answer in said(bench.command(configure())) if isinstance(answer, ConfigureRefused)]
+    if (durability, lag) == ("async", 3):
+        assert [refusal.code for refusal in refused] == [RefusalCode.CONFIG]
+        assert "raise its snapshots_kept to 4, or lower the master's async_lag_versions to 2" in refused[0].sentence
+    else:
+        assert refused == []
 
 
 def test_a_round_answers_without_the_disk_and_the_save_begins_with_the_commit(late: SlaveBench) -> None:

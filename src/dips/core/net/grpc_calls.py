@@ -180,28 +180,33 @@ def _decode_refusal(value: bytes) -> Refused:
 # ---- grpc channel ----------------------------------------------------------------------------------------------------
 
 
-def open_channel(address: str, security: Security, max_message_bytes: int) -> grpc.Channel:
+MAX_MESSAGE_BYTES = 1 << 30
+"""Longest message of a client: the largest max_message_bytes that a run may have. The master enforces the run's own; a
+client with a lower one would fail with messages that the run allows."""
+
+
+def open_channel(address: str, security: Security) -> grpc.Channel:
     """A channel to the master at "host:port"; connects when first used.
 
     Raises ConfigError for an address that is not one, or that is not loopback while there are no keys.
     """
-    target, options = _target(address, security, max_message_bytes)
+    target, options = _target(address, security)
     if isinstance(security, Identity):
         return grpc.secure_channel(target, _credentials(security), options=options)
     return grpc.insecure_channel(target, options=options)
 
 
-def open_channel_aio(address: str, security: Security, max_message_bytes: int) -> grpc.aio.Channel:
+def open_channel_aio(address: str, security: Security) -> grpc.aio.Channel:
     """open_channel for an event loop."""
-    target, options = _target(address, security, max_message_bytes)
+    target, options = _target(address, security)
     if isinstance(security, Identity):
         return grpc.aio.secure_channel(target, _credentials(security), options=options)
     return grpc.aio.insecure_channel(target, options=options)
 
 
-def _target(address: str, security: Security, max_message_bytes: int) -> tuple[str, list[tuple[str, int | str]]]:
+def _target(address: str, security: Security) -> tuple[str, list[tuple[str, int | str]]]:
     check_reach(address, "the master's address", security)
-    options: list[tuple[str, int | str]] = [*channel_options(max_message_bytes)]
+    options: list[tuple[str, int | str]] = [*channel_options(MAX_MESSAGE_BYTES)]
     if isinstance(security, Identity):
         options.append(("grpc.ssl_target_name_override", MASTER_DNS_NAME))
     return format_address(*parse_address(address, "the master's address")), options

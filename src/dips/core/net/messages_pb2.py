@@ -286,6 +286,7 @@ def write_settings(value: m.Settings, message: common_pb2.Settings) -> None:
     message.memory_files = value.memory_files
     message.overlap_share = value.overlap_share
     message.pull_wire = value.pull_wire
+    message.async_lag_versions = value.async_lag_versions
 
 
 def read_settings(message: common_pb2.Settings) -> m.Settings:
@@ -312,6 +313,7 @@ def read_settings(message: common_pb2.Settings) -> m.Settings:
         memory_files=message.memory_files,
         overlap_share=message.overlap_share,
         pull_wire=message.pull_wire,
+        async_lag_versions=message.async_lag_versions,
     )
 
 

@@ -125,10 +125,20 @@ class Ledger:
     extended: tuple[int, int] | None = None
     # Taken over from slaves that may have lost newer versions: the run continues only on a new timeline.
     behind: bool = False
+    chunk_bytes: int = 0  # the digests of versions are over chunks of this size; 0: an older release wrote the ledger
 
     @property
     def version(self) -> Version | None:
         return self.commit.version if self.commit else None
+
+    def check_chunks(self, chunk_bytes: int) -> None:
+        """Raises ConfigError when slaves would check this run's versions by chunks of another size than they have."""
+        if self.commit is not None and self.chunk_bytes not in (0, chunk_bytes):
+            raise ConfigError(
+                f"chunk_bytes is {chunk_bytes}, and run {self.run_id} made its versions with {self.chunk_bytes}, by "
+                "which slaves check and store them",
+                f"start the master with chunk_bytes = {self.chunk_bytes}, or begin another run",
+            )
 
     def is_given_up(self, version: Version) -> bool:
         """Whether a ROLLBACK took the version out of the run's history."""
@@ -177,6 +187,8 @@ class Ledger:
             raw["untrained"] = self.untrained
         if self.extended is not None:
             raw["extended"] = list(self.extended)
+        if self.chunk_bytes:
+            raw["chunk_bytes"] = self.chunk_bytes
         if with_commit:
             raw["commit"] = _commit_to_json(self.commit)
         return canonical(raw)
@@ -218,6 +230,7 @@ class Ledger:
             given_up=[(_version(old), _version(new)) for old, new in raw.get("given_up", [])],
             applied_in=[(_version(v), tuple(map(push_from_json, pushes))) for v, pushes in raw.get("applied_in", [])],
             behind=raw.get("behind") is True,
+            chunk_bytes=_whole(raw.get("chunk_bytes", 0)),
             reshard=reshard,
             untrained=untrained,
             extended=(_whole(extended[0]), _whole(extended[1])) if extended is not None else None,

@@ -66,7 +66,10 @@ class MasterMachine:
     """One run's master. Not thread-safe: one owner calls handle() in order of time."""
 
     def __init__(self, config: RunConfig, epoch: int, snapshot_json: str | None, wall_offset_s: float) -> None:
+        """Raises FatalError for a ledger that cannot be read, ConfigError when the settings do not fit the run."""
         ledger = ledger_from_journal(snapshot_json) if snapshot_json else Ledger(config.run_id)
+        ledger.check_chunks(config.settings.chunk_bytes)
+        ledger.chunk_bytes = config.settings.chunk_bytes
         self.shared = SharedState(config, epoch, ledger, wall_offset_s)
         self._pushes = Pushes(self.shared)
         self._rounds = Rounds(self.shared, self._pushes)
@@ -121,7 +124,9 @@ class MasterMachine:
         return self.shared.stopped_s is not None
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """Handles one event. Raises LocalProtocolError, with the last events, only for a bug in this code."""
+        """Handles one event. Raises LocalProtocolError, with the last events, only for a bug in this code, and
+        ConfigError when the settings do not fit what the slaves hold (--rebuild).
+        """
         self.shared.now_s = now_s
         match event:
             case ClusterCall(token, request):

@@ -377,10 +377,12 @@ class Recovery:
         """Resumes from, adopts or rolls back to this snapshot if every slave of its placement has it; returns whether.
 
         For the newest snapshot it waits until all slaves that its record names are here: what they hold is not known.
+        Raises ConfigError where slaves cannot check the snapshot with the settings of this master.
         """
         broken = self._shared.recovery.broken
         if ledger.placement is None:
             return False
+        ledger.check_chunks(self._shared.config.settings.chunk_bytes)
         if missing := sorted({*ledger.placement.slaves} - {slave.id for slave in slaves}):
             return self._name_missing(snapshot[0], missing, wait=snapshot[0] == newest)
         members = [slave for slave in slaves if slave.id in ledger.placement.slaves]

@@ -135,6 +135,7 @@ def _merged(
     ledger.clusters = {
         name: _entry(current.clusters.get(name), ledger.clusters.get(name), name in members) for name in names
     }
+    ledger.chunk_bytes = current.chunk_bytes  # an older release's record does not have it
     ledger.round_n = max(current.round_n, ledger.round_n)
     ledger.given_up = sorted({*current.given_up, *ledger.given_up})
     ledger.rounds_committed = max(current.rounds_committed, ledger.rounds_committed)

@@ -78,7 +78,7 @@ class RunConfig:
     # promised is replaced by a still newer one.
     rebuild: bool = False
     # How many published versions a slave's disk may be behind (settings.durability "async" only).
-    async_lag_versions: int = 4
+    async_lag_versions: int = 2
     # Slaves accept only peers whose data key they received from the master, so every process brings one.
     encrypted: bool = False
     token_ratio_max: float = 100.0  # a push that counts this many times the usual tokens for a step is refused
@@ -86,8 +86,13 @@ class RunConfig:
     grace_sliding: bool = False
 
     def __post_init__(self) -> None:
-        # `settings` has both too, so that what all processes receive agrees with what this one does.
-        settings = replace(self.settings, round_timeout_s=self.round_timeout_s, ticket_ttl_s=self.ticket_ttl_s)
+        # `settings` has these too, so that what all processes receive agrees with what this one does.
+        settings = replace(
+            self.settings,
+            round_timeout_s=self.round_timeout_s,
+            ticket_ttl_s=self.ticket_ttl_s,
+            async_lag_versions=self.async_lag_versions,
+        )
         object.__setattr__(self, "settings", settings)
 
     @property

@@ -119,6 +119,7 @@ class SlaveHost(SlaveProcess):
             self.ring.infos(),
             self.world.key_of(self),
             self.disk.identity(self.world.draw),
+            self.world.plan.snapshots_kept,
         )
         self.world.began(self, self.disk.identity(self.world.draw))
         self._dial()

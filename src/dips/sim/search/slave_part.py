@@ -139,7 +139,7 @@ class SlavePart:
         # All processes of a name have one identity: a process that comes back has waited for as long as it must.
         self.state = SlaveMachine(
             RUN, self.name, f"tcp://{self.name}:1", 1 << 30, 1 << 20, self.promised, self._infos(),
-            directory_id=self.name.encode(),
+            directory_id=self.name.encode(), snapshots_kept=SNAPSHOTS_KEPT,
         )  # fmt: skip
         keep_no_story(self.state.story)
 

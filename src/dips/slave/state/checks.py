@@ -82,8 +82,9 @@ def check_memory(
         )
 
 
-def check_settings(settings: Settings, max_chunk_bytes: int) -> None:
-    """Check that the run's frames fit the limits that the data port was bound with, and that its settings are known.
+def check_settings(settings: Settings, max_chunk_bytes: int, snapshots_kept: int) -> None:
+    """Check that the run's frames fit the limits that the data port was bound with, that its settings are known, and
+    that the ring keeps what the run goes back to when another slave dies.
 
     Raises Refused(CONFIG).
     """
@@ -98,6 +99,16 @@ def check_settings(settings: Settings, max_chunk_bytes: int) -> None:
             RefusalCode.CONFIG,
             f"the run's pull_wire is {settings.pull_wire!r:.80}, this slave's release knows "
             f"{', '.join(WIRE_DTYPES)}: use the master's release",
+        )
+    # Another slave's disk may be `lag` versions behind when a round begins, which makes one more. This slave has a file
+    # more than it keeps, so the newest version there is still here, if it keeps one more than `lag`.
+    lag = settings.async_lag_versions
+    if settings.durability == "async" and snapshots_kept <= lag:
+        raise Refused(
+            RefusalCode.CONFIG,
+            f"the run's disks may be {lag} versions behind (durability async), and this slave keeps {snapshots_kept} "
+            f"snapshots, so it would overwrite the version that the run goes back to: raise its snapshots_kept to "
+            f"{lag + 1}, or lower the master's async_lag_versions to {snapshots_kept - 1}",
         )
     size = settings.chunk_bytes
     if not MIN_CHUNK_BYTES <= size <= max_chunk_bytes or size % 4:

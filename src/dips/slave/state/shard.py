@@ -210,7 +210,8 @@ SHARD_TABLE: TransitionTable[ShardPhase] = TransitionTable(
 
 
 class ShardState:
-    """State of the shard. memory_bytes: most that parameters may use here. snapshots: verified ones found at start."""
+    """State of the shard. memory_bytes: most that parameters may use here. snapshots: verified ones found at start.
+    snapshots_kept: the ring's."""
 
     def __init__(
         self,
@@ -220,10 +221,12 @@ class ShardState:
         snapshots: Sequence[SnapshotInfo],
         slots: Slots,
         story: MachineHistory,
+        snapshots_kept: int,
     ) -> None:
         self._slave_id = slave_id
         self._memory_bytes = memory_bytes
         self._max_chunk_bytes = max_chunk_bytes
+        self._snapshots_kept = snapshots_kept
         self._slots = slots
         self.phase: Phase[ShardPhase] = Phase(SHARD_TABLE, story)
         self.snapshots = tuple(snapshots)
@@ -268,7 +271,7 @@ class ShardState:
         if self.moved is not None and not is_load(self.moved[1], body):
             out = self._drop_moved()
         try:
-            check_settings(settings, self._max_chunk_bytes)
+            check_settings(settings, self._max_chunk_bytes, self._snapshots_kept)
             check_memory(own_blocks(self._slave_id, body), body, settings, self._memory_bytes)
             check_load(body, self.current, self.snapshots)
             made = _made(body, settings)
@@ -330,7 +333,7 @@ class ShardState:
                     begun = self._begin("list", ShardPhase.LISTING, Run(body, cause, now_s), now_s)
                 case MoveBlocks():  # the shadow of another placement; a slave without blocks begins with it
                     out = self._enter_round(body.round, now_s, made=False)
-                    check_settings(settings, self._max_chunk_bytes)
+                    check_settings(settings, self._max_chunk_bytes, self._snapshots_kept)
                     check_memory(own_blocks(self._slave_id, body), body, settings, self._memory_bytes)
                     check_move(self._slave_id, body, self.current)
                     job = Run(body, cause, now_s, chunk_bytes=settings.chunk_bytes, pull_wire=settings.pull_wire)

@@ -157,7 +157,7 @@ MAX_WAITING = 1024
 
 
 class SlaveMachine:
-    """State machine of one slave process. memory_bytes and max_chunk_bytes are this slave's own limits.
+    """State machine of one slave process. memory_bytes, max_chunk_bytes and snapshots_kept are this slave's own limits.
 
     curve_key: its data port's public key; empty when it uses none. directory_id: drawn once for its directory.
     """
@@ -173,11 +173,14 @@ class SlaveMachine:
         snapshots: Sequence[SnapshotInfo],
         curve_key: bytes = b"",
         directory_id: bytes = b"",
+        snapshots_kept: int = 3,
     ) -> None:
         self.story = MachineHistory()
         self.link = LinkState(run_id, promised_epoch, self.story)
         self.slots = Slots()
-        self.shard = ShardState(slave_id, memory_bytes, max_chunk_bytes, snapshots, self.slots, self.story)
+        self.shard = ShardState(
+            slave_id, memory_bytes, max_chunk_bytes, snapshots, self.slots, self.story, snapshots_kept
+        )
         self._slave_id = slave_id
         self._data_endpoint = data_endpoint
         self._memory_bytes = memory_bytes
