@@ -269,6 +269,7 @@ class RunForWorkers:
         self.leaves: list[LeaveRequest] = []
         self.beats: list[HeartbeatRequest] = []
         self.returned: list[DataRange] = []
+        self.pulls: list[BeginPullRequest] = []
         self.released: list[FinishPullRequest] = []
         self.hook: Callable[[str, Any], None] = lambda method, request: None
         self._lock = threading.RLock()
@@ -410,10 +411,12 @@ class RunForWorkers:
             raise RefuseCall(RefusalCode.VERSION_GONE, f"version {version} is not kept")
         blocks = [(s, s.blocks[:1] if self.false_digests else s.blocks) for s in self.slaves]
         digests = tuple((s.slave_id, digest_of_array(s.versions[version], b, CHUNK_BYTES)) for s, b in blocks)
+        self.pulls.append(request)
         return BeginPullReply(
             PullGrant(
-                version, self.fence, 1, self._placement(), tuple(range(len(self.layout.blocks))), digests, self.tokens,
-                self.settings.sync_every_steps, self.layout if request.reader else None, CHUNK_BYTES, self.epoch, RUN,
+                version, self.fence, len(self.pulls), self._placement(), tuple(range(len(self.layout.blocks))), digests,
+                self.tokens, self.settings.sync_every_steps, self.layout if request.reader else None, CHUNK_BYTES,
+                self.epoch, RUN,
             )
         )  # fmt: skip
 

@@ -330,11 +330,14 @@ class BeginPullRequest:
     exact: bool = False  # readers: this very version, or VERSION_GONE
     curve_key: bytes = b""  # readers: as in JoinRequest; a cluster's is known from its Join
     base: Version | None = None  # to which it would take differences; absent: it needs parameters
+    pin_id: int = 0  # readers: of the grant whose pin this renews, while its bytes arrive; 0: a new pull
 
 
 @dataclass(frozen=True)
 class PullGrant:
-    """Where the blocks of a version are. The version stays readable until FinishPull."""
+    """Where the blocks of a version are. The version stays readable until FinishPull; for a reader no longer than
+    pin_s, unless it renews the pin.
+    """
 
     version: Version
     fence: int
@@ -350,6 +353,7 @@ class PullGrant:
     run_id: str
     wire: Codec = Codec.F32  # how to fetch it: parameters, or differences to `base`
     base: Version | None = None  # the request's, where it is fetched as differences
+    pin_s: float = 0.0  # readers: how long the pin lasts from this answer on; 0: not known, of an older master
 
 
 @dataclass(frozen=True)

@@ -142,8 +142,8 @@ class MasterConfig(MetricsKnobs):
     lease_ttl_s: Seconds = Field(6 * 3600.0, description="Time for which data stays leased to a cluster that is gone")
     ticket_ttl_s: Literal["auto"] | Seconds = Field(
         "auto",
-        description="An upload without progress for this long is given up; auto: twice round_timeout_s, or the time "
-        "until an eviction if that is longer",
+        description="An upload, or a reader's pull, without progress for this long is given up; auto: twice "
+        "round_timeout_s, or the time until an eviction if that is longer",
     )
     linger_s: Literal["auto"] | Seconds = Field(
         "auto",

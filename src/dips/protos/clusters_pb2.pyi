@@ -257,23 +257,25 @@ class AwaitVerdictReply(_message.Message):
     def __init__(self, verdict: _Optional[_Union[_common_pb2.Verdict, _Mapping]] = ..., undecided: _Optional[_Union[Busy, _Mapping]] = ...) -> None: ...
 
 class BeginPullRequest(_message.Message):
-    __slots__ = ("caller", "reader", "at_least", "exact", "curve_key", "base")
+    __slots__ = ("caller", "reader", "at_least", "exact", "curve_key", "base", "pin_id")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     READER_FIELD_NUMBER: _ClassVar[int]
     AT_LEAST_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
     CURVE_KEY_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     reader: bool
     at_least: _common_pb2.Version
     exact: bool
     curve_key: bytes
     base: _common_pb2.Version
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., reader: _Optional[bool] = ..., at_least: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., exact: _Optional[bool] = ..., curve_key: _Optional[bytes] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ...) -> None: ...
+    pin_id: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., reader: _Optional[bool] = ..., at_least: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., exact: _Optional[bool] = ..., curve_key: _Optional[bytes] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., pin_id: _Optional[int] = ...) -> None: ...
 
 class PullGrant(_message.Message):
-    __slots__ = ("version", "fence", "pin_id", "placement", "block_order", "digest_of_slave", "tokens", "local_steps", "layout", "chunk_bytes", "epoch", "run_id", "wire", "base")
+    __slots__ = ("version", "fence", "pin_id", "placement", "block_order", "digest_of_slave", "tokens", "local_steps", "layout", "chunk_bytes", "epoch", "run_id", "wire", "base", "pin_s")
     class DigestOfSlaveEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -295,6 +297,7 @@ class PullGrant(_message.Message):
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     WIRE_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
+    PIN_S_FIELD_NUMBER: _ClassVar[int]
     version: _common_pb2.Version
     fence: int
     pin_id: int
@@ -309,7 +312,8 @@ class PullGrant(_message.Message):
     run_id: str
     wire: _data_pb2.Codec
     base: _common_pb2.Version
-    def __init__(self, version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., fence: _Optional[int] = ..., pin_id: _Optional[int] = ..., placement: _Optional[_Union[_common_pb2.PlacementSpec, _Mapping]] = ..., block_order: _Optional[_Iterable[int]] = ..., digest_of_slave: _Optional[_Mapping[str, bytes]] = ..., tokens: _Optional[int] = ..., local_steps: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., chunk_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., run_id: _Optional[str] = ..., wire: _Optional[_Union[_data_pb2.Codec, str]] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ...) -> None: ...
+    pin_s: float
+    def __init__(self, version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., fence: _Optional[int] = ..., pin_id: _Optional[int] = ..., placement: _Optional[_Union[_common_pb2.PlacementSpec, _Mapping]] = ..., block_order: _Optional[_Iterable[int]] = ..., digest_of_slave: _Optional[_Mapping[str, bytes]] = ..., tokens: _Optional[int] = ..., local_steps: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., chunk_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., run_id: _Optional[str] = ..., wire: _Optional[_Union[_data_pb2.Codec, str]] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., pin_s: _Optional[float] = ...) -> None: ...
 
 class BeginPullReply(_message.Message):
     __slots__ = ("grant", "busy")

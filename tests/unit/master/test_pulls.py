@@ -11,12 +11,14 @@ from dips.core.errors import RefusalCode
 from dips.core.ids import Version
 from dips.core.layout import AVERAGED_LAYER, Layout, Parameter
 from dips.core.messages import (
+    Allow,
     BeginPullRequest,
     Busy,
     Caller,
     Commit,
     FinishPullRequest,
     Hello,
+    KeyRole,
     PullGrant,
     Settings,
 )
@@ -102,6 +104,64 @@ def test_pins_are_released_replaced_and_run_out() -> None:
     bench.ask(BeginPullRequest(reader("y"), True))
     bench.advance(11.0)
     assert not bench.state.shared.pins
+
+
+# ---- pins of readers ----
+
+KEY = b"k" * 32
+
+
+def renewed(bench: Bench, grant: PullGrant, name: str = "x", key: bytes = b"") -> Any:
+    """The answer to a reader that has a pin, and to which bytes still arrive."""
+    return bench.ask(BeginPullRequest(reader(name), True, grant.version, True, key, pin_id=grant.pin_id)).answer
+
+
+def readers_keys(bench: Bench) -> list[bytes]:
+    return [allowed.curve_key for allowed in bench.state.shared.allowed.keys() if allowed.role is KeyRole.READER]
+
+
+def test_a_reader_that_renews_its_pin_keeps_it_and_its_key_and_a_silent_one_loses_both() -> None:
+    bench = Bench(encrypted=True, ticket_ttl_s=10.0).running("a")
+    grant = bench.ask(BeginPullRequest(reader("x"), True, curve_key=KEY)).answer
+    assert grant.pin_s == 10.0
+    lists = sum(isinstance(command, Allow) for command in bench.slaves[0].commands)
+    for _ in range(3):
+        rounds(bench, 1)
+        bench.advance(6.0)
+        assert renewed(bench, grant, key=KEY).pin_id == grant.pin_id
+    assert grant.version in bench.state.shared.kept, "although three versions were published meanwhile"
+    assert readers_keys(bench) == [KEY]
+    assert sum(isinstance(command, Allow) for command in bench.slaves[0].commands) == lists, "it is the same one"
+    assert [line["by"] for line in bench.recorded("pull")].count("reader x") == 1, "it is one pull"
+    assert bench.state.shared.schedule.n_under_way == 1
+    bench.advance(9.0)
+    assert set(bench.state.shared.pins) == {grant.pin_id}
+    bench.advance(2.0)
+    assert not bench.state.shared.pins
+    assert not readers_keys(bench)
+
+
+def test_a_pin_is_renewed_also_while_no_pull_could_begin() -> None:
+    bench = Bench(ticket_ttl_s=10.0).running("a")
+    grant = bench.ask(BeginPullRequest(reader("x"), True)).answer
+    bench.slaves[1].die()
+    bench.advance(6.0)
+    assert isinstance(renewed(bench, grant), Busy), "a slave is away"
+    bench.advance(6.0)
+    assert set(bench.state.shared.pins) == {grant.pin_id}
+
+
+def test_a_pin_that_is_gone_or_is_another_reader_s_is_not_renewed() -> None:
+    bench = Bench(ticket_ttl_s=10.0).running("a")
+    first = bench.ask(BeginPullRequest(reader("x"), True)).answer
+    bench.advance(6.0)
+    other = renewed(bench, first, "y")
+    assert other.pin_id != first.pin_id
+    bench.advance(6.0)
+    assert set(bench.state.shared.pins) == {other.pin_id}
+    again = renewed(bench, first)
+    assert again.version == first.version
+    assert set(bench.state.shared.pins) == {other.pin_id, again.pin_id}, "a new one, while the version is kept"
 
 
 def test_readers_that_never_finish_leave_nothing_behind() -> None:

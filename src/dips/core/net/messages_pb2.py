@@ -713,6 +713,7 @@ def write_begin_pull_request(value: m.BeginPullRequest, message: clusters_pb2.Be
     message.curve_key = value.curve_key
     if value.base is not None:
         write_version(value.base, message.base)
+    message.pin_id = value.pin_id
 
 
 def read_begin_pull_request(message: clusters_pb2.BeginPullRequest) -> m.BeginPullRequest:
@@ -725,6 +726,7 @@ def read_begin_pull_request(message: clusters_pb2.BeginPullRequest) -> m.BeginPu
         exact=message.exact,
         curve_key=message.curve_key,
         base=read_version(message.base) if message.HasField("base") else None,
+        pin_id=message.pin_id,
     )
 
 
@@ -746,6 +748,7 @@ def write_pull_grant(value: m.PullGrant, message: clusters_pb2.PullGrant) -> Non
     message.wire = value.wire  # type: ignore[assignment]
     if value.base is not None:
         write_version(value.base, message.base)
+    message.pin_s = value.pin_s
 
 
 def read_pull_grant(message: clusters_pb2.PullGrant) -> m.PullGrant:
@@ -768,6 +771,7 @@ def read_pull_grant(message: clusters_pb2.PullGrant) -> m.PullGrant:
         run_id=message.run_id,
         wire=_member(_CODEC, message.wire, "PullGrant.wire"),
         base=read_version(message.base) if message.HasField("base") else None,
+        pin_s=message.pin_s,
     )
 
 

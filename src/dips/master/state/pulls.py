@@ -52,6 +52,8 @@ class Pulls:
                     f"a reader's name has 1 to {MAX_READER_NAME} characters, this one has {len(request.caller.name)}",
                 )
             shared.allowed.check(KeyRole.READER, request.caller.name, request.curve_key)
+        owner = _owner(request, member)
+        pin = self._renewed(request, owner)
         busy = self._busy(request, member)
         if busy is not None:
             shared.reply(token, BeginPullReply(busy))
@@ -59,16 +61,16 @@ class Pulls:
         kept = self._wanted(request)
         if member is not None:
             member.base = None  # the pulled version replaces its base
-        owner = _owner(request, member)
-        pin = Pin(self._next_pin, owner, kept.version, shared.now_s + shared.config.ticket_ttl_s)
-        self._next_pin += 1
-        shared.pins = {pin_id: old for pin_id, old in shared.pins.items() if old.owner != owner} | {pin.pin_id: pin}
+        if pin is None or pin.version != kept.version:
+            pin = Pin(self._next_pin, owner, kept.version, shared.now_s + shared.config.ticket_ttl_s)
+            self._next_pin += 1
+            shared.pins = {pin_id: old for pin_id, old in shared.pins.items() if old.owner != owner} | {pin.pin_id: pin}
+            shared.record(tape.PullGranted(request.caller.cause_id, by=owner, version=kept.version))
         if member is None:
             shared.allowed.put(KeyRole.READER, request.caller.name, request.curve_key)
         else:
             shared.link_rates.pull_began(member.cluster, shared.now_s)
         wire = self._wire(request, kept.version)
-        shared.record(tape.PullGranted(request.caller.cause_id, by=owner, version=kept.version))
         grant = self._grant(kept, pin, member)
         if wire in DIFFERENCES:
             grant = replace(grant, wire=wire, base=request.base)
@@ -93,7 +95,8 @@ class Pulls:
         shared.reply(token, FinishPullReply(member.local_steps if member else 0))
 
     def tick(self) -> None:
-        """Removes old pins: a cluster's pin lasts while the cluster is here, a reader's for a limited time."""
+        """Removes old pins: a cluster's pin lasts while the cluster is here, a reader's for a limited time after its
+        last request, because nothing else tells that it is gone."""
         shared = self._shared
         shared.pins = {
             pin_id: pin
@@ -114,6 +117,14 @@ class Pulls:
     def rearm(self, gap_s: float) -> None:
         for pin in self._shared.pins.values():
             pin.until_s += gap_s
+
+    def _renewed(self, request: BeginPullRequest, owner: str) -> Pin | None:
+        """The reader's pin that the request renews, also where no pull can begin now; None: it renews none."""
+        pin = self._shared.pins.get(request.pin_id)
+        if not request.reader or pin is None or pin.owner != owner:
+            return None
+        pin.until_s = self._shared.now_s + self._shared.config.ticket_ttl_s
+        return pin
 
     def _busy(self, request: BeginPullRequest, member: Member | None) -> Busy | None:
         shared = self._shared
@@ -180,6 +191,7 @@ class Pulls:
             shared.config.settings.chunk_bytes,
             shared.epoch,
             shared.config.run_id,
+            pin_s=0.0 if member else shared.config.ticket_ttl_s,
         )
 
 
