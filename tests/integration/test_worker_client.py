@@ -18,9 +18,12 @@ from dips.core.errors import ConfigError, LocalProtocolError, RefusalCode, Refus
 from dips.core.ids import Incarnation, Version
 from dips.core.messages import DataMode, DataPlan, DataRange, Refusal, VerdictKind
 from dips.core.net import addresses
+from dips.core.net.carriers import Common, carry_pull
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.security import INSECURE
+from dips.core.net.transfer import PullTransfer, TransferSettings
 from dips.core.observe.tape import read_tape
+from dips.worker import reader
 from dips.worker.config import ClientConfig
 from dips.worker.reader import PinRenewal, fetch_version
 from dips.worker.shell import ClusterShell
@@ -566,6 +569,21 @@ def test_a_reader_renews_its_pin_while_bytes_arrive_and_releases_the_one_that_it
     assert {(request.exact, request.at_least, request.curve_key) for request in again} == {(True, fetched.version, b"")}
     assert [request.pin_id for request in again] == list(range(1, len(run.pulls)))
     assert [request.pin_id for request in run.released] == [len(run.pulls)]
+
+
+@pytest.mark.parametrize(("deadline_s", "stall_s"), [(0.0, 3.0), (600.0, 30.0)])
+def test_a_reader_near_its_deadline_still_waits_for_a_chunk_over_a_slow_link(
+    run: RunForWorkers, monkeypatch: pytest.MonkeyPatch, deadline_s: float, stall_s: float
+) -> None:
+    settings: list[TransferSettings] = []
+
+    def noted(context: Any, common: Common, *rest: Any) -> PullTransfer:
+        settings.append(common.settings)
+        return carry_pull(context, common, *rest)
+
+    monkeypatch.setattr(reader, "carry_pull", noted)
+    assert fetch_version(run.address, "run", "eval", INSECURE, deadline_s=deadline_s).version == Version(1, 0)
+    assert [used.stall_s for used in settings] == [stall_s]
 
 
 def test_a_reader_waits_for_a_version_and_says_what_it_waited_for(run: RunForWorkers) -> None:

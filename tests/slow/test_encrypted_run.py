@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zmq
@@ -178,7 +179,7 @@ LARGE = Layout((Parameter("w", (1_000_000,), "float32", "w"),), block_elems=50_0
 class SlowedRun(WholeRun):
     """The way to each slave's data port can be slowed down."""
 
-    def __init__(self, directory: Path, proxies: Proxies, **more: object) -> None:
+    def __init__(self, directory: Path, proxies: Proxies, **more: Any) -> None:
         super().__init__(directory, n_slaves=1, keys=directory / "keys", **more)
         self._proxies = proxies
 
