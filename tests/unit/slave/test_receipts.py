@@ -145,7 +145,7 @@ def test_products_of_another_pair_that_lands_while_they_are_read_are_not_taken_f
     port.put(1)
     port.serve(V0)
     port.put(2)
-    known, landed = port.known(), []
+    known, landed = port.known(), list[int]()
 
     class Landing(np.ndarray):
         """Push 3 lands right after a row was read."""
