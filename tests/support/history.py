@@ -244,7 +244,7 @@ class Script:
         rows, at = [], 0
         for begin, end in sorted(self.applied):
             rows += [[0, at, begin, "free", "", 0]] if begin > at else []
-            rows.append([0, begin, end, "applied", "", 0])
+            rows.append([0, begin, end, "settled", "", 0])
             at = end
         rows += [[0, at, TOTAL_TOKENS, "free", "", 0]]
         return {
@@ -252,7 +252,12 @@ class Script:
             "tokens": self.tokens,
             "detector": self.detector.to_json(),
             "data_plan": ["LEASED", "00", TOTAL_TOKENS, CHUNK_TOKENS],
-            "leases": {"passes": 1, "next_lease_id": 1000, "holdings": rows},
+            "leases": {
+                "begun": 1,
+                "next_lease_id": 1000,
+                "holdings": rows,
+                "settled": {"applied": sum(end - begin for begin, end in self.applied), "excluded": 0},
+            },
         }
 
 

@@ -171,6 +171,14 @@ MUTANTS: tuple[Mutant, ...] = (
         _bounds(slaves=1, leased=True),
     ),
     Mutant(
+        "applied data is not counted",
+        "master.state.leases:LeaseTable.settle",
+        "self._settled[state] += end - begin",
+        "pass",
+        ("I12",),
+        _bounds(slaves=1, leased=True),
+    ),
+    Mutant(
         "pushes that are not finite are accepted",
         "master.state.penalty_detect:_fault",
         "if participant.nonfinite_elems > 0:",

@@ -443,9 +443,10 @@ class Budgets:
             yield "pieces of the lease table", pieces, self._most_pieces(n)
 
     def _most_pieces(self, n_clusters: int) -> int:
+        """What clusters hold, and one pass: passes that are over take no place, however many they are."""
         plan = self._world.plan
         held = n_clusters * (MAX_LEASED_CHUNKS + PIECES_OF_A_CHUNK)
-        return held + 10 * PIECES_OF_A_CHUNK * plan.data.total_tokens // plan.data.chunk_tokens
+        return held + PIECES_OF_A_CHUNK * plan.data.total_tokens // plan.data.chunk_tokens
 
     def _of_slave(self, slave: SlaveHost) -> Used:
         config, kept = self._world.plan.config, self._world.plan.snapshots_kept

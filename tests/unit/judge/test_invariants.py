@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.history import (
     CHUNK_TOKENS,
+    TOTAL_TOKENS,
     Change,
     Script,
     Step,
@@ -206,13 +207,45 @@ def twice(source: str, kind: str) -> Change:
 
 
 def leases(change_rows: Any) -> Change:
+    return lease_table(lambda table: change_rows(table["holdings"]))
+
+
+def lease_table(change_table: Any) -> Change:
     def change(steps: list[Step]) -> None:
-        script = usual_run()
-        ledger = script.ledger()
-        change_rows(ledger["leases"]["holdings"])
+        ledger = usual_run().ledger()
+        change_table(ledger["leases"])
         nth(steps, "manifest", "manifest", -1).fields |= {"ledger": ledger}
 
     return change
+
+
+def of_an_older_release(table: dict[str, Any]) -> None:
+    """It wrote rows instead of counts."""
+    del table["settled"]
+    table["passes"] = table.pop("begun")
+    for row in table["holdings"]:
+        row[3] = "applied" if row[3] == "settled" else row[3]
+
+
+def older(change_rows: Any) -> Change:
+    def change(table: dict[str, Any]) -> None:
+        of_an_older_release(table)
+        change_rows(table["holdings"])
+
+    return lease_table(change)
+
+
+def moved(table: dict[str, Any]) -> dict[str, int]:
+    """One APPLIED token is counted as EXCLUDED."""
+    return {"applied": table["settled"]["applied"] - 1, "excluded": table["settled"]["excluded"] + 1}
+
+
+def with_a_pass_that_is_over(table: dict[str, Any]) -> None:
+    """It has no row; all of it was excluded."""
+    table["begun"] = 2
+    table["settled"]["excluded"] += TOTAL_TOKENS
+    for row in table["holdings"]:
+        row[0] = 1
 
 
 def without_manifests(then: Change) -> Change:
@@ -263,8 +296,15 @@ BROKEN = [
     ("I11", set_field("journal", "COMMIT", "tokens", 7), "says 7 tokens, but there were"),
     ("I12", leases(lambda rows: rows.pop(0)), "in no state"),
     ("I12", leases(lambda rows: rows.insert(1, rows[0])), "in two states"),
-    ("I12", leases(lambda rows: rows.__setitem__(0, [*rows[0][:3], "free", "", 0])), "APPLIED tokens, but the run has"),
+    ("I12", leases(lambda rows: rows.__setitem__(0, [*rows[0][:3], "free", "", 0])), "settled tokens, but counts"),
     ("I12", leases(lambda rows: rows.pop()), "ends at"),
+    ("I12", leases(lambda rows: rows.clear()), "settled tokens, but counts"),
+    ("I12", lease_table(lambda table: table.update(begun=2)), "settled tokens, but counts"),
+    ("I12", lease_table(lambda table: table["settled"].update(excluded=5)), "settled tokens, but counts"),
+    ("I12", lease_table(lambda table: table.pop("settled")), "settled tokens, but counts"),
+    ("I12", lease_table(lambda table: table["settled"].update(moved(table))), "APPLIED tokens, but the run has"),
+    ("I12", older(lambda rows: rows.__setitem__(0, [*rows[0][:3], "free", "", 0])), "APPLIED tokens, but the run has"),
+    ("I12", older(lambda rows: rows.clear()), "settled tokens, but counts"),
     ("I13", set_field("slave", "prepared", "finite", False), "not finite"),
     ("I13", in_judgement("kappa", "nan"), "has kappa = nan"),
     ("I13", in_judgement("outer_step", {"scale": "inf"}), "has scale = inf"),
@@ -361,6 +401,13 @@ def test_a_tape_that_is_not_here_is_no_violation_but_proves_nothing() -> None:
     assert [name for name, count in checker.counts().items() if count == 0] == [
         "I3", "I4", "I5", "I9", "I12", "I14",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [of_an_older_release, with_a_pass_that_is_over])
+def test_a_lease_table_without_rows_or_without_counts_is_no_violation(change: Callable[[dict[str, Any]], None]) -> None:
+    script = usual_run()
+    lease_table(change)(script.steps)
+    assert check(script.steps).violations == []
 
 
 def test_a_journal_without_its_beginning_is_no_violation() -> None:

@@ -167,7 +167,7 @@ SHAPES: dict[str, Callable[[bytes], bytes]] = {
     "a rate of words": lambda record: damaged(record, (*ENTRY, "tokens_per_s"), "x"),
     "a reason that is a number": lambda record: damaged(record, ("ledger", "stopping"), 7),
     "rounds of words": lambda record: damaged(record, ("ledger", "rounds"), [1, 2, "x"]),
-    "passes without end": lambda record: damaged(record, ("ledger", "leases", "passes"), 1 << 40),
+    "passes without end": lambda record: damaged(record, ("ledger", "leases", "begun"), 1 << 40),
     "no layout": lambda record: damaged(record, ("ledger", "layout"), '{"a":1}'),
 }
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,11 +15,12 @@ from hypothesis import strategies as st
 from support.master_bench import LEASED, OWN, Bench, refused_with
 
 from dips.core.errors import RefusalCode, Refused
-from dips.core.messages import DataMode, DataPlan, LeaseDataRequest, Measure, ReturnDataRequest
+from dips.core.messages import DataMode, DataPlan, DataRange, LeaseDataRequest, Measure, ReturnDataRequest
 from dips.core.protocol import MAX_LEASED_CHUNKS
-from dips.master.state.leases import FREE, MAX_RANGES_IN_A_MESSAGE, IntervalMap, LeaseTable, TokenState
+from dips.master.state.leases import FREE, MAX_RANGES_IN_A_MESSAGE, SETTLED, IntervalMap, LeaseTable, TokenState
 
 PLAN = DataPlan(DataMode.LEASED, b"x", 950, 100)
+FOUR_CHUNKS = DataPlan(DataMode.LEASED, b"x", 400, 100)
 
 
 @given(st.lists(st.tuples(st.integers(0, 59), st.integers(1, 20), st.integers(0, 3)), max_size=40))
@@ -93,15 +98,254 @@ def test_every_token_is_in_exactly_one_state_and_applied_at_most_once(steps: lis
                 with pytest.raises(Refused):
                     table.check(name, [item])  # type: ignore[list-item]
     totals = table.totals()
-    passes = {p for p, *_ in table.holdings()}
-    assert sum(totals.values()) == PLAN.total_tokens * len(passes)
+    assert sum(totals.values()) == PLAN.total_tokens * table.to_json()["begun"]
     assert totals[TokenState.LEASED] == sum(r.tokens for rows in held.values() for r in rows)  # type: ignore[attr-defined]
     assert {state: totals[state] for state in settled} == settled
-    for p in passes:
+    for p in {p for p, *_ in table.holdings()}:
         edges = [(b, e) for q, b, e, _ in table.holdings() if q == p]
         assert edges[0][0] == 0
         assert edges[-1][1] == PLAN.total_tokens
         assert all(left[1] == right[0] for left, right in itertools.pairwise(edges))
+
+
+# ---- what the table forgets: which tokens of a pass were applied, and passes that are over ----
+
+
+class PlainTable:
+    """Forgets nothing: the state, cluster and lease of each token by itself."""
+
+    def __init__(self, plan: DataPlan) -> None:
+        self.plan = plan
+        self.passes: list[list[tuple[TokenState, str, int]]] = []
+
+    def tokens(self, item: DataRange) -> range:
+        origin = item.chunk * self.plan.chunk_tokens
+        return range(origin + item.begin_tokens, origin + item.end_tokens)
+
+    def lease(self, cluster: str, lease_id: int, want_tokens: int) -> list[DataRange]:
+        granted: list[DataRange] = []
+        while sum(item.tokens for item in granted) < want_tokens:
+            free = ((p, t) for p, line in enumerate(self.passes) for t, held in enumerate(line) if held == PLAIN_FREE)
+            first = next(free, None)
+            if first is None:
+                self.passes.append([PLAIN_FREE] * self.plan.total_tokens)
+                continue
+            pass_index, begin = first
+            line, end = self.passes[pass_index], begin
+            while end < len(line) and line[end] == PLAIN_FREE and end // self.plan.chunk_tokens == self.chunk(begin):
+                end += 1
+            origin = self.chunk(begin) * self.plan.chunk_tokens
+            item = DataRange(lease_id + len(granted), pass_index, self.chunk(begin), begin - origin, end - origin)
+            granted.append(item)
+            self.put(item, (TokenState.LEASED, cluster, item.lease_id))
+        return granted
+
+    def chunk(self, token: int) -> int:
+        return token // self.plan.chunk_tokens
+
+    def put(self, item: DataRange, held: tuple[TokenState, str, int]) -> None:
+        for token in self.tokens(item):
+            self.passes[item.pass_index][token] = held
+
+    def accepts(self, cluster: str, item: DataRange) -> bool:
+        wanted = (TokenState.LEASED, cluster, item.lease_id)
+        return all(self.passes[item.pass_index][token] == wanted for token in self.tokens(item))
+
+    def free_all_but(self, cluster: str, kept: list[DataRange]) -> int:
+        keep = {(item.pass_index, token) for item in kept for token in self.tokens(item)}
+        freed = 0
+        for pass_index, line in enumerate(self.passes):
+            for token, (_, holder, _) in enumerate(line):
+                if holder == cluster and (pass_index, token) not in keep:
+                    line[token] = PLAIN_FREE
+                    freed += 1
+        return freed
+
+    def totals(self) -> dict[TokenState, int]:
+        counted = Counter(state for line in self.passes for state, _, _ in line)
+        return {state: counted[state] for state in TokenState}
+
+
+PLAIN_FREE = (TokenState.FREE, "", 0)
+
+
+def accepts(table: LeaseTable, cluster: str, item: DataRange) -> bool:
+    try:
+        table.check(cluster, [item])
+    except Refused:
+        return False
+    return True
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["lease", "lease", "apply", "apply", "exclude", "return", "rejoin", "abort", "json"]),
+            st.sampled_from("ab"),
+            st.integers(1, 40),
+        ),
+        max_size=60,
+    )
+)
+def test_table_answers_like_one_that_forgets_nothing(steps: list[tuple[str, str, int]]) -> None:
+    plan = DataPlan(DataMode.LEASED, b"x", 19, 5)
+    table, plain = LeaseTable(plan), PlainTable(plan)
+    granted: list[tuple[str, DataRange]] = []
+    for action, name, size in steps:
+        held = [item for cluster, item in granted if cluster == name and plain.accepts(name, item)]
+        if action == "lease":
+            items = plain.lease(name, table.next_lease_id, size)
+            assert table.lease(name, size) == tuple(items)
+            granted += [(name, item) for item in items]
+        elif action == "rejoin":
+            kept = held[: size % (len(held) + 1)]
+            assert table.free_all_but(name, kept) == plain.free_all_but(name, kept)
+        elif action == "abort":
+            mine = [item for cluster, item in granted if cluster == name]
+            kept = held[: size % (len(held) + 1)]
+            table.free(name, mine, kept)  # of ranges from any time, also of those that are applied since
+            plain.free_all_but(name, kept)
+        elif action == "json":
+            table = LeaseTable.from_json(plan, json.loads(json.dumps(table.to_json())))
+        elif held:
+            item = held[size % len(held)]
+            part = replace(item, end_tokens=item.begin_tokens + 1 + size % item.tokens)
+            to = {"apply": TokenState.APPLIED, "exclude": TokenState.EXCLUDED, "return": TokenState.FREE}[action]
+            table.settle([part], to)
+            plain.put(part, (to, "", 0))
+            if part.tokens < item.tokens:
+                granted.append((name, replace(item, begin_tokens=part.end_tokens)))
+        assert table.totals() == plain.totals()
+        for cluster in "ab":
+            assert table.leased_tokens()[cluster] == sum(who == cluster for line in plain.passes for _, who, _ in line)
+    for cluster, item in granted:
+        for asks in "ab":
+            assert accepts(table, asks, item) == plain.accepts(asks, item), (cluster, item)
+    live = sum(piece.state is not SETTLED.state for *_, piece in table.holdings())
+    assert len(table.to_json()["holdings"]) <= 3 * live
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [lambda n: TokenState.APPLIED, lambda n: [TokenState.APPLIED, TokenState.EXCLUDED][n % 2]],
+    ids=["all applied", "every second one excluded"],
+)
+def test_table_does_not_grow_with_passes(outcome: Callable[[int], TokenState]) -> None:
+    table = LeaseTable(FOUR_CHUNKS)
+    expected: Counter[TokenState] = Counter()
+    for number in range(2000 * 4):
+        (item,) = table.lease("a", 1)
+        table.settle([item], outcome(number))
+        expected[outcome(number)] += item.tokens
+        assert len(json.dumps(table.to_json())) < 300
+    assert table.to_json()["begun"] == 2000
+    assert table.totals() == {state: expected[state] for state in TokenState}
+
+
+def test_table_does_not_grow_within_a_long_pass_with_what_is_excluded() -> None:
+    table = LeaseTable(DataPlan(DataMode.LEASED, b"x", 1 << 40, 100))
+    waiting = table.lease("slow", 1)
+    for number in range(2000):
+        (item,) = table.lease("a", 1)
+        table.settle([item], TokenState.EXCLUDED if number % 2 else TokenState.APPLIED)
+    assert len(json.dumps(table.to_json())) < 300
+    table.check("slow", waiting)
+    assert table.totals()[TokenState.EXCLUDED] == 1000 * 100
+
+
+def test_one_range_that_is_held_for_long_keeps_no_other_pass() -> None:
+    table = LeaseTable(FOUR_CHUNKS)
+    held = table.lease("slow", 1)
+    for _ in range(2000):
+        table.settle(table.lease("a", 400), TokenState.APPLIED)
+    assert len(json.dumps(table.to_json())) < 500
+    table.check("slow", held)
+    table.settle(held, TokenState.FREE)
+    (again,) = table.lease("a", 1)
+    assert (again.pass_index, again.chunk) == (0, 0)
+
+
+def test_range_of_a_pass_that_is_over_is_no_longer_leased() -> None:
+    bench = Bench(plan=LEASED).running("a")
+    ranges = bench.lease("a", LEASED.total_tokens)
+    bench.push("a", sum(item.tokens for item in ranges), ranges)
+    assert applied(bench) == LEASED.total_tokens
+    with refused_with(RefusalCode.RANGES):
+        bench.ask(ReturnDataRequest(bench.caller("a"), ranges[:1]))
+    (fresh,) = bench.lease("a", 1)
+    assert (fresh.pass_index, fresh.chunk) == (1, 0)
+    assert bench.join("a", held=(ranges[0], fresh)).kept_ranges == (fresh,)
+    assert bench.status().leased_tokens == fresh.tokens
+
+
+def test_rollback_over_the_end_of_a_pass_makes_its_data_free_again() -> None:
+    bench = Bench(plan=LEASED).running("a")
+    ranges = bench.lease("a", LEASED.total_tokens)
+    bench.push("a", sum(item.tokens for item in ranges[:-1]), ranges[:-1])
+    bench.pull("a")
+    bench.push("a", ranges[-1].tokens, ranges[-1:])
+    assert applied(bench) == LEASED.total_tokens
+    after = bench.status().published
+    assert after is not None
+    bench.slaves[0].come_back_without(after)
+    assert applied(bench) == LEASED.total_tokens - ranges[-1].tokens
+    bench.pull("a")
+    (again,) = bench.lease("a", 1)
+    assert (again.pass_index, again.chunk) == (0, ranges[-1].chunk)
+
+
+# ---- tables that earlier releases wrote: a row for each state of each pass ----
+
+
+OLD: dict[str, Any] = {
+    "passes": 3,
+    "next_lease_id": 9,
+    "holdings": [
+        [0, 0, 400, "applied", "", 0],
+        [1, 0, 100, "applied", "", 0],
+        [1, 100, 150, "excluded", "", 0],
+        [1, 150, 400, "applied", "", 0],
+        [2, 0, 100, "applied", "", 0],
+        [2, 100, 200, "leased", "a", 8],
+        [2, 200, 400, "free", "", 0],
+    ],
+}
+
+
+def test_table_of_an_earlier_release_loads() -> None:
+    table = LeaseTable.from_json(FOUR_CHUNKS, OLD)
+    assert table.totals() == {
+        TokenState.FREE: 200,
+        TokenState.LEASED: 100,
+        TokenState.APPLIED: 850,
+        TokenState.EXCLUDED: 50,
+    }
+    assert {p for p, *_ in table.holdings()} == {2}
+    table.check("a", [DataRange(8, 2, 1, 0, 100)])
+    assert not accepts(table, "a", DataRange(8, 0, 1, 0, 100))
+    assert table.lease("b", 1) == (DataRange(9, 2, 2, 0, 100),)
+    assert LeaseTable.from_json(FOUR_CHUNKS, table.to_json()).to_json() == table.to_json()
+    assert "passes" not in table.to_json(), "the earlier release must refuse it: to it a pass without rows is free"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda raw: raw.update(passes=1 << 40),
+        lambda raw: raw.update(passes=2),
+        lambda raw: raw["holdings"].pop(),
+        lambda raw: raw["holdings"].append([2, 0, 100, "applied", "", 0]),
+        lambda raw: raw["holdings"].append([3, 0, 400, "free", "", 0]),
+        lambda raw: raw.update(settled={"applied": 100, "excluded": 0}),
+        lambda raw: raw.update(settled={"applied": 400, "excluded": -400}),
+    ],
+    ids=["many passes", "few passes", "a gap", "twice", "a pass more", "counted twice", "less than none"],
+)
+def test_table_that_does_not_add_up_is_not_read(change: Callable[[dict[str, Any]], object]) -> None:
+    raw = json.loads(json.dumps(OLD))
+    change(raw)
+    with pytest.raises(ValueError, match="lease table"):
+        LeaseTable.from_json(FOUR_CHUNKS, raw)
 
 
 def test_free_means_free() -> None:

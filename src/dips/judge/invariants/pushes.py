@@ -268,7 +268,8 @@ def _ticket(history: History, fact: Fact) -> Sentences:
 # I11, I12, I13: tokens, data and finite numbers.
 
 
-STATES = ("free", "leased", "applied", "excluded")
+STATES = ("free", "leased", "settled", "applied", "excluded")
+"""Of a row of a lease table. Settled is applied or excluded, which are only counted; older releases wrote which."""
 
 
 def tokens_add_up(history: History, fact: Fact) -> Sentences:
@@ -307,8 +308,9 @@ def _back(history: History, made: Decision) -> Sentences:
 def one_state_for_each_token(history: History, fact: Fact) -> Sentences:
     """Every sample is in exactly one of FREE, LEASED, APPLIED, EXCLUDED.
 
-    Evidence: the lease table of the ledger that a COMMIT record carries covers every token of every pass that was
-    begun, once, and its APPLIED tokens are the run's tokens. Not applicable when clusters bring their own data.
+    Evidence: the lease table of the ledger that a COMMIT record carries covers every token of every pass that is not
+    over, once, counts all tokens that are settled, and its APPLIED tokens are the run's tokens. Not applicable when
+    clusters bring their own data.
     """
     ledger = fact.fields.get("ledger")
     if ledger is None and fact.fields.get("commit_record"):
@@ -323,28 +325,46 @@ def one_state_for_each_token(history: History, fact: Fact) -> Sentences:
     where = f"the lease table of {say_version(fact.version())} on {fact}"
     wrong = _covers(ledger, table, where)
     applied = sum(end - begin for _, begin, end, state, *_ in table["holdings"] if state == "applied")
+    applied += _counts(table).get("applied", 0)
     if not wrong and applied != ledger["tokens"]:
         wrong.append(f"{where} has {applied} APPLIED tokens, but the run has {ledger['tokens']}")
     return wrong
 
 
 def _covers(ledger: Fields, table: Fields, where: str) -> list[str]:
-    """Check that the leases cover each pass from its first token to its last, without gap or overlap."""
+    """Check that the table covers each pass from its first token to its last, without gap or overlap.
+
+    A pass without a row is over: all its tokens are settled. Every settled token must be counted, so none are missed.
+    """
     plan = ledger.get("data_plan")
     total = int(plan[2]) if plan else 0
-    reached = [0] * int(table["passes"])
+    n_passes = int(table["begun"] if "begun" in table else table["passes"])
+    reached: dict[int, int] = {}
+    settled = 0
     for pass_index, begin, end, state, cluster, lease_id in table["holdings"]:
-        place = f"tokens {begin}-{end} of pass {pass_index}"
-        if not 0 <= pass_index < len(reached):
+        place, expected = f"tokens {begin}-{end} of pass {pass_index}", reached.get(pass_index, 0)
+        if not 0 <= pass_index < n_passes:
             return [f"{where} names pass {pass_index}, which was not begun"]
-        if begin != reached[pass_index] or end <= begin:
-            what = "in two states" if begin < reached[pass_index] else "in no state"
-            return [f"{where}: {place} begin where {reached[pass_index]} should, so some tokens are {what}"]
+        if begin != expected or end <= begin:
+            what = "in two states" if begin < expected else "in no state"
+            return [f"{where}: {place} begin where {expected} should, so some tokens are {what}"]
         if state not in STATES or (state == "leased") != bool(cluster and lease_id):
             return [f"{where}: {place} are {state!r} of cluster {cluster!r}"]
         reached[pass_index] = end
-    short = [index for index, end in enumerate(reached) if end != total]
-    return [f"{where}: pass {short[0]} ends at {reached[short[0]]} of {total} tokens"] if short else []
+        settled += end - begin if state == "settled" else 0
+    short = [(index, end) for index, end in sorted(reached.items()) if end != total]
+    if short:
+        return [f"{where}: pass {short[0][0]} ends at {short[0][1]} of {total} tokens"]
+    settled += (n_passes - len(reached)) * total
+    counts = _counts(table)
+    if min(counts.values(), default=0) < 0 or settled != sum(counts.values()):
+        return [f"{where} has {settled} settled tokens, but counts {counts} of them"]
+    return []
+
+
+def _counts(table: Fields) -> dict[str, int]:
+    """The settled tokens by state; empty in a table of an older release, which has rows for them."""
+    return {state: int(tokens) for state, tokens in table.get("settled", {}).items()}
 
 
 def all_finite(history: History, fact: Fact) -> Sentences:

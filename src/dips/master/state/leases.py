@@ -2,11 +2,17 @@
 
 The tokens of a pass are numbered in one line; a lease is a range of it that never crosses a chunk's border. A cluster
 gets as much as it asks for, so faster clusters lease more. EXCLUDED tokens are not trained again.
+
+APPLIED and EXCLUDED tokens are settled: they never change again, and no decision depends on which of the two a token
+is. So the table only counts them, and forgets a pass once all of it is settled. Its size depends on what is free or
+leased now, not on how long the run is, which matters because every journal entry holds the whole table. (A ROLLBACK
+changes no settled token either: it continues with the table that an older COMMIT's record holds.)
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -38,6 +44,10 @@ class IntervalMap(Generic[V]):
         """(begin, end, value), in order."""
         ends = [*self._starts[1:], self.total]
         return iter(list(zip(self._starts, ends, self._values, strict=True)))
+
+    def is_all(self, value: V) -> bool:
+        """Whether every position has this value."""
+        return self._values == [value]
 
     def over(self, begin: int, end: int) -> list[tuple[int, int, V]]:
         """The intervals within [begin, end), cut to it, with their values."""
@@ -89,16 +99,25 @@ class TokenState(Enum):
     EXCLUDED = "excluded"
 
 
+class PieceState(Enum):
+    """What the table knows of a piece of a pass. SETTLED: its tokens are APPLIED or EXCLUDED."""
+
+    FREE = "free"
+    LEASED = "leased"
+    SETTLED = "settled"
+
+
 @dataclass(frozen=True)
 class Holding:
-    """The state of an interval of tokens; cluster and lease_id are set only when LEASED."""
+    """The state of a piece of a pass; cluster and lease_id are set only when LEASED."""
 
-    state: TokenState
+    state: PieceState
     cluster: str = ""
     lease_id: int = 0
 
 
-FREE = Holding(TokenState.FREE)
+FREE = Holding(PieceState.FREE)
+SETTLED = Holding(PieceState.SETTLED)
 
 
 class LeaseTable:
@@ -106,7 +125,9 @@ class LeaseTable:
 
     def __init__(self, plan: DataPlan) -> None:
         self._plan = plan
-        self._passes: list[IntervalMap[Holding]] = []
+        self._n_begun = 0  # passes
+        self._open: dict[int, IntervalMap[Holding]] = {}  # the passes that are not wholly settled, the oldest first
+        self._settled = {TokenState.APPLIED: 0, TokenState.EXCLUDED: 0}  # tokens of all passes
         self._next_lease_id = 1
 
     def lease(self, cluster: str, want_tokens: int) -> tuple[DataRange, ...]:
@@ -122,8 +143,9 @@ class LeaseTable:
             )
         granted: list[DataRange] = []
         tokens = 0
+        free = self._free_pieces()
         while tokens < want_tokens and len(granted) < MAX_LEASED_CHUNKS:
-            pass_index, begin, end = self._first_free()
+            pass_index, begin, end = next(free)
             granted.append(self._grant(cluster, pass_index, begin, end))
             tokens += end - begin
         return tuple(granted)
@@ -138,23 +160,30 @@ class LeaseTable:
             if seen.get(item.pass_index, 0) > begin:
                 raise Refused(RefusalCode.RANGES, f"range {describe(item)} overlaps another of the same message")
             seen[item.pass_index] = end
-            wanted = Holding(TokenState.LEASED, cluster, item.lease_id)
-            for _, _, holding in self._passes[item.pass_index].over(begin, end):
+            wanted = Holding(PieceState.LEASED, cluster, item.lease_id)
+            for _, _, holding in self._over(item.pass_index, begin, end):
                 if holding != wanted:
                     raise Refused(RefusalCode.RANGES, _not_yours(cluster, item, holding))
 
     def settle(self, ranges: Iterable[DataRange], state: TokenState) -> None:
-        """Moves ranges that check() accepted to another state."""
+        """Moves ranges that check() accepted to FREE, APPLIED or EXCLUDED."""
         for item in ranges:
             begin, end = self._line(item)
-            self._passes[item.pass_index].put(begin, end, Holding(state))
+            line = self._open[item.pass_index]
+            if state is TokenState.FREE:
+                line.put(begin, end, FREE)
+                continue
+            line.put(begin, end, SETTLED)
+            self._settled[state] += end - begin
+            if line.is_all(SETTLED):
+                del self._open[item.pass_index]
 
     def free_all_but(self, cluster: str, kept: Iterable[DataRange]) -> int:
         """Frees what the cluster leases, except `kept`; returns the number of tokens freed."""
         keep, freed = _by_chunk(kept), 0
-        for pass_index, line in enumerate(self._passes):
+        for pass_index, line in self._open.items():
             for begin, end, holding in line:
-                if holding.state is TokenState.LEASED and holding.cluster == cluster:
+                if holding.state is PieceState.LEASED and holding.cluster == cluster:
                     for low, high in self._without(pass_index, begin, end, keep):
                         line.put(low, high, FREE)
                         freed += high - low
@@ -164,7 +193,9 @@ class LeaseTable:
         """Frees what the cluster still leases of `ranges`, except `kept`."""
         keep = _by_chunk(kept)
         for item in ranges:
-            line, mine = self._passes[item.pass_index], Holding(TokenState.LEASED, cluster, item.lease_id)
+            line, mine = self._open.get(item.pass_index), Holding(PieceState.LEASED, cluster, item.lease_id)
+            if line is None:
+                continue
             for low, high in self._without(item.pass_index, *self._line(item), keep):
                 for begin, end, holding in line.over(low, high):
                     if holding == mine:
@@ -172,9 +203,9 @@ class LeaseTable:
 
     def free_all(self) -> None:
         """Frees everything that is leased."""
-        for line in self._passes:
-            for begin, end, holding in list(line):
-                if holding.state is TokenState.LEASED:
+        for line in self._open.values():
+            for begin, end, holding in line:
+                if holding.state is PieceState.LEASED:
                     line.put(begin, end, FREE)
 
     @property
@@ -187,50 +218,88 @@ class LeaseTable:
 
     def totals(self) -> dict[TokenState, int]:
         """Tokens by state over all passes that were begun."""
-        totals = dict.fromkeys(TokenState, 0)
+        totals = {TokenState.FREE: 0, TokenState.LEASED: 0, **self._settled}
         for _, begin, end, holding in self.holdings():
-            totals[holding.state] += end - begin
+            if holding != SETTLED:
+                totals[TokenState(holding.state.value)] += end - begin
         return totals
 
-    def leased_tokens(self, cluster: str) -> int:
-        return sum(end - begin for _, begin, end, h in self.holdings() if h.cluster == cluster)
+    def leased_tokens(self) -> Counter[str]:
+        """Leased tokens by cluster."""
+        tokens: Counter[str] = Counter()
+        for _, begin, end, holding in self.holdings():
+            if holding.state is PieceState.LEASED:
+                tokens[holding.cluster] += end - begin
+        return tokens
 
     def holdings(self) -> Iterator[tuple[int, int, int, Holding]]:
-        """(pass, begin, end, holding) for every interval."""
-        for pass_index, line in enumerate(self._passes):
+        """(pass, begin, end, holding) for every piece of the passes that are not wholly settled."""
+        for pass_index, line in self._open.items():
             for begin, end, holding in line:
                 yield pass_index, begin, end, holding
 
     def to_json(self) -> dict[str, Any]:
+        """As from_json reads it. Older releases wrote "passes" and no counts; without that name they refuse this table,
+        whose passes without rows they would lease again."""
         rows = [[p, b, e, h.state.value, h.cluster, h.lease_id] for p, b, e, h in self.holdings()]
-        return {"passes": len(self._passes), "next_lease_id": self._next_lease_id, "holdings": rows}
+        settled = {state.value: tokens for state, tokens in self._settled.items()}
+        return {"begun": self._n_begun, "next_lease_id": self._next_lease_id, "holdings": rows, "settled": settled}
 
     @staticmethod
     def from_json(plan: DataPlan, raw: Mapping[str, Any]) -> LeaseTable:
-        table = LeaseTable(plan)
-        if int(raw["passes"]) > len(raw["holdings"]):
-            raise ValueError(f"{raw['passes']} passes have {len(raw['holdings'])} holdings: each has one at least")
+        """Raises ValueError when the tokens do not add up.
+
+        A table of an older release has "passes" and no counts: it has rows for all passes, also applied and excluded.
+        """
+        table, counts = LeaseTable(plan), raw.get("settled", {})
+        table._n_begun = int(raw["begun"] if "begun" in raw else raw["passes"])
         table._next_lease_id = int(raw["next_lease_id"])
-        table._passes = [IntervalMap(plan.total_tokens, FREE) for _ in range(int(raw["passes"]))]
+        table._settled = {state: int(counts.get(state.value, 0)) for state in table._settled}
+        lines: dict[int, IntervalMap[Holding]] = {}
         for pass_index, begin, end, state, cluster, lease_id in raw["holdings"]:
-            table._passes[pass_index].put(begin, end, Holding(TokenState(state), cluster, lease_id))
+            line = lines.setdefault(pass_index, IntervalMap(plan.total_tokens, SETTLED))
+            if state in (TokenState.APPLIED.value, TokenState.EXCLUDED.value):
+                line.put(begin, end, SETTLED)
+                table._settled[TokenState(state)] += end - begin
+            else:
+                line.put(begin, end, Holding(PieceState(state), cluster, lease_id))
+        table._open = {index: line for index, line in sorted(lines.items()) if not line.is_all(SETTLED)}
+        n_tokens, known = sum(table.totals().values()), all(0 <= index < table._n_begun for index in lines)
+        if not known or n_tokens != table._n_begun * plan.total_tokens or min(table._settled.values()) < 0:
+            raise ValueError(f"the lease table does not add up: {n_tokens} tokens in {table._n_begun} passes")
         return table
 
-    def _first_free(self) -> tuple[int, int, int]:
-        for pass_index, line in enumerate(self._passes):
-            for begin, end, holding in line:
-                if holding.state is TokenState.FREE:
-                    return pass_index, begin, self._chunk_end(begin, end)
-        self._passes.append(IntervalMap(self._plan.total_tokens, FREE))
-        return len(self._passes) - 1, 0, self._chunk_end(0, self._plan.total_tokens)
+    def _free_pieces(self) -> Iterator[tuple[int, int, int]]:
+        """(pass, begin, end) of the free pieces of chunks, the oldest pass first; then new passes begin, without end.
 
-    def _chunk_end(self, begin: int, end: int) -> int:
-        return min(end, (begin // self._plan.chunk_tokens + 1) * self._plan.chunk_tokens)
+        A piece that was yielded may be leased before the next one is asked for.
+        """
+        for pass_index, line in self._open.items():
+            for begin, end, holding in line:
+                if holding == FREE:
+                    yield from self._chunks_of(pass_index, begin, end)
+        while True:
+            pass_index = self._n_begun
+            self._n_begun += 1
+            self._open[pass_index] = IntervalMap(self._plan.total_tokens, FREE)
+            yield from self._chunks_of(pass_index, 0, self._plan.total_tokens)
+
+    def _chunks_of(self, pass_index: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """[begin, end) cut at the borders of chunks."""
+        while begin < end:
+            stop = min(end, (begin // self._plan.chunk_tokens + 1) * self._plan.chunk_tokens)
+            yield pass_index, begin, stop
+            begin = stop
+
+    def _over(self, pass_index: int, begin: int, end: int) -> list[tuple[int, int, Holding]]:
+        """The pieces of [begin, end) of a pass that was begun."""
+        line = self._open.get(pass_index)
+        return [(begin, end, SETTLED)] if line is None else line.over(begin, end)
 
     def _grant(self, cluster: str, pass_index: int, begin: int, end: int) -> DataRange:
         lease_id = self._next_lease_id
         self._next_lease_id += 1
-        self._passes[pass_index].put(begin, end, Holding(TokenState.LEASED, cluster, lease_id))
+        self._open[pass_index].put(begin, end, Holding(PieceState.LEASED, cluster, lease_id))
         chunk = begin // self._plan.chunk_tokens
         origin = chunk * self._plan.chunk_tokens
         return DataRange(lease_id, pass_index, chunk, begin - origin, end - origin)
@@ -240,7 +309,7 @@ class LeaseTable:
         origin = item.chunk * self._plan.chunk_tokens
         begin, end = origin + item.begin_tokens, origin + item.end_tokens
         inside = 0 <= item.begin_tokens < item.end_tokens <= self._plan.chunk_tokens and item.chunk >= 0
-        if not (inside and 0 <= item.pass_index < len(self._passes) and end <= self._plan.total_tokens):
+        if not (inside and 0 <= item.pass_index < self._n_begun and end <= self._plan.total_tokens):
             raise Refused(RefusalCode.RANGES, f"range {describe(item)} is outside the run's data")
         return begin, end
 
@@ -285,5 +354,7 @@ def describe(item: DataRange) -> str:
 
 
 def _not_yours(cluster: str, item: DataRange, holding: Holding) -> str:
-    now = f"leased to {holding.cluster} (lease {holding.lease_id})" if holding.cluster else holding.state.value
+    now = "applied or excluded already" if holding == SETTLED else "free"
+    if holding.cluster:
+        now = f"leased to {holding.cluster} (lease {holding.lease_id})"
     return f"range {describe(item)} is not leased to {cluster}: it is {now}; join again to learn what you hold"

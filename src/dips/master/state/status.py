@@ -24,6 +24,7 @@ NAN = float("nan")
 def status(shared: SharedState) -> StatusReply:
     ledger, state = shared.ledger, shared.round
     totals = ledger.leases.totals() if ledger.leases else {}
+    leased_tokens = ledger.leases.leased_tokens() if ledger.leases else {}
     waiting = waiting_for(shared)
     in_window = state.phase.now is RoundPhase.WINDOW
     return StatusReply(
@@ -41,7 +42,7 @@ def status(shared: SharedState) -> StatusReply:
         ledger.rounds_merged,
         ledger.rounds_void,
         shared.rounds_aborted,
-        tuple(_cluster(shared, name) for name in sorted(ledger.clusters)),
+        tuple(_cluster(shared, name, leased_tokens.get(name, 0)) for name in sorted(ledger.clusters)),
         tuple(_slave(shared, slave) for _, slave in sorted(shared.slaves.items())),
         tuple(shared.recent),
         bool(ledger.paused),
@@ -59,7 +60,7 @@ def status(shared: SharedState) -> StatusReply:
     )
 
 
-def _cluster(shared: SharedState, name: str) -> ClusterStatus:
+def _cluster(shared: SharedState, name: str, leased_tokens: int) -> ClusterStatus:
     entry, member = shared.ledger.clusters[name], shared.members.get(name)
     beat = member.beat if member else None
     last = entry.last_verdict
@@ -88,7 +89,7 @@ def _cluster(shared: SharedState, name: str) -> ClusterStatus:
         _known(statistics.last_score),
         _known(statistics.last_cosine),
         statistics.quarantined,
-        shared.ledger.leases.leased_tokens(name) if shared.ledger.leases else 0,
+        leased_tokens,
         f"draining: {draining}" if draining else beat.note if beat else "",
         entry.steps_before + (beat.steps if beat else 0),
         statistics.usual_cosine,

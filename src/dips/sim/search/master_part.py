@@ -225,7 +225,7 @@ class MasterPart:
     def lends_to_absent(self, cluster: str) -> bool:
         """Whether the cluster is absent and still has leases."""
         ledger = self.state.shared.ledger
-        leased = ledger.leases is not None and ledger.leases.leased_tokens(cluster) > 0
+        leased = ledger.leases is not None and ledger.leases.leased_tokens()[cluster] > 0
         return leased and self.member(cluster) is None
 
     @property

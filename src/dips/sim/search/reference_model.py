@@ -150,7 +150,7 @@ class ReferenceModel:
             raise SearchViolation("I8", f"a ROLLBACK lowers fences from {sorted(before.items())} to {sorted(fences)}")
         commit, tokens = DurableCommit(version, round_id, digests), int(snapshot["tokens"])
         taken = frozenset((_push({"push": push}), "ROLLED_BACK") for push in record.get("rolled_back", ()))
-        held = _tokens_of(snapshot, "applied")
+        held = _still_settled(self.trained, snapshot)
         return replace(
             self, commit=commit, tokens=tokens, fences=fences, decided=taken, reported=frozenset(), trained=held
         )
@@ -361,30 +361,35 @@ def _judge_content(content: PieceNames, version: Version) -> None:
 
 
 def _judge_leases(accepted: Sequence[Mapping[str, Any]], snapshot: Mapping[str, Any]) -> None:
-    """I12: applied data is APPLIED and in no other state. Every chunk is one token here."""
+    """I12: applied data is settled, in no other state, and counted. Every chunk is one token here."""
     if not snapshot["leases"]:
         return
-    tokens: dict[tuple[int, int], str] = {}
-    for pass_index, begin, end, state, _, _ in snapshot["leases"]["holdings"]:
-        for token in range(begin, end):
-            if (pass_index, token) in tokens:
-                raise SearchViolation("I12", f"token {token} of pass {pass_index} is in two states at once")
-            tokens[pass_index, token] = state
+    unsettled = _unsettled(snapshot)
     for item in accepted:
         for _, pass_index, chunk, _, _ in item["ranges"]:
-            if (found := tokens.get((pass_index, chunk), "free")) != "applied":
+            if (found := unsettled.get((pass_index, chunk))) is not None:
                 raise SearchViolation("I12", f"token {chunk} of push {_push(item)} is {found} after its COMMIT")
+    if (applied := snapshot["leases"]["settled"]["applied"]) != snapshot["tokens"]:
+        raise SearchViolation("I12", f"{applied} tokens are counted as applied, the run has {snapshot['tokens']}")
 
 
-def _tokens_of(snapshot: Mapping[str, Any], state: str) -> frozenset[tuple[int, int]]:
-    """(pass, token) of all leased data in this state."""
-    holdings = snapshot["leases"]["holdings"] if snapshot["leases"] else ()
-    return frozenset(
-        (pass_index, token)
-        for pass_index, begin, end, found, _, _ in holdings
-        if found == state
-        for token in range(begin, end)
-    )
+def _unsettled(snapshot: Mapping[str, Any]) -> dict[tuple[int, int], str]:
+    """The state of each (pass, token) that is free or leased. A pass without rows is over: all of it is settled."""
+    states: dict[tuple[int, int], str] = {}
+    for pass_index, begin, end, state, _, _ in snapshot["leases"]["holdings"]:
+        for token in range(begin, end):
+            if (pass_index, token) in states:
+                raise SearchViolation("I12", f"token {token} of pass {pass_index} is in two states at once")
+            states[pass_index, token] = state
+    return {token: state for token, state in states.items() if state != "settled"}
+
+
+def _still_settled(trained: frozenset[tuple[int, int]], snapshot: Mapping[str, Any]) -> frozenset[tuple[int, int]]:
+    """Those of `trained` that are settled in an older table of the same history, so they were applied then already."""
+    if not snapshot["leases"]:
+        return frozenset()
+    unsettled, n_begun = _unsettled(snapshot), snapshot["leases"]["begun"]
+    return frozenset(token for token in trained if token[0] < n_begun and token not in unsettled)
 
 
 def _put(table: Table[K, V], key: K, value: V) -> Table[K, V]:
