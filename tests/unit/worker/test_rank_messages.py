@@ -20,7 +20,7 @@ from dips.worker.parallel.ranks import PATIENCE, SILENCE, Ranks
 
 def as_two_ranks(monkeypatch: pytest.MonkeyPatch, *calls: Callable[[Ranks], None]) -> None:
     """Each call is made on a rank of its own; returns when all have ended."""
-    here, store = threading.local(), dist.HashStore()
+    here, store = threading.local(), dist.HashStore()  # type: ignore[attr-defined]
     monkeypatch.setattr(dist, "get_rank", lambda: here.rank)
 
     def run(rank: int) -> None:
