@@ -218,7 +218,7 @@ class ClusterBench:
     def run_ends(self) -> None:
         """Its last token is counted: no push is taken any more, and the heartbeat says so."""
         self.tokens = TK_MAX
-        self.beat(stop=True)
+        self.beat(stop=True, no_more_pushes=True)
 
     def verdict(self, kind: VerdictKind, push: PushId | None = None, **changes: Any) -> Verdict:
         """The master decides: fence and version follow."""

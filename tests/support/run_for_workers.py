@@ -359,7 +359,7 @@ class RunForWorkers:
     def _Heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
         self.beats.append(request)
         steps = self.settings.sync_every_steps
-        return HeartbeatReply(self.epoch, self.version, self.tokens, steps, self.stop, "IDLE", self.donate)
+        return HeartbeatReply(self.epoch, self.version, self.tokens, steps, self.stop, "IDLE", self.donate, self.stop)
 
     def _BeginPush(self, request: BeginPushRequest) -> BeginPushReply:
         push = self._id(request, request.seq)

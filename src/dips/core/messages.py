@@ -234,6 +234,15 @@ class HeartbeatReply:
     phase: str
     # the slaves lost this version: push your copy of it unchanged (BeginPush with donates)
     donate: Version | None = None
+    no_more_pushes: bool = False  # the run ends, and refuses pushes with STOPPING
+    limit: TokenLimit | None = None  # as it is now; absent from a master that only says it at Join
+
+
+@dataclass(frozen=True)
+class TokenLimit:
+    """Where the run ends."""
+
+    tokens: int  # as Settings.tk_max_tokens
 
 
 @dataclass(frozen=True)

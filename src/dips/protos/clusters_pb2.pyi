@@ -118,7 +118,7 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., phase: _Optional[str] = ..., steps: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps_per_s: _Optional[float] = ..., loss: _Optional[float] = ..., push_s: _Optional[float] = ..., pull_s: _Optional[float] = ..., base: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., note: _Optional[str] = ..., late_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("epoch", "published", "tokens", "local_steps", "stop", "phase", "donate")
+    __slots__ = ("epoch", "published", "tokens", "local_steps", "stop", "phase", "donate", "no_more_pushes", "limit")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +126,8 @@ class HeartbeatReply(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     DONATE_FIELD_NUMBER: _ClassVar[int]
+    NO_MORE_PUSHES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     published: _common_pb2.Version
     tokens: int
@@ -133,7 +135,15 @@ class HeartbeatReply(_message.Message):
     stop: bool
     phase: str
     donate: _common_pb2.Version
-    def __init__(self, epoch: _Optional[int] = ..., published: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens: _Optional[int] = ..., local_steps: _Optional[int] = ..., stop: _Optional[bool] = ..., phase: _Optional[str] = ..., donate: _Optional[_Union[_common_pb2.Version, _Mapping]] = ...) -> None: ...
+    no_more_pushes: bool
+    limit: TokenLimit
+    def __init__(self, epoch: _Optional[int] = ..., published: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., tokens: _Optional[int] = ..., local_steps: _Optional[int] = ..., stop: _Optional[bool] = ..., phase: _Optional[str] = ..., donate: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., no_more_pushes: _Optional[bool] = ..., limit: _Optional[_Union[TokenLimit, _Mapping]] = ...) -> None: ...
+
+class TokenLimit(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    def __init__(self, tokens: _Optional[int] = ...) -> None: ...
 
 class BeginPushRequest(_message.Message):
     __slots__ = ("caller", "seq", "base", "fence", "ranges", "tokens", "steps", "mean_loss", "donates", "wire")

@@ -332,7 +332,6 @@ class _ClusterLoop:
         return 0 if self._shell.released else self._signals.exit_code
 
     def _train_until_done(self) -> None:
-        schedule = schedule_of(self._train, self._shell.total_tokens)
         mixed = MIXED_CHUNKS_PER_ROW * self._train.batch_size * self._train.chunk_tokens
         while not self._shell.done:
             self._shell.checkpoint_if_due()
@@ -344,7 +343,7 @@ class _ClusterLoop:
                 self._forget_what_was_taken_back()
                 self._batches.add(leased)
             else:
-                self._step(schedule)
+                self._step()
 
     def _forget_what_was_taken_back(self) -> None:
         """The master leased ranges to other clusters at a new Join, which may precede each lease."""
@@ -352,8 +351,9 @@ class _ClusterLoop:
             self._forgotten = self._shell.times_forgotten
             self._batches.keep_only(self._shell.held_ranges)
 
-    def _step(self, schedule: LearningRateSchedule) -> None:
+    def _step(self) -> None:
         begin_s = time.monotonic()
+        schedule = schedule_of(self._train, self._shell.total_tokens)  # the operator may move the run's limit
         batch, lr = self._batches.next(), schedule.at(self._shell.progress)
         base = str(self._shell.version or "")
         loss = self._inner.step(batch, lr)

@@ -9,7 +9,7 @@ from support.master_bench import Bench, refused_with
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Version
-from dips.core.messages import Alarm, ExtendRequest, OperatorRequest, Settings, VerdictKind
+from dips.core.messages import Alarm, ExtendRequest, OperatorRequest, Settings, TokenLimit, VerdictKind
 from dips.master.state.events import Stop
 
 V1 = Version(1, 1)
@@ -233,6 +233,15 @@ def test_a_stop_is_taken_back_before_and_after_it_took_effect() -> None:
     assert "again" in reply.sentence
     bench.restart()
     assert not bench.status().stopping
+
+
+def test_heartbeats_say_the_limit_as_it_is_now_and_whether_the_run_takes_pushes() -> None:
+    bench = at_the_end()
+    beat = bench.beat("a")
+    assert (beat.limit, beat.no_more_pushes) == (TokenLimit(150), True)
+    bench.operate(ExtendRequest("", 1000))
+    beat = bench.beat("a")
+    assert (beat.limit, beat.no_more_pushes) == (TokenLimit(1000), False)
 
 
 def test_no_limit_is_none() -> None:

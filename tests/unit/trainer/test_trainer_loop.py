@@ -329,6 +329,19 @@ def test_the_learning_rate_goes_by_the_runs_tokens(
     assert schedule_of(slow, 10_000).at(9_900) == pytest.approx(rates[0], rel=0.01)
 
 
+def test_the_learning_rate_follows_a_limit_that_moves(
+    driver: type[ScriptedDriver], train: TrainConfig, tmp_path: Path
+) -> None:
+    def extended(scripted: ScriptedDriver) -> None:
+        scripted.total_tokens, scripted.progress = 20_000, 10_000
+
+    driver.at_step = staticmethod(extended)
+    short = train.model_copy(update={"warmup_tokens": 100, "log_every_steps": 1})
+    run(short, CLIENT.model_copy(update={"tape": tmp_path / "tape"}))
+    rates = [record["lr"] for record in read_tape(tmp_path / "tape") if record["kind"] == "step"]
+    assert rates[-1] == pytest.approx(schedule_of(short, 20_000).at(10_000))
+
+
 def test_a_client_without_a_name_is_told_so(driver: type[ScriptedDriver], train: TrainConfig) -> None:
     with pytest.raises(ConfigError, match="DIPS_CLUSTER"):
         run(train, ClientConfig(master="127.0.0.1:1"))

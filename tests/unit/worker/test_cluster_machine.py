@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.cluster_bench import LEASED, OWN, SETTINGS, TOKENS, ClusterBench, phase_of, session_config
+from support.cluster_bench import LEASED, OWN, SETTINGS, TK_MAX, TOKENS, ClusterBench, phase_of, session_config
 
 from dips.core.errors import (
     NAME_TAKEN_EXIT,
@@ -40,6 +40,7 @@ from dips.core.messages import (
     PullGrant,
     Stale,
     StaleKind,
+    TokenLimit,
     VerdictKind,
 )
 from dips.core.protocol import MAX_LEASED_CHUNKS, PROTOCOL_VERSION, RANKS
@@ -812,6 +813,40 @@ def test_a_run_that_was_stopped_takes_no_last_push_and_its_last_version_is_pulle
     life.pulled()
     assert life.left().reason == "the run has ended"
     assert said(life)["lost"] == "leaving (the run has ended) without 3 steps with 300 tokens: the run has ended"
+
+
+@pytest.mark.parametrize("who", ["the process", "the master"])
+def test_the_last_steps_after_the_operator_moved_the_limit_are_pushed(life: ClusterBench, who: str) -> None:
+    """Also where the master does not say the new limit in its heartbeats."""
+    life.tokens = TK_MAX + 5_000
+    life.beat()
+    life.train(3)
+    if who == "the process":
+        life.say(StopWanted("the training loop has ended"))
+    else:
+        life.beat(stop=True)
+    assert life.asked(BeginPushRequest).steps == 3
+
+
+def test_an_end_that_is_taken_back_is_one_no_longer(life: ClusterBench) -> None:
+    life.push_begun()
+    life.refuse(BeginPushRequest, RefusalCode.STOPPING)
+    life.beat()
+    life.pass_s(1.0)
+    life.sent(life.ticket())
+    life.admitted()
+    life.decide(VerdictKind.APPLIED)
+    life.pulled()
+    life.train(3)
+    life.say(StopWanted("the training loop has ended"))
+    assert life.asked(BeginPushRequest).steps == 3
+
+
+def test_a_heartbeat_moves_the_runs_limit(life: ClusterBench) -> None:
+    for limit in (2 * TK_MAX, 0):
+        life.beat(limit=TokenLimit(limit))
+        life.beat()
+        assert life.session.shared.terms.settings.tk_max_tokens == limit
 
 
 def test_a_drained_cluster_does_not_say_that_the_run_has_ended(life: ClusterBench) -> None:

@@ -483,6 +483,9 @@ def write_heartbeat_reply(value: m.HeartbeatReply, message: clusters_pb2.Heartbe
     message.phase = value.phase
     if value.donate is not None:
         write_version(value.donate, message.donate)
+    message.no_more_pushes = value.no_more_pushes
+    if value.limit is not None:
+        write_token_limit(value.limit, message.limit)
 
 
 def read_heartbeat_reply(message: clusters_pb2.HeartbeatReply) -> m.HeartbeatReply:
@@ -494,7 +497,18 @@ def read_heartbeat_reply(message: clusters_pb2.HeartbeatReply) -> m.HeartbeatRep
         stop=message.stop,
         phase=message.phase,
         donate=read_version(message.donate) if message.HasField("donate") else None,
+        no_more_pushes=message.no_more_pushes,
+        limit=read_token_limit(message.limit) if message.HasField("limit") else None,
     )
+
+
+def write_token_limit(value: m.TokenLimit, message: clusters_pb2.TokenLimit) -> None:
+    message.SetInParent()
+    message.tokens = value.tokens
+
+
+def read_token_limit(message: clusters_pb2.TokenLimit) -> m.TokenLimit:
+    return m.TokenLimit(tokens=message.tokens)
 
 
 def write_begin_push_request(value: m.BeginPushRequest, message: clusters_pb2.BeginPushRequest) -> None:
@@ -1949,6 +1963,7 @@ CODECS: Mapping[type[Any], tuple[type[Message], Write, Read]] = {
     m.JoinReply: (clusters_pb2.JoinReply, write_join_reply, read_join_reply),
     m.HeartbeatRequest: (clusters_pb2.HeartbeatRequest, write_heartbeat_request, read_heartbeat_request),
     m.HeartbeatReply: (clusters_pb2.HeartbeatReply, write_heartbeat_reply, read_heartbeat_reply),
+    m.TokenLimit: (clusters_pb2.TokenLimit, write_token_limit, read_token_limit),
     m.BeginPushRequest: (clusters_pb2.BeginPushRequest, write_begin_push_request, read_begin_push_request),
     m.Ticket: (clusters_pb2.Ticket, write_ticket, read_ticket),
     m.Stale: (clusters_pb2.Stale, write_stale, read_stale),

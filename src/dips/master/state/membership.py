@@ -27,6 +27,7 @@ from dips.core.messages import (
     LeaveRequest,
     ReturnDataReply,
     ReturnDataRequest,
+    TokenLimit,
     Verdict,
 )
 from dips.core.model_description import Untrained, difference
@@ -390,6 +391,8 @@ class Membership:
                 stop,
                 shared.round.phase.now.value,
                 donor.base if donor is not None else None,
+                bool(shared.ledger.stopping),
+                TokenLimit(shared.settings().tk_max_tokens),
             ),
         )
 

@@ -399,7 +399,8 @@ class ClusterMachine:
             return
         joining = self.phase is SessionPhase.JOINING
         pushing = lane is shared.exchange and self.phase in _PUSHING
-        shared.terms.no_more_pushes |= pushing and refused.code is RefusalCode.STOPPING
+        if pushing and refused.code is RefusalCode.STOPPING:
+            shared.terms.takes_pushes = False
         remedy = remedy_for(refused, joining=joining, pushing=pushing)
         push = self.pushing.open
         if pushing and push is not None and push.donates is not None and refused.code is RefusalCode.VERSION_GONE:

@@ -9,7 +9,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from dips.core.errors import ConfigError, RefusalCode, Refused, RemoteProtocolError
@@ -208,8 +208,9 @@ class Terms:
         self.tokens = 0
         self.published: Version | None = None
         self.stop = False
-        self.no_more_pushes = False
-        """The master refused a push because the run ends."""
+        self.takes_pushes = True
+        """Whether the master accepts a push, also after `stop`: from a drained cluster yes, at the run's end no. Tokens
+        and limit do not say so: the operator may move the limit at any time, and an end may be taken back."""
 
     def caller(self, cause: str) -> Caller:
         return Caller(self.run_id, self.epoch, self._config.cluster_id, self.incarnation, cause)
@@ -238,22 +239,20 @@ class Terms:
         self._check_expectations(reply.settings)
         self.times = times_of(self._config, reply.settings)
         self.settings, self.tokens, self.published = reply.settings, reply.tokens, reply.published
+        self.takes_pushes = True  # a run that ends takes no Join
         self.take_steps(reply.local_steps)
 
     def beat(self, reply: HeartbeatReply) -> None:
         self._progressed(reply.tokens, reply.published)
         self.take_steps(reply.local_steps)
         self.stop = self.stop or reply.stop
+        self.takes_pushes = not reply.no_more_pushes
+        if reply.limit is not None:
+            self.settings = replace(self.settings, tk_max_tokens=reply.limit.tokens)
 
     def granted(self, grant: PullGrant) -> None:
         self._progressed(grant.tokens, grant.version)
         self.take_steps(grant.local_steps)
-
-    @property
-    def takes_pushes(self) -> bool:
-        """Whether the master accepts a push after `stop`: from a drained cluster yes, at the run's end no."""
-        ended = 0 < self.settings.tk_max_tokens <= self.tokens
-        return not (self.no_more_pushes or ended)
 
     def take_steps(self, local_steps: int) -> None:
         self.local_steps = local_steps or self.settings.sync_every_steps
