@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -251,19 +252,28 @@ class PushRecorder:
         """deliver is called on the recording thread."""
         self._store = store
         self._deliver = deliver
-        self._thread = ThreadPoolExecutor(1, "dips-push-record")
         self._closed = threading.Event()
         self._wanted: PushRecord | None = None
+        self._waiting: SimpleQueue[tuple[int, PushRecord] | None] = SimpleQueue()
+        # A daemon: where a training loop fails and nothing calls close(), the interpreter would wait for an executor's
+        # thread, and so for ever while the disk refuses.
+        self._thread = threading.Thread(target=self._run, name="dips-push-record", daemon=True)
+        self._thread.start()
 
     def record(self, job: int, record: PushRecord) -> None:
         """Make the record durable, then deliver Done; a newer record replaces one that waits."""
         self._wanted = record
         if not self._closed.is_set():
-            self._thread.submit(self._record, job, record)
+            self._waiting.put((job, record))
 
     def close(self) -> None:
         self._closed.set()
-        self._thread.shutdown(wait=True)
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            self._record(*waiting)
 
     def _record(self, job: int, record: PushRecord) -> None:
         pause_s = FIRST_PAUSE_S

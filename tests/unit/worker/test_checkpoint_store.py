@@ -424,6 +424,23 @@ def test_a_second_process_is_refused_and_the_end_of_the_first_lets_it_in(store: 
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
 
 
+def test_a_program_that_fails_ends_also_while_the_disk_refuses_a_pushs_record(tmp_path: Path) -> None:
+    """As under a trainer that reports no exception to callbacks: nothing closes the recorder."""
+    code = (
+        "import shutil, sys, threading\nfrom pathlib import Path\n"
+        "from dips.core.ids import ClusterId, Incarnation, PushId\n"
+        "from dips.worker.checkpoint import PushRecorder\nfrom dips.worker.checkpoint_files import CheckpointStore\n"
+        "from dips.worker.state.effects import PushRecord\nfrom dips.worker.state.work import Work\n"
+        "store, refused = CheckpointStore(Path(sys.argv[1]), 2), threading.Event()\n"
+        "recorder = PushRecorder(store, lambda event: refused.set())\nshutil.rmtree(store.directory)\n"
+        "recorder.record(1, PushRecord(PushId(ClusterId('a'), Incarnation(1, 1), 1), None, 0, Work()))\n"
+        "refused.wait()\nraise SystemExit('the trainer failed')\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "kept")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "the trainer failed\n")
+
+
 def test_a_directory_that_cannot_be_made_is_told_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="give another --checkpoint-dir"):
