@@ -160,7 +160,8 @@ class DiLoCo:
             first parameter that differs.
         optimizer: The inner optimizer, also as Accelerate prepared it. Where several step different parameters of the
             model, as torch.optim.Muon and AdamW do, a list of all of them, in the same order after a restart: a step is
-            complete when each has made one. The same one twice: ConfigError.
+            complete when each has made one; one that only some of them make, as after an overflow with GradScaler, is
+            not counted. The same one twice: ConfigError.
         tokens_per_step: Tokens (or samples, if every cluster counts them alike) behind one step of this process;
             count() overrides it. Missing, no whole number or below 1: ConfigError; more than the model's inputs can
             hold: ConfigError at the first step; far above what is usual in the run: Refused (TOKENS).
@@ -249,7 +250,8 @@ class DiLoCo:
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._optimizers = [plain_optimizer(each) for each in given]
         _refuse_one_optimizer_twice(self._optimizers)
-        self._stepped: set[torch.optim.Optimizer] = set()
+        self._stepped: list[torch.optim.Optimizer] = []
+        self._order: list[torch.optim.Optimizer] = []  # of the first complete step
         self._replicas = replicas
         self._group = group
         self._parallel = _Parallel(data_mesh, shards, order, master_parameters)
@@ -341,8 +343,8 @@ class DiLoCo:
             if self._together is not None:
                 self._leave_together(self._together, kind, reason)
             elif self._shell is not None:
-                # Inside of a step parameters are incomplete.
-                self._shell.close(reason, push_pending=is_orderly(kind) and not self._in_step)
+                # Inside of a step parameters are incomplete, and a loop that has come to its end is in none.
+                self._shell.close(reason, push_pending=kind is None or (is_orderly(kind) and not self._in_step))
         except KeyboardInterrupt as again:
             self._say_of_ctrl_c(again, "while it left the run: its last steps may be lost")
             raise
@@ -511,6 +513,8 @@ class DiLoCo:
                 self._must_be_entered("done")
             return True
         self._asks_done = self._was_used = True
+        if self._stepped:
+            self._forget_half_a_step()
         self._checkpoint_if_due()
         if self._sigterm.caught and self._together is None:
             return True
@@ -580,13 +584,26 @@ class DiLoCo:
         """The shell, for everything else; None when training alone, and on a rank that is not the first."""
         return self._shell
 
+    def _forget_half_a_step(self) -> None:
+        """In the last iteration only some of the optimizers stepped, as when GradScaler found an overflow in the
+        gradients of one: kept for the next iteration, they would end each later step in the middle of one.
+        """
+        self._stepped.clear()
+        self._in_step = False
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        order = self._order
+        # An earlier optimizer after a later one: the next iteration of a loop that does not read `done`.
+        if self._stepped and order and order.index(optimizer) < order.index(self._stepped[-1]):
+            self._forget_half_a_step()
         self._in_step = True
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepped.add(optimizer)
+        if optimizer not in self._stepped:
+            self._stepped.append(optimizer)
         if len(self._stepped) < len(self._optimizers):
             return
+        self._order = self._order or list(self._stepped)
         self._stepped.clear()
         tokens = self._next_tokens or self._tokens_per_step
         self._next_tokens, self._was_used = None, True

@@ -6,6 +6,7 @@ import logging
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -90,17 +91,63 @@ def make_two() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.Opti
     return model, torch.optim.Muon([model.weight], lr=0.1), torch.optim.AdamW([model.bias], lr=0.1)
 
 
-def test_a_step_is_complete_when_each_of_several_optimizers_has_made_one() -> None:
+def step_both(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], sync: dips.DiLoCo) -> None:
+    """One iteration, after which one more step is counted, and not before."""
+    before = sync.steps
+    model(torch.ones(4)).square().sum().backward()
+    for optimizer in optimizers:
+        assert sync.steps == before
+        optimizer.step()
+    assert sync.steps == before + 1
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_step_is_complete_when_each_of_several_optimizers_has_made_one(turned: bool) -> None:
     model, muon, adamw = make_two()
+    order = (adamw, muon) if turned else (muon, adamw)
     with dips.DiLoCo(model, [muon, adamw], tokens_per_step=10) as sync:
-        for order in ((muon, adamw), (adamw, muon)):
-            before = sync.steps
-            model(torch.ones(4)).square().sum().backward()
-            order[0].step()
-            assert sync.steps == before
-            order[1].step()
-            assert sync.steps == before + 1
+        for _ in range(2):
+            step_both(model, order, sync)
     assert sync.progress == 20
+
+
+class Shell:
+    """A cluster's, that only remembers what becomes of the last steps."""
+
+    done = released = push_is_near = False
+    push_pending = False
+
+    def step(self, tokens: int, *, loss: float) -> None: ...
+
+    def checkpoint_if_due(self) -> None: ...
+
+    def close(self, reason: str, *, push_pending: bool) -> None:
+        self.push_pending = push_pending
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("skips_last", [False, True])
+def test_an_optimizer_whose_step_is_skipped_moves_no_later_step(turned: bool, asks: bool, skips_last: bool) -> None:
+    """A GradScaler skips the step of one optimizer alone when its gradients overflow."""
+    model, muon, adamw = make_two()
+    order = (adamw, muon) if turned else (muon, adamw)
+    with dips.DiLoCo(model, [muon, adamw], tokens_per_step=10) as sync:
+        shell = Shell()
+        sync._shell = cast(Any, shell)
+        if not asks:
+            step_both(model, order, sync)  # a loop that does not read `done` shows its order with its first whole step
+        for skipped in order:
+            assert not asks or not sync.done
+            model(torch.ones(4)).square().sum().backward()
+            (other,) = {muon, adamw} - {skipped}
+            other.step()
+            for _ in range(2):
+                assert not asks or not sync.done
+                step_both(model, order, sync)
+        if skips_last:
+            order[0].step()
+    assert shell.push_pending
 
 
 def test_a_list_of_optimizers_has_each_once() -> None:
