@@ -120,10 +120,15 @@ def read_corpus(paths: Sequence[Path], limits: CorpusLimits) -> Corpus:
 
 
 def check_paths(paths: Sequence[Path]) -> None:
-    """Raise ConfigError for the first path where nothing is."""
+    """Raise ConfigError for the first path where nothing is, or where this user may not look."""
+    remedy = "give a text file or a folder of text files"
     for path in paths:
-        if not path.exists():
-            raise ConfigError(f"data path {path} does not exist: give a text file or a folder of text files")
+        try:
+            exists = path.exists()
+        except OSError as error:
+            raise ConfigError(f"data path {path} cannot be read: {error.strerror}; {remedy}") from error
+        if not exists:
+            raise ConfigError(f"data path {path} does not exist: {remedy}")
 
 
 def name_hash(*parts: object) -> bytes:
@@ -161,8 +166,13 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
 
     for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        candidates = (Path(folder, name) for name in names if not name.startswith("."))
-        yield from (path for path in candidates if path.is_file())
+        for path in (Path(folder, name) for name in names if not name.startswith(".")):
+            try:
+                is_file = path.is_file()
+            except OSError as error:
+                raise ConfigError(f"data file {path} cannot be read: {error.strerror}") from error
+            if is_file:
+                yield path
 
 
 def _readable(sources: Sequence[_Source], max_bytes: int) -> Iterator[Document]:

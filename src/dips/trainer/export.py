@@ -79,12 +79,18 @@ def fill(layout: Layout, described: ModelDescription | None, path: Path) -> dict
 
 def read_state(path: Path) -> dict[str, RawTensor]:
     """All tensors of a .safetensors file, or of a folder of them. Raises ConfigError for anything else."""
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; give the file that holds the model's state"
+        ) from error
+    if is_folder:
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise ConfigError(f"{path} has no .safetensors file: give the file that holds the model's state")
         return {name: tensor for file in files for name, tensor in _of_safetensors(file).items()}
-    if not path.is_file():
+    if not is_file:
         raise ConfigError(f"there is no file {path} to fill in from: give the file that holds the model's state")
     if path.suffix != ".safetensors":
         raise ConfigError(
@@ -263,9 +269,9 @@ def _flat(path: Path, layout: Layout) -> NDArray[np.float32]:
 
 
 def _opened(path: Path, read: Callable[[Any], T]) -> T:
-    if not path.is_file():
-        raise ConfigError(f"there is no model file {path}: write one with `dips export`")
     try:
+        if not path.is_file():
+            raise ConfigError(f"there is no model file {path}: write one with `dips export`")
         with safe_open(path, framework="numpy") as file:
             return read(file)
     except (SafetensorError, OSError) as error:

@@ -124,6 +124,8 @@ def test_what_is_no_file_of_tensors_is_refused(tmp_path: Path) -> None:
         fill(found.layout, described, tmp_path / "d.pt")
     with pytest.raises(ConfigError, match="there is no file"):
         fill(found.layout, described, tmp_path / "e.safetensors")
+    with pytest.raises(ConfigError, match=r"a+ cannot be read: File name too long; give the file"):
+        fill(found.layout, described, tmp_path / ("a" * 300))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"has no \.safetensors file"):
         fill(found.layout, described, tmp_path / "empty")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dips.core.errors import ConfigError
-from dips.trainer.corpus import SEPARATOR, Corpus, CorpusLimits, read_corpus, standard_library
+from dips.trainer.corpus import SEPARATOR, Corpus, CorpusLimits, check_paths, read_corpus, standard_library
 
 LIMITS = CorpusLimits(max_bytes=10_000_000, heldout_fraction=0.1, heldout_max_bytes=10_000)
 
@@ -138,6 +138,15 @@ def test_the_standard_library_is_the_default_text() -> None:
 def test_a_path_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere.* does not exist: give a text file"):
         read_corpus([tmp_path / "nowhere"], LIMITS)
+
+
+def test_a_path_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
+    """As below a folder that this user may not enter; a name that is too long is one for every user."""
+    with pytest.raises(ConfigError, match=r"data path a+ cannot be read: File name too long; give a text file"):
+        check_paths([Path("a" * 300)])
+    (tmp_path / "link").symlink_to("a" * 300)
+    with pytest.raises(ConfigError, match=r"data file .*link cannot be read: File name too long"):
+        read_corpus([tmp_path], LIMITS)
 
 
 @pytest.mark.parametrize("content", [None, b"\0\1\2", b""])

@@ -188,6 +188,8 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
 def test_a_missing_file_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no model file .*dips export"):
         read_export(tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"a+ cannot be read as a safetensors file: .*File name too long"):
+        read_export(tmp_path / ("a" * 300))
 
 
 @pytest.mark.parametrize("content", [b"", b"not a model", struct.pack("<Q", 1 << 40) + b"{}"])
