@@ -621,6 +621,8 @@ class DiLoCo:
         self._in_step = False
         asked, ended = self._asked, self.run_ended
         self._asked = False
+        if ended or not self.active:
+            self._losses = Losses()  # no one reads them
         alone = self._together is None or self._together.news.done  # no one else must hear of a SIGTERM any longer
         if (self._ends or (self._sigterm.caught and alone and self.active)) and not asked:
             raise self._end_of_process()  # a loop that does not read `done` would go on

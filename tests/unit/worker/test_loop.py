@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -83,6 +84,27 @@ def test_a_sigterm_of_another_rank_that_is_heard_at_a_checkpoint_ends_this_one_i
         sync._together = None
     assert ended.value.code == TERMINATED
     assert sync.steps == 1
+
+
+class RanksThatLeft(Ranks):
+    def __init__(self) -> None:
+        self.news = GoOn(done=True)
+
+    def checkpoint_if_due(self, loss: object, *, wants_to_leave: bool) -> None: ...
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_losses_that_no_run_reads_are_not_kept(ended: bool) -> None:
+    model, optimizer = make()
+    with dips.DiLoCo(model, optimizer, tokens_per_step=10) as sync:
+        sync._together = cast(Any, RanksThatLeft()) if ended else None
+        sizes = set()
+        for _ in range(100):
+            sync.report(1.0)
+            step(model, optimizer)
+            sizes.add(len(pickle.dumps(sync._losses)))
+        sync._together = None
+    assert len(sizes) == 1
 
 
 def make_two() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
