@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -59,7 +60,7 @@ class Others:
     def report(self, numbers: list[float] | None = None) -> Any:
         return Report() if numbers is None else [numbers, numbers]
 
-    def hear(self) -> bytes:
+    def hear(self, patience: timedelta) -> bytes:
         return to_bytes(self._orders.pop(0))
 
     def heard(self, reports: object) -> None: ...

@@ -49,7 +49,7 @@ from dips.worker.parallel.orders import (
 from dips.worker.parallel.ownership import shares_of_ranks
 from dips.worker.parallel.part_ends import PartEnd, combined
 from dips.worker.parallel.rank_checkpoints import RankCheckpoints, Written
-from dips.worker.parallel.ranks import Ranks
+from dips.worker.parallel.ranks import PATIENCE, SILENCE, Ranks
 from dips.worker.parallel.replicas import Replicas
 from dips.worker.parallel.shard_parameters import ShardParameters
 from dips.worker.state.effects import Cancel, Done, Event, Failed, StopWanted
@@ -61,7 +61,8 @@ LOOK_FIRST_S, LOOK_MOST_S, LOOK_SHARE = 0.002, 0.05, 0.01
 taken, so that the answer adds no more than that."""
 
 ALIVE_S = 0.5
-"""While the loop waits for anything else, the others are asked so often, so that a dead one is noticed."""
+"""While the loop waits for anything else, the others are asked so often, so that a dead one is noticed, also the leader
+(ranks.SILENCE)."""
 
 _TEXT_BYTES = 2048
 """Room for a part end's text; a longer sentence is cut."""
@@ -438,8 +439,10 @@ def follow(ranks: Ranks, part: RankPart, given: Callable[[Ranges], None]) -> GoO
     """Do what the leader says until training goes on; returns the news. Raises what the leader has failed with. given:
     takes the ranges of the corpus.
     """
+    patience = PATIENCE  # until the leader is there, too
     while True:
-        order = from_bytes(ranks.hear())
+        order = from_bytes(ranks.hear(patience))
+        patience = SILENCE
         match order:
             case GoOn():
                 return order

@@ -24,6 +24,11 @@ PATIENCE = timedelta(days=30)
 """How long a rank waits for the leader, which may wait for other clusters to join. A rank that died is noticed at once,
 by its connection."""
 
+SILENCE = timedelta(minutes=30)
+"""How long a follower waits for the next order of a meeting, in which the leader says something twice a second while it
+waits; longer than one rank reads its part of a checkpoint after the others. Else a leader whose host lost its power or
+its network would be waited for: a connection on which nothing is sent stays open."""
+
 SHORT_BYTES = 1024
 """An order of at most so many bytes, less its length, is one message."""
 
@@ -72,14 +77,14 @@ class Ranks:
         if rest:
             self._broadcast(_padded(rest, len(rest)))
 
-    def hear(self) -> bytes:
-        """The leader's next order."""
-        self._broadcast(self._short)
+    def hear(self, patience: timedelta) -> bytes:
+        """The leader's next order. Raises FatalError where none comes in this time, or another rank has ended."""
+        self._broadcast(self._short, patience)
         n_bytes = int.from_bytes(self._short_bytes[:_LENGTH_BYTES], "little")
         order = bytes(self._short_bytes[_LENGTH_BYTES : _LENGTH_BYTES + n_bytes])
         if n_bytes > _ROOM_BYTES:
             rest = torch.empty(n_bytes - _ROOM_BYTES, dtype=torch.uint8)
-            self._broadcast(rest)
+            self._broadcast(rest, SILENCE)
             order += _bytes(rest)
         return order
 
@@ -131,9 +136,9 @@ class Ranks:
             group.gather([list(rows)] if self.is_leader else [], [mine], options).wait()
         return rows
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
+    def _broadcast(self, tensor: torch.Tensor, patience: timedelta = PATIENCE) -> None:
         options = dist.BroadcastOptions()
-        options.rootRank = LEADER
+        options.rootRank, options.timeout = LEADER, patience
         with self._others() as group:
             group.broadcast([tensor], options).wait()
 
@@ -148,8 +153,8 @@ class Ranks:
             yield self._group
         except RuntimeError as error:
             raise FatalError(
-                f"rank {self.rank} of this cluster has lost another rank, which ended or left its loop: its own error "
-                "says why"
+                f"rank {self.rank} of this cluster has lost another rank, which ended, left its loop or cannot be "
+                "reached: its own error says why, or its host"
             ) from error
 
 
