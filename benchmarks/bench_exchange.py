@@ -38,7 +38,7 @@ from dips.worker.parallel.exchange import Exchange
 from dips.worker.parallel.meetings import Report, tally
 from dips.worker.parallel.orders import GoOn, from_bytes, to_bytes
 from dips.worker.parallel.ownership import Piece, copies_to_holders, copies_to_owners, shares_of_ranks
-from dips.worker.parallel.ranks import SHORT_BYTES, Ranks, ranks_here
+from dips.worker.parallel.ranks import PATIENCE, SHORT_BYTES, Ranks, ranks_here
 
 UNIT_BYTES = 1 << 20
 
@@ -203,7 +203,7 @@ def meeting(ranks: Ranks, group: dist.ProcessGroup) -> Meeting:
             tally([Report.of_numbers(numbers) for numbers in said], range(ranks.n_ranks))
             ranks.say(order)
         else:
-            from_bytes(ranks.hear())
+            from_bytes(ranks.hear(PATIENCE))
 
     def gloo() -> None:
         dist.gather(rows[0], rows if ranks.is_leader else None, 0, group)
