@@ -49,7 +49,7 @@ def test_join_waits_for_all_slaves() -> None:
 
 
 def test_settings_are_the_master_s_word() -> None:
-    settings = Settings(sync_every_steps=24, outer_lr=0.5)
+    settings = Settings(sync_every_steps=24, outer_lr=0.5, async_lag_versions=2)
     bench = Bench(settings=settings)
     bench.attach_all()
     assert bench.join("a").settings == settings
