@@ -553,7 +553,7 @@ def test_a_reader_renews_its_pin_while_bytes_arrive_and_releases_the_one_that_it
     monkeypatch.setattr(PinRenewal, "due", lambda renewal, carried_bytes, now_s: carried_bytes > 0)
     renewed = threading.Event()
 
-    def heard(method: str, request: Any) -> None:
+    def note(method: str, request: Any) -> None:
         if method == "BeginPull" and request.pin_id:
             renewed.set()
 
@@ -561,7 +561,7 @@ def test_a_reader_renews_its_pin_while_bytes_arrive_and_releases_the_one_that_it
         if len(run.slaves[0].heard) > 4:
             assert renewed.wait(20)
 
-    run.hook, run.slaves[0].hook = heard, wait
+    run.hook, run.slaves[0].hook = note, wait
     fetched = fetch_version(run.address, "run", "eval", INSECURE, deadline_s=10)
     assert np.array_equal(fetched.flat, FlatModel(7).theta)
     first, *again = run.pulls

@@ -142,7 +142,7 @@ class SlaveShell:
         self._loop.call_soon_threadsafe(self.handle, event)
 
     def fail(self, error: BaseException) -> None:
-        """End the process with this error; one that nobody raised on purpose is a bug, and the log has its trace."""
+        """End the process with this error; one that was not raised on purpose is a bug, and the log has its trace."""
         if self.ended.done():
             return
         if isinstance(error, Exception) and not isinstance(error, DipsError):

@@ -239,7 +239,7 @@ class Terms:
         self._check_expectations(reply.settings)
         self.times = times_of(self._config, reply.settings)
         self.settings, self.tokens, self.published = reply.settings, reply.tokens, reply.published
-        self.takes_pushes = True  # a run that ends takes no Join
+        self.takes_pushes = True  # members may join a run that ends: its heartbeats, or a refusal, say so
         self.take_steps(reply.local_steps)
 
     def beat(self, reply: HeartbeatReply) -> None:
