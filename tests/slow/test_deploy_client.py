@@ -19,6 +19,7 @@ from support.deploy_site import APPLY, Master, contexts, deploy, site_of
 
 from dips.core.errors import ConfigError, RetryLater
 from dips.deploy.deploy_file import read_deploy_file
+from dips.deploy.health import dial
 from dips.deploy.kubernetes_api import open_context
 from dips.deploy.objects import MONITORS
 
@@ -483,6 +484,13 @@ def test_an_unreachable_slave_keeps_the_clusters_from_starting(here: StandIn, sm
     again = site_of(small, Master(["s0", "s1"]))
     assert again.apply(again.difference()) > 0
     assert here.of_kind("Job") == ["small-cluster-a"]
+
+
+def test_a_name_that_no_machine_can_have_is_told(here: StandIn, small: Path) -> None:
+    small.write_text(small.read_text().replace('"192.0.2.7"', '"a..example"'))
+    site = site_of(small, Master(["s0", "s1"]), dial)
+    with pytest.raises(RetryLater, match=r"no machine can have the name 'a\.\.example': a part of it is empty"):
+        site.apply(site.difference())
 
 
 def test_pods_that_do_not_come_up_stop_the_rollout_with_what_is_known(here: StandIn, small: Path) -> None:

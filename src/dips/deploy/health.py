@@ -117,7 +117,7 @@ def _of_balancer(live: Object) -> ObjectState:
 CONNECT_S = 3.0
 
 Dial = Callable[[str, int], None]
-"""Raises OSError when no process answers there."""
+"""Raises OSError when no process answers there, UnicodeError for a name that no machine can have."""
 
 
 def dial(host: str, port: int) -> None:
@@ -137,6 +137,8 @@ def state_of_endpoint(who: str, address: str, dial: Dial = dial) -> ObjectState:
     host, port = parse_address(address, f"the address of {who}")
     try:
         dial(host, port)
+    except UnicodeError:
+        return ObjectState(Health.FAILED, f"no machine can have the name {host!r}: a part of it is empty or too long")
     except OSError as error:
         return ObjectState(Health.WAITING, f"{who} is not reached at {address} from this machine ({_words(error)})")
     return ObjectState(Health.READY, f"{who} answers at {address}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dips.core.units import format_bytes
 from dips.planner.costs import NS, Costs
@@ -56,22 +57,27 @@ class RefusedCandidate:
     why: str
 
 
-def divided(problem: Problem, name: str) -> Iterator[Candidate]:
+def divided(problem: Problem, name: str) -> list[Candidate]:
     """The candidates with even stages, and with balanced ones where these differ and are wanted. Raises PlanError when
     neither is possible."""
     places = SCHEDULES[name].places(problem.n_devices)
-    found, why = [], PlanError("")
     divisions = [problem.uniform(len(places))]
     if problem.setup.options.division != "uniform":
         divisions.append(problem.balanced(places))
-    for division in dict.fromkeys(divisions):
+    return _possible(partial(plain, problem, name, division) for division in dict.fromkeys(divisions))
+
+
+def _possible(tries: Iterable[Callable[[], Candidate]]) -> list[Candidate]:
+    """The candidates that can be made. Raises the last PlanError when none can."""
+    found, why = [], PlanError("")
+    for attempt in tries:
         try:
-            found.append(plain(problem, name, division))
+            found.append(attempt())
         except PlanError as error:
             why = error
     if not found:
         raise why
-    yield from found
+    return found
 
 
 def plain(problem: Problem, name: str, division: Division | None = None) -> Candidate:
@@ -145,18 +151,23 @@ def replicas_of(problem: Problem, candidate: Candidate) -> tuple[Timeline, ...]:
     return simulate_fleet(schedules * problem.replicas if len(schedules) == 1 else schedules, candidate.costs).timelines
 
 
-def jeeves_of(problem: Problem) -> Iterator[Candidate]:
+def jeeves_of(problem: Problem) -> list[Candidate]:
+    """JEEVES with even stages, for each way in which replicas may share a link, and with the best division where that
+    differs and is wanted. Raises PlanError when no division fits the memory."""
+    return _possible(partial(jeeves_with, problem, division, together) for division, together in _jeeves_ways(problem))
+
+
+def _jeeves_ways(problem: Problem) -> Iterator[tuple[Division, bool]]:
     options, uniform = problem.setup.options, problem.uniform()
-    shares = problem.shares_links
-    if options.replicas != "coordinated" or not shares:
-        yield jeeves_with(problem, uniform, coordinated=False)
-    coordinated = shares and options.replicas != "fair"
+    coordinated = problem.shares_links and options.replicas != "fair"
+    if options.replicas != "coordinated" or not problem.shares_links:
+        yield uniform, False
     if coordinated:
-        yield jeeves_with(problem, uniform, coordinated=True)
+        yield uniform, True
     if options.division != "uniform" and problem.n_devices > 1:
         better = divide(problem, coordinated).division
         if better != uniform:
-            yield jeeves_with(problem, better, coordinated)
+            yield better, coordinated
 
 
 def jeeves_with(problem: Problem, division: Division, coordinated: bool, most: int = 1 << 30) -> Candidate:

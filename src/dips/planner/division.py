@@ -34,7 +34,7 @@ class Divided:
     division: Division
     span_ns: int  # makespan of the greedy schedule for it, with all replicas
     uniform_ns: int  # and for the uniform division
-    seed: Division  # the solver's division
+    seed: Division  # the solver's division; uniform where the solver has none
     tried: int  # divisions that were simulated
 
 
@@ -45,7 +45,10 @@ def divide(problem: Problem, coordinated: bool = True, most_trials: int = 150) -
     """
     uniform = problem.uniform()
     few = _spans(problem, min(problem.replicas, FEW_REPLICAS) if coordinated else 1)
-    seed = solve(problem)
+    try:
+        seed = solve(problem)
+    except PlanError:
+        seed = uniform
     climb = _Climb(few, most_trials)
     slopes = list(_slopes(problem))
     ends = {uniform, climb.up(min([uniform, seed, *slopes], key=lambda d: (climb.of(d), d))), climb.up(uniform)}
@@ -111,9 +114,12 @@ def _moves(division: Division) -> list[Division]:
 
 
 def _slopes(problem: Problem) -> Iterator[Division]:
-    """Divisions with fewer layers on the first stages or at the first sites, which hold most microbatches: single moves
-    do not reach them when several stages are full at once."""
+    """Divisions with fewer layers on the first stages or at the first sites, which hold most microbatches, and with
+    layers as the sites have memory: single moves do not reach them when several stages are full at once."""
     n, total = problem.n_devices, len(problem.units)
+    memory_gib = [problem.setup.sites[site].memory_gib for site in problem.site_of]
+    if len(set(memory_gib)) > 1:
+        yield _shared(total, [each or 0.0 for each in memory_gib])
     for lean in (0.05, 0.1, 0.15, 0.2, 0.3):
         yield _shared(total, [1 - lean + 2 * lean * stage / max(1, n - 1) for stage in range(n)])
         last = max(1, max(problem.site_of))
@@ -136,8 +142,8 @@ def _shared(total: int, weights: Sequence[float]) -> Division:
 
 
 def solve(problem: Problem, time_limit_s: float = 2.0) -> Division:
-    """The division with the smallest value of the paper's objective; all units count as equal, as the paper's
-    layers."""
+    """The division with the smallest value of the paper's objective; all units count as equal, as the paper's layers.
+    Raises PlanError where even stages leave no memory for activations: the objective counts what they hold."""
     from ortools.sat.python import cp_model  # imported here: it takes a second, and only this needs it
 
     program = _Program(problem, cp_model.CpModel())

@@ -167,6 +167,19 @@ def test_the_papers_program_gives_the_first_stage_less() -> None:
     assert seed[0] < 12
 
 
+def test_jeeves_is_planned_where_even_stages_do_not_fit_the_memory() -> None:
+    setup = read_setup("crosspipe-m70-2dc-recompute")
+    small_site = setup.sites[1].model_copy(update={"memory_gib": 26.0})
+    problem = Problem(replace(setup, sites=(setup.sites[0], small_site))).with_training(microbatches=8)
+    with pytest.raises(PlanError, match="26 of dc2 holds less than"):
+        problem.limits(problem.uniform())
+    (found,) = make_plan(problem.with_options(schedules=["jeeves"]), sensitivity=False).candidates
+    assert sum(found.division) == 64
+    assert max(found.division[4:]) < 8 < min(found.division[:4])
+    with pytest.raises(PlanError, match="26 of dc2 holds less"):
+        make_plan(problem.with_options(schedules=["jeeves"], division="uniform"), sensitivity=False)
+
+
 def test_a_slow_site_and_the_output_layer_get_fewer_layers() -> None:
     setup = read_setup(ROOT / "examples" / "04-plan-a-schedule" / "sites.toml")
     slow = setup.sites[1].model_copy(update={"sustained_tflops": 200.0})
