@@ -59,15 +59,15 @@ def revoke(
 ) -> int:
     """Revoke all keys that were ever made for a name: the master refuses them within a second.
 
-    A master on this machine that uses this folder's keys reads the list by itself; for another one, copy revoked.json
-    next to its keys (or to its --revoked FILE).
+    Processes on this machine that use this folder's keys read the list by themselves. To others copy revoked.json, next
+    to their keys: the master needs it (there also as its --revoked FILE), and who serves metrics beyond loopback.
     """
     with Authority(folder).locked() as authority:
         for name in names:
             fresh = authority.revoke(name, reason)
             serials = ", ".join(row.serial for row in fresh)
             print(f"{name}: revoked {serials}" if fresh else f"{name}: was revoked already")
-        print(f"the list: {folder / 'ca' / 'revoked.json'}; copied to {folder / MASTER}")
+        print(f"the list: {folder / 'ca' / 'revoked.json'}; copied to every folder of keys in {folder}")
     return 0
 
 

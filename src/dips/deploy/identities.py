@@ -72,10 +72,10 @@ def server_secrets(deployment: Deployment) -> list[Object]:
     """For the server site. Without the folders the values are empty: a plan shows what there will be."""
     keys, name = deployment.run.keys, deployment.name
     slaves = {
-        f"{slave}.{file}": value for slave in deployment.slave_ids for file, value in _files(keys / slave).items()
+        f"{slave}.{file}": _encoded(keys / slave / file) for slave in deployment.slave_ids for file in IDENTITY_FILES
     }
     found = [
-        _secret(deployment, f"{name}-keys-master", "master", _files(keys / "master", REVOKED_FILE)),
+        _secret(deployment, f"{name}-keys-master", "master", _files(keys / "master")),
         _secret(deployment, f"{name}-keys-slave", "slave", slaves),
         _secret(deployment, f"{name}-keys-supervisor", "supervisor", _files(keys / SUPERVISOR)),
     ]
@@ -93,9 +93,10 @@ def _secret(deployment: Deployment, name: str, component: str, data: dict[str, s
     return made(deployment, "Secret", name, component, cluster, type="Opaque", data=data)
 
 
-def _files(place: Path, *optional: str) -> dict[str, str]:
-    found = {file: _encoded(place / file) for file in IDENTITY_FILES}
-    return {**found, **{file: _encoded(place / file) for file in optional if (place / file).is_file()}}
+def _files(place: Path) -> dict[str, str]:
+    """All that a pod mounts as one folder. Slaves mount single files, all of which must be there: they get no list."""
+    revoked = [REVOKED_FILE] if (place / REVOKED_FILE).is_file() else []
+    return {file: _encoded(place / file) for file in (*IDENTITY_FILES, *revoked)}
 
 
 def _encoded(file: Path) -> str:

@@ -167,7 +167,7 @@ class Authority:
         fresh = [row for row in rows if row.serial not in {old["serial"] for old in known}]
         when = self._now.isoformat()
         known += [{**asdict(row), "reason": reason[:200], "revoked_at": when} for row in fresh]
-        self._spread(REVOKED_FILE, _as_json({"revoked": known}), only=MASTER)
+        self._spread(REVOKED_FILE, _as_json({"revoked": known}))
         return fresh
 
     # ---- the authority itself ----
@@ -214,15 +214,14 @@ class Authority:
         _write(place / KEY_FILE, _key_pem(key), private=True)
         _write(place / CERT_FILE, certificate.public_bytes(Encoding.PEM))
         _write(place / CA_FILE, self._bundle())
-        if role is Role.MASTER and (self._ca / REVOKED_FILE).exists():
+        if (self._ca / REVOKED_FILE).exists():
             _write(place / REVOKED_FILE, (self._ca / REVOKED_FILE).read_bytes())
 
-    def _spread(self, file: str, content: bytes, only: str = "") -> None:
+    def _spread(self, file: str, content: bytes) -> None:
         """Write a file of the authority's, and its copies in the identities here."""
         _write(self._ca / file, content)
         for name in self.names():
-            if not only or self.certificate(name).role.value == only:
-                _write(self.identity(name) / file, content)
+            _write(self.identity(name) / file, content)
 
     def _bundle(self) -> bytes:
         return (self._ca / CA_FILE).read_bytes()

@@ -1,7 +1,7 @@
 """The settings of one training cluster.
 
 Settings that all clusters of a run must share (H, outer learning rate, chunk size) are the master's; where they
-appear here they only say what this cluster expects, and a difference is refused at Join. Never holds a secret.
+appear here they only say what this cluster expects, and it ends where the master has others. Never holds a secret.
 """
 
 from __future__ import annotations

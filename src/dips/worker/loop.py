@@ -164,10 +164,11 @@ class DiLoCo:
             not counted. The same one twice: ConfigError.
         tokens_per_step: Tokens (or samples, if every cluster counts them alike) behind one step of this process;
             count() overrides it. Missing, no whole number or below 1: ConfigError; more than the model's inputs can
-            hold: ConfigError at the first step; far above what is usual in the run: Refused (TOKENS).
+            hold: a warning, and above a hundred times as many ConfigError at the first step; far above what is usual in
+            the run: Refused (TOKENS).
         steps: `done` becomes true after so many steps, with or without a master. Negative: ConfigError.
-        sync_every: Inner steps between two pushes that you expect; the master sets them. Another value there: Refused
-            (CONFIG) at the start.
+        sync_every: Inner steps between two pushes that you expect; the master sets them. Another value there:
+            ConfigError at the start.
         outer_lr: Outer learning rate that you expect, as for sync_every.
         outer_momentum: Outer momentum that you expect, as for sync_every.
         master: HOST:PORT of the master. Without one the loop is ordinary training. Not an address: ConfigError; no

@@ -92,11 +92,12 @@ def test_revoking_takes_back_every_certificate_of_a_name_and_no_other(folder: Pa
     serials.add(authority.certificate("b").serial)
     assert {int(row.serial, 16) for row in authority.revoke("b", "lost")} == serials
     assert authority.revoke("b", "again") == []
-    for place in (folder / "ca", folder / "master"):
+    for place in (folder / "ca", folder / "master", folder / "a"):
         assert read_revoked(place / "revoked.json") == dict.fromkeys(serials, "lost")
     authority.renew("b", new_key=True)
     assert authority.certificate("b").serial not in read_revoked(folder / "ca" / "revoked.json")
-    assert not (folder / "a" / "revoked.json").exists()
+    authority.add(Role.CLUSTER, "late")
+    assert read_revoked(folder / "late" / "revoked.json") == dict.fromkeys(serials, "lost")
 
 
 def test_a_revoked_certificate_stays_on_the_list_until_it_has_lapsed(tmp_path: Path) -> None:

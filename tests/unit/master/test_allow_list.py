@@ -245,11 +245,15 @@ def test_a_reader_that_says_no_more_leaves_the_list_with_its_pin() -> None:
 def test_whoever_was_revoked_leaves_the_list_at_once() -> None:
     master = bench().running("a", "b")
     master.ask(pull(master, "export"))
-    master.event(Revoked("operator", "ops", "stolen"))
-    assert told(master.slaves[0]) == ["cluster a", "cluster b", "slave s0", "slave s1"]
-    assert not master.state.shared.pins
+    master.ask(pull(master, "b", OTHER))
+    master.event(Revoked("cluster", "z", "stolen"))
+    assert told(master.slaves[0]) == ["cluster a", "cluster b", "reader b", "reader export", "slave s0", "slave s1"]
     master.event(Revoked("cluster", "b", "stolen"))
+    assert told(master.slaves[0]) == ["cluster a", "reader export", "slave s0", "slave s1"]
+    assert len(master.state.shared.pins) == 1
+    master.event(Revoked("operator", "ops", "stolen"))
     assert told(master.slaves[0]) == ["cluster a", "slave s0", "slave s1"]
+    assert not master.state.shared.pins
 
 
 @pytest.mark.parametrize("key", [b"", b"short", b"k" * 33])

@@ -173,7 +173,7 @@ ALIKE_NORMS = 0.95
 cosines are far lower: 0.27 to 0.84 in the byte model (docs/algorithm.md, Direction)."""
 
 ALIKE_ROUNDS = 3
-"""Rounds in a row with both pushes alike before the alarm begins, and rounds without before it ends."""
+"""Common rounds with both pushes alike, less those without, before the alarm begins; it ends when none are left."""
 
 EQUAL_WITHIN = 1e-6
 """Pushes whose cosine and norms differ by at most this from those of equal pushes are equal."""
@@ -212,7 +212,7 @@ def _compare(shared: SharedState, pair: tuple[str, str], squared: float, other_s
         del shared.alike[pair]
         shared.same_data.pop(pair, None)
     elif alike and n_rounds >= ALIKE_ROUNDS:
-        how_long = "in a round" if equal else f"in {ALIKE_ROUNDS} rounds in a row"
+        how_long = "in a round" if equal else f"in at least {ALIKE_ROUNDS} rounds"
         sentence = (
             f"clusters {pair[0]} and {pair[1]} push the same: the cosine of their updates is {likeness:.2f}, the norms "
             f"are {norm:.3g} and {other_norm:.3g}, {how_long}. They train on the same data in the same order, so one "

@@ -193,8 +193,10 @@ class MasterMachine:
         sentence = f"its certificate was revoked{f' ({reason})' if reason else ''}"
         self.shared.record(tape.CertificateRevoked("operator", holder=f"{role} {name}", reason=reason))
         self.shared.log(f"revoked {role} {name}", f"{role} {name}: {sentence}", logging.WARNING)
-        if role == "cluster" and name in self.shared.members:
-            self._members.evict(name, sentence)
+        if role == "cluster":
+            self._pulls.end_reader(name)
+            if name in self.shared.members:
+                self._members.evict(name, sentence)
         if role == "operator":
             self._pulls.end_readers()
 

@@ -110,9 +110,15 @@ class Pulls:
         )
 
     def end_readers(self) -> None:
-        """Ends all readers' pulls: a certificate that readers may have used was revoked. The others begin again."""
+        """Ends all readers' pulls: an operator's certificate was revoked, and operators read under any name. The others
+        begin again."""
         self._shared.pins = {n: pin for n, pin in self._shared.pins.items() if not pin.owner.startswith(READER)}
         self._shared.allowed.keep(KeyRole.READER, set())
+
+    def end_reader(self, name: str) -> None:
+        """Ends the pull of a reader whose certificate, a cluster's, was revoked."""
+        self._shared.pins = {n: pin for n, pin in self._shared.pins.items() if pin.owner != READER + name}
+        self._shared.allowed.remove(KeyRole.READER, name)
 
     def rearm(self, gap_s: float) -> None:
         for pin in self._shared.pins.values():
