@@ -454,9 +454,9 @@ python -c 'import dips; help(dips.DiLoCo)'
 ```
 
 [integrations](integrations.md) shows whole loops and trainers, [planner](planner.md) whole plans. `ConfigError`,
-`Refused` and `RetryLater` say in one sentence what is wrong, where, and what to change; a program that does not catch
-one ends with that sentence and the [exit code](start.md#exit-codes) 2, 3 or 4. An argument that is left out takes its
-variable, where it has one, then the default."""
+`Refused` and `RetryLater` (import them from `dips.core.errors`) say in one sentence what is wrong, where, and what to
+change; a program that does not catch one ends with that sentence and the [exit code](start.md#exit-codes) 2, 3 (8 for
+`NAME_TAKEN`) or 4. An argument that is left out takes its variable, where it has one, then the default."""
 
 _ARGUMENT = re.compile(r"^    (\w+): ")
 

@@ -150,8 +150,8 @@ def swept(grid: Iterable[Case], optimal: bool, seconds: float) -> Iterator[Sweep
 def show(file: str | Path, latency: float = 0.0) -> Timeline:
     """The timeline of a plan.json as it was planned, or of a schedule alone with equal times.
 
-    latency: of a message between any two devices of a schedule alone, in T_F. Raises ConfigError for what is neither a
-    plan and no schedule; its sentence names the cell.
+    latency: of a message between any two devices of a schedule alone, in T_F. Raises ConfigError for a file that is
+    neither a plan nor a schedule; the sentence names the cell that is wrong.
     """
     text = read_text(Path(file))
     return planned(text, str(file)) if is_plan(text) else played(text, str(file), latency)

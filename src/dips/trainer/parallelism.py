@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from dips.core.errors import ConfigError
-from dips.trainer.sizes import SIZES
+from dips.trainer.sizes import SIZES, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,18 @@ class Parallelism:
                 f"the {model.n_layers} layers of model_size {model_size} cannot be {self.pipeline} stages of a "
                 f"pipeline: give at most {model.n_layers}"
             )
-        if model.n_heads % self.tensor or model.hidden % self.tensor:
-            others = [f"{name} ({size.n_heads})" for name, size in SIZES.items() if not size.n_heads % self.tensor]
+        if not self._divides(model):
+            others = [f"{name} ({size.n_heads})" for name, size in SIZES.items() if self._divides(size)]
+            parts = f"{model.n_heads} heads" if model.n_heads % self.tensor else f"{model.hidden} hidden units"
             raise ConfigError(
-                f"the {model.n_heads} heads of model_size {model_size} cannot be dealt evenly to {self.tensor} "
-                f"tensor-parallel processes: give tensor a number that divides them"
+                f"the {parts} of model_size {model_size} cannot be dealt evenly to {self.tensor} tensor-parallel "
+                "processes: give tensor a number that divides its heads and its hidden units"
                 + (f", or a model_size with other heads: {', '.join(others)}" if others else "")
             )
+
+    def _divides(self, model: ModelConfig) -> bool:
+        """Whether each layer's heads and hidden units are dealt evenly to the tensor-parallel processes."""
+        return model.n_heads % self.tensor == 0 and model.hidden % self.tensor == 0
 
 
 NAMES: Sequence[str] = tuple(field.name for field in fields(Parallelism))

@@ -269,7 +269,7 @@ class DiLoCo:
         self._shell: ClusterShell | None = None
         self._config: ClientConfig | None = None
         self._together: RankLoop | None = None
-        self.steps = 0
+        self._steps = 0
         self._own_tokens = 0
         self._state = state
         self._asks_done = False
@@ -504,8 +504,9 @@ class DiLoCo:
 
     @property
     def done(self) -> bool:
-        """Whether the loop should end: the run has ended (the model is then its last version), `steps` are made,
-        SIGTERM came, or the `with` block has ended. Raises ConfigError where no `with` block surrounds the loop.
+        """Whether the loop should end: the run has ended (the model is then its last version, else a warning says
+        that it could not be pulled), `steps` are made, SIGTERM came, or the `with` block has ended. Raises ConfigError
+        where no `with` block surrounds the loop.
 
         A checkpoint may be taken here: reading `done` shows that a step is complete.
         """
@@ -519,7 +520,7 @@ class DiLoCo:
         self._checkpoint_if_due()
         if self._sigterm.caught and self._together is None:
             return True
-        return self.run_ended or (self._steps_wanted is not None and self.steps >= self._steps_wanted)
+        return self.run_ended or (self._steps_wanted is not None and self._steps >= self._steps_wanted)
 
     def _must_be_entered(self, what: str) -> None:
         if self._use is _Use.MADE:
@@ -552,6 +553,11 @@ class DiLoCo:
             loss, leaves = (lambda: self._losses.take(time.monotonic(), True)), self._sigterm.caught
             return self._together.checkpoint(label, loss, wants_to_leave=leaves)
         return self._shell is not None and self._shell.checkpoint_now(label)
+
+    @property
+    def steps(self) -> int:
+        """Inner steps of this loop; one that resumed counts on from its checkpoint."""
+        return self._steps
 
     @property
     def active(self) -> bool:
@@ -610,7 +616,7 @@ class DiLoCo:
         self._next_tokens, self._was_used = None, True
         if self._token_check is not None:
             self._token_check.stepped(tokens)
-        self.steps += 1
+        self._steps += 1
         self._own_tokens += tokens
         if self._together is not None:
             self._step_together(self._together, tokens)
@@ -694,10 +700,10 @@ class _Steps:
         self._loop = loop
 
     def state_dict(self) -> dict[str, int]:
-        return {"steps": self._loop.steps, "tokens": self._loop._own_tokens}
+        return {"steps": self._loop._steps, "tokens": self._loop._own_tokens}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        self._loop.steps, self._loop._own_tokens = state_dict["steps"], state_dict["tokens"]
+        self._loop._steps, self._loop._own_tokens = state_dict["steps"], state_dict["tokens"]
 
 
 def _named(state: HasState | Mapping[str, HasState] | None) -> dict[str, HasState]:

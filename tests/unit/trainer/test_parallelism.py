@@ -46,7 +46,14 @@ def test_rows_are_dealt_to_copies_and_shards_alone() -> None:
         ({"parallel": "fsdp=2,data=3", "batch_size": "8"}, "to the 6 processes .* give a multiple of 6"),
         ({"parallel": "pipeline=4"}, "the 3 layers of model_size tiny cannot be 4 stages .* give at most 3"),
         ({"parallel": "tensor=2"}, r"the 3 heads of model_size tiny .* model_size with other heads: .*wide \(4\)"),
-        ({"parallel": "tensor=5", "model_size": "small"}, "the 8 heads .* give tensor a number that divides them$"),
+        (
+            {"parallel": "tensor=5", "model_size": "small"},
+            "the 8 heads .* that divides its heads and its hidden units$",
+        ),
+        (
+            {"parallel": "tensor=3"},
+            "the 256 hidden units of model_size tiny .* that divides its heads and its hidden units$",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_remedy(given: Mapping[str, object], sentence: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -190,6 +191,7 @@ def test_joining_a_run_that_has_ended_is_no_failure() -> None:
     life.refuse(JoinRequest, RefusalCode.STOPPING)
     assert life.finished is not None
     assert life.finished.error is None
+    assert life.take(Log) == Log(logging.WARNING, "join", "this cluster cannot join: refused: STOPPING", "a/join")
 
 
 @pytest.mark.parametrize(
@@ -869,3 +871,79 @@ def test_a_last_push_of_a_drained_cluster_that_takes_too_long_leaves_time_for_th
     life.pass_s(15.1)
     assert life.take(Cancel).job == start[0]
     assert phase_of(life) is SessionPhase.PULLING
+
+
+def long_transfers(life: ClusterBench) -> None:
+    """One round whose push and whose pull take 60 s each."""
+    life.push_begun()
+    sending = life.ticket()
+    life.pass_s(60.0)
+    life.sent(sending)
+    life.admitted()
+    life.decide(VerdictKind.APPLIED)
+    life.grant()
+    life.pass_s(60.0)
+    life.pull_ends()
+    life.answer(FinishPullRequest, FinishPullReply(life.local_steps))
+    assert phase_of(life) is SessionPhase.TRAINING
+
+
+def test_the_last_pull_of_a_run_may_take_as_long_as_the_one_before(life: ClusterBench) -> None:
+    long_transfers(life)
+    life.run_ends()
+    life.grant()
+    life.pass_s(100.0)
+    assert phase_of(life) is SessionPhase.PULLING
+    assert life.pull_ends().mode is InstallMode.REPLACE
+    life.answer(FinishPullRequest, FinishPullReply(life.local_steps))
+    assert life.left().reason == "the run has ended"
+
+
+@pytest.mark.parametrize("window_s", [1.0, 300.0])
+def test_a_drained_clusters_last_push_and_pull_may_take_as_long_as_those_before(
+    life: ClusterBench, window_s: float
+) -> None:
+    """Also where the window stays open for longer than all of it."""
+    long_transfers(life)
+    life.train(3)
+    life.beat(stop=True)
+    sending = life.ticket()
+    life.pass_s(100.0)
+    life.sent(sending)
+    life.answer(FinishPushRequest, FinishPushReply(Admitted(RoundId(1, 1), window_s)))
+    life.pass_s(window_s)
+    life.decide(VerdictKind.APPLIED)
+    life.grant()
+    life.pass_s(100.0)
+    assert life.pull_ends().mode is InstallMode.REPLACE
+    life.answer(FinishPullRequest, FinishPullReply(life.local_steps))
+    life.left()
+    assert "lost" not in said(life)
+
+
+def test_a_bound_on_leaving_that_is_set_by_hand_is_kept_at_the_runs_end() -> None:
+    life = ClusterBench(session_config(leave_wait_s=8.0))
+    life.begin()
+    long_transfers(life)
+    life.run_ends()
+    life.grant()
+    life.pass_s(7.9)
+    assert phase_of(life) is SessionPhase.PULLING
+    life.pass_s(0.2)
+    assert phase_of(life) is SessionPhase.LEAVING
+
+
+@pytest.mark.parametrize(
+    ("no_more_pushes", "who"), [(True, "the run has ended"), (False, "the master ends this cluster's part")]
+)
+def test_a_cluster_that_leaves_without_the_last_version_warns_of_it(
+    life: ClusterBench, no_more_pushes: bool, who: str
+) -> None:
+    life.beat(stop=True, no_more_pushes=no_more_pushes)
+    life.answer(BeginPullRequest, BeginPullReply(Busy(0.5, "slave s0 is away")))
+    life.pass_s(30.0)
+    warning = [effect.sentence for effect in life.every if isinstance(effect, Log) and effect.level == logging.WARNING]
+    assert warning == [
+        f"{who}; the last version could not be pulled in time (slave s0 is away): the model here is this cluster's "
+        "own, not the run's"
+    ]

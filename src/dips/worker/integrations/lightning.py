@@ -45,8 +45,8 @@ class LightningCallback(Callback):
             batches together. A batch that it cannot count: ConfigError.
         checkpoint_dir: A folder for this cluster alone; left out, `dips` in the Trainer's default_root_dir, if the
             Trainer saves.
-        loop: Further arguments of dips.DiLoCo: master, cluster_id, keys, insecure, sync_every, outer_lr,
-            outer_momentum, wire_dtype, tape, checkpoints_kept, replicas. One that the Trainer sets: ConfigError.
+        loop: Further arguments of dips.DiLoCo, such as master, cluster_id, keys, wire_dtype or buffers. steps, state,
+            resume and checkpoint_every_s are the Trainer's: ConfigError.
 
     The Trainer stops when the run has ended, with the run's last version as its model. Raises ConfigError, Refused and
     RetryLater from trainer.fit(), as dips.DiLoCo does.

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
+from dips.core.config import environment_name
 from dips.core.errors import ConfigError
+from dips.worker.config import SECTION
 from dips.worker.loop import DiLoCo
 
 _logger = logging.getLogger("dips")
@@ -78,7 +80,7 @@ class TrainerLoop(DiLoCo):
         checkpoints. Raises ConfigError as DiLoCo does.
         """
         given = dict(options.loop)
-        if checkpoint_dir is not None:
+        if checkpoint_dir is not None and not os.environ.get(environment_name(SECTION, "checkpoints_kept")):
             given.setdefault("checkpoints_kept", KEPT)
         super().__init__(
             model, optimizer, tokens_per_step=options.tokens_per_step or 1, checkpoint_dir=checkpoint_dir,

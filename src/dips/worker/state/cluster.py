@@ -421,6 +421,7 @@ class ClusterMachine:
         elif joining and refused.code is RefusalCode.STOPPING:
             shared.terms.incarnation = None  # the run ended before this cluster joined: no Leave is sent
             shared.terms.stop = True
+            shared.log("join", f"this cluster cannot join: {refused.sentence}", logging.WARNING)
             self._leave(refused.sentence)
         elif remedy is Remedy.GIVE_UP:
             raise refused
@@ -523,13 +524,19 @@ class ClusterMachine:
                 self._leave(request.reason)  # a second request does not wait
             return
         ending.wanted, ending.push_pending, ending.reason = True, request.push_pending, request.reason
-        if math.isinf(ending.by_s):
-            usual_s = 0.0 if self.config.leave_wait_s is not None else 2 * (shared.push_s + shared.pull_s)
-            ending.by_s, ending.dropped = shared.now_s + shared.terms.times.leave_wait_s + usual_s, shared.work.dropped
+        self._begin_ending()
         if self._unfinished().tokens and self.phase is not SessionPhase.JOINING:
             shared.log(
                 "leave", f"leaving ({request.reason}) once {self._unfinished()} are pushed and their verdict is known"
             )
+
+    def _begin_ending(self) -> None:
+        """Set the bound on leaving, unless it is set: leave_wait_s from now; where that was not set by hand, with twice
+        the last push and pull."""
+        shared, ending = self.shared, self._ending
+        if math.isinf(ending.by_s):
+            usual_s = 0.0 if self.config.leave_wait_s is not None else 2 * (shared.push_s + shared.pull_s)
+            ending.by_s, ending.dropped = shared.now_s + shared.terms.times.leave_wait_s + usual_s, shared.work.dropped
 
     def _unfinished(self) -> Work:
         """The work that leaving waits for."""
@@ -564,16 +571,25 @@ class ClusterMachine:
         """The run is over, or this cluster is drained: push the pending work if the master takes it, pull the last
         version, leave.
         """
-        shared, ending, wait_s = self.shared, self._ending, self.shared.terms.times.leave_wait_s
+        shared, ending = self.shared, self._ending
         if math.isinf(ending.by_s):
-            ending.by_s, ending.dropped = shared.now_s + wait_s, shared.work.dropped
+            self._begin_ending()
             shared.log("stop", f"{self._who_ends()}: pulling the last version, then leaving")
+        # What is kept for pulling the last version; after a verdict, too, which comes once the window has closed.
+        wait_s = shared.terms.times.leave_wait_s
+        kept_s = wait_s / 2
+        if self.config.leave_wait_s is None:
+            kept_s += 2 * shared.pull_s
+            if self.phase is SessionPhase.AWAITING:
+                ending.by_s = max(ending.by_s, shared.window_closes_s + wait_s + kept_s)
         pushing = self.phase in (SessionPhase.BEGINNING_PUSH, SessionPhase.TRANSFERRING)
         donates = self.pushing.open is not None and self.pushing.open.donates is not None
-        # Half of the time is kept for pulling the last version.
-        may_push = shared.terms.takes_pushes and not donates and shared.now_s < ending.by_s - wait_s / 2
+        may_push = shared.terms.takes_pushes and not donates and shared.now_s < ending.by_s - kept_s
         if shared.now_s >= ending.by_s:
-            self._leave("the run has ended; its last version could not be pulled in time")
+            reason = f"{self._who_ends()}; the last version could not be pulled in time"
+            why = f" ({shared.note})" if shared.note else ""
+            shared.log("stop", f"{reason}{why}: the model here is this cluster's own, not the run's", logging.WARNING)
+            self._leave(reason)
         elif pushing and not may_push:
             self.pushing.abandon()
             self.pushing.drop("run stops", at_least=shared.terms.published)
