@@ -174,6 +174,17 @@ def test_stop_ends_stages_in_order_and_kills_who_does_not_listen(
     assert len([event for event in events if event.kind == "stopped"]) == 3
 
 
+def test_a_process_can_be_asked_to_end(supervisor: ProcessSupervisor, tmp_path: Path) -> None:
+    supervisor.start(spec("a", SLEEP, tmp_path))
+    until(lambda: log_tail(tmp_path / "a.log").endswith("up"), "it is up")
+    supervisor.restart_no_more()
+    supervisor.terminate("a")
+    until(polled(supervisor, lambda: supervisor.ended(["a"])), "the end")
+    assert supervisor.exit_code("a") == -signal.SIGTERM
+    supervisor.terminate("a")
+    supervisor.terminate("unknown")
+
+
 def test_what_waits_for_its_next_life_is_not_started_after_a_stop(
     supervisor: ProcessSupervisor, tmp_path: Path
 ) -> None:

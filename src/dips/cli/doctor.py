@@ -37,33 +37,45 @@ def doctor(
         str, typer.Option(metavar="COUNT", help="Parameters of the model, such as 7B, where the file does not say.")
     ] = "",
     link: Annotated[
-        str, typer.Option(metavar="RATE", help="Rate of the links to clusters elsewhere, such as 10gbps.")
+        str, typer.Option(metavar="RATE", help="Rate of the links between servers and clusters; 10gbps unless given.")
     ] = "",
     round_trip: Annotated[
-        str, typer.Option("--round-trip", metavar="TIME", help="Round trip to the farthest cluster, such as 50ms.")
-    ] = "50ms",
+        str,
+        typer.Option(
+            "--round-trip", metavar="TIME", help="Round trip to the farthest cluster (50ms); with --master: measured."
+        ),
+    ] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="The run uses no keys.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
     """Check a run or a deployment before it starts: each check is OK, WARN or FAIL, with a remedy.
 
     With --master and --keys: whether a cluster can join from this machine; the master and every slave's data port are
-    dialled with these keys. Started by torchrun or srun, each rank asks for itself and says what it does not reach. Of
-    a file of `dips up`: settings, directory, packages, data, keys, ports, addresses, memory, disks with the time of a
-    flush, files, huge pages, kernel buffers, clock. Of a file of `dips deploy`: keys, contexts, addresses, sizes,
-    times, and what the pods of clusters of several ranks reach. Nothing is changed; a probe writes and removes a file
-    of 64 MiB. Exit code 1 when anything is FAIL.
+    dialled with these keys, and kernel buffers are judged by the rate of --link and the measured round trip. Started
+    by torchrun or srun, each rank asks for itself and says what it does not reach. Of a file of `dips up`: settings,
+    directory, packages, data, keys, ports, addresses, memory, disks with the time of a flush, files, huge pages,
+    kernel buffers, clock. Of a file of `dips deploy`: keys, contexts, addresses, sizes, times, and what the pods of
+    clusters of several ranks reach. Nothing is changed; a probe writes and removes a file of 64 MiB. Exit code 1 when
+    anything is FAIL.
     """
     wanted = DoctorOptions(
         parse_count(params) if params else None,
         _positive(parse_bits_per_s(link), "--link", link) if link else None,
-        _positive(parse_seconds(round_trip), "--round-trip", round_trip),
+        _positive(parse_seconds(round_trip), "--round-trip", round_trip) if round_trip else DoctorOptions.round_trip_s,
     )
     if (file is None) == (not master):
         raise ConfigError(
             "give a FILE.toml to look at a run, or --master HOST:PORT to look at one from a joining machine"
         )
-    chosen = joining.checks(master, asked_security(keys, insecure)) if file is None else _checks(file, wanted, insecure)
+    if file is None:
+        why = "with --master the model is the run's, and the round trip is measured"
+        _refuse({"--params": params, "--round-trip": round_trip}, why)
+        chosen: Iterable[Check] = joining.checks(
+            master, asked_security(keys, insecure), wanted.link_bits_per_s, host.read_facts()
+        )
+    else:
+        _refuse({"--keys": keys}, "a FILE.toml says which keys the run has; --keys is for --master")
+        chosen = _checks(file, wanted, {"--params": params, "--round-trip": round_trip}, insecure)
     rank = rank_here(os.environ) if file is None else None
     found = []
     for one in examined(chosen):
@@ -80,10 +92,23 @@ def doctor(
     return FOUND if any(one.grade is Grade.FAIL for one in found) else 0
 
 
-def _checks(file: Path, wanted: DoctorOptions, insecure: bool) -> Iterable[Check]:
-    """Those of the file's kind. A mistake in the file is the one finding."""
+def _refuse(options: Mapping[str, object], why: str) -> None:
+    """Raises ConfigError for an option that would do nothing."""
+    for option, given in options.items():
+        if given:
+            raise ConfigError(f"{option} does nothing here, because {why}: leave it out")
+
+
+def _checks(file: Path, wanted: DoctorOptions, of_up: Mapping[str, object], insecure: bool) -> Iterable[Check]:
+    """Those of the file's kind. A mistake in the file is the one finding. of_up: options that only a file of `dips up`
+    can use."""
     try:
         tables = SettingsFile.read(file).tables
+    except ConfigError as error:
+        return _mistake(error)
+    if "deploy" in tables:
+        _refuse(of_up, f"{file} is a file of `dips deploy`, which has the model, and no kernel of a node is asked")
+    try:
         if "deploy" in tables:
             from dips.deploy.deploy_file import read_deploy_file
             from dips.doctor import deployment
@@ -96,9 +121,13 @@ def _checks(file: Path, wanted: DoctorOptions, insecure: bool) -> Iterable[Check
             )
         run, plan = read_run_file(file, insecure_asked(insecure))
     except ConfigError as error:
-        problem = Finding("settings", Grade.FAIL, str(error))
-        return [Check("settings", lambda: [problem])]
+        return _mistake(error)
     return LocalDoctor(run, plan, wanted, host.read_facts()).checks()
+
+
+def _mistake(error: ConfigError) -> Iterable[Check]:
+    problem = Finding("settings", Grade.FAIL, str(error))
+    return [Check("settings", lambda: [problem])]
 
 
 def rank_here(environment: Mapping[str, str]) -> int | None:

@@ -156,7 +156,12 @@ def evaluate(
     ] = None,
     version: AVersion = None,
     follow_run: Annotated[
-        bool, typer.Option("--follow", help="Every version as it is published, to --tape, until the run has stopped.")
+        bool,
+        typer.Option(
+            "--follow",
+            help="Every version as it is published, to --tape, until the run has stopped. A master that goes away "
+            "meanwhile is waited for.",
+        ),
     ] = False,
     keys: Keys = None,
     insecure: Insecure = False,

@@ -47,8 +47,9 @@ def verify(
 ) -> int:
     """Check every promise about state against the journal, all tapes, and the slaves' snapshots of a run.
 
-    Reads only, also while the run goes on. Exit code 0: all promises hold. 7: one is violated, or no record proves it.
-    1: a record cannot be read. 2: there is no run.
+    Reads only, also while the run goes on. Exit code 0: all promises hold. 7: one is violated; or one is unproven, and
+    every record can be read. 1: a record cannot be read, and no promise is violated. 2: there is no run, a tape was
+    altered, or --replay finds no pushes. 6: the journal is damaged.
     """
     report = verify_run(run_dir, replay, allow_skipped=allow_skipped, without=without_tape or ())
     if as_json:

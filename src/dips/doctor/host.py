@@ -233,6 +233,9 @@ _TIMEX_BYTES = 256
 FEWEST_FILES = 4096
 """Below it a few hundred peers and their harmless reconnections already do not fit."""
 
+ORDINARY_LINK_BITS_PER_S = 10e9
+"""The rate of a link that no one has given."""
+
 TIGHT_SHARE = 0.8
 """Of the memory that is free: beyond it the kernel's own caches and a growing run have no room."""
 

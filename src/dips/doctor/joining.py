@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 import zmq
@@ -33,7 +34,8 @@ from dips.core.observe.tape import new_cause
 from dips.core.units import format_seconds
 from dips.doctor import host, network
 from dips.doctor.findings import Check, Finding, Findings, Grade, fail, ok, warn
-from dips.doctor.network import check_identities
+from dips.doctor.host import HostFacts
+from dips.doctor.network import Reached, check_identities
 from dips.local.authority import WantedIdentity
 from dips.local.operator_client import OperatorClient
 from dips.worker.control import MasterStubs, channel_to
@@ -52,15 +54,19 @@ _SAID: Mapping[int, str] = {
 }
 
 
-def checks(master: str, security: Security) -> list[Check]:
-    """All checks, each after those that it depends on."""
+def checks(master: str, security: Security, link_bits_per_s: float | None, facts: HostFacts) -> list[Check]:
+    """All checks, each after those that it depends on. link_bits_per_s: of this machine's link to the slaves; None: not
+    given.
+
+    Raises ConfigError for an address that is none.
+    """
     parse_address(master, "--master")
     return [
         Check("keys", partial(_keys, security)),
         Check("reach", lambda: [network.judge_reached("the master", master, network.dialled(master), True)]),
         Check("master", partial(_master, master, security)),
-        Check("slaves", partial(_slaves, master, security)),
-        Check("clock", lambda: [host.judge_clock(host.read_facts())]),
+        Check("slaves", partial(_slaves, master, security, link_bits_per_s, facts)),
+        Check("clock", lambda: [host.judge_clock(facts)]),
     ]
 
 
@@ -85,14 +91,17 @@ def _master(master: str, security: Security) -> Findings:
         yield fail("master", f"run {status.run_id} has ended", "join another run, or start one")
 
 
-def _slaves(master: str, security: Security) -> Findings:
-    """Each is dialled at the address that the master gives to clusters."""
+def _slaves(master: str, security: Security, link_bits_per_s: float | None, facts: HostFacts) -> Findings:
+    """Each is dialled at the address that the master gives to clusters. Kernel buffers are judged by the longest round
+    trip that is measured so: to slaves on other machines, or to any where the rate of a link was given.
+    """
     status = _status(master, security)
     if not status.slaves:
         yield warn("slaves", "no slave has attached to the master yet", "start them, then ask again")
         return
     elsewhere = is_elsewhere(master)
     curve = pair_for(security)
+    trips_s = []
     with _reading(master, security, curve, status) as grant:
         keys = {} if grant is None else {one.slave_id: one.curve_key for one in grant.placement.slaves}
         for slave in status.slaves:
@@ -101,7 +110,19 @@ def _slaves(master: str, security: Security) -> Findings:
             elif elsewhere and is_loopback_endpoint(slave.data_endpoint):
                 yield fail("slaves", *why_unreachable(master, slave.slave_id, slave.data_endpoint))
             else:
-                yield _dialled(slave, curve, keys.get(slave.slave_id))
+                reached = network.dialled(slave.data_endpoint)
+                if reached.round_trip_s is not None and (link_bits_per_s or is_elsewhere(slave.data_endpoint)):
+                    trips_s.append(reached.round_trip_s)
+                yield _judge_slave(slave, reached, curve, keys.get(slave.slave_id))
+    if trips_s:
+        yield _judge_buffers(facts, link_bits_per_s, max(trips_s))
+
+
+def _judge_buffers(facts: HostFacts, link_bits_per_s: float | None, round_trip_s: float) -> Finding:
+    found = host.judge_buffers(facts, link_bits_per_s or host.ORDINARY_LINK_BITS_PER_S, round_trip_s)
+    if link_bits_per_s is None and found.remedy:
+        return replace(found, remedy=f"give --link where the link has another rate; else {found.remedy}")
+    return found
 
 
 @contextlib.contextmanager
@@ -128,10 +149,9 @@ def _reading(
                     stubs.call(FinishPullRequest(caller, grant.pin_id, True), CALL_S)
 
 
-def _dialled(slave: SlaveStatus, curve: CurvePair | None, key: bytes | None) -> Finding:
+def _judge_slave(slave: SlaveStatus, reached: Reached, curve: CurvePair | None, key: bytes | None) -> Finding:
     """key: the slave's, as the master names it; None while nothing can be read yet."""
     who, endpoint = f"the data port of slave {slave.slave_id}", slave.data_endpoint
-    reached = network.dialled(endpoint)
     if reached.round_trip_s is None or not reached.listens:
         why = reached.why or "nothing listens there"
         remedy = "open the way to that port (firewall, security group, route), or correct the slave's advertise"

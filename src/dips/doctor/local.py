@@ -44,7 +44,7 @@ class DoctorOptions:
     @property
     def link(self) -> float:
         """The rate that was given, or an ordinary one."""
-        return self.link_bits_per_s or 10e9
+        return self.link_bits_per_s or host.ORDINARY_LINK_BITS_PER_S
 
 
 class LocalDoctor:

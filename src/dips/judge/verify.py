@@ -62,7 +62,8 @@ class VerifyReport:
 
     @property
     def exit_code(self) -> int:
-        """0 when every promise holds, 7 when one is broken or unproven, 1 when a record cannot be read."""
+        """0 when every promise holds; 7 when one is violated; else 1 when a record cannot be read: it may be what would
+        prove the rest; else 7 when one is unproven."""
         if any(row.result == VIOLATED for row in self.rows):
             return EXIT_BROKEN
         if self.problems:

@@ -299,6 +299,8 @@ class LocalRun:
         )
         if event.name == MASTER and event.kind == "ended" and event.exit_code == 0:
             self._master_ended = True
+            # It ends after the version at hand. One that missed the end of the run would wait for the master for ever.
+            self.supervisor.terminate(EVALUATOR)
         ended_as_asked = event.kind == "stopped" and event.exit_code in (0, TERMINATED)
         if not ended_as_asked:
             self._tell(f"{event.name}: {event.sentence}")

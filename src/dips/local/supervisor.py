@@ -215,6 +215,13 @@ class ProcessSupervisor:
         child.process.send_signal(signal.SIGKILL)
         return child.process.pid
 
+    def terminate(self, name: str) -> None:
+        """Ask a process to end, with SIGTERM; nothing is done where it does not run. It is started again as after any
+        end."""
+        child = self._children.get(name)
+        if child is not None and child.process is not None and child.process.poll() is None:
+            child.process.send_signal(signal.SIGTERM)
+
     def restart_no_more(self) -> None:
         """From now on start no process again, however it ends. One that waits for its restart has ended for good."""
         for child in self._children.values():

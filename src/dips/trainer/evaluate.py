@@ -167,7 +167,7 @@ class Follower:
         clock: Clock | None = None,
     ) -> None:
         """fetch(version), None for the newest. evaluate: returns the loss, in nats per byte. patience_s: how long the
-        master may be away.
+        master may be away before its first answer, and once its run is stopping: then it may have ended.
         """
         self._status = status
         self._fetch = fetch
@@ -177,25 +177,29 @@ class Follower:
         self._clock: Clock = clock or SystemClock()
         self._last: Version | None = None
         self._answered_s = self._clock.monotonic_s()
+        self._waits_for_ever = False
         self._changes = ChangeLogger(_logger)
 
     def run(self, wait: Callable[[float], bool]) -> None:
-        """Run until the end, or until wait(seconds) returns true, which is a request to stop.
+        """Run until the end, or until wait(seconds) returns true, which is a request to stop. A master that goes away
+        in the middle of its run is waited for without limit: its operator brings it back.
 
-        Raises RetryLater when no answer came for patience_s, Refused for any refusal except a version that is gone.
+        Raises RetryLater when no first answer came for patience_s, or none of a run that was stopping; Refused for any
+        refusal except a version that is gone.
         """
         pause_s = 0.0
         while not wait(pause_s):
             try:
                 status = self._status()
                 self._answered()
+                self._waits_for_ever = not (status.stopping or status.stopped)
                 wanted = next_version(status.published, self._last)
                 if wanted is None and status.stopped:
                     return
                 pause_s = 0.0 if wanted is not None and self._evaluate_one(wanted) else POLL_S
             except RetryLater as error:
                 away_s = self._clock.monotonic_s() - self._answered_s
-                if away_s >= self._patience_s:
+                if away_s >= self._patience_s and not self._waits_for_ever:
                     sentence = f"the run could not be read for {away_s:.0f} s: {error}"
                     raise RetryLater(sentence, error.retry_after_s) from error
                 self._changes.report("master", f"waiting for the run: {error}", logging.WARNING)
@@ -276,8 +280,8 @@ def follow(train: TrainConfig, client: ClientConfig) -> int:
     """Evaluate the versions of a run as they are published, until it has stopped. Returns the process's exit code.
 
     Each is a tape record of kind `heldout` {version, tokens, loss}; the last version is always evaluated. 0 at the
-    end of the run, else 143 after SIGTERM and 130 after ctrl-C. Raises RetryLater when the master was away for
-    client.connect_wait_s, ConfigError and Refused as evaluate_live.
+    end of the run, else 143 after SIGTERM and 130 after ctrl-C. Raises RetryLater as Follower.run, with
+    client.connect_wait_s as patience, ConfigError and Refused as evaluate_live.
     """
     name = client.cluster_id or READER_NAME
     configure_logging("worker", name, client.log_level, client.log_format)

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.repository import ROOT
 
 from dips.cli import doctor as command_doctor
 from dips.cli import main
 from dips.core.errors import ConfigError
-from dips.core.net.security import Role
+from dips.core.messages import SlaveStatus, StatusReply
+from dips.core.net.security import INSECURE, Role
 from dips.doctor import host, joining, local, network
 from dips.doctor import host as disk
 from dips.doctor import host as packages
@@ -400,7 +402,7 @@ def test_a_mistake_in_the_file_is_the_one_finding(
     "words",
     [
         *(["--params", "many"], ["--link", "0"], ["--round-trip", "-1s"], ["--link", "10GBps"]),
-        ["--master", "127.0.0.1:1"],
+        *(["--master", "127.0.0.1:1"], ["--keys", "keys-b"]),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(
@@ -421,6 +423,40 @@ def test_a_master_is_looked_at_in_place_of_a_file(capsys: pytest.CaptureFixture[
     said = capsys.readouterr().out
     assert "FAIL  reach: the master at 127.0.0.1:1: nothing listens there" in said
     assert "FAIL  slaves: the master at 127.0.0.1:1 does not answer" in said
+
+
+@pytest.mark.parametrize("words", [["--params", "7B"], ["--round-trip", "20ms"]])
+def test_options_that_do_nothing_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for looked_at in (["--master", "127.0.0.1:1", "--insecure"], [str(ROOT / "examples" / "three-sites.toml")]):
+        assert main.run(["doctor", *looked_at, *words]) == 2
+        assert f"{words[0]} does nothing here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("master", "link_bits_per_s", "graded"),
+    [
+        ("10.1.2.3:29400", None, WARN),  # 10 Gbit/s with 100 ms
+        ("10.1.2.3:29400", 1e9, OK),
+        ("127.0.0.1:29400", None, None),  # on this machine there is no link
+        ("127.0.0.1:29400", 10e9, WARN),
+    ],
+)
+def test_a_site_s_buffers_are_judged_by_its_link_and_the_longest_measured_round_trip(
+    master: str, link_bits_per_s: float | None, graded: Grade | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoints = [f"tcp://{master.rpartition(':')[0]}:{port}" for port in (29500, 29501)]
+    slaves = tuple(SlaveStatus(f"s{n}", None, True, data_endpoint=endpoint) for n, endpoint in enumerate(endpoints))
+    status = StatusReply("r", 1, None, 0, 0, "idle", None, 0.0, 0.0, "", slaves=slaves)
+    trips_s = dict(zip(endpoints, (0.1, 0.01), strict=True))
+    monkeypatch.setattr(joining, "_status", lambda *_: status)
+    monkeypatch.setattr(joining, "is_elsewhere", lambda address: "127.0.0.1" not in address)
+    monkeypatch.setattr(network, "dialled", lambda endpoint: network.Reached(trips_s[endpoint], True))
+    (check,) = (one for one in joining.checks(master, INSECURE, link_bits_per_s, FACTS) if one.name == "slaves")
+    found = [one for one in check.look() if one.check == "kernel buffers"]
+    assert [one.grade for one in found] == ([] if graded is None else [graded])
+    assert all("100 ms" in one.sentence for one in found)
+    if graded is WARN:
+        assert ("give --link" in found[0].remedy) == (link_bits_per_s is None)
 
 
 def test_the_last_line_counts() -> None:

@@ -139,6 +139,17 @@ def test_no_process_is_started_again_once_the_master_has_ended_well(
     assert asked == [102.0]
 
 
+def test_an_evaluator_that_missed_the_end_is_ended_with_the_master(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(ProcessSupervisor, "terminate", lambda self, name: asked.append(name))
+    watched.run._child_event(ChildEvent(MASTER, "failed", 1, 7, 6, "failed"))
+    assert not asked
+    watched.run._child_event(ChildEvent(MASTER, "ended", 2, 9, 0, "ended"))
+    assert asked == [EVALUATOR]
+
+
 def test_a_run_is_deserted_when_all_clusters_ended_before_its_end(watched: Watched) -> None:
     watched.run.tick()
     watched.ended["a"] = 0

@@ -209,6 +209,7 @@ def test_infinity_switches_a_bound_off(tmp_path: Path, name: str) -> None:
         ({"max_message_bytes": 1000}, ["max_message_bytes is 1000", "1 MiB"]),
         ({"max_message_bytes": "2 GiB"}, ["max_message_bytes", "1 GiB"]),
         ({"min_clusters": 9}, ["min_clusters is 9", "at most max_clusters = 8", "raise max_clusters"]),
+        ({"preset": "dips"}, ["preset 'dips' is no longer known", "another name of 'safe'", "default, 'dynamic'"]),
         ({"preset": "safest"}, ["preset 'safest' is not known", "did you mean 'safe'"]),
         ({"clip_scope": "layer"}, ["clip_scope 'layer' is not available"]),
         ({"outer_momentum": 1.0}, ["outer_momentum is 1.0"]),

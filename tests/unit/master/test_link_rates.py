@@ -7,7 +7,7 @@ from support.master_bench import LAYOUT, Bench
 
 from dips.core.ids import SlaveId
 from dips.core.placement import Placement
-from dips.core.wire import Codec
+from dips.core.wire import Codec, encoded_bytes
 from dips.master.state.schedule import LinkRates
 
 PLACEMENT = Placement((SlaveId("s0"), SlaveId("s1")), (0, 1, 0, 0))
@@ -28,11 +28,20 @@ def test_a_push_counts_the_blocks_of_its_slave_from_ticket_to_staged() -> None:
 def test_a_pull_is_divided_among_the_slaves_by_what_they_hold() -> None:
     rates = LinkRates()
     rates.pull_ended("a", 1.0)  # nobody knows since when
-    rates.pull_began("a", 1.0)
+    rates.pull_began("a", Codec.F32, 1, 1.0)
     rates.pull_ended("a", 5.0)
     links = rates.links(["a"], LAYOUT, PLACEMENT, 5.0)
     assert [link.pull_bytes_per_s for link in links] == [3 * ELEMS * 4 / 4.0, ELEMS * 4 / 4.0]
     assert [link.pull_age_s for link in links] == [0.0, 0.0]
+
+
+def test_a_pull_of_differences_counts_what_was_sent() -> None:
+    rates = LinkRates()
+    rates.pull_began("a", Codec.INT8, 2, 1.0)
+    rates.pull_ended("a", 5.0)
+    links = rates.links(["a"], LAYOUT, PLACEMENT, 5.0)
+    sent = [2 * encoded_bytes(Codec.INT8, 3 * ELEMS), 2 * encoded_bytes(Codec.INT8, ELEMS)]
+    assert [link.pull_bytes_per_s for link in links] == [n_bytes / 4.0 for n_bytes in sent]
 
 
 def test_differences_weigh_less() -> None:
@@ -43,7 +52,7 @@ def test_differences_weigh_less() -> None:
 def test_who_is_gone_has_no_links_and_its_next_life_none_yet() -> None:
     rates = LinkRates()
     rates.staged("a", "s0", 100, 1.0, 1.0)
-    rates.pull_began("a", 1.0)
+    rates.pull_began("a", Codec.F32, 1, 1.0)
     rates.gone("a")
     rates.pull_ended("a", 2.0)
     assert {(link.push_bytes_per_s, link.pull_bytes_per_s) for link in rates.links(["a"], LAYOUT, PLACEMENT, 2.0)} == {

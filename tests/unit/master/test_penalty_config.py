@@ -23,7 +23,6 @@ def test_the_default_is_safe() -> None:
 @pytest.mark.parametrize(
     ("preset", "differences"),
     [
-        ("dips", {}),
         ("dynamic", {"clip_scope": "auto"}),
         ("paper", {"participation_scaling": False}),
         (

@@ -23,7 +23,7 @@ from dips.core.messages import (
     Settings,
 )
 from dips.core.protocol import CAPABILITIES
-from dips.core.wire import Codec
+from dips.core.wire import Codec, encoded_bytes
 
 
 def reader(name: str = "r") -> Caller:
@@ -301,6 +301,23 @@ def test_who_is_a_little_behind_gets_differences(pull_wire: str, behind: int, wi
     grant = granted(bench, "b", base)
     assert grant.wire is wire
     assert grant.base == (None if wire is Codec.F32 else base)
+
+
+@pytest.mark.parametrize("behind", [1, 2])
+def test_the_rate_of_a_link_counts_the_differences_that_were_granted(behind: int) -> None:
+    """And not the float32 parameters that they stand for."""
+    rates = []
+    for base in (Version(1, 3 - behind), None):
+        bench = rounding("int4")
+        rounds(bench, 3)
+        grant = granted(bench, "b", base)
+        bench.advance(2.0)
+        bench.ask(FinishPullRequest(bench.caller("b"), grant.pin_id))
+        links = [link for link in bench.state.look().links if link.cluster == "b"]
+        rates.append(sum(link.pull_bytes_per_s or 0.0 for link in links))
+    held = LAYOUT.n_elems // 2  # of each slave
+    share = behind * encoded_bytes(Codec.INT4, held) / encoded_bytes(Codec.F32, held)
+    assert rates[0] == pytest.approx(share * rates[1])
 
 
 def test_who_has_no_base_or_one_of_another_timeline_gets_parameters() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -167,8 +167,16 @@ def test_a_master_that_is_away_is_waited_for(tmp_path: Path) -> None:
     assert versions(tape) == ["1:0", "1:1"]
 
 
-def test_a_master_that_is_away_for_too_long_is_an_error(tmp_path: Path) -> None:
-    run = Run(status(v(0)), RetryLater("nobody answers", 1.0))
+def test_a_master_that_goes_away_in_its_run_is_waited_for_without_limit(tmp_path: Path) -> None:
+    tape = tmp_path / "tape"
+    away = [RetryLater("nobody answers", 1.0)] * 100
+    follow(Run(status(v(0)), *away, status(v(1)), status(v(2), stopped=True)), tape)
+    assert versions(tape) == ["1:0", "1:1", "1:2"]
+
+
+@pytest.mark.parametrize("before", [[], [replace(status(v(0)), stopping=True)]], ids=["never answered", "stopping"])
+def test_a_master_that_never_answers_or_may_have_ended_is_an_error(tmp_path: Path, before: list[StatusReply]) -> None:
+    run = Run(*before, RetryLater("nobody answers", 1.0))
     with pytest.raises(RetryLater, match=r"could not be read for \d+ s: nobody answers"):
         follow(run, tmp_path / "tape")
 

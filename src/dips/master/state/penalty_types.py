@@ -80,7 +80,7 @@ class PenaltyConfig:
     cosine_warm_up_pushes: int = 8
 
     def __post_init__(self) -> None:
-        _one_of("preset", self.preset, PRESET_NAMES)
+        _check_preset(self.preset)
         _one_of("detector", self.detector, DETECTORS)
         _one_of("weighting", self.weighting, WEIGHTINGS)
         _one_of("momentum_scaling", self.momentum_scaling, MOMENTUM_SCALINGS)
@@ -100,7 +100,7 @@ class PenaltyConfig:
 
         Raises ConfigError for an unknown name or value, and for knobs that contradict each other.
         """
-        _one_of("preset", preset, PRESET_NAMES)
+        _check_preset(preset)
         known = [field.name for field in dataclasses.fields(cls)]
         for name in knobs:
             _one_of("penalty knob", name, known)
@@ -116,8 +116,17 @@ class PenaltyConfig:
 
 def dynamic_local_steps_of(preset: str) -> bool:
     """Whether a preset also turns dynamic local steps on (they are the master's, not the penalty's)."""
-    _one_of("preset", preset, PRESET_NAMES)
+    _check_preset(preset)
     return preset == "dynamic"
+
+
+def _check_preset(name: str) -> None:
+    if name == "dips":  # the name that `dips compare` gives to the defaults; earlier releases took it for `safe`
+        raise ConfigError(
+            "preset 'dips' is no longer known: it was another name of 'safe'. Write 'safe' to keep its rules, or leave "
+            "preset out: the default, 'dynamic', is what `dips compare` calls dips"
+        )
+    _one_of("preset", name, PRESET_NAMES)
 
 
 def _one_of(what: str, value: object, known: tuple[str, ...] | list[str]) -> None:
@@ -163,13 +172,12 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be between {low:g} and {high:g}")
 
 
-PRESET_NAMES = ("safe", "dips", "dynamic", "paper", "paper-literal", "edit")
+PRESET_NAMES = ("safe", "dynamic", "paper", "paper-literal", "edit")
 
 _SAFE = PenaltyConfig()
 
 PRESETS: Mapping[str, PenaltyConfig] = {
     "safe": _SAFE,
-    "dips": dataclasses.replace(_SAFE, preset="dips"),
     "dynamic": dataclasses.replace(_SAFE, preset="dynamic", clip_scope="auto"),
     "paper": dataclasses.replace(_SAFE, preset="paper", participation_scaling=False),
     "paper-literal": dataclasses.replace(
@@ -192,9 +200,9 @@ PRESETS: Mapping[str, PenaltyConfig] = {
         clip_norm=10.0,
     ),
 }
-"""`safe` (also `dips`): docs/algorithm.md. `dynamic`: safe, with dynamic local steps and the clip at the median of
-recent norms. `paper`: safe with rho = 1. `paper-literal`: also the detector as printed. `edit`: the detector, weights
-and clip of EDiT, and rho = 1."""
+"""`safe`: docs/algorithm.md. `dynamic`: safe, with dynamic local steps and the clip at the median of recent norms.
+`paper`: safe with rho = 1. `paper-literal`: also the detector as printed. `edit`: the detector, weights and clip of
+EDiT, and rho = 1."""
 
 
 # ---- penalty statistics ----------------------------------------------------------------------------------------------

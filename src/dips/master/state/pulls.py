@@ -66,11 +66,11 @@ class Pulls:
             self._next_pin += 1
             shared.pins = {pin_id: old for pin_id, old in shared.pins.items() if old.owner != owner} | {pin.pin_id: pin}
             shared.record(tape.PullGranted(request.caller.cause_id, by=owner, version=kept.version))
+        wire, n_differences = self._wire(request, kept.version)
         if member is None:
             shared.allowed.put(KeyRole.READER, request.caller.name, request.curve_key)
         else:
-            shared.link_rates.pull_began(member.cluster, shared.now_s)
-        wire = self._wire(request, kept.version)
+            shared.link_rates.pull_began(member.cluster, wire, max(1, n_differences), shared.now_s)
         grant = self._grant(kept, pin, member)
         if wire in DIFFERENCES:
             grant = replace(grant, wire=wire, base=request.base)
@@ -169,16 +169,16 @@ class Pulls:
             )
         return kept
 
-    def _wire(self, request: BeginPullRequest, version: Version) -> Codec:
-        """How the version is to be fetched: as differences to the request's base, where these are fewer bytes and the
-        slaves, if none of them began again meanwhile, have them."""
+    def _wire(self, request: BeginPullRequest, version: Version) -> tuple[Codec, int]:
+        """How the version is to be fetched, and how many differences these are: differences to the request's base,
+        where these are fewer bytes and the slaves, if none of them began again meanwhile, have them."""
         shared = self._shared
         codec, base = WIRE_DTYPES.get(shared.config.settings.pull_wire, Codec.F32), request.base
         behind = base.behind(version) if base is not None else None
         if not behind or behind > MOST_DIFFERENCES or not pays(codec, behind):
-            return Codec.F32
+            return Codec.F32, 0
         offered = all(PULL_DIFFERENCES in slave.capabilities for slave in shared.ready_slaves())
-        return codec if offered else Codec.F32
+        return (codec, behind) if offered else (Codec.F32, 0)
 
     def _grant(self, kept: Kept, pin: Pin, member: Member | None) -> PullGrant:
         shared = self._shared

@@ -169,27 +169,42 @@ class _Measured:
     at_s: float
 
 
+@dataclass(frozen=True)
+class _Pull:
+    wire: Codec
+    transfers: int  # 1, or the differences that lead from the cluster's base to the version
+    began_s: float
+
+
+@dataclass(frozen=True)
+class _Pulled:
+    pull: _Pull
+    took_s: float
+    at_s: float
+
+
 class LinkRates:
     """The last transfer of each link. Not thread-safe: it belongs to the state."""
 
     def __init__(self) -> None:
         self._pushed: dict[tuple[str, str], _Measured] = {}
-        self._pulled: dict[str, tuple[float, float]] = {}
-        self._began: dict[str, float] = {}
+        self._pulled: dict[str, _Pulled] = {}
+        self._began: dict[str, _Pull] = {}
         self._elems: tuple[bytes, dict[str, int]] = (b"", {})
 
     def staged(self, cluster: str, slave: str, part_bytes: int, took_s: float, now_s: float) -> None:
         """Records that the slave holds its part of a push that it began to receive took_s ago."""
         self._pushed[cluster, slave] = _Measured(part_bytes / max(took_s, LEAST_S), now_s)
 
-    def pull_began(self, cluster: str, now_s: float) -> None:
-        self._began[cluster] = now_s
+    def pull_began(self, cluster: str, wire: Codec, transfers: int, now_s: float) -> None:
+        """Records a grant; transfers: 1, or the number of differences that are granted."""
+        self._began[cluster] = _Pull(wire, transfers, now_s)
 
     def pull_ended(self, cluster: str, now_s: float) -> None:
         """Records that the cluster has the whole model; does nothing when the start of the pull is not known."""
-        began_s = self._began.pop(cluster, None)
-        if began_s is not None:
-            self._pulled[cluster] = (max(now_s - began_s, LEAST_S), now_s)
+        pull = self._began.pop(cluster, None)
+        if pull is not None:
+            self._pulled[cluster] = _Pulled(pull, max(now_s - pull.began_s, LEAST_S), now_s)
 
     def gone(self, cluster: str) -> None:
         """Forgets a cluster that is gone; its next incarnation may have another link."""
@@ -214,14 +229,14 @@ class LinkRates:
 
     def _link(self, cluster: str, slave: str, elems: dict[str, int], now_s: float) -> LinkRate:
         pushed, pulled = self._pushed.get((cluster, slave)), self._pulled.get(cluster)
-        pull_bytes = encoded_bytes(Codec.F32, elems.get(slave, 0))
+        pull_bytes = pulled.pull.transfers * encoded_bytes(pulled.pull.wire, elems.get(slave, 0)) if pulled else 0
         return LinkRate(
             cluster,
             slave,
             pushed.bytes_per_s if pushed else None,
             now_s - pushed.at_s if pushed else None,
-            pull_bytes / pulled[0] if pulled else None,
-            now_s - pulled[1] if pulled else None,
+            pull_bytes / pulled.took_s if pulled else None,
+            now_s - pulled.at_s if pulled else None,
         )
 
     def _held(self, layout: Layout, placement: Placement) -> dict[str, int]:
