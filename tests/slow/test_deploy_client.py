@@ -16,6 +16,7 @@ import pytest
 from support.api_stand_in import StandIn, write_kubeconfig
 from support.deploy_files import EVERY_KNOB, ONE_CLUSTER, SMALL, example, with_keys, written
 from support.deploy_site import APPLY, Master, contexts, deploy, site_of
+from support.run_status import run_status
 
 from dips.core.errors import ConfigError, RetryLater
 from dips.deploy.deploy_file import read_deploy_file
@@ -101,6 +102,25 @@ def test_a_plan_changes_nothing_and_tells_what_apply_would(
     assert deploy("plan", small, "--json") == 0
     steps = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {step["action"] for step in steps} == {"same"}
+
+
+def test_status_shows_of_the_run_what_it_waits_for_and_every_member(
+    here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert deploy("apply", small, *APPLY) == 0
+    master = Master(["s0", "s1"])
+    waits = run_status(waiting_for="slave s1 is away", recovery="slave s1 lost version 3:7; going back to 3:5")
+    master.status = lambda: waits  # type: ignore[method-assign]
+    monkeypatch.setattr("dips.cli.deploy._operator", lambda deployment, address: master)
+    capsys.readouterr()
+    assert deploy("status", small) == 0
+    told = capsys.readouterr().out
+    assert "StatefulSet small-slave" in told
+    assert "recovering: slave s1 lost version 3:7" in told
+    assert "waiting: slave s1 is away" in told
+    assert "APPLIED" in told, "the verdict of a cluster's last push"
+    assert deploy("status", small, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["run"]["waiting_for"] == "slave s1 is away"
 
 
 def test_without_a_kubeconfig_a_plan_compares_with_nothing(

@@ -164,7 +164,7 @@ def test_pods_that_cannot_be_asked_are_told(here: StandIn, ranks: Path, capsys: 
     assert second[0] == "FAIL"
     here.forbidden.add(("EXEC", "Pod"))
     first, _ = findings(ranks, capsys, 1)["ranks"]
-    assert "your user may create pods/exec" in first[1]
+    assert "your user may get and create pods/exec" in first[1]
     here.objects = {}
     found = findings(ranks, capsys, 0)["ranks"]
     assert [(grade, said.partition(":")[0]) for grade, said in found] == [

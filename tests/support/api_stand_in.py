@@ -142,8 +142,9 @@ class StandIn:
         """Pod and command of a request, and the folder that is the pod's volume. Raises Refusal."""
         name = path.split("/")[-2]
         self.calls.append(("EXEC", "Pod"))
-        if ("EXEC", "Pod") in self.forbidden or not self._may("create", EXEC, name):
-            raise Refusal(403, f'pods "{name}" is forbidden: User "tester" cannot create resource "pods/exec"')
+        for verb in ("get", "create"):  # the request is a GET; from 1.35 on a WebSocket needs the second one too
+            if ("EXEC", "Pod") in self.forbidden or not self._may(verb, EXEC, name):
+                raise Refusal(403, f'pods "{name}" is forbidden: User "tester" cannot {verb} resource "pods/exec"')
         pods = [one for (_, kind, found), one in self.objects.items() if (kind, found) == ("Pod", name)]
         if not pods:
             raise Refusal(404, f'pods "{name}" not found')

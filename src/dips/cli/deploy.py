@@ -26,7 +26,7 @@ from dips.deploy.compare import Step, shown
 from dips.deploy.deploy_file import AUTO, Deployment, read_deploy_file
 from dips.deploy.render import script, write_folders
 from dips.local.operator_client import OperatorClient
-from dips.local.view import headline, status_json
+from dips.local.view import status_json, status_view
 
 if TYPE_CHECKING:
     from dips.deploy.kubernetes_api import KubernetesApi
@@ -123,7 +123,10 @@ def apply(
 
 @app.command()
 def status(file: File, as_json: AsJson = False, master: Master = "") -> int:
-    """Show every object of a deployment and how it is, and what the run does. Exit code 4 while something waits."""
+    """Show every object of a deployment and how it is, and all that `dips status` shows of the run.
+
+    Exit code 4 while an object waits or has failed.
+    """
     deployment = read_deploy_file(file)
     site = _site(deployment, _known_contexts(), WAIT, master)
     states = list(site.states())
@@ -144,7 +147,7 @@ def status(file: File, as_json: AsJson = False, master: Master = "") -> int:
     for context, one, state in states:
         table.add_row(context, f"{one['kind']} {one['metadata']['name']}", state.health.value, state.sentence)
     Console().print(table)
-    Console().print(headline(run) if run else f"the run's status is not known: {trouble}")
+    Console().print(status_view(run) if run else f"the run's status is not known: {trouble}")
     return 4 if waits else 0
 
 

@@ -51,7 +51,12 @@ RETRIES = 100_000
 """A cluster whose process dies comes back as a new incarnation, as often as needed; it ends when the run does."""
 
 CONFIG_ERROR = 2
-"""Exit code of a setting that a person must change (dips.core.errors.ConfigError): starting again does not help."""
+"""Exit code of a setting that a person must change (dips.core.errors.ConfigError): starting again does not help.
+
+NAME_TAKEN_EXIT is not treated so: on Kubernetes the process that has the name is usually an earlier pod of the cluster
+which still pushes its last steps, or whose node is unreachable. The Job tries again, with growing pauses, until it is
+gone.
+"""
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"

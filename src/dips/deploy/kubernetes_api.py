@@ -190,7 +190,7 @@ class KubernetesApi:
             why = " ".join(str(getattr(error, "reason", None) or error).split())
             raise ConfigError(
                 f"{self._pod(pod)}: no command can be run there ({why}): see that the pod runs, and that your user may "
-                "create pods/exec"
+                "get and create pods/exec"
             ) from error
 
     def _pod(self, name: str) -> str:

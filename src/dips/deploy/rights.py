@@ -42,8 +42,10 @@ def role(deployment: Deployment, move: bool = False) -> Object:
 
 def _of_pods(move: bool) -> list[Object]:
     ends = {"apiGroups": [""], "resources": ["pods"], "verbs": list(OF_PODS)}
-    makes = {"apiGroups": [""], "resources": ["pods", "pods/exec"], "verbs": ["create"]}
-    return [ends, makes] if move else [ends]
+    makes = {"apiGroups": [""], "resources": ["pods"], "verbs": ["create"]}
+    # The client opens a WebSocket with a GET, for which RBAC wants get; from Kubernetes 1.35 on also create.
+    executes = {"apiGroups": [""], "resources": ["pods/exec"], "verbs": ["get", "create"]}
+    return [ends, makes, executes] if move else [ends]
 
 
 def _rule(group: str, kinds: Iterable[str]) -> Object:

@@ -176,6 +176,15 @@ def test_clusters_differ_in_speed() -> None:
     assert len({options(name).get("emulate_gap") for name in CLUSTERS}) == len(CLUSTERS)
 
 
+def test_servers_stop_after_those_who_push_to_them_and_a_look_at_the_run_starts_none() -> None:
+    """`stop` ends a service before what it depends on, and `run` starts what it depends on."""
+    servers = {"master", *SLAVES}
+    for name in CLUSTERS:
+        assert servers <= set(SERVICES[name]["depends_on"])
+    for name in ("operator", *servers):
+        assert not servers & set(SERVICES[name]["depends_on"])
+
+
 def test_roles_that_die_are_started_again_and_those_that_ended_are_not() -> None:
     for name in ("master", *SLAVES, *CLUSTERS, EVALUATOR):
         assert SERVICES[name]["restart"] == "on-failure"
