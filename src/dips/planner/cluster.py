@@ -1,8 +1,8 @@
 """Reads a planner's TOML file: sites with their devices, directed links between them, how the work is split, and, if
 they were measured, the times of a stage or of each layer.
 
-The names of the keys contain the units, and every table of measured numbers names its source. Nothing is guessed: a number that
-a plan needs and the file does not give is asked for by name.
+The names of the keys contain the units, and every table of measured numbers names its source. Nothing is guessed: a
+number that a plan needs and the file does not give is asked for by name.
 """
 
 from __future__ import annotations
