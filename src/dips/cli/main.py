@@ -176,7 +176,7 @@ COMMANDS: tuple[Command, ...] = (
         "evict",
         "End a cluster's incarnation; it may join again.",
         _ASK,
-        ("dips evict runs/mine b --reason 'wrong data'",),
+        ("dips evict runs/mine b --reason 'it hangs'",),
     ),
     Command(
         "drain",
