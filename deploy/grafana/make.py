@@ -337,8 +337,9 @@ SLAVES = Dashboard(
             Panel("Process and budget", "The slave keeps its process below the budget: it cuts connections first.",
                   [Query(f"dips_slave_resident_bytes{{{SN}}}", "{{name}}"),
                    Query(f"dips_slave_budget_bytes{{{SN}}}", "{{name}} budget")], "bytes"),
-            Panel("Share of the budget", "Above 0.9: the alarm DipsSlaveMemory.",
-                  [Query(f"dips:slave_memory:ratio{{{SN}}}", "{{name}}")], "percentunit", least=0,
+            Panel("Share of the budget, without the arrays", "What the process uses besides its arrays, of what its "
+                  "budget leaves for that. Above 0.9: the alarm DipsSlaveMemory.",
+                  [Query(f"dips:slave_other_memory:ratio{{{SN}}}", "{{name}}")], "percentunit", least=0,
                   steps=[(None, GREEN), (0.9, RED)], lines=True),
             Panel("Memory by use", "theta: versions. momentum. staging: one slot for each cluster. The limit is "
                   "memory_bytes.",

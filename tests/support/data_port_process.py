@@ -215,9 +215,9 @@ class _Remembering(DataServer):
 
     cuts = ""
 
-    def refuse_connection(self, sentence: str) -> None:
+    def refuse_connection(self, sentence: str, n: int) -> None:
         self.cuts += f"{sentence}\n"
-        super().refuse_connection(sentence)
+        super().refuse_connection(sentence, n)
 
 
 def _guarded(room_bytes: str, n_files: str, loop: LoopName) -> int:

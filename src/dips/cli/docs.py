@@ -201,8 +201,9 @@ process can export nothing that is not on its list.
 
 Every role takes `--metrics-listen HOST:PORT` (in a settings file `metrics_listen`, in the environment
 `DIPS_MASTER_METRICS_LISTEN`, `DIPS_SLAVE_...`, `DIPS_WORKER_...`), and serves its metrics there under `/metrics`.
-Without it nothing is served. With port 0 the system chooses a free one. A training loop of your own (`dips.DiLoCo`)
-reads the same environment variable. All processes of a run on one machine:
+Without it nothing is served. The evaluator takes the option and `DIPS_WORKER_METRICS_LISTEN`, not the settings file.
+With port 0 the system chooses a free one. A training loop of your own (`dips.DiLoCo`) reads the same environment
+variable. All processes of a run on one machine:
 
 <!-- not run: it trains for three minutes, and `make demo` runs the same -->
 ```sh

@@ -253,7 +253,8 @@ def _manifests(run_dir: Path) -> dict[Version, list[_Committed]]:
         found.setdefault(version, []).append(_Committed(version, read.slave_id, *part))
     if not found:
         raise ConfigError(
-            f"{run_dir} has no snapshots of slaves: name the directory of a run of `dips demo` or `dips up`"
+            f"{run_dir} has no snapshots of slaves: name the directory of a run of `dips demo` or `dips up`, or "
+            "collect the slaves' directories in a folder slaves below it"
         )
     return found
 

@@ -38,7 +38,7 @@ PREFIX = "dips_master_"
 _CLUSTER, _SLAVE = ("cluster",), ("slave",)
 _REPORTED = "the cluster has reported it in a heartbeat"
 _JUDGED = "the cluster has a judged push"
-_ROUND_JUDGED = "a round was judged since the master started"
+_ROUND_JUDGED = "a round was judged since the master started, and the last one accepted a push"
 _PUBLISHED = "a version is published"
 
 METRICS: tuple[Spec, ...] = (
@@ -75,9 +75,12 @@ METRICS: tuple[Spec, ...] = (
          _CLUSTER, "s", "the cluster is live"),
     Spec("cluster_incarnations_total", "counter", "Incarnations of the cluster: joins, also after evictions",
          "no increase while training", _CLUSTER),
-    Spec("departures_total", "counter", "Clusters that are gone: how evict (silent, or by an operator) or leave",
+    Spec("departures_total", "counter",
+         "Clusters that are gone: how leave, or evict (silent, not back after the master's restart, by an operator, or "
+         "all when the master takes over the slaves' history)",
          "no evict", ("cluster", "how")),
-    Spec("slave_up", "gauge", "1 while the slave is attached and ready for rounds", "1", _SLAVE),
+    Spec("slave_up", "gauge", "1 while the slave is attached and ready for rounds, or waits for its first blocks", "1",
+         _SLAVE, "", "blocks are placed on it, or it is attached"),
     Spec("slave_beat_age_seconds", "gauge", "Time since the slave's last heartbeat", "below two heartbeats (4)",
          _SLAVE, "s", "the slave is attached"),
     Spec("slave_incarnations_total", "counter", "Incarnations of the slave since the master started", "no increase",
@@ -123,9 +126,9 @@ METRICS: tuple[Spec, ...] = (
     Spec("cluster_score", "gauge", "z-score of that norm in the cluster's own history", "-3 to 3", _CLUSTER, "",
          "the cluster has warm_up_pushes accepted pushes"),
     Spec("cluster_cosine", "gauge", "Cosine of the cluster's last update with that of the others", "above 0",
-          _CLUSTER, "", "its last round had two clusters"),
+          _CLUSTER, "", "others moved the model since the base of its last judged push"),
     Spec("cluster_usual_cosine", "gauge", "Median of the cluster's last cosines", "above -0.1", _CLUSTER, "",
-         "its last round had two clusters"),
+         "it ever had a cosine"),
     Spec("cluster_direction_alarm", "gauge", "1 while the cluster's updates are usually against the others'", "0",
      _CLUSTER),
     Spec("threshold", "gauge", "Score above which a push is excluded (tau)", "3 to 9", (), "",
@@ -135,7 +138,7 @@ METRICS: tuple[Spec, ...] = (
     Spec("clip_factor", "gauge", "Factor that the clip scaled the last merge with (kappa)", "0.2 to 1", (), "",
          _ROUND_JUDGED),
     Spec("clip_active_ratio", "gauge", "Share of the last committed rounds (at most 32) whose merge was clipped",
-         "below a half; with a fixed bound any", (), "", _ROUND_JUDGED),
+         "below a half; with a fixed bound any", (), "", "a round was committed since the master started"),
     Spec("participation", "gauge", "Share of a full round that took part in the last merge (rho)",
          "near 1 with clusters of equal speed", (), "", _ROUND_JUDGED),
     # ---- progress ----
@@ -185,7 +188,8 @@ METRICS: tuple[Spec, ...] = (
          "no increase", _SLAVE),
     Spec("pulls_total", "counter", "Pulls begun: by clusters, and by readers such as `dips export`",
          "one a round and cluster", ("by",)),
-    Spec("pinned_versions", "gauge", "Older versions that are kept for readers", "0 to pinned_versions"),
+    Spec("pinned_versions", "gauge", "Versions that open pulls read, the newest included",
+         "0 or 1; more while slow pulls read older ones"),
     # ---- data ----
     Spec("data_tokens", "gauge", "Tokens of the corpus in all passes begun: free, leased, applied, excluded",
          "applied rises; excluded stays small", ("state",), "tokens", "the run leases data"),
@@ -535,7 +539,9 @@ def _slaves(families: Families, now: MetricsMoment) -> None:
     for slave in now.view.status.slaves:
         name, ready = slave.slave_id, slave.alive and slave.phase == READY
         states["ready" if ready else "attached" if slave.alive else "away"] += 1
-        families.set("slave_up", flag(ready), name)
+        idle = name in now.view.without_blocks  # rounds need it only once it holds blocks
+        if slave.alive or not idle:
+            families.set("slave_up", flag(ready or idle), name)
         families.set("slave_beat_age_seconds", slave.beat_age_s + now.late_s if slave.alive else None, name)
         families.set("slave_incarnations_total", slave.incarnations, name)
         families.set("slave_losses_total", now.counted.slave_losses.get(name, 0), name)

@@ -217,13 +217,14 @@ class ConnectionGuard:
         return Pressure(self.memory_bytes(), self.limit_bytes, self._headroom_bytes, self._n_files, self._most_files)
 
     def _cut(self, cut: Cut) -> None:
-        wanted = None if cut.connections is None else set(cut.connections)
+        wanted, n_reset = None if cut.connections is None else set(cut.connections), 0
         for fd in self._files():
             with connection_of(fd, self._port) as found:
                 if found is not None and (wanted is None or found[0] in wanted):
                     reset(found[1])
+                    n_reset += 1
         log.warning("%s", cut.sentence)
-        self._data.refuse_connection(cut.sentence)
+        self._data.refuse_connection(cut.sentence, n_reset)
         self._n_files = len(self._files())
 
     def _files(self) -> Sequence[int]:

@@ -299,9 +299,9 @@ class DataPort:
         """beat(), and the further counts that metrics show."""
         return Figures(self.beat(), dict(self._refused), self._staged_of.counted())
 
-    def refuse_connection(self, sentence: str) -> None:
-        """Count a connection that was refused or closed, with the reason."""
-        self.refused_connections += 1
+    def refuse_connection(self, sentence: str, n: int = 1) -> None:
+        """Count connections that were refused or closed, with the reason."""
+        self.refused_connections += n
         self.last_refused_connection = sentence
 
     def _refuse(self, request: int, refused: Refused) -> Answer:

@@ -425,9 +425,9 @@ class DataServer:
             self._wake_up()  # only the Python loop notes them
         return delivered or set()
 
-    def refuse_connection(self, sentence: str) -> None:
-        """Count connections that were ended, with the reason; from any thread."""
-        self._post(lambda: self._port.refuse_connection(sentence))
+    def refuse_connection(self, sentence: str, n: int) -> None:
+        """Count n connections that were ended, with the reason; from any thread."""
+        self._post(lambda: self._port.refuse_connection(sentence, n))
 
     def beat(self) -> SlaveBeat:
         """The latest counters; may be called from any thread."""

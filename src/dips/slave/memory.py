@@ -161,11 +161,13 @@ class ShardMemory:
         return self._residual[1]
 
     def bytes_by_use(self) -> dict[str, int]:
-        """Bytes of all arrays, by use."""
+        """Bytes of all arrays in memory of the process's own, by use: 0 for those in files, whose pages the system may
+        take back."""
+        which = self._files.which
         by_use = {
-            "theta": sum(buffer.theta.nbytes for buffer in self._buffers),
+            "theta": 0 if which == "versions" else sum(buffer.theta.nbytes for buffer in self._buffers),
             "momentum": sum(m.nbytes for m in self._momentum),
-            "staging": self.staging.nbytes,
+            "staging": self.staging.nbytes if which == "none" else 0,
         }
         if self.pull_wire in DIFFERENCES:
             by_use["difference"] = sum(b.difference.data.nbytes for b in self._buffers if b.difference is not None)
@@ -174,7 +176,7 @@ class ShardMemory:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all arrays together."""
+        """Bytes of all arrays in memory together."""
         return sum(self.bytes_by_use().values())
 
     def spans(self) -> list[tuple[Block, int, int]]:

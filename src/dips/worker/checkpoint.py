@@ -67,7 +67,8 @@ class InnerState(Protocol):
 class Checkpoints(Protocol):
     """What the shell of a cluster uses: the checkpoints of its one process, or those of all ranks.
 
-    written_s: when the last one was complete; NaN: none was. on_written: called with the seconds that each took to be
+    written_s: when the last one was complete; before the first, since when one could have been; NaN before training.
+    on_written: called with the seconds that each took to be
     written, on any thread; for metrics.
     """
 
@@ -186,6 +187,8 @@ class Checkpointing:
     def take_if_due(self, session: ClusterMachine, cause: str) -> None:
         """Copy everything and give it to the writer, if it is time and the last one is written."""
         now_s = self._clock.monotonic_s()
+        if math.isnan(self.written_s):
+            self.written_s = now_s
         if now_s < self._due_s or (self._writing is not None and not self._writing.done()):
             return
         saved = session.saved()

@@ -97,8 +97,9 @@ METRICS: tuple[Spec, ...] = (
     Spec("link_refusals_total", "counter", "Requests that the slave refused, by code (docs/protocol.md)",
          "UNKNOWN_PUSH a few, when a ticket is faster than its opening", ("slave", "code")),
     # ---- checkpoints ----
-    Spec("checkpoint_age_seconds", "gauge", "Time since this process wrote a checkpoint",
-         "below two checkpoint_every_s", (), "s", "it wrote one"),
+    Spec("checkpoint_age_seconds", "gauge",
+         "Time since this process wrote a checkpoint; before its first, since its first step",
+         "below two checkpoint_every_s", (), "s", "the process writes checkpoints, and has made a step"),
     Spec("checkpoint_seconds", "histogram", "Time to write a checkpoint, during training", "below checkpoint_every_s",
          (), "s"),
 )  # fmt: skip
@@ -276,8 +277,8 @@ class Collector:
         answered_s: float | None,
         now_s: float,
     ) -> Families:
-        """checkpoint_s: when the last one was written, NaN: none was. answered_s: when the master last answered a beat.
-        All of the same clock."""
+        """checkpoint_s: Checkpoints.written_s; NaN where none are written. answered_s: when the master last answered a
+        beat. All of the same clock."""
         families = Families(PREFIX, METRICS, counted)
         families.set("info", 1, view.run_id, self.cluster_id, VERSION)
         families.set(CERTIFICATE.name, certificate_left_s(self.security))

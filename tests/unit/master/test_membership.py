@@ -21,6 +21,7 @@ from dips.core.messages import (
     DataRange,
     DrainRequest,
     EvictRequest,
+    FinishPullRequest,
     HeartbeatRequest,
     Hello,
     LeaveRequest,
@@ -698,3 +699,69 @@ def test_process_that_was_evicted_while_the_run_ended_pulls_the_last_version_too
     bench.join("b", previous=bench.clusters["b"].join.incarnation, process_id=b"b's")
     assert bench.pull("b").version == Version(1, 1)
     assert bench.beat("b").stop
+
+
+# ---- members that do not come back after the master's restart ----
+
+
+def test_a_member_that_does_not_come_back_to_a_restarted_master_is_evicted_and_may_join_later() -> None:
+    bench = Bench().running("a", "b")
+    before = {name: cluster.join.incarnation for name, cluster in bench.clusters.items()}
+    bench.restart()
+    bench.join("a", previous=before["a"])
+    bench.advance(bench.config.evict_after_s)
+    assert not bench.recorded("evict")
+    bench.advance(2.0)
+    assert [line["cluster"] for line in bench.recorded("evict")] == ["b"]
+    assert bench.entries("EVICT")[-1]["cluster"] == "b"
+    bench.advance(60.0)
+    assert len(bench.recorded("evict")) == 1
+    assert bench.join("b", previous=before["b"]).incarnation is not None
+    assert bench.alive("b")
+
+
+def test_a_member_that_still_calls_with_its_old_incarnation_is_not_evicted() -> None:
+    """Its training loop joins again once its step is done."""
+    bench = Bench().running("a", "b")
+    before = {name: bench.caller(name) for name in ("a", "b")}
+    bench.restart()
+    bench.join("a", previous=before["a"].incarnation)
+    for _ in range(10):
+        bench.advance(bench.config.evict_after_s / 2)
+        with refused_with(RefusalCode.STALE_EPOCH):
+            bench.ask(HeartbeatRequest(before["b"]))
+    assert not bench.recorded("evict")
+    bench.advance(bench.config.evict_after_s + 2.0)
+    assert [line["cluster"] for line in bench.recorded("evict")] == ["b"]
+
+
+# ---- readers at the end ----
+
+
+def test_the_master_of_an_ended_run_waits_for_readers_whose_pull_has_begun() -> None:
+    bench = Bench(linger_s=5.0, ticket_ttl_s=4.0).running("a")
+    bench.operate(Stop(OperatorRequest("", "enough")))
+    bench.result(bench.leave("a"))
+    assert bench.status().stopped
+    bench.advance(3.0)
+    reader = Caller("", 0, "export")
+    grant = bench.ask(BeginPullRequest(reader, True)).answer
+    for _ in range(4):
+        bench.advance(3.0)
+        bench.ask(BeginPullRequest(reader, True, grant.version, True, pin_id=grant.pin_id))  # renews its pin
+    bench.ask(BeginPullRequest(Caller("", 0, "late"), True))
+    assert bench.halted is None
+    bench.ask(FinishPullRequest(reader, grant.pin_id, True))
+    assert bench.halted is not None, "the late one began after linger_s"
+
+
+def test_the_master_of_an_ended_run_does_not_wait_for_a_reader_that_is_gone() -> None:
+    bench = Bench(linger_s=5.0, ticket_ttl_s=4.0).running("a")
+    bench.operate(Stop(OperatorRequest("", "enough")))
+    bench.result(bench.leave("a"))
+    bench.advance(4.0)
+    bench.ask(BeginPullRequest(Caller("", 0, "export"), True))
+    bench.advance(3.0)
+    assert bench.halted is None
+    bench.advance(2.0)
+    assert bench.halted is not None

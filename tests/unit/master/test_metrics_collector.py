@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.core import Metric
 from support.master_bench import LEASED, Bench
+from support.reshard_bench import ReshardBench
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
-from dips.core.messages import ClusterStatus, Hello
+from dips.core.messages import ClusterStatus, Hello, Measure
 from dips.core.observe.metrics_server import NotNow
 from dips.core.protocol import RANKS
 from dips.master.metrics import METRICS, PREFIX, Collector, Counts, Metrics, Rising, clusters_shown
@@ -264,3 +265,33 @@ def test_a_key_that_is_not_looked_at_any_more_is_forgotten() -> None:
     rising.look({("gone", ""): 5, ("here", ""): 1})
     rising.look({("here", ""): 2})
     assert rising.look({("gone", ""): 3, ("here", ""): 2}) == {("gone", ""): 3, ("here", ""): 2}
+
+
+# ---- slaves without blocks ----
+
+
+def test_a_slave_that_waits_for_its_first_blocks_is_no_slave_that_is_away(tmp_path: Path) -> None:
+    bench = Bench()
+    run = Scraped(bench, tmp_path)
+    bench.slaves[0].attach()
+    assert run.scrape()["waiting", "slaves"] == 1, "one of two is here"
+    bench.slaves[1].attach()
+    found = run.scrape()
+    assert found["slave_up", "s0"] == found["slave_up", "s1"] == 1
+    assert found["waiting", "no_clusters"] == 1
+    bench.running("a")
+    bench.slaves[1].die()
+    assert run.scrape()["slave_up", "s1"] == 0
+
+
+def test_a_slave_that_a_reshard_adds_is_up_while_it_waits_and_not_shown_when_it_is_gone(tmp_path: Path) -> None:
+    bench = ReshardBench()
+    run = Scraped(bench.running("a", "b"), tmp_path)
+    bench.slave("s0").hold.add(Measure)
+    bench.push("a")
+    bench.push("b")  # their round stays open, and the RESHARD waits for its end
+    bench.reshard(add=("s2",))
+    added = bench.new_slave("s2")
+    assert run.scrape()["slave_up", "s2"] == 1
+    added.die()
+    assert ("slave_up", "s2") not in run.scrape()

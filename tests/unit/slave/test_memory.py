@@ -160,7 +160,7 @@ def test_what_is_in_files_is_not_in_the_stated_memory(tmp_path: Path, which: str
     assert needed == stated(0) - file_bytes_needed(N, SLOTS, 0, which)
     files = MemoryFiles(tmp_path, which)
     memory = ShardMemory(BLOCKS, 1024, SLOTS, needed, files=files)
-    assert memory.n_bytes == memory_bytes_needed(N, SLOTS, 0)
+    assert memory.n_bytes == memory_bytes_needed(N, SLOTS, 0) - file_bytes_needed(N, SLOTS, 0, which)
     assert list(tmp_path.iterdir()) == [], "the files have no names"
     with pytest.raises(Refused, match="raise this slave's memory_bytes"):
         ShardMemory(BLOCKS, 1024, SLOTS, needed - 1, files=files)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from dips.core.errors import ConfigError
 from dips.core.layout import Layout
 from dips.core.observe.tape import Tape
 from dips.core.share import Share
+from dips.worker.checkpoint import Checkpointing
 from dips.worker.checkpoint_files import CheckpointStore
 from dips.worker.config import ClientConfig
 from dips.worker.model_part import ModelPart
@@ -366,6 +369,7 @@ def test_at_intervals_one_is_begun_at_a_boundary_and_completed_at_a_later_one(tm
     cluster = Cluster(tmp_path, 1)
     session, kept = cluster.bench.session, cluster.checkpoints
     kept.take_if_due(session, "cause")
+    first_step_s = cluster.clock.monotonic_s()
     assert not list(tmp_path.glob("*.ranks"))
     cluster.clock.advance(11.0)
     assert kept.wants_boundary
@@ -374,9 +378,11 @@ def test_at_intervals_one_is_begun_at_a_boundary_and_completed_at_a_later_one(tm
     assert not kept.wants_boundary, "the ranks have not said that they have written"
     kept.take_if_due(session, "cause")
     assert not list(tmp_path.glob("*.json"))
+    assert kept.written_s == first_step_s, "its age counts from there before the first one"
     cluster.ranks.checkpoint_is_written = True
     assert kept.wants_boundary
     kept.take_if_due(session, "cause")
+    assert kept.written_s == first_step_s + 11.0
     assert list(tmp_path.glob("*.json"))
     assert not kept.wants_boundary
     cluster.close()
@@ -492,3 +498,25 @@ def test_ranks_that_read_other_manifests_agree_on_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", [BeginCheckpoint(3, "{}"), CommitCheckpoint(), FindCheckpoint(3), PutBack(True)])
 def test_orders_about_checkpoints_travel(order: Order) -> None:
     assert orders.from_bytes(orders.to_bytes(order)) == order
+
+
+def test_the_age_of_a_checkpoint_that_could_never_be_written_counts_from_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(CheckpointStore, "write", full)
+    clock, bench, part = ManualClock(), ClusterBench(), Part(Loop(1))
+    bench.begin()
+    bench.train(1)
+    settings, tape = ClientConfig(checkpoint_dir=tmp_path, checkpoint_every_s=10.0), Tape(None, "worker", "")
+    kept = Checkpointing(tmp_path, settings, part.parameters, part.vectors, None, lambda event: None, tape, clock)
+    clock.advance(100.0)
+    assert math.isnan(kept.written_s), "a process that waits for its run has nothing to lose"
+    first_step_s = clock.monotonic_s()
+    for _ in range(3):
+        kept.take_if_due(bench.session, "cause")
+        clock.advance(20.0)
+    kept.close()
+    assert kept.written_s == first_step_s

@@ -80,6 +80,7 @@ class MasterMachine:
         self._members = Membership(self.shared, self._pushes, self._slaves)
         self._pulls = Pulls(self.shared)
         self._last_tick_s: float | None = None
+        self._last_pulls: set[int] | None = None  # pins of readers for which an ended run's master still waits
         self._since_s = 0.0
         self._calls: dict[type[Any], Callable[[int, Any], None]] = {
             JoinRequest: self._members.join,
@@ -164,7 +165,7 @@ class MasterMachine:
         """When the next Tick is due at the latest."""
         deadlines = [*self._rounds.deadlines(), *self._pushes.deadlines(), *self._reshard.deadlines()]
         shared = self.shared
-        if shared.stopped_s is not None:
+        if shared.stopped_s is not None and self._last_pulls is None:
             deadlines.append(shared.stopped_s + shared.config.linger_s)
         return min(deadlines, default=None)
 
@@ -340,7 +341,16 @@ class MasterMachine:
             shared.stopped_s = shared.now_s
             shared.record(tape.RunStopped("-", reason=shared.ledger.stopping, tokens=shared.ledger.tokens))
             shared.log("master", f"the run has ended: {shared.ledger.stopping}; no cluster is left")
-        if shared.stopped_s is not None and shared.now_s >= shared.stopped_s + shared.config.linger_s:
+        if shared.stopped_s is None or shared.now_s < shared.stopped_s + shared.config.linger_s:
+            self._last_pulls = None
+            return
+        # A reader that pulls the model may end its pull: one of a large model takes longer than linger_s. Pulls that
+        # begin later keep no master; nor does this one's reader, once it no longer renews its pin.
+        if self._last_pulls is None:
+            self._last_pulls = self._pulls.of_readers()
+            if self._last_pulls:
+                shared.log("master", "the run has ended; the master waits for the readers that pull its model")
+        if self._last_pulls.isdisjoint(shared.pins):
             self._halt()
 
     def _halt(self) -> None:

@@ -481,7 +481,28 @@ class Membership:
             silent_s = shared.now_s - member.beat_s
             if silent_s > shared.config.evict_after_s:
                 self.evict(member.cluster, f"no heartbeat for {silent_s:.1f} s")
+        self._evict_absent()
         self._expire_leases()
+
+    def _evict_absent(self) -> None:
+        """Evicts members that only the ledger knows, from before the master's restart, once they had time to join.
+
+        Not in a run that ends: there they may come back for the last version as long as the master answers.
+        """
+        shared = self._shared
+        if shared.ledger.stopping:
+            return
+        for name, entry in sorted(shared.ledger.clusters.items()):
+            if not entry.member or name in shared.members:
+                continue
+            away_since_s = self._away_since_s.setdefault(name, shared.now_s)
+            silent_s = shared.now_s - max(away_since_s, shared.called_of_old_s.get(name, away_since_s))
+            if silent_s > shared.config.evict_after_s:
+                reason = f"a member before the master's restart, it has not joined for {silent_s:.1f} s"
+                shared.log(f"cluster {name}", f"cluster {name} is evicted: {reason}", logging.WARNING)
+                entry.member = False
+                shared.journal("EVICT", {"cluster": name, "incarnation": pair(entry.incarnation), "reason": reason})
+                shared.record(tape.ClusterEvicted(str(entry.incarnation), cluster=name, reason=reason))
 
     def rearm(self, gap_s: float) -> None:
         self._claims.rearm()

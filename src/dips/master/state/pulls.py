@@ -109,6 +109,10 @@ class Pulls:
             KeyRole.READER, {owner.removeprefix(READER) for owner in owners if owner.startswith(READER)}
         )
 
+    def of_readers(self) -> set[int]:
+        """The pins of readers."""
+        return {pin_id for pin_id, pin in self._shared.pins.items() if pin.owner.startswith(READER)}
+
     def end_readers(self) -> None:
         """Ends all readers' pulls: an operator's certificate was revoked, and operators read under any name. The others
         begin again."""

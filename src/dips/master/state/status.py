@@ -159,6 +159,7 @@ class RunView:
     threshold: float = NAN  # score above which a push is excluded
     max_clusters: int = 0
     slaves_expected: int = 0
+    without_blocks: frozenset[str] = frozenset()  # slaves on which no blocks are placed (yet)
     pinned_versions: int = 0
     recovers: bool = False
     reshards: bool = False
@@ -173,6 +174,7 @@ def look(shared: SharedState) -> RunView:
     """Makes the view of the run as it is now."""
     config, ledger = shared.config, shared.ledger
     planned_s, published_s = shared.planned_window_s, shared.published_s
+    placed = ledger.placement.slaves if ledger.placement is not None else ()
     totals = {TokenState.FREE: 0, **ledger.leases.totals()} if ledger.leases is not None else {}
     return RunView(
         status(shared),
@@ -185,6 +187,7 @@ def look(shared: SharedState) -> RunView:
         threshold=threshold(ledger.detector, config.penalty),
         max_clusters=config.max_clusters,
         slaves_expected=len(shared.slaves_expected()) if ledger.placement else config.n_slaves,
+        without_blocks=frozenset(name for name in shared.slaves if name not in placed),
         pinned_versions=len({pin.version for pin in shared.pins.values()}),
         recovers=shared.recovery.active,
         reshards=ledger.reshard is not None or shared.reshard.moving,

@@ -123,9 +123,17 @@ def waiting_for(shared: SharedState) -> Waiting:
         return Waiting(WaitingCode.PAUSED, f"paused by the operator: {shared.ledger.paused}")
     if lag := lagging(shared):
         return Waiting(WaitingCode.DISKS, lag)
+    if not shared.members and _slaves_wait_for_layout(shared):
+        return Waiting(WaitingCode.NO_CLUSTERS, f"no cluster is here: {away.sentence}")
     if not shared.members:
         return away if away.sentence else Waiting(WaitingCode.NO_CLUSTERS, "no cluster is here")
     return _round(shared)
+
+
+def _slaves_wait_for_layout(shared: SharedState) -> bool:
+    """Whether all slaves are here and hold no blocks yet, because no cluster has joined with the model's layout."""
+    here = sum(slave.phase.now is SlavePhase.PROMISED for slave in shared.slaves.values())
+    return shared.ledger.placement is None and here == len(shared.slaves) >= shared.config.n_slaves
 
 
 def _not_ready(shared: SharedState) -> tuple[SlaveId, ...]:

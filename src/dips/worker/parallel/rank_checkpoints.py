@@ -441,6 +441,8 @@ class LeadingCheckpoints:
 
     def take_if_due(self, session: ClusterMachine, cause: str) -> None:
         """Complete the checkpoint that all ranks have written, or begin one, if it is time."""
+        if math.isnan(self.written_s):
+            self.written_s = self._clock.monotonic_s()
         if not self.wants_boundary:
             return
         if self._begun is not None:
