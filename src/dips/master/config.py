@@ -18,8 +18,9 @@ from dips.core.config import Name
 from dips.core.errors import ConfigError
 from dips.core.messages import Settings
 from dips.core.net.security import Address
-from dips.core.observe.logs import LogFormat
+from dips.core.observe.logs import LogFormat, LogLevel
 from dips.core.observe.metrics_knobs import MetricsKnobs
+from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.units import Bytes, Count, Seconds
 from dips.master.state.pacing import SLIDES
 from dips.master.state.penalty_types import OUTER_LR, PenaltyConfig, dynamic_local_steps_of
@@ -155,7 +156,10 @@ class MasterConfig(MetricsKnobs):
         1 << 20, description="Size of one data message; it cannot change once the run has a version"
     )
     window_chunks: int = Field(
-        64, ge=1, description="Most chunks in flight between a cluster and a slave; fewer where the link needs fewer"
+        64,
+        ge=1,
+        le=MAX_WINDOW_CHUNKS,
+        description="Most chunks in flight between a cluster and a slave; fewer where the link needs fewer",
     )
     pinned_versions: int = Field(
         2, ge=0, le=1024, description="Older versions that slaves keep for readers; 4 bytes a parameter each"
@@ -238,7 +242,7 @@ class MasterConfig(MetricsKnobs):
         "instead of refusing to guess",
     )
 
-    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
+    log_level: LogLevel = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
     log_format: LogFormat = Field("human", description="Form of log lines: human, or json for machines")
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.messages import Settings
 from dips.core.net.addresses import parse_address, require_loopback
-from dips.core.observe.logs import LogFormat
+from dips.core.observe.logs import LogFormat, LogLevel
 from dips.core.observe.metrics_knobs import MetricsKnobs
 from dips.core.units import Seconds, validating
 from dips.core.wire import WIRE_DTYPES, Codec
@@ -105,7 +105,7 @@ class ClientConfig(MetricsKnobs):
     checkpoints_kept: int = Field(2, ge=1, description="Checkpoints to keep; for a damaged one the one before is used.")
     resume: bool = Field(False, description="Resume from the newest checkpoint, if there is one.")
     resume_required: bool = Field(False, description="Resume from the newest checkpoint, and fail if there is none.")
-    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
+    log_level: LogLevel = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
     log_format: LogFormat = Field("human", description="Form of log lines: human, or json for machines.")
 
     @field_validator("wire_dtype")
