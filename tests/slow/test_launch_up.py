@@ -97,28 +97,23 @@ def test_a_cluster_command_of_ones_own_is_told_where_the_run_is(tmp_path: Path) 
     assert found["DIPS_KEYS"] == str(tmp_path / "run" / "keys" / "x")
 
 
-def test_a_stopped_run_goes_on_only_when_that_is_asked_for_and_one_whose_clusters_left_as_it_is(tmp_path: Path) -> None:
-    text = f'[master]\nsync_every = 4\n[train]\ndata = ["{TEXT}"]\n[[clusters]]\nid = "a"\n'
-    file, run_dir = write(tmp_path, text), tmp_path / "run"
-
-    def tokens() -> int:
-        asked = dips("status", run_dir, "--json")
-        return json.loads(asked.stdout)["tokens"] if asked.returncode == 0 else -1
-
-    reached = 0
-    for ending, options in (("drain", ()), ("stop", ()), ("stop", ("--extend",))):
-        log = tmp_path / f"{ending}{len(options)}.log"
-        with dips_started("up", file, *options, log=log) as up:
-            until(lambda: tokens() > reached, "progress", log=log)
-            asked = dips(ending, run_dir, *(("a",) if ending == "drain" else ()))
-            assert asked.returncode == 0, asked.stderr
-            assert ended(up, 110, log) == 0, log.read_text()
-        said = log.read_text()
-        reached = int(said.rpartition(" tokens")[0].rpartition(" ")[2])
-        if ending == "drain":
-            assert f"`dips up {file}` continues it" in said
-        else:
-            assert "run mine ended at version" in said
-            again = dips("up", file)
-            assert again.returncode == 2
-            assert "give `dips up` --extend to continue it" in again.stderr
+def test_a_run_that_its_clusters_left_goes_on_and_a_stopped_one_only_when_that_is_asked_for(tmp_path: Path) -> None:
+    may_end = tmp_path / "may-end"
+    code = f"import pathlib, time\nwhile not pathlib.Path({str(may_end)!r}).exists(): time.sleep(0.1)"
+    command = json.dumps([sys.executable, "-c", code])
+    file = write(tmp_path, f'[[clusters]]\nid = "x"\ncommand = {command}\n')
+    log = tmp_path / "up.log"
+    with dips_started("up", file, log=log) as up:
+        until(lambda: "x: start 1" in log.read_text(), "the cluster", log=log)
+        asked = dips("stop", tmp_path / "run")
+        assert asked.returncode == 0, asked.stderr
+        may_end.touch()
+        assert ended(up, 110, log) == 0, log.read_text()
+    assert "run mine ended at version" in log.read_text()
+    refused = dips("up", file)
+    assert refused.returncode == 2
+    assert "give `dips up` --extend to continue it" in refused.stderr
+    for options in (("--extend",), ()):
+        left = dips("up", file, *options)
+        assert left.returncode == 0, left.stderr
+        assert f"`dips up {file}` continues it" in left.stdout
