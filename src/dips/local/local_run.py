@@ -120,7 +120,9 @@ class LocalRun:
         self.page_url = read_page_url(self.directory.master)
         security = INSECURE if self.plan.insecure else load_identity(self.directory.keys / OPERATOR)
         self._operator = OperatorClient(self.address, self.plan.run_id, _STATUS_CALL_S, security=security)
-        self._refuse_ended_run(self._once_there("the master's first answer", self._ask), extend)
+        # A master that is started again acts on a stop from its journal only after its first event, which is this call.
+        self._once_there("the master's first answer", self._ask)
+        self._refuse_ended_run(self._once_there("the master's answer", self._ask), extend)
         if extend:
             self._tell(self._once_there("the master's answer", self._take_back_end))
         for spec in slave_specs(self.plan, self.directory, self.address):
