@@ -25,12 +25,12 @@ from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import Codec
 from dips.slave import serve_numba
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import RECEIVE_BATCH, DataServer, LoopName
 from dips.slave.memory import ShardMemory, ThetaBuffer
-from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import Slot
 

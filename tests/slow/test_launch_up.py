@@ -95,3 +95,25 @@ def test_a_cluster_command_of_ones_own_is_told_where_the_run_is(tmp_path: Path) 
     assert (found["DIPS_CLUSTER"], found["DIPS_RUN"]) == ("x", "mine")
     assert found["DIPS_MASTER"].startswith("127.0.0.1:")
     assert found["DIPS_KEYS"] == str(tmp_path / "run" / "keys" / "x")
+
+
+def test_a_run_that_its_clusters_left_goes_on_and_a_stopped_one_only_when_that_is_asked_for(tmp_path: Path) -> None:
+    may_end = tmp_path / "may-end"
+    code = f"import pathlib, time\nwhile not pathlib.Path({str(may_end)!r}).exists(): time.sleep(0.1)"
+    command = json.dumps([sys.executable, "-c", code])
+    file = write(tmp_path, f'[[clusters]]\nid = "x"\ncommand = {command}\n')
+    log = tmp_path / "up.log"
+    with dips_started("up", file, log=log) as up:
+        until(lambda: "x: start 1" in log.read_text(), "the cluster", log=log)
+        asked = dips("stop", tmp_path / "run")
+        assert asked.returncode == 0, asked.stderr
+        may_end.touch()
+        assert ended(up, 110, log) == 0, log.read_text()
+    assert "run mine ended at version" in log.read_text()
+    refused = dips("up", file)
+    assert refused.returncode == 2
+    assert "give `dips up` --extend to continue it" in refused.stderr
+    for options in (("--extend",), ()):
+        left = dips("up", file, *options)
+        assert left.returncode == 0, left.stderr
+        assert f"`dips up {file}` continues it" in left.stdout

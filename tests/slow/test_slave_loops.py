@@ -22,12 +22,12 @@ from dips.core.messages import AllowedKey, KeyRole, SlaveBeat, SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.net.zmq_sockets import CurvePair, as_client
 from dips.core.observe.failpoints import armed
+from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import Codec, encoded_bytes
 from dips.slave import serve_numba
 from dips.slave.calculation import chunk_checksums
 from dips.slave.data_server import BEAT_REFRESH_S, DataServer, LoopName
 from dips.slave.memory import ThetaBuffer
-from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.credits import HELD
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, Slot

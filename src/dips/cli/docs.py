@@ -32,7 +32,7 @@ from dips.core.net.security import VARIABLES, Address, AddressOrEmpty
 from dips.core.observe.metrics import SECONDS, Spec
 from dips.core.observe.metrics_server import CONNECTION_S, MOST_CONNECTIONS, SNAPSHOT_S
 from dips.core.protocol import CAPABILITIES, PROTOCOL_MIN, PROTOCOL_VERSION
-from dips.core.units import BitsPerSecond, Bytes, Count, Seconds, format_bytes, format_seconds
+from dips.core.units import BitsPerSecond, Bytes, Count, Seconds, format_bytes, format_seconds, parse_bytes
 from dips.deploy.deploy_file import DeployedClusterKnobs, DeployKnobs, ModelKnobs, SiteKnobs
 from dips.local.run_file import ClusterKnobs, RunKnobs
 from dips.master import metrics as master
@@ -145,9 +145,10 @@ checked when the settings are read, before anything starts; settings that break 
 values, what would go wrong and what to change, and exit code 2. A line that names `grace_s` does not apply while it
 is `auto`.
 
-Only two times are chosen: `heartbeat_s` (2 s), by which dead peers are distinguished from live ones, and
-`round_timeout_s` (30 s), the time for slaves to answer a step of a round. All others are `auto` and follow from these
-two, or from what is measured ([decision 0020](decisions/0020-recovery-times.md)):
+Of the times by which failures are recognised, only two are chosen: `heartbeat_s` (2 s), by which dead peers are
+distinguished from live ones, and `round_timeout_s` (30 s), the time for slaves to answer a step of a round. The others
+are `auto` and follow from these two, or from what is measured ([decision 0020](decisions/0020-recovery-times.md)).
+Other times have fixed defaults: `lease_ttl_s`, `connect_wait_s`, `checkpoint_every_s`.
 
 | setting | `auto` | with the defaults |
 |---|---|---|
@@ -161,7 +162,17 @@ two, or from what is measured ([decision 0020](decisions/0020-recovery-times.md)
 | cluster `leave_wait_s` | the same, twice the last push and pull, and until the push's window closes | 30 s at least |
 | cluster `data_silence_s` | `heartbeat_s` | 2 s |
 
-Where one of them is set, those that must not be shorter or longer follow it."""
+Where one of them is set, those that must not be shorter or longer follow it.
+
+Some conditions are no inequality of one process, or hold for some values only. They are refused in the same way:
+
+- `chunk_bytes` must be a multiple of 4, the size of a parameter. Checked in `master/config.py`.
+- With `grace = "sliding"` and a `grace_s` that is set, a window may last `3 * grace_s`. That must be less than
+  `round_timeout_s` and than `verdict_wait_s`. Checked in `master/config.py`.
+- `chunk_bytes` of the master must not be above `max_chunk_bytes` of a slave. With `durability = "async"`,
+  `snapshots_kept` of a slave must be above `async_lag_versions` of the master. `dips up` and `dips deploy` check both
+  before anything starts; a slave that is started by hand refuses them when the first cluster joins (in
+  `slave/state/checks.py`)."""
 
 _TITLES = {"master": "Master", "slave": "Slave", "worker": "Cluster"}
 
@@ -331,9 +342,14 @@ _SETTINGS = """\
 Written by `make docs` from the classes that declare them; there are no others.
 
 A setting of a role has four sources. From strongest to weakest: the command line (`--memory-bytes`), the environment
-(`DIPS_SLAVE_MEMORY_BYTES`), the role's table in a TOML file (`memory_bytes` in `[slave]`), the default. Each process
-prints at its start what it uses, and where each value came from. A setting that is unknown, wrong or missing ends the
-command with exit code 2 and a sentence with its place, the value and the remedy.
+(`DIPS_SLAVE_MEMORY_BYTES`), the role's table in a TOML file (`memory_bytes` in `[slave]`), the default. Master, slave
+and `dips train` print at their start what they use, and where each value came from. A setting that is unknown, wrong or
+missing ends the command with exit code 2 and a sentence with its place, the value and the remedy.
+
+Some settings also have a short variable, the same for all roles, which is stronger than the long one: `DIPS_MASTER`
+(`master`), `DIPS_CLUSTER` (`cluster_id`), `DIPS_RUN` (`run_id`), `DIPS_KEYS` (`keys`), `DIPS_INSECURE` (`insecure`).
+The commands of the roles also read `DIPS_LOG_LEVEL` (`log_level`) and `DIPS_LOG_FORMAT` (`log_format`). A variable that
+is empty counts as not given.
 
 Sizes, times, rates and counts are numbers in the base unit (bytes, seconds, bits/s, one) or texts with a unit:
 `"64 MB"`, `"1 MiB"`, `"1 h 30 min"`, `"10 Gbit/s"`, `"1.5M"`. In a variable, a list is written with commas or as JSON.
@@ -346,10 +362,19 @@ _ROLE_TABLES: tuple[tuple[str, type[Knobs], str], ...] = (
     ("worker", ClientConfig, "`dips train` with a master, and a loop of your own"),
     ("train", TrainConfig, "`dips train`"),
 )
-_FILE_TABLES: tuple[tuple[str, tuple[tuple[str, type[Knobs]], ...]], ...] = (
-    ("The file of `dips up`", (("[run]", RunKnobs), ("[[clusters]]", ClusterKnobs))),
+_FILE_TABLES: tuple[tuple[str, str, tuple[tuple[str, type[Knobs]], ...]], ...] = (
+    (
+        "The file of `dips up`",
+        "It also has the tables of the roles, above. Each setting of `[run]` is read from the environment as "
+        "well, such as `DIPS_RUN_SLAVES`. A table `[[clusters]]` may also set every setting of `[worker]` and, without "
+        "`command`, of `[train]` for its cluster. A command of your own gets the settings of `[worker]` as variables "
+        "`DIPS_WORKER_...`.",
+        (("[run]", RunKnobs), ("[[clusters]]", ClusterKnobs)),
+    ),
     (
         "The file of `dips deploy`",
+        "It also has the tables of the roles, above, and is not read from the environment. A table `[[clusters]]` has "
+        "the settings below only: those of `[worker]` and `[train]` are the same for all clusters.",
         (
             ("[deploy]", DeployKnobs),
             ("[model]", ModelKnobs),
@@ -368,7 +393,19 @@ _CHECKED = {
 }
 """The words for types that have a check of their own, by that check."""
 
-_FORMS: dict[str, Callable[[Any], str]] = {"size": format_bytes, "time": format_seconds}
+
+def _size(n_bytes: int) -> str:
+    """A size in a form that can be typed and is the same value."""
+    for text in (format_bytes(n_bytes), f"{n_bytes / 1e6:g} MB"):
+        try:
+            if parse_bytes(text) == n_bytes:
+                return text
+        except ConfigError:  # a rounded text may be no whole number of bytes
+            continue
+    return str(n_bytes)
+
+
+_FORMS: dict[str, Callable[[Any], str]] = {"size": _size, "time": format_seconds}
 _WORDS = {bool: "yes or no", int: "whole number", float: "number", str: "text", Path: "path"}
 _BOUNDS = {Ge: "at least {}", Gt: "more than {}", Le: "at most {}", Lt: "less than {}"}
 
@@ -379,8 +416,8 @@ def settings() -> str:
     for section, kind, of in _ROLE_TABLES:
         variable = environment_name(section, "...")
         parts += [f"## `[{section}]`: {of}", f"Variables: `{variable}`.", *_settings_tables(kind)]
-    for title, tables in _FILE_TABLES:
-        parts += [f"## {title}", "It also has the tables of the roles, above."]
+    for title, text, tables in _FILE_TABLES:
+        parts += [f"## {title}", textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)]
         for name, kind in tables:
             parts += [f"### `{name}`", *_settings_tables(kind)]
     return "\n\n".join(parts) + "\n"

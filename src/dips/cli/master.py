@@ -10,7 +10,9 @@ from dips.master.config import MasterConfig
 
 @with_knobs(MasterConfig)
 def master(config: ConfigFile = None, **given: Any) -> int:
-    """Run the master of a run: it keeps members, rounds and the journal, and serves this machine only.
+    """Run the master of a run: it keeps members, rounds and the journal.
+
+    It serves the address that --listen gives (by default this machine only), and beyond loopback only with --keys.
 
     Settings: the options below, else the environment (DIPS_MASTER_<NAME>), else table [master] of --config.
     """

@@ -36,12 +36,16 @@ def up(
         bool | None, typer.Option("--page/--no-page", help="The status page for browsers; else as the file says (yes).")
     ] = None,
     metrics: MetricsOption = False,
+    extend: Annotated[
+        bool, typer.Option("--extend", help="Continue a run that was stopped, as `dips extend` does while it answers.")
+    ] = False,
     log_format: LogFormatOption = None,
 ) -> int:
     """Run the master, slaves and clusters that a file describes, on this machine, and restart what dies.
 
-    It ends when the run has reached its tk_max or was stopped (`dips stop`), and upon ctrl-C; started
-    again with the same file it goes on from what was published last.
+    It ends when the run has reached its tk_max or was stopped (`dips stop`), when all of the file's clusters have
+    ended and no other one trains, and upon ctrl-C. Started again with the same file it goes on from what was published
+    last: after `dips stop` only with --extend, and at its token limit only with a larger tk_max.
     """
     run, plan = read_run_file(file, insecure_asked(insecure), log_format_asked(log_format))
     if check:
@@ -55,16 +59,18 @@ def up(
     console = Console(stderr=True)
     with claim(run.directory, Mark(plan.run_id, UP, " ".join(sys.argv))) as directory:
         with progress_for(console, clock) as progress, LocalRun(plan, directory, clock, progress.say) as local:
-            _serve(local, progress, directory, page)
-        if local.status is not None:
-            print(f"run {local.plan.run_id} ended at version {local.status.published}, {local.status.tokens} tokens")
+            ended = _serve(local, progress, directory, page, extend)
+        if (last := local.status) is not None:
+            more = "" if ended else f"; `dips up {file}` continues it"
+            how = "ended" if ended else "is"
+            print(f"run {local.plan.run_id} {how} at version {last.published}, {last.tokens} tokens{more}")
         print(f"its files are in {directory.path}; next: dips export {directory.path} --to model.safetensors")
     return 0
 
 
-def _serve(local: LocalRun, progress: Progress, directory: RunDirectory, page: bool) -> None:
-    """Watch the run to its end. A master whose run was stopped while its clusters were away is ended as well."""
-    address = local.start()
+def _serve(local: LocalRun, progress: Progress, directory: RunDirectory, page: bool, extend: bool) -> bool:
+    """Watch the run to its end, or until no cluster is left; returns whether it has ended."""
+    address = local.start(extend)
     progress.say(f"the run's master listens on {address}")
     if sentence := page_sentence(local.page_url, page):
         progress.say(sentence)
@@ -72,18 +78,18 @@ def _serve(local: LocalRun, progress: Progress, directory: RunDirectory, page: b
         progress.say(sentence)
     for line in how_to_join(local.plan, address, directory):
         progress.say(line)
-    asked_to_stop = False
     while not local.finished:
         status = local.tick()
         if status is not None:
             evaluated = local.plan.evaluate is not None
             progress.show(status, heldout_losses(tape_path(directory.path, HELDOUT_TAPE)) if evaluated else None, ())
-        if status is not None and local.deserted and not asked_to_stop:
-            answer = local.stop_run("all clusters have ended")
-            asked_to_stop = answer is not None
-            progress.say(answer or "all clusters have ended; the master does not answer yet")
+        if status is not None and local.deserted:
+            # Drained, or their own commands are done: no one said that the run is over, so it must not be.
+            progress.say("all clusters have ended, and the run has not: its other processes end now")
+            return False
         time.sleep(POLL_S)
     local.finish()
+    return True
 
 
 def how_to_join(plan: RunPlan, address: str, directory: RunDirectory) -> list[str]:

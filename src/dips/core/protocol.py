@@ -53,6 +53,9 @@ FINISH_HOLD_S = 5.0
 """How long the master holds a FinishPush while a slave's STAGED is still on its way. Callers wait longer for an answer,
 or they would never learn which slave lacks what."""
 
+MAX_WINDOW_CHUNKS = 64
+"""Longest window: the data port's queues hold this many messages for each peer; more could overflow them silently."""
+
 MAX_LEASED_CHUNKS = 256
 """Chunks of data that one LeaseData may ask for, so that no cluster takes the run's data away from the others."""
 

@@ -23,7 +23,7 @@ from dips.core.errors import ConfigError
 from dips.core.net.addresses import MAX_PORT, parse_address
 from dips.core.protocol import MAX_RANKS
 from dips.core.units import Bytes, Count, format_bytes, format_count
-from dips.local.processes import leaving_s
+from dips.local.processes import check_servers, leaving_s
 from dips.local.sizing import SizeKnobs, SizeTable, size
 from dips.master.config import MasterConfig
 from dips.planner.server_site import Sites
@@ -567,6 +567,7 @@ def read_deploy_file(file: Path) -> Deployment:
             f"{file} lists {len(clusters)} clusters, but [master] max_clusters is {master.max_clusters}: raise it"
         )
     slave = tables.settings(SlaveConfig, "slave", {**ours, "slave_id": "s0"})
+    check_servers(master, slave, str(file))
     client = tables.settings(ClientConfig, "worker")
     _check_train(tables, clusters)
     sizes = sizes_for(run, model, master, slave, client, clusters, tables.where("deploy"))

@@ -214,7 +214,7 @@ class LocalDoctor:
             of_slave += sizes.whole("slave_file_bytes")
         rooms += [disk.Room(slave.directory, of_slave, slave.slave_id) for slave in plan.slaves]
         for cluster in plan.clusters:
-            if isinstance(cluster, TrainedCluster) and cluster.client.checkpoint_dir is not None:
+            if cluster.client.checkpoint_dir is not None:
                 needed = sizes.whole("cluster_disk_bytes")
                 rooms.append(disk.Room(cluster.client.checkpoint_dir, needed, f"checkpoints of {cluster.cluster_id}"))
         return disk.check_room(rooms)
@@ -288,7 +288,7 @@ def _addresses(plan: RunPlan) -> Iterable[network.ListenAddress]:
     for slave in plan.slaves:
         address = format_address(slave.data_host, slave.data_port)
         yield network.ListenAddress(f"slave {slave.slave_id}", address, "data_port in [slave]")
-    clients = [(c.cluster_id, c.client) for c in plan.clusters if isinstance(c, TrainedCluster)]
+    clients = [(cluster.cluster_id, cluster.client) for cluster in plan.clusters]
     roles = [
         ("the master", plan.master),
         *((f"slave {slave.slave_id}", slave) for slave in plan.slaves),

@@ -31,7 +31,7 @@ from dips.core.net.addresses import format_address
 from dips.core.units import format_count, format_seconds
 from dips.local.child import wrapped
 from dips.local.cut_link import LOOPBACK, CutLink, check_possible
-from dips.local.local_run import TELL_EVERY_S, LocalRun
+from dips.local.local_run import LocalRun
 from dips.local.log_files import HELDOUT_TAPE, heldout_losses, tape_path, training_losses
 from dips.local.options import command_line, log_format_asked
 from dips.local.processes import (
@@ -57,7 +57,7 @@ from dips.local.report import (
 )
 from dips.local.run_directory import DEMO, Mark, RunDirectory, claim
 from dips.local.run_file import NOT_YET_KNOWN, make_slaves
-from dips.local.supervisor import POLL_S, how_it_ended
+from dips.local.supervisor import POLL_S, TELL_EVERY_S, how_it_ended
 from dips.master.config import MasterConfig
 from dips.trainer.config import TrainConfig
 from dips.trainer.parallelism import Parallelism

@@ -31,7 +31,7 @@ from dips.local.processes import (
     slave_specs,
 )
 from dips.local.run_directory import RunDirectory
-from dips.local.supervisor import POLL_S, ChildEvent, ProcessSupervisor
+from dips.local.supervisor import POLL_S, TELL_EVERY_S, ChildEvent, ProcessSupervisor
 from dips.master.directory import read_address
 from dips.master.page.access import read_page_url
 
@@ -47,8 +47,6 @@ would look for the master for ever, and gets a signal.
 """
 
 _STOP_AGAIN_S = 1.0
-TELL_EVERY_S = 10.0
-"""Between two sentences about one thing that is waited for."""
 
 LAUNCH_TAPE = "launch"
 
@@ -106,20 +104,27 @@ class LocalRun:
         if self._operator is not None:
             self._operator.close()
             self._operator = None
-        self.supervisor.stop()
+        self.supervisor.stop(self._tell)
         self._tape.close()
 
     # ---- start, watch, end ----
 
-    def start(self) -> str:
-        """Start everything; returns the master's address. Raises what a child's wrong settings raise."""
+    def start(self, extend: bool = False) -> str:
+        """Start everything; returns the master's address. Raises what a child's wrong settings raise.
+
+        extend: take back the end of a run that was stopped; otherwise ConfigError for a run that has ended.
+        """
         self._make_keys()
         self.supervisor.start(master_spec(self.plan, self.directory))
         self.address = self._once_there("the start of the master", self._masters_address)
         self.page_url = read_page_url(self.directory.master)
         security = INSECURE if self.plan.insecure else load_identity(self.directory.keys / OPERATOR)
         self._operator = OperatorClient(self.address, self.plan.run_id, _STATUS_CALL_S, security=security)
-        self._refuse_ended_run(self._once_there("the master's first answer", self._ask))
+        # A master that is started again acts on a stop from its journal only after its first event, which is this call.
+        self._once_there("the master's first answer", self._ask)
+        self._refuse_ended_run(self._once_there("the master's answer", self._ask), extend)
+        if extend:
+            self._tell(self._once_there("the master's answer", self._take_back_end))
         for spec in slave_specs(self.plan, self.directory, self.address):
             self.supervisor.start(spec)
         for spec in cluster_specs(self.plan, self.directory, self.address):
@@ -160,9 +165,11 @@ class LocalRun:
 
     @property
     def deserted(self) -> bool:
-        """There were clusters, all of them have ended for good, and yet the run has not."""
-        stopping = self.status is not None and (self.status.stopping or self.status.stopped)
-        return bool(self.plan.clusters) and self.supervisor.ended(self.plan.cluster_ids) and not stopping
+        """There were clusters, all of them have ended for good, no other one is there, and the run has not ended."""
+        status = self.status
+        if status is None or status.stopping or status.stopped or any(cluster.alive for cluster in status.clusters):
+            return False
+        return bool(self.plan.clusters) and self.supervisor.ended(self.plan.cluster_ids)
 
     def exit_codes(self) -> dict[str, int | None]:
         """Process name -> the last exit code; None while it runs."""
@@ -263,13 +270,25 @@ class LocalRun:
             _raise_unless_away(error)
             return None
 
-    def _refuse_ended_run(self, status: StatusReply) -> None:
-        if status.stopping or status.stopped:
+    def _take_back_end(self) -> str | None:
+        """What the master says to `dips extend`; None while it does not answer."""
+        assert self._operator is not None, "the master has answered before"
+        try:
+            return self._operator.extend(0, False, "dips up --extend")
+        except (RetryLater, Refused) as error:
+            if isinstance(error, Refused) and error.code is RefusalCode.CONFIG:
+                return "the run has not ended, so there is nothing to take back"  # its limit was looked at before
+            _raise_unless_away(error)
+            return None
+
+    def _refuse_ended_run(self, status: StatusReply, extend: bool) -> None:
+        reached = 0 < status.tk_max_tokens <= status.tokens
+        if (status.stopping or status.stopped) and (reached or not extend):
             where = self.directory.path
-            reached = 0 < status.tk_max_tokens <= status.tokens
-            more = f"raise tk_max ({status.tk_max_tokens}) above that to go on, or " if reached else ""
+            more = f"raise tk_max ({status.tk_max_tokens}) above that" if reached else "give `dips up` --extend"
             raise ConfigError(
-                f"run {status.run_id} in {where} has ended after {status.tokens} tokens: {more}take its model with "
+                f"run {status.run_id} in {where} has ended after {status.tokens} tokens: {more} to continue it, or "
+                "take its model with "
                 f"`dips export {where} --to model.safetensors`; for a new run choose another id and "
                 "directory, or remove this directory"
             )

@@ -7,10 +7,11 @@ those of dips.core.config. It must never give a default: an option that is not g
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -56,19 +57,34 @@ def command_line(config: Knobs, without: Iterable[str] = ()) -> list[str]:
 
     Fields that have their default are left out.
     """
-    hidden = frozenset(without)
     arguments: list[str] = []
-    for name, info in type(config).model_fields.items():
-        value = getattr(config, name)
+    for name, value in _given(config, without):
         option = option_name(name)
-        if name in hidden or value is None or value == info.get_default(call_default_factory=True):
-            continue
         if isinstance(value, bool):
             arguments.append(option if value else f"--no-{option[2:]}")
         else:
             for item in value if isinstance(value, (tuple, list)) else (value,):
                 arguments += [option, _text(item)]
     return arguments
+
+
+def as_text(config: Knobs, without: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
+    """The same fields with their values as a variable of the environment has them; paths are made absolute, because a
+    program may change its directory before it reads them."""
+    for name, value in _given(config, without):
+        if isinstance(value, (tuple, list)):
+            yield name, json.dumps([_text(item) for item in value])
+        else:
+            yield name, _text(value.resolve() if isinstance(value, Path) else value)
+
+
+def _given(config: Knobs, without: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """The fields that have another value than their default."""
+    hidden = frozenset(without)
+    for name, info in type(config).model_fields.items():
+        value = getattr(config, name)
+        if name not in hidden and value is not None and value != info.get_default(call_default_factory=True):
+            yield name, value
 
 
 def option_name(field: str) -> str:

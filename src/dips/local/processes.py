@@ -13,22 +13,25 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dips.core.config import environment_name
+from dips.core.errors import ConfigError, Refused
 from dips.core.messages import Settings
 from dips.core.net.security import INSECURE_VARIABLE, KEYS_VARIABLE, SETTINGS
 from dips.core.observe.logs import LOG_FORMAT_VARIABLE, LogFormat
 from dips.core.release import how_to_install
 from dips.local.child import WHOEVER_STARTS_IT, wrapped
 from dips.local.log_files import HELDOUT_TAPE, tape_path
-from dips.local.options import command_line, option_name
+from dips.local.options import as_text, command_line, option_name
 from dips.local.run_directory import RunDirectory
 from dips.local.supervisor import ChildSpec, StopStage
-from dips.worker.config import ClientConfig, leaving_takes_s
+from dips.slave.state.checks import check_settings
+from dips.worker.config import SECTION, ClientConfig, leaving_takes_s
 
 if TYPE_CHECKING:
     from dips.core.observe.metrics_knobs import MetricsKnobs
@@ -51,9 +54,16 @@ _SECTIONS = ("MASTER", "SLAVE", "WORKER", "TRAIN")
 _SECURITY = frozenset(SETTINGS)
 """Settings that the plan gives each process itself: they follow from its name."""
 
+_OF_THE_PLAN = _SECURITY | {"run_id", "cluster_id", "master", "tape"}
+"""Settings of a cluster that are not its table's."""
 
-STOP_MARGIN_S = 5.0
-"""For the step under way and for the program's own end."""
+
+STOP_MARGIN_S = 600.0
+"""For what is not known here: the step under way, the time of the last push and pull, and the program's own end. A
+cluster ends its leaving itself, so this bound is only for one that hangs."""
+
+KILL_MARGIN_S = 5.0
+"""Between torchrun's SIGKILL to its processes and the one to torchrun itself."""
 
 ENDING_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """torchrun's: how many seconds its processes may take to end, before it kills them."""
@@ -84,6 +94,7 @@ class OwnCluster:
 
     cluster_id: str
     own_command: tuple[str, ...]
+    client: ClientConfig = field(default_factory=ClientConfig)
 
     def command(self, address: str, security: Sequence[str]) -> list[str]:
         return list(self.own_command)
@@ -113,6 +124,15 @@ class RunPlan:
         return [slave.slave_id for slave in self.slaves]
 
 
+def check_servers(master: MasterConfig, slave: SlaveConfig, where: str) -> None:
+    """Raise ConfigError, which begins with `where`, for settings that a slave of this run would refuse when its first
+    cluster joins."""
+    try:
+        check_settings(master.to_run_config().settings, slave.max_chunk_bytes, slave.snapshots_kept)
+    except Refused as refused:
+        raise ConfigError(f"{where} [master] and [slave]: {refused.sentence}") from None
+
+
 def checkpoints_path(run_dir: Path, cluster_id: str) -> Path:
     """Where a cluster that the launcher starts keeps its checkpoints."""
     return run_dir / "checkpoints" / cluster_id
@@ -139,22 +159,20 @@ def slave_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[Ch
 def cluster_specs(plan: RunPlan, directory: RunDirectory, address: str) -> list[ChildSpec]:
     found = []
     for cluster in plan.clusters:
-        name = cluster.cluster_id
+        name, stop_s = cluster.cluster_id, leaving_s(cluster.client, plan.master) + STOP_MARGIN_S
         added = {"DIPS_MASTER": address, "DIPS_RUN": plan.run_id, "DIPS_CLUSTER": name}
         command = cluster.command(address, security_options(plan, directory, name))
         if isinstance(cluster, TrainedCluster):
-            client = cluster.client
-            command += metrics_options(plan, directory, name, client)
+            command += metrics_options(plan, directory, name, cluster.client)
             if cluster.train.parallel:
-                added[ENDING_VARIABLE] = str(math.ceil(leaving_s(client, plan.master)))
+                added[ENDING_VARIABLE] = str(math.ceil(stop_s - KILL_MARGIN_S))
         else:
-            client = ClientConfig()
+            added |= {environment_name(SECTION, field): text for field, text in as_text(cluster.client, _OF_THE_PLAN)}
             keys = str((directory.keys / name).resolve())
             added |= {INSECURE_VARIABLE: "1"} if plan.insecure else {KEYS_VARIABLE: keys}
-            added["DIPS_WORKER_TAPE"] = str(tape_path(directory.path, name).resolve())
-            for field, value in _metrics(plan, directory, name, None).items():
-                added[f"DIPS_WORKER_{field.upper()}"] = value
-        stop_s = leaving_s(client, plan.master) + STOP_MARGIN_S
+            added[environment_name(SECTION, "tape")] = str(tape_path(directory.path, name).resolve())
+            for field, value in _metrics(plan, directory, name, cluster.client).items():
+                added[environment_name(SECTION, field)] = value
         spec = ChildSpec(name, tuple(command), directory.log(name), _environment(plan, added), stop_s=stop_s)
         found.append(spec)
     return found

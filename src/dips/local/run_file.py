@@ -13,7 +13,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from pydantic import Field
 
@@ -33,14 +33,13 @@ from dips.core.net.addresses import MAX_PORT, format_address, is_loopback, parse
 from dips.core.net.security import SETTINGS
 from dips.core.observe.logs import LogFormat
 from dips.local.log_files import tape_path
-from dips.local.processes import OwnCluster, RunPlan, TrainedCluster, checkpoints_path
+from dips.local.processes import OwnCluster, RunPlan, TrainedCluster, check_servers, checkpoints_path
 from dips.master.config import MasterConfig
 from dips.slave.config import ALL_ADDRESSES, SlaveConfig
+from dips.trainer.config import SECTION as TRAIN_SECTION
+from dips.trainer.config import TrainConfig
 from dips.worker.config import SECTION as WORKER_SECTION
 from dips.worker.config import ClientConfig
-
-if TYPE_CHECKING:
-    from dips.trainer.config import TrainConfig
 
 TABLES = ("run", "master", "slave", "worker", "train", "clusters")
 NOT_YET_KNOWN = "127.0.0.1:0"
@@ -95,33 +94,29 @@ def read_run_file(file: Path, insecure: bool = False, log_format: LogFormat | No
     _refuse_security(tables)
     overrides = {"insecure": True if insecure else None, "log_format": log_format}
     run = load(RunKnobs, "run", file=tables, overrides=overrides).value
-    clusters = tables.rows("clusters")
-    base = None
-    if run.evaluate or any(not table.get("command") for table in clusters):
-        from dips.trainer.config import TrainConfig
-
-        base = load(TrainConfig, "train", file=tables)
-    master = _master(tables, run, len(clusters))
+    train = load(TrainConfig, TRAIN_SECTION, file=tables)
+    client = load(ClientConfig, WORKER_SECTION, file=tables)
+    master = _master(tables, run, len(tables.rows("clusters")))
     plan = RunPlan(
         run.id,
         master,
         _reachable_slaves(tables, run, master),
-        _clusters(tables, run, base),
-        base.value if base is not None and run.evaluate else None,
+        _clusters(tables, run, train, client),
+        train.value if run.evaluate else None,
         run.insecure,
         run.keys_for,
         run.log_format,
         run.metrics,
         public_host(run, master),
     )
+    check_servers(master, plan.slaves[0], str(file))
     _check_ports(file, plan)
     return run, plan if log_format is None else _all_logging(plan, log_format)
 
 
 def _check_ports(file: Path, plan: RunPlan) -> None:
     """Settings of a table are those of several processes, which cannot share a port."""
-    trained = [cluster.client for cluster in plan.clusters if isinstance(cluster, TrainedCluster)]
-    for table, those in (("slave", plan.slaves), ("worker", trained)):
+    for table, those in (("slave", plan.slaves), ("worker", [cluster.client for cluster in plan.clusters])):
         asked = [knobs.metrics_listen for knobs in those if knobs.metrics_listen is not None]
         fixed = [address for address in asked if parse_address(address)[1] and asked.count(address) > 1]
         if fixed:
@@ -267,9 +262,9 @@ def _master(file: SettingsFile, run: RunKnobs, n_clusters: int) -> MasterConfig:
 
 
 def _clusters(
-    file: SettingsFile, run: RunKnobs, base: Loaded[TrainConfig] | None
+    file: SettingsFile, run: RunKnobs, train: Loaded[TrainConfig], client: Loaded[ClientConfig]
 ) -> tuple[TrainedCluster | OwnCluster, ...]:
-    found = [_cluster(file, run, number, base) for number in range(1, len(file.rows("clusters")) + 1)]
+    found = [_cluster(file, run, number, train, client) for number in range(1, len(file.rows("clusters")) + 1)]
     names = [cluster.cluster_id for cluster in found]
     check_unique(names, "id", f"{file} [[clusters]]")
     reserved = {"master", "heldout", *(f"s{index}" for index in range(run.slaves))}.intersection(names)
@@ -281,21 +276,24 @@ def _clusters(
 
 
 def _cluster(
-    file: SettingsFile, run: RunKnobs, number: int, base: Loaded[TrainConfig] | None
+    file: SettingsFile, run: RunKnobs, number: int, train: Loaded[TrainConfig], client: Loaded[ClientConfig]
 ) -> TrainedCluster | OwnCluster:
-    """A cluster from the table [[clusters]] of this number; base: the table [train]."""
+    """A cluster from the table [[clusters]] of this number; train, client: the tables [train] and [worker]."""
     table, where = file.rows("clusters")[number - 1], file.where("clusters", number)
-    kinds: tuple[type[Knobs], ...] = (ClusterKnobs,)
-    if base is not None and not table.get("command"):
-        kinds = (ClusterKnobs, type(base.value), ClientConfig)
+    kinds: tuple[type[Knobs], ...] = (ClusterKnobs, ClientConfig)
+    if not table.get("command"):
+        kinds = (*kinds, TrainConfig)
     check_known(table, {name for kind in kinds for name in kind.model_fields}, where)
 
     def of(kind: type[Knobs]) -> dict[str, object]:
         return {key: value for key, value in table.items() if key in kind.model_fields}
 
     own = load_table(ClusterKnobs, of(ClusterKnobs), where)
-    if own.command or base is None:
-        return OwnCluster(own.id, own.command)
+    given = {**_explicit(client), **of(ClientConfig)}
+    if own.command:
+        if own.gap:
+            raise ConfigError(f"{where}: gap = {own.gap:g} slows `dips train` only, and not a command of your own")
+        return OwnCluster(own.id, own.command, load_table(ClientConfig, {**given, "insecure": run.insecure}, where))
     gap = {"emulate_gap": own.gap} if own.gap else {}
     ours: dict[str, object] = {
         "run_id": run.id,
@@ -306,10 +304,9 @@ def _cluster(
     }
     # A process that ends is started again, and then goes on from here; the file may say otherwise.
     resumed: dict[str, object] = {"checkpoint_dir": checkpoints_path(run.directory, own.id), "resume": True}
-    client = load(ClientConfig, WORKER_SECTION, file=file)
     return TrainedCluster(
-        load_table(type(base.value), {**_explicit(base), **gap, **of(type(base.value))}, where),
-        load_table(ClientConfig, {**resumed, **_explicit(client), **of(ClientConfig), **ours}, where),
+        load_table(TrainConfig, {**_explicit(train), **gap, **of(TrainConfig)}, where),
+        load_table(ClientConfig, {**resumed, **given, **ours}, where),
     )
 
 

@@ -30,6 +30,7 @@ from dips.core.errors import (
     Refused,
 )
 from dips.core.observe.logs import LogFormat, LogLine, parse, rendered
+from dips.core.units import format_seconds
 from dips.local.child import wrapped
 
 # ---- restart ---------------------------------------------------------------------------------------------------------
@@ -43,15 +44,20 @@ from dips.local.child import wrapped
 @dataclass(frozen=True)
 class RestartPolicy:
     """Delays double from first_delay_s to max_delay_s over failures that each came within quick_s of the
-    start. After a run that lasted longer there is none."""
+    start. After a run that lasted longer there is none.
+
+    quick_failures_max of them in a row mean that a process cannot run, so it is given up; but not one that has lasted
+    before: a disk that is full for a minute must not end a run of a month. For that one delays double to later_delay_s.
+    """
 
     first_delay_s: float = 0.5
     max_delay_s: float = 8.0
     quick_s: float = 20.0
     quick_failures_max: int = 5
+    later_delay_s: float = 60.0
 
     def longest_s(self) -> float:
-        """An upper bound of the time that a process which never lasts is tried for."""
+        """An upper bound of the time that a process which never lasted is tried for."""
         return self.quick_failures_max * (self.quick_s + self.max_delay_s)
 
 
@@ -60,6 +66,7 @@ class FailureCount:
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
+        self._has_lasted = False
         self.quick = 0
 
     def failed(self, ran_s: float) -> float | None:
@@ -67,12 +74,13 @@ class FailureCount:
         give up."""
         lasted = ran_s >= self._policy.quick_s
         self.quick = 1 if lasted else self.quick + 1
-        if self.quick >= self._policy.quick_failures_max:
+        self._has_lasted |= lasted
+        if self.quick >= self._policy.quick_failures_max and not self._has_lasted:
             return None
         if lasted:
             return 0.0
-        delay_s = self._policy.first_delay_s * 2.0 ** (self.quick - 1)
-        return min(delay_s, self._policy.max_delay_s)
+        delay_s = self._policy.first_delay_s * 2.0 ** min(self.quick - 1, 30)
+        return min(delay_s, self._policy.later_delay_s if self._has_lasted else self._policy.max_delay_s)
 
 
 # ---- supervisor ------------------------------------------------------------------------------------------------------
@@ -80,6 +88,9 @@ class FailureCount:
 
 POLL_S = 0.1
 """How often poll() is meant to be called; also the resolution of stop()."""
+
+TELL_EVERY_S = 10.0
+"""Between two sentences about one thing that is waited for."""
 
 _LAST_WORD = re.compile(r"dips(?: \w+ [^\s:]+)?: (.+)\Z")
 
@@ -231,11 +242,14 @@ class ProcessSupervisor:
                 pid, child.exit_code = child.last_exit
                 self._tell(child, "ended", pid, child.exit_code, "is not started again: the run is over")
 
-    def stop(self) -> None:
-        """End everything: stage by stage, with SIGTERM first, then with SIGKILL. Bounded, and safe to repeat."""
+    def stop(self, tell: Callable[[str], None] | None = None) -> None:
+        """End everything: stage by stage, with SIGTERM first, then with SIGKILL. Bounded, and safe to repeat.
+
+        tell: gets a sentence now and then while it waits for processes that end slowly.
+        """
         for stage in StopStage:
             children = [child for child in self._children.values() if child.spec.stage is stage]
-            self._end(children, signal.SIGTERM, max((child.spec.stop_s for child in children), default=0.0))
+            self._end(children, signal.SIGTERM, max((child.spec.stop_s for child in children), default=0.0), tell)
             self._end(children, signal.SIGKILL, _STOP_KILL_S)
 
     # ---- how ----
@@ -300,15 +314,27 @@ class ProcessSupervisor:
         child.start_again_s = now_s + delay_s
         self._tell(child, "failed", pid, code, f"{how}, is started again in {delay_s:g} s")
 
-    def _end(self, children: Sequence[_Child], how: signal.Signals, wait_s: float) -> None:
+    def _end(
+        self,
+        children: Sequence[_Child],
+        how: signal.Signals,
+        wait_s: float,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
         running = [child for child in children if child.process is not None]
         for child in children:
             child.start_again_s = None
         for child in running:
             assert child.process is not None
             child.process.send_signal(how)
-        deadline_s = self._clock.monotonic_s() + wait_s
-        while running and self._clock.monotonic_s() < deadline_s:
+        begin_s = self._clock.monotonic_s()
+        deadline_s, tell_s = begin_s + wait_s, begin_s + TELL_EVERY_S
+        while running and (now_s := self._clock.monotonic_s()) < deadline_s:
+            if tell is not None and now_s >= tell_s:
+                tell_s = now_s + TELL_EVERY_S
+                names = ", ".join(child.spec.name for child in running)
+                waited, most = format_seconds(round(now_s - begin_s)), format_seconds(round(wait_s))
+                tell(f"still waiting for the end of {names} ({waited}, {most} at most; a second ctrl-C ends all now)")
             for child in running:
                 process = child.process
                 if process is not None and process.poll() is not None:

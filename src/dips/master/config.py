@@ -18,8 +18,9 @@ from dips.core.config import Name
 from dips.core.errors import ConfigError
 from dips.core.messages import Settings
 from dips.core.net.security import Address
-from dips.core.observe.logs import LogFormat
+from dips.core.observe.logs import LogFormat, LogLevel
 from dips.core.observe.metrics_knobs import MetricsKnobs
+from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.units import Bytes, Count, Seconds
 from dips.master.state.pacing import SLIDES
 from dips.master.state.penalty_types import OUTER_LR, PenaltyConfig, dynamic_local_steps_of
@@ -133,7 +134,11 @@ class MasterConfig(MetricsKnobs):
         description="A round's window ends grace_s after the first push; sliding: after the last one, as the paper's "
         "Algorithm 1 prints it, at most three times grace_s after the first",
     )
-    round_timeout_s: Seconds = Field(30.0, description="Time for slaves to answer a step of a round")
+    round_timeout_s: Seconds = Field(
+        30.0,
+        description="Time for slaves to answer a step of a round; doubles with each aborted round, up to eight times, "
+        "until one commits",
+    )
     verdict_wait_s: Literal["auto"] | Seconds = Field(
         "auto",
         description="A cluster waits this long for a verdict, then trains on; auto: as long as its last exchanges, "
@@ -155,10 +160,17 @@ class MasterConfig(MetricsKnobs):
         1 << 20, description="Size of one data message; it cannot change once the run has a version"
     )
     window_chunks: int = Field(
-        64, ge=1, description="Most chunks in flight between a cluster and a slave; fewer where the link needs fewer"
+        64,
+        ge=1,
+        le=MAX_WINDOW_CHUNKS,
+        description="Most chunks in flight between a cluster and a slave; fewer where the link needs fewer",
     )
     pinned_versions: int = Field(
-        2, ge=0, le=1024, description="Older versions that slaves keep for readers; 4 bytes a parameter each"
+        2,
+        ge=0,
+        le=1024,
+        description="Older versions that slaves keep for readers; 4 bytes a parameter each, with "
+        "pull_wire also those of its differences",
     )
     memory_files: Literal["none", "stagings", "versions"] = Field(
         "none",
@@ -186,8 +198,8 @@ class MasterConfig(MetricsKnobs):
     clip_norm: float | None = Field(
         None,
         allow_inf_nan=True,
-        description="Bound of the merged update's norm, with clip scope global unless that is given; inf: none (1.0; "
-        "edit: 10)",
+        description="Bound of the merged update's norm, with clip scope global unless that is given; inf: none (1.0, "
+        "with clip scope auto until there is a median; edit: 10)",
     )
     clip_scope: str | None = Field(
         None, description="global, or auto: the median of recent norms (auto; all other presets: global)"
@@ -206,13 +218,17 @@ class MasterConfig(MetricsKnobs):
     )
     beta: float | None = Field(None, description="Threshold factor of the penalty (3)")
     alpha: float | None = Field(None, description="Smallest factor of the penalty's averages (0.02)")
-    warm_up_pushes: int | None = Field(None, description="Accepted pushes before a cluster is scored (8)")
+    warm_up_pushes: int | None = Field(
+        None, description="Accepted pushes before a cluster is scored (8; paper-literal: 1)"
+    )
     window_pushes: int | None = Field(None, description="Accepted norms that are remembered (64)")
     hard_gate: float | None = Field(
-        None, allow_inf_nan=True, description="Norms above this many medians are rejected; inf: none (10)"
+        None,
+        allow_inf_nan=True,
+        description="Norms above this many medians are rejected; inf: none (10; paper-literal: inf)",
     )
     quarantine_after_flags: int | None = Field(
-        None, description="Rejections in a row that quarantine a cluster; 0: never (3)"
+        None, description="Rejections in a row that quarantine a cluster; 0: never (3; paper-literal: 0)"
     )
 
     durability: Literal["sync", "async"] = Field(
@@ -238,7 +254,7 @@ class MasterConfig(MetricsKnobs):
         "instead of refusing to guess",
     )
 
-    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
+    log_level: LogLevel = Field("INFO", description="DEBUG, INFO, WARNING or ERROR")
     log_format: LogFormat = Field("human", description="Form of log lines: human, or json for machines")
 
     @model_validator(mode="after")

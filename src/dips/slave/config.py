@@ -14,7 +14,7 @@ from dips.core.config import Name
 from dips.core.errors import ConfigError
 from dips.core.net.addresses import require_loopback
 from dips.core.net.security import Address, AddressOrEmpty
-from dips.core.observe.logs import LogFormat
+from dips.core.observe.logs import LogFormat, LogLevel
 from dips.core.observe.metrics_knobs import MetricsKnobs
 from dips.core.threads import usable_processor_numbers, usable_processors
 from dips.core.units import Bytes, validating
@@ -69,14 +69,15 @@ class SlaveConfig(MetricsKnobs):
     )
     snapshots_kept: Annotated[int, Field(le=1000)] = Field(
         default=3,
-        description="committed snapshots kept on disk; one file more is made, 8 bytes a parameter each",
+        description="committed snapshots kept on disk; one file more is made, 8 bytes a parameter each, about 9 with "
+        "pull_wire",
     )
     record_pushes: bool = Field(
         default=False,
         description="keep every accepted push on disk, so that `dips verify DIR --replay` can recompute",
     )
     tape: Path | None = Field(default=None, description="file of this slave's event record; empty: none")
-    log_level: str = Field(default="INFO", description="DEBUG, INFO, WARNING or ERROR")
+    log_level: LogLevel = Field(default="INFO", description="DEBUG, INFO, WARNING or ERROR")
     log_format: LogFormat = Field(default="human", description="form of log lines: human, or json for machines")
 
     @property

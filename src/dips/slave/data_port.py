@@ -27,11 +27,11 @@ from dips.core.layout import FLOAT32_BYTES
 from dips.core.messages import SlaveBeat
 from dips.core.net.data_header import REQUESTS, WITH_PAYLOAD, DataHeader, DataOp
 from dips.core.observe.metrics import Recent
+from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import Codec, encoded_bytes, pays
 from dips.slave.landing import NEVER, Companion, KnownReceipts, LandingJob, Receipts
 from dips.slave.memory import F32, ThetaBuffer, bytes_of
 from dips.slave.state.admission import Admission
-from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.credits import Credits
 from dips.slave.state.events import PushStaged
 from dips.slave.state.shard import to_refusal

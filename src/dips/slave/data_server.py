@@ -38,12 +38,12 @@ from dips.core.net.data_header import MAX_HEADER_BYTES, DataOp
 from dips.core.net.zmq_numba import ReceivedFrame, poll_items, why_not
 from dips.core.net.zmq_sockets import NOW, NOW_MORE, ZAP_ENDPOINT, CurvePair, Failure, Handshakes, Outgoing, as_server
 from dips.core.observe.failpoints import FailpointKind, failpoint, hits
+from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.slave.data_port import Answer, DataPort, Figures, landed
 from dips.slave.landing import KnownReceipts, LandingJob
 from dips.slave.memory import F32, ThetaBuffer
 from dips.slave.serve_numba import COMPLETE, NEWS, UNUSUAL, Loop
 from dips.slave.state.admission import Admission
-from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import ShardMap, Slot
 

@@ -139,5 +139,5 @@ def settings_of_rank(client: ClientConfig, place: Place) -> ClientConfig:
     """Of several ranks the leader writes the records and says how training goes on; the others, what goes wrong."""
     if place.leads:
         return client
-    level = "WARNING" if client.log_level.upper() == "INFO" else client.log_level
+    level = "WARNING" if client.log_level == "INFO" else client.log_level
     return client.model_copy(update={"tape": None, "log_level": level})

@@ -16,7 +16,7 @@ from dips.core.errors import ConfigError
 from dips.core.ids import check_name
 from dips.core.messages import Settings
 from dips.core.net.addresses import parse_address, require_loopback
-from dips.core.observe.logs import LogFormat
+from dips.core.observe.logs import LogFormat, LogLevel
 from dips.core.observe.metrics_knobs import MetricsKnobs
 from dips.core.units import Seconds, validating
 from dips.core.wire import WIRE_DTYPES, Codec
@@ -82,8 +82,8 @@ class ClientConfig(MetricsKnobs):
     leave_wait_s: AutoSeconds = Field(
         "auto",
         description="How long leaving may take, with the push of the last steps and its verdict, before it is given "
-        "up; auto: the master's round_timeout_s (30 s), twice the last push and pull, and as long as the push's "
-        "window is open.",
+        "up; auto: the master's round_timeout_s (30 s), or the time until an eviction if that is longer, and "
+        "twice the last push and pull, and as long as the push's window is open.",
     )
     # A chunk of 1 MiB takes 0.8 s at 10 Mbit/s; the timer adapts upwards from here to the gaps that it measures.
     data_silence_s: AutoSeconds = Field(
@@ -94,7 +94,7 @@ class ClientConfig(MetricsKnobs):
     data_stall_s: AutoSeconds = Field(
         "auto",
         description="A transfer without any progress for so long is given up and begun again; "
-        "auto: the master's round_timeout_s (30 s).",
+        "auto: the master's round_timeout_s (30 s), or the time until an eviction if that is longer.",
     )
     checkpoint_dir: Path | None = Field(
         None, description="Directory for this cluster's checkpoints only; empty: none are made."
@@ -105,8 +105,14 @@ class ClientConfig(MetricsKnobs):
     checkpoints_kept: int = Field(2, ge=1, description="Checkpoints to keep; for a damaged one the one before is used.")
     resume: bool = Field(False, description="Resume from the newest checkpoint, if there is one.")
     resume_required: bool = Field(False, description="Resume from the newest checkpoint, and fail if there is none.")
-    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
-    log_format: LogFormat = Field("human", description="Form of log lines: human, or json for machines.")
+    log_level: LogLevel = Field(
+        "INFO",
+        description="DEBUG, INFO, WARNING or ERROR (`dips train`; a loop of your own logs as Python's logging is set "
+        "up in it, logger `dips`).",
+    )
+    log_format: LogFormat = Field(
+        "human", description="Form of log lines: human, or json for machines (`dips train` only, as log_level)."
+    )
 
     @field_validator("wire_dtype")
     @classmethod

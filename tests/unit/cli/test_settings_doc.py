@@ -14,3 +14,8 @@ def test_a_row_says_what_may_be_written_and_what_holds_otherwise() -> None:
     assert any(line.startswith("| `run_id` | name | (required) | Name of the run; ") for line in lines)
     named = {line.split(" ")[1] for line in lines if line.startswith("| `")}
     assert {f"`{name}`" for name in MasterConfig.model_fields} <= named
+
+
+def test_a_size_that_is_shown_can_be_typed_and_is_the_same() -> None:
+    lines = settings().splitlines()
+    assert any(line.startswith("| `max_bytes` | size, at least 1 B | `24 MB` | ") for line in lines)

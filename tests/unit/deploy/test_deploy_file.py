@@ -56,6 +56,7 @@ MISTAKES = {
     "one address for all balancers": ({'"node-port"': '"load-balancer"'}, "write '{name}'"),
     "no node port": ({"slaves = 2": "slaves = 2\nmaster_port = 29400"}, "port 29400 cannot be a node port"),
     "ports that meet": ({"slaves = 2": "slaves = 2\nmaster_port = 30501"}, "master_port 30501 is taken by a slave"),
+    "chunks that a slave refuses": ({"[model]": '[master]\nchunk_bytes = "8 MiB"\n[model]'}, "max_chunk_bytes"),
     "too small a volume": (
         {"slaves = 2": 'slaves = 2\nslave_volume = "300 MiB"'},
         "slave_volume = 300 MiB is too small: 10M parameters on 2 slaves need",

@@ -150,12 +150,17 @@ def test_an_evaluator_that_missed_the_end_is_ended_with_the_master(
     assert asked == [EVALUATOR]
 
 
-def test_a_run_is_deserted_when_all_clusters_ended_before_its_end(watched: Watched) -> None:
+def test_a_run_is_deserted_when_all_clusters_ended_before_its_end_and_no_other_one_is_there(watched: Watched) -> None:
+    away = (cluster_status("a", alive=False), cluster_status("b", alive=False))
+    watched.answer = run_status(clusters=away)
     watched.run.tick()
     watched.ended["a"] = 0
     assert not watched.run.deserted
     watched.ended["b"] = 0
     assert watched.run.deserted
+    watched.answer = run_status(clusters=(*away, cluster_status("from-elsewhere")))
+    watched.later(1.0)
+    assert not watched.run.deserted
     watched.answer = run_status(stopping=True)
     watched.later(1.0)
     assert not watched.run.deserted
@@ -163,6 +168,14 @@ def test_a_run_is_deserted_when_all_clusters_ended_before_its_end(watched: Watch
 
 @pytest.mark.parametrize("changes", [{"stopping": True}, {"stopped": True}])
 def test_a_run_that_has_ended_is_not_begun_again(watched: Watched, changes: dict[str, bool]) -> None:
-    with pytest.raises(ConfigError, match=r"has ended after 400000 tokens: take its model with `dips export"):
-        watched.run._refuse_ended_run(replace(run_status(), **changes))  # type: ignore[arg-type]
-    watched.run._refuse_ended_run(run_status())
+    ended = replace(run_status(), **changes)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"has ended after 400000 tokens: give `dips up` --extend to continue it, or"):
+        watched.run._refuse_ended_run(ended, extend=False)
+    watched.run._refuse_ended_run(ended, extend=True)
+    watched.run._refuse_ended_run(run_status(), extend=False)
+
+
+@pytest.mark.parametrize("extend", [False, True])
+def test_a_run_that_has_ended_at_its_limit_needs_a_larger_one(watched: Watched, extend: bool) -> None:
+    with pytest.raises(ConfigError, match=r"has ended after 1000000 tokens: raise tk_max \(1000000\) above that"):
+        watched.run._refuse_ended_run(run_status(stopping=True, tokens=1_000_000), extend)

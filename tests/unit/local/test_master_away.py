@@ -34,6 +34,10 @@ class Master:
     def stop(self, reason: str) -> None:
         raise self.error
 
+    def extend(self, tk_max_tokens: int, no_limit: bool, reason: str) -> str:
+        assert (tk_max_tokens, no_limit) == (0, False)
+        raise self.error
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -53,6 +57,16 @@ def test_a_master_that_is_away_or_just_ending_is_asked_again_later(tmp_path: Pat
     with run_of(tmp_path, error) as local:
         assert local.tick() is None
         assert local.stop_run("enough") is None
+
+
+def test_the_end_of_a_run_is_taken_back_once_the_master_answers(tmp_path: Path) -> None:
+    with run_of(tmp_path, RetryLater("no answer")) as local:
+        assert local._take_back_end() is None
+    with run_of(tmp_path, Refused(RefusalCode.CONFIG, "the run has not ended")) as local:
+        assert local._take_back_end() == "the run has not ended, so there is nothing to take back"
+    with run_of(tmp_path, Refused(RefusalCode.RUN_ID, "another run")) as local:
+        with pytest.raises(Refused, match="another run"):
+            local._take_back_end()
 
 
 def test_any_other_refusal_is_told(tmp_path: Path) -> None:

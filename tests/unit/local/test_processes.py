@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from dips.core.config import load
 from dips.local.demo import DemoOptions, make_plan, train_settings
 from dips.local.processes import (
+    STOP_MARGIN_S,
     OwnCluster,
     RunPlan,
     cluster_specs,
@@ -22,6 +24,7 @@ from dips.local.processes import (
 )
 from dips.local.run_directory import DEMO, Mark, RunDirectory, claim
 from dips.local.supervisor import StopStage
+from dips.worker.config import ClientConfig
 
 ADDRESS = "127.0.0.1:4711"
 
@@ -64,8 +67,11 @@ def test_every_process_is_this_python_and_this_dips(plan: RunPlan, directory: Ru
 
 def test_a_cluster_is_given_the_time_that_it_may_take_to_leave(plan: RunPlan, directory: RunDirectory) -> None:
     master = plan.master.model_copy(update={"round_timeout_s": 100.0, "grace_s": 7.0})
-    for grown, stop_s in ((plan, 30 + 6 + 5), (replace(plan, master=master), 100 + 6 + 7 + 5)):
-        assert {spec.stop_s for spec in cluster_specs(grown, directory, ADDRESS)} == {stop_s}
+    for grown, leaves_s in ((plan, 30 + 6), (replace(plan, master=master), 100 + 6 + 7)):
+        assert {spec.stop_s for spec in cluster_specs(grown, directory, ADDRESS)} == {leaves_s + STOP_MARGIN_S}
+    own = OwnCluster("x", ("python", "loop.py"), ClientConfig(leave_wait_s=200.0))
+    [spec] = cluster_specs(replace(plan, clusters=(own,)), directory, ADDRESS)
+    assert spec.stop_s == 200 + 6 + STOP_MARGIN_S
     assert master_spec(plan, directory).stop_s == 15.0
 
 
@@ -100,7 +106,7 @@ def test_a_cluster_of_ranks_is_started_by_torchrun_and_dies_with_it(directory: R
         assert ranks[:5] == (sys.executable, "-m", "dips.local.child", "0", "0")
         assert ranks[5:9] == (sys.executable, "-m", "dips.cli", "train")
         leaves_s = float(spec.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
-        assert 30 <= leaves_s < spec.stop_s, "torchrun must not kill what still leaves, nor outlive its own end"
+        assert 30 + 60 <= leaves_s < spec.stop_s, "torchrun must not kill what still leaves, nor outlive its own end"
 
 
 def test_the_evaluator_uses_the_text_of_the_training_and_nothing_else_of_it(
@@ -123,6 +129,29 @@ def test_a_command_of_ones_own_finds_the_run_in_its_environment(plan: RunPlan, d
     assert found == {"DIPS_MASTER": ADDRESS, "DIPS_RUN": "mine", "DIPS_CLUSTER": "x"}
     assert spec.environment["DIPS_WORKER_TAPE"].endswith("/tapes/x.tape.jsonl"), "`dips verify` wants it"
     assert evaluator_spec(own, directory, ADDRESS) is None
+
+
+def test_a_command_of_ones_own_gets_the_settings_of_its_table_without_those_that_the_run_decides(
+    plan: RunPlan, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIPS_WORKER_SYNC_EVERY", "7")  # the launcher read it, and the table has it where it counts
+    client = ClientConfig(
+        wire_dtype="int8",
+        checkpoint_dir=Path("here"),
+        resume=True,
+        check_tokens=False,
+        leave_wait_s=40.0,
+        cluster_id="y",
+    )
+    own = replace(plan, clusters=(OwnCluster("x", ("python", "loop.py"), client),))
+    [spec] = cluster_specs(own, directory, ADDRESS)
+    found = {name: value for name, value in spec.environment.items() if name.startswith("DIPS_WORKER_")}
+    assert found.pop("DIPS_WORKER_TAPE").endswith("/tapes/x.tape.jsonl")
+    assert set(found) == {f"DIPS_WORKER_{name}" for name in (
+        "WIRE_DTYPE", "CHECKPOINT_DIR", "RESUME", "CHECK_TOKENS", "LEAVE_WAIT_S"
+    )}  # fmt: skip
+    loaded = load(ClientConfig, "worker", environment=found).value
+    assert loaded == client.model_copy(update={"checkpoint_dir": Path("here").resolve(), "cluster_id": ""})
 
 
 def test_with_metrics_every_process_serves_them_and_says_where_in_a_file_of_its_name(

@@ -74,6 +74,16 @@ def test_a_cluster_can_be_a_command(tmp_path: Path) -> None:
     assert plan.clusters == (OwnCluster("a", ("python", "my_loop.py")),)
 
 
+def test_settings_of_a_cluster_are_those_of_a_command_too(tmp_path: Path) -> None:
+    text = (
+        HEAD + '[worker]\nwire_dtype = "int8"\nleave_wait_s = 40\n[[clusters]]\nid = "a"\ncommand = ["x"]\n'
+        '[[clusters]]\nid = "b"\ncommand = ["y"]\nwire_dtype = "int4"\n'
+    )
+    first, second = read_run_file(write(tmp_path, text))[1].clusters
+    assert (first.client.wire_dtype, first.client.leave_wait_s) == ("int8", 40.0)
+    assert (second.client.wire_dtype, second.client.leave_wait_s) == ("int4", 40.0)
+
+
 def test_the_environment_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIPS_MASTER_SYNC_EVERY", "5")
     monkeypatch.setenv("DIPS_TRAIN_LR", "0.5")
@@ -103,6 +113,13 @@ def test_the_examples_are_good(name: str) -> None:
         (HEAD + '[slave]\nmemory_bytes = "much"\n', "memory_bytes = 'much'"),
         (HEAD + '[worker]\nmastr = "x"\n[[clusters]]\nid = "a"\n', "did you mean 'master'"),
         (HEAD + '[train]\nlr = -1\n[[clusters]]\nid = "a"\n', "lr = -1"),
+        (HEAD + '[worker]\nwire_dtyp = "int8"\n', "[worker]: 'wire_dtyp' is not a setting; did you mean 'wire_dtype'"),
+        (HEAD + "[train]\nlr = -1\n", "[train]: lr = -1"),
+        (HEAD + '[master]\nlog_level = "loud"\n', "log level 'loud' is unknown: choose DEBUG"),
+        (HEAD + "[master]\nwindow_chunks = 65\n", "window_chunks = 65"),
+        (HEAD + '[master]\nchunk_bytes = "8 MiB"\n', "raise the slave's max_chunk_bytes"),
+        (HEAD + '[master]\ndurability = "async"\n[slave]\nsnapshots_kept = 2\n', "raise its snapshots_kept to 3"),
+        (HEAD + '[[clusters]]\nid = "a"\ncommand = ["x"]\ngap = 0.1\n', "gap = 0.1 slows `dips train` only"),
         (HEAD + '[[clusters]]\nid = "a"\ngapp = 0.1\n', "[[clusters]] 1: 'gapp' is not a setting; did you mean 'gap'"),
         (HEAD + '[[clusters]]\nid = "a"\ngap = 1.5\n', "[[clusters]] 1: gap = 1.5"),
         (HEAD + '[[clusters]]\nid = "a"\n[[clusters]]\nid = "b"\nlr = "fast"\n', "[[clusters]] 2: lr = 'fast'"),

@@ -54,6 +54,10 @@ def test_a_bound_of_the_wait_that_was_set_is_not_measured() -> None:
     assert (settings.verdict_wait_s, settings.verdict_wait_measured) == (30.0, False)
 
 
+def test_a_level_of_the_log_may_be_in_small_letters() -> None:
+    assert configured(log_level="debug").log_level == "DEBUG"
+
+
 def test_every_setting_of_the_run_comes_from_a_knob() -> None:
     run = configured(
         slaves=3,

@@ -235,6 +235,21 @@ def test_a_stop_is_taken_back_before_and_after_it_took_effect() -> None:
     assert not bench.status().stopping
 
 
+def test_a_stop_holds_after_a_restart_and_with_a_larger_limit_until_it_is_taken_back() -> None:
+    bench = Bench(settings=Settings(tk_max_tokens=1000)).running("a")
+    bench.push("a")
+    bench.operate(Stop(OperatorRequest("", "enough for now")))
+    bench.config = Bench(settings=Settings(tk_max_tokens=5000)).config
+    bench.restart()
+    assert bench.status().stopping
+    bench.operate(ExtendRequest(""))
+    bench.restart()
+    assert not bench.status().stopping
+    bench.join("a")
+    bench.pull("a")
+    bench.push("a")
+
+
 def test_heartbeats_say_the_limit_as_it_is_now_and_whether_the_run_takes_pushes() -> None:
     bench = at_the_end()
     beat = bench.beat("a")

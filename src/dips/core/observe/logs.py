@@ -23,9 +23,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
 
 from dips.core.errors import ConfigError, DipsError, LocalProtocolError
+from dips.core.units import validating
 
 LogFormat = Literal["human", "json"]
 LOG_FORMAT_VARIABLE = "DIPS_LOG_FORMAT"
@@ -248,6 +251,15 @@ def _level_number(level: int | str) -> int:
     if number is None:
         raise ConfigError(f"log level {level!r} is unknown: choose DEBUG, INFO, WARNING or ERROR")
     return number
+
+
+def _known_level(level: str) -> str:
+    _level_number(level)
+    return level.upper()
+
+
+LogLevel = Annotated[str, AfterValidator(validating(_known_level))]
+"""A setting: the name of a level, also in small letters."""
 
 
 # ---- errors that a user's own program does not catch ----

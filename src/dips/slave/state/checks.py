@@ -10,10 +10,8 @@ from dips.core.ids import SlaveId
 from dips.core.layout import Block
 from dips.core.messages import Configure, MoveBlocks, PlacementSpec, Prepare, Settings, SnapshotInfo
 from dips.core.placement import MEMORY_FILES, Placement, check_rounding, shard_bytes_needed
+from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import WIRE_DTYPES
-
-MAX_WINDOW_CHUNKS = 64
-"""Longest window: the data port's queues hold this many messages for each peer; more could overflow them silently."""
 
 MIN_CHUNK_BYTES = 1024
 """Smallest chunk size: smaller ones would spend more on headers than on parameters."""
