@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 
+from dips.core.config import environment_name
 from dips.deploy.deploy_file import (
     CONFIG,
     KEYS,
@@ -42,6 +44,7 @@ from dips.deploy.objects import (
     settings_map,
     toml,
 )
+from dips.worker.config import SECTION
 
 RENDEZVOUS_PORT = 29600
 JOIN_S, STORE_S = 3600, 120
@@ -221,13 +224,18 @@ def _environment(deployment: Deployment, cluster: DeployedClusterKnobs) -> list[
 
 
 def environment(deployment: Deployment, cluster: DeployedClusterKnobs, keys: str) -> dict[str, str]:
-    """The variables that make a program a cluster of the run."""
+    """The variables that make a program a cluster of the run; for one's own also what [worker] says, which `dips train`
+    reads from its settings file."""
     found = {
         "DIPS_MASTER": deployment.master_address,
         "DIPS_CLUSTER": cluster.id,
         "DIPS_RUN": deployment.name,
         "DIPS_KEYS": keys,
     }
+    if cluster.command:
+        given = deployment.tables["worker"].items()
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given}
+        found |= {environment_name(SECTION, key): text for key, text in texts.items()}
     if cluster.by_torchrun:  # it would kill its processes after 30 s
         found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(end_s(deployment) - TORCHRUN_END_S)
     return found | pairs(cluster.env)

@@ -480,6 +480,20 @@ def test_a_cluster_has_the_processes_that_its_table_says(tmp_path: Path) -> None
     assert "--standalone" in one["args"]
 
 
+def test_a_program_of_ones_own_gets_the_settings_of_the_table_worker(tmp_path: Path) -> None:
+    own = 'id = "a"\ncommand = ["python", "mine.py"]\nenv = ["MINE=1"]'
+    table = '[worker]\nwire_dtype = "int8"\nresume_required = true\n\n[[clusters]]'
+    found = {}
+    for name, one in (("own", own), ("trained", 'id = "a"')):
+        file = written(tmp_path, changes={'id = "a"': one, "[[clusters]]": table})
+        (container,) = dict(pods(read_deploy_file(file)))["small-cluster-a"]["containers"]
+        found[name] = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert found["own"]["DIPS_WORKER_WIRE_DTYPE"] == "int8"
+    assert found["own"]["DIPS_WORKER_RESUME_REQUIRED"] == "true"
+    assert found["own"]["MINE"] == "1"
+    assert "DIPS_WORKER_WIRE_DTYPE" not in found["trained"], "dips train reads its file"
+
+
 def test_ranks_of_dips_train_are_divided_among_the_nodes(tmp_path: Path) -> None:
     deployment = read_deploy_file(
         written(tmp_path, changes={'id = "a"': 'id = "a"\nnodes = 2\nparallel = "fsdp=2,data=2"'})
