@@ -25,13 +25,13 @@ from dips.core.placement import (
     shard_bytes_needed,
     table_bytes_needed,
 )
+from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import RESIDUAL_CODEC, SCALE_BLOCK_ELEMS, WIRE_DTYPES, encoded_bytes
 from dips.local.sizing import SizeKnobs, SizeTable, names_of, size, value_of
 from dips.sim.scale import rates
 from dips.slave.connections import ROOM_BYTES
 from dips.slave.ring import SPARE_FILES
 from dips.slave.snapshot_files import file_bytes
-from dips.slave.state.checks import MAX_WINDOW_CHUNKS
 from dips.worker.data import PULL_WINDOW_CHUNKS, window_of_rank
 from dips.worker.parallel.exchange import BUCKET_BYTES
 from dips.worker.parallel.ownership import MOST, Piece, shares_of_ranks
