@@ -128,8 +128,8 @@ def extend(
     """Take back the end of a run, or move the tokens at which it ends.
 
     While the master still answers, which it does for linger_s after all have left. Once it has ended, start the run
-    again: after its limit with a larger tk_max in its file, after `dips stop` with `dips up FILE --extend`. A master of
-    your own, started again, waits for this command for linger_s.
+    again: after its limit with a larger tk_max in its file, after `dips stop` with `dips up FILE.toml --extend`. A
+    master of your own, started again, waits for this command for linger_s.
     """
     limit = parse_count(tokens) if tokens else 0
     if tokens and not limit:
