@@ -61,3 +61,16 @@ def test_the_wall_clock_decides_nothing() -> None:
         outcome = world.run()
         courses.append((outcome.events, outcome.published, outcome.rounds, outcome.virtual_s, outcome.fired))
     assert courses[0] == courses[1] == courses[2]
+
+
+def test_a_process_that_dies_while_all_are_suspended_is_started_when_they_go_on() -> None:
+    world = SeedRun(SMALL)
+    slave = world.slaves["s0"]
+    world.suspended_until_s = 600.0
+    world.restart(slave, 1.0)
+    while world.kernel.next_s < 600.5:
+        world.kernel.step()
+    assert not slave.alive
+    while world.kernel.next_s < 602.0:
+        world.kernel.step()
+    assert slave.alive

@@ -126,8 +126,10 @@ class FaultWorld(World):
             host.boot()
 
     def restart(self, host: Host, after_s: float) -> None:
-        """Start a dead process again, as the launchers do."""
-        self.kernel.after(after_s, None, self._boot_if_dead, host)
+        """Start a dead process again, as the launchers do. They too stand still while everything is suspended: else a
+        run whose faults end only later would go on for hours."""
+        suspended_s = max(0.0, self.suspended_until_s - self.kernel.now_s)
+        self.kernel.after(suspended_s + after_s, None, self._boot_if_dead, host)
 
     def master_ended(self, master: MasterProcess, code: int, sentence: str) -> None:
         if code == 0:
