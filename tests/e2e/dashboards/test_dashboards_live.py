@@ -70,8 +70,8 @@ DRIVEN_CHANGES = (
 )
 """What must have taken two values, or appeared: the fault, the exclusion and the cut that were made are seen."""
 
-OF_FAULTS_ALONE = re.compile(r'code=~"[^"]*"')
-"""A matcher of codes that a good run never has; whether such a series would be seen is promtool's to test."""
+OF_FAULTS_ALONE = re.compile(r'code=~?"[^"]*"(?:, method="[^"]*")?')
+"""A matcher of refusals that a good run never has; whether such a series would be seen is promtool's to test."""
 
 
 @dataclass
