@@ -69,7 +69,7 @@ METRICS: tuple[Spec, ...] = (
          "equal to version; with durability async a few less", (), "", "there is one"),
     Spec("readable_versions", "gauge", "Versions that can be pulled", "2, more while old ones are read"),
     # ---- memory and disk ----
-    Spec("memory_bytes", "gauge", 
+    Spec("memory_bytes", "gauge",
          "Memory of the arrays, by use: theta, momentum, staging; and difference, residual. 0 for those in files "
          "(memory_files)", "constant, but for theta when versions are pinned", ("use",), "bytes", _LOADED),
     Spec("memory_limit_bytes", "gauge", "memory_bytes: what the arrays may use", "above the sum of memory_bytes", (),

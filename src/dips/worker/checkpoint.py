@@ -68,8 +68,7 @@ class Checkpoints(Protocol):
     """What the shell of a cluster uses: the checkpoints of its one process, or those of all ranks.
 
     written_s: when the last one was complete; before the first, since when one could have been; NaN before training.
-    on_written: called with the seconds that each took to be
-    written, on any thread; for metrics.
+    on_written: called with the seconds that each took to be written, on any thread; for metrics.
     """
 
     written_s: float

@@ -162,22 +162,22 @@ def test_a_rollback_is_followed(tmp_path: Path) -> None:
 
 def test_a_master_that_is_away_is_waited_for(tmp_path: Path) -> None:
     tape = tmp_path / "tape"
-    away = RetryLater("nobody answers", 1.0)
+    away = RetryLater("no process answers", 1.0)
     follow(Run(status(v(0)), away, away, away, status(v(1), stopped=True)), tape)
     assert versions(tape) == ["1:0", "1:1"]
 
 
 def test_a_master_that_goes_away_in_its_run_is_waited_for_without_limit(tmp_path: Path) -> None:
     tape = tmp_path / "tape"
-    away = [RetryLater("nobody answers", 1.0)] * 100
+    away = [RetryLater("no process answers", 1.0)] * 100
     follow(Run(status(v(0)), *away, status(v(1)), status(v(2), stopped=True)), tape)
     assert versions(tape) == ["1:0", "1:1", "1:2"]
 
 
 @pytest.mark.parametrize("before", [[], [replace(status(v(0)), stopping=True)]], ids=["never answered", "stopping"])
 def test_a_master_that_never_answers_or_may_have_ended_is_an_error(tmp_path: Path, before: list[StatusReply]) -> None:
-    run = Run(*before, RetryLater("nobody answers", 1.0))
-    with pytest.raises(RetryLater, match=r"could not be read for \d+ s: nobody answers"):
+    run = Run(*before, RetryLater("no process answers", 1.0))
+    with pytest.raises(RetryLater, match=r"could not be read for \d+ s: no process answers"):
         follow(run, tmp_path / "tape")
 
 
@@ -207,7 +207,7 @@ def test_a_signal_ends_it_between_two_versions(tmp_path: Path) -> None:
 
 
 def test_waiting_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    away = RetryLater("nobody answers", 1.0)
+    away = RetryLater("no process answers", 1.0)
     with caplog.at_level("WARNING", "dips.trainer"):
         follow(Run(status(v(0)), away, away, away, status(v(0), stopped=True)), tmp_path / "tape")
-    assert [r.message for r in caplog.records] == ["waiting for the run: nobody answers"]
+    assert [r.message for r in caplog.records] == ["waiting for the run: no process answers"]
