@@ -221,6 +221,25 @@ def test_leases_last_their_time_and_re_attach_when_the_cluster_returns() -> None
     assert bench.status().leased_tokens == 0
 
 
+def test_leases_of_a_sealed_push_stay_leased_when_their_time_is_over_in_mid_round() -> None:
+    """Freed, another cluster would train on them, and the same text would be applied twice (I6, I12)."""
+    bench = Bench(plan=LEASED, lease_ttl_s=5.0, grace_s=0.0).running("a", "b")
+    bench.slaves[0].hold.add(Measure)
+    ranges = bench.lease("a", 100)
+    bench.push("a", 100, ranges)
+    unused = bench.lease("a", 100)
+    bench.operate(EvictRequest("", "a"))
+    bench.advance(6.0)
+    assert (bench.status().phase, bench.status().leased_tokens) == ("MEASURE", 100)
+    (back,) = bench.entries("RETURN")
+    assert (back["cluster"], back["tokens"]) == ("a", 100), "what it leased after its push is free"
+    taken = bench.lease("b", 900)
+    assert {r.chunk for r in taken} == set(range(10)) - {ranges[0].chunk}
+    assert unused[0].chunk in {r.chunk for r in taken}
+    bench.slaves[0].release(Measure)
+    assert (bench.status().tokens, bench.status().leased_tokens) == (100, 900)
+
+
 def test_second_process_with_the_same_cluster_id_takes_over_and_the_first_must_stop() -> None:
     bench = Bench().running("a")
     first = bench.clusters["a"].join.incarnation

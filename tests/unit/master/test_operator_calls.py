@@ -79,6 +79,20 @@ def test_stop_survives_a_restart_in_mid_round() -> None:
     assert bench.entries("STOP")[0]["reason"] == "enough"
 
 
+def test_a_second_stop_waits_for_clusters_that_still_pull_the_last_version() -> None:
+    bench = Bench(linger_s=60.0).running("a")
+    bench.push("a")
+    for _ in range(2):
+        reply = bench.operate(Stop(OperatorRequest("", "enough")))
+        assert "every cluster pulls the last version and leaves" in reply.sentence
+        assert (bench.status().stopping, bench.halted) == (True, None)
+    assert bench.pull("a").version == V1
+    bench.result(bench.leave("a"))
+    assert bench.halted is None, "evaluators may still come"
+    bench.operate(Stop(OperatorRequest("", "now")))
+    assert bench.halted is not None
+
+
 def test_a_second_stop_right_after_a_restart_waits_for_those_who_were_here() -> None:
     bench = Bench(linger_s=60.0).running("a")
     bench.operate(Stop(OperatorRequest("", "enough")))
