@@ -30,9 +30,11 @@ def test_pause_survives_a_restart_and_resume_too() -> None:
     bench.join("a")
     bench.pull("a")
     bench.push("a")
-    assert bench.status().published == V0
+    bench.advance(20.0)
+    assert (bench.status().published, bench.status().phase) == (V0, "WINDOW")
     assert "maintenance" in bench.status().waiting_for
     bench.operate(Resume(OperatorRequest("")))
+    assert bench.status().published == V1
     bench.restart()
     assert not bench.status().paused
     assert [entry.kind for entry in bench.journal if entry.kind in ("PAUSE", "RESUME")] == ["PAUSE", "RESUME"]
