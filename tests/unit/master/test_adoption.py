@@ -401,8 +401,17 @@ def test_what_was_asked_for_in_an_old_journal_does_not_come_back() -> None:
 
 def test_run_that_had_reached_its_tokens_goes_on_with_more_of_them_when_the_journal_is_lost() -> None:
     bench = Bench(settings=Settings(tk_max_tokens=100)).running("a")
-    one_more(bench, "a")
+    bench.join("b", process_id=b"b's")
+    bench.push("a")
+    bench.advance(2.0)
+    bench.pull("a")
+    bench.config = replace(bench.config, rebuild=True)
+    bench.restart("")
     assert bench.status().stopping
+    with refused_with(RefusalCode.STOPPING):
+        bench.join("c")
+    bench.join("b", process_id=b"b's")
+    assert bench.pull("b").version == V1, "the last one"
     bench.config = replace(bench.config, rebuild=True, settings=Settings(tk_max_tokens=200))
     bench.restart("")
     assert (bench.status().published, bench.status().stopping) == (V1, False)
@@ -410,20 +419,6 @@ def test_run_that_had_reached_its_tokens_goes_on_with_more_of_them_when_the_jour
     bench.pull("a")
     one_more(bench, "a")
     assert bench.status().stopping
-
-
-def test_clusters_pull_the_last_version_also_from_a_master_that_took_it_from_the_slaves() -> None:
-    bench = Bench(settings=Settings(tk_max_tokens=100)).running("a")
-    bench.join("b", process_id=b"b's")
-    bench.push("a")
-    bench.advance(2.0)
-    bench.config = replace(bench.config, rebuild=True)
-    bench.restart("")
-    assert bench.status().stopping
-    with refused_with(RefusalCode.STOPPING):
-        bench.join("c")
-    bench.join("b", process_id=b"b's")
-    assert bench.pull("b").version == V1
 
 
 def test_what_was_asked_of_this_master_holds_over_an_adoption() -> None:

@@ -163,7 +163,9 @@ def test_a_slave_that_dies_while_blocks_move_leaves_all_as_it_was(bench: Reshard
     bench.slave("s1").hold.clear()
     bench.slave("s1").die()
     assert phase(bench) is ReshardPhase.WAITING
-    assert any(isinstance(command, AbortRound) for command in bench.slave("s0").commands)
+    (abort,) = [command for command in bench.slave("s0").commands if isinstance(command, AbortRound)]
+    (asked,) = [command for command in bench.slave("s0").commands if isinstance(command, ListShard)]
+    assert (abort.round, "s1 went away" in abort.reason) == (asked.round, True)
     assert bench.placed() == ("s0", "s1")
     bench.slave("s1").attach()
     bench.advance(2.0)
