@@ -66,6 +66,25 @@ def test_old_journal_is_replaced_by_what_the_slaves_hold() -> None:
     assert any("took over version 1:2" in str(alarm["sentence"]) for alarm in bench.recorded("alarm"))
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_what_asynchronous_disks_hold_is_adopted_on_a_new_timeline(in_memory: bool) -> None:
+    """Versions after it may have been published, pulled and lost, and only the lost journal would know. What stands in
+    the memory of one slave alone was flipped by that same process: no version followed it."""
+    bench, kept = old_journal("a", settings=Settings(durability="async"))
+    if in_memory:
+        bench.slaves[0].snapshots[V2] = replace(bench.slaves[0].snapshots[V2], committed=False)
+    bench.restart(kept)
+    status = bench.status()
+    published = V2 if in_memory else Version(2, 2)
+    assert (status.published, status.tokens, status.recovery) == (published, 200, "")
+    assert [entry.kind for entry in bench.journal[-2:]] == (["COMMIT", "ADOPT"] if in_memory else ["ADOPT", "ROLLBACK"])
+    codes = [alarm["code"] for alarm in bench.recorded("alarm")]
+    assert codes == (["adopted"] if in_memory else ["adopted", "new_timeline"])
+    if not in_memory:
+        (back,) = bench.recorded("rolled_back")
+        assert (back["version"], back["origin"], back["lost_tokens"]) == ("2:2", "1:2", 0)
+
+
 def test_cluster_goes_on_with_its_work_after_an_adoption_and_learns_the_verdict_that_the_journal_forgot() -> None:
     bench, kept = old_journal("a")
     cluster = bench.clusters["a"]

@@ -31,6 +31,7 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.core.protocol import FINISH_HOLD_S
+from dips.master.state.events import CallGone
 from dips.master.state.pushes import AWAY_RETRY_S
 
 
@@ -423,6 +424,23 @@ def test_ticket_lives_while_bytes_arrive_again_at_a_slave_that_restarted() -> No
         bench.advance(8.0)
         bench.slaves[1].say(SlaveBeat(progress=(StagingProgress(push, 1, landed),)))
     assert bench.state.shared.members["a"].push is not None
+
+
+def test_call_whose_caller_hung_up_is_not_answered_and_its_push_is_admitted_by_the_next_one() -> None:
+    bench = Bench(grace_s=5.0).running("a", "b")
+    bench.begin_push("a")
+    gone, waits = bench.finish_push("a"), bench.await_verdict("a")
+    other = bench.await_verdict("a", wait_s=20.0)
+    for token in (gone, waits):
+        bench.event(CallGone(token))
+    bench.stage("a")
+    assert bench.status().phase == "IDLE", "nobody has asked for its admission"
+    assert isinstance(bench.result(bench.finish_push("a")).answer, Admitted)
+    bench.advance(5.0)
+    assert bench.result(other).answer.kind is VerdictKind.APPLIED
+    for token in (gone, waits):
+        with pytest.raises(Unanswered):
+            bench.result(token)
 
 
 def test_held_finish_push_is_answered_when_it_is_repeated_and_when_its_attempt_is_over() -> None:
