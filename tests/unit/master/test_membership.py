@@ -122,12 +122,20 @@ def test_model_too_big_for_the_slaves_is_refused_before_anything_is_placed() -> 
     assert bench.join("a").seed, "a smaller model may still begin the run"
 
 
-def test_all_slots_taken_is_busy() -> None:
-    bench = Bench(max_clusters=2).running("a", "b")
+def test_all_slots_taken_is_busy_also_by_a_sealed_push_of_a_cluster_that_is_gone() -> None:
+    """In its slot another cluster's bytes would land on those that are being merged."""
+    bench = Bench(max_clusters=2, grace_s=0.0).running("a", "b")
+    bench.slaves[0].hold.add(Measure)
+    push = bench.push("a")
+    slot = bench.slaves[0].staging[push].slot
+    bench.operate(EvictRequest("", "a"))
     with refused_with(RefusalCode.BUSY) as refused:
         bench.join("c")
     assert "max_clusters" in str(refused.value)
-    bench.result(bench.leave("b"))
+    bench.join("a")
+    assert bench.state.shared.members["a"].slot == slot
+    bench.slaves[0].release(Measure)
+    bench.result(bench.leave("a"))
     assert bench.join("c")
 
 

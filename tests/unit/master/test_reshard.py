@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from support.master_bench import LAYOUT, refused_with
@@ -17,9 +18,11 @@ from dips.core.messages import (
     ListShard,
     MoveBlocks,
     OperatorRequest,
+    Prepared,
     PullGrant,
     Refusal,
     ReshardRequest,
+    RoundRefused,
     Settings,
     Ticket,
     VerdictKind,
@@ -170,6 +173,28 @@ def test_a_slave_that_dies_while_blocks_move_leaves_all_as_it_was(bench: Reshard
     bench.slave("s1").attach()
     bench.advance(2.0)
     assert bench.placed() == ("s1",), "it is tried again once all are here"
+
+
+def test_late_words_of_a_try_that_was_given_up_are_not_of_the_next_one(bench: ReshardBench) -> None:
+    s0, s1 = bench.slave("s0"), bench.slave("s1")
+    s1.hold |= {ListShard, MoveBlocks}
+    bench.reshard(remove=("s0",))
+    (first,) = [command for command in s1.commands if isinstance(command, ListShard)]
+    s1.die()
+    s1.attach()
+    bench.advance(2.0)
+    s1.obey(first)
+    assert phase(bench) is ReshardPhase.LISTING
+    s1.say(RoundRefused(first.round, "listshard", FULL))
+    assert phase(bench) is ReshardPhase.LISTING
+    s1.release(ListShard)
+    assert phase(bench) is ReshardPhase.MOVING
+    (move,) = [command for command in s1.commands if isinstance(command, MoveBlocks)]
+    s1.obey(replace(move, round=first.round))
+    s0.say(Prepared(move.round, s0.digest(V2)))
+    assert (phase(bench), bench.entries("RESHARD")) == (ReshardPhase.MOVING, []), "s0 is to hold nothing"
+    s1.release(MoveBlocks)
+    assert bench.placed() == ("s1",)
 
 
 @pytest.mark.parametrize("what", ["list", "move"])
