@@ -67,7 +67,7 @@ frozen: $(DEV_STAMP)  ## compare the records of 500 simulated runs with tests/fr
 	$(BIN)/python -m dips.sim.canonical_records --check tests/frozen/seeds.txt $(ARGS)
 
 model-check: $(DEV_STAMP)  ## visit every state of small runs, breadth first, in two minutes; ARGS=--short or ARGS=--long
-	$(BIN)/python -m dips.sim.search --counts tests/frozen/searches.txt $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m search --counts tests/frozen/searches.txt $(ARGS)
 
 faults: $(DEV_STAMP)  ## inject every planned fault into real processes, their links and their disks, for 20 minutes
 	$(BIN)/python -m pytest --require-passed --faults tests/faults $(ARGS)
