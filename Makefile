@@ -84,7 +84,7 @@ frozen: $(DEV_STAMP)  ## compare the records of 500 simulated runs with tests/fr
 	$(BIN)/python -m dips.sim.canonical_records --check tests/frozen/seeds.txt $(ARGS)
 
 model-check: $(DEV_STAMP)  ## visit every state of small runs, breadth first, in two minutes; ARGS=--short or ARGS=--long
-	$(BIN)/python -m dips.sim.search --counts tests/frozen/searches.txt $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m search --counts tests/frozen/searches.txt $(ARGS)
 
 fuzz: $(FUZZ_STAMP)  ## feed unexpected bytes to every decoder for MINUTES, and attack real processes
 	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(ARGS)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from search.bounds import Bounds
 from support.mutants import MUTANTS, Mutant, planted
 
 from dips.core import messages
 from dips.sim.canonical_records import Frozen, RecordedSeedRun, differences, freeze, main, read
-from dips.sim.search.bounds import Bounds
 from dips.sim.seed_run import SeedRun
 
 FROZEN = read(Path(__file__).parents[2] / "frozen" / "seeds.txt")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from search.__main__ import story
+from search.bounds import Bounds
+from search.explore import Result, Search
+from search.searches import by_name
 from support.mutants import MUTANTS, TWO_CHECKS, Mutant, planted
-
-from dips.sim.search.__main__ import story
-from dips.sim.search.bounds import Bounds
-from dips.sim.search.explore import Result, Search
-from dips.sim.search.searches import by_name
 
 MAX_STATES = 40_000
 """More than any of these bounds has without a mutant."""

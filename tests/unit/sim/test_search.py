@@ -7,23 +7,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from search.__main__ import main, never_struck, read_counts
+from search.bounds import BLOCK_BYTES, FAULTS, Bounds
+from search.copying import BLIND, Arena, Fingerprints, clone
+from search.explore import Result, Search, facts_of, judge
+from search.master_part import MasterPart
+from search.ranks_part import OpenTransfer, Ranks, shares_of
+from search.reference_model import ReferenceModel
+from search.searches import SEARCHES, Named, Size, by_name, run_all
+from search.slave_part import TORN, SlavePart, put_chunk
+from search.state import NO_MASTER, OLD, Draft, SearchState, SearchViolation
+from search.system import System
 from support.mutants import MUTANTS
 from support.repository import ROOT
 
 from dips.core.errors import LocalProtocolError
 from dips.core.ids import ClusterId, Incarnation, PushId
 from dips.core.messages import PlacementSpec, Ticket
-from dips.sim.search.__main__ import main, never_struck, read_counts
-from dips.sim.search.bounds import BLOCK_BYTES, FAULTS, Bounds
-from dips.sim.search.copying import BLIND, Arena, Fingerprints, clone
-from dips.sim.search.explore import Result, Search, facts_of, judge
-from dips.sim.search.master_part import MasterPart
-from dips.sim.search.ranks_part import OpenTransfer, Ranks, shares_of
-from dips.sim.search.reference_model import ReferenceModel
-from dips.sim.search.searches import SEARCHES, Named, Size, by_name, run_all
-from dips.sim.search.slave_part import TORN, SlavePart, put_chunk
-from dips.sim.search.state import NO_MASTER, OLD, Draft, SearchState, SearchViolation
-from dips.sim.search.system import System
 from dips.slave.state.staging import Slot, StagingTable
 
 FROZEN_COUNTS = ROOT / "tests" / "frozen" / "searches.txt"
@@ -308,7 +308,7 @@ def test_searches_run_side_by_side() -> None:
 
 def test_a_search_that_is_to_end_and_does_not_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     cut = Named("two-rounds", "", by_name("two-rounds").bounds, max_states=50)
-    monkeypatch.setattr("dips.sim.search.__main__.by_name", lambda name: cut)
+    monkeypatch.setattr("search.__main__.by_name", lambda name: cut)
     assert main(["--name", "two-rounds"]) == 1
     assert main(["--name", "two-rounds", "--max-states", "50"]) == 0
 

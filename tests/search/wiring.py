@@ -10,14 +10,14 @@ from operator import methodcaller
 from typing import Any
 
 from dips.core.messages import Refusal
-from dips.sim.search import cluster_part, master_part, slave_part
-from dips.sim.search.bounds import Bounds
-from dips.sim.search.cluster_part import ClusterPart
-from dips.sim.search.copying import Arena, Out
-from dips.sim.search.master_part import MasterPart
-from dips.sim.search.reference_model import ReferenceModels
-from dips.sim.search.slave_part import SlavePart
-from dips.sim.search.state import (
+from search import cluster_part, master_part, slave_part
+from search.bounds import Bounds
+from search.cluster_part import ClusterPart
+from search.copying import Arena, Out
+from search.master_part import MasterPart
+from search.reference_model import ReferenceModels
+from search.slave_part import SlavePart
+from search.state import (
     ANSWER,
     BROKEN,
     CLOSING,

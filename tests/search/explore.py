@@ -16,13 +16,13 @@ from itertools import pairwise
 import numpy as np
 
 from dips.core.errors import LocalProtocolError
-from dips.core.observe.seen import Seen
 from dips.judge.invariants.checker import Checker
-from dips.sim.search.bounds import Bounds
-from dips.sim.search.copying import Out
-from dips.sim.search.state import SearchState, SearchViolation
-from dips.sim.search.system import System
-from dips.sim.search.wiring import StepLabel
+from dips.sim.seen import Seen
+from search.bounds import Bounds
+from search.copying import Out
+from search.state import SearchState, SearchViolation
+from search.system import System
+from search.wiring import StepLabel
 
 NO_STATE = -1
 

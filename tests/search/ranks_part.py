@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from dips.core.chunks import Chunk, chunks_of
 from dips.core.ids import PushId, RoundId
 from dips.core.messages import PlacementSpec, PullGrant, Ticket
-from dips.sim.search.bounds import LAYOUT, Bounds
-from dips.sim.search.slave_part import PieceNames, blocks_of, sums_of
-from dips.sim.search.state import SearchViolation
 from dips.worker.parallel.ownership import Piece, shares_of_ranks
 from dips.worker.parallel.part_ends import PartEnd, combined
 from dips.worker.state.effects import Done, Failed
+from search.bounds import LAYOUT, Bounds
+from search.slave_part import PieceNames, blocks_of, sums_of
+from search.state import SearchViolation
 
 TOOK_S = 1.0
 """The time that every transfer says it took."""

@@ -36,13 +36,13 @@ from dips.core.messages import (
 )
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec, encoded_bytes
-from dips.sim.search.bounds import BLOCK_BYTES, LAYOUT, RUN, T0_S
-from dips.sim.search.copying import Out, share
-from dips.sim.search.master_part import keep_no_story
 from dips.slave.state import effects, events
 from dips.slave.state.moves import cancelled
 from dips.slave.state.slave import SlaveMachine
 from dips.slave.state.staging import ShardMap, Slot, Staging, StagingTable
+from search.bounds import BLOCK_BYTES, LAYOUT, RUN, T0_S
+from search.copying import Out, share
+from search.master_part import keep_no_story
 
 PieceNames = tuple[str, ...]
 """Which pieces of work a model is made of, in the order in which they were merged."""

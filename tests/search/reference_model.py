@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from dips.core.ids import Incarnation, PushId, RoundId, Version
 from dips.core.messages import JoinReply, JoinRequest, Verdict, VerdictKind
-from dips.sim.search.bounds import Bounds
-from dips.sim.search.copying import Out
-from dips.sim.search.slave_part import PieceNames, SlavePart, is_bad
-from dips.sim.search.state import SearchViolation
+from search.bounds import Bounds
+from search.copying import Out
+from search.slave_part import PieceNames, SlavePart, is_bad
+from search.state import SearchViolation
 
 K = TypeVar("K")
 V = TypeVar("V")

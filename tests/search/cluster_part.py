@@ -14,15 +14,15 @@ from typing import Any
 from dips.core.errors import Refused
 from dips.core.ids import ClusterId, RoundId, Version
 from dips.core.messages import DataMode, DataRange, PullGrant, Refusal
-from dips.sim.search.bounds import LAYOUT, T0_S, Bounds
-from dips.sim.search.copying import Out
-from dips.sim.search.master_part import keep_no_story
-from dips.sim.search.ranks_part import JobEnd, OpenTransfer, Pull, RankEnd, Ranks
-from dips.sim.search.slave_part import PieceNames
 from dips.worker.state import effects
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.shared import SessionConfig, SessionPhase
 from dips.worker.state.work import Work
+from search.bounds import LAYOUT, T0_S, Bounds
+from search.copying import Out
+from search.master_part import keep_no_story
+from search.ranks_part import JobEnd, OpenTransfer, Pull, RankEnd, Ranks
+from search.slave_part import PieceNames
 
 _EXCHANGES = (
     SessionPhase.BEGINNING_PUSH,

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from multiprocessing import get_context
 
-from dips.core.observe.seen import note
-from dips.sim.search.bounds import MESSAGES_AND_CRASHES, Bounds
-from dips.sim.search.explore import Result, Search
+from search.bounds import MESSAGES_AND_CRASHES, Bounds
+from search.explore import Result, Search
 
 
 class Size(Enum):
@@ -332,7 +331,6 @@ def by_name(name: str) -> Named:
 
 def run(named: Named, max_states: int | None = None) -> Result:
     """Run one search, to its own limits or to max_states."""
-    note()
     return Search(named.bounds, max_states or named.max_states, named.max_seconds).run()
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from dips.core.messages import Refusal, ReshardRequest
 from dips.core.net.data_header import DataHeader
-from dips.sim.search.bounds import FAULTS, RUN
-from dips.sim.search.copying import Out
-from dips.sim.search.ranks_part import OpenTransfer
-from dips.sim.search.slave_part import PieceNames, SlavePart, blocks_of, put_chunk
-from dips.sim.search.state import (
+from search.bounds import FAULTS, RUN
+from search.copying import Out
+from search.ranks_part import OpenTransfer
+from search.slave_part import PieceNames, SlavePart, blocks_of, put_chunk
+from search.state import (
     ANSWER,
     BROKEN,
     HELD,
@@ -28,7 +28,7 @@ from dips.sim.search.state import (
     SearchState,
     SearchViolation,
 )
-from dips.sim.search.wiring import StepLabel, Wiring, brief
+from search.wiring import StepLabel, Wiring, brief
 
 Next = tuple[StepLabel, SearchState]
 

@@ -12,23 +12,21 @@ import pytest
 from support.dips_command import environment
 from support.master_bench import Bench
 from support.repository import ROOT, SOURCE, modules
+from support.seen_notes import LOG_VARIABLE, read_log
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.machine import MachineHistory, Phase, tables
 from dips.core.net.data_header import DataHeader
-from dips.core.observe.seen import LOG_VARIABLE, Seen, arrows_of, codes, read_log, refuses, report
 from dips.master.state.records import SLAVE_TABLE, SlavePhase
+from dips.sim.seen import Seen, arrows_of, codes, refuses, report
 
 HELLO = ("slave", "ABSENT", "hello", "ATTACHED")
 SCRIPT = """
 from support.master_bench import Bench
-from dips.core.observe import failpoints
 from dips.core.net.data_header import DataHeader
 from dips.core.errors import RefusalCode, Refused
 from dips.core.machine import MachineHistory, Phase
 from dips.master.state.records import PUSH_TABLE, PushPhase
-failpoints.install("master")
-failpoints.install("master")
 Bench().running("a")
 Phase(PUSH_TABLE, MachineHistory()).move("aborted", PushPhase.DECIDED, 0.0)
 for _ in range(2):

@@ -26,15 +26,15 @@ from dips.core.messages import (
     StopSlave,
     Welcome,
 )
-from dips.sim.search.bounds import FAULTS
-from dips.sim.search.cluster_part import ClusterPart
-from dips.sim.search.copying import Out
-from dips.sim.search.faults import WHO, Faults, Next
-from dips.sim.search.master_part import FREE_TIMERS, MasterPart
-from dips.sim.search.ranks_part import OpenTransfer, Pull, Ranks
-from dips.sim.search.reference_model import ReferenceModel
-from dips.sim.search.slave_part import PieceNames, SlavePart, blocks_of, digest_of
-from dips.sim.search.state import (
+from search.bounds import FAULTS
+from search.cluster_part import ClusterPart
+from search.copying import Out
+from search.faults import WHO, Faults, Next
+from search.master_part import FREE_TIMERS, MasterPart
+from search.ranks_part import OpenTransfer, Pull, Ranks
+from search.reference_model import ReferenceModel
+from search.slave_part import PieceNames, SlavePart, blocks_of, digest_of
+from search.state import (
     ANSWER,
     BROKEN,
     CLOSING,
@@ -47,7 +47,7 @@ from dips.sim.search.state import (
     SearchState,
     SlaveStream,
 )
-from dips.sim.search.wiring import brief
+from search.wiring import brief
 
 SILENT = (OpenStaging, CloseStaging, Retain, Measure, ListShard, AbortRound, Welcome, StopSlave)
 """Commands that a slave may take as soon as they are its oldest: their effects show only in its messages."""

@@ -37,8 +37,8 @@ from dips.master.state.events import (
 )
 from dips.master.state.master import MasterMachine
 from dips.master.state.records import Member, ReshardPhase, RoundPhase
-from dips.sim.search.bounds import LAYOUT, RUN, T0_S, Bounds
-from dips.sim.search.copying import Out
+from search.bounds import LAYOUT, RUN, T0_S, Bounds
+from search.copying import Out
 
 SECOND_HELLO = Hello(1, 1, ())
 SECOND_LINK = 9

@@ -1,4 +1,4 @@
-"""`python -m dips.sim.search [--long | --short] [--list] [--name NAME]`: run searches and print their results.
+"""`python -m search [--long | --short] [--list] [--name NAME]`: run searches and print their results.
 
 Searches run in parallel, one for each core, the largest first.
 """
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dips.core.machine import tables
-from dips.core.observe.seen import Seen, report
-from dips.sim.search.explore import Result
-from dips.sim.search.searches import SEARCHES, Named, Size, by_name, run_all
-from dips.sim.search.wiring import StepLabel
+from dips.sim.seen import Seen, report
+from search.explore import Result
+from search.searches import SEARCHES, Named, Size, by_name, run_all
+from search.wiring import StepLabel
 
 MAX_STORY = 400
 """Most printed lines of a path; breadth-first search finds short ones."""
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m dips.sim.search", description="Exhaustive search at small bounds.")
+    parser = argparse.ArgumentParser(prog="python -m search", description="Exhaustive search at small bounds.")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--short", action="store_true", help="only the searches that end within seconds")
     size.add_argument("--long", action="store_true", help="also those that take minutes each, or never end")

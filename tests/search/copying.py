@@ -14,7 +14,7 @@ from enum import Enum
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, NoneType
 from typing import Any, Generic, TypeVar
 
-from dips.sim.search.state import SearchViolation, key_of
+from search.state import SearchViolation, key_of
 
 T = TypeVar("T")
 Memo = dict[int, Any]
