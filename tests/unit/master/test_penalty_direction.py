@@ -73,18 +73,6 @@ def cosines(pushes: dict[str, Push], config: PenaltyConfig | None = None) -> dic
     return {measure.cluster: measure.cosine for measure in judgement.measures}
 
 
-def test_each_is_compared_with_the_others_and_not_with_itself() -> None:
-    found = cosines({"a": Push([1.0, 0.0]), "b": Push([0.0, 1.0]), "c": Push([1.0, 1.0])})
-    others = [(0.5, 1.0), (1.0, 0.5), (0.5, 0.5)]
-    expected = [0.5 / math.hypot(*others[0]), 0.5 / math.hypot(*others[1]), 1.0]
-    assert list(found.values()) == pytest.approx(expected)
-
-
-def test_the_others_weigh_by_their_tokens() -> None:
-    pushes = {"a": Push([1.0, 0.0]), "b": Push([1.0, 0.0], 3000.0), "c": Push([0.0, 1.0], 1000.0)}
-    assert cosines(pushes)["a"] == pytest.approx(0.75 / math.hypot(0.75, 0.25))
-
-
 def test_alone_and_with_nothing_merged_since_its_base_a_push_says_nothing() -> None:
     master = Master()
     for _ in range(20):
