@@ -11,7 +11,6 @@ from fuzz.mutate import shaken
 from fuzz.wire import sealed
 from support.hostile_headers import some_header
 
-from dips.core.chunks import checksum
 from dips.core.errors import Refused
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.math.simd_numba import address
@@ -20,7 +19,7 @@ from dips.core.net import header_numba as compiled
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.protocol import PROTOCOL_VERSION
 from dips.core.wire import Codec
-from dips.protos import common_pb2, data_pb2
+from dips.protos import data_pb2
 
 RUN = "run-1"
 PUSH = PushId(ClusterId("a"), Incarnation(3, 2), 7)
@@ -259,18 +258,3 @@ def test_texts_and_parts_are_compared_to_their_last_byte() -> None:
     assert not compiled.same(address(memory), 3, compiled.text_of("run-1"))
     assert compiled.same(0, compiled.ABSENT, compiled.text_of(""))
     assert not compiled.same(0, compiled.ABSENT, compiled.text_of("run-1"))
-
-
-def test_the_tables_are_those_of_the_protocol() -> None:
-    """What the parser takes for granted of the messages, beyond the numbers that it reads from their descriptors."""
-    push, version, incarnation = (
-        {field.name: (field.number, field.type) for field in message.DESCRIPTOR.fields}
-        for message in (common_pb2.PushId, common_pb2.Version, common_pb2.Incarnation)
-    )
-    text, part, number = 9, 11, 4
-    assert push == {"cluster": (1, text), "incarnation": (2, part), "seq": (3, number)}
-    assert version == {"timeline": (1, number), "v": (2, number)}
-    assert incarnation == {"epoch": (1, number), "n": (2, number)}
-    assert sorted(DataOp) == list(range(1, len(DataOp) + 1))
-    assert sorted(Codec) == list(range(len(Codec)))
-    assert len(checksum(b"").to_bytes(8, "little")) + 2 == compiled.TRAILER_BYTES
