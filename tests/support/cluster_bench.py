@@ -52,6 +52,7 @@ from dips.worker.state.effects import (
     Finished,
     Install,
     LeaseWanted,
+    PushRecord,
     Run,
     SendPush,
     Started,
@@ -59,6 +60,7 @@ from dips.worker.state.effects import (
     StopWanted,
     Tick,
 )
+from dips.worker.state.saved import SavedSession
 from dips.worker.state.shared import SessionConfig, SessionPhase
 
 LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (8,), "float32", f"layers.{i}") for i in range(4)))
@@ -245,6 +247,25 @@ class ClusterBench:
         self.join()
         self.pulled()
         assert self.phase is SessionPhase.TRAINING
+
+    def reborn(self, saved: SavedSession | None = None, newest: PushRecord | None = None) -> None:
+        """The process is killed; the next one goes on from its checkpoint (or this one), and has sent its Join."""
+        before = saved or self.session.saved()
+        assert before is not None
+        self.session = ClusterMachine(self.session.config)
+        self.session.resume(SavedSession.from_json(before.to_json()), newest)
+        self.effects.clear()
+        self.say(Started())
+        assert self.waits, "the settings of the run are not known yet"
+
+    def fenced(self) -> None:
+        """Its incarnation is over, and it has asked to join again."""
+        self.effects.clear()
+        incarnation = self.session.shared.terms.incarnation
+        assert incarnation is not None
+        self.say(Beat(incarnation, Refused(RefusalCode.FENCED, "evicted")))
+        assert self.phase is SessionPhase.JOINING
+        assert not self.waits, "training goes on while joining again"
 
     def train(self, steps: int, loss: float = 2.0) -> None:
         for _ in range(steps):
