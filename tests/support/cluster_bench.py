@@ -297,6 +297,27 @@ class ClusterBench:
         self.admitted()
         assert self.phase is SessionPhase.AWAITING
 
+    def goes_on(self, stage: str) -> None:
+        """From the call BeginPush this far: begin, send, finish or await."""
+        if stage == "begin":
+            return
+        sending = self.ticket()
+        if stage == "send":
+            return
+        self.sent(sending)
+        if stage != "finish":
+            self.admitted()
+
+    def judged(self, stage: str, verdict: Verdict) -> None:
+        """The verdict answers BeginPush, FinishPush or AwaitVerdict."""
+        match stage:
+            case "begin":
+                self.answer(BeginPushRequest, BeginPushReply(verdict))
+            case "finish":
+                self.answer(FinishPushRequest, FinishPushReply(verdict))
+            case _:
+                self.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
+
     def donate(self) -> PushId:
         """The master asks for this cluster's base; the push that answers is open."""
         superseded = (AwaitVerdictRequest, BeginPullRequest)

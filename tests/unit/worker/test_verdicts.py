@@ -17,7 +17,6 @@ from dips.core.messages import (
     BeginPushReply,
     BeginPushRequest,
     Busy,
-    FinishPushReply,
     FinishPushRequest,
     ReturnDataRequest,
     Stale,
@@ -47,32 +46,13 @@ WAYS = [
 ]
 
 
-def to_stage(life: ClusterBench, stage: str) -> None:
-    """A push of four steps, this far."""
-    life.push_begun()
-    if stage == "begin":
-        return
-    sending = life.ticket()
-    if stage == "send":
-        return
-    life.sent(sending)
-    if stage == "finish":
-        return
-    life.admitted()
-
-
 def hear(life: ClusterBench, stage: str, how: str, kind: VerdictKind | None, **changes: bool) -> None:
     """kind None: no verdict, the master knows no such push."""
     push = life.push_id
     verdict = None if kind is None else life.verdict(kind, **changes)
     if how == "answer":
         assert verdict is not None
-        call, reply = {
-            "begin": (BeginPushRequest, BeginPushReply(verdict)),
-            "finish": (FinishPushRequest, FinishPushReply(verdict)),
-            "await": (AwaitVerdictRequest, AwaitVerdictReply(verdict)),
-        }[stage]
-        life.answer(call, reply)
+        life.judged(stage, verdict)
         return
     if how.startswith("join"):
         life.fenced()
@@ -150,7 +130,8 @@ def test_a_push_of_four_steps_and_two_later_ones_fare_as_the_table_says(
     life = LeasedClusterBench()
     life.settings = replace(SETTINGS, overlap=overlap)
     life.begin()
-    to_stage(life, stage)
+    life.push_begun()
+    life.goes_on(stage)
     life.train(2)
     hear(life, stage, how, kind, **({"reset_inner_optimizer": True} if kind is VerdictKind.EXCLUDED else {}))
     drops = kind in (VerdictKind.EXCLUDED, VerdictKind.ROLLED_BACK)
@@ -350,6 +331,17 @@ def test_undecided_push_of_an_earlier_life_is_awaited_first() -> None:
     assert request.at_least == verdict.version
 
 
+@pytest.mark.parametrize("kind", VerdictKind)
+def test_a_verdict_of_another_process_says_nothing_about_this_ones_parameters(kind: VerdictKind) -> None:
+    life = LeasedClusterBench()
+    life.published = Version(1, 8)
+    life.say(Started())
+    life.join(life.verdict(kind, PushId(life.session.config.cluster_id, Incarnation(1, 7), 3)))
+    assert life.waits
+    life.pulled()
+    assert life.phase is SessionPhase.TRAINING
+
+
 def test_undecided_answer_for_our_own_push_awaits_it(life: LeasedClusterBench) -> None:
     life.push_begun()
     life.answer(BeginPushRequest, BeginPushReply(life.push_id))  # the admission's answer was lost
@@ -367,17 +359,28 @@ def test_undecided_answer_for_another_push_keeps_the_work(life: LeasedClusterBen
     assert life.job(BeginPushRequest)[1].ranges == (life.span(0, 400),)
 
 
-def test_ranges_that_are_not_ours_are_dropped_and_not_returned(life: LeasedClusterBench) -> None:
+each_call = pytest.mark.parametrize("stage", ["begin", "finish"])
+
+
+def refuse(life: LeasedClusterBench, stage: str, code: RefusalCode) -> None:
+    life.refuse(BeginPushRequest if stage == "begin" else FinishPushRequest, code)
+
+
+@each_call
+def test_ranges_that_are_not_ours_are_dropped_and_not_returned(life: LeasedClusterBench, stage: str) -> None:
     life.push_begun()
+    life.goes_on(stage)
     life.train(1)
-    life.refuse(BeginPushRequest, RefusalCode.RANGES)
+    refuse(life, stage, RefusalCode.RANGES)
     assert list(life.give_back_answered()) == [life.span(400, 500)]
     assert life.pulled().mode is InstallMode.REPLACE
 
 
-def test_a_used_number_is_replaced_by_the_next(life: LeasedClusterBench) -> None:
+@each_call
+def test_a_used_number_is_replaced_by_the_next(life: LeasedClusterBench, stage: str) -> None:
     life.push_begun()
-    life.refuse(BeginPushRequest, RefusalCode.SEQ)
+    life.goes_on(stage)
+    refuse(life, stage, RefusalCode.SEQ)
     request = life.job(BeginPushRequest)[1]
     assert (request.seq, request.ranges) == (2, (life.span(0, 400),))
 
