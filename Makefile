@@ -33,7 +33,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check sim frozen model-check faults fuzz soak endurance protos bench docs dist images clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
+.PHONY: help demo test test-slow check sim frozen model-check faults mutants fuzz soak endurance protos bench docs dist images clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
 
 help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -71,6 +71,9 @@ model-check: $(DEV_STAMP)  ## visit every state of small runs, breadth first, in
 
 faults: $(DEV_STAMP)  ## inject every planned fault into real processes, their links and their disks, for 20 minutes
 	$(BIN)/python -m pytest --require-passed --faults tests/faults $(ARGS)
+
+mutants: $(DEV_STAMP)  ## make small faults, one at a time, and see whether a unit test fails; ARGS="--sample 240 --seed 1"
+	PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
 fuzz: $(FUZZ_STAMP)  ## feed unexpected bytes to every decoder for MINUTES, and attack real processes
 	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(ARGS)
