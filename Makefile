@@ -36,7 +36,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-landing test-long system check sim frozen model-check fuzz soak protos bench docs dist images clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
+.PHONY: help demo test test-landing test-long system check sim frozen model-check mutants fuzz soak protos bench docs dist images clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
 
 help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -85,6 +85,9 @@ frozen: $(DEV_STAMP)  ## compare the records of 500 simulated runs with tests/fr
 
 model-check: $(DEV_STAMP)  ## visit every state of small runs, breadth first, in two minutes; ARGS=--short or ARGS=--long
 	PYTHONPATH=tests $(BIN)/python -m search --counts tests/frozen/searches.txt $(ARGS)
+
+mutants: $(DEV_STAMP)  ## make small faults, one at a time, and see whether a unit test fails; ARGS="--sample 240 --seed 1"
+	PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
 fuzz: $(FUZZ_STAMP)  ## feed unexpected bytes to every decoder for MINUTES, and attack real processes
 	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(ARGS)
