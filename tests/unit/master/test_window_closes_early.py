@@ -56,7 +56,7 @@ def test_a_push_does_not_wait_for_a_cluster_that_is_far_from_its_own() -> None:
 
 
 def test_it_waits_for_one_that_may_come_in_time() -> None:
-    """95 % of 80 steps are made after 76 s: a window that begins at 65 s closes before, one at 67 s does not."""
+    """95 % of 80 steps are made after 76 s: a window from 65 s to 75 s is too early for that, one from 67 s is not."""
     for seconds, waits in ((65, False), (67, True)):
         bench = round_over("a", "b")
         later(bench, seconds)
