@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -15,10 +14,10 @@ from support.repository import ROOT, SOURCE, modules
 from support.seen_notes import LOG_VARIABLE, read_log
 
 from dips.core.errors import RefusalCode, Refused
-from dips.core.machine import MachineHistory, Phase, tables
+from dips.core.machine import MachineHistory, Phase
 from dips.core.net.data_header import DataHeader
 from dips.master.state.records import SLAVE_TABLE, SlavePhase
-from dips.sim.seen import Seen, arrows_of, codes, refuses, report
+from dips.sim.seen import Seen, refuses, report
 
 HELLO = ("slave", "ABSENT", "hello", "ATTACHED")
 SCRIPT = """
@@ -95,30 +94,3 @@ def test_processes_note_each_thing_once_in_one_file(tmp_path: Path) -> None:
     assert seen.arrows[HELLO] == seen.refusals["MALFORMED"] == 2
     assert ("push", "TICKETED", "aborted", "DECIDED") not in seen.arrows, "a test walked that by hand"
     assert "KEY" not in seen.refusals, "a test made that"
-
-
-def everything() -> list[str]:
-    import dips.sim.seed_run  # noqa: F401
-
-    known = [table for table in tables() if table.name != "door"]
-    return [*(json.dumps(("transition", *a)) for a in arrows_of(known)), *(json.dumps(("refusal", c)) for c in codes())]
-
-
-@pytest.mark.parametrize("missing", ["", '["refusal", "FROZEN"]', json.dumps(("transition", *HELLO))])
-def test_what_no_test_saw_fails_the_check_by_name(tmp_path: Path, missing: str) -> None:
-    log = tmp_path / "seen.log"
-    log.write_text("".join(f"{line}\n" for line in everything() if line != missing))
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "seen.py", log], env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == (1 if missing else 0), done.stdout + done.stderr
-    unseen = [line for line in done.stdout.splitlines() if line.startswith("no test saw ")]
-    assert len(unseen) == bool(missing)
-    assert all(word in unseen[0] for word in json.loads(missing)) if missing else True
-
-
-def test_a_log_that_is_not_there_is_said(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "seen.py", tmp_path / "none"], capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, "run the tests with DIPS_SEEN_LOG=" in done.stderr) == (2, True)
