@@ -127,7 +127,7 @@ def test_a_transfer_of_which_a_part_fails_is_begun_again_by_all(
     run.settings = replace(run.settings, sync_every_steps=4)
     told = together(monkeypatch, 2, one)
     assert told == [(after(7), Version(1, 1))] * 2
-    assert (list(run.attempts.values())[0], run.theta_of(next(iter(run.verdicts))).tobytes()) == (2, after(4))
+    assert (next(iter(run.attempts.values())), run.theta_of(next(iter(run.verdicts))).tobytes()) == (2, after(4))
     failed = [(e["kind"], e["reason"][8:]) for e in read_tape(tmp_path / "tape") if "failed" in e["kind"]]
     assert failed == [("push_failed", "cut"), ("pull_failed", "gone")]
 
