@@ -83,6 +83,10 @@ def test_what_asynchronous_disks_hold_is_adopted_on_a_new_timeline(in_memory: bo
     if not in_memory:
         (back,) = bench.recorded("rolled_back")
         assert (back["version"], back["origin"], back["lost_tokens"]) == ("2:2", "1:2", 0)
+        adopted = next(entry for entry in bench.journal if entry.kind == "ADOPT")
+        bench, kept = old_journal("a", settings=Settings(durability="async"))
+        bench.restart(adopted.snapshot_json)  # the master died between the two entries
+        assert bench.status().published == Version(2, 2)
 
 
 def test_cluster_goes_on_with_its_work_after_an_adoption_and_learns_the_verdict_that_the_journal_forgot() -> None:

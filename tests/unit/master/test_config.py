@@ -32,13 +32,7 @@ def test_the_defaults_are_those_of_the_design() -> None:
         verdict_wait_measured=True, preset="dynamic", dynamic_local_steps=True, overlap="full", overlap_share=0.5
     )
     assert run == RunConfig(run_id="demo", n_slaves=2, settings=settings, penalty=PRESETS["dynamic"])
-    assert run.settings.sync_every_steps == 64
-    assert run.settings.heartbeat_s == 2.0
     assert run.evict_after_s == 10.0
-    assert run.settings.chunk_bytes == 1 << 20
-    assert (run.settings.outer_lr, run.settings.outer_momentum) == (0.7, 0.8)
-    assert run.lease_ttl_s == 6 * 3600
-    assert run.grace_s is None
 
 
 def test_only_a_heartbeat_and_a_round_need_be_chosen_and_all_other_times_follow() -> None:

@@ -240,6 +240,7 @@ def test_a_cluster_that_is_drained_before_it_seeded_the_run_passes_that_on() -> 
     bench = Bench()
     bench.attach_all()
     assert bench.join("a").seed
+    bench.join("c")
     bench.join("b")
     bench.operate(DrainRequest("", "a", "maintenance"))
     assert isinstance(bench.ask(BeginPullRequest(bench.caller("a"))).answer, Busy), "it waits, and leaves in the end"

@@ -58,22 +58,17 @@ def certificate(keys: Path, name: str) -> bytes:
 @pytest.mark.parametrize(
     ("header", "name"),
     [
-        ("127.0.0.1:8080", "127.0.0.1"),
         ("LocalHost", "localhost"),
         ("localhost.", "localhost"),
         ("[::1]:80", "::1"),
         ("[::1]", "::1"),
-        ("[evil.example]:80", None),
-        ("[::1", None),
-        ("[::1]x", None),
-        ("evil.example:80:80", None),
-        ("a:b", None),
-        ("localhost:80@evil.example", None),
-        ("localhost/evil", None),
-        ("", None),
-        (None, None),
-        ("x" * 400, None),
-    ],
+        ("x" * 300, "x" * 300),
+    ]
+    + [
+        (bad, None)
+        for bad in ("[evil.example]:80", "[::1", "[::1]x", "evil.example:80:80", "a:b", "localhost/evil", "")
+    ]
+    + [(bad, None) for bad in ("localhost:80@evil.example", "x" * 301, None)],
 )
 def test_the_name_in_a_host_header(header: str | None, name: str | None) -> None:
     assert host_name(header) == name

@@ -11,7 +11,7 @@ import pytest
 from support.master_bench import Bench
 
 from dips.core.clock import ManualClock
-from dips.core.messages import ClusterStatus
+from dips.core.messages import ClusterStatus, SlaveBeat, StagingProgress
 from dips.master.page.event_buffer import MAX_EVENTS, MAX_TEXT, BufferedTape, EventBuffer, earlier_events
 from dips.master.page.history import EventTimeline, HeldoutTail, ProgressHistory, TokenRate, sentence_of
 from dips.master.page.snapshot import Hub, sentence, snapshot
@@ -100,7 +100,12 @@ def test_a_slave_that_is_away_is_bad_and_the_sentence_is_the_state_machines() ->
 
 def test_a_push_that_is_under_way_and_its_verdict_are_shown_with_its_cluster() -> None:
     bench = Bench().running("a", "b")
-    bench.push("a")
+    bench.begin_push("a")
+    push = bench.clusters["a"].push_id
+    bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 1, 64),)))  # of 4 layers of 64 bytes
+    assert cluster_of(state_of(bench), "a")["push"] == {"phase": "TICKETED", "landed": 0.25}
+    bench.stage("a")
+    bench.finish_push("a")
     state = state_of(bench)
     assert cluster_of(state, "a")["push"] == {"phase": "ADMITTED", "landed": 1.0}
     assert (state["round"]["phase"], state["round"]["pushed"], state["round"]["of"]) == ("WINDOW", 1, 2)
