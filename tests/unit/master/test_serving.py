@@ -178,7 +178,8 @@ async def test_epochs_follow_each_other_at_one_address_and_the_end_is_said(made:
     await master.start()
     assert read_address(master.folder) == master.here == MasterAddress(master.here.address, "demo", os.getpid(), 1)
     assert master.made == [(master.config.to_run_config(), 1, None, 1000.0)]
-    first = master.here.address
+    first, page = master.here.address, read_page_url(master.folder)
+    assert page is not None
     master.machine.react = lambda event: [
         WriteJournal(1, "LEAVE", '{"n": 1}', '"kept"') if isinstance(event, Tick) else Reply(event.token, LeaveReply()),  # type: ignore[attr-defined]
         *([BeginAgain(7, "a slave promised epoch 6")] if isinstance(event, Tick) else []),
@@ -198,8 +199,12 @@ async def test_epochs_follow_each_other_at_one_address_and_the_end_is_said(made:
     again = made()
     await again.start()
     assert (again.here.address, again.here.epoch) == (first, 8), "peers find it again"
+    assert read_page_url(again.folder) == page
     await again.end()
     with socket.create_server(("127.0.0.1", int(first.rpartition(":")[2]))):
+        third = made(page_listen=first)
+        with pytest.raises(ConfigError, match="page cannot listen"):
+            await third.start()
         third = made()
         await third.start()
         assert (third.here.address != first, third.here.epoch) == (True, 9)
