@@ -87,7 +87,7 @@ def test_two_clusters_that_push_the_same_are_named_both() -> None:
         None,  # a round now and then
     ],
 )
-def test_clusters_that_agree_well_are_not_the_same(ways: dict[str, list[float]] | None) -> None:
+def test_clusters_that_agree_well_are_not_the_same(ways: dict[str, Sequence[float]] | None) -> None:
     bench = running(a=A, b=NEARLY)
     for turn in range(2 * ALIKE_ROUNDS + 2):
         bench.ways = ways or {"a": A, "b": APART if turn % 2 else NEARLY}

@@ -142,8 +142,9 @@ class Served:
 
     async def ask(self, method: str, body: Any, name: str = "") -> bytes:
         async with self.channel(name) as channel:
-            data = body if isinstance(body, bytes) else encode(body)
-            return await channel.unary_unary(f"/dips.v1.{method}")(data, timeout=60)
+            call: Any = channel.unary_unary(f"/dips.v1.{method}")
+            answer: bytes = await call(body if isinstance(body, bytes) else encode(body), timeout=60)
+            return answer
 
     async def refused(self, method: str, body: Any, name: str = "") -> Refused:
         with pytest.raises(grpc.RpcError) as caught:
@@ -180,10 +181,8 @@ async def test_epochs_follow_each_other_at_one_address_and_the_end_is_said(made:
     assert master.made == [(master.config.to_run_config(), 1, None, 1000.0)]
     first, page = master.here.address, read_page_url(master.folder)
     assert page is not None
-    master.machine.react = lambda event: [
-        WriteJournal(1, "LEAVE", '{"n": 1}', '"kept"') if isinstance(event, Tick) else Reply(event.token, LeaveReply()),  # type: ignore[attr-defined]
-        *([BeginAgain(7, "a slave promised epoch 6")] if isinstance(event, Tick) else []),
-    ]
+    kept = WriteJournal(1, "LEAVE", '{"n": 1}', '"kept"')
+    master.machine.react = lambda event: [kept, BeginAgain(7, "promised")] if isinstance(event, Tick) else []
     master.shell.dispatch(Tick())
     await master.begun()
     assert (master.here.address, master.here.epoch) == (first, 7)
@@ -289,7 +288,7 @@ async def test_certificates_say_who_may_call_and_one_that_is_revoked_ends_open_c
     assert (status.refused_calls, "may not call" in status.refused_call) == (1, True)
     assert [line["code"] for line in master.tape("refused")] == ["IDENTITY"] * 2
     async with master.channel("b") as channel:
-        beats = channel.stream_stream("/dips.v1.Clusters/Heartbeat")(timeout=60)
+        beats: Any = channel.stream_stream("/dips.v1.Clusters/Heartbeat")(timeout=60)
         await beats.write(encode(HeartbeatRequest(caller("b"))))
         assert decode(await beats.read(), HeartbeatReply) == BEAT
         Authority(keys).revoke("b", "stolen")
