@@ -224,19 +224,6 @@ def test_donation_that_nobody_asks_for_is_refused() -> None:
         healthy.begin_push("a", 0, base=None, donates=V0, steps=0)
 
 
-def test_slave_that_goes_away_during_a_donation_ends_that_attempt_only() -> None:
-    bench = lost("a", "b")
-    bench.slaves[0].hold.add(Prepare)
-    push = bench.donate("a", V1)
-    assert bench.status().phase == "PREPARE"
-    bench.slaves[0].hold.clear()
-    bench.slaves[0].come_back_without()
-    assert bench.verdict("a", push).kind is VerdictKind.ABORTED
-    assert bench.beat("b").donate == V1
-    bench.donate("b", V1)
-    assert bench.status().published == Version(2, 1)
-
-
 def test_slave_whose_disk_is_back_ends_the_donation_without_loss() -> None:
     bench = Bench().running("a")
     bench.push("a")

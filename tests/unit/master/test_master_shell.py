@@ -197,19 +197,6 @@ async def test_a_slave_that_does_not_read_is_cut_off_at_the_bound(bench: Bench) 
 # ---- journal ----
 
 
-async def test_journal_entries_are_written_in_order_and_confirmed_in_order(bench: Bench) -> None:
-    bench.reacts(
-        lambda event: (
-            [WriteJournal(n, "K", f'"{n}"', f'"s{n}"') for n in range(1, 6)] if isinstance(event, Tick) else []
-        )
-    )
-    bench.executor.dispatch(Tick())
-    await bench.machine.until(JournalWritten, 5)
-    written = [entry.entry_id for batch in bench.journal.batches for entry in batch]
-    assert written == [1, 2, 3, 4, 5]
-    assert [event.entry_id for event in bench.machine.of(JournalWritten)] == written
-
-
 async def test_a_journal_that_fails_ends_the_master_with_its_sentence(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

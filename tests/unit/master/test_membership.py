@@ -168,10 +168,11 @@ def test_silent_cluster_is_evicted_after_five_beats_and_its_unsealed_push_is_abo
 
 
 def test_leases_of_a_restarted_process_are_free_again_except_those_it_still_holds() -> None:
-    bench = Bench(plan=LEASED).running("a")
+    bench = Bench(plan=LEASED).running("a", "b")
     first, second = (*bench.lease("a", 100), *bench.lease("a", 100))
-    bench.join("a", held=(second,))
-    assert bench.status().leased_tokens == 100
+    foreign = bench.lease("b", 100)
+    assert bench.join("a", held=(second, *foreign)).kept_ranges == (second,)
+    assert bench.status().leased_tokens == 200
     assert bench.lease("a", 100)[0].chunk == first.chunk
 
 
@@ -416,18 +417,6 @@ def test_run_that_ends_publishes_its_last_version_first() -> None:
     bench.advance(1.0)
     assert bench.halted is not None
     assert bench.halted.exit_code == 0
-
-
-def test_stop_waits_for_a_round_that_is_beyond_its_commit_point() -> None:
-    bench = Bench().running("a")
-    bench.slaves[0].hold.add(Commit)
-    bench.push("a")
-    bench.slaves[0].die()
-    bench.operate(EvictRequest("", "a"))
-    bench.operate(Stop(OperatorRequest("")))
-    assert not bench.status().stopping
-    bench.slaves[0].attach()
-    assert bench.status().stopped
 
 
 def test_join_that_names_too_many_ranges_is_refused() -> None:

@@ -201,17 +201,6 @@ def test_slow_pull_of_a_live_cluster_keeps_its_pin_until_it_ends() -> None:
     assert not bench.state.shared.pins
 
 
-def test_version_that_a_restarted_slave_does_not_hold_cannot_be_read() -> None:
-    bench = Bench().running("a")
-    bench.push("a")
-    old = BeginPullRequest(reader(), True, Version(1, 0), True)
-    assert isinstance(bench.ask(old).answer, PullGrant)
-    bench.slaves[0].die()
-    bench.slaves[0].attach()
-    with refused_with(RefusalCode.VERSION_GONE):
-        bench.ask(old)
-
-
 def test_pull_waits_for_the_version_that_a_restarted_slave_holds_already() -> None:
     bench = Bench().running("a", "b")
     for slave in bench.slaves:

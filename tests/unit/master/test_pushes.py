@@ -274,17 +274,6 @@ def test_applied_and_excluded_ranges_are_never_lent_again() -> None:
     assert status.excluded_tokens == 100
 
 
-def test_aborted_ranges_go_with_the_next_push() -> None:
-    bench = Bench(plan=LEASED, grace_s=30.0).running("a", "b")
-    first = bench.lease("a", 100)
-    bench.push("a", 100, first)
-    bench.slaves[0].die()
-    assert bench.verdict("a").kind is VerdictKind.ABORTED
-    bench.slaves[0].attach()
-    second = bench.lease("a", 100)
-    assert isinstance(bench.begin_push("a", 200, (*first, *second)), Ticket)
-
-
 def test_ticket_lives_while_bytes_arrive_and_runs_out_without() -> None:
     bench = Bench(ticket_ttl_s=10.0).running("a")
     bench.begin_push("a")
@@ -382,18 +371,6 @@ def test_of_two_seeds_only_that_of_the_cluster_that_was_asked_last_is_taken() ->
     bench.advance(3.0)
     assert bench.verdict("a", old).kind is VerdictKind.ABORTED
     assert bench.verdict("b").kind is VerdictKind.APPLIED
-    assert bench.status().published == Version(1, 0)
-
-
-def test_seed_of_a_cluster_that_is_gone_may_turn_out_not_finite() -> None:
-    bench = seeding("a", "b")
-    round_id = bench.status().round
-    assert round_id is not None
-    bench.slaves[0].hold.clear()
-    bench.slaves[0].say(RoundRefused(round_id, "prepare", Refusal(RefusalCode.NONFINITE, "NaN in the parameters")))
-    assert bench.join("b").seed
-    bench.seed("b")
-    bench.advance(3.0)
     assert bench.status().published == Version(1, 0)
 
 

@@ -229,20 +229,7 @@ def test_nothing_leaves_before_the_commit_is_durable() -> None:
     assert bench.result(token).answer.kind is VerdictKind.APPLIED
 
 
-def test_verdict_is_told_only_when_all_slaves_have_flipped() -> None:
-    bench = Bench().running("a")
-    bench.slaves[1].hold.add(Commit)
-    bench.push("a")
-    token = bench.await_verdict("a")
-    with pytest.raises(Unanswered):
-        bench.result(token)
-    assert bench.status().published == Version(1, 0)
-    assert "s1" in bench.status().waiting_for
-    bench.slaves[1].release(Commit)
-    assert bench.result(token).answer.version == Version(1, 1)
-
-
-def test_commit_record_holds_what_made_the_version() -> None:
+def test_commit_record_holds_what_made_the_version_and_where_it_comes_from() -> None:
     bench = Bench(plan=LEASED).running("a")
     ranges = bench.lease("a", 100)
     bench.push("a", 100, ranges)
@@ -254,6 +241,9 @@ def test_commit_record_holds_what_made_the_version() -> None:
     assert record["participants"][0]["verdict"] == "APPLIED"
     assert record["ledger"]["tokens"] == 100
     assert set(record["digests"]) == {"s0", "s1"}
+    seed, first = bench.entries("COMMIT")
+    assert (seed["from_version"], seed["tokens"]) == (None, 0)
+    assert (first["from_version"], first["tokens"], first["s_max"]) == ([1, 0], 100, 8)
 
 
 def test_token_limit_stops_the_run_after_everyone_pulled_and_left() -> None:
