@@ -303,6 +303,9 @@ def test_await_verdict_is_bounded_and_says_why(wait_s: float) -> None:
     answer = bench.result(token).answer
     assert isinstance(answer, Busy)
     assert answer.sentence
+    bench.advance(60.0)
+    assert bench.verdict("a").kind is VerdictKind.APPLIED
+    assert bench.result(token).answer == answer, "a call is answered once"
 
 
 def test_nobody_asks_for_another_cluster_s_verdict() -> None:

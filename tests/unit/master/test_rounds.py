@@ -149,6 +149,17 @@ def test_round_with_nothing_accepted_is_void(refused: bool) -> None:
     assert bool(sent(bench.slaves[0], AbortRound)) is refused
 
 
+def test_void_rounds_count_for_quarantine_also_over_a_restart() -> None:
+    bench = Bench().running("a")
+    bench.nonfinite["a"] = 1
+    for n in range(3):
+        bench.push("a")
+        bench.pull("a")
+        assert bench.status().clusters[0].quarantined is (n == 2)
+    bench.restart()
+    assert bench.status().clusters[0].quarantined
+
+
 def test_seed_that_is_not_finite_is_aborted_and_can_come_again() -> None:
     bench = Bench()
     bench.attach_all()

@@ -67,6 +67,7 @@ def test_after_a_kill_its_successor_waits_for_a_beat_and_not_for_the_eviction(wh
     if who != "the process, which dials again":
         bench.silent.add("a")
     bench.event(BeatsEnded("a", first))
+    bench.jump(60.0)  # the master itself stands still
     assert refusal_of_join(bench).retry_after_s > 0, "it may be dialling again"
     bench.advance(DIALS_AGAIN_BEATS * bench.config.settings.heartbeat_s - 0.25)
     refusal_of_join(bench)
