@@ -389,8 +389,12 @@ def test_paused_master_gives_up_no_ticket_no_pin_and_no_lease() -> None:
     assert not bench.alive("b")
     bench.begin_push("a", 100, bench.lease("a", 100))
     bench.ask(BeginPullRequest(Caller("", 0, "export"), reader=True))
+    held_calls = (bench.finish_push("a"), bench.await_verdict("a", wait_s=20.0))
     bench.jump(3600.0)
-    bench.advance(5.0)
+    bench.advance(4.0)
+    for token in held_calls:
+        with pytest.raises(Unanswered):
+            bench.result(token)
     assert bench.state.shared.members["a"].push is not None
     assert bench.state.shared.pins
     bench.join("b", previous=bench.clusters["b"].join.incarnation, held=held)

@@ -70,9 +70,10 @@ def test_pull_of_a_later_version_waits_until_it_is_published_and_any_other_for_n
     bench.join("c")
     assert bench.pull("c").version == Version(1, 0)
     bench.slaves[0].release(Measure)
-    grant = bench.ask(request).answer
-    assert isinstance(grant, PullGrant)
-    assert grant.version == Version(1, 1)
+    for at_least in (Version(1, 1), Version(1, 0), None):
+        grant = bench.ask(BeginPullRequest(bench.caller("b"), at_least=at_least)).answer
+        assert isinstance(grant, PullGrant)
+        assert grant.version == Version(1, 1)
 
 
 def test_reader_gets_the_layout_and_an_exact_version_or_a_refusal() -> None:
