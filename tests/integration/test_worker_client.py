@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.run_for_workers import LAYOUT, FlatModel, RefuseCall, RunForWorkers
+from support.ports import own_port
+from support.run_for_workers import LAYOUT, FlatModel, RefuseCall, RunForWorkers, until_version_changes
+from support.waiting import NO_LIMIT_S, until
 
 from dips.core.errors import ConfigError, LocalProtocolError, RefusalCode, Refused, RemoteProtocolError, RetryLater
 from dips.core.ids import Incarnation, Version
@@ -130,9 +133,7 @@ def test_steps_made_while_the_verdict_is_out_are_kept(run: RunForWorkers) -> Non
         pushed = model.theta.copy()
         train(client, model, 3)
         released.set()
-        while client.version == Version(1, 0):
-            client.step(TOKENS)  # a step that changes nothing
-            time.sleep(0.01)
+        until_version_changes(client)
         assert np.array_equal(model.theta, pushed + ((pushed + 3) - pushed))
         assert client.progress > client.tokens_global
         looked.set()
@@ -204,7 +205,7 @@ def test_a_slave_that_comes_back_on_another_port_is_found_through_the_master(run
         train(client, model, 3)
         slave.hang_up()
         old = slave.endpoint
-        slave._port = 0
+        slave._port = own_port()
 
         def come_back() -> None:
             run.wait_for(lambda: max(run.attempts.values(), default=0) >= 1)
@@ -213,9 +214,7 @@ def test_a_slave_that_comes_back_on_another_port_is_found_through_the_master(run
         helper = threading.Thread(target=come_back)
         helper.start()
         train(client, model, 1)
-        while client.version == Version(1, 0):
-            client.step(TOKENS)
-            time.sleep(0.02)
+        until_version_changes(client)
         helper.join()
         assert slave.endpoint != old
 
@@ -255,22 +254,20 @@ def test_a_cluster_that_is_sent_to_its_own_loopback_ends_and_leaves(
 ) -> None:
     monkeypatch.setattr(addresses, "is_elsewhere", lambda address: address == run.address)
     first = FlatModel(1)
-    began_s = time.monotonic()
     with pytest.raises(ConfigError, match="which only its own machine reaches"), driver(run, first):
         pass
-    assert time.monotonic() - began_s < 3.0
     assert len(run.leaves) == 1
     with pytest.raises(ConfigError, match="which only its own machine reaches"):
-        fetch_version(run.address, None, "reader", INSECURE, deadline_s=5.0)
+        fetch_version(run.address, None, "reader", INSECURE, deadline_s=NO_LIMIT_S)
 
 
 def test_refusals_on_the_data_port_are_waited_out(run: RunForWorkers) -> None:
-    began_s = time.monotonic()
-    refusal = Refusal(RefusalCode.UNKNOWN_PUSH, "no staging is open", 0.2)
+    refusal, asked = Refusal(RefusalCode.UNKNOWN_PUSH, "no staging is open", 0.2), itertools.count()
     model = FlatModel(1)
     with driver(run, model) as client:
-        run.slaves[0].hook = lambda header: refusal if time.monotonic() < began_s + 0.5 else None
+        run.slaves[0].hook = lambda header: refusal if next(asked) < 3 else None
         train(client, model, 4)
+        assert next(asked) > 3
         assert client.version == Version(1, 1)
 
 
@@ -278,33 +275,26 @@ def test_refusals_on_the_data_port_are_waited_out(run: RunForWorkers) -> None:
 
 
 def test_training_goes_on_while_the_master_is_down(run: RunForWorkers) -> None:
-    run.settings = replace(run.settings, verdict_wait_s=60.0)
+    run.settings = replace(run.settings, verdict_wait_s=NO_LIMIT_S)  # a step that waited for it would not end
     model = FlatModel(1)
     with driver(run, model) as client:
         run.down()
-        longest_s = 0.0
-        for _ in range(40):
-            began_s = time.monotonic()
-            train(client, model, 1)
-            longest_s = max(longest_s, time.monotonic() - began_s)
-            time.sleep(0.01)
-        assert longest_s < 50, "one call's deadline, and never as long as a verdict is waited for"
+        train(client, model, 40)
         assert client.version == Version(1, 0)
         run.up()
-        while client.version == Version(1, 0):
-            client.step(TOKENS)
-            time.sleep(0.01)
+        until_version_changes(client)
         assert run.pushes[0].steps == 4, "the push is the one that was frozen"
 
 
 def rejoined(client: ClusterShell, model: FlatModel) -> None:
     """Train until the cluster has become another incarnation."""
     before = client.incarnation
-    end_s = time.monotonic() + 120
-    while client.incarnation == before:
-        assert time.monotonic() < end_s, "it did not join again"
+
+    def is_another() -> bool:
         train(client, model, 1)
-        time.sleep(0.01)
+        return client.incarnation != before
+
+    until(is_another, "it joins again", lambda: client.phase)
 
 
 def test_a_restarted_master_is_joined_again_and_nothing_is_lost(run: RunForWorkers) -> None:
@@ -338,7 +328,7 @@ def test_heartbeats_flow_while_the_training_thread_is_busy(run: RunForWorkers) -
         train(client, model, 5)
         before = len(run.beats)
         # The training thread is here, and not in the driver.
-        run.wait_for(lambda: len(run.beats) - before >= 5, within_s=90.0)
+        run.wait_for(lambda: len(run.beats) - before >= 5)
         train(client, model, 1)
         run.wait_for(lambda: any(beat.steps == 6 for beat in run.beats[-1:]))
         beat = run.beats[-1]
@@ -354,7 +344,7 @@ def test_a_master_that_hangs_is_hung_up_on_and_beaten_again(run: RunForWorkers) 
     def hook(method: str, request: object) -> None:
         if method == "Heartbeat" and not hung.is_set():
             hung.set()
-            release.wait(20)
+            release.wait(NO_LIMIT_S)
 
     with driver(run, FlatModel(1)):
         run.hook = hook
@@ -378,8 +368,9 @@ def test_the_measured_speed_is_of_computing_alone(run: RunForWorkers) -> None:
         for _ in range(8):
             time.sleep(0.02)
             train(client, model, 1)
-        assert time.monotonic() - began_s > 8 * 0.02 + 1.8, "two verdicts were waited for"
-        assert client.steps_per_s > 5, "with the waits it would be 4 at most"
+        took_s = time.monotonic() - began_s
+        assert took_s > 8 * 0.02 + 1.8, "two verdicts were waited for"
+        assert client.steps_per_s > 1.05 * 8 / took_s, "the waits do not count"
 
 
 def test_the_masters_stop_ends_the_loop_with_the_last_version(run: RunForWorkers) -> None:
@@ -389,9 +380,12 @@ def test_the_masters_stop_ends_the_loop_with_the_last_version(run: RunForWorkers
         last = FlatModel(11).theta
         run.publish(last)
         run.stop = True
-        while not client.done:
+
+        def ends() -> bool:
             train(client, model, 1)
-            time.sleep(0.01)
+            return client.done
+
+        until(ends, "the loop's end", lambda: client.phase)
         assert np.array_equal(model.theta, last)
         assert client.version == Version(1, 1)
         assert client.exit_reason == "the run has ended"
@@ -436,13 +430,11 @@ def test_when_an_install_fails_the_cluster_still_says_good_bye(
 
 
 def test_close_without_a_master_is_quick(run: RunForWorkers) -> None:
-    client = driver(run, FlatModel(1), leave_wait_s=90.0)
+    client = driver(run, FlatModel(1), leave_wait_s=NO_LIMIT_S)
     client.start()
     run.down()
-    began_s = time.monotonic()
+    client.close()  # the first call that fails is the last
     client.close()
-    client.close()
-    assert time.monotonic() - began_s < 40, "the first call that fails is the last"
 
 
 # ---- refusals ----
@@ -536,11 +528,11 @@ def test_the_tape_tells_the_story_of_a_round(run: RunForWorkers, tmp_path: Path)
 
 def test_a_reader_fetches_the_newest_or_a_named_version(run: RunForWorkers) -> None:
     run.publish(FlatModel(8).theta)
-    newest = fetch_version(run.address, "run", "eval", INSECURE, deadline_s=10)
+    newest = fetch_version(run.address, "run", "eval", INSECURE, deadline_s=NO_LIMIT_S)
     assert newest.version == Version(1, 1)
     assert newest.layout == LAYOUT
     assert newest.flat.tobytes() == FlatModel(8).theta.tobytes()
-    named = fetch_version(run.address, None, "eval", INSECURE, version=Version(1, 0), deadline_s=10)
+    named = fetch_version(run.address, None, "eval", INSECURE, version=Version(1, 0), deadline_s=NO_LIMIT_S)
     assert named.flat.tobytes() == FlatModel(7).theta.tobytes()
     run.wait_for(lambda: len(run.released) == 2)
     assert all(request.reader for request in run.released)
@@ -559,10 +551,10 @@ def test_a_reader_renews_its_pin_while_bytes_arrive_and_releases_the_one_that_it
 
     def wait(header: DataHeader) -> None:
         if len(run.slaves[0].heard) > 4:
-            assert renewed.wait(20)
+            assert renewed.wait(NO_LIMIT_S)
 
     run.hook, run.slaves[0].hook = note, wait
-    fetched = fetch_version(run.address, "run", "eval", INSECURE, deadline_s=10)
+    fetched = fetch_version(run.address, "run", "eval", INSECURE, deadline_s=NO_LIMIT_S)
     assert np.array_equal(fetched.flat, FlatModel(7).theta)
     first, *again = run.pulls
     assert (first.exact, first.pin_id) == (False, 0)
@@ -591,7 +583,7 @@ def test_a_reader_waits_for_a_version_and_says_what_it_waited_for(run: RunForWor
         fetch_version(run.address, "run", "eval", INSECURE, at_least=Version(1, 5), deadline_s=0.4)
     publisher = threading.Timer(0.3, lambda: run.publish(FlatModel(9).theta))
     publisher.start()
-    fetched = fetch_version(run.address, "run", "eval", INSECURE, at_least=Version(1, 1), deadline_s=10)
+    fetched = fetch_version(run.address, "run", "eval", INSECURE, at_least=Version(1, 1), deadline_s=NO_LIMIT_S)
     assert np.array_equal(fetched.flat, FlatModel(9).theta)
     publisher.join()
 
@@ -600,7 +592,7 @@ def test_a_reader_is_told_when_a_version_is_gone(run: RunForWorkers) -> None:
     run.publish(FlatModel(8).theta)
     del run.slaves[0].versions[Version(1, 0)]
     with pytest.raises(Refused, match="not kept"):
-        fetch_version(run.address, "run", "eval", INSECURE, version=Version(1, 0), deadline_s=5)
+        fetch_version(run.address, "run", "eval", INSECURE, version=Version(1, 0), deadline_s=NO_LIMIT_S)
 
 
 def test_a_reader_without_a_master_says_so() -> None:
