@@ -32,7 +32,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, help="else all files of process tests")
     parser.add_argument("--no-stress", action="store_true", help="the machine is loaded already")
-    parser.add_argument("--long", action="store_true", help="also tests that take minutes (--faults --endurance)")
+    parser.add_argument("--long", action="store_true", help="also what has the mark `long`")
     parser.add_argument("--times", type=int, default=TIMES, help=f"in a row (default {TIMES})")
     parser.add_argument("--again", action="store_true", help="forget what passed before")
     wish = parser.parse_args()
@@ -47,7 +47,7 @@ def main() -> int:
             key = f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
             while (passed := notes.get(key, 0)) < wish.times:
                 begun_s = time.monotonic()
-                code = passes(file, ["--faults", "--endurance"] if wish.long else [])
+                code = passes(file, ["--long"] if wish.long else [])
                 print(
                     f"{name}: {'passed' if not code else 'FAILED'} after {time.monotonic() - begun_s:.0f} s", flush=True
                 )

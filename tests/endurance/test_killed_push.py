@@ -46,7 +46,7 @@ def settled(slave: BulkPort) -> int:
     return counts[-1]
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(KILLS, marks=pytest.mark.endurance)])
+@pytest.mark.parametrize("kills", [2, pytest.param(KILLS, marks=pytest.mark.long)])
 def test_what_has_arrived_is_never_sent_again(kills: int) -> None:
     rng = random.Random(kills)
     arrived: list[int] = []

@@ -9,7 +9,7 @@ import pytest
 from support.byte_model_ranks import NO_MERGE, ROUNDING, check_resumption, losses, losses_of_one, start_alone
 from support.trainer_run import Processes
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.endurance]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """kill -9 of random processes at random moments, often of two at once: the run goes on, and nothing counts twice.
 
-One seed runs always; `pytest --faults tests/faults` (or `make faults`) plays KILL_SEEDS seeds, 8 unless set. Kills at a
-known failpoint: test_fault_matrix.py.
+One seed runs always; the long tier plays KILL_SEEDS seeds, 8 unless set. Kills at a known failpoint:
+test_fault_matrix.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOMENT_S = 0.8
 TWO_SHARE = 0.3
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(1, SEEDS))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, SEEDS))])
 def test_a_run_survives_its_kills(seed: int, fork_server: ForkServer, tmp_path: Path) -> None:
     rng, directory = random.Random(seed), tmp_path / "run"
     order = rng.sample(NAMES, len(NAMES))

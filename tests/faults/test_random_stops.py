@@ -24,7 +24,7 @@ PAUSE_S = 0.6
 TWO_SHARE = 0.3
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(int(os.environ.get("STOP_RUNS", "2"))))
 def test_a_run_survives_random_stops(number: int, fork_server: ForkServer, tmp_path: Path) -> None:
     seed = int(os.environ.get("STOP_SEED") or random.SystemRandom().randrange(1_000_000))

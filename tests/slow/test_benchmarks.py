@@ -82,7 +82,7 @@ def leaves(found: object, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.endurance] if name in RARE else []) for name in SMALL]
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in RARE else []) for name in SMALL]
 )
 def test_a_small_one_runs_and_measures(name: str, tmp_path: Path) -> None:
     found = report(name, tmp_path)
