@@ -13,9 +13,9 @@ READY, WAITING, DONE, FAILED = Health.READY, Health.WAITING, Health.DONE, Health
 TRUE = {"status": "True"}
 
 
-def of_pods(kind: str, wanted: int | None, generation: int = 1, **status: Any) -> dict[str, Any]:
+def of_pods(kind: str, wanted: int | None, **status: Any) -> dict[str, Any]:
     spec = {} if wanted is None else {"replicas": wanted}
-    return {"kind": kind, "metadata": {"generation": generation}, "spec": spec, "status": status}
+    return {"kind": kind, "metadata": {"generation": 1}, "spec": spec, "status": status}
 
 
 def job(kind: str = "Job", suspend: bool = False, **status: Any) -> dict[str, Any]:
