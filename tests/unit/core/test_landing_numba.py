@@ -18,7 +18,6 @@ from dips.core.math.outer_numpy import PIECE_ELEMS, n_pieces
 from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
 
 F32 = NDArray[np.float32]
-U8 = NDArray[np.uint8]
 
 LENGTHS = [
     *(1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 59, 60, 61, 64, 100, 255, 256, 257, 271, 272, 273, 300, 511, 512, 513, 1000),
@@ -170,14 +169,3 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
     with pytest.raises(ValueError, match="into 32, read-only"):
         landing_numba.copy_chunk(read_only.data, bytes(32))
     assert np.all(into == 7.0)
-
-
-def test_warm_up_compiles_everything_for_one_type_each() -> None:
-    landing_numba.warm_up()
-    kernels: list[Any] = [landing_numba.land, landing_numba.land_measured, landing_numba.copy_hashed]
-    kernels += [landing_numba.land_difference, landing_numba.land_difference_measured]
-    before = [kernel.signatures for kernel in kernels]
-    assert all(len(signatures) > 0 for signatures in before)
-    landing_numba.land_chunk(Codec.INT4, np.zeros(3, np.float32), bytes(6), np.zeros(3, np.float32))
-    landing_numba.copy_chunk(np.zeros(3, np.float32).data, bytearray(12))
-    assert [kernel.signatures for kernel in kernels] == before

@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from support.dips_command import environment
 from support.master_bench import Bench
-from support.repository import ROOT, SOURCE, modules
 
 from dips.core.errors import RefusalCode, Refused
-from dips.core.machine import MachineHistory, Phase, tables
+from dips.core.machine import MachineHistory, Phase
 from dips.core.net.data_header import DataHeader
-from dips.core.observe.seen import LOG_VARIABLE, Seen, arrows_of, codes, read_log, refuses, report
+from dips.core.observe.seen import Seen, report
 from dips.master.state.records import SLAVE_TABLE, SlavePhase
 
 HELLO = ("slave", "ABSENT", "hello", "ATTACHED")
-SCRIPT = """
-from support.master_bench import Bench
-from dips.core.observe import failpoints
-from dips.core.net.data_header import DataHeader
-from dips.core.errors import RefusalCode, Refused
-from dips.core.machine import MachineHistory, Phase
-from dips.master.state.records import PUSH_TABLE, PushPhase
-failpoints.install("master")
-failpoints.install("master")
-Bench().running("a")
-Phase(PUSH_TABLE, MachineHistory()).move("aborted", PushPhase.DECIDED, 0.0)
-for _ in range(2):
-    try:
-        DataHeader.decode(b"\\xff")
-    except Refused:
-        pass
-Refused(RefusalCode.KEY, "made here")
-"""
 
 
 def refuse() -> None:
@@ -70,57 +44,3 @@ def test_the_report_counts_what_was_seen_and_lists_what_never_was() -> None:
     assert never.startswith(f"transitions never taken: {len(SLAVE_TABLE.arrows()) - 1} (slave ATTACHED > ABSENT upon ")
     assert refusals.startswith("refusals raised: MALFORMED 1; never: PROTOCOL_VERSION, RUN_ID, ")
     assert "UNSPECIFIED" not in refusals
-
-
-def test_every_module_of_the_product_that_refuses_is_counted() -> None:
-    # The simulator's hosts refuse in the place of real ones; refusals of a peer are only passed on, also what a master
-    # would say that lets nobody in without keys. In protos, the generator only writes one.
-    passed_on = ["dips.core.net.grpc_calls", "dips.worker.control"]
-    found = [
-        ".".join(("dips", *path.relative_to(SOURCE).with_suffix("").parts))
-        for path in modules()
-        if re.search(r"\bRefused\(RefusalCode\.", path.read_text())
-        and path.relative_to(SOURCE).parts[0] not in ("sim", "protos")
-    ]
-    assert {"dips.core.layout", "dips.local.supervisor", "dips.master.access", "dips.slave.ring"} <= set(found)
-    assert [name for name in found if not refuses(name)] == passed_on
-
-
-def test_processes_note_each_thing_once_in_one_file(tmp_path: Path) -> None:
-    log = tmp_path / "seen.log"
-    added = {LOG_VARIABLE: str(log), "PYTHONPATH": str(ROOT / "tests")}
-    for _ in range(2):
-        subprocess.run([sys.executable, "-c", SCRIPT], env=environment(added), check=True, timeout=60)
-    lines = log.read_text().splitlines()
-    assert len(lines) == 2 * len(set(lines)), "each process wrote each line once"
-    seen = read_log(log.read_text())
-    assert seen.arrows[HELLO] == seen.refusals["MALFORMED"] == 2
-    assert ("push", "TICKETED", "aborted", "DECIDED") not in seen.arrows, "a test walked that by hand"
-    assert "KEY" not in seen.refusals, "a test made that"
-
-
-def everything() -> list[str]:
-    import dips.sim.seed_run  # noqa: F401
-
-    known = [table for table in tables() if table.name != "door"]
-    return [*(json.dumps(("transition", *a)) for a in arrows_of(known)), *(json.dumps(("refusal", c)) for c in codes())]
-
-
-@pytest.mark.parametrize("missing", ["", '["refusal", "FROZEN"]', json.dumps(("transition", *HELLO))])
-def test_what_no_test_saw_fails_the_check_by_name(tmp_path: Path, missing: str) -> None:
-    log = tmp_path / "seen.log"
-    log.write_text("".join(f"{line}\n" for line in everything() if line != missing))
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "seen.py", log], env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == (1 if missing else 0), done.stdout + done.stderr
-    unseen = [line for line in done.stdout.splitlines() if line.startswith("no test saw ")]
-    assert len(unseen) == bool(missing)
-    assert all(word in unseen[0] for word in json.loads(missing)) if missing else True
-
-
-def test_a_log_that_is_not_there_is_said(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "seen.py", tmp_path / "none"], capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, "run the tests with DIPS_SEEN_LOG=" in done.stderr) == (2, True)
