@@ -159,15 +159,6 @@ def test_a_wrong_line_of_a_file_is_named(tmp_path: Path, line: str, wanted: str)
     assert sentence(path).startswith(f"{path} [oven]: {wanted}")
 
 
-def test_a_wrong_variable_is_named() -> None:
-    assert sentence(environment={"DIPS_OVEN_SHELVES": "many"}).startswith(
-        "environment DIPS_OVEN_SHELVES: shelves = 'many': "
-    )
-    assert sentence(environment={"DIPS_OVEN_SHELVS": "1"}) == (
-        "environment DIPS_OVEN_SHELVS: 'shelvs' is not a setting; did you mean 'shelves'?"
-    )
-
-
 def test_all_wrong_settings_are_named_at_once() -> None:
     lines = sentence(shelves=0, share=2.0, room_bytes="x").splitlines()
     assert [line.split(" = ")[0] for line in lines] == [

@@ -87,21 +87,6 @@ def test_landing_is_checksum_copy_and_sums(kernels: Any, n_elems: int, shift_ele
             assert target.rest_is_untouched()
 
 
-@given(
-    n_elems=st.integers(1, 3000), shift_elems=st.integers(0, 16), shift_bytes=st.integers(0, 64), seed=st.integers(0, 9)
-)
-def test_any_length_at_any_address(n_elems: int, shift_elems: int, shift_bytes: int, seed: int) -> None:
-    values = np.random.default_rng(seed).standard_normal(n_elems).astype(np.float32)
-    payload, target = frame(values.tobytes(), shift_bytes), Target(n_elems, shift_elems)
-    squared, expected = np.empty(1), np.empty(1)
-    outer_numpy.measure_landed(values, THETA[:n_elems], expected)
-    right = (xxhash.xxh3_64_intdigest(payload), 0)
-    assert landing_numba.land_chunk(Codec.F32, target.values, payload, None, THETA[:n_elems], squared) == right
-    assert squared[0] == expected[0]
-    assert same_bits(target.values, values)
-    assert target.rest_is_untouched()
-
-
 @pytest.mark.parametrize("codec", sorted(DIFFERENCES))
 @pytest.mark.parametrize("n_elems", [1, 63, 64, 65, 1000, PIECE_ELEMS + 1])
 @pytest.mark.parametrize("kernels", [landing_numba, Interpreted(landing_numba)], ids=["compiled", "interpreted"])

@@ -18,9 +18,7 @@ from safetensors.numpy import load_file
 from dips.core.errors import ConfigError, RefusalCode, Refused
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
-from dips.master.config import MasterConfig
 from dips.slave import disk as durable
-from dips.slave.config import SlaveConfig
 from dips.slave.ring import SnapshotStore
 from dips.slave.snapshot_files import HEADER_BYTES, Manifest, decode, encode, file_bytes
 
@@ -305,29 +303,6 @@ def test_the_ring_is_made_at_once_at_full_size_and_never_grows(store: SnapshotSt
         path: status.st_ino for path, status in sizes.items()
     }
     assert [found.version.v for found in store.ring.infos()] == [8, 7, 6, 5]
-
-
-def test_the_newest_committed_ones_stay_and_orphan_shadows_go(store: SnapshotStore) -> None:
-    for v in range(5):
-        write(store, 90 + v, commit=False)
-        store.ring.close_round()
-        current = write(store, v)
-        assert store.ring.tidy(current) == []
-        assert all(found.committed for found in store.ring.infos())
-    assert [found.version.v for found in store.ring.infos()][:3] == [4, 3, 2]
-
-
-def test_the_newest_version_of_a_disk_that_lags_stays_on_the_others(tmp_path: Path) -> None:
-    """Durability async, defaults of master and slave: it is what the run goes back to when that slave dies."""
-    lag, kept = (
-        of.model_fields[name].default
-        for of, name in ((MasterConfig, "async_lag_versions"), (SlaveConfig, "snapshots_kept"))
-    )
-    store = made_store(tmp_path, kept=kept)
-    for v in range(lag + 2):  # a round begins while the disk is `lag` versions behind, and makes one more
-        write(store, v)
-    assert info(0).version in [found.version for found in store.ring.infos() if found.committed]
-    store.close()
 
 
 def test_the_current_one_stays_even_if_it_is_not_the_newest(tmp_path: Path) -> None:
