@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.whole_run import WholeRun, wait_until
+from support.waiting import until
+from support.whole_run import WholeRun
 
 from dips.local.authority import ensure_keys
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_keys_of_the_data_flow_last_as_long_as_their_process(tmp_path: Path) -> None:
     """They stand on no disk: a slave's next life has another one, and a restarted master hears all of them anew."""
     keys = tmp_path / "keys"
@@ -23,7 +24,7 @@ def test_keys_of_the_data_flow_last_as_long_as_their_process(tmp_path: Path) -> 
         for victim, start in starts.items():
             run.kill(victim)
             start()
-            wait_until(lambda: run.version() > 0, "nothing is published again")
+            until(lambda: run.version() > 0, "nothing is published again")
             run.wait_for_version(run.version() + 2)
         for cluster in clusters:
             cluster.driver.request_stop()
