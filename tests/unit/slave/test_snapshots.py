@@ -436,6 +436,10 @@ def test_a_promise_is_durable_and_never_sinks(tmp_path: Path) -> None:
         store.promise.save(4)
     with closing(open_store(tmp_path)) as store:
         assert store.promise.epoch == 5
+    file = tmp_path / "promise.json"
+    file.write_text(file.read_text().replace("5", "6", 1))
+    with pytest.raises(ConfigError, match="not written by a slave"):
+        open_store(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "[" * 4000, '{"promised_epoch": "5"}', '{"promised_epoch": -1}'])
