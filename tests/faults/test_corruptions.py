@@ -1,6 +1,6 @@
 """A finished run with leases, an archive and a -wal file: whatever is changed in its files, `dips verify` says.
 
-What can go wrong with any run is in tests/unit/judge/test_recorded_run.py; all single bits with `--faults`.
+What can go wrong with any run is in tests/unit/judge/test_recorded_run.py; all single bits with `--long`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_each_corruption_of_a_long_run_is_said_by_name(run: Path, corruption: Co
     assert corruption.finds in said
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.parametrize("kind", sorted(_firsts))
 def test_the_command_says_so_too(recorded: Path, tmp_path: Path, kind: str) -> None:
     for corruption in _firsts[kind]:
@@ -110,7 +110,7 @@ def is_of_an_earlier_kill(run: Path, before: object, after: object) -> bool:
     return bool(kept) and kept == records[: len(kept)] and kept[-1][0] >= journaled
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.parametrize("flips", FLIPS, ids=lambda item: item.kind)
 def test_every_single_bit_that_changed_a_file_is_found(recorded: Path, tmp_path: Path, flips: Flips) -> None:
     """Each in the file as it was recorded; most are judged here, the first two by the command."""

@@ -293,7 +293,7 @@ def test_a_loop_that_interrupts_its_wait_and_goes_on_changes_nothing_of_its_push
 
 
 @pytest.mark.usefixtures("common")
-@pytest.mark.parametrize("kind", [FlatModel, LiveModel])
+@pytest.mark.parametrize("kind", [LiveModel])
 def test_training_that_goes_on_while_a_version_lands_keeps_its_steps(run: RunForWorkers, kind: type[FlatModel]) -> None:
     """In the waiting mode a pull lands where theta_at_push was; when the wait is over first, that is saved in time."""
     run.settings = replace(run.settings, verdict_wait_s=0.5)

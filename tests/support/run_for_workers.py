@@ -243,12 +243,15 @@ class RefuseCall(Exception):
 class RunForWorkers:
     """Master and two slaves. `decide(push_id)` gives each push its verdict's kind; None: not decided yet."""
 
+    slave_kind: type[DataSlave] = DataSlave
+
     def __init__(self, settings: Settings | None = None, theta: F32 | None = None, *, layout: Layout = LAYOUT) -> None:
         """theta: of the version that is published already; None: the first cluster seeds the run."""
         half = len(layout.blocks) // 2
         indices = tuple(0 if block.block_id < half else 1 for block in layout.blocks)
         self.layout = layout
-        self.slaves = [DataSlave(f"s{i}", [b for b in layout.blocks if indices[b.block_id] == i]) for i in range(2)]
+        blocks = [[b for b in layout.blocks if indices[b.block_id] == i] for i in range(2)]
+        self.slaves = [self.slave_kind(f"s{i}", own) for i, own in enumerate(blocks)]
         self._indices = indices
         self.settings = settings or Settings(
             sync_every_steps=4, heartbeat_s=0.05, verdict_wait_s=5.0, chunk_bytes=CHUNK_BYTES, window_chunks=4

@@ -108,14 +108,14 @@ def test_the_first_cluster_seeds_with_no_work_and_pulls_what_became_of_it() -> N
     assert life.phase is SessionPhase.TRAINING
 
 
-def test_an_aborted_seed_is_pushed_again_under_a_new_number() -> None:
+@pytest.mark.parametrize("stage", ["begin", "finish", "await"])
+def test_an_aborted_seed_is_pushed_again_under_a_new_number(stage: str) -> None:
     life = ClusterBench()
     life.published = None
     life.say(Started())
     life.join(seed=True)
-    life.sent(life.ticket())
-    life.admitted()
-    life.decide(VerdictKind.ABORTED)
+    life.goes_on(stage)
+    life.judged(stage, life.verdict(VerdictKind.ABORTED))
     request = life.asked(BeginPushRequest)
     assert (request.seq, request.base) == (2, None)
 

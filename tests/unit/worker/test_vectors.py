@@ -88,6 +88,14 @@ def at_base(theta: float = 1.0) -> tuple[Flat, Vectors]:
     return store, vectors
 
 
+def test_replacing_keeps_every_bit() -> None:
+    odd = np.array([-0.0, 1e-45, np.inf, -np.inf, np.nan, 1.0], np.float32)
+    store, vectors = at_base()
+    vectors.landing()[:] = odd
+    vectors.install(store, InstallMode.REPLACE)
+    assert store.theta.tobytes() == vectors.base.tobytes() == odd.tobytes()
+
+
 def test_two_vectors_do_while_training_waits() -> None:
     store, vectors = at_base()
     for v in range(2, 6):

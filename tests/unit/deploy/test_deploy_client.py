@@ -395,10 +395,13 @@ def test_another_number_of_slaves_is_for_scale(here: StandIn, small: Path, capsy
 def test_delete_leaves_volumes_until_told_otherwise(
     here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    small.write_text(f'{small.read_text()}checkpoint_volume = "10 GiB"\n')
     assert deploy("apply", small, *APPLY) == 0
     assert deploy("delete", small, "--yes") == 0
     assert {kind for _, kind, _ in here.objects} == {"Namespace", "PersistentVolumeClaim"}
-    assert "3 volumes stay" in capsys.readouterr().out
+    names = [*(f"state-small-{pod}" for pod in ("master-0", "slave-0", "slave-1")), "small-cluster-a"]
+    assert here.of_kind("PersistentVolumeClaim") == sorted(names)
+    assert "4 volumes stay" in capsys.readouterr().out
     assert deploy("delete", small, "--yes", "--delete-volumes") == 0
     assert {kind for _, kind, _ in here.objects} == {"Namespace"}
 

@@ -23,20 +23,12 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pull", "push", "BF16", "INT8", "pull INT8", "pull INT4"])
-def test_right_answers(kind: str) -> None:
+def test_right_answers_and_hostile_ones(kind: str) -> None:
     transfers = Transfers(kind, 1)
     transfers.run(n_hostile=0)
     assert transfers.n_done == 1
-
-
-@pytest.mark.parametrize("kind", ["pull", "push", "INT8", "pull INT4"])
-def test_hostile_answers(kind: str) -> None:
-    n_answers = 0
-    for seed in range(4 if kind.startswith("pull") else 8):
-        transfers = Transfers(kind, seed)
-        transfers.run(n_hostile=100)
-        n_answers += transfers.n_answers
-    assert n_answers > 150
+    transfers.run(n_hostile=100)
+    assert transfers.n_answers > 60
 
 
 def every_answer(columns: object, lane: int, texts: object, scratch: object, numbers: object) -> int:
