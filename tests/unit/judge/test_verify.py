@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.forge import Record, as_of_schema_2, edit_journal, journal_sql
+from support.forge import Record, as_of_schema_2, edit_journal, edit_tape, journal_sql
 from support.history import Change, Script, changed, nth, usual_run, write_run
 
 from dips.cli import main
@@ -193,11 +193,18 @@ def test_a_torn_last_line_is_left_out(run: Path) -> None:
     assert verify_run(run).ok
 
 
+def slave_tape(run: Path) -> Path:
+    return run / "slaves" / "s0" / "s0.tape.jsonl"
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         (lambda run: add_to(run / "slaves" / "s0" / "s0.tape.jsonl", "rubbish\n{}\n"), "is not an event"),
         (lambda run: (run / "master" / FILE_NAME).unlink(), "has no master's journal"),
+        (lambda run: edit_journal(run / "master", lambda records: records[3].pop("kind")), "has no kind"),
+        (lambda run: edit_tape(slave_tape(run), lambda lines: lines[1].update(wall_s="x")), "is not an event"),
+        (lambda run: edit_tape(slave_tape(run), lambda lines: lines[1].pop("cause")), "is not an event"),
     ],
 )
 def test_what_cannot_be_read_is_the_operators_to_mend(
