@@ -24,7 +24,6 @@ PROGRAM = {"/app/fsdp_loop.py": [str(ROOT / "examples" / "fsdp_loop.py")]}
 RANKS = (
     'id = "a"\nnodes = 2\ntorchrun = true\nrestarts = 1\nimage = "mine:1"\ncommand = ["python", "/app/fsdp_loop.py"]'
 )
-TRAINER = 'id = "a"\nnodes = 2\nparallel = "fsdp=2"'
 WAIT_S = 60.0
 """For torch to start in each of two pods, twice."""
 
@@ -41,19 +40,14 @@ def free_node_port() -> int:
 
 
 @pytest.fixture
-def cluster() -> str:
-    return RANKS
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str) -> Iterator[tuple[StandIn, Path, int]]:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StandIn, Path, int]]:
     """A stand-in with the objects of a deployment, its file, and the port at which its master is to be."""
     port = free_node_port()
     changes = {
         '"small"': '"test"',  # the run's name
         "192.0.2.7": "127.0.0.1",
         "slaves = 2": f"slaves = 2\nmaster_port = {port}\ndata_port = {port + 1 if port < 32000 else 30000}",
-        'id = "a"': cluster,
+        'id = "a"': RANKS,
     }
     file = written(tmp_path, SMALL, changes)
     with_keys(file)
@@ -102,27 +96,3 @@ def test_a_wrong_setting_fails_the_job_and_starts_no_pod_again(here: tuple[Stand
         until(fails, "the end of the Job", WAIT_S, job.pods[0].log)
         assert job.failed.endswith("ended with 2"), job.logs()
         assert len(job.pods) == 2
-
-
-@pytest.mark.endurance
-@pytest.mark.parametrize("cluster", [TRAINER], ids=["fsdp=2"])
-def test_ranks_of_the_trainer_that_comes_along_train_in_two_pods(
-    here: tuple[StandIn, Path, int], tmp_path: Path
-) -> None:
-    stand_in, _, port = here
-    directory = tmp_path / "run"
-    with (
-        WholeRun(directory, keys=tmp_path / "keys", listen=f"127.0.0.1:{port}", sync_every=2, tk_max=20_000) as whole,
-        JobPlayer(stand_in, "test-cluster-a", tmp_path, {}, DIPS_WORKER_TAPE=str(directory / "a.jsonl")) as job,
-    ):
-
-        def is_over() -> bool:
-            job.tick()
-            assert not job.failed, f"{job.failed}\n{job.logs()}"
-            return job.complete
-
-        until(is_over, "the end of the run", 2 * WAIT_S, job.pods[0].log)
-        assert len(job.pods) == 2
-        assert whole.status().tokens >= 20_000
-    done = dips("verify", directory)
-    assert done.returncode == 0, done.stdout + done.stderr

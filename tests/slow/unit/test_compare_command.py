@@ -48,13 +48,9 @@ def test_the_list_names_methods_with_their_settings_and_set_ups(capsys: pytest.C
     for name in (*METHODS, *(f"set-up {name}" for name in shipped())):
         assert name in out
     assert "--preset safe" in out
-
-
-def test_the_list_is_there_for_programs_too(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = told(capsys, "--list", "--json")
-    assert code == 0
     plain = json.loads(out)
-    assert list(plain["methods"]) == list(METHODS)
+    assert (code, list(plain["methods"])) == (0, list(METHODS))
     assert plain["methods"]["safe"]["flags_of_master"] == ["--overlap none", "--preset safe"]
     assert plain["setups"]["small"]["clusters"]["gaps"] == [0.0, 0.16, 0.33, 0.5]
 
@@ -84,18 +80,13 @@ def test_what_is_said_is_what_is_run(
     assert "x30, into pushes of cluster a" in out
 
 
-def test_data_parallel_alone_has_no_empty_table(
+def test_all_are_all_and_one_alone_has_no_empty_table(
     tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, _ = told(capsys, "--methods", "dp", "--run-dir", tmp_path)
-    assert code == 0
-    assert "held-out loss after" in out
-    assert "rounds and pushes" not in out
-
-
-def test_all_are_all(tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, "--methods", "all", "--run-dir", tmp_path)[0] == 0
     assert [job.method for job in asked] == list(METHODS)
+    code, out, _ = told(capsys, "--methods", "dp", "--run-dir", tmp_path)
+    assert (code, "held-out loss after" in out, "rounds and pushes" in out) == (0, True, False)
 
 
 def test_files_and_json(tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,11 @@ import pytest
 from support.run_status import cluster_status, run_status
 
 from dips.core.clock import ManualClock
-from dips.core.errors import ConfigError, FatalError
+from dips.core.errors import TERMINATED, ConfigError, FatalError
 from dips.core.messages import StatusReply
 from dips.local.demo import DemoOptions, make_plan, train_settings
-from dips.local.local_run import STATUS_EVERY_S, LocalRun
+from dips.local.local_run import LAUNCH_TAPE, STATUS_EVERY_S, LocalRun
+from dips.local.log_files import records, tape_path
 from dips.local.processes import EVALUATOR, MASTER
 from dips.local.run_directory import DEMO, Mark, claim
 from dips.local.supervisor import ChildEvent, ProcessSupervisor
@@ -164,3 +165,19 @@ def test_a_run_that_has_ended_is_not_begun_again(watched: Watched, changes: dict
 def test_a_run_that_has_ended_at_its_limit_needs_a_larger_one(watched: Watched, extend: bool) -> None:
     with pytest.raises(ConfigError, match=r"has ended after 1000000 tokens: raise tk_max \(1000000\) above that"):
         watched.run._refuse_ended_run(run_status(stopping=True, tokens=1_000_000), extend)
+
+
+def test_the_end_of_a_process_is_told_unless_it_was_asked_to_end(tmp_path: Path) -> None:
+    said: list[str] = []
+    wish = DemoOptions(run_dir=tmp_path / "run", clusters=1)
+    with claim(wish.run_dir, Mark("demo", DEMO, "dips demo")) as directory:
+        plan = make_plan(wish, train_settings(wish), 1)
+        with LocalRun(plan, directory, ManualClock(), said.append) as run:
+            for kind, code in (("stopped", 0), ("stopped", TERMINATED), ("stopped", 1), ("ended", 0), ("failed", 1)):
+                run._child_event(ChildEvent("a", kind, 2, 7, code, f"{kind} {code}"))
+        kept = [record for record in records(tape_path(directory.path, LAUNCH_TAPE)) if "child" in record]
+    assert said == ["a: stopped 1", "a: ended 0", "a: failed 1"]
+    assert [(one["kind"], one["child"], one["life"], one["pid"], one["code"]) for one in kept][1:3] == [
+        ("child_stopped", "a", 2, 7, TERMINATED),
+        ("child_stopped", "a", 2, 7, 1),
+    ]

@@ -64,6 +64,15 @@ def test_metrics_are_served_where_the_file_says_so(tmp_path: Path) -> None:
     assert plan.slaves[0].metrics_listen == "127.0.0.1:9400"
 
 
+def test_a_form_of_log_lines_that_was_asked_for_is_that_of_all(tmp_path: Path) -> None:
+    clusters = '[[clusters]]\nid = "a"\n[[clusters]]\nid = "b"\ncommand = ["x"]\n'
+    file = write(tmp_path, HEAD + '[master]\nlog_format = "human"\n' + clusters)
+    _, plan = read_run_file(file, log_format="json")
+    assert {plan.master.log_format, plan.slaves[0].log_format, plan.clusters[0].client.log_format} == {"json"}
+    assert plan.log_format == "json"
+    assert plan.clusters[1] == OwnCluster("b", ("x",))
+
+
 def test_a_run_without_clusters_is_for_loops_of_ones_own(tmp_path: Path) -> None:
     _, plan = read_run_file(write(tmp_path, HEAD))
     assert (plan.clusters, plan.evaluate, plan.slave_ids) == ((), None, ["s0"])
