@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import pytest
+from support.run_status import run_status
 
 from dips.cli import demo as command_demo
 from dips.cli import main, warm_up
 from dips.cli import verify as command_verify
 from dips.cli.demo import own_model
 from dips.cli.up import how_to_join
+from dips.core.messages import StatusReply
 from dips.judge.invariants.checker import Violation
 from dips.judge.replay import Replayed
 from dips.judge.story import Story
 from dips.judge.verify import NOT_APPLICABLE, OK, VIOLATED, PromiseRow, VerifyReport
 from dips.local.authority import Authority, ensure_keys
 from dips.local.demo import DemoOptions, DemoResult
-from dips.local.run_directory import DEMO, UP, Mark, claim
+from dips.local.processes import RunPlan
+from dips.local.run_directory import DEMO, UP, Mark, RunDirectory, claim
 from dips.local.run_file import read_run_file
 
 # ---- verify and story ----
@@ -188,6 +192,74 @@ def test_up_says_how_loops_of_ones_own_join(tmp_path: Path, capsys: pytest.Captu
     ]
     assert main.run(["up", str(tmp_path / "run.toml"), "--check"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'run.toml'}: 1 slaves, 0 clusters, all settings are good\n"
+
+
+class PlayedRun:
+    """In place of LocalRun: two looks, then it is finished, or deserted."""
+
+    ends_as = "finished"
+    asked: list[object]
+
+    def __init__(self, plan: RunPlan, directory: RunDirectory, clock: object, tell: Callable[[str], None]) -> None:
+        self.plan, self.page_url, self._tell = plan, None, tell
+        self.status: StatusReply | None = None
+        self.looks = 0
+
+    def __enter__(self) -> PlayedRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.asked.append("closed")
+
+    def start(self, extend: bool) -> str:
+        self.asked.append(("start", extend, self.plan.insecure, self.plan.metrics, self.plan.master.page_listen))
+        return "127.0.0.1:5"
+
+    def tick(self) -> StatusReply | None:
+        self.looks += 1
+        self.status = run_status(tokens=self.looks)
+        return self.status
+
+    @property
+    def finished(self) -> bool:
+        return self.ends_as == "finished" and self.looks == 2
+
+    @property
+    def deserted(self) -> bool:
+        return self.ends_as == "deserted" and self.looks == 2
+
+    def finish(self) -> None:
+        self.asked.append("finish")
+
+
+@pytest.mark.parametrize(
+    ("ends_as", "said"),
+    [
+        ("finished", "run x ended at version 1:12, 2 tokens\n"),
+        ("deserted", "run x is at version 1:12, 2 tokens; `dips up FILE` continues it\n"),
+    ],
+)
+def test_up_watches_a_run_to_its_end(
+    ends_as: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'[run]\nid = "x"\ndirectory = "{tmp_path / "run"}"\n[slave]\nmemory_bytes = "64 MiB"\n')
+    monkeypatch.setattr("dips.cli.up.LocalRun", PlayedRun)
+    monkeypatch.setattr("dips.cli.up.refuse_what_cannot_start", lambda run, plan: None)
+    monkeypatch.setattr("dips.cli.up.time.sleep", lambda seconds: None)
+    PlayedRun.ends_as, PlayedRun.asked = ends_as, []
+    assert main.run(["up", str(file), "--extend", "--insecure", "--metrics", "--no-page"]) == 0
+    start = ("start", True, True, True, None)
+    assert PlayedRun.asked == [start, *(["finish"] if ends_as == "finished" else []), "closed"]
+    out, error = capsys.readouterr()
+    assert out.startswith(said.replace("FILE", str(file)))
+    assert f"next: dips export {tmp_path / 'run'} --to model.safetensors" in out
+    assert "the run's master listens on 127.0.0.1:5" in error
+    assert "metrics: let Prometheus read" in error
+    assert "start your own training loops" in error
+    assert ("all clusters have ended, and the run has not" in error) == (ends_as == "deserted")
 
 
 # ---- keys and compiled code ----

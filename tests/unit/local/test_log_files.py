@@ -13,7 +13,7 @@ from dips.cli import main
 from dips.cli.logs import LogFilter, following, since_of
 from dips.core.observe.logs import LogLine, rendered
 from dips.local.log_files import MAX_ENTRY_LINES, MAX_LINE_BYTES, LogEntry, LogFile, find_logs, merged
-from dips.local.supervisor import last_word
+from dips.local.supervisor import last_word, log_tail
 
 T0 = 1772366400.0
 
@@ -229,3 +229,4 @@ def test_why_a_process_ended_is_its_last_word(tmp_path: Path, text: str, word: s
     log = tmp_path / "s0.log"
     log.write_text(text)
     assert last_word(log) == word
+    assert log_tail(log, lines=1) == (f"  {text.splitlines()[-1]}" if text else "")
