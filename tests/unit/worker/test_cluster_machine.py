@@ -432,6 +432,7 @@ def test_a_lease_that_is_not_there_yet_is_asked_for_again() -> None:
     life.begin()
     life.say(LeaseWanted(500))
     life.answer(LeaseDataRequest, LeaseDataReply(()))
+    assert (life.asks(LeaseDataRequest), life.session.waiting_for()) == (False, "all data is leased")
     life.pass_s(0.5)
     life.answer(LeaseDataRequest, LeaseDataReply((DataRange(3, 0, 1, 0, 1024),)))
     assert len(life.session.take_leased()) == 1
