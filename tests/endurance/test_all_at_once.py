@@ -25,7 +25,7 @@ TOKENS = 10 * 4  # of one push: sync_every steps of 10 tokens
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("rounds", [3, pytest.param(25, marks=pytest.mark.endurance)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(25, marks=pytest.mark.long)])
 def test_eight_clusters_push_to_four_slaves_and_pull_from_them_together(
     rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,8 +62,8 @@ def resident_bytes(pid: int) -> int:
     ("rounds", "durability"),
     [
         (60, "sync"),
-        pytest.param(1000, "sync", marks=pytest.mark.endurance),
-        pytest.param(1000, "async", marks=pytest.mark.endurance),
+        pytest.param(1000, "sync", marks=pytest.mark.long),
+        pytest.param(1000, "async", marks=pytest.mark.long),
     ],
 )
 @pytest.mark.timeout(3000)

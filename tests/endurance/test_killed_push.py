@@ -44,7 +44,7 @@ def settled(slave: BulkPort) -> int:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kills", [2, pytest.param(KILLS, marks=pytest.mark.endurance)])
+@pytest.mark.parametrize("kills", [2, pytest.param(KILLS, marks=pytest.mark.long)])
 def test_what_has_arrived_is_never_sent_again(kills: int) -> None:
     rng = random.Random(kills)
     arrived: list[int] = []

@@ -10,7 +10,7 @@ from support.byte_model_ranks import NO_MERGE, ROUNDING, check_resumption, losse
 from support.master_process import START_S, MasterProcess
 from support.trainer_run import Processes
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.endurance]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ DELAYS = ("--latency", "0.5", "--bandwidth", "0.25", "--sites", "2")
 TOLERANT = ("--tolerance", 50)
 """Percent."""
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.endurance]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
 
 @pytest.mark.parametrize(

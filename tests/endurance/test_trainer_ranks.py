@@ -92,7 +92,7 @@ def assert_one_cluster(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.endurance) for kind in KINDS]
+    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
 )
 def test_two_ranks_are_one_cluster_with_the_tokens_of_both(tmp_path: Path, kind: str) -> None:
     with run_for(kind, tmp_path) as run:
@@ -109,7 +109,7 @@ def test_two_ranks_are_one_cluster_with_the_tokens_of_both(tmp_path: Path, kind:
     [
         ("lightning-fsdp", 1),
         *(
-            pytest.param(kind, killed, marks=pytest.mark.endurance)
+            pytest.param(kind, killed, marks=pytest.mark.long)
             for kind, killed in [
                 ("hugging_face-ddp", 0),
                 ("lightning-ddp", 1),
@@ -142,7 +142,7 @@ def test_a_rank_is_killed_and_both_go_on_from_the_checkpoints_of_both(tmp_path: 
         pytest.param(
             "hugging_face-uncut-fsdp",
             "dips: fsdp is set, and FSDP2 has not cut the model",
-            marks=pytest.mark.endurance,
+            marks=pytest.mark.long,
         ),
         ("lightning-endless", "dips: min_epochs and min_steps would train on"),
     ],

@@ -1,6 +1,6 @@
 """A finished run, recorded once by real processes: whatever is changed in its files afterwards, `dips verify` says.
 
-All corruptions and all single bits with `--faults`; a short selection always.
+All corruptions and all single bits with `--long`; a short selection always.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BY_COMMAND = 2
 """Of each kind through the command; all others in this process."""
 
 ALWAYS = 10
-"""One corruption of so many is part of `make test-slow`."""
+"""One corruption of so many is part of the landing tier."""
 
 _firsts = {
     kind: [item for item in CORRUPTIONS if item.kind == kind][:BY_COMMAND] for kind in {c.kind for c in CORRUPTIONS}
@@ -75,7 +75,7 @@ def test_the_run_itself_is_proven(run: Path) -> None:
 @pytest.mark.parametrize(
     "corruption",
     [
-        pytest.param(item, id=f"{item.kind}: {item.name}", marks=[pytest.mark.faults] if index % ALWAYS else [])
+        pytest.param(item, id=f"{item.kind}: {item.name}", marks=[pytest.mark.long] if index % ALWAYS else [])
         for index, item in enumerate(CORRUPTIONS)
     ],
 )
@@ -91,7 +91,7 @@ def test_there_are_enough_of_them() -> None:
     assert len({(item.kind, item.name) for item in CORRUPTIONS}) == len(CORRUPTIONS)
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.parametrize("kind", sorted(_firsts))
 def test_the_command_says_so_too(recorded: Path, tmp_path: Path, kind: str) -> None:
     for corruption in _firsts[kind]:
@@ -115,7 +115,7 @@ def is_of_an_earlier_kill(run: Path, before: object, after: object) -> bool:
     return bool(kept) and kept == records[: len(kept)] and kept[-1][0] >= journaled
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.parametrize("flips", FLIPS, ids=lambda item: item.kind)
 def test_every_single_bit_that_changed_a_file_is_found(recorded: Path, tmp_path: Path, flips: Flips) -> None:
     """Each in the file as it was recorded; most are judged here, the first two by the command."""

@@ -97,7 +97,7 @@ class Ear:
 NO_ROOM = ("No space left", "make room", "is full")
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount the small disk that is to be filled")
 def test_a_run_survives_full_disks_of_every_role(fork_server: ForkServer, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def felt(run: FaultRun, process: str) -> bool:
     return bool(run.fired(process))
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_run_survives_disks_that_fail_or_are_slow_for_a_while(fork_server: ForkServer, tmp_path: Path) -> None:
     directory = tmp_path / "run"
@@ -252,7 +252,7 @@ LIES: tuple[tuple[str, str, Harm], ...] = (
 )
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_run_survives_disks_that_lie_or_are_lost(fork_server: ForkServer, tmp_path: Path) -> None:
     directory = tmp_path / "run"
@@ -307,7 +307,7 @@ BACKUPS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kind", "names"), BACKUPS.items(), ids=lambda value: str(value).replace(" ", "-"))
 def test_a_run_survives_disks_put_back_from_an_old_backup(
@@ -327,7 +327,7 @@ def test_a_run_survives_disks_put_back_from_an_old_backup(
     shutil.rmtree(directory)
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_master_and_slave_put_back_at_once_wait_and_say_so_until_the_slave_has_its_own_disk(
     fork_server: ForkServer, tmp_path: Path

@@ -83,7 +83,7 @@ def test_what_is_reached_elsewhere_exists(name: str) -> None:
     assert (Path(__file__).parents[2] / ELSEWHERE[name]).is_file()
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("lanes", LANES, ids=lambda lanes: "+".join(segment.name for segment in lanes))
 def test_a_run_survives_every_harm_at_every_failpoint(

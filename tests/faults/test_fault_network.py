@@ -141,13 +141,13 @@ def keys(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
     return tmp_path / "keys"
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_run_survives_every_harm_on_the_data_path(keys: Path | None, fork_server: ForkServer, tmp_path: Path) -> None:
     play(tmp_path / "run", fork_server, ON_DATA, keys)
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_run_survives_every_harm_on_the_control_path(
     keys: Path | None, fork_server: ForkServer, tmp_path: Path
@@ -163,7 +163,7 @@ def test_both_paths_see_every_harm() -> None:
 
 @pytest.mark.timeout(600)
 def test_a_short_run_survives_one_harm_of_each_kind(fork_server: ForkServer, tmp_path: Path) -> None:
-    """What always runs; `make faults` plays all of them."""
+    """What always runs; the long tier plays all of them."""
     cases = (
         Case(("s0.data",), NetFault(Harm.RESET, frozenset({Way.UP}), least_bytes=4096)),
         Case(DATA, NetFault(Harm.FLIP, least_bytes=1, times=10)),

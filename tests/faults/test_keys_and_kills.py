@@ -11,7 +11,7 @@ from support.whole_run import WholeRun, wait_until
 from dips.local.authority import ensure_keys
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_keys_of_the_data_flow_last_as_long_as_their_process(tmp_path: Path) -> None:
     """They stand on no disk: a slave's next life has another one, and a restarted master hears all of them anew."""
     keys = tmp_path / "keys"

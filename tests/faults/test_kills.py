@@ -1,7 +1,7 @@
 """kill -9 of every role at any moment: the run goes on to its end, and nothing is lost or counted twice.
 
 Real processes on loopback, clusters without torch. Half of the kills come at random moments, half at a failpoint. The
-smoke form runs always; `pytest --faults tests/faults` (or `make faults`) plays KILL_SEEDS seeds, 8 unless set.
+smoke form runs always; the long tier (`pytest --long`) plays KILL_SEEDS seeds, 8 unless set.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_smoke_one_run_in_which_every_role_is_killed(tmp_path: Path) -> None:
     assert run.phase_of(master) == "COMMIT"
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_run_survives_its_kills(seed: int, tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_run_survives_its_kills(seed: int, tmp_path: Path) -> None:
     assert not missed, f"planned kills that never came: {missed}; deaths: {run.deaths}"
 
 
-@pytest.mark.faults
+@pytest.mark.long
 def test_kills_fell_in_every_phase_of_the_round(capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print("\nkills by the phase of the round in which they fell:")

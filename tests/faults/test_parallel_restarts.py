@@ -1,6 +1,6 @@
 """torchrun --max-restarts with checkpoints: a rank is killed, all are started again, and go on from where they were.
 
-The smoke form runs always: one kill. `pytest --faults tests/faults` (or `make faults`) kills each rank in turn.
+The smoke form runs always: one kill. The long tier (`pytest --long`) kills each rank in turn.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_smoke_torchrun_starts_ranks_again_from_their_checkpoint(tmp_path: Path)
     play(tmp_path, "fsdp_loop.py", [1], 2)
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.parametrize(("example", "coordinates"), [("fsdp_loop.py", 2), ("pipeline_loop.py", 1)])
 def test_each_rank_in_turn(tmp_path: Path, example: str, coordinates: int) -> None:
     play(tmp_path, example, [1, 0, 1], coordinates)

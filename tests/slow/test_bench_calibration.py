@@ -16,7 +16,7 @@ FILE = ROOT / "benchmarks" / "bench_calibration.py"
     ("options", "others"),
     [
         (["--operation-ms", "20"], ["1f1b 4 mb", "zb_h1 2 mb"]),
-        pytest.param(["--layers"], ["2 ranks"], marks=pytest.mark.endurance),
+        pytest.param(["--layers"], ["2 ranks"], marks=pytest.mark.long),
     ],
 )
 def test_small_sizes_have_every_number(options: list[str], others: list[str]) -> None:

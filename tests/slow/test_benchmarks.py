@@ -80,7 +80,7 @@ def test_exchanges_of_two_ranks_are_compared_with_memory_and_gloo() -> None:
     assert all(1 <= plan["largest"] < 1.5 and plan["n_copies"] > 0 for plan in found["plans"])
 
 
-@pytest.mark.endurance
+@pytest.mark.long
 def test_ranks_have_links_of_their_own() -> None:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "bench_ranks.py"), "--quick", "--json"],
@@ -103,7 +103,7 @@ def test_ranks_have_links_of_their_own() -> None:
     assert two["model_bytes"] < one["model_bytes"]
 
 
-@pytest.mark.endurance
+@pytest.mark.long
 def test_an_ablation_has_flows_and_rounds() -> None:
     found = results("bench_ablation.py", "--rows", "receipts", "--streams", "1", "2")
     assert {(flow["way"], flow["streams"]) for flow in found["flows"]} == {

@@ -14,7 +14,7 @@ from dips.local.log_files import tape_path, training_losses
 TEXT = Path(asyncio.__file__).parent
 
 
-@pytest.mark.endurance
+@pytest.mark.long
 def test_clusters_of_four_parallelisms_train_one_model_through_kills(tmp_path: Path) -> None:
     run = tmp_path / "run"
     # Long enough for two ranks that are killed after a third of it to start again on a busy machine.

@@ -104,7 +104,7 @@ def test_a_wrong_setting_fails_the_job_and_starts_no_pod_again(here: tuple[Stand
         assert len(job.pods) == 2
 
 
-@pytest.mark.endurance
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", [TRAINER], ids=["fsdp=2"])
 def test_ranks_of_the_trainer_that_comes_along_train_in_two_pods(
     here: tuple[StandIn, Path, int], tmp_path: Path

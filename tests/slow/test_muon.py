@@ -36,7 +36,7 @@ def address(tmp_path: Path) -> Iterator[str]:
     master.popen.wait(START_S)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("pipeline=2", marks=pytest.mark.endurance), "fsdp=2,tensor=2"])
+@pytest.mark.parametrize("kind", [pytest.param("pipeline=2", marks=pytest.mark.long), "fsdp=2,tensor=2"])
 def test_ranks_that_cut_the_matrices_have_the_losses_of_one_process(
     processes: Processes, tmp_path: Path, kind: str
 ) -> None:

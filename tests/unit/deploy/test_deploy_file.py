@@ -132,6 +132,18 @@ MISTAKES = {
         {"slaves = 2": 'slaves = 2\nload_balancer_annotations = ["a=b"]'},
         "load_balancer_annotations need expose = 'load-balancer', not 'node-port'",
     ),
+    "two digests of one image": (
+        {"slaves = 2": f'slaves = 2\ndigests = ["slave=sha256:{"0" * 64}", "slave=sha256:{"1" * 64}"]'},
+        "digests has slave twice",
+    ),
+    "two values of one annotation": (
+        {"slaves = 2": 'slaves = 2\nload_balancer_annotations = ["a=b", "c=d", "a=e"]'},
+        "load_balancer_annotations has a twice",
+    ),
+    "two values of one node's label": (
+        {"slaves = 2": 'slaves = 2\nserver_node_selector = ["pool=a", "pool=b"]'},
+        "server_node_selector has pool twice",
+    ),
     "no digest": ({"slaves = 2": 'slaves = 2\ndigests = ["sha256:00"]'}, "is not ROLE=sha256:…"),
     "no clusters": ({"[[clusters]]": "[clusters]"}, "'clusters' is not a list of tables: write each below"),
 }

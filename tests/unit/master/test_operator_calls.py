@@ -30,9 +30,11 @@ def test_pause_survives_a_restart_and_resume_too() -> None:
     bench.join("a")
     bench.pull("a")
     bench.push("a")
-    assert bench.status().published == V0
+    bench.advance(20.0)
+    assert (bench.status().published, bench.status().phase) == (V0, "WINDOW")
     assert "maintenance" in bench.status().waiting_for
     bench.operate(Resume(OperatorRequest("")))
+    assert bench.status().published == V1
     bench.restart()
     assert not bench.status().paused
     assert [entry.kind for entry in bench.journal if entry.kind in ("PAUSE", "RESUME")] == ["PAUSE", "RESUME"]
@@ -77,6 +79,20 @@ def test_stop_survives_a_restart_in_mid_round() -> None:
     with refused_with(RefusalCode.STOPPING):
         bench.join("b")
     assert bench.entries("STOP")[0]["reason"] == "enough"
+
+
+def test_a_second_stop_waits_for_clusters_that_still_pull_the_last_version() -> None:
+    bench = Bench(linger_s=60.0).running("a")
+    bench.push("a")
+    for _ in range(2):
+        reply = bench.operate(Stop(OperatorRequest("", "enough")))
+        assert "every cluster pulls the last version and leaves" in reply.sentence
+        assert (bench.status().stopping, bench.halted) == (True, None)
+    assert bench.pull("a").version == V1
+    bench.result(bench.leave("a"))
+    assert bench.halted is None, "evaluators may still come"
+    bench.operate(Stop(OperatorRequest("", "now")))
+    assert bench.halted is not None
 
 
 def test_a_second_stop_right_after_a_restart_waits_for_those_who_were_here() -> None:

@@ -105,6 +105,16 @@ def test_the_open_round_ends_first(bench: ReshardBench) -> None:
     assert [entry.kind for entry in bench.journal][-2:] == ["RESHARD_ASKED", "RESHARD"]
 
 
+def test_an_open_window_closes_with_all_its_pushes_before_blocks_move(bench: ReshardBench) -> None:
+    first = bench.push("a")
+    bench.reshard(remove=("s0",))
+    bench.advance(3.0)
+    assert (phase(bench), bench.status().phase) == (ReshardPhase.WAITING, "WINDOW")
+    bench.push("b")
+    assert bench.verdict("a", first).kind is VerdictKind.APPLIED
+    assert (bench.placed(), bench.status().tokens) == (("s1",), 400)
+
+
 def test_a_window_that_a_pause_holds_open_is_emptied(bench: ReshardBench) -> None:
     bench.operate(Pause(OperatorRequest("", "maintenance")))
     push = bench.push("a")

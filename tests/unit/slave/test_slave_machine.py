@@ -347,18 +347,19 @@ def test_news_of_an_earlier_opening_is_dropped(bench: SlaveBench) -> None:
     assert "not complete" in refused.refusal.sentence
 
 
-def test_a_push_that_is_written_in_another_way_begins_with_nothing(bench: SlaveBench) -> None:
-    """What landed as differences is no part of a float32 push."""
+@pytest.mark.parametrize("other", [{"wire": Codec.F32}, {"base": V1}], ids=["codec", "base"])
+def test_a_push_that_is_written_in_another_way_begins_with_nothing(bench: SlaveBench, other: dict[str, Any]) -> None:
+    """What landed as differences from one version is no part of a float32 push, nor of one from another version."""
     differences = replace(open_staging(B, 1, base=V0), wire=Codec.INT8)
     (first,) = only(bench.command(differences), effects.OpenSlot)
     assert (first.slot.wire, first.slot.base) == (Codec.INT8, V0)
     (adopted,) = only(bench.command(replace(differences, attempt=2)), effects.OpenSlot)
     assert adopted.slot == replace(first.slot, attempt=2)
-    (plain,) = only(bench.command(replace(differences, attempt=3, wire=Codec.F32)), effects.OpenSlot)
-    assert plain.slot.opening != first.slot.opening
+    (again,) = only(bench.command(replace(differences, attempt=3, **other)), effects.OpenSlot)
+    assert again.slot == replace(adopted.slot, attempt=3, opening=first.slot.opening + 1, **other)
     late = replace(first.slot, attempt=3)
-    assert said(bench.give(events.PushStaged(late, b"d"))) == [], "it was complete as differences"
-    assert said(bench.give(events.PushStaged(plain.slot, b"d"))) == [Staged(B, 3, b"d")]
+    assert said(bench.give(events.PushStaged(late, b"d"))) == [], "it was complete as it was written before"
+    assert said(bench.give(events.PushStaged(again.slot, b"d"))) == [Staged(B, 3, b"d")]
     assert not only(bench.command(differences), effects.OpenSlot), "an older attempt, however it is written"
 
 
