@@ -51,7 +51,7 @@ class CallEnded(grpc.RpcError):
     def details(self) -> str:
         return "" if self._sent is None else self._sent.refusal.sentence
 
-    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+    def trailing_metadata(self) -> Any:
         return () if self._sent is None else ((REFUSAL_KEY, encode(self._sent.refusal)),)
 
 
