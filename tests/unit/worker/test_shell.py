@@ -379,7 +379,8 @@ def refuses(method: str, code: RefusalCode) -> Callable[[str, Any], None]:
     ("knobs", "change", "error", "said", "leaves"),
     [
         ({}, {"hook": refuses("Join", RefusalCode.LAYOUT)}, Refused, "no Join", 0),
-        ({"outer_lr": 0.123}, {}, ConfigError, "outer_lr", 1),
+        ({"outer_lr": 0.123}, {}, ConfigError, "outer_lr = 0.123, the run's is 0.7", 1),
+        ({"outer_momentum": 0.5}, {}, ConfigError, "outer_momentum", 1),
         ({"sync_every": 5}, {}, ConfigError, "sync_every", 1),
         ({"connect_wait_s": 3.0}, {"is_up": False}, RetryLater, "3 s", 0),
     ],
