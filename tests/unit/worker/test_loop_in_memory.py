@@ -170,6 +170,12 @@ def test_ranks_go_on_from_their_checkpoint_to_the_bit(
     run.fence, run.version = 0, Version(1, 0)
     assert together(monkeypatch, 2, one) == [(after(3), 3, True)] * 2
     assert [push.steps for push in run.pushes] == [3, 3]
+    run.verdicts.clear()
+    run.fence, run.version = 0, Version(1, 0)
+    monkeypatch.setattr("dips.worker.loop.ranks_here", lambda group, cut: None)
+    alone = Loop(run, 0, replicas=False, checkpoint_dir=folder, checkpoint_every_s=0.0, resume=True)
+    with alone.sync as sync:  # one process goes on from what several ranks have written
+        assert (flat(alone.model).tobytes(), sync.steps) == (after(3), 3)
 
 
 def test_a_leader_that_cannot_join_ends_all_ranks_with_its_error(
@@ -246,7 +252,8 @@ def test_how_a_loop_ends_decides_what_becomes_of_its_last_steps(
                     loop.optimizer.register_step_pre_hook(interrupt)
                     loop.steps(1)
                 case _:
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    for _ in range(2):  # as launchers do, to a group and to each process
+                        os.kill(os.getpid(), signal.SIGTERM)
                     if how == "SIGTERM, asks done":
                         assert sync.done
                     else:
