@@ -197,6 +197,7 @@ class RunInMemory(RunForWorkers):
         self.heartbeats: list[Beats] = []
         self.said: dict[object, HeartbeatReply] = {}
         self.deadlines: list[tuple[str, float]] = []
+        self.closed: list[str] = []
         self.while_waiting: Callable[[], None] = lambda: None
         self.n_idle = 0
         self.resting, self.rests = threading.Condition(), set[int]()
@@ -236,7 +237,7 @@ class RunInMemory(RunForWorkers):
             yield self
 
         channel: Any = opened()
-        channel.close = lambda: None
+        channel.close = lambda: self.closed.append(address)
         return channel
 
     def stub(self, channel: object) -> Any:

@@ -194,6 +194,24 @@ def test_a_leader_that_cannot_join_ends_all_ranks_with_its_error(
     assert together(monkeypatch, 2, one) == ["Refused: another shape"] * 2
 
 
+def test_ranks_that_shared_the_model_out_by_other_chunks_must_be_started_again(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one(rank: int) -> None:
+        loop = Loop(run, rank)
+        with loop.sync:
+            loop.steps(3)
+            if rank == 0:
+                run.restart()
+                run.settings = replace(run.settings, chunk_bytes=2048)
+                run.passes(0.0)
+            loop.steps(3)
+
+    told = together(monkeypatch, 2, one)
+    assert len(set(told)) == 1
+    assert str(told[0]).startswith("ConfigError: the master's chunk_bytes was 4096 and is 2048 now")
+
+
 def test_a_sigterm_of_one_rank_ends_all_after_the_same_step_with_all_their_work(
     run: RunInMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def test_rounds_of_pushes_that_are_applied(run: RunInMemory, tmp_path: Path) -> 
     assert [request.pin_id for request in run.released] == [1, 2, 3]
     assert (shell.done, shell.exit_reason) == (True, "the training loop has ended")
     assert [leave.reason for leave in run.leaves] == [shell.exit_reason]
+    assert run.closed == [run.address]
     step_without_change(shell)
     assert shell.steps == 8, "nothing counts after the end"
 
