@@ -61,4 +61,3 @@ def test_tiers_name_files_that_are_there() -> None:
     assert not [name for name in named | timed if not (ROOT / name).exists()]
     commands = [name for of_tier in tiers.COMMANDS.values() for name in of_tier]
     assert all(any(name.startswith(begin) for name in commands) for begin in tiers.PATIENT)
-

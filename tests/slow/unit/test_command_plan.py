@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from support.planner_grid import STATIC
 from support.repository import ROOT
 
 from dips.cli import main
@@ -19,17 +18,6 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     code = main.run(("plan", *arguments))
     out, error = capsys.readouterr()
     return code, out, error
-
-
-def test_sweep_as_json_has_a_row_for_each_schedule_and_case(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, error = told(capsys, "sweep", "--stages", "2,4", "--sites", "2", "--latency", "0,1", "--json")
-    rows = json.loads(out)
-    assert (code, error) == (0, "")
-    assert len(rows) == 2 * 2 * (len(STATIC) + 5)
-    assert rows[0] == {
-        "n_pp": 2, "n_mb": 8, "n_sites": 2, "latency": 0.0, "bandwidth": 0.0, "memory": 1.0, "schedule": "gpipe",
-        "makespan": 27.0, "device_span": 27.0, "stage0_span": 27.0, "peak_activations": 8.0,
-    }  # fmt: skip
 
 
 def test_sweep_with_the_solver_states_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,13 +43,6 @@ def test_sweep_with_the_solver_states_its_bound(capsys: pytest.CaptureFixture[st
     assert "lower_bound" not in rows["1f1b"]
 
 
-def test_sweep_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = told(capsys, "sweep", "--latency", "0.5")
-    assert code == 0
-    assert "cross_ud/4" in out
-    assert "31.5" in out
-
-
 def test_show_draws_and_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "schedule.csv"
     file.write_text(zb_h1(4, 8).to_csv())
@@ -81,37 +62,6 @@ def test_show_as_json_gives_every_start(tmp_path: Path, capsys: pytest.CaptureFi
     assert code == 0
     assert found["makespan"] == 8
     assert found["devices"][1] == [{"op": "1F0", "start": 2.0, "end": 3.0}, {"op": "1B0", "start": 3.0, "end": 5.0}]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (
-            ["sweep", "--stages", "four"],
-            "--stages 'four' is no list of whole numbers: write them with commas, as in 4,8",
-        ),
-        (["sweep", "--latency", "1,x"], "--latency '1,x' is no list of numbers"),
-        (["sweep", "--stages", "4", "--sites", "3"], "4 devices do not divide into 3 equal sites"),
-        (["sweep", "--bandwidth", "-1"], "bandwidth -1: neither is negative"),
-        (["sweep", "--bandwidth", "nan"], "is not a number that can be planned with"),
-        (["sweep", "--seconds", "0"], "0 seconds are not a valid time for a solver: give more than 0"),
-        (["show", "nowhere.csv"], "nowhere.csv cannot be read as a schedule"),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, error = told(capsys, *arguments)
-    assert code == 2
-    assert out == ""
-    assert sentence in error
-    assert error.count("\n") == 1
-
-
-def test_a_schedule_that_cannot_be_names_its_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "cycle.csv"
-    file.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
-    code, _, error = told(capsys, "show", str(file))
-    assert code == 2
-    assert "device 0 waits at cell 2 (0B0), device 1 waits at cell 1 (1F1)" in error
 
 
 # ---- plans ----
@@ -159,17 +109,6 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(found["sensitivity"]) == 4
 
 
-def test_plans_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = told(capsys, "compare", FEW, "crosspipe-m8", "--json")
-    found = json.loads(out)
-    assert code == 0
-    assert found["files"] == [FEW, "crosspipe-m8"]
-    assert all(len(times) == 2 for times in found["iteration_s"].values())
-    code, out, _ = told(capsys, "compare", FEW, "crosspipe-m8")
-    assert code == 0
-    assert "zb_v" in out
-
-
 def test_published_numbers_beside_ours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [PaperCheck("the setting", "a ratio", 3.05, 2.9, 2.7, 3.2), PaperCheck("the setting", "another", 1.0, 2.0)]
     monkeypatch.setattr(command_plan, "all_checks", lambda paper, optimal_s: checks)
@@ -201,14 +140,6 @@ def test_a_mistake_about_plans_is_one_sentence(
     assert (code, out) == (2, "")
     assert sentence in error
     assert error.count("\n") == 1
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "taken").write_text("")
-    code, _, error = told(capsys, FEW, "--out", str(tmp_path / "taken"))
-    assert code == 2
-    assert "no file can be written there" in error
-    assert "choose another --out" in error
 
 
 @pytest.mark.parametrize(

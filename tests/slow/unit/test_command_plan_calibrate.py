@@ -84,26 +84,6 @@ def test_overheads_go_from_a_run_into_later_plans(
     )
 
 
-def test_a_calibrated_plan_is_called_so_wherever_it_is_shown(
-    problem: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan, again = tmp_path / "plan" / "plan.json", tmp_path / "again"
-    told(capsys, "calibrate", plan, tmp_path / "measured.json", "--out", tmp_path / "profile.toml")
-    assert "uncalibrated" in told(capsys, "show", plan)[1]
-    profile = tmp_path / "profile.toml"
-    profile.write_text(profile.read_text().replace("error = ", "error = 0.05 # "))
-    calibrated = tmp_path / "calibrated.toml"
-    calibrated.write_text(PROBLEM + '\n[profile]\nfile = "profile.toml"\nsource = "measured"\n')
-    code, out, _ = told(capsys, calibrated, "--no-sensitivity", "--out", again)
-    assert code == 0
-    assert "uncalibrated" not in out
-    assert " s to " in told(capsys, "show", again / "plan.json")[1].splitlines()[-1]
-    assert source_of(str(again / "plan.json"), dict.fromkeys(CASE)).error == 0.05
-    found = said(capsys, "compare", problem, calibrated)
-    assert found["calibration_error"] == [None, 0.05]
-    assert "+- 5.00%" in told(capsys, "compare", problem, calibrated)[1]
-
-
 def test_a_run_may_be_fitted_again_from_a_calibrated_plan(
     problem: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

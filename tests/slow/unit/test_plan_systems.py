@@ -17,8 +17,6 @@ from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan
 from dips.planner.problem import Problem
 from dips.planner.scaleacross.report import Report
-from dips.planner.spantrain.report import Report as SpanTrainReport
-from dips.planner.spantrain.report import report_of
 
 EXAMPLE = ROOT / "examples" / "04-plan-a-schedule" / "sites.toml"
 QUICK = ["1f1b", "zb_h1", "cross_ud/1", "jeeves"]
@@ -125,13 +123,6 @@ def test_free_networks_inside_of_sites_make_no_advice(problem: Problem) -> None:
     alone = decide(problem, (System.SPANTRAIN,), sensitivity=False)
     assert alone.use.system is System.SPANTRAIN
     assert alone.why[1].endswith("cost nothing: give network_gbps there")
-
-
-def test_groups_of_spantrain_are_those_of_the_best_threshold() -> None:
-    (answer,) = decide(pose(EXAMPLE), (System.SPANTRAIN,), sensitivity=False).answers
-    assert isinstance(answer.found, SpanTrainReport)
-    assert answer.what.startswith("2 groups (16.1 Gbit/s), 2 stages")
-    assert answer.iteration_s == answer.found.iteration_s < report_of(pose(EXAMPLE).setup).iteration_s / 2
 
 
 # ---- asynchronous clusters ----

@@ -77,13 +77,6 @@ def test_groups_that_an_error_can_change(capsys: pytest.CaptureFixture[str]) -> 
     assert "subgroups may change with any error: edge-1 and end-1 are on the other side of the threshold" in out
 
 
-def test_help_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = told(capsys, "--help")
-    assert code == 0
-    for word in ("--threshold", "--alike", "Every pair of sites needs a link", "fast network inside"):
-        assert word in " ".join(out.split())
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -88,15 +88,6 @@ def test_two_links_in_different_directions_are_both_used(tmp_path: Path) -> None
     assert setup.link("stockholm", "amsterdam").bandwidth_gbps == 99
 
 
-def test_more_layers_than_anybody_trains_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "sites.toml"
-    numbers = (
-        'name = "x"\nlayers = 1000000000\nhidden = 64\nheads = 8\nmlp_width = 64\nvocabulary = 9\nsource = "a test"'
-    )
-    file.write_text(EXAMPLE.replace('name = "llama3-8b"', numbers, 1))
-    assert "[model]: layers = 1000000000: Input should be less than or equal to 2000" in refused(capsys, str(file))
-
-
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [

@@ -10,13 +10,13 @@ import pytest
 from support.repository import ROOT
 
 from dips.core.errors import ConfigError
-from dips.planner.candidates import data_parallel, jeeves_with, replicas_of
+from dips.planner.candidates import jeeves_with, replicas_of
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS
 from dips.planner.division import divide, solve
 from dips.planner.errors import PlanError
 from dips.planner.fleet import simulate_fleet
-from dips.planner.ir import Op, Schedule, wave
+from dips.planner.ir import Op, Schedule
 from dips.planner.plan import Plan, make_plan, plan_json, read_plan, write_plan
 from dips.planner.problem import Problem
 from dips.planner.schedules.greedy import cross_ud
@@ -132,16 +132,6 @@ def test_a_solver_is_asked_only_for_its_seconds_and_states_its_bound() -> None:
     assert 27 * NS < best.lower_bound_ns <= best.makespan_ns
 
 
-def test_data_parallel_between_sites_pays_for_its_gradients() -> None:
-    """CrossPipe, appendix E: 2 (alpha + N beta) between two sites, with two bytes for each of N gradients."""
-    problem = Problem(read_setup("crosspipe-405b")).with_options(overlap=False)
-    found = data_parallel(problem)
-    parameters, link = problem.setup.model.parameters(), problem.setup.links[0]
-    assert found.sync_ns / NS == pytest.approx(2 * (0.004 + parameters / link.bytes_per_s), rel=1e-6)
-    inner = simulate(found.schedules[0], problem.with_delays(0, 0).costs(problem.uniform(32), wave(16)))
-    assert found.makespan_ns == inner.makespan_ns + found.sync_ns
-
-
 # ---- stage division ----
 
 
@@ -191,11 +181,6 @@ def test_a_slow_site_and_the_output_layer_get_fewer_layers() -> None:
     assert max(times[0]) < max(times[1])
     plan = make_plan(problem.with_options(schedules=["zb_h1"]), sensitivity=False)
     assert plan.chosen.division == division
-
-
-def test_equal_layers_are_balanced_when_they_are_even() -> None:
-    problem = small()
-    assert problem.balanced(range(8)) == problem.uniform()
 
 
 # ---- parts as stages ----

@@ -12,7 +12,7 @@ import pytest
 from support.spantrain import Row, all_links, brute_force, candidates, drawn, grouped, problem
 
 from dips.core.config import SettingsFile
-from dips.planner.cluster import ClusterFile, Profile, read_setup, setup_of
+from dips.planner.cluster import ClusterFile, Profile, setup_of
 from dips.planner.costs import NS
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind
@@ -339,14 +339,3 @@ def test_iterations_do_not_overtake_their_all_reduce() -> None:
 
 
 # ---- the paper's setting ----
-
-
-def test_setting_1() -> None:
-    """The batch crosses 100 Mbit/s once each way; gradients of the model do not."""
-    setup = read_setup("spantrain-setting-1")
-    best = search(setup, grouped(setup), [256]).simulated[0]
-    crossing_s = 256 * 512 * 768 * 2 * 8 / 0.1e9
-    assert crossing_s < best.iteration_s < crossing_s * 1.1
-    assert sum(best.chain.candidate.layers) == 12
-    working = sum(stage.team.working for stage in best.chain.stages)
-    assert working == 22
