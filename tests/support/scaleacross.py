@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from dips.planner.scaleacross.topology import Topology, read_topology
@@ -80,3 +81,22 @@ def read(folder: Path, text: str = FILE) -> Topology:
     file = folder / "topology.toml"
     file.write_text(text)
     return read_topology(file)
+
+
+def small(
+    folder: Path, layers: int = 9, oversubscription: float = 8, memory_gib: float = 80, km: float = 200
+) -> Topology:
+    """16 accelerators in two buildings of one zone each, so few layers that all divisions can be enumerated."""
+    topology = read(folder, FILE.replace("sequences = 64", "sequences = 16"))
+    given = topology.accelerators.model_copy(
+        update={"per_server": 4, "memory_gib": memory_gib, "sustained_tflops": 100.0}
+    )
+    topology = replace(
+        topology,
+        model=topology.model.model_copy(update={"layers": layers}),
+        accelerators=given,
+        zones=tuple(
+            zone.model_copy(update={"accelerators": 8}) for zone in topology.zones if zone.name in ("a1", "b1")
+        ),
+    )
+    return topology.with_routes(oversubscription, km)
