@@ -40,20 +40,6 @@ def file(tmp_path: Path) -> Path:
     return found
 
 
-def test_the_best_why_and_the_network(capsys: pytest.CaptureFixture[str], file: Path) -> None:
-    code, out, error = told(capsys, str(file))
-    assert (code, error) == (0, "")
-    out = " ".join(out.split())  # lines are as wide as the terminal
-    assert "64 accelerators in 2 buildings, 64 sequences an iteration" in out
-    assert "searched by Algorithm 1 as printed" in out
-    assert "computing on the busiest accelerator" in out
-    assert "next: " in out
-    assert "bandwidth between buildings" in out
-    assert "the present configuration takes" in out
-    assert "load balancing: " in out
-    assert "rule: redundancy beyond 100 us" in out
-
-
 def test_as_json_with_links(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     code, out, _ = told(capsys, str(file), "--links", "--json")
     found = json.loads(out)
@@ -64,7 +50,9 @@ def test_as_json_with_links(capsys: pytest.CaptureFixture[str], file: Path) -> N
     assert sum(found["parts"].values()) == pytest.approx(times[0])
     assert all(sum(row["layers"]) == 32 for row in found["best_of_each_kind"])
     assert [row["about"] for row in found["network"]] == ["load balancing", "congestion control", "loss of packets"]
-    assert all(row["source"] for row in found["network"])
+    text = " ".join(told(capsys, str(file), "--links")[1].split())  # lines are as wide as the terminal
+    for part in ("64 accelerators in 2 buildings, 64 sequences", "next: ", "the present configuration takes"):
+        assert part in text
 
 
 def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path, file: Path) -> None:
@@ -75,7 +63,3 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path:
     code, _, error = told(capsys, str(file))
     assert code == 2
     assert "[present]: tensor x context x pipeline x data = 128, there are 64 accelerators: correct it" in error
-    file.write_text((FILE + PRESENT).replace("memory_gib = 80", "memory_gib = 2"))
-    code, _, error = told(capsys, str(file))
-    assert code == 2
-    assert 'fits in memory_gib = 2 and in the buildings: use recompute = "full"' in error

@@ -119,6 +119,42 @@ def test_groups_of_sites_carry_both() -> None:
     assert resources == [4, 4, 5, 5]
 
 
+def test_sites_of_one_position_count_as_their_slowest() -> None:
+    """Of dc1 and dc3: the fewest devices for each, the least memory, rate and networks; of links the narrowest with the
+    longest latency; the ring goes over both directions of the link between them."""
+    problem = four_sites()
+    keys = ("devices", "memory_gib", "sustained_tflops", "network_gbps", "network_latency_us")
+    given = (
+        (8, 80.0, 400.0, 100.0, 3.0),
+        (9, 70.0, 300.0, None, 9.0),
+        (7, 90.0, 350.0, 50.0, 7.0),
+        (10, 60.0, 500.0, 40.0, 1.0),
+    )
+    sites = tuple(
+        site.model_copy(update=dict(zip(keys, row, strict=True)))
+        for site, row in zip(problem.setup.sites, given, strict=True)
+    )
+    rates = {("dc1", "dc2"): (10.0, 5.0), ("dc3", "dc4"): (20.0, 6.0), ("dc1", "dc3"): (30.0, 7.0)}
+    links = tuple(
+        link.model_copy(update={"bandwidth_gbps": gbps, "latency_ms": ms})
+        for link in problem.setup.links
+        for gbps, ms in (rates.get((link.sender, link.receiver), (40.0, 1.0)),)
+    )
+    found = regrouped(replace(problem, setup=replace(problem.setup, sites=sites, links=links)), 2)
+    assert [tuple(getattr(site, key) for key in keys) for site in found.setup.sites] == [
+        (14, 80.0, 350.0, 50.0, 7.0),
+        (18, 60.0, 300.0, 40.0, 9.0),
+    ]
+    here, there = (site.name for site in found.setup.sites)
+    link = found.setup.link(here, there)
+    assert (link.bandwidth_gbps, link.latency_ms) == (10.0, 6.0)
+    per_s = 1e9 / 8 / link.oversubscription
+    assert [(ring.members, ring.bytes_per_s, ring.latency_s) for ring in found.rings] == [
+        ((0, 2), 30 * per_s, 0.007),
+        ((1, 3), 40 * per_s, 0.001),
+    ]
+
+
 def test_a_link_between_groups_that_is_missing_is_asked_for() -> None:
     with pytest.raises(PlanError, match="no link from dc1 to dc3"):
         regrouped(four_sites(across=False), 2)
