@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.paced_play import play
+from support.plan_command import refused
 
-from dips.cli import main
 from dips.local.plan_run import CASE, source_of, stretched
 from dips.local.plan_swap import (
     BEFORE,
@@ -297,11 +297,7 @@ def test_a_mistake_is_one_sentence(
     for name, text in texts.items():
         (tmp_path / f"{name}.toml").write_text(text)
     words = [str(tmp_path / f"{word}.toml") if word in texts else word for word in arguments]
-    code = main.run(("plan", "run", *words))
-    out, error = capsys.readouterr()
-    assert (code, out) == (2, "")
-    assert sentence in error
-    assert error.count("\n") == 1
+    assert sentence in refused(capsys, "run", *words)
 
 
 def test_a_schedule_that_is_only_run_has_no_plan_to_swap() -> None:

@@ -432,9 +432,7 @@ def test_advice_follows_the_measured_links(tmp_path: Path) -> None:
 
 def test_plans_that_cannot_be_adapted(tmp_path: Path) -> None:
     one = running()
-    with pytest.raises(
-        PlanError, match="replicas take turns on a link, which the adapter does not play: make the plan"
-    ):
+    with pytest.raises(PlanError, match="replicas take turns on a link, which the adapter does not play: make the"):
         rules_of(replace(one, sharing="coordinated"), one.problem)
     with pytest.raises(PlanError, match="has a whole pipeline at each site, so no microbatch crosses a link"):
         rules_of(replace(one, groups=4), one.problem)

@@ -264,13 +264,6 @@ def test_pipelines_count_their_exchange_too() -> None:
     assert with_it.iteration_s > without.iteration_s
 
 
-def test_what_a_zero_stage_takes_for_granted_is_said() -> None:
-    assert any(
-        "with zero_stage = 2 the layers of a stage count as equal" in line for line in assumptions(small(zero_stage=2))
-    )
-    assert not any("zero_stage" in line for line in assumptions(small()))
-
-
 def test_loops_wait_for_the_weights_of_both_stages() -> None:
     """Devices of an interleaved pipeline hold two stages, whose weights come one after the other."""
     costs = costs_of(loop(2, 2), 1, 1)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from support.repository import ROOT
 
-from dips.core.errors import ConfigError
 from dips.planner.candidates import jeeves_with, replicas_of
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS
@@ -250,23 +249,6 @@ def test_replicas_with_orders_of_their_own_are_kept() -> None:
     assert {tuple(order) for order in orders} == {tuple(s.to_csv().splitlines()) for s in plan.chosen.schedules}
     costs = problem.costs(plan.chosen.division, together=1)
     assert simulate_fleet(plan.chosen.schedules, costs).makespan_ns == plan.chosen.makespan_ns
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("{", "is not a plan.json"),
-        ("{}", "format is None, not 1: make the plan again with dips plan FILE"),
-        ('{"format": 1}', "is not a plan.json .KeyError: 'schedule'.: make one with dips plan FILE"),
-        (
-            '{"format": 1, "schedule": {"name": "x", "device_of_stage": [0], "orders": ["0F0,0X0"]}}',
-            "'0X0' is not an operation",
-        ),
-    ],
-)
-def test_a_file_that_is_no_plan(text: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        read_plan(text, "mine.json")
 
 
 @pytest.mark.parametrize(("slowness", "division"), [((1, 3), (9, 3)), ((3, 1, 1, 1), (1, 3, 3, 3)), ((2, 2), (6, 6))])

@@ -230,10 +230,7 @@ def broken(*orders: str) -> Schedule:
     ("schedule", "sentence"),
     [
         (broken("0F0 0B0 0F0"), r"device 0, cell 3 \(0F0\) is there a second time"),
-        (
-            broken("0F0"),
-            "stage 0 has 1 F, 0 I, 0 W and 0 B of microbatch 0: it needs 1 F, and either 1 I and 1 W or 1 B",
-        ),
+        (broken("0F0"), "stage 0 has 1 F, 0 I, 0 W and 0 B of microbatch 0: it needs 1 F, and either 1 I and 1 W or"),
         (broken("0F0 0I0"), "stage 0 has 1 F, 1 I, 0 W and 0 B"),
         (broken("0F0 0B0 0W0"), "stage 0 has 1 F, 0 I, 1 W and 1 B"),
         (broken("0F0 0B1"), r"device 0, cell 2 \(0B1\) is outside of 1 stages, 1 microbatches"),

@@ -199,9 +199,7 @@ def test_a_site_of_many_devices_is_refused_at_once() -> None:
     """A million devices and eight sequences: nothing that grows with the devices is computed before the refusal."""
     rows: list[Row] = [{"devices": 1_000_000, "network_gbps": 1e3}, {}]
     setup = far(*rows, batch=8)
-    with pytest.raises(
-        PlanError, match=r"microbatches of 1: the 1000000 devices of group 1 .*; .* microbatches of 8: the"
-    ):
+    with pytest.raises(PlanError, match=r"microbatches of 1: the 1000000 devices of group 1 .*; .* microbatches of"):
         search(setup, grouped(setup), [8])
 
 
