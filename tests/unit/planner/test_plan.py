@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from support.repository import ROOT
 
+from dips.core.config import SettingsFile
 from dips.planner.candidates import jeeves_with, replicas_of
-from dips.planner.cluster import read_setup
+from dips.planner.cluster import read_setup, setup_of
 from dips.planner.costs import NS
 from dips.planner.division import divide, solve
 from dips.planner.errors import PlanError
@@ -129,6 +130,55 @@ def test_a_solver_is_asked_only_for_its_seconds_and_states_its_bound() -> None:
     assert best.name == "optimal_ud"
     assert best.lower_bound_ns is not None
     assert 27 * NS < best.lower_bound_ns <= best.makespan_ns
+
+
+def test_a_whole_plan_by_hand() -> None:
+    """Two stages at two sites, 10 ms a pass, messages of 8 ms and 5 ms on their way: the first F is there at 23, its
+    gradient goes at 53 and arrives at 66, the second one goes at 83 and arrives at 96, and B ends at 116.
+
+    A layer has 1,020 parameters, the embedding 300, the output 310, 16 bytes each; 288 bytes of activations a token.
+    """
+    tables = {
+        "model": {
+            "name": "two", "layers": 2, "hidden": 10, "heads": 2, "mlp_width": 20, "vocabulary": 30, "source": "a test",
+        },
+        "sites": [{"name": name, "devices": 1, "memory_gib": 1, "source": "a test"} for name in ("here", "there")],
+        "links": [
+            {"sender": "here", "receiver": "there", "bandwidth_gbps": 1, "latency_ms": 5, "source": "a test"}
+        ],
+        "training": {"pipeline": 2, "microbatches": 2, "sequence_tokens": 100, "source": "a test"},
+        "profile": {
+            "forward_ms": 10, "input_gradient_ms": 10, "weight_gradient_ms": 10, "message_mb": 1, "source": "a test",
+        },
+        "options": {"schedules": ["1f1b", "gpipe"]},
+    }  # fmt: skip
+    found = plan_json(make_plan(Problem(setup_of(SettingsFile("two.toml", tables)))))
+    stages = [(21120, 57600), (21280, 28800)]
+    assert found["chosen"] == {
+        "schedule": "1f1b", "sharing": "alone", "iteration_s": 0.116, "iteration_low_s": None, "iteration_high_s": None,
+        "sync_s": 0, "layers": [1, 1], "bubble_fraction": pytest.approx(1 - 120 / 232), "lower_bound_s": None,
+        "stages": [
+            {
+                "device": device, "site": site, "layers": [1], "state_bytes": state, "activation_bytes": held,
+                "activation_limit_bytes": 2**30 - state,
+            }
+            for device, (site, (state, held)) in enumerate(zip(("here", "there"), stages, strict=True))
+        ],
+        "links": [
+            {"sender": sender, "receiver": receiver, "bytes": 2e6}
+            for sender, receiver in (("here", "there"), ("there", "here"))
+        ],
+    }  # fmt: skip
+    ms = [[[0, 10], [10, 20], [66, 86], [96, 116]], [[23, 33], [33, 53], [53, 63], [63, 83]]]
+    assert found["timeline"] == [[[at * 10**6 for at in span] for span in row] for row in ms]
+    assert found["schedule"]["orders"] == ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]
+    # GPipe runs both F first: the gradients arrive at 76 and 96, which is as long; of equal ones the first is chosen.
+    assert [(one["schedule"], one["slower_by"]) for one in found["candidates"]] == [("1f1b", 0), ("gpipe", 0)]
+    # The greedy takes 96 ms: half of 8 ms twice, or half of 5 ms twice.
+    saved = {one["change"]: one["saves"] for one in found["sensitivity"]}
+    assert saved["bandwidth between sites x 2"] == pytest.approx(8 / 96)
+    assert saved["latency between sites / 2"] == pytest.approx(5 / 96)
+    assert saved["memory of activations x 2"] == 0
 
 
 # ---- stage division ----
