@@ -10,22 +10,58 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.scaleacross import read, small
+from support.scaleacross import best_of_all, read, small
 
 from dips.planner.errors import PlanError
 from dips.planner.scaleacross.iteration import Outermost, Sharding, Split
 from dips.planner.scaleacross.search import (
     FACTORS,
+    cases_of,
     catches_up,
     choice_of,
     counts_of_chunks,
     even,
     explore,
+    lower_bound_s,
     parts_of,
     sampled,
     splits,
+    togethers,
+    valid,
     varied,
 )
+
+
+def test_a_small_problem_has_the_best_of_all(tmp_path: Path) -> None:
+    topology = small(tmp_path, layers=4)
+    found = explore(topology, links=True)
+    assert found.best[0].links_s == pytest.approx(best_of_all(topology, True))
+    assert found.n_cases >= found.n_played > 0
+    # A bound that is not near would let all cases be played.
+    assert all(lower_bound_s(topology, choice.case) > 0.7 * choice.links_s for choice in found.best)
+
+
+def test_what_is_tried(tmp_path: Path) -> None:
+    """Microbatches together: as many as stages, twice as many, all; each placement with both schedules."""
+    assert (togethers(2, 16), togethers(8, 16), togethers(8, 4)) == ([2, 4, 16], [8, 16], [4])
+    assert (even(10, 4), even(9, 2), even(11, 4)) == ([2, 3, 3, 2], [5, 4], [3, 3, 3, 2])
+    rows = np.array([[2, 2, 5], [1, 3, 5], [3, 3, 3], [3, 3, 3], [2, 1, 6], [0, 3, 6]])
+    assert valid(rows, 2.5).tolist() == [[2, 2, 5], [3, 3, 3]]
+    assert valid(rows, 6).tolist() == [[1, 3, 5], [2, 1, 6], [2, 2, 5], [3, 3, 3]]
+    topology = small(tmp_path, layers=4)
+    split = Split(4, 1, 1, 2, 2, 2)
+    cases = list(cases_of(topology, split))
+    assert {case.kind[:2] for case in cases} == {
+        (Outermost.DP, Sharding.FSDP), (Outermost.DP, Sharding.HSDP), (Outermost.PP, Sharding.FSDP),
+    }  # fmt: skip
+    assert sorted({(case.chunks, case.together) for case in cases}) == [(1, 2), (1, 4), (2, 2), (2, 4)]
+    assert len(cases) == 3 * 2 * 4
+    found = list(splits(topology))
+    assert len(found) == len(set(found)) == 23
+    assert {one.context for one in found} == {1, 2, 4}
+    for one in found:
+        assert one.tensor * one.context * one.pipeline * one.data == 16
+        assert 16 % (one.data * one.microbatch_sequences) == 0
 
 
 def test_the_best_of_each_kind_the_fastest_first(tmp_path: Path) -> None:
