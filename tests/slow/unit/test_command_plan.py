@@ -14,29 +14,6 @@ from dips.planner.schedules.fixed import zb_h1
 from dips.planner.validation.checks import PaperCheck
 
 
-def test_sweep_with_the_solver_states_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = told(
-        capsys,
-        "sweep",
-        "--stages",
-        "2",
-        "--microbatches",
-        "2",
-        "--latency",
-        "0.5",
-        "--memory",
-        "2",
-        "--optimal",
-        "--json",
-    )
-    rows = {row["schedule"]: row for row in json.loads(out)}
-    assert code == 0
-    best = rows["cross_ud/optimal"]
-    assert best["lower_bound"] <= best["makespan"] <= rows["cross_ud/1"]["makespan"]
-    assert "lower_bound" in rows["cross_wave/optimal"]
-    assert "lower_bound" not in rows["1f1b"]
-
-
 def test_show_draws_and_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "schedule.csv"
     file.write_text(zb_h1(4, 8).to_csv())
@@ -74,23 +51,6 @@ def test_a_file_alone_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("1f1b", "zb_v", "jeeves", "dp/", "assumed: "):
         assert name in out
     assert "what would help" not in out
-
-
-def test_a_plan_is_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = told(capsys, "make", FEW, "--out", str(tmp_path / "plan"))
-    assert code == 0
-    assert "what would help, of the time of each microbatch:" in out
-    assert {file.name for file in (tmp_path / "plan").iterdir()} == {
-        "plan.json", "plan.csv", "trace.json", "timeline.svg", "timeline.png",
-    }  # fmt: skip
-    code, out, _ = told(capsys, "show", str(tmp_path / "plan" / "plan.json"))
-    assert code == 0
-    assert [line[:5] for line in out.splitlines()[:4]] == ["  0 |", "  1 |", "  2 |", "  3 |"]
-    iteration_s = json.loads((tmp_path / "plan" / "plan.json").read_text())["chosen"]["iteration_s"]
-    assert out.splitlines()[-1].startswith(f"iteration {iteration_s:g} s (uncalibrated), of it the operations above ")
-    code, out, _ = told(capsys, "show", str(tmp_path / "plan" / "plan.csv"), "--json")
-    assert code == 0
-    assert len(json.loads(out)["devices"]) == 4
 
 
 def test_published_numbers_beside_ours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

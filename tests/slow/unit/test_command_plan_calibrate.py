@@ -101,19 +101,6 @@ def test_a_run_may_be_fitted_again_from_a_calibrated_plan(
 LINKS = '[[links]]\nsender = "amsterdam"\nreceiver = "stockholm"\nbandwidth_gbps = 7\nlatency_ms = 1\n\n'
 
 
-def test_spans_alone_are_not_separated(problem: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "measured.json"
-    found = json.loads(run.read_text())
-    found["iterations"] = [{"span_s": max(row[-1] for row in one["ends_s"])} for one in found["iterations"]]
-    run.write_text(json.dumps(found))
-    code, out, _ = told(capsys, "calibrate", tmp_path / "plan" / "plan.json", run)
-    assert code == 0
-    assert "not separated: iterations without times of operations have one number for two overheads" in out
-    assert "or into [profile]: operation_us = " in out
-    fit = said(capsys, "calibrate", tmp_path / "plan" / "plan.json", run)
-    assert (fit["separated"], fit["overhead_per_message_s"]) == (False, 0)
-
-
 def test_a_sweep_counts_the_overheads_of_a_profile(
     problem: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -183,13 +183,6 @@ def test_the_solver_is_never_worse_than_the_best_static_schedule(
     assert found.lower_bound_ns <= validate(found.schedule, two).makespan_ns <= validate(zb_v(2, 3), two).makespan_ns
 
 
-def test_stages_that_share_a_network_do_not_end_together() -> None:
-    """ZB-H1 ends all stages late; the solver lets the gradients of some leave while others still compute."""
-    costs = costs_of(straight(3), 0, 3, shared=True)
-    found = optimal("best", straight(3), 4, costs, [4 << 20] * 3, zb_h1(3, 4))
-    assert found.lower_bound_ns < validate(zb_h1(3, 4), costs).makespan_ns
-
-
 # ---- of which size ----
 
 

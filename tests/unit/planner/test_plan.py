@@ -15,7 +15,6 @@ from dips.planner.cluster import read_setup, setup_of
 from dips.planner.costs import NS
 from dips.planner.division import divide, solve
 from dips.planner.errors import PlanError
-from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Op, Schedule
 from dips.planner.plan import Plan, make_plan, plan_json, read_plan, write_plan
 from dips.planner.problem import Problem
@@ -288,17 +287,6 @@ def test_the_same_plan_gives_the_same_drawing(tmp_path: Path) -> None:
     plan = make_plan(few, sensitivity=False)
     one, two = (write_plan(plan, tmp_path / name) for name in ("one", "two"))
     assert [file.read_bytes() for file in one] == [file.read_bytes() for file in two]
-
-
-def test_replicas_with_orders_of_their_own_are_kept() -> None:
-    problem = small().with_options(schedules=["jeeves"])
-    plan = make_plan(problem, sensitivity=False)
-    told = plan_json(plan)
-    orders = [told["schedule"]["orders"], *told["schedules_of_other_replicas"]]
-    assert len(plan.chosen.schedules) == problem.replicas
-    assert {tuple(order) for order in orders} == {tuple(s.to_csv().splitlines()) for s in plan.chosen.schedules}
-    costs = problem.costs(plan.chosen.division, together=1)
-    assert simulate_fleet(plan.chosen.schedules, costs).makespan_ns == plan.chosen.makespan_ns
 
 
 @pytest.mark.parametrize(("slowness", "division"), [((1, 3), (9, 3)), ((3, 1, 1, 1), (1, 3, 3, 3)), ((2, 2), (6, 6))])

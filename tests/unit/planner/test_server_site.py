@@ -27,19 +27,6 @@ def test_the_fast_center_wins_over_the_biggest_cluster() -> None:
     assert choice.index == 1
 
 
-def test_direction_matters_the_row_is_the_server_site() -> None:
-    assert choose_server_site([[0, 10], [1, 0]], [1, 1]).index == 0
-
-
-def test_the_lowest_index_of_equals() -> None:
-    assert choose_server_site([[1, 2], [2, 1], [2, 1]], [1, 1]).index == 0
-
-
-def test_more_sites_than_clusters() -> None:
-    """A site may have CPU servers only."""
-    assert choose_server_site([[1, 1], [1, 2], [5, 5]], [1, 1]).index == 2
-
-
 @given(
     rows=st.integers(1, 5).flatmap(
         lambda m: st.tuples(
