@@ -110,7 +110,7 @@ def play(directory: Path, fork_server: ForkServer, segment: Segment) -> None:
             be_born(run, segment.births)
         run.began()
         for number, fault in enumerate(segment.faults, 1):
-            TALLY.add(fault.harm, endured(run, fault), str(fault))
+            TALLY.add(fault.harm, endured(run, fault))
             if number % JUDGED_EVERY == 0:
                 TALLY.judged(run.judged())
         end(run, segment.last)
@@ -125,7 +125,7 @@ def be_born(run: FaultRun, harm: str) -> None:
     run.until(lambda: not missing_births(run, harm), f"a harm at birth never happened: {harm}")
     run.began()
     run.may_die.clear()
-    TALLY.born(harm, sum(map(len, AT_BIRTH.values())))
+    TALLY.outside(harm, sum(map(len, AT_BIRTH.values())))
 
 
 def missing_births(run: FaultRun, harm: str) -> set[str]:
@@ -142,7 +142,7 @@ def end(run: FaultRun, last: Fault | None) -> None:
     run.stop()
     if last is not None:
         assert_fired(run.fired(last.process), last)
-        TALLY.ended(last.harm)
+        TALLY.outside(last.harm)
 
 
 def assert_fired(lines: Sequence[str], fault: Fault) -> None:

@@ -32,12 +32,12 @@ def test_a_run_survives_its_kills(seed: int, fork_server: ForkServer, tmp_path: 
         for name in order:  # everybody dies
             victims = {name, rng.choice(NAMES)} if rng.random() < TWO_SHARE else {name}
             run.wait(rng.uniform(0.0, MOMENT_S))
-            before, phase, killed_s = run.incarnations(), run.phase_now(), time.time()
+            before, killed_s = run.incarnations(), time.time()
             for victim in victims:
                 run.will_end(victim)
                 run.children[victim].kill()
             away = {victim: before.get(victim) for victim in victims if victim in CLUSTERS}
-            TALLY.add("kill", run.recovered(killed_s, away), f"{' and '.join(victims)} in {phase}")
+            TALLY.add("kill", run.recovered(killed_s, away))
             run.healed()
         run.stop()
     done = dips("verify", "--replay", directory)
