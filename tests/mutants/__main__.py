@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -145,7 +146,7 @@ def _change_of(fault: Fault) -> str:
 def _known(file: str) -> tuple[list[Fault], dict[str, str]]:
     """The faults of an earlier run as they stand now, with what became of each then."""
     then = {one["key"]: one["outcome"] for one in json.loads(Path(file).read_text())["outcomes"]}
-    found = {}
+    found: dict[str, Fault] = {}
     for path in sorted({key.split(" ")[0] for key in then}):
         for fault in _of_files([ROOT / path]) if (ROOT / path).exists() else []:
             begin = f"{fault.path} {fault.function} {fault.operator}: "
@@ -161,11 +162,11 @@ def _files_for(faults: Iterable[Fault]) -> list[str]:
     areas, names = {area for area, _ in wanted}, {name for _, name in wanted}
 
     def rank(file: str) -> int:
-        own = file.split("/")[2] in areas
+        own = any(record.belongs(file, area) for area in areas)
         direct = any(record.reaches(file, name) for name in names)
         return 0 if own and direct else 1 if direct else 2 if own else 3
 
-    ranked = sorted(((rank(file), file) for file in record.unit_files()), key=lambda pair: pair)
+    ranked = sorted(((rank(file), file) for file in record.test_files()), key=lambda pair: pair)
     return [file for place, file in ranked if place < 3]
 
 
@@ -271,7 +272,8 @@ class Run:
 
 
 def _within(tests: Sequence[Test]) -> tuple[list[Test], int]:
-    chosen, spent_s = [], 0.0
+    chosen: list[Test] = []
+    spent_s = 0.0
     for test in tests:
         spent_s += test.cpu_s + test.rest_s
         if chosen and spent_s > TEST_S:
@@ -365,6 +367,9 @@ def _tell(run: Run, asked: argparse.Namespace, then: dict[str, str]) -> int:
     for outcome in outcomes:
         if then.get(outcome.key) == "killed" and outcome.outcome == "survived":
             print(f"was killed, survives now: {outcome.fault.place}")
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    minutes = sum(one.ru_utime + one.ru_stime for one in used) / 60
+    print(f"{minutes:.1f} minutes of a processor\n")
     print(*_table(outcomes), sep="\n")
     counted = [outcome for outcome in outcomes if outcome.outcome in ("killed", "survived")]
     killed = sum(outcome.outcome == "killed" for outcome in counted)

@@ -24,7 +24,14 @@ from mutants.faults import Fault
 from mutants.warm import End, Test, Warm, run_kernels_as_python
 
 FOLDER = ROOT / ".mutants"
-UNIT = TESTS / "unit"
+WITH_PROCESSES = {
+    f"test_{name}.py"
+    for name in (
+        *("exchange", "master_run", "metrics_server", "own_loop", "recorded_run", "trainer_run", "warm_up"),
+        *("whole_run", "worker_client_torch"),
+    )
+}
+"""Live runs, whose processes no fault reaches."""
 PYTHON_FORM_S = 10.0
 """A test whose kernels take longer as Python is not used for faults in kernels."""
 
@@ -34,8 +41,17 @@ Lines = dict[str, int]
 # ---- files of tests ----
 
 
-def unit_files() -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for path in UNIT.rglob("test_*.py"))
+def test_files() -> list[str]:
+    """Those of tests/unit and tests/integration that start no processes."""
+    found = [path for folder in ("unit", "integration") for path in (TESTS / folder).rglob("test_*.py")]
+    return sorted(str(path.relative_to(ROOT)) for path in found if path.name not in WITH_PROCESSES)
+
+
+def belongs(file: str, area: str) -> bool:
+    """Of the package's own folder; or, as an integration test, importing something of it (of core all do)."""
+    if file.startswith("tests/integration/"):
+        return area != "core" and any(name.startswith(f"dips.{area}.") for name in imported_by(ROOT / file))
+    return file.split("/")[2] == area
 
 
 @functools.cache
@@ -176,9 +192,10 @@ def coverage_of(root: Path = ROOT) -> Any:
     import coverage
 
     omit = [str(root / "src" / "dips" / "protos" / "*")]
-    return coverage.Coverage(
-        data_file=None, config_file=False, source=[str(root / "src" / "dips")], omit=omit, messages=False
-    )
+    source = [str(root / "src" / "dips")]
+    made = coverage.Coverage(data_file=None, config_file=False, source=source, omit=omit, messages=False)
+    made.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured", "module-not-imported"])
+    return made
 
 
 def lines_of(cover: Any) -> dict[str, Lines]:
@@ -288,4 +305,4 @@ def _watch_kernels(seen: dict[str, bool]) -> None:
         seen["called"] = True
         return _DispatcherBase.__call__(self, *given, **named)
 
-    Dispatcher.__call__ = call
+    Dispatcher.__call__ = call  # type: ignore[assignment, method-assign]

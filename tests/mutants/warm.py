@@ -288,7 +288,7 @@ def run_kernels_as_python() -> None:
     def call(self: Any, *given: Any, **named: Any) -> Any:
         return self.py_func(*given, **named)
 
-    Dispatcher.__call__ = call
+    Dispatcher.__call__ = call  # type: ignore[assignment, method-assign]
     np.seterr(over="ignore")
 
 

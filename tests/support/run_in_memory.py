@@ -109,7 +109,6 @@ class Recorder(PushRecorder):
 class MemorySlave(DataSlave):
     def listen(self) -> None:
         """It is called directly."""
-        self._port = 1
 
     def hang_up(self) -> None:
         """Likewise."""
@@ -203,7 +202,7 @@ class RunInMemory(RunForWorkers):
         super().__init__(settings, theta, **given)
 
     def up(self) -> None:
-        self._port, self.is_up = 1, True
+        self.is_up = True
 
     def down(self) -> None:
         self.is_up = False

@@ -11,7 +11,7 @@ import pytest
 from support.master_bench import Bench
 
 from dips.core.clock import ManualClock
-from dips.core.messages import ClusterStatus, StatusReply
+from dips.core.messages import ClusterStatus, SlaveBeat, StagingProgress
 from dips.master.page.event_buffer import MAX_EVENTS, MAX_TEXT, BufferedTape, EventBuffer, earlier_events
 from dips.master.page.history import EventTimeline, HeldoutTail, ProgressHistory, TokenRate, sentence_of
 from dips.master.page.snapshot import Hub, sentence, snapshot
@@ -100,7 +100,12 @@ def test_a_slave_that_is_away_is_bad_and_the_sentence_is_the_state_machines() ->
 
 def test_a_push_that_is_under_way_and_its_verdict_are_shown_with_its_cluster() -> None:
     bench = Bench().running("a", "b")
-    bench.push("a")
+    bench.begin_push("a")
+    push = bench.clusters["a"].push_id
+    bench.slaves[0].say(SlaveBeat(progress=(StagingProgress(push, 1, 64),)))  # of 4 layers of 64 bytes
+    assert cluster_of(state_of(bench), "a")["push"] == {"phase": "TICKETED", "landed": 0.25}
+    bench.stage("a")
+    bench.finish_push("a")
     state = state_of(bench)
     assert cluster_of(state, "a")["push"] == {"phase": "ADMITTED", "landed": 1.0}
     assert (state["round"]["phase"], state["round"]["pushed"], state["round"]["of"]) == ("WINDOW", 1, 2)
@@ -380,14 +385,3 @@ async def test_a_page_that_keeps_up_gets_what_is_new_and_another_gets_all(tmp_pa
     hub.end("the master has ended")
     await hub.after(hub.number)
     assert hub.ended == "the master has ended"
-
-
-async def test_a_message_of_many_clusters_stays_small() -> None:
-    view = Bench().running("a").state.look()
-    one = dataclasses.replace(view.status.clusters[0], note="n" * 5000, last_verdict="EXCLUDED", last_reason="r" * 5000)
-    status: StatusReply = dataclasses.replace(
-        view.status, clusters=tuple(dataclasses.replace(one, cluster_id=f"c{n}") for n in range(64))
-    )
-    hub = Hub(EventBuffer(), HeldoutTail(None))
-    hub.take(dataclasses.replace(view, status=status), 1.0, 0.0)
-    assert len(hub.full()) < 64 * 3000

@@ -31,6 +31,7 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.core.protocol import FINISH_HOLD_S
+from dips.master.state.events import CallGone
 from dips.master.state.pushes import AWAY_RETRY_S
 
 
@@ -137,47 +138,34 @@ def test_one_push_is_undecided_and_a_decided_one_gets_its_verdict_again_and_neve
     assert bench.status().tokens == 200
 
 
-def test_push_against_a_base_that_a_verdict_replaced_is_stale() -> None:
+def test_push_against_a_base_that_a_verdict_replaced_or_of_another_timeline_is_stale() -> None:
     bench = Bench().running("a")
     bench.push("a")
     assert bench.verdict("a").kind is VerdictKind.APPLIED
-    answer = bench.begin_push("a")  # without the pull that APPLIED asks for
-    assert isinstance(answer, Stale)
-    assert answer.kind is StaleKind.FENCE
+    for base, kind in ((Version(1, 0), StaleKind.FENCE), (Version(9, 0), StaleKind.TIMELINE)):
+        answer = bench.begin_push("a", base=base)  # without the pull that APPLIED asks for
+        assert isinstance(answer, Stale)
+        assert answer.kind is kind
     assert bench.status().tokens == 100
 
 
-def test_push_too_many_versions_behind_is_stale_and_can_be_rebased() -> None:
-    bench = Bench(settings=Settings(max_staleness_versions=2), grace_s=0.5).running("a", "b")
-    for _ in range(3):
-        bench.push("a")
-        bench.advance(1.0)
-        bench.pull("a")
-    answer = bench.begin_push("b")
-    assert isinstance(answer, Stale)
-    assert answer.kind is StaleKind.VERSIONS
-    bench.pull("b")
-    assert isinstance(bench.begin_push("b"), Ticket)
-
-
-def test_push_that_became_stale_while_it_travelled_is_aborted_at_admission() -> None:
-    bench = Bench(settings=Settings(max_staleness_versions=1), grace_s=0.5).running("a", "b")
-    bench.begin_push("b")
-    for _ in range(2):
+def test_push_too_many_versions_behind_is_stale_also_while_it_travels_and_can_be_rebased() -> None:
+    bench = Bench(settings=Settings(max_staleness_versions=2), grace_s=0.5).running("a", "b", "c")
+    for n in range(3):
+        if n == 2:  # two versions behind are not too many
+            assert isinstance(bench.begin_push("b"), Ticket)
         bench.push("a")
         bench.advance(1.0)
         bench.pull("a")
     bench.stage("b")
     answer = bench.result(bench.finish_push("b")).answer
     assert isinstance(answer, Verdict)
-    assert answer.kind is VerdictKind.ABORTED
-    assert "behind" in answer.reason
-
-
-def test_other_timeline_is_stale() -> None:
-    answer = Bench().running("a").begin_push("a", base=Version(9, 0))
+    assert (answer.kind, "behind" in answer.reason) == (VerdictKind.ABORTED, True)
+    answer = bench.begin_push("c")
     assert isinstance(answer, Stale)
-    assert answer.kind is StaleKind.TIMELINE
+    assert answer.kind is StaleKind.VERSIONS
+    bench.pull("c")
+    assert isinstance(bench.begin_push("c"), Ticket)
 
 
 @pytest.mark.parametrize(
@@ -436,6 +424,23 @@ def test_ticket_lives_while_bytes_arrive_again_at_a_slave_that_restarted() -> No
         bench.advance(8.0)
         bench.slaves[1].say(SlaveBeat(progress=(StagingProgress(push, 1, landed),)))
     assert bench.state.shared.members["a"].push is not None
+
+
+def test_call_whose_caller_hung_up_is_not_answered_and_its_push_is_admitted_by_the_next_one() -> None:
+    bench = Bench(grace_s=5.0).running("a", "b")
+    bench.begin_push("a")
+    gone, waits = bench.finish_push("a"), bench.await_verdict("a")
+    other = bench.await_verdict("a", wait_s=20.0)
+    for token in (gone, waits):
+        bench.event(CallGone(token))
+    bench.stage("a")
+    assert bench.status().phase == "IDLE", "nobody has asked for its admission"
+    assert isinstance(bench.result(bench.finish_push("a")).answer, Admitted)
+    bench.advance(5.0)
+    assert bench.result(other).answer.kind is VerdictKind.APPLIED
+    for token in (gone, waits):
+        with pytest.raises(Unanswered):
+            bench.result(token)
 
 
 def test_held_finish_push_is_answered_when_it_is_repeated_and_when_its_attempt_is_over() -> None:

@@ -12,7 +12,6 @@ from dips.core.ids import Version
 from dips.core.messages import (
     AbortRound,
     BeginPullRequest,
-    Caller,
     Commit,
     Measure,
     OperatorRequest,
@@ -300,18 +299,6 @@ def test_pinned_version_is_retained_while_newer_ones_are_published() -> None:
     retains = [c.versions for c in sent(bench.slaves[0], Retain) if isinstance(c, Retain)]
     assert retains[-1] == (grant.version,)
     assert retains[-3] == (), "the version before the newest needs no pin"
-
-
-def test_too_many_pinned_versions_give_way_oldest_first() -> None:
-    bench = Bench(pinned_versions=1).running("a")
-    for reader in ("r1", "r2", "r3"):
-        bench.ask(BeginPullRequest(Caller("", 0, reader), reader=True))
-        bench.push("a")
-        bench.advance(1.5)
-        bench.pull("a")
-    retain = sent(bench.slaves[0], Retain)[-1]
-    assert isinstance(retain, Retain)
-    assert retain.versions == (Version(1, 1),)
 
 
 @pytest.mark.parametrize("why", ["paused", "a slave is away", "too few clusters"])

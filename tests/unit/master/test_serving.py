@@ -19,26 +19,20 @@ import grpc.aio
 import pytest
 from support.master_bench import Bench
 from support.run_status import run_status
-from support.scripted_master_state import ScriptedMachine, caller, command, leave, refusal, slave_hello
+from support.scripted_master_state import ScriptedMachine, caller, leave, refusal
 
 from dips.core.clock import ManualClock
 from dips.core.config import load
-from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, RefusalCode, Refused, RetryLater
+from dips.core.errors import INTERRUPTED, TERMINATED, ConfigError, RefusalCode, Refused
 from dips.core.messages import (
-    DrainRequest,
-    EvictRequest,
-    ExtendRequest,
     HeartbeatReply,
     HeartbeatRequest,
     LeaveReply,
     LeaveRequest,
     OperatorReply,
     OperatorRequest,
-    ReshardRequest,
-    SlaveCommand,
     StatusReply,
     StatusRequest,
-    WatchRequest,
 )
 from dips.core.net.codec_protobuf import decode, encode
 from dips.core.net.grpc_calls import refused_from
@@ -50,20 +44,15 @@ from dips.master.directory import TAPE_NAME, MasterAddress, read_address
 from dips.master.journal import read_records
 from dips.master.page.access import read_page_url
 from dips.master.process import serve
-from dips.master.rpc.services import MAX_WATCH_S, MIN_WATCH_S
 from dips.master.shell import MasterShell
-from dips.master.state.effects import BeginAgain, CloseLink, Effect, Halt, Refuse, Reply, ToSlave, WriteJournal
+from dips.master.state.effects import BeginAgain, Effect, Halt, Refuse, Reply, WriteJournal
 from dips.master.state.events import (
-    BeatsEnded,
     ClusterCall,
     Event,
     OperatorCall,
     Pause,
     Resume,
     Revoked,
-    SlaveLinkDown,
-    SlaveSaid,
-    Stop,
     Tick,
 )
 from dips.master.state.shared import RunConfig
@@ -264,81 +253,6 @@ def _calls(master: Served) -> list[Any]:
         for sample in made[name].samples
         if sample.value and not sample.name.endswith("_created")
     ]
-
-
-async def test_beats_are_answered_in_step_and_the_end_of_the_newest_stream_is_told(made: Make) -> None:
-    master = made()
-    await master.start()
-    async with master.channel() as channel:
-        streams = [channel.stream_stream("/dips.v1.Clusters/Heartbeat")(timeout=60) for _ in range(2)]
-        for steps, stream in enumerate(streams):
-            await stream.write(encode(HeartbeatRequest(caller(), "training", steps)))
-            assert decode(await stream.read(), HeartbeatReply) == BEAT
-        streams[0].cancel()
-        await master.ask("Clusters/Leave", leave("the cancelling has arrived before this"))
-        assert not master.machine.of(BeatsEnded)
-        await streams[1].done_writing()
-        assert await master.machine.until(BeatsEnded) == BeatsEnded("a", caller().incarnation)
-    beats = [call.request for call in master.machine.of(ClusterCall)][:2]
-    assert [beat.steps for beat in beats if isinstance(beat, HeartbeatRequest)] == [0, 1]
-
-
-async def test_each_action_of_an_operator_reaches_the_state_as_itself(made: Make) -> None:
-    master = made()
-    await master.start()
-    request = OperatorRequest("demo", "why")
-    actions = {
-        "Pause": (request, Pause(request)),
-        "Resume": (request, Resume(request)),
-        "Stop": (request, Stop(request)),
-        "Evict": (EvictRequest("demo", "a"),) * 2,
-        "Drain": (DrainRequest("demo", "a"),) * 2,
-        "Reshard": (ReshardRequest("demo", ("s2",)),) * 2,
-        "Extend": (ExtendRequest("demo", 100),) * 2,
-    }
-    for method, (sent, action) in actions.items():
-        reply = decode(await master.ask(f"Operator/{method}", sent), OperatorReply)
-        assert reply == OperatorReply(type(action).__name__)
-        assert master.machine.of(OperatorCall)[-1].action == action
-    assert await master.ask("Operator/Status", StatusRequest("demo")) == encode(run_status())
-    async with master.channel() as channel:
-        watch = channel.unary_stream("/dips.v1.Operator/Watch")
-        for interval_s in (MIN_WATCH_S / 2, MAX_WATCH_S + 1, -1.0, float("nan")):
-            with pytest.raises(grpc.RpcError) as caught:
-                await watch(encode(WatchRequest("demo", interval_s)), timeout=60).read()
-            error = refused_from(caught.value)
-            assert isinstance(error, Refused)
-            assert error.code is RefusalCode.MALFORMED
-        call = watch(encode(WatchRequest("demo", MIN_WATCH_S)), timeout=60)
-        for _ in range(2):
-            assert await call.read() == encode(run_status())
-        rare = watch(encode(WatchRequest("demo", MAX_WATCH_S)), timeout=60)
-        assert await rare.read() == encode(run_status())
-        await master.end()
-        with pytest.raises(grpc.RpcError) as caught:
-            await rare.read()
-        assert isinstance(refused_from(caught.value), Refused | RetryLater)
-
-
-async def test_a_slave_is_heard_and_commanded_over_one_stream_until_it_is_closed_or_garbled(made: Make) -> None:
-    master = made()
-    await master.start()
-    master.machine.react = lambda event: (
-        [ToSlave(event.link, command("one")), CloseLink(event.link, refusal())] if isinstance(event, SlaveSaid) else []
-    )
-    async with master.channel() as channel:
-        for sent, code in ((encode(slave_hello()), RefusalCode.FENCED), (b"\xff\xff", RefusalCode.MALFORMED)):
-            stream = channel.stream_stream("/dips.v1.Slaves/Attach")(timeout=60)
-            await stream.write(sent)
-            if code is RefusalCode.FENCED:
-                assert decode(await stream.read(), SlaveCommand) == command("one")
-            with pytest.raises(grpc.RpcError) as caught:
-                await stream.read()
-            error = refused_from(caught.value)
-            assert isinstance(error, Refused)
-            assert error.code is code
-    assert [said.message for said in master.machine.of(SlaveSaid)] == [slave_hello()]
-    await master.machine.until(SlaveLinkDown, 2)
 
 
 # ---- keys ----
