@@ -176,7 +176,7 @@ def fork(job: Job, outcome: Outcome, arguments: Sequence[str]) -> tuple[int, int
 
 
 def start(job: Job, outcome: Outcome) -> tuple[int, int]:
-    """Starts a command in a process group of its own, with its output in the file. Its pid, and a pipe that ends with it."""
+    """Starts a command in a process group of its own: its pid, and a pipe that ends with it."""
     mine, its = os.pipe()
     os.set_inheritable(its, True)
     with open(outcome.output, "w") as output:
