@@ -126,6 +126,14 @@ def test_batches_within_a_factor_of_ten_and_longer_pushes_are_nothing_unusual() 
     assert not alarms(bench)
 
 
+def test_small_counts_are_told_once_a_cluster_has_counted_too_little_on_the_whole() -> None:
+    bench = Bench(grace_s=0.0).running("a", "b")
+    told(bench, b=100.0)
+    for tokens, alarmed in ((320, False), (64, False), (64, True)):  # 20, 12 and 9.3 a step on the whole
+        rounds(bench, 1, a=tokens)
+        assert bool(standing(bench)) is alarmed
+
+
 def test_one_short_batch_of_another_cluster_says_nothing() -> None:
     """Found by simulation: a push of a single step, an epoch's last one."""
     bench = Bench().running("a")
