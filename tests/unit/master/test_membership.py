@@ -455,6 +455,7 @@ def test_whatever_happens_in_a_round_its_pushes_are_counted_once(kind: type, the
     status = bench.status()
     assert (status.published, status.tokens) == (Version(1, 1), 200)
     assert [c.pushes_applied for c in status.clusters][:2] == [1, 1]
+    assert {bench.state.shared.ledger.detector.of(name).steps for name in "ab"} == {16}, "as many as each made"
     assert bench.alive("b") == (then not in ("evict", "leave"))
 
 
