@@ -39,16 +39,6 @@ from dips.core.net.codec_protobuf import encode
 from dips.master.state.events import Pause, Stop
 
 
-def test_join_waits_for_all_slaves() -> None:
-    bench = Bench(n_slaves=2)
-    bench.slaves[0].attach()
-    with refused_with(RefusalCode.BUSY) as refused:
-        bench.join("a")
-    assert "1 of 2" in str(refused.value)
-    bench.slaves[1].attach()
-    assert bench.join("a").incarnation == Incarnation(1, 1)
-
-
 @pytest.mark.parametrize(
     ("changes", "code", "word"),
     [
