@@ -1,4 +1,4 @@
-"""core/math/compiling.py: code is kept on disk, and one process at a time compiles. tests/unit/core/test_kernel_sources.py has the rest."""
+"""core/math/compiling.py: code is kept on disk, and one process at a time compiles; the rest is a unit test."""
 
 from __future__ import annotations
 

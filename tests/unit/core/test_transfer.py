@@ -193,6 +193,26 @@ def test_a_clean_push_asks_first_and_then_sends_each_chunk_once() -> None:
     assert transfer.reconnects == 0
 
 
+def test_a_slave_that_names_only_some_missing_chunks_is_asked_again() -> None:
+    transfer = push()
+    first = next(a for a in transfer.actions(0.0) if isinstance(a, SlaveRequest) and a.slave == "s1")
+    some = [MissingChunk(c.block_id, c.offset_bytes) for c in shares()["s1"][:2]]
+    transfer.missing("s1", first.request, some, False, 0.1)
+    asks = [a for a in transfer.actions(0.1) if isinstance(a, SlaveRequest)]
+    assert [a.chunk for a in asks] == shares()["s1"][:2]
+    for ask in asks:
+        transfer.acked("s1", ask.request, False, 0.2)
+    assert [a.chunk for a in transfer.actions(0.2) if isinstance(a, SlaveRequest) and a.slave == "s1"] == [None]
+
+
+@pytest.mark.parametrize("place", [(1, 0), (4, 7), (9, 0)])
+def test_missing_chunks_of_another_layout_fail_the_push(place: tuple[int, int]) -> None:
+    transfer = push()
+    first = next(a for a in transfer.actions(0.0) if isinstance(a, SlaveRequest) and a.slave == "s0")
+    transfer.missing("s0", first.request, [MissingChunk(4, 0), MissingChunk(*place)], False, 0.1)
+    assert "another layout" in transfer.failure
+
+
 def test_a_clean_pull_fetches_each_chunk_once() -> None:
     network = Network(pull())
     network.run()
