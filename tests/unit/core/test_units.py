@@ -138,6 +138,7 @@ def test_a_unit_of_another_kind_is_refused_with_an_example(parse: Callable[[obje
         (units.format_seconds(0), "0 s"),
         (units.format_seconds(0.25), "250 ms"),
         (units.format_seconds(0.0000125), "12.5 us"),
+        (units.format_seconds(1), "1 s"),
         (units.format_seconds(2.5), "2.5 s"),
         (units.format_seconds(60), "1 min"),
         (units.format_seconds(90), "1 min 30 s"),
