@@ -58,11 +58,14 @@ class Port:
     def refused(self, header: DataHeader, *payload: bytes) -> Refusal:
         """The refusal; nothing may have changed but the count, and the bytes of a chunk whose checksum is wrong."""
         before, count, landed = self.staging.copy(), self.port.refused_chunks, self.port.beat()
+        of_codes = dict(self.port.figures().refused)
         answer = self.send(header, *payload)
         assert answer.header.op is DataOp.REFUSED
         assert answer.header.request == header.request
         assert answer.header.refusal is not None
         assert self.port.refused_chunks == count + 1
+        code = answer.header.refusal.code.name
+        assert dict(self.port.figures().refused) == of_codes | {code: of_codes.get(code, 0) + 1}
         early = answer.header.refusal.retry_after_s > 0
         assert early or self.port.last_refusal == answer.header.refusal.sentence[:MAX_REASON_CHARACTERS]
         assert self.port.beat() == replace(landed, refused_chunks=count + 1)

@@ -35,6 +35,7 @@ from dips.core.messages import (
     ListShard,
     Measure,
     Measured,
+    MoveBlocks,
     Prepared,
     Promised,
     Ready,
@@ -118,7 +119,7 @@ class Slave:
         self.store = SnapshotStore(directory, RUN, "s0", 3)
         self.problems = self.store.scan()
         self.tape_file = directory.parent / "s0.tape.jsonl"
-        self.data = Data(lambda staged: self.shell.handle(staged))
+        self.data = Data(lambda staged: self.shell.handle_soon(staged))
         state = SlaveMachine(
             RUN, "s0", "tcp://127.0.0.1:1", 1 << 20, 1 << 20, self.store.promise.epoch, self.store.ring.infos(), b"k"
         )
@@ -286,6 +287,20 @@ async def test_a_round_that_was_given_up_leaves_no_shadow_in_memory_or_on_the_di
         await slave.round(RoundId(1, 4), V1, V0, A)
         slave.tell(CloseStaging(A))
         assert slave.data.port.beat().staging_open == 1
+
+
+async def test_a_move_of_blocks_is_sealed_on_the_disk_and_leaves_it_when_it_is_given_up(tmp_path: Path) -> None:
+    async with slave_on(tmp_path) as slave:
+        await slave.seeded()
+        here = configure_for(PLACEMENT).placement
+        digests = (digest_of_array(of, BLOCKS, CHUNK_BYTES) for of in (SEED, np.zeros_like(SEED)))
+        slave.tell(MoveBlocks(R2, V0, V1, LAYOUT, LAYOUT.layout_hash, here, here, 4, 2, *digests))
+        assert await slave.hear(Prepared) == Prepared(R2, digest_of_array(SEED, BLOCKS, CHUNK_BYTES))
+        assert [info.version for info in slave.store.ring.infos()] == [V1, V0]
+        slave.tell(AbortRound(R2, "the operator took it back"))
+        slave.tell(SendCommitRecord(V0, R1))  # by the same thread of the disk
+        assert (await slave.hear(CommitRecord)).record == RECORD
+        assert [info.version for info in slave.store.ring.infos()] == [V0]
 
 
 async def test_versions_stay_readable_while_they_are_retained_and_until_the_port_has_left_them(tmp_path: Path) -> None:
