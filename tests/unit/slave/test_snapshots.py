@@ -315,6 +315,9 @@ def test_the_current_one_stays_even_if_it_is_not_the_newest(tmp_path: Path) -> N
             write(store, v, commit=False)
             store.ring.drop_shadow(info(v))
         assert [found.version.v for found in store.ring.infos()] == [9, 7]
+        for v in (12, 13):
+            assert store.ring.tidy(write(store, v)) == []
+        assert [found.version.v for found in store.ring.infos()] == [13, 12, 9]
 
 
 def test_a_file_of_an_open_round_is_not_overwritten(tmp_path: Path) -> None:
