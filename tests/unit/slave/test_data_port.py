@@ -122,6 +122,7 @@ def test_a_whole_push_lands_in_its_row_and_is_said_once(port: Port) -> None:
     for chunk in [*CHUNKS[:-1], *CHUNKS]:
         answer = port.send(put(chunk), payload(chunk)).header
         assert (answer.op, answer.request, answer.push, answer.cause_id) == (DataOp.ACK, 17, A, "why")
+        assert (answer.run_id, answer.epoch) == ("run", 3)
         assert (answer.block, answer.offset_bytes) == (chunk.block_id, chunk.offset_bytes)
     assert answer.complete
     np.testing.assert_array_equal(port.staging[1], VALUES)
