@@ -334,6 +334,14 @@ def test_a_file_of_an_open_round_is_not_overwritten(tmp_path: Path) -> None:
         store.ring.write_shadow(info(9), *arrays(9))
 
 
+def test_a_shadow_that_is_written_again_takes_its_own_file(store: SnapshotStore) -> None:
+    committed = write(store, 0)
+    for _ in range(2):
+        shadow = write(store, 1, commit=False)
+        store.ring.close_round()
+        assert store.ring.infos() == (shadow, committed)
+
+
 def test_fewer_snapshots_kept_give_the_room_back_when_nothing_kept_stands_there(tmp_path: Path) -> None:
     with closing(made_store(tmp_path, kept=4)) as store:
         for v in range(5):
