@@ -242,10 +242,15 @@ async def test_a_round_measures_computes_keeps_evidence_and_serves_what_the_refe
         assert jobs == {"load": 1, "prepare": 2, "commit": 2, "measure": 1, "list": 1}
         slave.tell(SendCommitRecord(V1, R2))
         assert await slave.hear(CommitRecord) == CommitRecord(V1, R2, RECORD)
-        slave.tell(SendCommitRecord(V2, R3))
-        refusal = (await slave.hear(CommitRecord)).refusal
-        assert refusal is not None
-        assert refusal.code is RefusalCode.VERSION_GONE
+        slave.tell(prepare_of(R3, V2, [A], V1))
+        await slave.hear(Prepared)
+        slave.tell(Commit(R3, V2, b"not its hash", RECORD))
+        await slave.hear(Flipped)
+        for asked, code in (((V2, R3), RefusalCode.DIGEST), ((V2, R2), RefusalCode.VERSION_GONE)):
+            slave.tell(SendCommitRecord(*asked))
+            refusal = (await slave.hear(CommitRecord)).refusal
+            assert refusal is not None
+            assert refusal.code is code
         slave.tell(StopSlave("the run is over"))
         assert await slave.shell.ended == "the run is over"
 
@@ -270,6 +275,15 @@ async def test_a_later_start_loads_what_was_committed_and_refuses_what_has_anoth
         slave.tell(configure_for(PLACEMENT, **named))
         assert await slave.hear(Ready) == Ready(Version(3, 0), digest)
         assert [info.version for info in slave.store.ring.infos()] == [Version(3, 0)]
+    async with slave_on(tmp_path) as slave:
+        await slave.join(epoch=3)
+        with (tmp_path / "s0" / "ring-0.safetensors").open("r+b") as file:  # it breaks after hello
+            file.seek(-1, 2)
+            file.write(b"?")
+        slave.tell(configure_for(PLACEMENT, **named))
+        assert (await slave.hear(ConfigureRefused)).refusal.code is RefusalCode.DISK
+        assert slave.store.ring.infos() == ()
+        assert len(slave.closed) == 1, "the next hello lacks it"
 
 
 async def test_a_round_that_was_given_up_leaves_no_shadow_in_memory_or_on_the_disk(tmp_path: Path) -> None:
