@@ -217,13 +217,6 @@ def test_installing_twice_does_not_give_turns_back() -> None:
     assert failpoints.hits() == {PLACE: 0}
 
 
-def test_an_environment_without_failpoints_arms_nothing_and_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    install("master", {})
-    install("master", {"DIPS_FAILPOINTS": "  "})
-    assert failpoints.hits() == {}
-    assert caplog.text == ""
-
-
 @pytest.mark.parametrize(
     ("environment", "words"),
     [

@@ -111,11 +111,6 @@ def test_a_certificate_of_another_authority_is_refused(made: Path, identity: Pat
     assert "was signed by none of the authorities" in refused(identity)
 
 
-def test_an_authoritys_own_certificate_is_no_identity(made: Path, identity: Path) -> None:
-    shutil.copy(made / "ours" / "ca" / "ca.crt", identity / "tls.crt")
-    assert "not a certificate of a process of dips" in refused(identity)
-
-
 @pytest.mark.parametrize(("began_days_ago", "words"), [(398, "expired on"), (-2, "does not hold before")])
 def test_a_certificate_out_of_its_time_is_refused(tmp_path: Path, began_days_ago: int, words: str) -> None:
     Authority.create(tmp_path / "keys", NOW - timedelta(days=500))

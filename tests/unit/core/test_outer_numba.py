@@ -3,9 +3,7 @@ placement."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -205,22 +203,6 @@ def test_the_step_may_overwrite_its_inputs() -> None:
     outer_numba.outer_step(*arguments, shard.theta, shard.momentum, 0, len(theta))
     assert_same_bits(shard.theta, theta)
     assert_same_bits(shard.momentum, momentum)
-
-
-@pytest.mark.parametrize("pieces", [2, 3, 7])
-def test_threads_that_share_a_range_change_no_bit(pieces: int) -> None:
-    n_elems = 50_021
-    shard = Shard.random(7, n_elems, slots=5)
-    slots, weights = random_slots(7, 5, 5)
-    arguments = (shard.theta, shard.momentum, shard.staging, slots, weights, 0.4, 0.7, 0.8, 0.8, 1.0)
-    whole, split = shard.outputs(), shard.outputs()
-    outer_numba.outer_step(*arguments, *whole, 0, n_elems)
-    edges = np.linspace(0, n_elems, pieces + 1).astype(int).tolist()
-    with ThreadPoolExecutor(pieces) as pool:
-        parts = itertools.pairwise(edges)
-        list(pool.map(lambda part: outer_numba.outer_step(*arguments, *split, *part), parts))
-    assert_same_bits(split[0], whole[0])
-    assert_same_bits(split[1], whole[1])
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])

@@ -210,15 +210,6 @@ def test_a_chunk_that_comes_before_its_staging_is_open_is_no_news_for_people(por
     assert port.port.last_refusal == ""
 
 
-def test_a_damaged_payload_is_refused_and_may_come_again(port: Port) -> None:
-    damaged = bytearray(payload(CHUNKS[0]))
-    damaged[100] ^= 1
-    refusal = port.refused(put(CHUNKS[0]), bytes(damaged))
-    assert refusal.code is RefusalCode.CHUNK
-    assert "send it again" in refusal.sentence
-    assert port.send(put(CHUNKS[0]), payload(CHUNKS[0])).header.op is DataOp.ACK
-
-
 @pytest.mark.parametrize("size", [0, 1, 1023, 1025, 4096])
 def test_a_payload_of_another_length_than_its_header_is_refused(port: Port, size: int) -> None:
     assert port.refused(put(CHUNKS[0]), bytes(size)).code is RefusalCode.CHUNK
