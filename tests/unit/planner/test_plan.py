@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.repository import ROOT
@@ -191,6 +194,40 @@ def test_memory_aware_stages_are_never_worse_than_even_ones(memory: float) -> No
     assert min(found.division) >= 1
     assert found.span_ns <= found.uniform_ns
     assert found.span_ns == jeeves_with(problem, found.division, coordinated=True).makespan_ns
+
+
+@pytest.mark.parametrize(("latency_ms", "microbatches"), [(0, 3), (30, 3), (30, 1.5)])
+def test_no_division_of_a_small_model_is_faster(latency_ms: float, microbatches: float) -> None:
+    """Three stages and nine layers: all 28 divisions, JEEVES' greedy on each."""
+    tables: dict[str, Any] = {
+        "model": {
+            "name": "nine", "layers": 9, "hidden": 10, "heads": 2, "mlp_width": 20, "vocabulary": 9, "source": "a test",
+        },
+        "sites": [
+            {"name": name, "devices": n, "sustained_tflops": rate, "source": "a test"}
+            for name, n, rate in (("here", 4, 3), ("there", 2, 2))
+        ],
+        "links": [
+            {
+                "sender": "here", "receiver": "there", "bandwidth_gbps": 1, "latency_ms": latency_ms,
+                "source": "a test",
+            }
+        ],
+        "training": {"pipeline": 3, "data": 2, "microbatches": 4, "sequence_tokens": 100, "source": "a test"},
+        "profile": {
+            "forward_ms": 10, "input_gradient_ms": 9, "weight_gradient_ms": 8, "message_mb": 0.5,
+            "memory_microbatches": microbatches, "source": "a test",
+        },
+    }  # fmt: skip
+    problem = Problem(setup_of(SettingsFile("nine.toml", tables)))
+    spans = {}
+    for a, b in itertools.combinations(range(1, 9), 2):
+        division = (a, b - a, 9 - b)
+        with suppress(PlanError):  # too little memory
+            spans[division] = jeeves_with(problem, division, coordinated=True).makespan_ns
+    found = divide(problem)
+    assert found.span_ns == spans[found.division] == min(spans.values())
+    assert found.uniform_ns == spans[3, 3, 3] > found.span_ns
 
 
 def test_scarce_memory_moves_layers_to_later_stages() -> None:
