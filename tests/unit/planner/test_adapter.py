@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dips.planner.adapter.advise import advise, read_before, rules_of
 from dips.planner.adapter.decide import WINDOW, AdapterState, Border, Rules
-from dips.planner.adapter.pieces import Piece, Pipeline, Sizes, Transfer, play
+from dips.planner.adapter.pieces import Piece, Pipeline, Played, Sizes, Transfer, play
 from dips.planner.adapter.play import MONITOR_NS, compare, with_adapter, without_adapter
 from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace
 from dips.planner.cluster import Profile, read_setup
@@ -234,6 +234,22 @@ def test_a_piece_costs_its_overhead_and_its_part_of_the_time() -> None:
         ("B", 0, 2, 1600, 1810),  # split again
         ("B", 0, 2, 1810, 2020),
     ]
+
+
+def test_sizes_are_for_filling_running_and_draining() -> None:
+    """One device and two microbatches of 4: F in halves until the first B has begun, whole ones while an F is left,
+    single sequences afterwards; 10 for each operation."""
+    costs = Costs((StageCost(40, 60, 20, 1, 1),)).with_overheads(10, 0, straight(1))
+    pipeline, done = Pipeline(SCHEDULES["1f1b"].make(1, 2, costs, []), costs, 4), list[Piece]()
+    played = play(pipeline, (Sizes(2, 4, 1),), begin_ns=1000, pieces=done)
+    assert [(str(p.kind), p.microbatch, p.first, p.sequences, p.start_ns - 1000, p.end_ns - 1000) for p in done] == [
+        ("F", 0, 0, 2, 0, 30),
+        ("F", 0, 2, 2, 30, 60),
+        ("B", 0, 0, 4, 60, 150),
+        ("F", 1, 0, 4, 150, 200),
+        *(("B", 1, n, 1, 200 + 30 * n, 230 + 30 * n) for n in range(4)),
+    ]
+    assert played == Played(1000, 1320, (320,), 8, (0,))
 
 
 def test_times_between_profiled_sizes_are_interpolated() -> None:
