@@ -36,7 +36,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-landing test-long system check sim frozen model-check fuzz soak protos bench docs dist images clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
+.PHONY: help demo test test-landing test-long system check sim frozen model-check mutants fuzz soak protos bench docs dist images clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
 
 help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -72,9 +72,9 @@ system:  ## install what the landing and long tiers need from Debian: a browser,
 
 check: $(DEV_STAMP)  ## lint, types and layers, without running anything
 	$(BIN)/ruff check .
-	$(BIN)/mypy --num-workers auto
+	$(BIN)/mypy
 	$(BIN)/mypy deploy
-	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests --num-workers auto tests benchmarks
+	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests tests benchmarks
 	$(BIN)/lint-imports --no-cache
 
 sim: $(DEV_STAMP)  ## simulate SEEDS runs with every fault, all invariants checked after every step
@@ -84,7 +84,10 @@ frozen: $(DEV_STAMP)  ## compare the records of 500 simulated runs with tests/fr
 	$(BIN)/python -m dips.sim.canonical_records --check tests/frozen/seeds.txt $(ARGS)
 
 model-check: $(DEV_STAMP)  ## visit every state of small runs, breadth first, in two minutes; ARGS=--short or ARGS=--long
-	$(BIN)/python -m dips.sim.search --counts tests/frozen/searches.txt $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m search --counts tests/frozen/searches.txt $(ARGS)
+
+mutants: $(DEV_STAMP)  ## make small faults, one at a time, and see whether a unit test fails; ARGS="--sample 240 --seed 1"
+	PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
 fuzz: $(FUZZ_STAMP)  ## feed unexpected bytes to every decoder for MINUTES, and attack real processes
 	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(ARGS)

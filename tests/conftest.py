@@ -5,18 +5,21 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 
 import hypothesis
 import pytest
-
-from dips.core.observe import seen
+from support import seen_notes
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts its background jobs so, and every child of a process inherits it: no test could send ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# With DIPS_SEEN_LOG, as in .ci/run: which transitions and refusals any test sees (tests/seen.py).
-seen.note()
+# With DIPS_SEEN_LOG, as in .ci/run: which transitions and refusals any test sees (tests/seen.py), also in the processes
+# that tests start (tests/sitecustomize.py).
+seen_notes.note()
+if os.environ.get(seen_notes.LOG_VARIABLE):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 
 FREED_SELDOM = (20_000, 20, 20)
 """Objects before garbage is looked for, and how often in older ones (gc.set_threshold)."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from support.byte_model_ranks import NO_MERGE, ROUNDING, check_resumption, losses, losses_of_one, start_alone
-from support.master_process import START_S, MasterProcess
 from support.trainer_run import Processes
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
@@ -15,9 +14,8 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
-    children = Processes(tmp_path)
-    yield children
-    children.kill_all()
+    with Processes(tmp_path) as children:
+        yield children
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +24,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.fixture
-def address(tmp_path: Path) -> Iterator[str]:
-    master = MasterProcess(tmp_path / "master", *NO_MERGE)
-    yield master.started().address
-    master.popen.kill()
-    master.popen.wait(START_S)
+def address(processes: Processes) -> str:
+    return processes.start_master(*NO_MERGE)
 
 
 @pytest.mark.parametrize(

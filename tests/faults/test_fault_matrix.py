@@ -84,7 +84,6 @@ def test_what_is_reached_elsewhere_exists(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("lanes", LANES, ids=lambda lanes: "+".join(segment.name for segment in lanes))
 def test_a_run_survives_every_harm_at_every_failpoint(
     lanes: tuple[Segment, ...], fork_server: ForkServer, tmp_path: Path

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.whole_run import WholeRun, wait_until
+from support.waiting import until
+from support.whole_run import WholeRun
 
 from dips.local.authority import ensure_keys
 
@@ -23,7 +24,7 @@ def test_keys_of_the_data_flow_last_as_long_as_their_process(tmp_path: Path) -> 
         for victim, start in starts.items():
             run.kill(victim)
             start()
-            wait_until(lambda: run.version() > 0, "nothing is published again")
+            until(lambda: run.version() > 0, "nothing is published again")
             run.wait_for_version(run.version() + 2)
         for cluster in clusters:
             cluster.driver.request_stop()

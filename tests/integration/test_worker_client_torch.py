@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from support.run_for_workers import LAYOUT, RunForWorkers
+from support.waiting import until
 
 import dips
 from dips.core.errors import ConfigError
@@ -78,9 +78,12 @@ def test_a_user_loop_seeds_pushes_and_ends_with_the_last_version(run: RunForWork
         last = np.full(30_000, 3.0, np.float32)
         run.publish(last)
         run.stop = True
-        while not sync.done:
+
+        def ends() -> bool:
             step(model, optimizer)
-            time.sleep(0.01)
+            return sync.done
+
+        until(ends, "the loop's end")
         assert np.array_equal(model.flat(), last)
         assert sync.version == run.version
     assert len(run.leaves) == 1

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import run_all
 import tiers
 from support.repository import ROOT, texts
 
@@ -56,8 +55,6 @@ def test_unit_tests_never_sleep() -> None:
 
 def test_tiers_name_files_that_are_there() -> None:
     named = {*tiers.LANDING, *tiers.FIRST, *tiers.NO_TIER, tiers.ON_DISK}
-    timed = {name for name in run_all.read_seconds() if name.endswith(".py")}
-    assert timed
-    assert not [name for name in named | timed if not (ROOT / name).exists()]
+    assert not [name for name in named if not (ROOT / name).exists()]
     commands = [name for of_tier in tiers.COMMANDS.values() for name in of_tier]
     assert all(any(name.startswith(begin) for name in commands) for begin in tiers.PATIENT)

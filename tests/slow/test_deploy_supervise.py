@@ -8,7 +8,8 @@ from pathlib import Path
 
 from support.api_stand_in import StandIn, write_kubeconfig
 from support.dips_command import dips
-from support.whole_run import WholeRun, wait_until
+from support.waiting import until
+from support.whole_run import WholeRun
 
 from dips.local.authority import ensure_keys
 
@@ -27,7 +28,7 @@ def test_a_slave_that_hangs_while_its_pod_is_ready_is_ended(tmp_path: Path) -> N
         run_id = whole.status().run_id
         names = [f"{run_id}-slave-{index}" for index in range(2)]
         here.objects.update({("dips", "Pod", name): pod(name) for name in names})
-        wait_until(lambda: sum(slave.alive for slave in whole.status().slaves) == 2, "both slaves")
+        until(lambda: sum(slave.alive for slave in whole.status().slaves) == 2, "both slaves")
         config = str(tmp_path / "kubeconfig")
         watch = ["deploy", "supervise", "--master", whole.address, "--keys", str(tmp_path / "keys" / "supervisor")]
         watch += ["--run-id", run_id, "--namespace", "dips", "--slaves", "2", "--context", "here"]
@@ -36,7 +37,7 @@ def test_a_slave_that_hangs_while_its_pod_is_ready_is_ended(tmp_path: Path) -> N
         assert here.of_kind("Pod") == names
         whole.processes["s1"].send_signal(signal.SIGSTOP)
         try:
-            wait_until(lambda: sum(slave.alive for slave in whole.status().slaves) == 1, "the master misses s1")
+            until(lambda: sum(slave.alive for slave in whole.status().slaves) == 1, "the master misses s1")
             done = dips(*watch, KUBECONFIG=config)
         finally:
             whole.processes["s1"].send_signal(signal.SIGCONT)

@@ -37,8 +37,6 @@ from dips.deploy.render import write_folders
 
 Object = dict[str, Any]
 VERSIONS = ("1.29", "1.32", "1.35")
-COMMITTED = ("namespace", "servers", "cluster-job", "cluster-torchrun")
-"""Folders of the base that overlays build on; `dips deploy render` writes the others when somebody needs them."""
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 MONITORING = FOLDER / "monitoring"
@@ -89,12 +87,6 @@ def check_all(objects: list[Object]) -> None:
             fits({**one, "data": {}} if one["kind"] == "Secret" else one, version)
 
 
-def test_there_is_something_to_check() -> None:
-    names = [folder.relative_to(FOLDER).as_posix() for folder in KUSTOMIZATIONS]
-    wanted = {"base/namespace", "base/servers", "base/cluster-job", "monitoring"}
-    assert wanted | {"overlays/server-site", "overlays/training-site"} <= set(names)
-
-
 @needs_kustomize
 @pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=lambda folder: folder.relative_to(FOLDER).as_posix())
 def test_what_kustomize_builds_fits_the_schemas(folder: Path) -> None:
@@ -133,18 +125,6 @@ def test_the_command_for_it_agrees(version: str) -> None:
     assert done.returncode == 0, done.stdout
     assert "ERROR" not in done.stdout
     assert f"statefulset/dips-slave against version {version}" in done.stdout
-
-
-def test_the_base_is_what_is_rendered_now(tmp_path: Path) -> None:
-    deployment = read_deploy_file(BASE)
-    written = {path.relative_to(tmp_path): path.read_text() for path in write_folders(deployment, tmp_path)}
-    for name, text in written.items():
-        there = FOLDER / "base" / name
-        if name.parts[0] in COMMITTED:
-            now = text.replace(str(BASE), str(BASE.relative_to(ROOT)))
-            assert there.read_text() == now, f"{there.relative_to(ROOT)} is old: make manifests"
-    committed = {path.relative_to(FOLDER / "base") for path in (FOLDER / "base").rglob("*") if path.is_file()}
-    assert committed == {name for name in written if name.parts[0] in COMMITTED}
 
 
 # ---- what a cluster must have ----

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.dips_command import dips
-from support.whole_run import LEASED, NumpyCluster, Stuck, WholeRun, wait_until
+from support.waiting import NO_LIMIT_S, until
+from support.whole_run import LEASED, NumpyCluster, WholeRun
 
 from dips.core.net.security import INSECURE
 from dips.core.observe.metrics import Spec
@@ -75,7 +76,7 @@ class Scrape:
     def __init__(self, file: Path) -> None:
         (target,) = json.loads(file.read_text())
         self.role = target["labels"]["role"]
-        with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=NO_LIMIT_S) as answer:
             text = answer.read().decode()
         self.types: dict[str, str] = {}
         self.series: Series = {}
@@ -140,11 +141,7 @@ def test_every_metric_is_there_and_what_the_run_drives_changes(run: Run) -> None
 
 
 def wait_until_none(left: Callable[[], list[str]], what: str) -> None:
-    """Wait until nothing is left; say what is, where that never comes."""
-    try:
-        wait_until(lambda: not left(), what)
-    except Stuck as error:
-        raise AssertionError(f"{what}: {', '.join(left())}") from error
+    until(lambda: not left(), what, lambda: ", ".join(left()))
 
 
 def lacking(now: dict[str, Scrape]) -> list[str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.master_process import START_S, MasterProcess
 from support.trainer_run import TRAIN, Processes
 
 EVERY_STEP = TRAIN.model_copy(update={"log_every_steps": 1})
@@ -18,19 +17,14 @@ NO_MORE = f"worker.checkpoint.before_manifest={LAST}*off->error(enough of them)"
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
-    children = Processes(tmp_path)
-    yield children
-    children.kill_all()
+    with Processes(tmp_path) as children:
+        yield children
 
 
 @pytest.fixture
-def address(tmp_path: Path) -> Iterator[str]:
+def address(processes: Processes) -> str:
     # So many steps in a round that nothing is merged while this test runs.
-    knobs = ("slaves=1", "min_clusters=1", "sync_every=500", "grace_s=0.2", "linger_s=600")
-    master = MasterProcess(tmp_path / "run", *knobs)
-    yield master.started().address
-    master.popen.kill()
-    master.popen.wait(START_S)
+    return processes.start_master("slaves=1", "min_clusters=1", "sync_every=500")
 
 
 def start(processes: Processes, address: str, tmp_path: Path, **environment: str) -> None:
@@ -50,18 +44,17 @@ def lives(processes: Processes) -> list[dict[int, dict[str, Any]]]:
     return made
 
 
-@pytest.mark.timeout(600)
 def test_a_killed_trainer_makes_the_same_steps_again(processes: Processes, address: str, tmp_path: Path) -> None:
     processes.start_slaves(address, ["s0"])
     start(processes, address, tmp_path, DIPS_FAILPOINTS=NO_MORE, DIPS_FAILPOINTS_ENABLED="1")
-    processes.wait_until("a", lambda: len(processes.records("a", "checkpoint")) == LAST)
+    processes.until("a", lambda: len(processes.records("a", "checkpoint")) == LAST)
     made = len(processes.records("a", "step"))
-    processes.wait_until("a", lambda: len(processes.records("a", "step")) >= made + 20)
+    processes.until("a", lambda: len(processes.records("a", "step")) >= made + 20)
     processes.kill("a")
     first = lives(processes)[0]
 
     start(processes, address, tmp_path, DIPS_FAILPOINTS=NO_MORE, DIPS_FAILPOINTS_ENABLED="1")
-    processes.wait_until("a", lambda: len(lives(processes)) == 2 and max(lives(processes)[1], default=0) > max(first))
+    processes.until("a", lambda: len(lives(processes)) == 2 and max(lives(processes)[1], default=0) > max(first))
     processes.kill("a")
     second = lives(processes)[1]
     again = sorted(set(first) & set(second))

@@ -38,7 +38,7 @@ def test_second_processes_of_a_slave_and_a_cluster_end_while_the_first_ones_go_o
         with pytest.raises(Refused, match="another process is cluster 'a' and beats") as refused:
             second.join()
         assert refused.value.exit_code == NAME_TAKEN_EXIT
-        assert second_slave.wait(60) == NAME_TAKEN_EXIT, run.log("s0")
+        assert second_slave.wait() == NAME_TAKEN_EXIT, run.log("s0")
         assert "another process is slave 's0' and beats" in run.log("s0")
         run.wait_for_version(run.version() + 2)
         after = run.status()

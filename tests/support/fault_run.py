@@ -6,11 +6,10 @@ Directories are as `dips up` makes them, so that `dips verify` can judge the run
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
 import json
 import signal
-import socket
 import statistics
 import threading
 import time
@@ -21,8 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from support import live
 from support.fault_proxy import Proxies
 from support.fork_server import ForkedProcess, ForkServer
+from support.ports import own_port
+from support.waiting import until
 from support.whole_run import option_words
 
 from dips.core.errors import Refused, RetryLater
@@ -46,10 +48,6 @@ STOPPED_S, BRIEFLY_S = 2.2, 0.7
 
 STEP_S = 0.05
 CHECKPOINT_EVERY_S = 0.2
-POLL_S = 0.02
-HEAL_S = 60.0
-"""For everything to be back after a harm, on a machine that is busy with other things."""
-
 ROUNDS_TO_HEAL = 2
 """A healed run publishes in the first or the second round that begins then."""
 
@@ -59,23 +57,6 @@ PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 MAX_QUICK_DEATHS = 60
 """More of them in a row are a crash loop."""
-
-
-LAST_PORT = 31_000
-_ports = itertools.count(21_000 + (time.monotonic_ns() // 1000) % 8_000)
-"""No two runs of one test run take the same."""
-
-
-def free_port() -> int:
-    """One below the range from which the system takes ports for connections, so that it stays ours between lives."""
-    while (port := next(_ports)) < LAST_PORT:
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no port is free")
 
 
 @dataclass
@@ -109,7 +90,7 @@ class FaultRun:
         before the control port for each peer (`NAME.control`) and before each slave's data port (`NAME.data`). keys:
         of an authority, with an identity for each process and for `operator`; None: nothing is encrypted."""
         self.directory = directory
-        self.ports = {name: free_port() for name in ("master", *SLAVES)}
+        self.ports = {name: own_port() for name in ("master", *SLAVES)}
         self.address = f"127.0.0.1:{self.ports['master']}"
         self.children: dict[str, ForkedProcess] = {}
         self.lives: dict[str, int] = dict.fromkeys(NAMES, 0)
@@ -141,6 +122,19 @@ class FaultRun:
     # ---- its processes ----
 
     def __enter__(self) -> FaultRun:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(live.run())
+            stack.callback(self._end)
+            self._begin()
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.close()
+
+    def _begin(self) -> None:
         for name in ("logs", "tapes", "slaves", "checkpoints"):
             (self.directory / name).mkdir(parents=True, exist_ok=True)
         if self._proxies is not None:
@@ -150,11 +144,8 @@ class FaultRun:
                 self._proxies.add(f"{name}.data", ("127.0.0.1", self.ports[name]))
         for name in NAMES:
             self.start(name)
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _end(self) -> None:
         for child in self.children.values():
             child.kill()
         for child in self.children.values():
@@ -244,14 +235,14 @@ class FaultRun:
 
     def arm(self, name: str, spec: str) -> None:
         """Tell a living process what its failpoints do from now on; "" ends it."""
-        deadline_s = time.monotonic() + HEAL_S
-        while True:
-            self.tend()
+        why_not = ""
+
+        def armed() -> bool:
+            nonlocal why_not
             why_not = self._fork_server.arm(self.children[name], spec, self.fired_log(name))
-            if not why_not:
-                return
-            assert time.monotonic() < deadline_s, f"{name} cannot be armed with {spec!r}: {why_not}"
-            time.sleep(0.1)
+            return not why_not
+
+        self.until(armed, f"{name} takes {spec!r}", lambda: why_not)
 
     def fired(self, name: str) -> list[str]:
         """Lines `failpoint action pid` since the last mark()."""
@@ -302,13 +293,14 @@ class FaultRun:
             self.woken[name] += 1
             child.send_signal(signal.SIGCONT)
 
-    def until(self, happened: Callable[[], bool], what: str, wait_s: float = HEAL_S) -> None:
-        """Tend until it happened. Raises AssertionError, with where the run stands, after wait_s."""
-        deadline_s = time.monotonic() + wait_s
-        while not happened():
-            assert time.monotonic() < deadline_s, f"{what}: {self.where_it_stands()}"
+    def until(self, happened: Callable[[], bool], what: str, state: Callable[[], str] | None = None) -> None:
+        """Tend until it happened."""
+
+        def look() -> bool:
             self.tend()
-            time.sleep(POLL_S)
+            return happened()
+
+        until(look, what, state or self.where_it_stands)
 
     def status(self) -> StatusReply | None:
         """None while the master does not answer."""
@@ -424,9 +416,7 @@ class FaultRun:
         self.wait_for_end()
 
     def wait_for_end(self) -> None:
-        self.until(
-            lambda: all(child.poll() is not None for child in self.children.values()), "the run did not end", 90.0
-        )
+        self.until(lambda: all(child.poll() is not None for child in self.children.values()), "the run did not end")
 
 
 def _state_of(pid: int) -> str:

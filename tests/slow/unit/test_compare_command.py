@@ -50,15 +50,6 @@ def test_the_list_names_methods_with_their_settings_and_set_ups(capsys: pytest.C
     assert "--preset safe" in out
 
 
-def test_the_list_is_there_for_programs_too(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = told(capsys, "--list", "--json")
-    assert code == 0
-    plain = json.loads(out)
-    assert list(plain["methods"]) == list(METHODS)
-    assert plain["methods"]["safe"]["flags_of_master"] == ["--overlap none", "--preset safe"]
-    assert plain["setups"]["small"]["clusters"]["gaps"] == [0.0, 0.16, 0.33, 0.5]
-
-
 def test_the_default_methods_run_with_the_shipped_set_up(
     tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,20 +73,6 @@ def test_what_is_said_is_what_is_run(
     assert (setup.clusters.gaps, setup.run.inner_steps, setup.run.tokens) == ((0.0, 0.5), 8, 20_000)
     assert {job.inject for job in asked} == {"x30"}
     assert "x30, into pushes of cluster a" in out
-
-
-def test_data_parallel_alone_has_no_empty_table(
-    tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = told(capsys, "--methods", "dp", "--run-dir", tmp_path)
-    assert code == 0
-    assert "held-out loss after" in out
-    assert "rounds and pushes" not in out
-
-
-def test_all_are_all(tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(capsys, "--methods", "all", "--run-dir", tmp_path)[0] == 0
-    assert [job.method for job in asked] == list(METHODS)
 
 
 def test_files_and_json(tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]) -> None:

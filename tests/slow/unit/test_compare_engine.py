@@ -287,11 +287,6 @@ class TestBrokenRuns:
         assert {push.verdict for fact in last for push in fact.pushes} == {"EXCLUDED"}
         assert any(push.norm is not None for push in last[-1].pushes)
 
-    def test_data_parallel_has_no_servers(self) -> None:
-        for run in (lambda: Compared("dp"), lambda: timing_only(setup_of(), METHODS["dp"], 1)):
-            with pytest.raises(ConfigError, match="dp has no servers"):
-                run()
-
     def test_a_loss_on_the_way_that_is_not_finite_is_kept_as_none(self) -> None:
         losses = iter((math.inf, 0.5, 0.25, 0.125, 0.0625))
         record = run_on_servers(
@@ -353,13 +348,6 @@ class TestBrokenRuns:
 
 
 class TestTimingOnly:
-    def test_it_has_times_and_no_losses(self) -> None:
-        record = timing_only(setup_of(), METHODS["dips"], 1)
-        assert (record.ended, record.loss) == ("finished", None)
-        assert all(point.loss is None for point in record.curve)
-        assert record.virtual_s > 0
-        assert record.rounds == len(record.judged)
-
     def test_it_takes_the_time_that_training_takes(self) -> None:
         setup = setup_of(tokens=16_384)
         trained, timed = Compared("diloco-clip", setup).record, timing_only(setup, METHODS["diloco-clip"], 1)
@@ -380,10 +368,6 @@ class TestAtTokens:
     def test_an_empty_curve_has_no_loss(self) -> None:
         with pytest.raises(ValueError, match="without points"):
             at_tokens((), 1)
-
-
-def test_a_record_is_plain_data_and_back(dips: Compared) -> None:
-    assert RunRecord.from_json(dips.record.to_json()) == dips.record
 
 
 Changed = tuple[ComparisonSetup, RunRecord, list[tuple[str, BowlLearner]]]

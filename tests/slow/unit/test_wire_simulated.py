@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from search.bounds import Bounds
 from support.mutants import Mutant, planted
 
 from dips.core.wire import DIFFERENCES, Codec
 from dips.sim.kernel import SimulatedProcess
-from dips.sim.search.bounds import Bounds
 from dips.sim.seed_run import SeedRun
 from dips.worker.state import effects
 

@@ -1,14 +1,16 @@
-"""The pages of docs/ that a program writes: a stale one is told, and written anew."""
+"""The pages of docs/ that a program writes: a stale one is told, and written again."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from support.repository import ROOT
 
-from dips.cli.docs import PAGES, main
+from dips.cli.docs import PAGES, ROLES, TABLES, diagram, main, protocol, settings
+from dips.core.errors import ConfigError
 
 
 @pytest.fixture
@@ -39,3 +41,38 @@ def test_a_page_whose_text_is_kept_by_hand_must_be_there(docs: Path, capsys: pyt
     assert main(["--write", str(docs)]) == 2
     assert "generated parts are not those that exist" in capsys.readouterr().err
     assert not (docs / "protocol.md").exists()
+
+
+@pytest.mark.parametrize("change", [("<!-- generated: round -->", ""), ("generated: push", "generated: pull")])
+def test_missing_or_unknown_part_is_an_error(change: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError):
+        protocol((ROOT / "docs" / "protocol.md").read_text().replace(*change))
+
+
+@pytest.mark.parametrize("name", sorted(TABLES))
+def test_diagram_shows_every_arrow(name: str) -> None:
+    text = diagram(TABLES[name])
+    for start, label, end in TABLES[name].arrows():
+        [line] = [line for line in text.splitlines() if line.strip().startswith(f"{start.value} --> {end.value}:")]
+        assert label.replace("_", " ") in line
+
+
+def test_a_size_that_is_shown_can_be_typed_and_is_the_same() -> None:
+    assert "| `max_bytes` | size, at least 1 B | `24 MB` | " in settings()
+
+
+def test_names_of_metrics_are_unique_and_say_their_kind_and_unit() -> None:
+    """As Prometheus wants them."""
+    ending = {"s": "_seconds", "bytes": "_bytes", "bytes/s": "_bytes_per_second", "tokens/s": "tokens_per_second"}
+    for _, prefix, specs in ROLES:
+        assert len({spec.name for spec in specs}) == len(specs)
+        for spec in specs:
+            name = prefix + spec.name
+            base = name.removesuffix("_total")
+            assert re.fullmatch(r"[a-z][a-z0-9_]*", name)
+            assert name.endswith("_total") == (spec.kind == "counter"), name
+            assert base.endswith(ending.get(spec.unit, "")), name
+            assert spec.kind != "histogram" or spec.unit == "s", name
+            assert spec.unit == "s" or not base.endswith("_seconds"), name
+            assert spec.unit == "bytes" or not base.endswith("_bytes"), name
+            assert "|" not in spec.meaning + spec.normal + spec.when, name

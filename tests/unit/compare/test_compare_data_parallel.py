@@ -145,15 +145,6 @@ def test_a_held_out_loss_that_is_not_finite_is_diverged_too() -> None:
     assert {point.loss for point in record.curve} == {None}
 
 
-def test_progress_is_told_of_every_step() -> None:
-    told: list[tuple[int, float]] = []
-    setup = small(3)
-    run_data_parallel(setup, 1, Counter(), lambda flat: 1.0, lambda tokens, now_s: told.append((tokens, now_s)))
-    step_s = 1.5 + setup.all_reduce_s(N_ELEMS)
-    assert [tokens for tokens, _ in told] == [STEP_TOKENS, 2 * STEP_TOKENS, 3 * STEP_TOKENS]
-    assert [now_s for _, now_s in told] == pytest.approx([step_s, 2 * step_s, 3 * step_s])
-
-
 def test_steps_take_as_long_as_the_set_up_says_at_their_time() -> None:
     """The slowest cluster makes a step in 1.5 s, and from 6 s on in 3 s."""
     tables = small(8).model_dump()

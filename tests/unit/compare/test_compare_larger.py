@@ -14,9 +14,8 @@ from support.compare_records import record
 from dips.cli import main
 from dips.compare.figures import FIGURES, Figure, figure_jobs, figure_json, run_figure
 from dips.compare.jobs import ComparisonJob, Results, on_device, threads_of
-from dips.compare.setup import LOSS_FIGURES, ComparisonSetup, load_setup
+from dips.compare.setup import ComparisonSetup, load_setup
 from dips.core.errors import ConfigError
-from dips.trainer.sizes import SIZES
 
 LARGER = load_setup("larger")
 ON_CPU = LARGER.with_overrides(device="cpu")
@@ -38,13 +37,6 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_lines(figures: Mapping[str, tuple[str, ...]]) -> ComparisonSetup:
     return LARGER.model_copy(update={"figures": figures})
-
-
-def test_it_trains_ten_to_thirty_million_parameters_on_at_most_five_million_tokens() -> None:
-    assert 10_000_000 <= SIZES[LARGER.model.size].n_elems <= 30_000_000
-    per_round = LARGER.n_clusters * LARGER.run.inner_steps * LARGER.tokens_per_step
-    assert LARGER.run.tokens == 152 * per_round <= 5_000_000
-    assert LARGER.clusters.gaps == load_setup("small").clusters.gaps
 
 
 # ---- device and threads ----
@@ -91,24 +83,6 @@ def test_cores_without_a_run_become_threads(at_once: int, n_cores: int, threads:
 
 
 # ---- figures ----
-
-
-def test_set_ups_may_name_the_figures_about_losses() -> None:
-    assert tuple(FIGURES) == LOSS_FIGURES
-
-
-@pytest.mark.parametrize(
-    ("name", "labels"),
-    [
-        ("2b", ["DiLoCo, clip 1", "Async-40"]),
-        ("7", ["DiLoCo, clip 1", "Async-40", "Async-200"]),
-        ("12", ["H 16", "H 128"]),
-    ],
-)
-def test_figures_have_the_lines_of_the_set_up(name: str, labels: list[str]) -> None:
-    chosen = FIGURES[name].chosen(LARGER)
-    assert [line.label for line in chosen] == labels
-    assert chosen == [line for line in FIGURES[name].lines(LARGER) if line.label in labels]
 
 
 def test_the_three_figures_are_six_runs(text: Path) -> None:

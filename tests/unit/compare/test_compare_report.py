@@ -101,21 +101,6 @@ def test_with_injection_flags_are_counted_and_the_clean_run_stands_beside() -> N
     assert any(sentence.startswith("bad out: excluded spoilt pushes") for sentence in readings(found))
 
 
-def test_flags_without_an_injection_are_explained_without_columns_that_are_not_there() -> None:
-    flagged = record(judged=(committed(1, push("a", 1), push("b", 1, excluded=True)),))
-    (told,) = [sentence for sentence in readings(comparison([flagged])) if "out:" in sentence]
-    assert told == "good out: pushes that were excluded, although none was spoilt."
-
-
-def test_the_sentences_say_how_far_to_trust_a_difference() -> None:
-    one = " ".join(readings(comparison(THREE)))
-    assert "One seed" in one
-    assert "--seeds 1,2,3" in one
-    two = " ".join(readings(comparison([*THREE, record("dips", 2, 2.34)])))
-    assert "standard deviation over 2 seeds, 0.028 in the usual method" in two
-    assert "below 0.057 says nothing" in two
-
-
 def test_alarms_are_told_by_what_they_are_about() -> None:
     astray = ("direction of b", "cluster b pushes in another direction than the others: its usual cosine is -0.2.")
     kept_out = ("quarantine of b", "cluster b is in quarantine after 3 rejections (last: NaN): it pulls")

@@ -39,19 +39,6 @@ def deployment(tmp_path: Path) -> Deployment:
     return read_deploy_file(written(tmp_path, changes={'"small"': '"compose"', 'id = "a"': cluster}))
 
 
-def test_the_file_adds_two_containers_and_changes_no_other_cluster() -> None:
-    assert [name for name in RANKS["services"] if name not in BASE["services"]] == NODES
-    changed = {name: set(service) for name, service in RANKS["services"].items() if name in BASE["services"]}
-    assert changed == {
-        "keys": {"command", "volumes"},
-        "master": {"networks"},
-        "slave-0": {"networks"},
-        "slave-1": {"networks"},
-        "prometheus": {"networks", "volumes"},
-        "operator": {"volumes"},
-    }
-
-
 @each_node
 def test_a_node_is_confined_and_started_again_as_other_clusters_are(name: str) -> None:
     node, other = RANKS["services"][name], BASE["services"]["cluster-a"]

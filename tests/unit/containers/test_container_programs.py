@@ -163,20 +163,14 @@ def test_an_identity_without_a_volume_is_told_in_a_sentence(tmp_path: Path, caps
 # ---- links ----
 
 
-@pytest.mark.parametrize(("rate", "bits"), [("10mbit", 1e7), ("1gbit", 1e9), ("0.5mbit", 5e5), ("64kbit", 64e3)])
-def test_rates(rate: str, bits: float) -> None:
-    assert link.bits_per_s(rate) == bits
-
-
-@pytest.mark.parametrize("rate", ["", "10", "0mbit", "10 mbit", "fast", "-1mbit", "10mbps"])
-def test_what_is_no_rate_is_refused(rate: str) -> None:
-    with pytest.raises(ValueError, match="write a rate such as"):
-        link.bits_per_s(rate)
-
-
-def test_a_bucket_holds_what_the_kernel_sends_at_once_and_10_ms_of_fast_links() -> None:
-    assert link.burst_bytes("10mbit") == 128 << 10
-    assert link.burst_bytes("10gbit") == 12_500_000
+def test_rates_and_buckets() -> None:
+    """A bucket holds what the kernel sends at once, and 10 ms of fast links."""
+    rates = ("10mbit", "1gbit", "0.5mbit", "64kbit")
+    assert [link.bits_per_s(rate) for rate in rates] == [1e7, 1e9, 5e5, 64e3]
+    for rate in ("", "10", "0mbit", "10 mbit", "fast", "-1mbit", "10mbps"):
+        with pytest.raises(ValueError, match="write a rate such as"):
+            link.bits_per_s(rate)
+    assert (link.burst_bytes("10mbit"), link.burst_bytes("10gbit")) == (128 << 10, 12_500_000)
 
 
 @pytest.fixture
@@ -207,36 +201,35 @@ def test_what_cannot_be_limited_is_said(monkeypatch: pytest.MonkeyPatch, capsys:
 # ---- what a person is told before anything starts ----
 
 
-def test_a_machine_without_docker_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert up.main([]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("compose: docker is not installed: install Docker Engine")
-    assert said.count("\n") == 1
-
-
 def fake_docker(folder: Path, *lines: str) -> None:
     script = folder / "docker"
     script.write_text("\n".join([f"#!{sys.executable}", "import sys", *lines, ""]))
     script.chmod(0o755)
 
 
-def test_an_engine_that_does_not_answer_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("program", "remedy"),
+    [
+        (None, "docker is not installed: install Docker Engine"),
+        ("if sys.argv[1] == 'version': sys.exit('permission denied')", "add this user to the group docker"),
+        ("if sys.argv[1] == 'compose': sys.exit(1)", "install the compose plugin"),
+    ],
+)
+def test_a_machine_that_lacks_docker_or_a_part_of_it_is_told(
+    program: str | None,
+    remedy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    fake_docker(tmp_path, "if sys.argv[1] == 'version': sys.exit('permission denied while dialling the socket')")
+    if program is not None:
+        fake_docker(tmp_path, program)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert up.main([]) == 2
-    assert "add this user to the group docker" in capsys.readouterr().err
-
-
-def test_a_docker_without_compose_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake_docker(tmp_path, "if sys.argv[1] == 'compose': sys.exit(1)")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert up.main([]) == 2
-    assert "install the compose plugin" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("compose: ")
+    assert remedy in said
+    assert said.count("\n") == 1
 
 
 def test_a_taken_port_is_told_with_another_one(
@@ -284,16 +277,14 @@ def test_images_are_those_of_the_compose_file_and_of_the_dockerfile() -> None:
     assert {*named, base[1]} == {*up.PULLED, *up.BUILT}
 
 
-def test_a_port_that_is_none_is_told() -> None:
+def test_a_port_is_free_until_somebody_listens() -> None:
     with pytest.raises(up.Missing, match="GRAFANA_PORT is 'http': give a port"):
         up.taken_ports({"GRAFANA_PORT": "http"})
-
-
-def test_a_port_is_free_until_somebody_listens() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        assert not up._is_free(other.getsockname()[1])
+        port = other.getsockname()[1]
+        assert f" {port} " in " ".join(map(str, up.taken_ports({"GRAFANA_PORT": str(port)})))
 
 
 def test_settings_come_from_the_environment_before_the_file(tmp_path: Path) -> None:

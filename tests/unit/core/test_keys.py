@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509 import load_pem_x509_certificate
 
@@ -89,6 +90,13 @@ def test_a_file_that_never_ends_is_not_read(identity: Path) -> None:
 def test_a_key_that_everybody_can_reach_is_refused(identity: Path, mode: int) -> None:
     (identity / "tls.key").chmod(mode)
     assert f"chmod 600 {identity / 'tls.key'}" in refused(identity)
+
+
+def test_only_a_key_on_an_elliptic_curve_is_taken() -> None:
+    form = (Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    keys.load_private_key(ec.generate_private_key(ec.SECP256R1()).private_bytes(*form), "tls.key")
+    with pytest.raises(ConfigError, match=r"tls\.key is not a key on an elliptic curve"):
+        keys.load_private_key(ed25519.Ed25519PrivateKey.generate().private_bytes(*form), "tls.key")
 
 
 def test_a_key_of_another_certificate_is_refused(made: Path, identity: Path) -> None:

@@ -11,6 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.checked_memory import Interpreted
 
 from dips.core.math import landing_numba, outer_numpy, wire_numpy
 from dips.core.math.outer_numpy import PIECE_ELEMS, n_pieces
@@ -56,9 +57,19 @@ def same_bits(a: F32, b: F32) -> bool:
     return np.array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
-@pytest.mark.parametrize("n_elems", LENGTHS)
+INTERPRETED = [1, 17, 59, 61, 273, 300, 1000]
+"""Lengths at which the kernels' source runs in the interpreter too, where every access is checked."""
+
+lengths = pytest.mark.parametrize(
+    ("kernels", "n_elems"),
+    [*((landing_numba, n) for n in LENGTHS), *((Interpreted(landing_numba), n) for n in INTERPRETED)],
+    ids=lambda value: type(value).__name__ if not isinstance(value, int) else str(value),
+)
+
+
+@lengths
 @pytest.mark.parametrize(("shift_elems", "shift_bytes"), [(0, 0), (1, 0), (5, 3), (15, 1), (0, 33)])
-def test_landing_is_checksum_copy_and_sums(n_elems: int, shift_elems: int, shift_bytes: int) -> None:
+def test_landing_is_checksum_copy_and_sums(kernels: Any, n_elems: int, shift_elems: int, shift_bytes: int) -> None:
     for number, poison in enumerate(POISONS):
         values = VALUES[:n_elems].copy()
         if poison is not None:
@@ -69,8 +80,8 @@ def test_landing_is_checksum_copy_and_sums(n_elems: int, shift_elems: int, shift
         bad = outer_numpy.measure_landed(values, theta, expected)
         right = (xxhash.xxh3_64_intdigest(payload), bad)
         measured, plain = Target(n_elems, shift_elems), Target(n_elems, shift_elems)
-        assert landing_numba.land_chunk(Codec.F32, measured.values, payload, None, theta, squared) == right
-        assert landing_numba.land_chunk(Codec.F32, plain.values, payload) == right
+        assert kernels.land_chunk(Codec.F32, measured.values, payload, None, theta, squared) == right
+        assert kernels.land_chunk(Codec.F32, plain.values, payload) == right
         assert np.array_equal(squared, expected, equal_nan=True)
         for target in (measured, plain):
             assert same_bits(target.values, values)
@@ -94,7 +105,10 @@ def test_any_length_at_any_address(n_elems: int, shift_elems: int, shift_bytes: 
 
 @pytest.mark.parametrize("codec", sorted(DIFFERENCES))
 @pytest.mark.parametrize("n_elems", [1, 63, 64, 65, 1000, PIECE_ELEMS + 1])
-def test_differences(codec: Codec, n_elems: int) -> None:
+@pytest.mark.parametrize("kernels", [landing_numba, Interpreted(landing_numba)], ids=["compiled", "interpreted"])
+def test_differences(kernels: Any, codec: Codec, n_elems: int) -> None:
+    if n_elems > 1000 and kernels is not landing_numba:
+        return  # that takes seconds
     theta, base = THETA[:n_elems], VALUES[:n_elems]
     written = np.empty(encoded_bytes(codec, n_elems), np.uint8)
     wire_numpy.encode(codec, THETA[-n_elems:], base, None, written)
@@ -110,8 +124,8 @@ def test_differences(codec: Codec, n_elems: int) -> None:
         assert (right[1] > 0) == poisoned
         squared = np.full(n_pieces(n_elems), 9.0)
         measured, plain = Target(n_elems, 1), Target(n_elems, 1)
-        assert landing_numba.land_chunk(codec, measured.values, payload, base, theta, squared) == right
-        assert landing_numba.land_chunk(codec, plain.values, payload, base) == right
+        assert kernels.land_chunk(codec, measured.values, payload, base, theta, squared) == right
+        assert kernels.land_chunk(codec, plain.values, payload, base) == right
         assert np.array_equal(squared, sums, equal_nan=True)
         for target in (measured, plain):
             assert np.array_equal(target.values, expected, equal_nan=True)
@@ -119,15 +133,16 @@ def test_differences(codec: Codec, n_elems: int) -> None:
 
 
 @given(
+    kernels=st.sampled_from([landing_numba, landing_numba, landing_numba, Interpreted(landing_numba)]),
     n_bytes=st.one_of(st.integers(0, 300), st.integers(0, 9000)),
     shift=st.integers(0, 64),
     source_shift=st.integers(0, 64),
 )
-def test_bytes_are_copied_between_any_addresses(n_bytes: int, shift: int, source_shift: int) -> None:
+def test_bytes_are_copied_between_any_addresses(kernels: Any, n_bytes: int, shift: int, source_shift: int) -> None:
     payload = frame(VALUES.view(np.uint8)[:n_bytes].tobytes(), source_shift)
     memory = np.full(n_bytes + 128, 7, np.uint8)
     first = -memory.ctypes.data % 64 + shift
-    assert landing_numba.copy_chunk(memory[first : first + n_bytes].data, payload) == xxhash.xxh3_64_intdigest(payload)
+    assert kernels.copy_chunk(memory[first : first + n_bytes].data, payload) == xxhash.xxh3_64_intdigest(payload)
     assert memory[first : first + n_bytes].tobytes() == payload
     assert np.all(memory[:first] == 7)
     assert np.all(memory[first + n_bytes :] == 7)

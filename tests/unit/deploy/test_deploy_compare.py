@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ from support.deploy_files import EXAMPLE
 
 from dips.core.errors import ConfigError
 from dips.deploy import rollout
-from dips.deploy.compare import FIELDS, ObjectAction, diff_lines, marked, merge_patch, shape, step_for
+from dips.deploy.compare import FIELDS, STOPPED_WITH, ObjectAction, diff_lines, marked, merge_patch, step_for
 from dips.deploy.deploy_file import read_deploy_file
 
 Object = dict[str, Any]
 DEPLOYMENT = read_deploy_file(EXAMPLE)
 EVERYTHING = [one for stage in rollout.stages(DEPLOYMENT) for one in stage.objects]
+SAME, CHANGE, REPLACE = ObjectAction.SAME, ObjectAction.CHANGE, ObjectAction.REPLACE
 
 
 def wanted(kind: str, name: str) -> Object:
@@ -33,29 +35,93 @@ def live(kind: str, name: str) -> Object:
 
 SETS = ("StatefulSet", "three-sites-slave")
 JOB = ("Job", "three-sites-cluster-a")
+JOBSET = ("JobSet", "three-sites-cluster-b")
+BINDING = ("RoleBinding", "three-sites-supervisor")
+CLAIM = ("PersistentVolumeClaim", "three-sites-cluster-b")
+
+
+def put(*path: str | int, value: object) -> Callable[[Object], None]:
+    """A change: the value at this place."""
+
+    def change(there: Any) -> None:
+        for key in path[:-1]:
+            there = there[key]
+        there[path[-1]] = value
+
+    return change
+
+
+POD = ("spec", "template", "spec")
+STORAGE = ("spec", "volumeClaimTemplates", 0, "spec", "resources", "requests", "storage")
+CHANGES: dict[str, tuple[tuple[str, str], Callable[[Object], None], ObjectAction | str]] = {
+    "a stranger's label": (SETS, put("metadata", "labels", "team", value="blue"), SAME),
+    "a default of the API": (SETS, put("spec", "revisionHistoryLimit", value=10), SAME),
+    "a default within a list": (SETS, put(*POD, "containers", 0, "stdin", value=False), SAME),
+    "another number of slaves": (SETS, put("spec", "replicas", value=5), SAME),
+    "a larger volume": (SETS, put(*STORAGE, value="9Ti"), SAME),
+    "a job that Kueue let go": (JOB, put("spec", "suspend", value=False), SAME),
+    "a container more": (SETS, lambda there: there["spec"]["template"]["spec"]["containers"].append({}), CHANGE),
+    "a container's name": (SETS, put(*POD, "containers", 0, "name", value="x"), CHANGE),
+    "another queue of a job": (JOB, put("metadata", "labels", "kueue.x-k8s.io/queue-name", value="x"), CHANGE),
+    "another pod of a job": (JOB, put(*POD, "containers", 0, "image", value="old"), REPLACE),
+    "another pod of a job set": (JOBSET, put("spec", "replicatedJobs", 0, "replicas", value=7), REPLACE),
+    "another subject": (BINDING, put("subjects", 0, "name", value="x"), CHANGE),
+    "another role": (BINDING, put("roleRef", "name", value="x"), REPLACE),
+    "a smaller volume": (SETS, put(*STORAGE, value="1Gi"), "StatefulSet three-sites-slave has 1Gi and needs"),
+    "a smaller claim": (CLAIM, put(*STORAGE[:1], *STORAGE[4:], value="1Gi"), "three-sites-cluster-b has 1Gi and needs"),
+    "another name of a service": (SETS, put("spec", "serviceName", value="x"), "serviceName cannot be changed"),
+    "another selector": (
+        ("Deployment", "three-sites-supervisor"),
+        put("spec", "selector", value={"matchLabels": {"a": "b"}}),
+        "selector cannot be changed",
+    ),
+    "another access": (CLAIM, put("spec", "accessModes", value=["x"]), "accessModes cannot be changed"),
+    "another address": (
+        ("Service", "three-sites-cluster-a"),
+        put("spec", "clusterIP", value="10.0.0.1"),
+        "clusterIP cannot be changed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_done_about_a_difference(name: str) -> None:
+    key, change, action = CHANGES[name]
+    there = live(*key)
+    change(there)
+    if isinstance(action, str):
+        with pytest.raises(ConfigError, match=action):
+            step_for("here", wanted(*key), there)
+    else:
+        assert step_for("here", wanted(*key), there).action is action
 
 
 @pytest.mark.parametrize("one", EVERYTHING, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
 def test_what_was_made_is_as_it_should_be(one: Object) -> None:
     there = {**marked(one), "status": {"observedGeneration": 1}}
-    assert step_for("here", one, there).action is ObjectAction.SAME
+    assert step_for("here", one, there).action is SAME
+    namespace = {"kind": "Namespace", "metadata": {"name": "dips", "labels": {}}}
+    if one["kind"] == "Namespace":
+        assert step_for("here", one, namespace).action is SAME, "it belongs to whoever made it"
 
 
-def test_defaults_and_the_work_of_others_are_no_difference() -> None:
+@pytest.mark.parametrize(("stopped_with", "pods"), [("3", 3), ("", 0), ("three", 0)])
+def test_a_set_that_was_stopped_for_a_move_starts_with_as_many_pods(stopped_with: str, pods: int) -> None:
     there = live(*SETS)
-    there["metadata"]["labels"]["team"] = "blue"
-    there["spec"]["revisionHistoryLimit"] = 10
-    there["spec"]["template"]["spec"]["containers"][0]["terminationMessagePath"] = "/dev/termination-log"
-    assert step_for("here", wanted(*SETS), there).action is ObjectAction.SAME
+    there["spec"]["replicas"] = 0
+    there["metadata"]["annotations"][STOPPED_WITH] = stopped_with
+    step = step_for("here", wanted(*SETS), there)
+    assert step.wanted["spec"]["replicas"] == pods
+    assert step.patch == ({"spec": {"replicas": pods}} if pods else None)
 
 
 def test_a_field_of_ours_that_somebody_changed_is_set_back() -> None:
     there = live(*SETS)
     there["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 1
     step = step_for("here", wanted(*SETS), there)
-    assert step.action is ObjectAction.CHANGE
     assert step.patch == {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 60}}}}
-    assert list(diff_lines(step))[1:] == [
+    assert list(diff_lines(step)) == [
+        "~ StatefulSet three-sites-slave",
         "  - spec.template.spec.terminationGracePeriodSeconds: 1",
         "  + spec.template.spec.terminationGracePeriodSeconds: 60",
     ]
@@ -65,81 +131,32 @@ def test_a_field_that_we_set_and_want_no_more_goes_and_a_strangers_stays() -> No
     service, there = wanted("Service", "three-sites-slave-0"), live("Service", "three-sites-slave-0")
     there["metadata"]["annotations"]["someone/else"] = "x"
     del service["metadata"]["annotations"]
-    patch = merge_patch(marked(service), there)
-    gone = patch["metadata"]["annotations"]
+    gone = merge_patch(marked(service), there)["metadata"]["annotations"]
     assert gone.pop(FIELDS)
     assert gone == {"external-dns.alpha.kubernetes.io/hostname": None}
+    there["metadata"]["annotations"][FIELDS] = "edited by hand"
+    assert set(merge_patch(marked(service), there)["metadata"]["annotations"]) == {FIELDS}
 
 
-def test_a_container_more_in_the_pod_is_a_difference() -> None:
-    there = live(*SETS)
-    there["spec"]["template"]["spec"]["containers"].append({"name": "injected"})
-    assert step_for("here", wanted(*SETS), there).action is ObjectAction.CHANGE
-
-
-def test_what_we_set_is_remembered_without_its_values() -> None:
-    secret = wanted("Secret", "three-sites-keys-master")
-    secret["data"] = {"tls.key": "c2VjcmV0"}
-    assert "c2VjcmV0" not in marked(secret)["metadata"]["annotations"][FIELDS]
-    assert shape(secret)["data"] == {"tls.key": 0}
-
-
-def test_a_changed_key_is_told_by_its_fingerprint() -> None:
+def test_a_plan_shows_lines_of_texts_and_of_secrets_only_fingerprints() -> None:
+    settings, there = wanted("ConfigMap", "three-sites-master"), live("ConfigMap", "three-sites-master")
+    there["data"] = {"master.toml": "a = 1\nb = 2\n"}
+    settings["data"] = {"master.toml": "a = 1\nb = 3\n"}
+    told = list(diff_lines(step_for("here", settings, there)))
+    assert told == ["~ ConfigMap three-sites-master", "    data.master.toml", "  - b = 2", "  + b = 3"]
     secret, there = wanted("Secret", "three-sites-keys-master"), live("Secret", "three-sites-keys-master")
-    secret["data"], there["data"] = {"tls.key": "bmV3"}, {"tls.key": "b2xk"}
-    text = "\n".join(diff_lines(step_for("here", secret, there)))
-    assert "data.tls.key: (3 bytes, sha256 " in text
-    assert "bmV3" not in text
-    assert "b2xk" not in text
-
-
-def test_the_number_of_slaves_is_not_changed_by_the_way() -> None:
-    there = live(*SETS)
-    there["spec"]["replicas"] = 5
-    assert step_for("here", wanted(*SETS), there).action is ObjectAction.SAME
-
-
-def test_a_job_that_kueue_let_go_is_not_stopped_again() -> None:
-    there = live(*JOB)
-    there["spec"]["suspend"] = False
-    assert step_for("here", wanted(*JOB), there).action is ObjectAction.SAME
-
-
-def test_a_job_with_another_image_is_made_anew() -> None:
-    there = live(*JOB)
-    there["spec"]["template"]["spec"]["containers"][0]["image"] = "old"
-    assert step_for("here", wanted(*JOB), there).action is ObjectAction.REPLACE
-
-
-def test_a_label_of_a_job_is_changed_in_its_place() -> None:
-    there = live(*JOB)
-    there["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "other"
-    assert step_for("here", wanted(*JOB), there).action is ObjectAction.CHANGE
-
-
-def test_a_larger_volume_stays_and_a_smaller_one_is_an_error() -> None:
-    larger, smaller = live(*SETS), live(*SETS)
-    larger["spec"]["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"] = "9Ti"
-    assert step_for("here", wanted(*SETS), larger).action is ObjectAction.SAME
-    smaller["spec"]["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"] = "1Gi"
-    with pytest.raises(ConfigError, match=r"has 1Gi and needs \d+Mi: a volume is not enlarged here"):
-        step_for("here", wanted(*SETS), smaller)
-
-
-def test_what_the_api_cannot_change_is_told_before_anything_is_done() -> None:
-    there = live(*SETS)
-    there["spec"]["serviceName"] = "another"
-    with pytest.raises(ConfigError, match="StatefulSet three-sites-slave: serviceName cannot be changed"):
-        step_for("here", wanted(*SETS), there)
-
-
-def test_a_namespace_that_is_there_belongs_to_whoever_made_it() -> None:
-    there = {"kind": "Namespace", "metadata": {"name": "dips", "labels": {}}}
-    assert step_for("here", wanted_namespace(), there).action is ObjectAction.SAME
-
-
-def wanted_namespace() -> Object:
-    return next(one for one in EVERYTHING if one["kind"] == "Namespace")
+    secret["data"], there["data"] = {"tls.key": "bmV3", "ca.crt": ""}, {"tls.key": "b2xk"}
+    step = step_for("here", secret, there)
+    _, *told = diff_lines(step)
+    assert told[:2] == [
+        "  - data.tls.key: (3 bytes, sha256 cba06b5736fa)",
+        "  + data.tls.key: (3 bytes, sha256 11507a0e2f5e)",
+    ]
+    assert "b2xk" not in str(marked(there)["metadata"]["annotations"])
+    _, *made = diff_lines(step_for("here", secret, None))
+    assert "  +   tls.key: (3 bytes, sha256 11507a0e2f5e)" in made
+    assert "  +   ca.crt: (not there yet)" in made
+    assert FIELDS not in "".join(made)
 
 
 # ---- the plan ----
@@ -163,10 +180,3 @@ def test_what_nobody_wants_any_more_is_left_over_but_never_a_volume() -> None:
     kept = {"kind": "ConfigMap", "metadata": {"name": "three-sites-master"}}
     found = rollout.left_over(DEPLOYMENT, {"frankfurt-admin": [old, claim, kept]})
     assert [step.name for step in found] == ["Job three-sites-cluster-z"]
-
-
-def test_another_number_of_slaves_is_for_scale() -> None:
-    with pytest.raises(ConfigError, match=r"says slaves = 3, and the run has 2: `dips deploy scale"):
-        rollout.check_slaves(DEPLOYMENT, {"spec": {"replicas": 2}})
-    rollout.check_slaves(DEPLOYMENT, {"spec": {"replicas": 3}})
-    rollout.check_slaves(DEPLOYMENT, None)

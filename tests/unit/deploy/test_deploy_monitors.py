@@ -134,19 +134,6 @@ def test_prometheus_itself_makes_the_same_of_them(tmp_path: Path) -> None:
 # ---- where they are made ----
 
 
-def made(deployment: Deployment) -> list[tuple[str, str]]:
-    return [(at, f"{one['kind']} {one['metadata']['name']}") for at, one in monitors(deployment)]
-
-
-def test_each_cluster_is_watched_where_it_trains() -> None:
-    assert made(THREE_SITES) == [
-        ("frankfurt-admin", "ServiceMonitor three-sites-master"),
-        ("frankfurt-admin", "ServiceMonitor three-sites-slave"),
-        ("frankfurt-admin", "PodMonitor three-sites-cluster-b"),
-        ("amsterdam-admin", "PodMonitor three-sites-cluster-a"),
-    ]
-
-
 def test_a_monitor_finds_its_keys_in_its_own_context(tmp_path: Path) -> None:
     for deployment in (THREE_SITES, read_deploy_file(BASE)):
         for objects in by_context(deployment).values():
@@ -159,34 +146,38 @@ def test_a_monitor_finds_its_keys_in_its_own_context(tmp_path: Path) -> None:
                     assert key["key"] in secrets[key["name"]], monitor["metadata"]["name"]
 
 
-def test_a_site_without_the_operator_has_no_monitors(tmp_path: Path) -> None:
-    changes = {'context = "amsterdam-admin" ': 'service_monitor = false\ncontext = "amsterdam-admin" '}
-    deployment = read_deploy_file(example(tmp_path, changes))
-    assert {at for at, _ in made(deployment)} == {"frankfurt-admin"}
-
-
 def test_no_training_site_gets_keys_that_can_control_the_run() -> None:
     secrets = [one for one in by_context(THREE_SITES)["amsterdam-admin"] if one["kind"] == "Secret"]
     assert [one["metadata"]["name"] for one in secrets] == ["three-sites-keys-a"], "Prometheus' are an operator's"
 
 
-def test_one_site_alone_may_have_the_operator(tmp_path: Path) -> None:
-    off = {"slaves = 3": "slaves = 3\nservice_monitor = false"}
-    assert not made(read_deploy_file(example(tmp_path, off)))
-    training = {'context = "amsterdam-admin" ': 'service_monitor = true\ncontext = "amsterdam-admin" '}
-    servers = {'context = "frankfurt-admin"': 'service_monitor = true\ncontext = "frankfurt-admin"'}
-    at_training = read_deploy_file(example(tmp_path, {**off, **training}))
-    assert made(at_training) == [("amsterdam-admin", "PodMonitor three-sites-cluster-a")]
-    assert "prometheus" not in [one.name for one in identities.wanted(at_training)]
-    at_servers = read_deploy_file(example(tmp_path, {**off, **servers}))
-    assert {at for at, _ in made(at_servers)} == {"frankfurt-admin"}
-    assert "prometheus" in [one.name for one in identities.wanted(at_servers)]
+AT_SERVERS = ["ServiceMonitor master", "ServiceMonitor slave", "PodMonitor cluster-b"]
 
 
-def test_monitors_alone_have_the_labels_by_which_a_prometheus_selects_them(tmp_path: Path) -> None:
-    labels = 'slaves = 3\nmonitor_labels = ["release=kube-prometheus-stack", "example.org/team=blue"]'
-    deployment = read_deploy_file(example(tmp_path, {"slaves = 3": labels}))
-    wanted = {"release": "kube-prometheus-stack", "example.org/team": "blue"}.items()
-    for objects in by_context(deployment).values():
-        for one in objects:
-            assert (wanted <= one["metadata"]["labels"].items()) == (one["kind"] in MONITORS), one["metadata"]["name"]
+@pytest.mark.parametrize(
+    ("default", "at_frankfurt", "at_amsterdam", "wanted"),
+    [
+        ("true", "", "", [*AT_SERVERS, "PodMonitor cluster-a"]),
+        ("true", "", "false", AT_SERVERS),
+        ("false", "", "", []),
+        ("false", "", "true", ["PodMonitor cluster-a"]),
+        ("false", "true", "", AT_SERVERS),
+    ],
+)  # fmt: skip
+def test_each_process_is_watched_where_it_runs_and_the_operator_is(
+    tmp_path: Path, default: str, at_frankfurt: str, at_amsterdam: str, wanted: list[str]
+) -> None:
+    changes = {"slaves = 3": f"slaves = 3\nservice_monitor = {default}"}
+    for context, said in (
+        ('context = "frankfurt-admin"', at_frankfurt),
+        ('context = "amsterdam-admin" ', at_amsterdam),
+    ):
+        if said:
+            changes[context] = f"service_monitor = {said}\n{context}"
+    deployment = read_deploy_file(example(tmp_path, changes))
+    assert [f"{one['kind']} {one['metadata']['name'][12:]}" for _, one in monitors(deployment)] == wanted
+    assert [at for at, _ in monitors(deployment)] == [
+        "amsterdam-admin" if name.endswith("cluster-a") else "frankfurt-admin" for name in wanted
+    ]
+    has_keys = "prometheus" in [one.name for one in identities.wanted(deployment)]
+    assert has_keys is any(name.startswith("ServiceMonitor") for name in wanted)

@@ -19,7 +19,6 @@ from dips.core.units import parse_bytes
 from dips.deploy import identities, rollout
 from dips.deploy.compare import shown
 from dips.deploy.deploy_file import OUR_PREFIX, OUR_VARIABLES, Deployment, read_deploy_file
-from dips.deploy.objects import IDENTITY_FILES
 from dips.deploy.render import folders, script
 from dips.deploy.servers import master_settings, server_objects, slave_settings
 from dips.master.config import MasterConfig
@@ -85,6 +84,9 @@ def test_every_pod_passes_the_restricted_profile(deployment: Deployment) -> None
         assert security["runAsUser"] != 0, name
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}, name
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys(), name
+        assert pod["automountServiceAccountToken"] is False
+        tokens = [volume for volume in pod["volumes"] if "projected" in volume]
+        assert bool(tokens) == name.endswith("-supervisor"), "no other pod may ask the API server"
         assert all(
             set(volume) & {"secret", "configMap", "emptyDir", "persistentVolumeClaim", "projected"}
             for volume in pod["volumes"]
@@ -97,14 +99,9 @@ def test_every_pod_passes_the_restricted_profile(deployment: Deployment) -> None
             }, name
             assert one["resources"]["requests"]["memory"] == one["resources"]["limits"]["memory"], name
             assert not any("hostPort" in port for port in one.get("ports", [])), name
-
-
-@each_deployment
-def test_no_pod_but_the_supervisors_has_a_token(deployment: Deployment) -> None:
-    for name, pod in pods(deployment):
-        assert pod["automountServiceAccountToken"] is False
-        tokens = [volume for volume in pod["volumes"] if "projected" in volume]
-        assert bool(tokens) == name.endswith("-supervisor"), name
+            variables = {variable["name"]: variable.get("value") for variable in one["env"]}
+            ends_s = int(variables.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 0)
+            assert not ends_s or ends_s < pod["terminationGracePeriodSeconds"], "torchrun outlives its pod"
 
 
 @each_deployment
@@ -176,23 +173,6 @@ def test_what_master_and_slaves_are_told_is_what_they_take() -> None:
         assert slave.advertise == f"slave-{index}.fra.example.org:29500"
         assert slave.memory_bytes == deployment.sizes.slave_memory_bytes
         assert slave.snapshots_kept == 2
-
-
-def test_a_slave_gets_its_own_identity_and_no_other() -> None:
-    pod = dict(pods(DEPLOYMENTS["three-sites"]))["three-sites-slave"]
-    (one,) = pod["containers"]
-    mounts = [mount for mount in one["volumeMounts"] if mount["name"] == "keys"]
-    assert [mount["subPathExpr"] for mount in mounts] == [f"s$(POD_INDEX).{file}" for file in IDENTITY_FILES]
-    assert all(mount["readOnly"] for mount in mounts)
-
-
-def test_slaves_are_apart_and_leave_one_at_a_time() -> None:
-    deployment = DEPLOYMENTS["three-sites"]
-    pod = dict(pods(deployment))["three-sites-slave"]
-    (apart,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    assert apart["topologyKey"] == "kubernetes.io/hostname"
-    assert pod["topologySpreadConstraints"][0]["topologyKey"] == "topology.kubernetes.io/zone"
-    assert named(deployment, "PodDisruptionBudget", "three-sites-slave")["spec"]["maxUnavailable"] == 1
 
 
 def test_volumes_outlive_everything() -> None:
@@ -285,41 +265,6 @@ def test_files_hold_no_secret() -> None:
     assert "Secret" not in kinds
 
 
-def test_servers_are_placed_where_the_file_says(tmp_path: Path) -> None:
-    more = """slaves = 3
-digests = ["slave=sha256:DIGEST"]
-server_node_selector = ["pool=servers"]
-server_tolerate = ["dedicated"]
-server_priority_class = "high"
-load_balancer_annotations = ["service.beta.kubernetes.io/aws-load-balancer-type=nlb"]"""
-    deployment = read_deploy_file(example(tmp_path, {"slaves = 3": more.replace("DIGEST", "0123456789abcdef" * 4)}))
-    for name, pod in pods(deployment):
-        ours = "-cluster-" not in name
-        assert (pod.get("nodeSelector") == {"pool": "servers"}) is ours, name
-        assert (pod.get("tolerations") == [{"key": "dedicated", "operator": "Exists"}]) is ours, name
-        assert (pod.get("priorityClassName") == "high") is ours, name
-    one = named(deployment, "Service", "three-sites-slave-0")
-    assert one["metadata"]["annotations"] == {
-        "external-dns.alpha.kubernetes.io/hostname": "slave-0.fra.example.org",
-        "service.beta.kubernetes.io/aws-load-balancer-type": "nlb",
-    }
-    assert "annotations" not in named(deployment, "Service", "three-sites-slave")["metadata"]
-    images = {name: pod["containers"][0]["image"] for name, pod in pods(deployment)}
-    assert images["three-sites-slave"] == "registry.example.org/dips/dips-slave:0.1.0@sha256:" + "0123456789abcdef" * 4
-    assert images["three-sites-master"] == "registry.example.org/dips/dips-master:0.1.0"
-
-
-def test_an_ipv6_cluster_has_pods_that_listen_there(tmp_path: Path) -> None:
-    deployment = read_deploy_file(written(tmp_path, changes={"slaves = 2": 'slaves = 2\nip_family = "ipv6"'}))
-    master = MasterConfig.model_validate(tomllib.loads(master_settings(deployment)["master.toml"])["master"])
-    assert (master.listen, master.metrics_listen) == ("[::]:29400", "[::]:9400")
-    slave = SlaveConfig.model_validate(tomllib.loads(slave_settings(deployment)["s0.toml"])["slave"])
-    assert (slave.data_host, slave.data_port, slave.metrics_listen) == ("::", 29500, "[::]:9400")
-    assert variables(deployment, "small-cluster-a")["DIPS_WORKER_METRICS_LISTEN"] == "[::]:9400"
-    for one in objects(deployment):
-        assert "0.0.0.0:" not in str(one), one["metadata"]["name"]
-
-
 # ---- clusters ----
 
 
@@ -361,69 +306,12 @@ def test_pods_with_accelerators_or_several_ranks_have_shared_memory(
     assert shared_memory(with_knobs(tmp_path, *lines)) == (size, "/dev/shm" if size else "")
 
 
-def test_a_cluster_has_the_resources_variables_and_volumes_of_its_table(tmp_path: Path) -> None:
-    deployment = with_knobs(
-        tmp_path,
-        "gpus = 8",
-        'resources = ["rdma/hca=1", "ephemeral-storage=2048Mi"]',
-        'env = ["NCCL_DEBUG=INFO", "EMPTY=", "QUERY=a=b"]',
-        'volumes = ["models=/models:ro", "scratch=/scratch", "models=/cache"]',
-        'priority_class = "training"',
-        'data_claim = "corpus"',
-    )
-    pod = dict(pods(deployment))["small-cluster-a"]
-    (one,) = pod["containers"]
-    more = {"nvidia.com/gpu": "8", "rdma/hca": "1", "ephemeral-storage": "2Gi"}
-    for kind in ("requests", "limits"):
-        assert more.items() <= one["resources"][kind].items()
-    found = variables(deployment, "small-cluster-a")
-    assert {"NCCL_DEBUG": "INFO", "EMPTY": "", "QUERY": "a=b"}.items() <= found.items()
-    claims = {
-        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
-        for volume in pod["volumes"]
-        if "persistentVolumeClaim" in volume
-    }
-    mounts = {
-        mount["mountPath"]: (claims[mount["name"]], mount.get("readOnly", False))
-        for mount in one["volumeMounts"]
-        if mount["name"] in claims
-    }
-    assert mounts == {
-        "/data": ("corpus", True),
-        "/models": ("models", True),
-        "/scratch": ("scratch", False),
-        "/cache": ("models", False),
-    }
-    assert len(claims) == 3, "a claim is one volume of the pod, wherever it is mounted"
-    assert pod["priorityClassName"] == "training"
-
-
 def test_no_variable_that_pods_have_from_here_can_be_set_by_a_file() -> None:
     for deployment in DEPLOYMENTS.values():
         for name, _ in pods(deployment):
             if "-cluster-" in name:
                 for variable in variables(deployment, name):
                     assert variable in OUR_VARIABLES or variable.startswith(OUR_PREFIX), variable
-
-
-def test_a_cluster_reaches_what_its_table_says_and_nothing_more(tmp_path: Path) -> None:
-    def reached(deployment: Deployment) -> list[tuple[list[str], list[int]]]:
-        rules = named(deployment, "NetworkPolicy", "small-cluster-a")["spec"]["egress"]
-        return [
-            ([peer["ipBlock"]["cidr"] for peer in rule["to"]], [port["port"] for port in rule["ports"]])
-            for rule in rules
-            if all("ipBlock" in peer for peer in rule.get("to", [{}]))
-        ]
-
-    run = [(["0.0.0.0/0", "::/0"], [30400, 29400, 29500, 30500])]
-    assert reached(with_knobs(tmp_path)) == run
-    more = with_knobs(tmp_path, 'egress = ["192.0.2.0/24:9000", "2001:db8::/32:443", "anywhere:443"]')
-    assert reached(more) == [
-        *run,
-        (["192.0.2.0/24"], [9000]),
-        (["2001:db8::/32"], [443]),
-        (["0.0.0.0/0", "::/0"], [443]),
-    ]
 
 
 def test_pods_in_their_nodes_network_are_permitted_and_reach_the_servers(tmp_path: Path) -> None:
@@ -448,26 +336,6 @@ def test_pods_in_their_nodes_network_are_permitted_and_reach_the_servers(tmp_pat
     assert names == {"restricted"}
 
 
-def test_torchrun_gets_its_nodes_and_the_names_by_which_they_find_each_other() -> None:
-    deployment = DEPLOYMENTS["three-sites"]
-    pod = dict(pods(deployment))["three-sites-cluster-a"]
-    (one,) = pod["containers"]
-    assert one["command"][:3] == ["python", "-m", "dips.worker.torchrun"]
-    assert {"--nnodes=4", "--nproc-per-node=8", "--max-restarts=3", "--rdzv-backend=c10d"} <= set(one["command"])
-    assert "--rdzv-endpoint=three-sites-cluster-a-0.three-sites-cluster-a:29600" in one["command"]
-    assert "--local-addr=three-sites-cluster-a-$(JOB_COMPLETION_INDEX).three-sites-cluster-a" in one["command"]
-    assert one["command"][-3:] == ["/app/train.py", "--data", "/data"]
-    environment = {variable["name"]: variable.get("value") for variable in one["env"]}
-    assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
-    service = named(deployment, "Service", "three-sites-cluster-a")
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["publishNotReadyAddresses"] is True, "a pod is found by its name before it is ready"
-    (jobset,) = dict(pods(deployment))["three-sites-cluster-b"]["containers"]
-    of_set = "three-sites-cluster-b-node-0-{}.three-sites-cluster-b-nodes"
-    assert f"--rdzv-endpoint={of_set.format(0)}:29600" in jobset["command"]
-    assert f"--local-addr={of_set.format('$(JOB_COMPLETION_INDEX)')}" in jobset["command"]
-
-
 def test_a_cluster_has_the_processes_that_its_table_says(tmp_path: Path) -> None:
     more = 'id = "a"\ntorchrun = true\nnodes = 2\nprocesses = 3\nrestarts = 0\ncommand = ["python", "-m", "mine"]'
     deployment = read_deploy_file(written(tmp_path, changes={'id = "a"': more}))
@@ -478,67 +346,6 @@ def test_a_cluster_has_the_processes_that_its_table_says(tmp_path: Path) -> None
     alone = read_deploy_file(written(tmp_path, changes={'id = "a"': more.replace("nodes = 2\n", "")}))
     (one,) = dict(pods(alone))["small-cluster-a"]["containers"]
     assert "--standalone" in one["args"]
-
-
-def test_a_program_of_ones_own_gets_the_settings_of_the_table_worker(tmp_path: Path) -> None:
-    own = 'id = "a"\ncommand = ["python", "mine.py"]\nenv = ["MINE=1"]'
-    table = '[worker]\nwire_dtype = "int8"\nresume_required = true\n\n[[clusters]]'
-    found = {}
-    for name, one in (("own", own), ("trained", 'id = "a"')):
-        file = written(tmp_path, changes={'id = "a"': one, "[[clusters]]": table})
-        (container,) = dict(pods(read_deploy_file(file)))["small-cluster-a"]["containers"]
-        found[name] = {variable["name"]: variable.get("value") for variable in container["env"]}
-    assert found["own"]["DIPS_WORKER_WIRE_DTYPE"] == "int8"
-    assert found["own"]["DIPS_WORKER_RESUME_REQUIRED"] == "true"
-    assert found["own"]["MINE"] == "1"
-    assert "DIPS_WORKER_WIRE_DTYPE" not in found["trained"], "dips train reads its file"
-
-
-def test_ranks_of_dips_train_are_divided_among_the_nodes(tmp_path: Path) -> None:
-    deployment = read_deploy_file(
-        written(tmp_path, changes={'id = "a"': 'id = "a"\nnodes = 2\nparallel = "fsdp=2,data=2"'})
-    )
-    (one,) = dict(pods(deployment))["small-cluster-a"]["containers"]
-    assert {"--nproc-per-node=2", "--nnodes=2"} <= set(one["args"])
-    program = one["args"][one["args"].index("-m", 3) :]
-    settings = "/etc/dips/config/cluster.toml"
-    assert program == ["-m", "dips.cli", "train", "--config", settings, "--parallel", "fsdp=2,data=2"]
-    assert deployment.clusters[0].ranks == 4
-
-
-def test_the_pods_of_one_cluster_may_talk_to_each_other_and_to_no_other_clusters() -> None:
-    deployment = DEPLOYMENTS["three-sites"]
-    for one in (named(deployment, "NetworkPolicy", f"three-sites-cluster-{name}") for name in "ab"):
-        own = [{"podSelector": {"matchLabels": one["spec"]["podSelector"]["matchLabels"]}}]
-        assert own[0]["podSelector"]["matchLabels"]["dips-cluster"] in ("a", "b")
-        among = [rule for rule in one["spec"]["ingress"] if rule["from"] == own]
-        among += [rule for rule in one["spec"]["egress"] if rule.get("to") == own]
-        assert len(among) == 2
-        for rule in among:  # torchrun's port, and those that gloo and NCCL choose
-            (ports,) = rule["ports"]
-            assert ports["port"] <= 29600 <= ports["endPort"] == 65535
-        pods_in = [peer for rule in one["spec"]["ingress"] for peer in rule["from"] if "podSelector" in peer]
-        assert pods_in == own
-
-
-def test_a_cluster_in_a_queue_waits_for_kueue() -> None:
-    job = named(DEPLOYMENTS["three-sites"], "Job", "three-sites-cluster-a")
-    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
-    assert job["spec"]["suspend"] is True
-    alone = named(DEPLOYMENTS["base"], "Job", "dips-cluster-job")
-    assert alone["spec"]["suspend"] is False
-    assert "kueue.x-k8s.io/queue-name" not in alone["metadata"]["labels"]
-
-
-def test_a_wrong_setting_ends_a_job_and_a_kill_does_not() -> None:
-    rules = named(DEPLOYMENTS["base"], "Job", "dips-cluster-job")["spec"]["podFailurePolicy"]["rules"]
-    assert rules[0] == {
-        "action": "FailJob",
-        "onExitCodes": {"containerName": "cluster", "operator": "In", "values": [2]},
-    }
-    assert named(DEPLOYMENTS["base"], "Job", "dips-cluster-job")["spec"]["backoffLimit"] > 1000
-    (rule,) = named(DEPLOYMENTS["base"], "JobSet", "dips-cluster-jobset")["spec"]["failurePolicy"]["rules"]
-    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
 
 
 def test_a_name_can_never_be_read_as_a_command(tmp_path: Path) -> None:

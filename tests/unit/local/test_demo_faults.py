@@ -31,12 +31,6 @@ def test_a_fault_is_due_at_its_share_of_the_tokens(tokens: int, due: list[Planne
     assert FaultPlan([KILL_B, KILL_S1]).due(run_status(tokens=tokens)) == due
 
 
-def test_a_fault_happens_once() -> None:
-    plan, _ = plan_after_both()
-    assert plan.due(run_status(tokens=999_999)) == []
-    assert plan.never_happened == []
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -53,28 +47,22 @@ def test_nobody_is_killed_who_is_not_there_or_when_the_run_ends(changes: dict[st
     assert plan.never_happened == [KILL_B, KILL_S1]
 
 
-def test_what_is_remembered_of_a_fault() -> None:
+def test_a_fault_happens_once_and_is_over_when_the_cluster_has_joined_as_a_new_incarnation() -> None:
     plan, faults = plan_after_both()
+    assert plan.due(run_status(tokens=999_999)) == plan.never_happened == []
     assert plan.happened == faults
-    assert faults[0].when == Moment(40.0, 650_000, 12)
     assert (faults[0].pid, faults[0].incarnation) == (71, "1.4")
+    assert faults[0].when == Moment(40.0, 650_000, 12)
     assert faults[0].what == "cluster b killed with SIGKILL"
-
-
-def test_the_old_incarnation_is_not_back_even_while_the_master_still_thinks_it_alive() -> None:
-    plan, _ = plan_after_both()
-    assert plan.observe(run_status(), 42.0) == []
-
-
-def test_a_cluster_is_back_when_it_has_joined_as_a_new_incarnation() -> None:
-    plan, faults = plan_after_both()
+    assert plan.observe(run_status(), 42.0) == [], "the master still thinks that the old one is alive"
     away = run_status(clusters=(cluster_status("b", incarnation=Incarnation(1, 5), alive=False),))
     assert plan.observe(away, 43.0) == []
     again = run_status(clusters=(cluster_status("b", incarnation=Incarnation(1, 5)),), tokens=700_000)
     assert plan.observe(again, 47.5) == [faults[0]]
-    assert faults[0].back == Moment(47.5, 700_000, 12)
-    assert faults[0].back_as == "1.5"
+    assert (faults[0].back, faults[0].back_as) == (Moment(47.5, 700_000, 12), "1.5")
     assert plan.observe(again, 48.0) == []
+    early = FaultPlan([KILL_B]).was_done(KILL_B, 1, run_status(published=None), 1.0)
+    assert early.when.version is None
 
 
 def test_a_slave_is_back_only_with_the_published_version() -> None:
@@ -85,35 +73,21 @@ def test_a_slave_is_back_only_with_the_published_version() -> None:
     assert plan.observe(run_status(slaves=(ready,)), 45.0) == [faults[1]]
 
 
-def test_a_moment_before_any_version_has_none() -> None:
-    plan = FaultPlan([KILL_B])
-    fault = plan.was_done(KILL_B, 1, run_status(published=None), 1.0)
-    assert fault.when.version is None
-
-
 # ---- a run waits for what was killed ----
 
 NEAR_THE_END = {"tokens": 940_000, "rounds_committed": 48}
 """A round has 20 thousand tokens: three more may begin."""
 
 
-def test_a_run_waits_near_its_end_for_who_is_not_back_yet() -> None:
-    plan, _ = plan_after_both()
-    assert not must_wait(run_status(tokens=900_000, rounds_committed=46), plan)
-    assert must_wait(run_status(**NEAR_THE_END), plan)
-
-
-def test_a_run_waits_for_a_fault_that_is_due_and_could_not_be_made_yet() -> None:
-    assert must_wait(run_status(**NEAR_THE_END), FaultPlan([KILL_B]))
-    assert not must_wait(run_status(tokens=300_000, rounds_committed=2), FaultPlan([KILL_B])), "its time has not come"
-
-
-def test_a_run_whose_victims_are_all_back_does_not_wait() -> None:
+def test_a_run_waits_near_its_end_for_who_is_not_back_and_for_a_fault_that_is_due() -> None:
     plan, faults = plan_after_both()
+    near, early = run_status(**NEAR_THE_END), run_status(tokens=900_000, rounds_committed=46)
+    assert [must_wait(status, plan) for status in (early, near)] == [False, True]
     for fault in faults:
         fault.back = Moment(50.0, 700_000, 14)
-    assert not must_wait(run_status(**NEAR_THE_END), plan)
-    assert not must_wait(run_status(**NEAR_THE_END), FaultPlan([]))
+    assert not must_wait(near, plan)
+    assert [must_wait(near, FaultPlan(planned)) for planned in ([], [KILL_B])] == [False, True]
+    assert not must_wait(run_status(tokens=300_000, rounds_committed=2), FaultPlan([KILL_B])), "its time has not come"
 
 
 class Master:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from dips.core.clock import ManualClock
@@ -33,28 +32,17 @@ from dips.local.progress import PlainProgress
 from dips.local.report import CLUSTER, SLAVE
 
 
-def test_four_clusters_have_the_gaps_of_the_simulations() -> None:
-    assert speed_gaps(4) == [0.0, 0.16, 0.33, 0.50]
-
-
-@pytest.mark.parametrize(("how_many", "gaps"), [(1, [0.0]), (2, [0.0, 0.5]), (3, [0.0, 0.25, 0.5])])
-def test_other_counts_spread_evenly(how_many: int, gaps: list[float]) -> None:
-    assert speed_gaps(how_many) == gaps
-
-
-@given(st.integers(1, 26))
-def test_gaps_begin_at_zero_rise_and_end_at_a_half(how_many: int) -> None:
-    gaps = speed_gaps(how_many)
-    assert len(gaps) == len(cluster_names(how_many)) == how_many
-    assert gaps == sorted(gaps)
-    assert gaps[0] == 0.0
-    assert gaps[-1] == (0.5 if how_many > 1 else 0.0)
-
-
-@pytest.mark.parametrize("how_many", [0, 27])
-def test_names_end_at_z(how_many: int) -> None:
-    with pytest.raises(ConfigError, match="1 to 26 clusters"):
-        cluster_names(how_many)
+def test_gaps_spread_evenly_from_none_to_a_half_and_names_end_at_z() -> None:
+    gaps = [speed_gaps(how_many) for how_many in (1, 2, 3, 4)]
+    assert gaps == [[0.0], [0.0, 0.5], [0.0, 0.25, 0.5], [0.0, 0.16, 0.33, 0.50]]
+    for how_many in range(1, 27):
+        gaps = [speed_gaps(how_many)]
+        assert len(gaps[0]) == len(set(cluster_names(how_many))) == how_many
+        assert gaps[0] == sorted(gaps[0])
+    assert cluster_names(26)[-1] == "z"
+    for how_many in (0, 27):
+        with pytest.raises(ConfigError, match="1 to 26 clusters"):
+            cluster_names(how_many)
 
 
 def test_the_length_follows_speed_cores_and_minutes() -> None:
@@ -136,16 +124,8 @@ def test_the_plan_has_what_was_asked_for(tmp_path: Path) -> None:
         assert (cluster.train.threads, cluster.train.data) == (1, (Path("text"),))
         assert cluster.client.checkpoint_dir == tmp_path / "checkpoints" / cluster.cluster_id
         assert cluster.client.resume, "the killed one goes on"
-    assert not plan.slaves[0].record_pushes
-
-
-def test_slaves_record_pushes_when_asked_to(tmp_path: Path) -> None:
-    wish = DemoOptions(clusters=1, slaves=2, run_dir=tmp_path, record_pushes=True)
-    plan = make_plan(wish, train_settings(wish), 123_456)
-    assert [slave.record_pushes for slave in plan.slaves] == [True, True]
-
-
-def test_an_unknown_size_is_told() -> None:
+    recorded = make_plan(dataclasses.replace(wish, record_pushes=True), train_settings(wish), 1)
+    assert [one.slaves[0].record_pushes for one in (plan, recorded)] == [False, True]
     with pytest.raises(ConfigError, match="choose one of tiny, small"):
         train_settings(DemoOptions(model_size="huge"))
 
@@ -157,9 +137,6 @@ def test_with_parallel_the_kinds_take_turns_and_pushes_are_recorded(tmp_path: Pa
     assert [train.parallel for train in trained] == ["", "fsdp=2", "tensor=2", "pipeline=2", ""]
     assert {train.model_size for train in trained} == {"wide"}
     assert all(slave.record_pushes for slave in plan.slaves)
-
-
-def test_a_model_that_cannot_be_cut_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    wish = DemoOptions(run_dir=tmp_path, model_size="tiny", parallel=True)
+    tiny = dataclasses.replace(wish, model_size="tiny")
     with pytest.raises(ConfigError, match="the 3 heads of model_size tiny"):
-        make_plan(wish, train_settings(wish), 1_000)
+        make_plan(tiny, train_settings(tiny), 1_000)

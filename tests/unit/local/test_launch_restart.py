@@ -15,22 +15,20 @@ from dips.local.supervisor import ChildSpec, FailureCount, ProcessSupervisor, Re
 POLICY = RestartPolicy(first_delay_s=0.5, max_delay_s=3.0, quick_s=20.0, quick_failures_max=5)
 
 
-def test_delays_double_up_to_the_bound_and_the_fifth_quick_failure_gives_up() -> None:
+@pytest.mark.parametrize(
+    ("lives_s", "delays_s"),
+    [
+        ([1.0] * 5, [0.5, 1.0, 2.0, 3.0, None]),
+        ([1.0] * 4 + [20.0, 19.9], [0.5, 1.0, 2.0, 3.0, 0.0, 1.0]),  # a life that lasted is forgiven
+        ([60.0] * 50, [0.0] * 50),
+    ],
+)
+def test_delays_double_up_to_a_bound_and_the_fifth_quick_failure_gives_up(
+    lives_s: list[float], delays_s: list[float | None]
+) -> None:
     failures = FailureCount(POLICY)
-    assert [failures.failed(1.0) for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, None]
-
-
-def test_a_life_that_lasted_is_forgiven() -> None:
-    failures = FailureCount(POLICY)
-    for _ in range(4):
-        failures.failed(1.0)
-    assert failures.failed(20.0) == 0.0
-    assert failures.failed(19.9) == 1.0
-
-
-def test_lives_that_last_are_never_given_up() -> None:
-    failures = FailureCount(POLICY)
-    assert {failures.failed(60.0) for _ in range(50)} == {0.0}
+    assert [failures.failed(life_s) for life_s in lives_s] == delays_s
+    assert POLICY.longest_s() == 5 * 23.0
 
 
 def test_a_process_that_has_lasted_is_never_given_up_but_started_more_and_more_rarely() -> None:
@@ -73,15 +71,3 @@ def test_whoever_waits_for_a_slow_end_is_told_for_what(monkeypatch: pytest.Monke
     waiting = "still waiting for the end of a ({} s, 10 min 36 s at most; a second ctrl-C ends all now)"
     assert said == [waiting.format(seconds) for seconds in (10, 20)]
     assert supervisor.exit_code("a") == 0
-
-
-@pytest.mark.parametrize("quick_failures_max", [1, 2, 7])
-def test_gives_up_after_exactly_the_stated_number(quick_failures_max: int) -> None:
-    failures = FailureCount(RestartPolicy(quick_failures_max=quick_failures_max))
-    answers = [failures.failed(0.0) for _ in range(quick_failures_max)]
-    assert answers.count(None) == 1
-    assert answers[-1] is None
-
-
-def test_the_time_until_giving_up_is_bounded() -> None:
-    assert POLICY.longest_s() == 5 * 23.0

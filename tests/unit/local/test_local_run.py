@@ -47,25 +47,17 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched
             yield made
 
 
-def test_the_status_is_asked_for_now_and_then(watched: Watched) -> None:
+def test_the_status_is_asked_for_now_and_then_and_what_was_known_is_kept(watched: Watched) -> None:
     assert watched.run.tick() is not None
     assert watched.later(STATUS_EVERY_S / 2) is None
     assert watched.later(STATUS_EVERY_S / 2) is not None
-
-
-def test_a_master_that_is_away_for_a_moment_is_no_news(watched: Watched) -> None:
-    watched.run.tick()
-    watched.answer = None
-    assert watched.later(1.0) is None
-    assert watched.run.status == run_status()
-
-
-def test_the_last_measured_speed_of_a_cluster_is_kept_when_it_has_left(watched: Watched) -> None:
-    watched.run.tick()
     gone = (cluster_status("a", tokens_per_s=0.0), cluster_status("b", tokens_per_s=3.0))
     watched.answer = run_status(clusters=gone)
     watched.later(1.0)
-    assert watched.run.speeds == {"a": 5200.0, "b": 3.0}
+    assert watched.run.speeds == {"a": 5200.0, "b": 3.0}, "a has left"
+    watched.answer = None
+    assert watched.later(1.0) is None
+    assert watched.run.status == run_status(clusters=gone)
 
 
 def test_a_run_that_applies_no_token_for_too_long_is_given_up_with_the_masters_reason(watched: Watched) -> None:
@@ -89,34 +81,27 @@ def test_a_start_that_takes_long_is_no_standstill(watched: Watched, monkeypatch:
         watched.later(50.0)
 
 
-@pytest.mark.parametrize("changes", [{"paused": True}, {"stopped": True}])
-def test_a_pause_and_the_end_are_no_standstill(watched: Watched, changes: dict[str, bool]) -> None:
-    watched.answer = replace(run_status(), **changes)  # type: ignore[arg-type]
-    for _ in range(10):
-        watched.later(30.0)
-
-
-def test_progress_is_no_standstill(watched: Watched) -> None:
+@pytest.mark.parametrize("changes", [{"paused": True}, {"stopped": True}, {}])
+def test_a_pause_the_end_and_progress_are_no_standstill(watched: Watched, changes: dict[str, bool]) -> None:
     for tokens in range(10):
-        watched.answer = run_status(tokens=tokens)
+        watched.answer = run_status(tokens=0 if changes else tokens, **changes)
         watched.later(50.0)
 
 
-def test_it_has_finished_when_the_run_is_stopped_and_all_have_ended(watched: Watched) -> None:
-    watched.answer = run_status(stopped=True)
+@pytest.mark.parametrize(
+    ("stopped", "last"),
+    [(True, EVALUATOR), (False, MASTER)],  # its last version is still to be evaluated; the master has served its time
+)
+def test_it_has_finished_when_all_have_ended(watched: Watched, stopped: bool, last: str) -> None:
+    watched.answer = run_status(stopped=stopped)
     watched.run.tick()
-    assert not watched.run.finished
-    watched.ended.update(a=0, b=0)
-    assert not watched.run.finished  # the last version is still to be evaluated
-    watched.ended[EVALUATOR] = 0
-    assert watched.run.finished
-
-
-def test_it_has_finished_when_the_master_has_served_its_time(watched: Watched) -> None:
-    watched.run.tick()
-    watched.ended.update({"a": 0, "b": 0, EVALUATOR: 0})
-    assert not watched.run.finished
-    watched.ended[MASTER] = 0
+    for name in ("a", "b", EVALUATOR, MASTER):
+        assert not watched.run.finished
+        if name != last:
+            watched.ended[name] = 0
+        else:
+            break
+    watched.ended[last] = 0
     assert watched.run.finished
 
 

@@ -132,6 +132,8 @@ def test_following_tells_what_comes_and_takes_in_new_files(run_dir: Path) -> Non
     looks: list[Callable[[], None]] = [
         lambda: append("a.log", line(9, "worker", "a", "nine") + "2026-03-01T12:00:1"),
         append_to_both,
+        lambda: append("b.log", line(9.6, "worker", "b", "once")),
+        lambda: None,
     ]
 
     def wait(_: float) -> None:
@@ -145,7 +147,7 @@ def test_following_tells_what_comes_and_takes_in_new_files(run_dir: Path) -> Non
             told.append(entry.line.sentence)
     assert not looks
     assert told[:6] == ["one", "two\ncontinued", "three", "four", "five", "six"]
-    assert told[6:] == ["nine", "later", "ten"]
+    assert told[6:] == ["nine", "later", "ten", "once"]
 
 
 # ---- what is wanted ----

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from dips.core.config import Knobs, groups_of, load
 from dips.core.units import Bytes, Seconds
-from dips.local.options import command_line, option_name, overrides_for, with_knobs
+from dips.local.options import command_line, overrides_for, with_knobs
 from dips.master.config import MasterConfig
 from dips.slave.config import SlaveConfig
 from dips.trainer.config import TrainConfig
@@ -69,6 +69,8 @@ def test_nothing_given_is_nothing_said() -> None:
     assert seen.pop("word") == "none"
     assert set(seen) == set(SomeKnobs.model_fields)
     assert overrides_for(SomeKnobs, seen) == {}
+    assert "folder" not in run([], SomeKnobs, without=("folder",))
+    assert run(["--word", "hello"], SomeKnobs)["word"] == "hello", "a command's own options stay"
 
 
 def test_values_reach_the_settings_as_written() -> None:
@@ -78,44 +80,13 @@ def test_values_reach_the_settings_as_written() -> None:
     )
     loaded = load(SomeKnobs, "some", environment={}, overrides=overrides_for(SomeKnobs, seen)).value
     assert loaded == SomeKnobs(name="n", size_bytes=1 << 20, wait_s=0.25, paths=(Path("a"), Path("b")), on=True)
-
-
-def test_a_switch_can_be_turned_off_and_left_alone() -> None:
-    assert run(["--no-on"], SomeKnobs)["on"] is False
-    assert run([], SomeKnobs)["on"] is None
-    assert run(["--maybe"], SomeKnobs)["maybe"] is True
+    assert [run(words, SomeKnobs)["on"] for words in (["--no-on"], [])] == [False, None]
 
 
 def test_a_knob_that_two_kinds_share_is_one_option_for_both() -> None:
     seen = run(["--name", "n", "--steps", "3"], SomeKnobs, MoreKnobs)
     assert overrides_for(SomeKnobs, seen) == {"name": "n"}
     assert overrides_for(MoreKnobs, seen) == {"name": "n", "steps": "3"}
-
-
-def test_knobs_can_be_left_out() -> None:
-    assert "folder" not in run([], SomeKnobs, without=("folder",))
-
-
-def test_the_own_options_of_a_command_stay() -> None:
-    assert run(["--word", "hello"], SomeKnobs)["word"] == "hello"
-
-
-def test_help_shows_description_default_and_choices() -> None:
-    @with_knobs(SomeKnobs)
-    def command(**given: Any) -> int:
-        """A command."""
-        return 0
-
-    app = typer.Typer(add_completion=False)
-    app.command()(command)
-    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
-    for word in (
-        "A name [in brackets].",
-        "[default: 4096]",
-        "x|y",
-        "may be given several times",
-    ):
-        assert word in text
 
 
 def test_help_has_options_in_groups_those_of_the_role_itself_first() -> None:
@@ -130,23 +101,16 @@ def test_help_has_options_in_groups_those_of_the_role_itself_first() -> None:
     order = ("Looks", "--colour", "Who", "--size-bytes", "Times", "--grace-s", "--folder")
     places = [text.index(word) for word in order]
     assert places == sorted(places)
+    for word in ("A name [in brackets].", "[default: 4096]", "x|y", "may be given several times"):
+        assert word in text
 
 
 @pytest.mark.parametrize("kind", [MasterConfig, SlaveConfig, ClientConfig, TrainConfig])
-def test_every_knob_of_every_role_is_in_a_group(kind: type[Knobs]) -> None:
+def test_every_knob_of_every_role_is_an_option_in_a_group(kind: type[Knobs]) -> None:
     groups = groups_of(kind)
     assert "" not in groups
     assert sorted(name for names in groups.values() for name in names) == sorted(kind.model_fields)
-
-
-@pytest.mark.parametrize("kind", [MasterConfig, SlaveConfig, ClientConfig, TrainConfig])
-def test_every_knob_of_every_role_is_an_option(kind: type[Knobs]) -> None:
-    @with_knobs(kind)
-    def command(**given: Any) -> int:
-        return 0
-
-    names = set(inspect.signature(command).parameters)
-    assert names == set(kind.model_fields)
+    assert set(inspect.signature(with_knobs(kind)(lambda **given: 0)).parameters) == set(kind.model_fields)
 
 
 VALUES = st.fixed_dictionaries(
@@ -179,7 +143,3 @@ def test_the_command_line_leaves_out_defaults_and_what_is_hidden() -> None:
     assert command_line(config) == ["--name", "n", "--wait-s", "3.0"]
     assert command_line(config, without={"name"}) == ["--wait-s", "3.0"]
     assert command_line(SomeKnobs(name="n", maybe=False)) == ["--name", "n", "--no-maybe"]
-
-
-def test_option_names() -> None:
-    assert option_name("memory_bytes") == "--memory-bytes"

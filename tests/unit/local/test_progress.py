@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -34,7 +36,9 @@ def test_lines_come_at_once_and_then_every_few_seconds() -> None:
         for _ in range(21):
             progress.show(run_status(), HELDOUT, ())
             clock.advance(0.5)
+        progress.say("slave s1: was ended by SIGKILL, is started again in 0.5 s and more words [odd]")
     lines = out.getvalue().splitlines()
+    assert lines.pop() == "  10.5 s  slave s1: was ended by SIGKILL, is started again in 0.5 s and more words [odd]"
     assert len(lines) == 3
     assert lines[1].startswith("   5.0 s  version 1:12 ")
     assert "held-out loss 2.750 at version 1:11" in lines[0]
@@ -56,13 +60,6 @@ def test_an_alarm_is_said_in_full_when_it_begins_and_by_its_kind_after_that() ->
     assert ["alarm same_data: a b" in line for line in lines] == [True, True, False, True]
 
 
-def test_what_happens_is_said_at_once_in_one_line() -> None:
-    out = io.StringIO()
-    progress = PlainProgress(Console(file=out, width=20), ManualClock())
-    progress.say("slave s1: was ended by SIGKILL, is started again in 0.5 s [odd]")
-    assert out.getvalue() == "   0.0 s  slave s1: was ended by SIGKILL, is started again in 0.5 s [odd]\n"
-
-
 def test_the_live_picture_shows_tables_loss_and_faults() -> None:
     out = io.StringIO()
     console = Console(file=out, width=140, height=60, force_terminal=True)
@@ -79,41 +76,53 @@ def test_the_live_picture_shows_tables_loss_and_faults() -> None:
         assert word in out.getvalue()
 
 
-@pytest.mark.parametrize(("terminal", "kind"), [(True, LiveProgress), (False, PlainProgress)])
-def test_a_terminal_gets_the_picture(terminal: bool, kind: type[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
+@pytest.mark.parametrize(
+    ("terminal", "term", "kind"),
+    [(True, "xterm", LiveProgress), (False, "xterm", PlainProgress), (True, "dumb", PlainProgress)],
+)
+def test_a_terminal_gets_the_picture(
+    terminal: bool, term: str, kind: type[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
     console = Console(file=io.StringIO(), force_terminal=terminal)
     assert isinstance(progress_for(console, ManualClock()), kind)
 
 
-def test_a_terminal_that_can_do_nothing_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(progress_for(Console(file=io.StringIO(), force_terminal=True), ManualClock()), PlainProgress)
+def rate_of(*points: tuple[float, int]) -> TokenRate:
+    rate = TokenRate()
+    for at_s, tokens in points:
+        rate.add(at_s, tokens)
+    return rate
 
 
 def test_the_rate_is_that_of_the_last_half_minute() -> None:
-    rate = TokenRate()
-    for second in range(100):
-        rate.add(float(second), 1000 * second if second < 60 else 60_000 + 100 * (second - 60))
+    rate = rate_of(*((float(s), 1000 * s if s < 60 else 60_000 + 100 * (s - 60)) for s in range(100)))
     assert rate.per_s() == pytest.approx(100.0)
     assert rate.left_s(6000) == pytest.approx(60.0)
+    assert rate_of().left_s(1000) is None
+    assert rate_of((1.0, 500)).left_s(1000) is None
 
 
-def test_nothing_is_promised_before_anything_is_known() -> None:
-    rate = TokenRate()
-    assert rate.left_s(1000) is None
-    rate.add(1.0, 500)
-    assert rate.left_s(1000) is None
-    assert left_sentence(run_status(), rate) == ""
+TEN_SECONDS = ((0.0, 0), (10.0, 100_000))
 
 
-def test_an_expectation_counts_until_the_run_was_seen_for_long_enough() -> None:
-    rate = TokenRate()
-    rate.add(0.0, 0)
-    rate.add(10.0, 400_000)
-    assert left_sentence(run_status(tokens=400_000), rate, 10_000.0) == "about 1 min left"
-    rate.add(SEEN_ENOUGH_S, 400_000)
-    assert left_sentence(run_status(tokens=400_000), rate, 10_000.0) == "about 22 s left"
+@pytest.mark.parametrize(
+    ("points", "changes", "expected_per_s", "said"),
+    [
+        ((), {}, None, ""),
+        (TEN_SECONDS, {"tokens": 400_000}, None, "about 1 min left"),
+        (TEN_SECONDS, {"tk_max_tokens": 0}, None, ""),
+        (TEN_SECONDS, {"paused": True}, None, ""),
+        # An expectation counts until the run was seen for long enough.
+        (((0.0, 0), (10.0, 400_000)), {"tokens": 400_000}, 10_000.0, "about 1 min left"),
+        (((0.0, 0), (10.0, 400_000), (SEEN_ENOUGH_S, 400_000)), {"tokens": 400_000}, 10_000.0, "about 22 s left"),
+    ],
+)
+def test_what_is_left_is_told_when_it_is_known(
+    points: tuple[tuple[float, int], ...], changes: dict[str, Any], expected_per_s: float | None, said: str
+) -> None:
+    given = () if expected_per_s is None else (expected_per_s,)
+    assert left_sentence(run_status(**changes), rate_of(*points), *given) == said
 
 
 def test_the_time_before_the_first_version_does_not_count_for_the_rate() -> None:
@@ -130,20 +139,7 @@ def test_the_time_before_the_first_version_does_not_count_for_the_rate() -> None
     assert out.getvalue().endswith("about 1 min 30 s left\n")
 
 
-def test_a_paused_run_has_no_time_left_to_tell() -> None:
-    rate = TokenRate()
-    rate.add(0.0, 0)
-    rate.add(10.0, 100_000)
-    assert left_sentence(run_status(paused=True), rate) == ""
-
-
 def test_sentences() -> None:
-    rate = TokenRate()
-    rate.add(0.0, 0)
-    rate.add(10.0, 100_000)
-    assert left_sentence(run_status(tokens=400_000), rate) == "about 1 min left"
-    assert left_sentence(run_status(tk_max_tokens=0), rate) == ""
-    assert loss_sentence([]) == "held-out loss: not yet"
-    assert loss_sentence(None) == ""
-    FAULT_BACK = Fault(FAULT.planned, 71, "1.4", FAULT.when, Moment(46.0, 1, 6), "1.5")
-    assert fault_sentence(FAULT_BACK) == "cluster b killed with SIGKILL at 40 s, back at 46 s as 1.5"
+    assert (loss_sentence([]), loss_sentence(None)) == ("held-out loss: not yet", "")
+    back = replace(FAULT, back=Moment(46.0, 1, 6), back_as="1.5")
+    assert fault_sentence(back) == "cluster b killed with SIGKILL at 40 s, back at 46 s as 1.5"

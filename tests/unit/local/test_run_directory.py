@@ -13,15 +13,13 @@ DEMO_MARK = Mark("demo", DEMO, "dips demo")
 UP_MARK = Mark("mine", UP, "dips up mine.toml")
 
 
-def test_a_new_directory_is_made_and_marked(tmp_path: Path) -> None:
-    with claim(tmp_path / "runs" / "demo", DEMO_MARK) as directory:
-        assert (directory.replaced, directory.resumed) == (False, False)
-        assert read_mark(directory.path) == DEMO_MARK
-
-
-def test_an_empty_directory_can_be_used(tmp_path: Path) -> None:
-    with claim(tmp_path, UP_MARK) as directory:
-        assert not directory.replaced
+def test_a_new_or_an_empty_directory_is_made_and_marked(tmp_path: Path) -> None:
+    for path in (tmp_path / "runs" / "demo", tmp_path / "empty"):
+        if path.name == "empty":
+            path.mkdir()
+        with claim(path, DEMO_MARK) as directory:
+            assert (directory.replaced, directory.resumed) == (False, False)
+            assert read_mark(directory.path) == DEMO_MARK
 
 
 def test_a_demo_replaces_an_earlier_demo_but_no_files_of_a_person(tmp_path: Path) -> None:

@@ -94,13 +94,6 @@ def test_what_a_host_holds_fits_it_and_one_more_does_not(ram: str) -> None:
         assert found["slave_process_bytes"].value + hot < 1.002 * n_bytes
 
 
-def test_sixteen_hosts_of_125_gb_hold_the_papers_nine_clusters_with_versions_in_files() -> None:
-    asked = sizes(slave_ram="125GB")
-    assert asked.whole("slots_held") == 0
-    assert asked.whole("slaves_none") > asked.whole("slaves_stagings") > 16 > asked.whole("slaves_versions")
-    assert sizes(memory_files="versions")["slave_process_bytes"].value < 125e9 / 2
-
-
 @pytest.mark.parametrize(
     ("n_slaves", "layer_elems", "n_layers"), [(1, 1000, 3), (2, 5_000_001, 24), (7, 40_000_003, 12)]
 )
@@ -145,16 +138,6 @@ def test_times_of_an_update_are_those_of_the_simulation() -> None:
     for key, k in (("update_s", 1), ("update_together_s", 9)):
         durations = (rates.measure_s(n, k, 3e9), rates.outer_step_s(n, k, 3e9), rates.snapshot_s(n, 1e9))
         assert found[key].value == pytest.approx(sum(durations))
-
-
-def test_the_papers_run_has_the_papers_update_time() -> None:
-    assert sizes()["update_s"].value == pytest.approx(110, rel=0.01)
-
-
-def test_a_checkpoint_of_adamw_is_twenty_bytes_a_parameter() -> None:
-    found = sizes(params=10**9)
-    assert found["cluster_disk_bytes"].value == 3 * 20 * 10**9
-    assert sizes(params=10**9, optimizer_bytes=0)["cluster_disk_bytes"].value == 3 * 12 * 10**9
 
 
 # ---- clusters of several ranks ----
@@ -211,28 +194,12 @@ class CopiedParameters:
         raise AssertionError("nobody asks for it")
 
 
-def test_each_rank_adds_its_link_until_the_slaves_are_full() -> None:
-    one, four = sizes(), sizes(ranks=4)
-    assert four["push_s"].value == pytest.approx(one["push_s"].value / 4)
-    assert four["pull_s"].value == pytest.approx(one["pull_s"].value / 4)
-    assert sizes(ranks=32)["alone_rate"].value == one["slaves_rate"].value
-    fast = sizes(ranks=4, link="100gbps", slave_link="100gbps")
-    assert fast["alone_rate"].value == pytest.approx(4 * 8 * 1.2e9), "each rank's own encryption"
-
-
 def test_the_page_has_what_the_command_prints_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["size", "--params", "100e9", "--clusters", "9", "--slaves", "16", "--link", "10gbps", "--ranks", "32"]
     assert main.run(words) == 0
     told = capsys.readouterr().out
     of_rank = told[told.index("Rank, each of 32") : told.index("Cluster, each of 9")].strip()
     assert of_rank in (Path(__file__).parents[3] / "docs" / "capacity.md").read_text()
-
-
-def test_a_cluster_needs_what_its_ranks_need() -> None:
-    many = sizes(ranks=32)
-    assert many["cluster_memory_bytes"].value == 32 * many["rank_memory_bytes"].value
-    assert many["rank_memory_most_bytes"].value < 1.1 * many["rank_memory_bytes"].value
-    assert "share_params" not in sizes(ranks=1).rows
 
 
 # ---- what limits a transfer ----
@@ -247,6 +214,22 @@ def test_a_transfer_takes_the_narrowest_place() -> None:
     assert together == pytest.approx(2 * 0.93 * 10e9 / 9)
 
 
+def test_numbers_that_the_documents_name() -> None:
+    assert sizes()["update_s"].value == pytest.approx(110, rel=0.01), "the paper's"
+    assert sizes(params=10**9)["cluster_disk_bytes"].value == 3 * 20 * 10**9
+    assert sizes(params="10e9").input("tokens_per_s") == 1_129_120
+    steps = sizes(overlap="none").whole("sync_every_5_percent")
+    found, fewer = (sizes(overlap="none", sync_every=n)["overhead"].value for n in (steps, steps - 1))
+    assert found <= 0.05 < fewer
+    held = sizes(slave_ram="125GB")
+    assert (held.whole("slots_held"), held.whole("slaves_versions") < 16 < held.whole("slaves_stagings")) == (0, True)
+    one, four, many = sizes(), sizes(ranks=4), sizes(ranks=32)
+    assert four["push_s"].value == pytest.approx(one["push_s"].value / 4), "each rank adds its link"
+    assert many["alone_rate"].value == one["slaves_rate"].value, "until the slaves are full"
+    assert many["cluster_memory_bytes"].value == 32 * many["rank_memory_bytes"].value
+    assert sizes(clusters=8, sync_every=2000).remarks == ()
+
+
 def test_overlap_hides_what_fits_beside_the_inner_steps() -> None:
     none, push, full = (sizes(overlap=how, sync_every=353) for how in ("none", "push", "full"))
     assert none["stall_s"].value == none["exchange_s"].value
@@ -257,28 +240,7 @@ def test_overlap_hides_what_fits_beside_the_inner_steps() -> None:
     assert 0 < full["overhead"].value < push["overhead"].value < none["overhead"].value < 1
 
 
-def test_the_steps_for_five_percent_give_five_percent() -> None:
-    steps = sizes(overlap="none").whole("sync_every_5_percent")
-    found, fewer = (sizes(overlap="none", sync_every=n)["overhead"].value for n in (steps, steps - 1))
-    assert found <= 0.05 < fewer
-
-
-def test_speed_is_the_papers_in_proportion_unless_it_is_given() -> None:
-    assert sizes().input("tokens_per_s") == 112_912
-    assert sizes(params="10e9").input("tokens_per_s") == 1_129_120
-    assert sizes(tokens_per_s=2_097_152)["step_s"].value == 1
-
-
 # ---- what is told ----
-
-
-@pytest.mark.parametrize("ranks", [1, 32])
-def test_a_value_is_its_formula_with_the_numbers_that_are_shown(ranks: int) -> None:
-    for row in sizes(ranks=ranks).rows.values():
-        assert list(row.numbers) == names_of(row.formula)
-        assert value_of(row.formula, row.numbers) == row.value
-        assert math.isfinite(row.value)
-        assert row.value > 0
 
 
 @pytest.mark.parametrize(
@@ -294,10 +256,6 @@ def test_a_value_is_its_formula_with_the_numbers_that_are_shown(ranks: int) -> N
 )
 def test_what_nobody_may_overlook_is_said(given: dict[str, Any], said: str) -> None:
     assert any(said in remark for remark in sizes(**given).remarks)
-
-
-def test_nothing_is_said_where_nothing_is_to_be_minded() -> None:
-    assert sizes(clusters=8, sync_every=2000).remarks == ()
 
 
 @pytest.mark.parametrize(

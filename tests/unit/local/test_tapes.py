@@ -13,8 +13,6 @@ from dips.local.log_files import (
     LossPoint,
     StartFollower,
     heldout_losses,
-    records,
-    tape_path,
     training_losses,
 )
 
@@ -53,20 +51,12 @@ def test_heldout_losses_by_version_each_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_tape_that_does_not_exist_holds_nothing(tmp_path: Path) -> None:
-    assert list(records(tmp_path / "none")) == []
-    assert heldout_losses(tmp_path / "none") == []
-
-
-def test_half_a_line_of_a_killed_writer_is_left_out(tmp_path: Path) -> None:
+def test_a_missing_tape_and_half_a_line_of_a_killed_writer_hold_nothing(tmp_path: Path) -> None:
+    assert [*heldout_losses(tmp_path / "none"), *training_losses(tmp_path / "none")] == []
     path = write(tmp_path / "a.tape.jsonl", {"kind": "step", "tokens": 1, "loss": 2.0})
     with path.open("a") as tape:
         tape.write(json.dumps({"kind": "step", "tokens": 2, "loss": 1.0})[:-5])
     assert training_losses(path) == [LossPoint(1, 2.0)]
-
-
-def test_where_tapes_stand(tmp_path: Path) -> None:
-    assert tape_path(tmp_path, "heldout") == tmp_path / "tapes" / "heldout.tape.jsonl"
 
 
 def test_starts_that_take_long_are_followed_from_now_on(tmp_path: Path) -> None:

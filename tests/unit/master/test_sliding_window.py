@@ -20,36 +20,24 @@ def merged(bench: Bench) -> list[tuple[str, ...]]:
     return [entry.accepted for entry in bench.status().recent_rounds][1:]
 
 
-def test_the_window_starts_again_with_each_arrival() -> None:
-    bench = running("a", "b", "c")
-    bench.push("a")
-    bench.advance(8.0)
-    bench.push("b")
-    assert bench.status().window_closes_in_s == pytest.approx(GRACE_S)
-    bench.advance(8.0)
-    bench.push("c")
-    bench.advance(9.5)
-    assert merged(bench) == []
-    bench.advance(1.0)
-    assert merged(bench) == [("a", "b", "c")]
-
-
-def test_a_fixed_one_does_not() -> None:
-    bench = running("a", "b", "c", sliding=False)
-    bench.push("a")
-    bench.advance(8.0)
-    bench.push("b")
-    bench.advance(2.5)
-    assert merged(bench) == [("a", "b")]
-
-
-def test_the_cluster_is_told_how_long_the_window_it_came_into_lasts() -> None:
-    bench = running("a", "b")
-    bench.push("a")
-    bench.advance(6.0)
-    bench.begin_push("b")
-    bench.stage("b")
-    assert bench.result(bench.finish_push("b")).answer.window_closes_in_s == pytest.approx(GRACE_S)
+@pytest.mark.parametrize("sliding", [True, False])
+def test_the_window_starts_again_with_each_arrival_where_it_slides(sliding: bool) -> None:
+    bench = running("a", "b", "c", sliding=sliding)
+    for turn in range(2):
+        bench.push("a")
+        bench.advance(8.0)
+        bench.begin_push("b")
+        bench.stage("b")
+        left_s = bench.result(bench.finish_push("b")).answer.window_closes_in_s
+        assert left_s == bench.status().window_closes_in_s == pytest.approx(GRACE_S if sliding else 2.0)
+        bench.advance(8.0)
+        bench.push("c")
+        bench.advance(9.5)
+        assert len(merged(bench)) == (turn if sliding else 2 * turn + 1)
+        bench.advance(1.0)
+        for name in "abc":
+            bench.pull(name)
+    assert merged(bench) == [("a", "b", "c")] * 2 if sliding else [("a", "b"), ("c",)] * 2
 
 
 def test_arrivals_without_end_do_not_keep_it_open() -> None:
@@ -81,15 +69,3 @@ def test_a_master_that_stood_still_gives_the_time_back_to_both_ends() -> None:
     assert merged(bench) == []
     bench.advance(1.5)
     assert merged(bench) == [("a", "b")]
-
-
-def test_each_window_has_its_own_bound() -> None:
-    bench = running("a", "b")
-    for _ in range(3):
-        bench.push("a")
-        bench.advance(6.0)
-        bench.push("b")
-        bench.advance(10.5)
-        for name in "ab":
-            bench.pull(name)
-    assert merged(bench) == [("a", "b")] * 3

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.whole_run import wait_until
+from support.waiting import until
 
 from dips.core.errors import DipsError
 from dips.papers import source as module
@@ -225,7 +225,7 @@ def test_an_interrupt_ends_the_commands_and_none_begins(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         with suppress(KeyboardInterrupt), Commands() as running:
             waiting = pool.submit(running.run, [sys.executable, "-c", WAITS], tmp_path)
-            wait_until(lambda: log.exists() and log.read_text() == "waits\n", "it began")
+            until(lambda: log.exists() and log.read_text() == "waits\n", "it began")
             raise KeyboardInterrupt
         assert waiting.result().complaint == "KeyboardInterrupt"
         with pytest.raises(DipsError, match="interrupted"):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.slave_bench import SlaveBench, configure, only, said
+from support.slave_bench import SlaveBench, configure, only
 from support.slave_wire import push_id
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, Version
-from dips.core.messages import Allow, AllowedKey, KeyRole, SlaveHello
+from dips.core.messages import Allow, AllowedKey, KeyRole
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.protocol import MAX_ALLOWED_KEYS
 from dips.slave.state import effects, tape
@@ -111,12 +111,6 @@ def test_a_list_that_makes_no_sense_is_refused(keys: tuple[AllowedKey, ...], why
     out = bench.command(Allow(keys))
     assert not only(out, Allow)
     assert why in only(out, effects.Log)[0].sentence
-
-
-def test_hello_names_the_data_ports_key() -> None:
-    (hello,) = said(SlaveBench(curve_key=b"k" * 32).link())
-    assert isinstance(hello, SlaveHello)
-    assert hello.curve_key == b"k" * 32
 
 
 def test_a_list_waits_for_no_job() -> None:

@@ -331,15 +331,6 @@ def test_differences_to_a_version_that_left_are_refused_with_the_remedy(port: Po
         assert "new ticket" in refusal.sentence
 
 
-def test_another_codec_than_the_tickets_is_refused(port: Port) -> None:
-    body = differences(Codec.INT8, CHUNKS[0])
-    header = replace(put(CHUNKS[0]), codec=Codec.INT8, checksum=checksum(body))
-    assert port.refused(header, body).code is RefusalCode.CHUNK
-    port.port.open(Slot(A, 1, 1, opening=8, wire=Codec.INT8, base=V0))
-    assert port.refused(put(CHUNKS[0]), payload(CHUNKS[0])).code is RefusalCode.CHUNK
-    assert port.refused(header, body[:-1]).code is RefusalCode.CHUNK
-
-
 def test_the_same_chunk_is_not_landed_twice_at_a_time(port: Port) -> None:
     """While the first landing is under way, on another thread, a repeated chunk waits for what becomes of it."""
     frames = [memoryview(put(CHUNKS[0]).encode()), memoryview(payload(CHUNKS[0]))]

@@ -162,13 +162,6 @@ def test_an_abort_ends_a_move_under_way_and_frees_its_file(ready: SlaveBench) ->
     assert MOVED not in ready.state.shard.offers()
 
 
-def test_an_abort_after_the_move_frees_its_file(ready: SlaveBench) -> None:
-    ready.command(move())
-    moved(ready)
-    assert only(ready.command(AbortRound(R2, "x")), effects.DropMoved) == [effects.DropMoved(MOVED)]
-    assert not only(ready.command(AbortRound(R2, "x")), effects.DropMoved)
-
-
 def test_a_new_master_ends_a_move_under_way(ready: SlaveBench) -> None:
     ready.command(move())
     ready.give(events.Unlinked("the master died"))

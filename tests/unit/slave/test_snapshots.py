@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from dips.master.config import MasterConfig
 from dips.slave import disk as durable
 from dips.slave.config import SlaveConfig
 from dips.slave.ring import SnapshotStore
-from dips.slave.snapshot_files import HEADER_BYTES, file_bytes
+from dips.slave.snapshot_files import HEADER_BYTES, Manifest, decode, encode, file_bytes
 
 N = 3000
 RECORD = json.dumps({"tokens": 12, "unit": "ö"}, ensure_ascii=False).encode()
@@ -261,9 +262,29 @@ def test_a_damaged_manifest_leaves_a_shadow_and_a_sentence(tmp_path: Path, damag
     assert str(path) in problems[0]
 
 
-def test_a_manifest_of_another_file_is_not_believed(tmp_path: Path) -> None:
+def of_info(**changes: Any) -> Callable[[Manifest], Manifest]:
+    return lambda said: replace(said, info=replace(said.info, **changes))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda said: replace(said, run_id="another"),
+        lambda said: replace(said, slave_id="s1"),
+        lambda said: replace(said, file="ring-2.safetensors"),
+        lambda said: replace(said, stamp=replace(said.stamp, n_bytes=said.stamp.n_bytes + 8)),
+        lambda said: replace(said, stamp=replace(said.stamp, header_xxh3_128=32 * "0")),
+        lambda said: replace(said, file_version=Version(2, 1)),
+        lambda said: replace(said, file_round=RoundId(1, 9)),
+        of_info(layout_hash=b"L"),
+        of_info(placement_hash=b"P"),
+        of_info(digest=b"D"),
+    ],
+)
+def test_a_manifest_of_another_file_is_not_believed(tmp_path: Path, other: Callable[[Manifest], Manifest]) -> None:
     two_versions(tmp_path)
-    manifest_file(tmp_path, 1).write_bytes(manifest_file(tmp_path, 0).read_bytes())
+    path = manifest_file(tmp_path, 1)
+    path.write_bytes(encode(other(decode(path.read_bytes(), "here"))))
     infos, problems = reopened(tmp_path)
     assert [(found.version.v, found.committed) for found in infos] == [(1, False), (0, True)]
     assert "names another file" in problems[0]

@@ -25,7 +25,7 @@ from dips.trainer import train as module
 from dips.trainer.config import TrainConfig
 from dips.trainer.corpus import all_ranges
 from dips.trainer.progress import StopSignals
-from dips.trainer.train import InnerTrainer, run, schedule_of
+from dips.trainer.train import run, schedule_of
 from dips.worker.checkpoint import InnerState
 from dips.worker.config import ClientConfig
 from dips.worker.parameters import ParameterStore
@@ -237,7 +237,9 @@ def test_what_was_leased_just_after_a_new_join_is_trained_on(driver: type[Script
     assert claimed == {part.chunk for part in driver.last.lent}
 
 
-def test_a_driver_that_ends_while_lending_ends_the_loop(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+def test_a_run_that_is_over_at_the_start_or_ends_while_it_lends_is_left(
+    driver: type[ScriptedDriver], train: TrainConfig
+) -> None:
     def ends(scripted: ScriptedDriver) -> None:
         def lease(tokens: int) -> list[DataRange]:
             scripted.done = True
@@ -245,15 +247,10 @@ def test_a_driver_that_ends_while_lending_ends_the_loop(driver: type[ScriptedDri
 
         scripted.lease = lease  # type: ignore[method-assign]
 
-    driver.at_start = staticmethod(ends)
-    assert run(train, CLIENT) == 0
-    assert driver.last.steps == []
-
-
-def test_a_run_that_is_over_at_the_start_is_left_at_once(driver: type[ScriptedDriver], train: TrainConfig) -> None:
-    driver.at_start = staticmethod(ScriptedDriver.request_stop)
-    assert run(train, CLIENT) == 0
-    assert (driver.last.steps, driver.last.wanted) == ([], [])
+    for at_start in (ends, ScriptedDriver.request_stop):
+        driver.at_start = staticmethod(at_start)
+        assert run(train, CLIENT) == 0
+        assert (driver.last.steps, driver.last.wanted) == ([], [])
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -329,24 +326,6 @@ def test_the_learning_rate_goes_by_the_runs_tokens(
     assert schedule_of(slow, 10_000).at(9_900) == pytest.approx(rates[0], rel=0.01)
 
 
-def test_the_learning_rate_follows_a_limit_that_moves(
-    driver: type[ScriptedDriver], train: TrainConfig, tmp_path: Path
-) -> None:
-    def extended(scripted: ScriptedDriver) -> None:
-        scripted.total_tokens, scripted.progress = 20_000, 10_000
-
-    driver.at_step = staticmethod(extended)
-    short = train.model_copy(update={"warmup_tokens": 100, "log_every_steps": 1})
-    run(short, CLIENT.model_copy(update={"tape": tmp_path / "tape"}))
-    rates = [record["lr"] for record in read_tape(tmp_path / "tape") if record["kind"] == "step"]
-    assert rates[-1] == pytest.approx(schedule_of(short, 20_000).at(10_000))
-
-
-def test_a_client_without_a_name_is_told_so(driver: type[ScriptedDriver], train: TrainConfig) -> None:
-    with pytest.raises(ConfigError, match="DIPS_CLUSTER"):
-        run(train, ClientConfig(master="127.0.0.1:1"))
-
-
 @pytest.mark.parametrize(
     ("raised", "expected", "sentence"),
     [
@@ -397,22 +376,6 @@ def test_training_alone_can_be_repeated_to_the_bit(train: TrainConfig, tmp_path:
 def test_without_a_master_and_steps_both_remedies_are_named(train: TrainConfig) -> None:
     with pytest.raises(ConfigError, match=r"--master HOST:PORT .* or --steps N"):
         run(train, ClientConfig())
-
-
-def test_ctrl_c_ends_training_alone(train: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, made = InnerTrainer.step, []
-
-    def interrupted(inner: InnerTrainer, *args: Any) -> float:
-        made.append(step(inner, *args))
-        if len(made) == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-        return made[-1]
-
-    monkeypatch.setattr(InnerTrainer, "step", interrupted)
-    tape = tmp_path / "tape"
-    assert run(train.model_copy(update={"steps": 1000}), ClientConfig(tape=tape)) == 130
-    assert len(made) == 4
-    assert list(read_tape(tape))[-1]["tokens"] == 4 * train.step_tokens
 
 
 # ---- checkpoints ----

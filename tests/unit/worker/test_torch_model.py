@@ -289,23 +289,6 @@ def test_a_snapshot_runs_beside_the_host_and_before_the_next_change(monkeypatch:
     assert np.array_equal(flat, expected)
 
 
-def test_a_model_of_many_tiny_tensors_round_trips() -> None:
-    model = torch.nn.Module()
-    model.w = torch.nn.ParameterList(torch.full((2, 1), float(i)) for i in range(3000))
-    parameters = store(model)
-    flat = np.empty(6000, np.float32)
-    parameters.snapshot(flat)
-    assert np.array_equal(flat, np.repeat(np.arange(3000, dtype=np.float32), 2))
-    parameters.install(flat + 1)
-    assert model.w[2999].tolist() == [[3000.0], [3000.0]]
-
-
-def test_flat_vectors_are_writable_memory() -> None:
-    flat = store(Tied()).empty(1000)
-    assert (flat.shape, flat.dtype, flat.flags.writeable) == ((1000,), np.dtype(np.float32), True)
-    flat[:] = 1.0
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_on_a_cuda_device_round_trips_to_the_bit(dtype: torch.dtype) -> None:
