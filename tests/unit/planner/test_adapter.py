@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dips.planner.adapter.advise import advise, read_before, rules_of
+from dips.planner.adapter.advise import advice_json, advise, read_before, rules_of
 from dips.planner.adapter.decide import WINDOW, AdapterState, Border, Rules
 from dips.planner.adapter.pieces import Piece, Pipeline, Played, Sizes, Transfer, play
 from dips.planner.adapter.play import MONITOR_NS, compare, with_adapter, without_adapter
@@ -444,6 +444,22 @@ def test_advice_follows_the_measured_links(tmp_path: Path) -> None:
     assert not between.advised, "on time by the first threshold, and not by the second one"
     assert not advise(one, measured(tmp_path, 1.5)).state.levels[0]
     assert advise(one, measured(tmp_path, 2.0), slow.state).state.sizes == slow.rules.pipeline.whole
+
+
+def test_a_border_of_an_answer_by_hand(tmp_path: Path) -> None:
+    """25.17 MB at 0.5 Gbit/s take 402.7 ms, and 5 ms on their way; 100 ms of compute and 25 ms overhead hide a part.
+    Late: later than one piece more, on time: within the compute alone."""
+    slow = advise(running(), measured(tmp_path, 0.5))
+    found, bits = advice_json(slow), 32 * 512 * 768 * 2 * 8
+    assert found["borders"][0] == {
+        "sender_stage": 0, "receiver_stage": 1, "sender": "group-1", "receiver": "group-2", "measured_gbps": 0.5,
+        "late_below_gbps": pytest.approx(bits / 0.145 / 1e9), "on_time_from_gbps": pytest.approx(bits / 0.12 / 1e9),
+        "compute_s": 0.125, "level": 2, "transfer_s": pytest.approx(bits / 0.5e9 + 0.005),
+    }  # fmt: skip
+    assert found["stages"][0] == {"stage": 0, "site": "group-1", **slow.state.sizes[0]._asdict()}
+    assert (found["iteration_s"], found["without_s"]) == (slow.with_ns / NS, slow.without_ns / NS)
+    before = read_before(json.dumps(found), "answer.json")
+    assert (before.sizes, before.levels, set(before.lasts)) == (slow.state.sizes, slow.state.levels, {True})
 
 
 def test_plans_that_cannot_be_adapted(tmp_path: Path) -> None:
