@@ -10,6 +10,9 @@ from support.plan_command import refused, told
 from support.two_stages import TWO
 
 from dips.cli import plan as command_plan
+from dips.planner.cluster import read_setup
+from dips.planner.problem import Problem
+from dips.planner.tradeoff import tradeoff, tradeoff_json
 from dips.planner.validation.checks import PaperCheck
 
 FEW = "crosspipe-figure-8"
@@ -103,6 +106,17 @@ def test_all_that_is_printed(
     assert (code, error) == (0, "")
     ruled = (line for line in out.splitlines() if "──" not in line)
     assert " ".join(" ".join(ruled).split()) == " ".join(text.split())
+
+
+def test_json_is_that_of_the_planner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("two.toml").write_text(TWO)
+    code, out, error = told(capsys, "tradeoff", "two.toml", "--json")
+    assert (code, error) == (0, "")
+    assert json.loads(out) == json.loads(json.dumps(tradeoff_json(tradeoff(Problem(read_setup("two.toml"))))))
+    assert "-1 seconds are not a valid time" in refused(capsys, "tradeoff", "two.toml", "--seconds", "-1")
 
 
 def test_show_as_json_gives_every_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
