@@ -64,7 +64,7 @@ def test_whole_pipelines_at_each_site_are_the_plans_dp(found: Tradeoff) -> None:
 
 def test_two_ways_by_hand(tmp_path: Path) -> None:
     """Two stages over the sites take 116 ms (test_plan.py: test_a_whole_plan_by_hand). Whole pipelines of 60 ms
-    exchange 2,650 numbers of two bytes before and after, half of them each way: 5 ms and 21.2 us over 1 Gbit/s each time."""
+    exchange 2,650 numbers of two bytes before and after, half of them each way: 5 ms and 21.2 us over 1 Gbit/s."""
     (tmp_path / "two.toml").write_text(TWO)
     found = tradeoff_json(tradeoff(Problem(read_setup(tmp_path / "two.toml"))))
     apart_s, across_s = 0.0700424, 0.116
