@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dips.planner.adapter.advise import advice_json, advise, read_before, rules_of
 from dips.planner.adapter.decide import WINDOW, AdapterState, Border, Rules
 from dips.planner.adapter.pieces import Piece, Pipeline, Played, Sizes, Transfer, play
-from dips.planner.adapter.play import MONITOR_NS, compare, with_adapter, without_adapter
+from dips.planner.adapter.play import compare, with_adapter, without_adapter
 from dips.planner.adapter.traces import WHOLE, Channel, channels_of, read_trace
 from dips.planner.cluster import Profile, read_setup
 from dips.planner.costs import NS, Costs, StageCost, Wire
@@ -360,18 +360,6 @@ def test_sizes_divide_the_microbatch_and_are_within_the_profile() -> None:
 
 
 # ---- with and without ----
-
-
-@pytest.mark.parametrize("order", ["compact_zb", "1f1b"])
-def test_faster_where_messages_are_late_and_the_same_where_not(order: str) -> None:
-    late = setting(order, 0.7).under(0.4, 8)
-    assert late.late
-    assert late.slower_ns < 0
-    on_time = setting(order, 0.2).under(0.4, 8)
-    assert not on_time.late
-    assert on_time.adapted.span_ns == on_time.without.span_ns
-    assert on_time.slower_ns == on_time.cost_ns == on_time.monitored_ns == MONITOR_NS * 2 * 8 * 8
-    assert set(on_time.adapted.sizes) == {setting(order, 0.2).rules().pipeline.whole}
 
 
 def test_the_stated_cost_is_what_devices_compute_longer() -> None:

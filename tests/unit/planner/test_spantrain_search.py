@@ -123,14 +123,6 @@ def test_the_work_of_a_problem_by_hand() -> None:
             work_of(replace(setup, profile=profile, training=training), other)
 
 
-def test_messages_that_computation_hides_cost_filling_alone() -> None:
-    fast = level_of(far({}, {}, gbps=0.2), 1).chain(Candidate((0, 1), (3, 3)))
-    slow = level_of(far({}, {}, gbps=0.02), 1).chain(Candidate((0, 1), (3, 3)))
-    assert fast is not None
-    assert slow is not None
-    assert fast.terms[1].wait_s == 0 < slow.terms[1].wait_s
-
-
 def test_an_iteration_of_one_group_is_its_computation_and_collectives() -> None:
     setup = problem([{"name": "a", "devices": 2, "network_gbps": 10, "sustained_tflops": 1}], [], 4, 8)
     level = level_of(setup, 4)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from support.two_stages import TWO
 
-from dips.planner.candidates import data_parallel
 from dips.planner.cluster import read_setup
 from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan, pipelines_of
@@ -41,25 +40,6 @@ def test_figure_12_deep_pipelines_are_hardly_slower(found: Tradeoff) -> None:
     across = {c.split.pipeline: c.best.iteration_s for c in found.choices if c.split.groups == 1}
     deep = [across[p] for p in (4, 8, 16)]
     assert max(deep) < 1.25 * min(deep)
-
-
-def test_the_files_own_split_is_the_files_own_plan(found: Tradeoff) -> None:
-    problem = Problem(read_setup("crosspipe-tradeoff-pp4")).with_options(schedules=QUICK)
-    plan = make_plan(problem, sensitivity=False)
-    own = next(c for c in found.choices if (c.split.pipeline, c.split.groups) == (4, 1))
-    assert own.best.makespan_ns == plan.chosen.makespan_ns
-    assert own.split.long_links_carry == "activations"
-    assert own.best.link_bytes == plan.chosen.link_bytes
-
-
-def test_whole_pipelines_at_each_site_are_the_plans_dp(found: Tradeoff) -> None:
-    problem = Problem(read_setup("crosspipe-tradeoff-pp4")).with_options(schedules=QUICK)
-    dp = data_parallel(problem)
-    own = next((c for c in found.choices if (c.split.pipeline, c.split.groups) == (4, 2)), None)
-    assert own is not None
-    assert own.best.makespan_ns <= dp.makespan_ns
-    assert own.split.long_links_carry == "gradients"
-    assert own.best.link_bytes == pytest.approx(dp.link_bytes)
 
 
 def test_two_ways_by_hand(tmp_path: Path) -> None:
