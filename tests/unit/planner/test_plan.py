@@ -209,7 +209,7 @@ def test_no_division_of_a_small_model_is_faster(latency_ms: float, microbatches:
         },
     }  # fmt: skip
     problem = Problem(setup_of(SettingsFile("nine.toml", tables)))
-    spans = {}
+    spans: dict[tuple[int, ...], int] = {}
     for a, b in itertools.combinations(range(1, 9), 2):
         division = (a, b - a, 9 - b)
         with suppress(PlanError):  # too little memory

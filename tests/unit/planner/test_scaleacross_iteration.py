@@ -275,14 +275,15 @@ def test_memory_by_hand(plain: Topology) -> None:
 @pytest.mark.parametrize("links", [False, True])
 def test_kernels_end_by_hand(links: bool) -> None:
     """Each chunk waits for its weights, gradients leave one after another, the last ones end the iteration."""
-    column = [np.array(row)[:, None] for row in ([10, 20], [30, 40], [50, 60], [5, 100], [7, 8])]
+    rows = [10, 20], [30, 40], [50, 60], [5, 100], [7, 8]
+    f, d, w, gather, reduce = (np.array(row)[:, None] for row in rows)
     messages = {(0, 1): (4, 1), (1, 0): (4, 1)}
     # F 5-15, at 20 there but weights at 100: F 100-120, B -220; at 225 back: B -305, gradients -312.
     program = program_of(one_f_one_b(2, 1))
-    assert ends_of(program, Kernels(*column, messages), links).tolist() == [312]
+    assert ends_of(program, Kernels(f, d, w, gather, reduce, messages), links).tolist() == [312]
     # One device: F 5-15, weights at 105: F -125, D -165, W -225, gradients -425 (200), while D, W -305; then -432.
-    column[4] = np.array([[7], [200]])
-    assert ends_of(program_of(dora_pp(1, 1, 2, 1)), Kernels(*column, {}), links).tolist() == [432]
+    reduce = np.array([[7], [200]])
+    assert ends_of(program_of(dora_pp(1, 1, 2, 1)), Kernels(f, d, w, gather, reduce, {}), links).tolist() == [432]
 
 
 def test_collectives_and_messages_by_hand(topology: Topology) -> None:
