@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterable
+
 import pytest
+from rich.console import Console, RenderableType
 
 from dips.cli import main
 
@@ -18,3 +22,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     code, out, error = told(capsys, *arguments)
     assert (code, out, error.count("\n")) == (2, "", 1), arguments
     return error
+
+
+def printed(pieces: Iterable[RenderableType]) -> str:
+    """What a wide terminal shows of these, in one line."""
+    console = Console(width=160, record=True, file=io.StringIO())
+    for piece in pieces:
+        console.print(piece)
+    return " ".join(console.export_text().split())

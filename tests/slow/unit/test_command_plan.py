@@ -6,79 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from support.plan_command import refused, told
+from support.plan_command import told
 from support.repository import ROOT
-
-from dips.cli import plan as command_plan
-from dips.planner.schedules.fixed import zb_h1
-from dips.planner.validation.checks import PaperCheck
-
-
-def test_show_draws_and_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "schedule.csv"
-    file.write_text(zb_h1(4, 8).to_csv())
-    code, out, _ = told(capsys, "show", str(file))
-    lines = out.splitlines()
-    assert code == 0
-    assert [line[:5] for line in lines[:4]] == ["  0 |", "  1 |", "  2 |", "  3 |"]
-    assert len({len(line) for line in lines[:4]}) == 1
-    assert lines[4] == "makespan 27 T_F, bubble 11.1%"
-
-
-def test_show_as_json_gives_every_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "schedule.csv"
-    file.write_text("0F0,0B0\n1F0,1B0\n")
-    code, out, _ = told(capsys, "show", str(file), "--latency", "1", "--json")
-    found = json.loads(out)
-    assert code == 0
-    assert found["makespan"] == 8
-    assert found["devices"][1] == [{"op": "1F0", "start": 2.0, "end": 3.0}, {"op": "1B0", "start": 3.0, "end": 5.0}]
-
 
 # ---- plans ----
 
 EXAMPLE = ROOT / "examples" / "04-plan-a-schedule"
 FEW = "crosspipe-figure-8"
 """A shipped setting that is planned at once."""
-
-
-def test_a_file_alone_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    systems = ("--system", "jeeves", "--system", "crosspipe")
-    code, out, error = told(capsys, str(EXAMPLE / "sites.toml"), "--no-sensitivity", *systems)
-    assert (code, error) == (0, "")
-    assert "chosen: cross_ud" in out
-    assert "amsterdam to stockholm: 4 GiB an iteration" in out
-    for name in ("1f1b", "zb_v", "jeeves", "dp/", "assumed: "):
-        assert name in out
-    assert "what would help" not in out
-
-
-def test_published_numbers_beside_ours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = [PaperCheck("the setting", "a ratio", 3.05, 2.9, 2.7, 3.2), PaperCheck("the setting", "another", 1.0, 2.0)]
-    monkeypatch.setattr(command_plan, "all_checks", lambda paper, optimal_s: checks)
-    code, out, _ = told(capsys, "validate")
-    assert code == 0
-    assert "the setting" in out
-    assert "-4.9%" in out
-    checks.append(PaperCheck("another setting", "a miss", 1.0, 0.5, 0.9, 1.1))
-    code, out, _ = told(capsys, "validate", "--json")
-    assert code == 1
-    assert [row["missed"] for row in json.loads(out)] == [False, False, True]
-    assert "MISSED" in told(capsys, "validate")[1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["compare", FEW], "takes at least two files: name another one"),
-        (["validate", "--paper", "dapple"], "--paper 'dapple' is unknown: choose one of jeeves, crosspipe, "),
-        (["validate", "--seconds", "0"], "--seconds 0 is no time"),
-    ],
-)
-def test_a_mistake_about_plans_is_one_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert sentence in refused(capsys, *arguments)
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,14 @@ Ranks run in tests/slow/test_plan_run.py; here their reports are made from clock
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from support.paced_play import play
-from support.plan_command import refused
+from support.plan_command import printed, refused
 from support.repository import ROOT
 
 from dips.cli import main
@@ -146,13 +144,6 @@ def outcome_of(folder: Path, name: str, error: float = 1e-15, late_ns: int = 0) 
     )
 
 
-def told(outcome: PlanRunOutcome) -> str:
-    console = Console(width=120, record=True, file=io.StringIO())
-    for piece in tell(outcome):
-        console.print(piece)
-    return " ".join(console.export_text().split())
-
-
 def test_a_run_that_keeps_its_plan(tmp_path: Path) -> None:
     outcome = outcome_of(tmp_path, "zb_v", late_ns=500_000)
     found = outcome_json(outcome)
@@ -167,22 +158,22 @@ def test_a_run_that_keeps_its_plan(tmp_path: Path) -> None:
     assert middle["messages"] == 16
     assert middle["bytes"] == 16 * 256
     assert middle["occupied_s"] == pytest.approx(16 * 0.02)
-    assert "within 5 %" in told(outcome)
-    assert "those of 24 parameters equal those of one process" in told(outcome)
+    assert "within 5 %" in printed(tell(outcome))
+    assert "those of 24 parameters equal those of one process" in printed(tell(outcome))
 
 
 def test_a_run_that_misses_its_plan_says_that_the_machine_is_busy(tmp_path: Path) -> None:
     outcome = outcome_of(tmp_path, "1f1b", late_ns=20_000_000)
     assert not outcome.good
     assert outcome.error > 0.05
-    assert "OUTSIDE OF 5 %" in told(outcome)
-    assert "longer than their times: this machine is busy with something else" in told(outcome)
+    assert "OUTSIDE OF 5 %" in printed(tell(outcome))
+    assert "longer than their times: this machine is busy with something else" in printed(tell(outcome))
 
 
 def test_gradients_that_differ_are_no_success(tmp_path: Path) -> None:
     outcome = replace(outcome_of(tmp_path, "1f1b", error=1e-3), measured=())
     assert not outcome.good
-    assert "24 parameters DIFFER from those of one process: largest difference 1.0e-03" in told(outcome)
+    assert "24 parameters DIFFER from those of one process: largest difference 1.0e-03" in printed(tell(outcome))
     assert "measured_s" not in outcome_json(outcome)
 
 

@@ -6,16 +6,14 @@ waiting moves.
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from support.paced_play import play
-from support.plan_command import refused
+from support.plan_command import printed, refused
 
 from dips.local.plan_run import CASE, source_of, stretched
 from dips.local.plan_swap import (
@@ -72,13 +70,6 @@ def played(folder: Path, change: Change, late_ns: int = 0) -> tuple[SwapRun, Swa
     return run, SwapOutcome(change, "gloo", 80.0, run.profile, run.verdict, run.parts(), run.layers, 0.05)
 
 
-def told(outcome: SwapOutcome) -> str:
-    console = Console(width=160, record=True, file=io.StringIO())
-    for piece in tell_change(outcome):
-        console.print(piece)
-    return " ".join(console.export_text().split())
-
-
 # ---- the whole run ----
 
 
@@ -100,8 +91,8 @@ def test_a_pipeline_that_a_slow_link_hurts_gets_the_plan_for_that_link(tmp_path:
     found = change_json(outcome)
     assert json.loads(json.dumps(found)) == found
     assert (found["recovered"], found["iterations_while_planning"], found["verdict"]["advised"]) == (1, 3, True)
-    assert "6 of 8 layers moved" in told(outcome)
-    assert "recovered: 100.0% of what a plan for these links saves, at least 80%" in told(outcome)
+    assert "6 of 8 layers moved" in printed(tell_change(outcome))
+    assert "recovered: 100.0% of what a plan for these links saves, at least 80%" in printed(tell_change(outcome))
 
 
 @pytest.mark.parametrize("late_ns", [0, 800_000])
@@ -149,7 +140,7 @@ def test_a_change_that_no_plan_answers_is_no_swap(tmp_path: Path) -> None:
     last = read_job(tmp_path, NEW)
     assert (last.repeats, last.last) == (0, True)
     assert not job_file(tmp_path, BEST).exists()
-    assert "no swap: " in told(outcome)
+    assert "no swap: " in printed(tell_change(outcome))
     assert change_json(outcome)["pause_s"] is None
 
 
@@ -159,14 +150,14 @@ def test_a_swap_that_recovers_too_little_or_other_gradients_are_no_success(tmp_p
     slow = replace(outcome, parts=(before, old, replace(old, source=new.source), best))
     assert slow.recovered == 0
     assert not slow.good
-    assert "recovered: 0.0% of what a plan for these links saves, LESS THAN 80%" in told(slow)
+    assert "recovered: 0.0% of what a plan for these links saves, LESS THAN 80%" in printed(tell_change(slow))
     same = replace(outcome, parts=(before, old, old, old))
     assert same.recovered is None
     assert not same.good
-    assert "recovered: NOTHING" in told(same)
+    assert "recovered: NOTHING" in printed(tell_change(same))
     wrong = replace(outcome, parts=(before, old, replace(new, gradient_error=1e-3), best))
     assert not wrong.good
-    assert "gradients: DIFFER from those of one process" in told(wrong)
+    assert "gradients: DIFFER from those of one process" in printed(tell_change(wrong))
 
 
 def test_the_files_of_a_run(tmp_path: Path) -> None:

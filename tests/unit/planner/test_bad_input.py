@@ -134,17 +134,6 @@ def test_a_schedule_of_an_editor_that_marks_its_files_is_read(tmp_path: Path) ->
     assert main.run(("plan", "show", str(file), "--json")) == 0
 
 
-@pytest.mark.parametrize(
-    ("latency", "sentence"), [("nan", "nan is not a number"), ("inf", "inf is not a number"), ("1e300", "up to 1e+06")]
-)
-def test_a_latency_that_is_no_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], latency: str, sentence: str
-) -> None:
-    file = tmp_path / "schedule.csv"
-    file.write_text("0F0,0B0\n1F0,1B0\n")
-    assert sentence in refused(capsys, "show", str(file), "--latency", latency)
-
-
 def test_a_file_without_end_is_not_read_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert "has more than 67108864 bytes, so it is not a schedule" in refused(capsys, "show", "/dev/zero")
 

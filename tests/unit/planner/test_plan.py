@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.repository import ROOT
+from support.two_stages import TWO
 
 from dips.core.config import SettingsFile
 from dips.planner.candidates import jeeves_with, replicas_of
@@ -131,30 +135,18 @@ def test_a_solver_is_asked_only_for_its_seconds_and_states_its_bound() -> None:
     assert 27 * NS < best.lower_bound_ns <= best.makespan_ns
 
 
-def test_a_whole_plan_by_hand() -> None:
+def test_a_whole_plan_by_hand(tmp_path: Path) -> None:
     """Two stages at two sites, 10 ms a pass, messages of 8 ms and 5 ms on their way: the first F is there at 23, its
     gradient goes at 53 and arrives at 66, the second one goes at 83 and arrives at 96, and B ends at 116.
 
     A layer has 1,020 parameters, the embedding 300, the output 310, 16 bytes each; 288 bytes of activations a token.
     """
-    tables = {
-        "model": {
-            "name": "two", "layers": 2, "hidden": 10, "heads": 2, "mlp_width": 20, "vocabulary": 30, "source": "a test",
-        },
-        "sites": [{"name": name, "devices": 1, "memory_gib": 1, "source": "a test"} for name in ("here", "there")],
-        "links": [
-            {"sender": "here", "receiver": "there", "bandwidth_gbps": 1, "latency_ms": 5, "source": "a test"}
-        ],
-        "training": {"pipeline": 2, "microbatches": 2, "sequence_tokens": 100, "source": "a test"},
-        "profile": {
-            "forward_ms": 10, "input_gradient_ms": 10, "weight_gradient_ms": 10, "message_mb": 1, "source": "a test",
-        },
-        "options": {"schedules": ["1f1b", "gpipe"]},
-    }  # fmt: skip
-    found = plan_json(make_plan(Problem(setup_of(SettingsFile("two.toml", tables)))))
+    (tmp_path / "two.toml").write_text(TWO)
+    found = plan_json(make_plan(Problem(read_setup(tmp_path / "two.toml"))))
     stages = [(21120, 57600), (21280, 28800)]
     assert found["chosen"] == {
-        "schedule": "1f1b", "sharing": "alone", "iteration_s": 0.116, "iteration_low_s": None, "iteration_high_s": None,
+        "schedule": "1f1b", "sharing": "alone", "iteration_s": 0.116,
+        "iteration_low_s": pytest.approx(0.1044), "iteration_high_s": pytest.approx(0.1276),
         "sync_s": 0, "layers": [1, 1], "bubble_fraction": pytest.approx(1 - 120 / 232), "lower_bound_s": None,
         "stages": [
             {
@@ -191,6 +183,40 @@ def test_memory_aware_stages_are_never_worse_than_even_ones(memory: float) -> No
     assert min(found.division) >= 1
     assert found.span_ns <= found.uniform_ns
     assert found.span_ns == jeeves_with(problem, found.division, coordinated=True).makespan_ns
+
+
+@pytest.mark.parametrize(("latency_ms", "microbatches"), [(0, 3), (30, 3), (30, 1.5)])
+def test_no_division_of_a_small_model_is_faster(latency_ms: float, microbatches: float) -> None:
+    """Three stages and nine layers: all 28 divisions, JEEVES' greedy on each."""
+    tables: dict[str, Any] = {
+        "model": {
+            "name": "nine", "layers": 9, "hidden": 10, "heads": 2, "mlp_width": 20, "vocabulary": 9, "source": "a test",
+        },
+        "sites": [
+            {"name": name, "devices": n, "sustained_tflops": rate, "source": "a test"}
+            for name, n, rate in (("here", 4, 3), ("there", 2, 2))
+        ],
+        "links": [
+            {
+                "sender": "here", "receiver": "there", "bandwidth_gbps": 1, "latency_ms": latency_ms,
+                "source": "a test",
+            }
+        ],
+        "training": {"pipeline": 3, "data": 2, "microbatches": 4, "sequence_tokens": 100, "source": "a test"},
+        "profile": {
+            "forward_ms": 10, "input_gradient_ms": 9, "weight_gradient_ms": 8, "message_mb": 0.5,
+            "memory_microbatches": microbatches, "source": "a test",
+        },
+    }  # fmt: skip
+    problem = Problem(setup_of(SettingsFile("nine.toml", tables)))
+    spans: dict[tuple[int, ...], int] = {}
+    for a, b in itertools.combinations(range(1, 9), 2):
+        division = (a, b - a, 9 - b)
+        with suppress(PlanError):  # too little memory
+            spans[division] = jeeves_with(problem, division, coordinated=True).makespan_ns
+    found = divide(problem)
+    assert found.span_ns == spans[found.division] == min(spans.values())
+    assert found.uniform_ns == spans[3, 3, 3] > found.span_ns
 
 
 def test_scarce_memory_moves_layers_to_later_stages() -> None:

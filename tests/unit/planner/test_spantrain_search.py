@@ -13,7 +13,7 @@ from support.spantrain import Row, all_links, brute_force, candidates, drawn, gr
 
 from dips.core.config import SettingsFile
 from dips.planner.cluster import ClusterFile, Profile, setup_of
-from dips.planner.costs import NS
+from dips.planner.costs import NS, Wire
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind
 from dips.planner.problem import Problem, problem_json
@@ -64,6 +64,17 @@ def test_equation_1_by_hand() -> None:
     assert chain.terms[1].run_s == pytest.approx(4 * second)
     assert chain.terms[1].wait_s == pytest.approx(4 * max(0.0, busy_s - first))
     assert chain.equation_s == max(terms.total_s for terms in chain.terms)
+    costs, limits = costs_of(level.work, chain)
+    for stage, some, limit in zip(costs.stages, (units[:2], units[2:]), limits, strict=True):
+        ns = [round(sum(unit[column] for unit in some) * NS) for column in range(3)]
+        assert (stage.f_ns, stage.d_ns, stage.w_ns) == pytest.approx(ns, abs=1)
+        assert stage.activation == math.ceil(sum(unit.activation_bytes for unit in some))
+        assert stage.d_release == round(stage.activation / 17)
+        assert limit == pytest.approx(24 * 2**30 - sum(unit.state_bytes for unit in some), abs=1)
+    busy_ns = round(busy_s * NS)
+    assert costs.wires == {(0, 1): Wire(1, busy_ns, 1_000_000), (1, 0): Wire(2, busy_ns, 1_000_000)}
+    assert costs.exchanges == ()
+    assert least_s(level.work, chain) == pytest.approx(4 * max(first, second, busy_s))
 
 
 def replace_microbatch(setup: ClusterFile, sequences: int) -> ClusterFile:
@@ -112,14 +123,6 @@ def test_the_work_of_a_problem_by_hand() -> None:
             work_of(replace(setup, profile=profile, training=training), other)
 
 
-def test_messages_that_computation_hides_cost_filling_alone() -> None:
-    fast = level_of(far({}, {}, gbps=0.2), 1).chain(Candidate((0, 1), (3, 3)))
-    slow = level_of(far({}, {}, gbps=0.02), 1).chain(Candidate((0, 1), (3, 3)))
-    assert fast is not None
-    assert slow is not None
-    assert fast.terms[1].wait_s == 0 < slow.terms[1].wait_s
-
-
 def test_an_iteration_of_one_group_is_its_computation_and_collectives() -> None:
     setup = problem([{"name": "a", "devices": 2, "network_gbps": 10, "sustained_tflops": 1}], [], 4, 8)
     level = level_of(setup, 4)
@@ -133,13 +136,16 @@ def test_an_iteration_of_one_group_is_its_computation_and_collectives() -> None:
 
 
 def test_moves() -> None:
-    found = set(moves(Candidate((0, 1, 2), (1, 2, 3))))
-    assert Candidate((1, 0, 2), (2, 1, 3)) in found
-    assert Candidate((1, 0, 2), (1, 2, 3)) in found
-    assert Candidate((0, 1, 2), (2, 1, 3)) in found
-    assert Candidate((0, 1, 2), (1, 3, 2)) in found
-    assert all(sum(one.layers) == 6 and min(one.layers) > 0 for one in found)
-    assert Candidate((0, 1, 2), (3, 2, 1)) in set(wide_moves(Candidate((0, 1, 2), (1, 2, 3))))
+    """Two groups change places, with their layers or without; a layer, or several at once, go to another group."""
+    before, orders = Candidate((0, 1, 2), (1, 2, 3)), {(1, 0, 2): (2, 1, 3), (2, 1, 0): (3, 2, 1), (0, 2, 1): (1, 3, 2)}
+    near = {Candidate(order, layers) for order, with_them in orders.items() for layers in (with_them, (1, 2, 3))}
+    near |= {Candidate((0, 1, 2), layers) for layers in ((2, 1, 3), (1, 1, 4), (1, 3, 2))}
+    assert set(moves(before)) == near
+    wide = {Candidate((0, 1, 2), layers) for layers in ((2, 2, 2), (3, 2, 1), (1, 4, 1))}
+    assert set(wide_moves(before)) == near | wide
+    assert set(moves(Candidate((0, 1), (2, 2)))) == {
+        Candidate((1, 0), (2, 2)), Candidate((0, 1), (1, 3)), Candidate((0, 1), (3, 1)),
+    }  # fmt: skip
 
 
 def test_the_first_candidates_follow_the_speeds() -> None:

@@ -9,6 +9,16 @@ import pytest
 from support.plan_command import told
 from support.scaleacross import FILE
 
+MODEL = """name = "eight"
+layers = 8
+hidden = 4096
+heads = 32
+kv_heads = 8
+mlp_width = 14336
+vocabulary = 128256
+source = "a test"
+"""
+
 PRESENT = """
 [present]
 tensor = 8
@@ -29,7 +39,7 @@ variations = 5
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     found = tmp_path / "topology.toml"
-    found.write_text(FILE + PRESENT)
+    found.write_text(FILE.replace('name = "llama3-8b"\n', MODEL) + PRESENT)
     return found
 
 
@@ -41,7 +51,7 @@ def test_as_json_with_links(capsys: pytest.CaptureFixture[str], file: Path) -> N
     assert times == sorted(times)
     assert found["present"]["links_s"] >= times[0]
     assert sum(found["parts"].values()) == pytest.approx(times[0])
-    assert all(sum(row["layers"]) == 32 for row in found["best_of_each_kind"])
+    assert all(sum(row["layers"]) == 8 for row in found["best_of_each_kind"])
     assert [row["about"] for row in found["network"]] == ["load balancing", "congestion control", "loss of packets"]
     text = " ".join(told(capsys, "explore", str(file), "--links")[1].split())  # lines are as wide as the terminal
     for part in ("64 accelerators in 2 buildings, 64 sequences", "next: ", "the present configuration takes"):
