@@ -95,14 +95,6 @@ class TestShard:
             assert again is not None
             assert again.any()
 
-    def test_what_was_handed_on_is_not_written_again(self) -> None:
-        shard = filled(random(2, N))
-        body = prepare_of(Version(1, 3), (1.0,))
-        first = shard.prepare(Stepped(random(N), random(N, seed=1)), [0], body)
-        copies = [part.copy() for part in first[:2]]
-        shard.prepare(first, [1], body)
-        assert all(np.array_equal(part, copy) for part, copy in zip(first[:2], copies, strict=True))
-
     def test_a_merge_that_overflows_is_refused(self) -> None:
         shard = filled(np.full((1, N), 3e38, np.float32))
         with pytest.raises(Refused) as refused:
@@ -217,13 +209,3 @@ class TestDifferences:
         second = self.landed(model, first, wire)
         lost, left = np.abs(first - trained).max(), np.abs(second - trained).max()
         assert left < lost / 5
-
-    def test_a_residual_that_is_cleared_travels_no_more(self, wire: Codec) -> None:
-        model, _, base = self.begun()
-        model.keep_residual(wire)
-        model.clear_residual()
-        assert model.residual_mark == 0
-        TestModel().fetched(model, base)
-        model.install("a", Install(InstallMode.REPLACE, reset_inner=False))
-        model.snapshot("a", CLEAN)
-        assert np.array_equal(self.landed(model, base, wire), base)
