@@ -72,9 +72,9 @@ system:  ## install what the landing and long tiers need from Debian: a browser,
 
 check: $(DEV_STAMP)  ## lint, types and layers, without running anything
 	$(BIN)/ruff check .
-	$(BIN)/mypy --num-workers auto
+	$(BIN)/mypy
 	$(BIN)/mypy deploy
-	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests --num-workers auto tests benchmarks
+	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests tests benchmarks
 	$(BIN)/lint-imports --no-cache
 
 sim: $(DEV_STAMP)  ## simulate SEEDS runs with every fault, all invariants checked after every step

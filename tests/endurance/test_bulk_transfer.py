@@ -38,7 +38,6 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     context.destroy(linger=0)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "bulk",
     [

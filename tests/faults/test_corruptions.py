@@ -24,10 +24,8 @@ from support.corruptions import (
     tape_of,
 )
 from support.dips_command import dips
-from support.whole_run import LEASED, WholeRun, wait_until
+from support.whole_run import LEASED, WholeRun
 
-from dips.core.net.security import INSECURE
-from dips.local.operator_client import OperatorClient
 from dips.master.archive import FILE_NAME
 
 N_FLIPS = 200
@@ -52,12 +50,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run.wait_for_version(4)
         run.kill("master")
         run.start_master()
-        version = run.version()
-        wait_until(lambda: run.version() >= max(version, 5) + 3, "the restarted master publishes")
-        with OperatorClient(run.address, security=INSECURE) as client:
-            client.stop("enough")
-        for cluster in clusters:
-            cluster.join()
+        run.wait_for_version(8)
+        run.stop(*clusters)
         run.kill("master")
     return directory
 

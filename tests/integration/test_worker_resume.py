@@ -54,7 +54,7 @@ def driver(
 
 
 def wait_for(run: RunForWorkers, what: Callable[[], bool]) -> None:
-    run.wait_for(what, within_s=90.0)
+    run.wait_for(what)
 
 
 def train(client: ClusterShell, model: FlatModel, steps: int) -> None:

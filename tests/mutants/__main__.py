@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -33,8 +35,10 @@ OTHERS = ("sim", "local", "trainer", "doctor", "compare", "papers")
 TEST_S = 60.0
 """Of tests for one fault, at most."""
 
+NO_TEST = "no test executes it"
+INTERRUPTED = 2
 EQUIVALENT = TESTS / "mutants_equivalent.txt"
-RECORD_SHARE = 0.5
+RECORD_SHARE = 0.6
 """Of the time that --minutes gives."""
 
 
@@ -145,7 +149,7 @@ def _change_of(fault: Fault) -> str:
 def _known(file: str) -> tuple[list[Fault], dict[str, str]]:
     """The faults of an earlier run as they stand now, with what became of each then."""
     then = {one["key"]: one["outcome"] for one in json.loads(Path(file).read_text())["outcomes"]}
-    found = {}
+    found: dict[str, Fault] = {}
     for path in sorted({key.split(" ")[0] for key in then}):
         for fault in _of_files([ROOT / path]) if (ROOT / path).exists() else []:
             begin = f"{fault.path} {fault.function} {fault.operator}: "
@@ -161,11 +165,11 @@ def _files_for(faults: Iterable[Fault]) -> list[str]:
     areas, names = {area for area, _ in wanted}, {name for _, name in wanted}
 
     def rank(file: str) -> int:
-        own = file.split("/")[2] in areas
+        own = any(record.belongs(file, area) for area in areas)
         direct = any(record.reaches(file, name) for name in names)
         return 0 if own and direct else 1 if direct else 2 if own else 3
 
-    ranked = sorted(((rank(file), file) for file in record.unit_files()), key=lambda pair: pair)
+    ranked = sorted(((rank(file), file) for file in record.test_files()), key=lambda pair: pair)
     return [file for place, file in ranked if place < 3]
 
 
@@ -175,8 +179,9 @@ def _files_for(faults: Iterable[Fault]) -> list[str]:
 class Run:
     """Faults in their order, until as many count as are wanted in each area."""
 
-    def __init__(self, wanted: dict[str, int], queues: dict[str, list[Fault]], until_s: float | None) -> None:
+    def __init__(self, wanted: dict[str, int], queues: dict[str, list[Fault]], until_s: float) -> None:
         self._wanted, self._queues, self._until_s = wanted, queues, until_s
+        self._missing = 0
         self._kept = record.Record()
         self._sound: set[str] = set()
         self._unsound: set[str] = set()
@@ -198,7 +203,7 @@ class Run:
             except KeyboardInterrupt:
                 self.interrupted = True
 
-        pytest_main(files, Warm(work, usable_processors()))
+        self.interrupted = pytest_main(files, Warm(work, usable_processors())) == INTERRUPTED or self.interrupted
 
     def _work(self, warm: Warm, files: Sequence[str]) -> None:
         faults = [fault for queue in self._queues.values() for fault in queue]
@@ -206,13 +211,18 @@ class Run:
         began = time.monotonic()
         missing = [file for file in files if not self._kept.has(file, False)]
         if missing:
-            print(f"recording {len(missing)} of {len(files)} files of tests", flush=True)
-        self._kept.make(warm, files, any(fault.compiled for fault in faults), lambda text: print(text, flush=True))
+            _say(f"recording {len(missing)} of {len(files)} files of tests")
+        share_s = (self._until_s - began) * RECORD_SHARE
+        has_kernels = any(fault.compiled for fault in faults)
+        self._missing = self._kept.make(warm, files, has_kernels, _say, began + share_s)
+        if self._missing:
+            _say(f"no time to record {self._missing} files: what their tests would see is not known")
         if missing:
-            print(f"recorded in {time.monotonic() - began:.0f} s", flush=True)
-        for area in self._wanted:
-            for _ in range(self._wanted[area]):
-                self._next(warm, area)
+            _say(f"recorded in {time.monotonic() - began:.0f} s")
+        for number in range(max(self._wanted.values())):
+            for area, wanted in self._wanted.items():
+                if number < wanted:
+                    self._next(warm, area)
         warm.run(self._until_s)
 
     def _next(self, warm: Warm, area: str) -> None:
@@ -229,7 +239,7 @@ class Run:
         tests, left_out = _within(every)
         if not tests:
             unmet = "runs at import alone" if self._kept.runs_at_import(fault) else ""
-            outcome.outcome, outcome.why = ("not reachable", unmet) if unmet else ("survived", "no test executes it")
+            outcome.outcome, outcome.why = ("not reachable", unmet) if unmet else ("survived", NO_TEST)
             return self._end(warm, outcome)
 
         def then(end: End) -> None:
@@ -257,7 +267,7 @@ class Run:
                 self._sound.add(test.name)
                 self._end(warm, outcome)
             else:
-                print(f"does not pass alone, and is not used: {test.name}", flush=True)
+                _say(f"does not pass alone, and is not used: {test.name}")
                 self._unsound.add(test.name)
                 self._start(warm, outcome.fault)
 
@@ -265,13 +275,14 @@ class Run:
 
     def _end(self, warm: Warm, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
-        print(_line(outcome), flush=True)
+        _say(_line(outcome))
         if outcome.outcome == "not reachable":
             self._next(warm, outcome.fault.area if outcome.fault.area in self._queues else "")
 
 
 def _within(tests: Sequence[Test]) -> tuple[list[Test], int]:
-    chosen, spent_s = [], 0.0
+    chosen: list[Test] = []
+    spent_s = 0.0
     for test in tests:
         spent_s += test.cpu_s + test.rest_s
         if chosen and spent_s > TEST_S:
@@ -290,6 +301,10 @@ def _equivalents() -> dict[str, str]:
 # ---- what is said ----
 
 
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
 def _line(outcome: Outcome) -> str:
     why = outcome.by or outcome.why
     change = outcome.change if len(outcome.change) < 240 else outcome.change[:240] + " ..."
@@ -305,7 +320,7 @@ def _table(outcomes: Sequence[Outcome]) -> Iterator[str]:
         here = [outcome for outcome in outcomes if outcome.fault.area == area]
         counts = {name: sum(outcome.outcome == name for outcome in here) for name in ("killed", "survived", "excluded")}
         unmet = sum(outcome.outcome == "not reachable" for outcome in here)
-        unrun = sum(outcome.why == "no test executes it" for outcome in here)
+        unrun = sum(outcome.why == NO_TEST for outcome in here)
         if here:
             killed, survived, excluded = counts.values()
             share = f"{100 * killed / (killed + survived):.0f}" if killed + survived else "-"
@@ -319,7 +334,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
 
 def main(given: Sequence[str] | None = None) -> int:
     asked = _arguments(given)
-    until_s = time.monotonic() + 60 * asked.minutes if asked.minutes else None
+    until_s = time.monotonic() + 60 * (asked.minutes or math.inf)
     areas = tuple(asked.area or AREAS)
     then: dict[str, str] = {}
     if asked.list:
@@ -343,14 +358,19 @@ def main(given: Sequence[str] | None = None) -> int:
             paths = [path for path in modules() if str(path.relative_to(ROOT)) in lines]
             near = [fault for fault in _of_files(paths) if lines[fault.path] & set(range(fault.first, fault.last + 1))]
             faults = [fault for fault in near if fault.operator != "default" or fault.line in lines[fault.path]]
-            random.Random(asked.seed).shuffle(faults)
-            print(f"make mutants: {len(faults)} faults on the lines that differ from {asked.changed}", flush=True)
+            first = _drawn(faults, f"{asked.seed}")
+            others = sorted(set(faults) - set(first), key=lambda fault: fault.place)
+            faults = first + random.Random(asked.seed).sample(others, len(others))
+            _say(f"make mutants: {len(faults)} faults on the lines that differ from {asked.changed}")
         queues = {"": list(faults)}
         wanted = {"": len(faults)}
         files = _files_for(faults)
     run = Run(wanted, queues, until_s)
     if files:
         run.collect_and_go(files)
+    tried = len(run.outcomes)
+    if asked.sample is None and tried < len(faults):
+        _say(f"{tried} of {len(faults)} faults were tried in the time that there is")
     return _tell(run, asked, then)
 
 
@@ -365,6 +385,9 @@ def _tell(run: Run, asked: argparse.Namespace, then: dict[str, str]) -> int:
     for outcome in outcomes:
         if then.get(outcome.key) == "killed" and outcome.outcome == "survived":
             print(f"was killed, survives now: {outcome.fault.place}")
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    minutes = sum(one.ru_utime + one.ru_stime for one in used) / 60
+    print(f"{minutes:.1f} minutes of a processor\n")
     print(*_table(outcomes), sep="\n")
     counted = [outcome for outcome in outcomes if outcome.outcome in ("killed", "survived")]
     killed = sum(outcome.outcome == "killed" for outcome in counted)

@@ -35,6 +35,7 @@ IN_ORDER = {"isinstance", "issubclass", "getattr", "hasattr", "setattr", "cast",
 LOGS = {"debug", "info", "warning", "error", "exception", "critical", "warn", "log"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Loop = ast.For | ast.AsyncFor | ast.While
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,13 @@ class _Edit:
 def _short(node: ast.AST) -> str:
     if isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and node.test.value == 0:
         return "(dropped)"
-    return " ".join(ast.unparse(node).split())
+    lines = [line.strip() for line in ast.unparse(node).splitlines()]
+    ends = (
+        " break"
+        if isinstance(node, ast.For | ast.AsyncFor | ast.While) and isinstance(node.body[-1], ast.Break)
+        else ""
+    )
+    return " ".join(lines) if len(lines) <= 2 else f"{lines[0]} ...{ends}"
 
 
 # ---- for users ----

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.dips_command import is_running
+from support.waiting import until
 
 from dips.core.clock import SystemClock
 from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, FatalError, Refused
@@ -36,21 +38,6 @@ def python(code: str) -> tuple[str, ...]:
 
 def spec(name: str, code: str, folder: Path, stage: StopStage = StopStage.FIRST, restart: bool = True) -> ChildSpec:
     return ChildSpec(name, python(code), folder / f"{name}.log", stage=stage, restart=restart)
-
-
-def until(true: Callable[[], bool], what: str, within_s: float = 120.0) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline_s, f"not within {within_s} s: {what}"
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    """False for a process that is gone or is only waiting to be collected."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture
@@ -192,7 +179,7 @@ def test_what_waits_for_its_next_life_is_not_started_after_a_stop(
     supervisor.kill("a", restart_delay_s=0.2)
     until(polled(supervisor, lambda: supervisor.pid("a") is None), "the death")
     supervisor.stop()
-    time.sleep(0.3)
+    time.sleep(0.3)  # its pause is over, and nothing tells that it is not started
     supervisor.poll()
     assert supervisor.starts("a") == 1
 
@@ -231,7 +218,7 @@ time.sleep(60)
 """
     parent = subprocess.Popen(python(code))
     try:
-        until(pids.exists, "the children", within_s=120.0)
+        until(pids.exists, "the children")
         until(lambda: len(pids.read_text().split()) == 2, "their pids")
         children = [int(pid) for pid in pids.read_text().split()]
         assert all(is_running(pid) for pid in children)

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from support.dips_command import dips, dips_started, ended, pid_of, until
+from support.dips_command import dips, dips_started, ended, pid_of, published
+from support.waiting import until
 
-from dips.core.ids import parse_version
 from dips.judge.verify import verify_run
 from dips.local.log_files import records
 
@@ -83,21 +83,15 @@ def record(folder: Path) -> Path:
     file.write_text(RUN.format(directory=json.dumps(str(run_dir)), command=command))
     with dips_started("up", file, log=log) as up:
         for name, version in (("s0", 2), ("a", 5)):
-            until(lambda v=version: published(run_dir) >= v, f"version {version}", log=log)  # type: ignore[misc]
+            until(lambda v=version: published(run_dir) >= v, f"version {version}", log)  # type: ignore[misc]
             os.kill(pid_of(run_dir, name), signal.SIGKILL)
-        until(lambda: joins(run_dir, "a") == 2, "a joins again", log=log)
+        until(lambda: joins(run_dir, "a") == 2, "a joins again", log)
         last = published(run_dir) + 3
-        until(lambda: published(run_dir) >= last, "versions after that", log=log)
+        until(lambda: published(run_dir) >= last, "versions after that", log)
         stopped = dips("stop", run_dir, "--insecure")
-        if stopped.returncode != 0 or ended(up, 120, log) != 0:
+        if stopped.returncode != 0 or ended(up, log) != 0:
             raise RuntimeError(stopped.stderr + log.read_text())
     return run_dir
-
-
-def published(run_dir: Path) -> int:
-    """Number of the version that was published last, by the master's tape; -1 for none."""
-    found = (parse_version(line["version"]).v for line in tape_of_master(run_dir) if line["kind"] == "publish")
-    return max(found, default=-1)
 
 
 def joins(run_dir: Path, cluster: str) -> int:

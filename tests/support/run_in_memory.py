@@ -51,7 +51,7 @@ class CallEnded(grpc.RpcError):
     def details(self) -> str:
         return "" if self._sent is None else self._sent.refusal.sentence
 
-    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+    def trailing_metadata(self) -> Any:
         return () if self._sent is None else ((REFUSAL_KEY, encode(self._sent.refusal)),)
 
 
@@ -109,7 +109,6 @@ class Recorder(PushRecorder):
 class MemorySlave(DataSlave):
     def listen(self) -> None:
         """It is called directly."""
-        self._port = 1
 
     def hang_up(self) -> None:
         """Likewise."""
@@ -197,13 +196,14 @@ class RunInMemory(RunForWorkers):
         self.heartbeats: list[Beats] = []
         self.said: dict[object, HeartbeatReply] = {}
         self.deadlines: list[tuple[str, float]] = []
+        self.closed: list[str] = []
         self.while_waiting: Callable[[], None] = lambda: None
         self.n_idle = 0
         self.resting, self.rests = threading.Condition(), set[int]()
         super().__init__(settings, theta, **given)
 
     def up(self) -> None:
-        self._port, self.is_up = 1, True
+        self.is_up = True
 
     def down(self) -> None:
         self.is_up = False
@@ -236,7 +236,7 @@ class RunInMemory(RunForWorkers):
             yield self
 
         channel: Any = opened()
-        channel.close = lambda: None
+        channel.close = lambda: self.closed.append(address)
         return channel
 
     def stub(self, channel: object) -> Any:

@@ -204,5 +204,5 @@ def pod_of(live: Mapping[str, object] | None, wall: datetime) -> Pod | None:
 def _ready_since(conditions: Sequence[Object]) -> datetime | None:
     for condition in conditions:
         if condition.get("type") == "Ready" and condition.get("status") == "True":
-            return datetime.fromisoformat(str(condition.get("lastTransitionTime")).replace("Z", "+00:00"))
+            return datetime.fromisoformat(str(condition.get("lastTransitionTime")))
     return None

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 from support.api_stand_in import StandIn, write_kubeconfig
-from support.deploy_files import EVERY_KNOB, ONE_CLUSTER, SMALL, example, with_keys, written
+from support.deploy_files import EVERY_KNOB, SMALL, example, with_keys, written
 from support.deploy_site import APPLY, Master, contexts, deploy, site_of
 from support.run_status import run_status
 
 from dips.core.errors import ConfigError, RetryLater
 from dips.deploy.deploy_file import read_deploy_file
-from dips.deploy.health import dial
 from dips.deploy.kubernetes_api import open_context
 from dips.deploy.objects import MONITORS
 
@@ -64,18 +63,8 @@ def test_three_sites_are_made_in_order_and_once(
     assert "0 objects were changed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("text", "changes"),
-    [
-        (ONE_CLUSTER.read_text().replace("runs/one/keys", "KEYS"), {'"kind-kind"': '"here"'}),
-        (SMALL, EVERY_KNOB),
-    ],
-    ids=["one-cluster", "every-knob"],
-)
-def test_a_file_is_made_once_and_nothing_changes_afterwards(
-    here: StandIn, tmp_path: Path, text: str, changes: dict[str, str]
-) -> None:
-    file = written(tmp_path, text, changes)
+def test_a_file_is_made_once_and_nothing_changes_afterwards(here: StandIn, tmp_path: Path) -> None:
+    file = written(tmp_path, SMALL, EVERY_KNOB)
     with_keys(file)
     assert deploy("apply", file, *APPLY) == 0
     before = len(here.writes)
@@ -134,26 +123,30 @@ def test_without_a_kubeconfig_a_plan_compares_with_nothing(
     assert "there is no kubeconfig" in capsys.readouterr().err
 
 
-def test_a_cluster_that_left_the_file_goes_and_its_volume_stays(here: StandIn, small: Path) -> None:
-    more = '\n[[clusters]]\nid = "b"\nsite = "here"\ncheckpoint_volume = "10 GiB"\n'
+def test_a_cluster_is_made_again_for_another_image_and_goes_when_it_left_the_file(here: StandIn, small: Path) -> None:
+    def jobs() -> dict[str, str]:
+        return {name: here.one("Job", name)["metadata"]["uid"] for name in here.of_kind("Job")}
+
+    own = 'image = "registry.example.org/mine:7"\ncommand = ["python", "train.py"]\ncheckpoint_volume = "10 GiB"\n'
+    more = f'\n[[clusters]]\nid = "b"\nsite = "here"\n{own}'
     small.write_text(small.read_text() + more)
     with_keys(small)
     assert deploy("apply", small, *APPLY) == 0
-    assert here.of_kind("Job") == ["small-cluster-a", "small-cluster-b"]
-    small.write_text(small.read_text().replace(more, ""))
-    assert deploy("apply", small, *APPLY) == 0
-    assert here.of_kind("Job") == ["small-cluster-a"]
-    assert "small-cluster-b" in here.of_kind("PersistentVolumeClaim")
-
-
-def test_a_job_with_another_image_is_made_anew(here: StandIn, small: Path) -> None:
-    assert deploy("apply", small, *APPLY) == 0
-    first = here.one("Job", "small-cluster-a")["metadata"]["uid"]
+    before = jobs()
+    assert list(before) == here.of_kind("PodMonitor") == ["small-cluster-a", "small-cluster-b"]
     small.write_text(small.read_text().replace('tag = "1"', 'tag = "2"'))
     assert deploy("apply", small, *APPLY) == 0
-    again = here.one("Job", "small-cluster-a")
-    assert again["metadata"]["uid"] != first
-    assert again["spec"]["template"]["spec"]["containers"][0]["image"].endswith(":2")
+    assert jobs()["small-cluster-a"] != before["small-cluster-a"]
+    assert here.one("Job", "small-cluster-a")["spec"]["template"]["spec"]["containers"][0]["image"].endswith(":2")
+    assert jobs()["small-cluster-b"] == before["small-cluster-b"], "its image is its own"
+    small.write_text(small.read_text().replace(more, ""))
+    assert deploy("apply", small, *APPLY) == 0
+    assert list(jobs()) == here.of_kind("PodMonitor") == ["small-cluster-a"]
+    assert "small-cluster-b" in here.of_kind("PersistentVolumeClaim")
+    assert deploy("delete", small, "--cluster", "a", "--yes") == 0
+    assert not here.of_kind("Job") + here.of_kind("PodMonitor")
+    assert here.of_kind("StatefulSet") == ["small-master", "small-slave"]
+    assert "small-keys-prometheus" in here.of_kind("Secret"), "master and slaves are still watched"
 
 
 def test_only_servers_are_applied_and_clusters_train_on(here: StandIn, small: Path) -> None:
@@ -169,15 +162,6 @@ def test_only_servers_are_applied_and_clusters_train_on(here: StandIn, small: Pa
     assert here.one("StatefulSet", "small-slave")["spec"]["template"]["spec"]["containers"][0]["image"].endswith(":2")
     assert here.one("Job", "small-cluster-a")["metadata"]["uid"] == before
     assert here.of_kind("Job") == ["small-cluster-a", "small-cluster-b"]
-
-
-def test_another_tag_leaves_a_cluster_with_an_image_of_its_own_as_it_is(here: StandIn, small: Path) -> None:
-    small.write_text(small.read_text() + 'image = "registry.example.org/mine:7"\ncommand = ["python", "train.py"]\n')
-    assert deploy("apply", small, *APPLY) == 0
-    before = here.one("Job", "small-cluster-a")["metadata"]["uid"]
-    small.write_text(small.read_text().replace('tag = "1"', 'tag = "2"'))
-    assert deploy("apply", small, *APPLY) == 0
-    assert here.one("Job", "small-cluster-a")["metadata"]["uid"] == before
 
 
 # ---- sites ----
@@ -273,12 +257,12 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) -
     return sentence
 
 
+@pytest.mark.parametrize("command", [("plan",), ("apply", *APPLY), ("status",)])
 def test_a_missing_context_is_told_with_those_that_are_there(
-    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
+    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
     small.write_text(small.read_text().replace('context = "here"', 'context = "there"'))
-    for command in (("plan", small), ("apply", small, *APPLY), ("status", small)):
-        assert "the kubeconfig has no context 'there'; it has here" in refused(capsys, *command)
+    assert "the kubeconfig has no context 'there'; it has here" in refused(capsys, command[0], small, *command[1:])
     assert not here.calls
 
 
@@ -337,14 +321,6 @@ def test_a_site_without_the_operator_trains_unwatched(
         assert frankfurt.of_kind("ServiceMonitor") == ["three-sites-master", "three-sites-slave"]
 
 
-def test_a_monitor_goes_with_its_cluster(here: StandIn, small: Path) -> None:
-    assert deploy("apply", small, *APPLY) == 0
-    assert here.of_kind("PodMonitor") == ["small-cluster-a"]
-    assert deploy("delete", small, "--cluster", "a", "--yes") == 0
-    assert not here.of_kind("PodMonitor")
-    assert "small-keys-prometheus" in here.of_kind("Secret"), "master and slaves are still watched"
-
-
 def test_monitors_go_when_the_file_no_longer_wants_them(here: StandIn, small: Path) -> None:
     assert deploy("apply", small, *APPLY) == 0
     small.write_text(small.read_text().replace("slaves = 2", "slaves = 2\nservice_monitor = false"))
@@ -353,40 +329,25 @@ def test_monitors_go_when_the_file_no_longer_wants_them(here: StandIn, small: Pa
     assert "small-keys-prometheus" not in here.of_kind("Secret")
 
 
-def test_a_server_that_does_not_answer_is_for_later(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_server_that_does_not_answer_or_does_not_know_us_is_told(
+    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_kubeconfig(tmp_path / "kubeconfig", {"here": "http://127.0.0.1:1"})
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-    told = refused(capsys, "apply", small, *APPLY, code=4)
-    assert "the API server of context 'here' at http://127.0.0.1:1 does not answer" in told
-
-
-def test_stale_credentials_are_told(here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give --yes" in refused(capsys, "apply", small)
+    assert not here.writes
     file = Path(small.parent / "kubeconfig")
     file.write_text(file.read_text().replace("a-token", "an-old-token"))
     assert "context 'here' does not know who you are" in refused(capsys, "plan", small)
-
-
-def test_nobody_who_could_agree_is_an_error(here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "give --yes" in refused(capsys, "apply", small)
-    assert not here.writes
-
-
-def test_a_volume_that_is_there_and_too_small_is_told(
-    here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert deploy("apply", small, *APPLY) == 0
-    small.write_text(small.read_text().replace('"10M"', '"1B"'))
-    assert "a volume is not enlarged here" in refused(capsys, "apply", small, *APPLY)
-    assert "Mi" in refused(capsys, "plan", small)
+    write_kubeconfig(file, {"here": "http://127.0.0.1:1"})
+    told = refused(capsys, "apply", small, *APPLY, code=4)
+    assert "the API server of context 'here' at http://127.0.0.1:1 does not answer" in told
 
 
 def test_another_number_of_slaves_is_for_scale(here: StandIn, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert deploy("apply", small, *APPLY) == 0
     small.write_text(small.read_text().replace("slaves = 2", "slaves = 3"))
     with_keys(small)
-    assert "`dips deploy scale" in refused(capsys, "apply", small, *APPLY)
+    assert "says slaves = 3, and the run has 2: `dips deploy scale" in refused(capsys, "apply", small, *APPLY)
+    assert not [write for write in here.writes if write[2] == "small-slave-2"]
 
 
 # ---- delete ----
@@ -404,13 +365,6 @@ def test_delete_leaves_volumes_until_told_otherwise(
     assert "4 volumes stay" in capsys.readouterr().out
     assert deploy("delete", small, "--yes", "--delete-volumes") == 0
     assert {kind for _, kind, _ in here.objects} == {"Namespace"}
-
-
-def test_one_cluster_alone_is_deleted(here: StandIn, small: Path) -> None:
-    assert deploy("apply", small, *APPLY) == 0
-    assert deploy("delete", small, "--cluster", "a", "--yes") == 0
-    assert not here.of_kind("Job")
-    assert here.of_kind("StatefulSet") == ["small-master", "small-slave"]
 
 
 # ---- with a master: scale, drain, doors ----
@@ -432,7 +386,7 @@ def memory(here: StandIn) -> int:
     return told
 
 
-def test_more_slaves_get_keys_and_a_wish_before_their_pods(here: StandIn, small: Path) -> None:
+def test_more_slaves_get_keys_and_are_announced_before_their_pods(here: StandIn, small: Path) -> None:
     assert deploy("apply", small, *APPLY) == 0
     small.write_text(small.read_text().replace("slaves = 2", "slaves = 3"))
     with_keys(small)
@@ -509,13 +463,6 @@ def test_an_unreachable_slave_keeps_the_clusters_from_starting(here: StandIn, sm
     assert here.of_kind("Job") == ["small-cluster-a"]
 
 
-def test_a_name_that_no_machine_can_have_is_told(here: StandIn, small: Path) -> None:
-    small.write_text(small.read_text().replace('"192.0.2.7"', '"a..example"'))
-    site = site_of(small, Master(["s0", "s1"]), dial)
-    with pytest.raises(RetryLater, match=r"no machine can have the name 'a\.\.example': a part of it is empty"):
-        site.apply(site.difference())
-
-
 def test_pods_that_do_not_come_up_stop_the_rollout_with_what_is_known(here: StandIn, small: Path) -> None:
     here.broken = lambda one: one.get("status", {}).update(readyReplicas=1) if one["kind"] == "StatefulSet" else None
     site = site_of(small, Master(["s0", "s1"]))
@@ -532,3 +479,31 @@ def test_the_supervisor_asks_by_name_and_ends_the_very_pod(here: StandIn) -> Non
         api.delete("Pod", "small-slave-1", "another")
     assert api.delete("Pod", "small-slave-1", "u")
     assert not api.delete("Pod", "small-slave-1", "u")
+
+
+def test_supervise_ends_the_pod_of_a_slave_that_the_master_misses(
+    here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ready = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    for name in ("small-slave-0", "small-slave-1"):
+        pod = {"kind": "Pod", "metadata": {"name": name, "uid": f"uid-{name}"}, "status": {"conditions": [ready]}}
+        here.objects["dips", "Pod", name] = pod
+    master, asked, pauses_s = Master(["s0", "s1"]), list[object](), list[float]()
+
+    def client(*given: object, **_: object) -> Master:
+        asked.append(given)
+        return master
+
+    monkeypatch.setattr("dips.cli.deploy.OperatorClient", client)
+    monkeypatch.setattr("dips.cli.deploy.time.sleep", pauses_s.append)
+    watch = ["--master", "h:1", "--keys", small.parent / "keys" / "supervisor", "--run-id", "small", "--slaves", 2]
+    watch += ["--namespace", "dips", "--context", "here", "--gone", "0.001 ms", "--every", "7 s", "--looks", 3]
+    assert deploy("supervise", *watch) == 0
+    assert here.of_kind("Pod") == ["small-slave-0", "small-slave-1"], "the master has both"
+    master.slaves.remove("s1")
+    assert deploy("supervise", *watch) == 0
+    assert here.of_kind("Pod") == ["small-slave-0"]
+    assert {call for call in here.calls if call[0] != "GET"} == {("DELETE", "Pod")}
+    assert asked == [("h:1", "small")] * 2
+    assert pauses_s == [7.0] * 4
+    assert "slave s1: pod small-slave-1 is ended" in capsys.readouterr().err

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+
+import pytest
 
 from dips.core.errors import RetryLater
 from dips.core.messages import SlaveStatus, StatusReply
@@ -39,103 +40,75 @@ class Watch:
         return ending
 
 
-def test_nothing_happens_while_all_are_here() -> None:
+def looks(status: StatusReply, end_s: int, pods: dict[str, Pod | None] | None = None) -> list[tuple[int, Ending]]:
+    """The endings of looks every 10 s at the same status, each with its time."""
     watch = Watch()
-    assert not any(watch.look(STATUS, now_s) for now_s in range(0, 10_000, 10))
+    found = [(now_s, watch.look(status, float(now_s), dict(pods or WELL))) for now_s in range(0, end_s, 10)]
+    return [(now_s, ending) for now_s, ending in found if ending]
 
 
-def test_a_slave_that_the_master_misses_while_its_pod_is_ready_is_ended_once() -> None:
+STARTING = replace(WELL["s1"], ready=False)
+STUCK = replace(STATUS, phase="COMMIT", waiting_code="commit", waiting_slaves=("s1",), rounds_committed=4)
+
+
+@pytest.mark.parametrize(
+    ("status", "pods"),
+    [
+        (STATUS, WELL),
+        (AWAY, {**WELL, "s1": STARTING}),  # its StatefulSet starts it
+        (AWAY, {**WELL, "s1": None}),
+        (AWAY, {**WELL, "s1": replace(WELL["s1"], ready_for_s=5.0)}),
+        (replace(AWAY, stopping=True), WELL),
+        (replace(AWAY, stopped=True), WELL),
+        (replace(STUCK, waiting_code="prepare", waiting_slaves=("s0", "s1")), WELL),  # several are waited for
+    ],
+)
+def test_nothing_is_ended(status: StatusReply, pods: dict[str, Pod | None]) -> None:
+    assert not looks(status, 2000, pods)
+
+
+def test_a_slave_that_the_master_misses_while_its_pod_is_ready_is_ended_and_pauses_grow() -> None:
+    endings = looks(AWAY, 3000)
+    assert {(ending.slave, ending.pod.name) for _, ending in endings} == {("s1", "run-slave-1")}
+    assert "the master has missed it for 120 s" in endings[0][1].reason
+    # 120 s of patience after each; then the pauses of 120, 240, 480, ... s are longer than it.
+    assert [now_s for now_s, _ in endings] == [120, 250, 490, 970, 1930]
+
+
+def test_a_slave_that_a_round_waits_for_alone_is_ended() -> None:
+    now_s, ending = looks(STUCK, 700)[0]
+    assert (now_s, ending.slave) == (600, "s1")
+    assert "rounds have waited for it alone for 600 s" in ending.reason
+
+
+BOTH_AWAY = replace(STATUS, slaves=())
+ABORTED = replace(STATUS, phase="WINDOW", waiting_code="aborted_round", rounds_committed=4)
+COMMITTED = replace(ABORTED, rounds_committed=5)
+S0, S1 = (replace(STUCK, waiting_code="measure", waiting_slaves=(f"s{n}",)) for n in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("seen", "ended_s"),
+    [
+        # One that comes back begins anew, as do all in a master's new life.
+        ([(0, AWAY), (100, STATUS), (130, AWAY), (240, AWAY), (250, AWAY)], [250]),
+        ([(0, AWAY), (200, replace(AWAY, epoch=2)), (330, replace(AWAY, epoch=2))], [330]),
+        # Aborted rounds between do not make it innocent, and a committed one does.
+        ([(0, STUCK), (300, ABORTED), (610, STUCK)], [610]),
+        ([(0, STUCK), (300, COMMITTED), (610, replace(STUCK, rounds_committed=5))], []),
+        ([(at_s, (S0, S1)[at_s // 10 % 2]) for at_s in range(0, 2000, 10)], []),
+    ],
+)
+def test_what_was_seen_before_counts(seen: list[tuple[int, StatusReply]], ended_s: list[int]) -> None:
     watch = Watch()
-    endings = [watch.look(AWAY, float(now_s)) for now_s in range(0, 200, 10)]
-    (ending,) = [one for one in endings if one]
-    assert endings.index(ending) == 12
-    assert (ending.slave, ending.pod.name) == ("s1", "run-slave-1")
-    assert "the master has missed it for 120 s" in ending.reason
-
-
-def test_a_slave_that_comes_back_begins_anew() -> None:
-    watch = Watch()
-    watch.look(AWAY, 0.0)
-    watch.look(STATUS, 100.0)
-    assert watch.look(AWAY, 130.0) is None
-    assert watch.look(AWAY, 240.0) is None
-    assert watch.look(AWAY, 250.0) is not None
-
-
-def test_a_pod_that_its_statefulset_is_starting_is_left_alone() -> None:
-    starting = {**WELL, "s1": replace(WELL["s1"], ready=False)}
-    missing = {**WELL, "s1": None}
-    for pods in (starting, missing):
-        watch = Watch()
-        assert not any(watch.look(AWAY, float(now_s), dict(pods)) for now_s in range(0, 2000, 10))
-
-
-def test_a_pod_that_became_ready_just_now_gets_its_time() -> None:
-    watch = Watch()
-    young = {**WELL, "s1": replace(WELL["s1"], ready_for_s=5.0)}
-    assert watch.look(AWAY, 0.0, dict(young)) is None
-    assert watch.look(AWAY, 500.0, dict(young)) is None
+    assert [at_s for at_s, status in seen if watch.look(status, float(at_s))] == ended_s
 
 
 def test_no_second_slave_is_ended_while_one_starts() -> None:
     watch = Watch()
-    both = replace(STATUS, slaves=())
-    watch.look(both, 0.0)
-    assert watch.look(both, 130.0) is not None
+    assert [watch.look(BOTH_AWAY, at_s) is not None for at_s in (0.0, 130.0)] == [False, True]
     starting = {**WELL, "s0": replace(WELL["s0"], ready=False)}
-    assert watch.look(both, 140.0, dict(starting)) is None
-
-
-def test_a_masters_new_life_is_given_time() -> None:
-    watch = Watch()
-    watch.look(AWAY, 0.0)
-    assert watch.look(replace(AWAY, epoch=2), 200.0) is None
-    assert watch.look(replace(AWAY, epoch=2), 330.0) is not None
-
-
-def test_a_run_that_ends_is_left_alone() -> None:
-    for ending in (replace(AWAY, stopping=True), replace(AWAY, stopped=True)):
-        watch = Watch()
-        assert not any(watch.look(ending, float(now_s)) for now_s in range(0, 1000, 10))
-
-
-def test_pauses_grow_when_a_new_life_does_not_help() -> None:
-    watch = Watch()
-    ended = [now_s for now_s in range(0, 3000, 10) if watch.look(AWAY, float(now_s))]
-    # 120 s of patience after each; then the pauses of 120, 240, 480, ... s are longer than it.
-    assert [later - earlier for earlier, later in itertools.pairwise(ended)] == [130, 240, 480, 960]
-
-
-STUCK = replace(STATUS, phase="COMMIT", waiting_code="commit", waiting_slaves=("s1",), rounds_committed=4)
-
-
-def test_a_slave_that_a_round_waits_for_alone_is_ended() -> None:
-    watch = Watch()
-    endings = [watch.look(STUCK, float(now_s)) for now_s in range(0, 700, 10)]
-    (ending,) = [one for one in endings if one]
-    assert (ending.slave, endings.index(ending)) == ("s1", 60)
-    assert "rounds have waited for it alone for 600 s" in ending.reason
-
-
-def test_aborted_rounds_between_do_not_make_it_innocent_and_a_committed_one_does() -> None:
-    between = replace(STATUS, phase="WINDOW", waiting_code="aborted_round")
-    watch = Watch()
-    watch.look(STUCK, 0.0)
-    watch.look(replace(between, rounds_committed=4), 300.0)
-    assert watch.look(STUCK, 610.0) is not None
-    watch = Watch()
-    watch.look(STUCK, 0.0)
-    watch.look(replace(between, rounds_committed=5), 300.0)
-    assert watch.look(replace(STUCK, rounds_committed=5), 610.0) is None
-
-
-def test_nobody_is_blamed_when_several_are_waited_for() -> None:
-    several = replace(STUCK, waiting_code="prepare", waiting_slaves=("s0", "s1"))
-    watch = Watch()
-    assert not any(watch.look(several, float(now_s)) for now_s in range(0, 2000, 10))
-    in_turn = [replace(STUCK, waiting_code="measure", waiting_slaves=(f"s{n}",)) for n in (0, 1)]
-    watch = Watch()
-    assert not any(watch.look(in_turn[now_s // 10 % 2], float(now_s)) for now_s in range(0, 2000, 10))
+    assert watch.look(BOTH_AWAY, 140.0, dict(starting)) is None
 
 
 # ---- the pods as the API gives them ----

@@ -140,6 +140,6 @@ def test_the_time_before_the_first_version_does_not_count_for_the_rate() -> None
 
 
 def test_sentences() -> None:
-    assert [loss_sentence(points) for points in ([], None)] == ["held-out loss: not yet", ""]
+    assert (loss_sentence([]), loss_sentence(None)) == ("held-out loss: not yet", "")
     back = replace(FAULT, back=Moment(46.0, 1, 6), back_as="1.5")
     assert fault_sentence(back) == "cluster b killed with SIGKILL at 40 s, back at 46 s as 1.5"

@@ -104,17 +104,6 @@ def test_master_warns_of_one_slow_cluster_with_most_of_the_tokens() -> None:
     assert "cluster b makes" in next(log.sentence for log in bench.logs if log.key == "momentum")
 
 
-def test_dynamic_steps_reach_the_cluster_with_its_pull() -> None:
-    bench = Bench(settings=Settings(dynamic_local_steps=True)).running("a", "b")
-    bench.beat("a", steps_per_s=8.0)
-    bench.beat("b", steps_per_s=4.0)
-    bench.push("a")
-    bench.push("b")
-    bench.beat("a", steps_per_s=8.0)
-    bench.beat("b", steps_per_s=4.0)
-    assert (bench.pull("a").local_steps, bench.pull("b").local_steps) == (64, 32)
-
-
 def dynamic_bench() -> Bench:
     """Cluster a makes 64 steps in 64 s, b in 128 s; a's first push was just published, b's is not there yet."""
     bench = Bench(settings=Settings(dynamic_local_steps=True), grace_s=1.0).running("a", "b")

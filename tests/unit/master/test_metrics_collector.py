@@ -240,23 +240,15 @@ def test_a_counter_of_a_number_that_falls_never_falls_and_a_key_that_is_gone_is_
 # ---- slaves without blocks ----
 
 
-def test_a_slave_that_waits_for_its_first_blocks_is_no_slave_that_is_away(tmp_path: Path) -> None:
-    bench = Bench()
+def test_a_slave_without_blocks_is_up_while_it_waits_and_not_shown_when_it_is_gone(tmp_path: Path) -> None:
+    bench = ReshardBench()
     run = Scraped(bench, tmp_path)
     bench.slaves[0].attach()
     assert run.scrape()["waiting", "slaves"] == 1, "one of two is here"
     bench.slaves[1].attach()
     found = run.scrape()
-    assert found["slave_up", "s0"] == found["slave_up", "s1"] == 1
-    assert found["waiting", "no_clusters"] == 1
-    bench.running("a")
-    bench.slaves[1].die()
-    assert run.scrape()["slave_up", "s1"] == 0
-
-
-def test_a_slave_that_a_reshard_adds_is_up_while_it_waits_and_not_shown_when_it_is_gone(tmp_path: Path) -> None:
-    bench = ReshardBench()
-    run = Scraped(bench.running("a", "b"), tmp_path)
+    assert found["slave_up", "s0"] == found["slave_up", "s1"] == found["waiting", "no_clusters"] == 1
+    bench.running("a", "b")
     bench.slave("s0").hold.add(Measure)
     bench.push("a")
     bench.push("b")  # their round stays open, and the RESHARD waits for its end

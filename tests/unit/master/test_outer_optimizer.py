@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.master_bench import Bench
 from support.numerics import F32
@@ -123,25 +123,6 @@ def test_delayed_nesterov_after_every_round_is_nesterov_to_the_bit() -> None:
         assert step_of("delayed-nesterov", v, scale=0.37, delay_rounds=1) == step_of("nesterov", v, scale=0.37)
 
 
-@settings(deadline=None)
-@given(
-    optimizer=st.sampled_from(["nesterov", "heavy-ball", "delayed-nesterov"]),
-    mu=st.floats(0.0, 0.9),
-    n=st.integers(1, 6),
-)
-def test_in_the_long_run_each_goes_as_far_for_its_gradients(optimizer: str, mu: float, n: int) -> None:
-    """A constant gradient: lr g / (1 - mu) a round, with delay a cycle. So a learning rate means the same in all."""
-    knobs = {"delay_rounds": n} if optimizer == "delayed-nesterov" else {}
-    cycle = n if optimizer == "delayed-nesterov" else 1
-    buf, moved = 0.0, 0.0
-    for v in range(200 * cycle):
-        step = step_of(optimizer, v, outer_momentum=mu, **knobs)
-        buf = step.momentum_decay * buf + step.scale
-        way = step.outer_lr * (step.gradient_weight * step.scale + step.momentum_lookahead * buf)
-        moved += way if v >= 199 * cycle else 0.0
-    assert moved == pytest.approx(0.7 / (1.0 - mu), rel=1e-6)
-
-
 # ---- momentum that decays with a round's share (momentum_scaling) ----
 
 
@@ -166,24 +147,6 @@ def test_partial_rounds_decay_together_as_one_full_round(parts: list[float], mu:
         assert 0.0 <= lookahead <= mu or lookahead == pytest.approx(mu)
         product *= decay
     assert product == pytest.approx(mu)
-
-
-def test_scaled_momentum_moves_as_far_in_the_long_run() -> None:
-    """A constant push, in full rounds or in quarters (rho 1/4, g/4): the same total way, through the real
-    kernel."""
-
-    def way(config: PenaltyConfig, rho: float, rounds: int) -> float:
-        decay, lookahead = momentum_coefficients(config, rho)
-        theta, momentum = np.zeros(1, np.float32), np.zeros(1, np.float32)
-        slots, weights = np.zeros(1, np.int64), np.ones(1, np.float32)
-        for _ in range(rounds):
-            staging = (theta - np.float32(0.01)).reshape(1, 1)  # a pseudo-gradient of 0.01
-            outer_numpy.outer_step(
-                theta, momentum, staging, slots, weights, rho, 0.7, decay, lookahead, 1.0, theta, momentum, 0, 1
-            )
-        return float(-theta[0])
-
-    assert way(TOKENS, 0.25, 800) == pytest.approx(way(SAFE, 1.0, 200), rel=0.05)
 
 
 # ---- through the whole master ----

@@ -228,17 +228,6 @@ def test_clean_clusters_never_raise_it(seed: int, preset: str) -> None:
     assert course.master.state.of("a").cosine_rounds > 20
 
 
-def test_of_two_clusters_only_opposite_ways_are_told() -> None:
-    course = Course(1, names="ab")
-    for _ in range(12):
-        course.round("ab", {"b": "noise"})
-    assert course.alarms == []
-    for _ in range(12):
-        course.round("ab", {"b": "flip"})
-    assert course.alarmed() == ["a", "b"]
-    assert all("(alarm below -0.2)" in alarm for alarm in course.alarms)
-
-
 def test_the_knobs_set_the_limit() -> None:
     config = PenaltyConfig(cosine_share=0.9, cosine_warm_up_pushes=2, cosine_window_pushes=1)
     course = Course(3, config=config)

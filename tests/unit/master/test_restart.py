@@ -10,7 +10,7 @@ from support.master_bench import LEASED, Bench
 
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
-from dips.core.messages import Commit, Measure, PullGrant, Settings, Ticket, Verdict, VerdictKind
+from dips.core.messages import Commit, Measure, Settings, Ticket, Verdict, VerdictKind
 from dips.master.state.ledger import Ledger
 
 
@@ -150,19 +150,3 @@ def test_ledger_survives_its_own_text() -> None:
     again = Ledger.from_json(text).commit
     assert again is not None
     assert again.commit_hash == commit.commit_hash
-
-
-@pytest.mark.parametrize("reader", [True, False])
-def test_pull_after_restart_reads_the_committed_version(reader: bool) -> None:
-    from dips.core.messages import BeginPullRequest, Caller
-
-    bench = Bench().running("a")
-    bench.push("a")
-    previous = bench.clusters["a"].join.incarnation
-    bench.restart()
-    bench.join("a", previous=previous)
-    caller = Caller("", 0, "export") if reader else bench.caller("a")
-    grant = bench.ask(BeginPullRequest(caller, reader=reader)).answer
-    assert isinstance(grant, PullGrant)
-    assert grant.version == Version(1, 1)
-    assert (grant.layout is not None) == reader

@@ -7,7 +7,18 @@ from support.master_bench import LEASED, Bench, Unanswered
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.core.messages import Busy, Commit, Configure, Ready, Refusal, Settings, Stale, StaleKind, VerdictKind
+from dips.core.messages import (
+    Busy,
+    Commit,
+    Configure,
+    LeaseDataRequest,
+    Ready,
+    Refusal,
+    Settings,
+    Stale,
+    StaleKind,
+    VerdictKind,
+)
 from dips.master.state.ledger import Ledger
 
 V0, V1, V2 = Version(1, 0), Version(1, 1), Version(1, 2)
@@ -69,7 +80,8 @@ def test_what_the_lost_versions_merged_is_rolled_back_and_training_goes_on_from_
 
 def test_what_was_lent_is_free_again_and_undecided_pushes_are_aborted_with_the_reason() -> None:
     bench = at(2, "a", "b", plan=LEASED)
-    bench.lease("a", 100)
+    asked = LeaseDataRequest(bench.caller("a"), 100, 7)
+    (lent,) = bench.ask(asked).ranges
     bench.begin_push("b", 100, bench.lease("b", 100))
     push = bench.clusters["b"].push_id
     bench.slaves[1].hold.add(Configure)
@@ -87,6 +99,8 @@ def test_what_was_lent_is_free_again_and_undecided_pushes_are_aborted_with_the_r
     assert bench.status().tokens == 200
     (fresh,) = bench.lease("b", 100)
     assert fresh.lease_id >= bench.epoch << 32, "no number that was ever given out means another lease"
+    (again_lent,) = bench.ask(asked).ranges
+    assert again_lent.lease_id > lent.lease_id, "a request repeated over the ROLLBACK does not get what is free now"
     ledger = bench.state.shared.ledger
     again = Ledger.from_json(ledger.to_json())
     assert again.to_json() == ledger.to_json()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.cluster_bench import SETTINGS, ClusterBench, LeasedClusterBench, phase_of
@@ -177,12 +178,6 @@ def test_no_stage_waits_while_nobody_can_be_reached(overlap: str, stage: Exchang
     assert not life.waits
 
 
-def test_the_first_push_has_no_round_behind_it_to_take_a_share_of() -> None:
-    life = living("full")
-    life.push_begun()
-    assert not life.waits
-
-
 @that_overlap
 def test_a_brief_wait_has_a_most(overlap: str) -> None:
     life = living(overlap)
@@ -205,18 +200,6 @@ def test_a_master_that_is_busy_is_not_waited_for_longer_than_for_an_answer(overl
 
 
 @each_overlap
-def test_without_parameters_everybody_waits(overlap: str) -> None:
-    life = LeasedClusterBench()
-    life.settings = replace(SETTINGS, overlap=overlap)
-    life.say(Started())
-    life.join()
-    life.now_s += 10 * FULL_WAIT_S
-    assert life.waits
-    life.pulled()
-    assert not life.waits
-
-
-@each_overlap
 def test_a_donation_is_never_waited_for(overlap: str) -> None:
     life = ripe(overlap)
     life.now_s += 2 * FULL_WAIT_S
@@ -228,24 +211,16 @@ def test_a_donation_is_never_waited_for(overlap: str) -> None:
     assert not life.waits
 
 
-def test_an_overlap_that_this_release_does_not_know_is_an_error_with_a_remedy() -> None:
-    life = ClusterBench(settings=replace(SETTINGS, overlap="half"))
+@pytest.mark.parametrize(
+    "setting", [{"overlap": "half"}, *({"overlap_share": share} for share in (-0.1, 1.5, float("nan")))]
+)
+def test_a_setting_that_this_release_does_not_know_is_an_error_with_a_remedy(setting: dict[str, Any]) -> None:
+    life = ClusterBench(settings=replace(SETTINGS, **setting))
     life.say(Started())
     life.join()
     life.left()
     assert life.finished is not None
     assert isinstance(life.finished.error, RemoteProtocolError)
-    assert "'half'" in str(life.finished.error)
-    assert "install the same release" in str(life.finished.error)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
-def test_a_share_that_is_none_is_an_error_with_a_remedy(share: float) -> None:
-    life = ClusterBench(settings=replace(SETTINGS, overlap_share=share))
-    life.say(Started())
-    life.join()
-    life.left()
-    assert life.finished is not None
     assert "install the same release" in str(life.finished.error)
 
 
@@ -325,10 +300,9 @@ def test_at_the_run_s_end_everybody_leaves_with_its_last_version_to_the_bit(over
     assert life.phase is SessionPhase.LEAVING
 
 
-@each_overlap
 @each_stage
-def test_leaving_in_the_middle_ends_everything(overlap: str, stage: ExchangeStage) -> None:
-    life = living(overlap)
+def test_leaving_in_the_middle_ends_everything(stage: ExchangeStage) -> None:
+    life = living("full")
     STAGES[stage](life)
     life.train(1)
     life.effects.clear()

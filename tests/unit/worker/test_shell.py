@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import Metric
 from support.run_for_workers import FlatModel, RefuseCall, part_of
 from support.run_in_memory import Failure, RunInMemory, in_memory
 
@@ -26,6 +28,7 @@ from dips.core.errors import (
 from dips.core.ids import Incarnation, PushId, Version
 from dips.core.messages import DataMode, DataPlan, DataRange, VerdictKind
 from dips.core.observe.tape import read_tape
+from dips.core.release import VERSION
 from dips.worker.config import ClientConfig
 from dips.worker.shell import ClusterShell, is_orderly, reason_of
 from dips.worker.state.effects import Finished
@@ -45,7 +48,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunInMemory]:
 
 
 def shell_of(run: RunInMemory, model: FlatModel, plan: DataPlan = OWN, **knobs: object) -> ClusterShell:
-    given: dict[str, object] = {"master": run.address, "cluster_id": "a", "insecure": True}
+    given: dict[str, Any] = {"master": run.address, "cluster_id": "a", "insecure": True}
     return ClusterShell(ClientConfig.model_validate(given | knobs), model, model.layout(), plan)
 
 
@@ -112,6 +115,7 @@ def test_rounds_of_pushes_that_are_applied(run: RunInMemory, tmp_path: Path) -> 
     assert [request.pin_id for request in run.released] == [1, 2, 3]
     assert (shell.done, shell.exit_reason) == (True, "the training loop has ended")
     assert [leave.reason for leave in run.leaves] == [shell.exit_reason]
+    assert run.closed == [run.address]
     step_without_change(shell)
     assert shell.steps == 8, "nothing counts after the end"
 
@@ -376,7 +380,8 @@ def refuses(method: str, code: RefusalCode) -> Callable[[str, Any], None]:
     ("knobs", "change", "error", "said", "leaves"),
     [
         ({}, {"hook": refuses("Join", RefusalCode.LAYOUT)}, Refused, "no Join", 0),
-        ({"outer_lr": 0.123}, {}, ConfigError, "outer_lr", 1),
+        ({"outer_lr": 0.123}, {}, ConfigError, "outer_lr = 0.123, the run's is 0.7", 1),
+        ({"outer_momentum": 0.5}, {}, ConfigError, "outer_momentum", 1),
         ({"sync_every": 5}, {}, ConfigError, "sync_every", 1),
         ({"connect_wait_s": 3.0}, {"is_up": False}, RetryLater, "3 s", 0),
     ],
@@ -437,12 +442,12 @@ def die(shell: ClusterShell) -> None:
 
 
 @pytest.fixture
-def kept(run: RunInMemory, tmp_path: Path) -> dict[str, object]:
+def kept(run: RunInMemory, tmp_path: Path) -> dict[str, Any]:
     return {"checkpoint_dir": tmp_path / "kept", "checkpoint_every_s": 10.0, "resume": True, "tape": tmp_path / "tape"}
 
 
 def test_the_next_life_has_the_parameters_to_the_bit_and_its_work(
-    run: RunInMemory, kept: dict[str, object], tmp_path: Path
+    run: RunInMemory, kept: dict[str, Any], tmp_path: Path
 ) -> None:
     model = FlatModel(1)
     shell = shell_of(run, model, **kept)
@@ -480,7 +485,7 @@ def test_the_next_life_has_the_parameters_to_the_bit_and_its_work(
     )
 
 
-def test_an_undecided_push_is_rebased_from_its_saved_parameters(run: RunInMemory, kept: dict[str, object]) -> None:
+def test_an_undecided_push_is_rebased_from_its_saved_parameters(run: RunInMemory, kept: dict[str, Any]) -> None:
     run.settings = replace(run.settings, verdict_wait_s=0.0)
     run.decide = lambda push: None
     model = FlatModel(1)
@@ -504,7 +509,7 @@ def test_an_undecided_push_is_rebased_from_its_saved_parameters(run: RunInMemory
         assert again.theta.tobytes() == (other + (later - pushed)).tobytes()
 
 
-def test_resuming_takes_the_newest_whole_one_or_none(run: RunInMemory, kept: dict[str, object], tmp_path: Path) -> None:
+def test_resuming_takes_the_newest_whole_one_or_none(run: RunInMemory, kept: dict[str, Any], tmp_path: Path) -> None:
     model = FlatModel(1)
     with pytest.raises(ConfigError, match="one is required"):
         shell_of(run, model, **kept, resume_required=True).__enter__()
@@ -528,3 +533,47 @@ def test_resuming_takes_the_newest_whole_one_or_none(run: RunInMemory, kept: dic
     with pytest.raises(ConfigError, match="of cluster a, this is cluster b"):
         other.__enter__()
     assert not math.isnan(shell.steps_per_s)
+
+
+# ---- metrics ----
+
+
+def test_a_scrape_finds_what_the_loop_did(
+    run: RunInMemory, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scrapes: list[Callable[[], Iterable[Metric]]] = []
+    stopped: list[bool] = []
+
+    def serve(config: ClientConfig, security: object, collect: Callable[[], Any], **names: str) -> Any:
+        assert names == {"role": "cluster", "name": "a", "run": ""}
+        scrapes.append(collect)
+        return SimpleNamespace(stop=lambda: stopped.append(True))
+
+    monkeypatch.setattr("dips.worker.metrics.serve_metrics", serve)
+    model = FlatModel(1)
+    with shell_of(run, model, metrics_listen="127.0.0.1:0", **kept) as shell:
+        train(run, shell, model, 4)
+        run.clock.advance(10.0)
+        shell.checkpoint_if_due()
+        train(run, shell, model, 2)
+        run.clock.advance(1.5)
+        samples = [sample for family in scrapes[0]() for sample in family.samples]
+    assert stopped == [True]
+    found = {
+        " ".join((each.name.removeprefix("dips_worker_"), *dict(sorted(each.labels.items())).values())): each.value
+        for each in samples
+        if each.value and "le" not in each.labels and not each.name.endswith("_created")
+    }
+    del found[f"info a run {VERSION}"]
+    assert found == {
+        "phase training": 1, "joins_total": 1, "calls_total done": 8, "steps_total": 6, "tokens_total": 600,
+        "tokens_per_second": 40, "steps_per_second": 0.4, "loss": 2, "local_steps": 4, "pending_tokens": 200,
+        "base_version": 1, "base_timeline": 1, "verdicts_total applied": 1, "transfers_total push done": 1,
+        "transfers_total pull done": 2, "installs_total float32": 2, "transfer_seconds_count push": 1,
+        "transfer_seconds_sum push": 0.25, "transfer_seconds_count pull": 2, "transfer_seconds_sum pull": 0.5,
+        "link_bytes_total push s0": 64_000, "link_bytes_total pull s0": 128_000, "link_bytes_total push s1": 56_000,
+        "link_bytes_total pull s1": 112_000, "link_bytes_per_second push s0": 256_000,
+        "link_bytes_per_second pull s0": 256_000, "link_bytes_per_second push s1": 224_000,
+        "link_bytes_per_second pull s1": 224_000, "link_round_trip_seconds s0": 0.01,
+        "link_round_trip_seconds s1": 0.01, "checkpoint_age_seconds": 2.5, "checkpoint_seconds_count": 1,
+    }  # fmt: skip

@@ -138,17 +138,6 @@ def test_a_rebase_keeps_its_share_of_the_steps_since_the_push(share: float, kept
     assert vectors.base.tolist() == [100.0] * N
 
 
-def test_a_push_that_nothing_is_computed_from_makes_room_at_once() -> None:
-    store, vectors = at_base()
-    vectors.snapshot(store)
-    store.theta += 1.0
-    vectors.landing(push_is_needed=False)[:] = 9.0
-    vectors.keep_push(store)
-    assert vectors.n_vectors == 2
-    vectors.install(store, InstallMode.REPLACE)
-    assert store.theta.tolist() == [9.0] * N
-
-
 def test_a_pull_that_is_asked_for_again_lands_where_it_did_before() -> None:
     store, vectors = at_base()
     vectors.snapshot(store)

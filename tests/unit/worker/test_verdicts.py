@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from support.cluster_bench import SETTINGS, TICKET, TOKENS, ClusterBench, LeasedClusterBench, phase_of
@@ -46,7 +47,7 @@ WAYS = [
 ]
 
 
-def hear(life: ClusterBench, stage: str, how: str, kind: VerdictKind | None, **changes: bool) -> None:
+def hear(life: ClusterBench, stage: str, how: str, kind: VerdictKind | None, **changes: Any) -> None:
     """kind None: no verdict, the master knows no such push."""
     push = life.push_id
     verdict = None if kind is None else life.verdict(kind, **changes)
@@ -62,6 +63,7 @@ def hear(life: ClusterBench, stage: str, how: str, kind: VerdictKind | None, **c
         life.join(push)
         assert life.phase is SessionPhase.AWAITING
         assert life.asked(AwaitVerdictRequest).push == push
+        assert verdict is not None
         life.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
     else:
         life.join(verdict)
