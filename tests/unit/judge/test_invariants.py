@@ -446,6 +446,19 @@ def test_a_rollback_that_is_none_is_seen(name: str, field: str, value: Any, sent
     assert any(re.search(sentence, said) for said in found.get(name, ())), found
 
 
+def test_a_rollback_to_the_newest_version_loses_nothing() -> None:
+    script = Script()
+    script.start_master()
+    script.join("a")
+    script.commit(script.push("a"))
+    script.commit(script.push("a"))
+    script.start_master()
+    script.roll_back((1, 1), [])
+    assert nth(script.steps, "journal", "ROLLBACK").fields["lost_tokens"] == 0
+    assert check(script.steps).violations == []
+    assert "I11" in broken_by(script, set_field("journal", "ROLLBACK", "lost_tokens", 1))
+
+
 def test_data_of_a_version_that_was_given_up_may_be_applied_again() -> None:
     script = rolled_back_run()
     ranges = [nth(script.steps, "journal", "COMMIT", i).fields["participants"][0]["ranges"] for i in (2, 3)]

@@ -178,12 +178,12 @@ class Recorded:
         self.records.journal.append({**said, **fields})
 
     def adopt(self) -> None:
-        """Of a version that no journal here knows; one round goes on from it."""
+        """Of a version that no journal here knows; two rounds go on from it."""
         self._record("ADOPT", (2, 9), digests={})
-        theta = self._whole()
         self._n = 10
-        self._commit(Version(2, 9), {"a": theta}, {"a": 100}, seed_step(0.7), None)
-        self.records.journal[-1]["version"] = [2, 10]
+        for v in (9, 10):
+            self._commit(Version(2, v), {"a": self._whole()}, {"a": 100}, seed_step(0.7), None)
+            self.records.journal[-1]["version"] = [2, v + 1]
 
     def _prepare(self, slave: SlaveId, body: Prepare, pushed: dict[str, F32]) -> bytes:
         rows, shard = [self._share(slave, push) for push in pushed.values()], self._shards[slave]
@@ -238,7 +238,10 @@ def test_a_run_that_moved_its_blocks_and_went_back_is_computed_again(run: Record
 def test_what_follows_a_version_that_the_journal_does_not_know_is_skipped_and_not_missing(run: Recorded) -> None:
     run.adopt()
     replayed = replay_run(run.directory, run.records)
-    assert [said.split(":", 2)[-1] for said in replayed.skipped] == [" version 2:9 was not computed"] * 2
+    assert [said.rpartition(": ")[-1] for said in replayed.skipped] == [
+        *["version 2:9 was not computed"] * 2,
+        *["version 2:10 was not computed"] * 2,
+    ]
     assert (replayed.missing, replayed.wrong, replayed.versions) == ([], [], 4)
 
 
