@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
+import socket
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,7 +23,7 @@ from dips.core.messages import SlaveStatus, StatusReply
 from dips.core.net.security import INSECURE, Role
 from dips.doctor import host, joining, local, network
 from dips.doctor.findings import Check, Finding, Grade, examined, fail, ok, warn
-from dips.doctor.network import check_identities
+from dips.doctor.network import ListenAddress, check_addresses, check_identities
 from dips.local.authority import WantedIdentity, ensure_keys
 from dips.local.run_directory import UP, Mark, claim
 from dips.local.run_file import read_run_file
@@ -466,3 +468,51 @@ def test_each_rank_says_what_it_does_not_reach_and_one_says_the_rest(
     ]
     assert said["0"][2].startswith("1 OK, 0 WARN, 1 FAIL")
     assert said["1"] == ["FAIL  slaves: rank 1: slave s1 cannot be reached: open the way"]
+
+
+# ---- sockets ----
+
+
+@contextlib.contextmanager
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_addresses_are_tried_by_listening() -> None:
+    with taken_port() as port:
+        addresses = [
+            ListenAddress("the master", f"127.0.0.1:{port}", "listen"),
+            ListenAddress("s0", "127.0.0.1:0", "data_port"),
+        ]
+        (found,) = check_addresses(addresses)
+        assert found.grade is FAIL
+        assert network.check_free(ListenAddress("x", f"127.0.0.1:{port}", "listen")).grade is FAIL
+    assert network.check_free(ListenAddress("x", f"127.0.0.1:{port}", "listen")).grade is OK
+    assert network.check_free(ListenAddress("x", "192.0.2.1:4711", "listen")).grade is FAIL
+    assert network.check_free(ListenAddress("x", "no-such-host.invalid:4711", "listen")).check == "addresses"
+
+
+def test_a_name_that_no_machine_can_have_is_a_finding() -> None:
+    address = "node1..example:4711"
+    for finding in (
+        network.check_free(ListenAddress("x", address, "listen")),
+        network.check_name_found("x", address, "advertise"),
+        network.judge_reached("x", address, network.dialled(address), must_listen=True),
+    ):
+        assert finding.grade is FAIL
+        assert "node1..example" in finding.sentence
+
+
+def test_addresses_are_dialled_and_their_round_trip_is_told() -> None:
+    with taken_port() as port:
+        reached = network.dialled(f"127.0.0.1:{port}")
+        assert reached.listens
+        assert reached.round_trip_s is not None
+        assert network.judge_reached("s0", f"127.0.0.1:{port}", reached, must_listen=True).grade is OK
+    refused = network.dialled(f"127.0.0.1:{port}")
+    assert (refused.listens, refused.why) == (False, "nothing listens there")
+    assert network.judge_reached("s0", "h:1", refused, must_listen=True).grade is FAIL
+    assert network.judge_reached("s0", "h:1", refused, must_listen=False).grade is OK
+    assert network.check_name_found("s0", "no-such-host.invalid:1", "advertise").grade is FAIL
+    assert network.check_name_found("s0", "localhost:1", "advertise").grade is OK
