@@ -20,6 +20,7 @@ from dips.cli import doctor as command_doctor
 from dips.cli import main
 from dips.core.errors import ConfigError
 from dips.core.messages import SlaveStatus, StatusReply
+from dips.core.net.keys import load_identity
 from dips.core.net.security import INSECURE, Role
 from dips.doctor import host, joining, local, network
 from dips.doctor.findings import Check, Finding, Grade, examined, fail, ok, warn
@@ -435,6 +436,77 @@ def test_a_site_s_buffers_are_judged_by_its_link_and_the_longest_measured_round_
     assert all("100 ms" in one.sentence for one in found)
     if graded is WARN:
         assert ("give --link" in found[0].remedy) == (link_bits_per_s is None)
+
+
+REACHED = {
+    "tcp://10.1.2.3:1": network.Reached(0.02, True),
+    "tcp://10.1.2.3:2": network.Reached(None, False, "no answer"),
+    "tcp://10.1.2.3:3": network.Reached(0.02, False),
+}
+SLAVES = (
+    SlaveStatus("s0", None, True, data_endpoint="tcp://10.1.2.3:1"),
+    SlaveStatus("s1", None, True, data_endpoint="tcp://10.1.2.3:2"),
+    SlaveStatus("s2", None, True, data_endpoint="tcp://10.1.2.3:3"),
+    SlaveStatus("s3", None, False, data_endpoint="tcp://10.1.2.3:1"),
+    SlaveStatus("s4", None, True, data_endpoint=""),
+    SlaveStatus("s5", None, True, data_endpoint="tcp://127.0.0.1:1"),
+)
+
+
+def joined(
+    monkeypatch: pytest.MonkeyPatch, status: StatusReply, let_in: str = "", keys: Path | None = None
+) -> list[str]:
+    """All findings of a look at a master elsewhere but those of the machine, and whether it was asked for anything."""
+
+    class Client:
+        def __init__(self, address: str, call_s: float, *, security: object) -> None:
+            assert address == "10.1.2.3:9"
+
+        def __enter__(self) -> Client:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def status(self) -> StatusReply:
+            return status
+
+    monkeypatch.setattr(joining, "OperatorClient", Client)
+    monkeypatch.setattr(joining, "why_not_let_in", lambda master, security: let_in)
+    monkeypatch.setattr(joining, "is_elsewhere", lambda address: "127.0.0.1" not in address)
+    monkeypatch.setattr(network, "dialled", lambda endpoint: REACHED.get(endpoint, network.Reached(0.01, True)))
+    security = INSECURE if keys is None else load_identity(keys)
+    found = examined(joining.checks("10.1.2.3:9", security, None, FACTS))
+    return [str(one) for one in found if one.check in ("keys", "master", "slaves")]
+
+
+EMPTY = StatusReply("r", 1, None, 0, 0, "idle", None, 0.0, 0.0, "")
+
+
+def test_what_a_joining_cluster_would_meet_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = joined(monkeypatch, dataclasses.replace(EMPTY, slaves=SLAVES))
+    assert told[0].startswith("WARN  keys: the run has no keys")
+    assert told[1] == "OK    master: run r accepts these keys: no version yet, 6 slaves"
+    slaves = told[2:]
+    assert [one.partition(" ")[0] for one in slaves] == ["OK", "FAIL", "FAIL", "WARN", "WARN", "FAIL"]
+    assert "slave s0 at tcp://10.1.2.3:1 answers" in slaves[0]
+    assert slaves[0].endswith("its keys are tried once a version is published")
+    assert "slave s1 at tcp://10.1.2.3:2 cannot be reached from here: no answer" in slaves[1]
+    assert "cannot be reached from here: nothing listens there" in slaves[2]
+    assert "slave s3 is away" in slaves[3]
+    assert "s5" in slaves[5]
+
+
+def test_a_run_that_cannot_be_joined_is_told(monkeypatch: pytest.MonkeyPatch, keys: Path) -> None:
+    ended = dataclasses.replace(EMPTY, stopping=True)
+    of_cluster = joined(monkeypatch, ended, keys=keys / "a")
+    assert [one.split(":")[0] for one in of_cluster] == ["OK    keys", "OK    master", "FAIL  master", "WARN  slaves"]
+    assert "run r has ended" in of_cluster[2]
+    assert "no slave has attached" in of_cluster[3]
+    of_operator = joined(monkeypatch, EMPTY, "another authority", keys / "me")
+    assert [one.split(":")[0] for one in of_operator] == ["OK    keys", "WARN  keys", "FAIL  master", "WARN  slaves"]
+    assert "may look but not train" in of_operator[1]
+    assert of_operator[2] == "FAIL  master: another authority"
 
 
 @pytest.mark.parametrize(
