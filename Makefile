@@ -10,6 +10,9 @@ ARGS ?=
 SEEDS ?= 2000
 MINUTES ?= 5
 CHROMIUM ?= chromium
+RESUME ?=
+LONG_PART ?=
+SYSTEM := chromium docker-compose docker.io debootstrap iproute2 iptables prometheus
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --constraint constraints.txt
@@ -26,19 +29,19 @@ DEV_STAMP := $(VENV)/.installed-dev
 FUZZ_STAMP := $(VENV)/.installed-fuzz
 INPUTS := pyproject.toml constraints.txt
 
-# For deploy/images.sh, from the command line as from the environment.
-export TORCH_INDEX IMAGES TAG BASE SOURCE_URL
+# For deploy/images.sh and the commands of tests/tiers.py, from the command line as from the environment.
+export VENV TORCH_INDEX IMAGES TAG BASE SOURCE_URL
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check sim frozen model-check faults fuzz soak endurance protos bench docs dist images clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
+.PHONY: help demo test test-landing test-long system check sim frozen model-check mutants fuzz soak protos bench docs dist images clean manifests manifests-test e2e-kubernetes dashboards-test page-test compose compose-test
 
 help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
 	@echo
-	@echo '  ARGS="..."       more arguments, for demo, test, test-slow, faults and endurance (pytest), sim, frozen, model-check and bench'
+	@echo '  ARGS="..."       more arguments, for demo, the tests (pytest), sim, frozen, model-check, mutants and bench'
 	@echo '  MINUTES=5        how long `make fuzz` runs, and `make soak` (10), about'
 	@echo '  SEEDS=2000       how many runs `make sim` simulates'
 	@echo '  TORCH_INDEX=URL  package index for PyTorch alone, such as the index of its CPU builds'
@@ -47,17 +50,31 @@ help:  ## this list
 demo: $(DEMO_STAMP)  ## train a small model on four clusters here, and kill a cluster and a slave during the run
 	$(BIN)/dips demo $(ARGS)
 
-test: check  ## all checks, unit tests, and the integration tests of the main path, in about four minutes
-	$(BIN)/python tests/run_all.py tests/unit tests/integration tests/repository $(ARGS)
+test: $(DEV_STAMP)  ## the first tier: all checks, unit tests, and the main path in real processes, in under three minutes
+	$(BIN)/python tests/run_all.py --tier first $(ARGS)
 
-test-slow: $(DEV_STAMP)  ## the other tests: demo, documents, trainers, benchmarks, deployment, short faults and endurance
-	$(BIN)/python tests/run_all.py tests/slow tests/faults tests/endurance $(ARGS)
+test-landing: $(DEV_STAMP) system  ## the landing tier: short faults, simulations, dashboards, the status page
+	$(BIN)/python tests/run_all.py --tier landing $(ARGS)
+
+test-long: $(DEV_STAMP) system  ## the long tier, and what other tiers did not pass yet; RESUME=1 goes on, LONG_PART=1: a fifth
+	$(BIN)/python tests/run_all.py $(if $(LONG_PART),--tier long --part $(LONG_PART),\
+	  --tier first --tier landing --tier long --seen) $(if $(RESUME),--resume) $(ARGS)
+
+system:  ## install what the landing and long tiers need from Debian: a browser, Prometheus, a container engine
+	@missing=(); \
+	for package in $(SYSTEM); do dpkg -s "$$package" >/dev/null 2>&1 || missing+=("$$package"); done; \
+	if [ "$${#missing[@]}" = 0 ]; then exit 0; fi; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+	  echo "make: apt-get install $${missing[*]} (as root): the landing and long tiers need them" >&2; exit 1; \
+	fi; \
+	apt-get -o DPkg::Lock::Timeout=600 update -q && DEBIAN_FRONTEND=noninteractive \
+	  apt-get -o DPkg::Lock::Timeout=600 install -y -q --no-install-recommends "$${missing[@]}"
 
 check: $(DEV_STAMP)  ## lint, types and layers, without running anything
 	$(BIN)/ruff check .
-	$(BIN)/mypy --num-workers auto
+	$(BIN)/mypy
 	$(BIN)/mypy deploy
-	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests --num-workers auto tests benchmarks
+	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests tests benchmarks
 	$(BIN)/lint-imports --no-cache
 
 sim: $(DEV_STAMP)  ## simulate SEEDS runs with every fault, all invariants checked after every step
@@ -67,10 +84,10 @@ frozen: $(DEV_STAMP)  ## compare the records of 500 simulated runs with tests/fr
 	$(BIN)/python -m dips.sim.canonical_records --check tests/frozen/seeds.txt $(ARGS)
 
 model-check: $(DEV_STAMP)  ## visit every state of small runs, breadth first, in two minutes; ARGS=--short or ARGS=--long
-	$(BIN)/python -m dips.sim.search --counts tests/frozen/searches.txt $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m search --counts tests/frozen/searches.txt $(ARGS)
 
-faults: $(DEV_STAMP)  ## inject every planned fault into real processes, their links and their disks, for 20 minutes
-	$(BIN)/python -m pytest --require-passed --faults tests/faults $(ARGS)
+mutants: $(DEV_STAMP)  ## make small faults, one at a time, and see whether a unit test fails; ARGS="--sample 240 --seed 1"
+	PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
 fuzz: $(FUZZ_STAMP)  ## feed unexpected bytes to every decoder for MINUTES, and attack real processes
 	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(ARGS)
@@ -83,18 +100,14 @@ dashboards-test: $(DEV_STAMP)  ## scrape a real run with a real Prometheus: each
 
 page-test: $(DEV_STAMP)  ## check the status page of a real run with a real browser, for two minutes; pictures in runs/page
 	@if ! command -v $(CHROMIUM) >/dev/null; then \
-	  echo "make page-test: skipped: there is no $(CHROMIUM) here (Debian, Ubuntu: apt-get install chromium)"; \
-	else DIPS_TEST_CHROMIUM="$$(command -v $(CHROMIUM))" \
-	  $(BIN)/python -m pytest --require-passed -rs tests/e2e/page $(ARGS); fi
+	  echo "make page-test: there is no $(CHROMIUM) here (Debian, Ubuntu: apt-get install chromium)" >&2; exit 1; fi
+	DIPS_TEST_CHROMIUM="$$(command -v $(CHROMIUM))" $(BIN)/python -m pytest --require-passed -rs tests/e2e/page $(ARGS)
 
 compose:  ## check this machine, then start the run of docker-compose.yml in the background
 	@$(or $(PYTHON),python3) deploy/compose/up.py --build --detach $(ARGS)
 
 compose-test: $(DEV_STAMP)  ## train in containers, kill each of them, cut a network, verify, remove everything; needs Docker
 	$(BIN)/python tests/e2e/compose/run.py $(ARGS)
-
-endurance: $(DEV_STAMP)  ## transfer gigabytes and ten thousand tensors, run a thousand rounds and the trainers; needs 10 GB
-	$(BIN)/python tests/run_all.py --endurance -m endurance tests/endurance tests/slow $(ARGS)
 
 manifests: $(DEV_STAMP)  ## generate deploy/kubernetes/base (from base.toml) and monitoring (from rules and dashboards)
 	rm -rf deploy/kubernetes/base

@@ -9,23 +9,30 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-
-from dips.core.observe import seen
+from support import seen_notes
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts its background jobs so, and every child of a process inherits it: no test could send ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# With DIPS_SEEN_LOG, as in .ci/run: which transitions and refusals any test sees (tests/seen.py).
-seen.note()
+# With DIPS_SEEN_LOG, as in .ci/run: which transitions and refusals any test sees (tests/seen.py), also in the processes
+# that tests start (tests/sitecustomize.py).
+seen_notes.note()
+if os.environ.get(seen_notes.LOG_VARIABLE):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 
 FREED_SELDOM = (20_000, 20, 20)
 """Objects before garbage is looked for, and how often in older ones (gc.set_threshold)."""
 
-# The same examples in every run, so that a failure is a change's; to look for new ones: DIPS_NEW_EXAMPLES=1.
-hypothesis.settings.register_profile("same", derandomize=True)
-if not os.environ.get("DIPS_NEW_EXAMPLES"):
-    hypothesis.settings.load_profile("same")
+# The same examples in every run, so that a failure is a change's; for new ones: DIPS_NEW_EXAMPLES=1. No limit
+# of time for one example, and none for making it: a machine that does other things as well must change no result.
+hypothesis.settings.register_profile(
+    "tests",
+    derandomize=not os.environ.get("DIPS_NEW_EXAMPLES"),
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,32 +41,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail when not a single test passed, so that a run that skipped everything is not a success",
     )
-    parser.addoption("--faults", action="store_true", help="also kill real processes for minutes (`make faults`)")
-    parser.addoption("--endurance", action="store_true", help="also move gigabytes and play 1,000 rounds, for minutes")
+    parser.addoption("--long", action="store_true", help="also what has the mark `long` (`make test-long`)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "faults: takes minutes of killing real processes; runs with --faults only")
-    config.addinivalue_line("markers", "endurance: takes minutes, or gigabytes of memory; runs with --endurance only")
-
-
-LONGEST_FIRST = Path(__file__).with_name("longest_first.txt")
-"""Files of tests that take long, the longest first; those that are not named follow in their own order."""
-
-
-def longest_first(items: list[pytest.Item]) -> None:
-    named = LONGEST_FIRST.read_text().splitlines() if LONGEST_FIRST.exists() else []
-    places = {LONGEST_FIRST.parents[1] / name: place for place, name in enumerate(named)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    config.addinivalue_line("markers", "long: takes minutes, or gigabytes of memory; runs with --long only")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    longest_first(items)
-    left_out = [name for name in ("faults", "endurance") if not config.getoption(f"--{name}")]
-    deselected = [item for item in items if any(map(item.get_closest_marker, left_out))]
-    if deselected:
-        config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if item not in deselected]
+    left_out = [] if config.getoption("--long") else [item for item in items if item.get_closest_marker("long")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,6 +1,6 @@
 """python tests/seen.py LOG: which refusals and transitions no test saw, of all that `.ci/run` noted in LOG.
 
-DIPS_SEEN_LOG=LOG makes every process of the tests note what it sees (dips.core.observe.seen). A refusal that no test
+DIPS_SEEN_LOG=LOG makes every process of the tests note what it sees (support/seen_notes.py). A refusal that no test
 raises in any tier is one that nobody knows to be right: it gets a test, or it goes, its number reserved. The same
 holds for transitions, of which every table says that they happen. Exit code 1 names them.
 """
@@ -12,9 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from support.seen_notes import read_log
+
 import dips.sim.seed_run  # imports every state machine, and so every table  # noqa: F401
 from dips.core.machine import tables
-from dips.core.observe.seen import arrows_of, codes, read_log, report
+from dips.sim.seen import arrows_of, codes, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -63,12 +63,12 @@ def soak(minutes: float, seed: int, directory: Path) -> int:
     gaps, cores = speed_gaps(wish.clusters), os.cpu_count() or 1
     say(f"measuring how fast this machine trains ({cores} cores, load {os.getloadavg()[0]:.1f})")
     speed = measure_tokens_per_s(command_line(train), CALIBRATION_S, min(cores, wish.clusters))
-    tk_max = tokens_to_train(speed, gaps, cores, wish.minutes)
+    tokens = tokens_to_train(speed, gaps, cores, wish.minutes)
     servers = ["master", *(f"s{i}" for i in range(wish.slaves))]
     kills = planned(names, servers, int(60 * CALM_SHARE * minutes / SECONDS_A_KILL), random.Random(seed))
-    say(f"{tk_max} tokens each; {len(kills)} kills are planned, seed {seed}")
-    calm, calm_losses = run(wish, directory / "calm", tk_max, [])
-    storm, storm_losses = run(wish, directory / "storm", tk_max, kills)
+    say(f"{tokens} tokens each; {len(kills)} kills are planned, seed {seed}")
+    calm, calm_losses = run(wish, directory / "calm", tokens, [])
+    storm, storm_losses = run(wish, directory / "storm", tokens, kills)
     wrong = [f"calm run: {sentence}" for sentence in calm.wrong] + [f"storm: {sentence}" for sentence in storm.wrong]
     wrong += worse_than_calm(calm_losses, storm_losses)
     report(calm, storm, compared(calm_losses, storm_losses))
@@ -78,17 +78,17 @@ def soak(minutes: float, seed: int, directory: Path) -> int:
     return 1 if wrong else 0
 
 
-def run(wish: DemoOptions, directory: Path, tk_max: int, kills: list[Kill]) -> tuple[Storm, list[HeldoutPoint]]:
-    """One run to its end, verified; what happened, and its held-out losses."""
+def run(wish: DemoOptions, directory: Path, tokens: int, kills: list[Kill]) -> tuple[Storm, list[HeldoutPoint]]:
+    """One run to so many tokens, verified; what happened, and its held-out losses."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     clock = SystemClock()
     wish = DemoOptions(**{**vars(wish), "run_dir": directory})
-    plan = make_plan(wish, train_settings(wish), tk_max)
+    plan = make_plan(wish, train_settings(wish), tk_max=0)
     name = directory.name
     with claim(directory, Mark(RUN_ID, DEMO, "soak")) as claimed:
         with LocalRun(plan, claimed, clock, lambda sentence: None, STALL_S) as local:
             local.start()
-            storm = play(local, kills, lambda sentence: say(f"{name}: {sentence}"))
+            storm = play(local, kills, tokens, lambda sentence: say(f"{name}: {sentence}"))
     verified = verify_or_say(directory)["verify"]
     if verified != "ok":
         storm.wrong.append(f"dips verify says: {verified}")

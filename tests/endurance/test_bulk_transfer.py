@@ -1,6 +1,6 @@
 """A push and a pull of very much and of very many things: every byte arrives, once, in its place.
 
-Two processes and no round, so that memory is enough for a tensor of more than 4 GiB (`--endurance`).
+Two processes and no round, so that memory is enough for a tensor of more than 4 GiB (`--long`).
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     context.destroy(linger=0)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "bulk",
     [
         pytest.param(QUICK, id="40-MiB-tensor"),
         pytest.param(TINY, id="10000-tiny-tensors"),
-        pytest.param(HUGE, id="4.3-GiB-tensor", marks=pytest.mark.endurance),
+        pytest.param(HUGE, id="4.3-GiB-tensor", marks=pytest.mark.long),
     ],
 )
 def test_what_is_pushed_is_there_once_and_comes_back(

@@ -14,7 +14,8 @@ import pytest
 from support.cluster_process import command
 from support.fork_server import ForkedProcess
 from support.repository import TESTS
-from support.whole_run import WholeRun, wait_until
+from support.waiting import until
+from support.whole_run import WholeRun
 
 from dips.slave.data_server import PAGE_BYTES
 
@@ -50,7 +51,7 @@ def wait_for_version(run: WholeRun, processes: Collection[subprocess.Popen[bytes
     def dead() -> bool:
         return any(process.poll() is not None for process in processes)
 
-    wait_until(lambda: run.version() >= v or dead(), f"version {v}", wait_s=600)
+    until(lambda: run.version() >= v or dead(), f"version {v}")
     assert not dead(), "a process has ended: see its log"
 
 
@@ -62,8 +63,8 @@ def resident_bytes(pid: int) -> int:
     ("rounds", "durability"),
     [
         (60, "sync"),
-        pytest.param(1000, "sync", marks=pytest.mark.endurance),
-        pytest.param(1000, "async", marks=pytest.mark.endurance),
+        pytest.param(1000, "sync", marks=pytest.mark.long),
+        pytest.param(1000, "async", marks=pytest.mark.long),
     ],
 )
 @pytest.mark.timeout(3000)

@@ -21,7 +21,7 @@ COMMAND = (
 )
 
 
-pytestmark = pytest.mark.endurance
+pytestmark = pytest.mark.long
 
 
 @pytest.mark.timeout(2400)

@@ -10,14 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.dips_command import ROOT, dips, ended, operator_of, pid_of, started, until
+from support.dips_command import ROOT, dips, ended, operator_of, pid_of, started
+from support.waiting import until
 
 from dips.local.operator_client import OperatorClient
-
-EXAMPLE_S = 100.0
-"""For a quiet machine, on which each takes 20 to 30 s; support.dips_command has more patience with a busy one."""
-
-pytestmark = pytest.mark.timeout(500)
 
 
 def run_directory(folder: Path) -> Path | None:
@@ -36,14 +32,14 @@ def assert_it_passed(said: str) -> None:
 def test_lightning(tmp_path: Path) -> None:
     log = tmp_path / "example.log"
     with started(sys.executable, ROOT / "examples" / "lightning_loop.py", log=log, cwd=tmp_path) as example:
-        assert ended(example, EXAMPLE_S, log) == 0, log.read_text()[-3000:]
+        assert ended(example, log) == 0, log.read_text()[-3000:]
     assert_it_passed(log.read_text())
 
 
 def test_hugging_face_with_a_cluster_that_is_killed_and_an_export_on_the_way(tmp_path: Path) -> None:
     log = tmp_path / "example.log"
     with started(sys.executable, ROOT / "examples" / "hf_trainer.py", log=log, cwd=tmp_path) as example:
-        until(lambda: saved(tmp_path) or example.poll() is not None, "a checkpoint", EXAMPLE_S, log)
+        until(lambda: saved(tmp_path) or example.poll() is not None, "a checkpoint", log)
         run = run_directory(tmp_path)
         assert run is not None
         with operator_of(run) as master:
@@ -51,9 +47,9 @@ def test_hugging_face_with_a_cluster_that_is_killed_and_an_export_on_the_way(tmp
             os.kill(pid_of(run, "a"), signal.SIGKILL)
             live = dips("export", run, "--to", tmp_path / "live", "--json")
             assert live.returncode == 0, live.stderr
-            until(lambda: lives(master, "a") > 1, "a's next life has joined", EXAMPLE_S, log)
+            until(lambda: lives(master, "a") > 1, "a's next life has joined", log)
             master.resume("it is back")
-        assert ended(example, EXAMPLE_S, log) == 0, log.read_text()[-3000:]
+        assert ended(example, log) == 0, log.read_text()[-3000:]
     said = log.read_text()
     assert_it_passed(said)
     assert "a: start 2" in said

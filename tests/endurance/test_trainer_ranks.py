@@ -18,18 +18,16 @@ import torch
 from support.dips_command import ROOT, ended, started
 from support.run_for_workers import LAYOUT, RunForWorkers
 from support.trainer_models import LENGTH, applied_tokens, same_cut
+from support.waiting import NO_LIMIT_S
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dips.worker.torch_model import TorchParameters
-
-pytestmark = pytest.mark.timeout(500)
 
 CHILD = ROOT / "tests" / "support" / "trainer_ranks.py"
 RANKS, STEPS = 2, 18
 RANK_TOKENS = 2 * 2 * LENGTH
 """Of a step: two batches, two rows each."""
 
-TRAIN_S = 60.0
 KINDS = {
     "hugging_face-ddp": 2, "lightning-ddp": 2, "accelerate-ddp": 2,
     "lightning-fsdp": 2, "accelerate-own-fsdp": 2, "hugging_face-loaded-fsdp": 2,
@@ -61,7 +59,7 @@ def run_for(kind: str, folder: Path) -> Iterator[RunForWorkers]:
         model.save_pretrained(folder / "llama")
         layout = same_cut(TorchParameters(model, torch.optim.SGD(model.parameters(), lr=0.1)).layout().parameters)
     run = RunForWorkers(layout=layout)
-    run.settings = replace(run.settings, verdict_wait_s=TRAIN_S)  # on a busy machine, too, no step while a push is out
+    run.settings = replace(run.settings, verdict_wait_s=NO_LIMIT_S)  # no step while a push is out
     try:
         yield run
     finally:
@@ -74,7 +72,7 @@ def train(run: RunForWorkers, kind: str, folder: Path, *killed: int) -> tuple[in
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", RANKS]
     log = folder / "log"
     with started(*torchrun, CHILD, kind, folder, STEPS, *killed, log=log, cwd=folder, **of_run) as ranks:
-        code = ended(ranks, TRAIN_S, log)
+        code = ended(ranks, log)
     return code, log.read_text()
 
 
@@ -92,7 +90,7 @@ def assert_one_cluster(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.endurance) for kind in KINDS]
+    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
 )
 def test_two_ranks_are_one_cluster_with_the_tokens_of_both(tmp_path: Path, kind: str) -> None:
     with run_for(kind, tmp_path) as run:
@@ -109,7 +107,7 @@ def test_two_ranks_are_one_cluster_with_the_tokens_of_both(tmp_path: Path, kind:
     [
         ("lightning-fsdp", 1),
         *(
-            pytest.param(kind, killed, marks=pytest.mark.endurance)
+            pytest.param(kind, killed, marks=pytest.mark.long)
             for kind, killed in [
                 ("hugging_face-ddp", 0),
                 ("lightning-ddp", 1),
@@ -142,7 +140,7 @@ def test_a_rank_is_killed_and_both_go_on_from_the_checkpoints_of_both(tmp_path: 
         pytest.param(
             "hugging_face-uncut-fsdp",
             "dips: fsdp is set, and FSDP2 has not cut the model",
-            marks=pytest.mark.endurance,
+            marks=pytest.mark.long,
         ),
         ("lightning-endless", "dips: min_epochs and min_steps would train on"),
     ],

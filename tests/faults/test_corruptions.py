@@ -1,6 +1,6 @@
-"""A finished run, recorded once by real processes: whatever is changed in its files afterwards, `dips verify` says.
+"""A finished run with leases, an archive and a -wal file: whatever is changed in its files, `dips verify` says.
 
-All corruptions and all single bits with `--faults`; a short selection always.
+What can go wrong with any run is in tests/unit/judge/test_recorded_run.py; all single bits with `--long`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.corruptions import CORRUPTIONS, FLIPS, Corruption, Flips, content, flip, judged, tape_of
+from support.corruptions import (
+    CORRUPTIONS,
+    FLIPS,
+    OF_A_LONG_RUN,
+    Corruption,
+    Flips,
+    content,
+    flip,
+    judged,
+    tape_of,
+)
 from support.dips_command import dips
-from support.whole_run import LEASED, WholeRun, wait_until
+from support.whole_run import LEASED, WholeRun
 
-from dips.core.net.security import INSECURE
-from dips.local.operator_client import OperatorClient
 from dips.master.archive import FILE_NAME
 
 N_FLIPS = 200
@@ -26,12 +34,8 @@ N_FLIPS = 200
 BY_COMMAND = 2
 """Of each kind through the command; all others in this process."""
 
-ALWAYS = 10
-"""One corruption of so many is part of `make test-slow`."""
-
-_firsts = {
-    kind: [item for item in CORRUPTIONS if item.kind == kind][:BY_COMMAND] for kind in {c.kind for c in CORRUPTIONS}
-}
+_ALL = (*CORRUPTIONS, *OF_A_LONG_RUN)
+_firsts = {kind: [item for item in _ALL if item.kind == kind][:BY_COMMAND] for kind in {item.kind for item in _ALL}}
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +50,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run.wait_for_version(4)
         run.kill("master")
         run.start_master()
-        version = run.version()
-        wait_until(lambda: run.version() >= max(version, 5) + 3, "the restarted master publishes")
-        with OperatorClient(run.address, security=INSECURE) as client:
-            client.stop("enough")
-        for cluster in clusters:
-            cluster.join()
+        run.wait_for_version(8)
+        run.stop(*clusters)
         run.kill("master")
     return directory
 
@@ -72,26 +72,15 @@ def test_the_run_itself_is_proven(run: Path) -> None:
     assert dips("verify", run, "--replay").returncode == 0
 
 
-@pytest.mark.parametrize(
-    "corruption",
-    [
-        pytest.param(item, id=f"{item.kind}: {item.name}", marks=[pytest.mark.faults] if index % ALWAYS else [])
-        for index, item in enumerate(CORRUPTIONS)
-    ],
-)
-def test_each_corruption_is_said_by_name(run: Path, corruption: Corruption) -> None:
+@pytest.mark.parametrize("corruption", OF_A_LONG_RUN, ids=lambda item: f"{item.kind}: {item.name}")
+def test_each_corruption_of_a_long_run_is_said_by_name(run: Path, corruption: Corruption) -> None:
     corruption.apply(run)
     code, said = judged(run)
     assert code != 0
     assert corruption.finds in said
 
 
-def test_there_are_enough_of_them() -> None:
-    assert len(CORRUPTIONS) >= 60
-    assert len({(item.kind, item.name) for item in CORRUPTIONS}) == len(CORRUPTIONS)
-
-
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.parametrize("kind", sorted(_firsts))
 def test_the_command_says_so_too(recorded: Path, tmp_path: Path, kind: str) -> None:
     for corruption in _firsts[kind]:
@@ -115,7 +104,7 @@ def is_of_an_earlier_kill(run: Path, before: object, after: object) -> bool:
     return bool(kept) and kept == records[: len(kept)] and kept[-1][0] >= journaled
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.parametrize("flips", FLIPS, ids=lambda item: item.kind)
 def test_every_single_bit_that_changed_a_file_is_found(recorded: Path, tmp_path: Path, flips: Flips) -> None:
     """Each in the file as it was recorded; most are judged here, the first two by the command."""

@@ -2,80 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
-from support.kill_run import CLUSTERS, SLAVES, KillRun, Order
+from support.fault_plan import ELSEWHERE, OF_METHOD, Fault, tried
+from support.fault_run import CLUSTERS, NAMES, SLAVES, FaultRun
+from support.fork_server import ForkServer
 
 from dips.core.observe.failpoint_names import all_names
-from dips.core.observe.failpoints import armed, hits, role_of
-from dips.local.operator_client import OperatorClient
-
-ELSEWHERE: Mapping[str, str] = {
-    "master.archive.before_prune": "tests/unit/master/test_archive.py",
-    "master.rpc.before_Watch": "tests/integration/test_master_server.py",
-    "master.rpc.after_Watch": "tests/integration/test_master_server.py",
-    "worker.export.before_rename": "tests/unit/trainer/test_trainer_export.py",
-    "worker.export.before_directory_fsync": "tests/unit/trainer/test_trainer_export.py",
-    "worker.status.before_call": "tests/unit/trainer/test_trainer_follower.py",
-    "worker.status.after_call": "tests/unit/trainer/test_trainer_follower.py",
-}
-"""Not reached by clusters without torch, or only with megabytes of journal: the test that runs through it."""
+from dips.core.observe.failpoints import role_of
 
 
-def ask_for_a_slave(client: OperatorClient) -> None:
-    """One that never comes, so that nothing moves."""
-    client.reshard(["s9"], [], "a test")
-    client.take_back_reshard()
+def notes(role: str) -> str:
+    return "; ".join(f"{name}=1*note" for name in all_names() if role_of(name) == role and name not in ELSEWHERE)
 
 
-ORDERS: Mapping[str, Order] = {
-    "Status": lambda client: client.status(),
-    "Pause": lambda client: client.pause("a test"),
-    "Resume": lambda client: client.resume("a test"),
-    "Evict": lambda client: client.evict("b", "a test"),
-    "Extend": lambda client: client.extend(0, True, "a test"),
-    "Drain": lambda client: client.drain("a", "a test"),
-    "Reshard": ask_for_a_slave,
-    "Stop": lambda client: client.stop("a test"),
-}
-
-
-def of_role(role: str) -> list[str]:
-    return sorted(name for name in all_names() if role_of(name) == role and name not in ELSEWHERE)
-
-
-def all_roles(spec_of: Mapping[str, str]) -> dict[str, str]:
-    """The same failpoints in every process of a role."""
-    slaves, clusters = dict.fromkeys(SLAVES, spec_of["slave"]), dict.fromkeys(CLUSTERS, spec_of["worker"])
-    return {"master": spec_of["master"], **slaves, **clusters}
-
-
-def reached(run: KillRun) -> set[str]:
-    logs = (run.fired_log(name) for name in run.lives)
-    return {line.split()[0] for log in logs if log.exists() for line in log.read_text().splitlines()}
-
-
-@pytest.mark.timeout(600)
-def test_one_run_reaches_every_failpoint(tmp_path: Path) -> None:
-    spec = {role: "; ".join(f"{name}=1*note" for name in of_role(role)) for role in ("master", "slave", "worker")}
-    turns = ((2, "Pause"), (2, "Resume"), (3, "Reshard"), (3, "Evict"), (5, "Drain"), (5, "Extend"), (6, "Stop"))
-    orders = [(n, ORDERS[name]) for n, name in turns]
-    with KillRun(tmp_path / "run", actions=all_roles(spec)) as run:
-        run.play([(1, ORDERS["Status"]), *orders])
-    missing = set(all_names()) - reached(run) - set(ELSEWHERE)
+def test_one_run_reaches_every_failpoint(fork_server: ForkServer, tmp_path: Path) -> None:
+    roles = {"master": "master", **dict.fromkeys(SLAVES, "slave"), **dict.fromkeys(CLUSTERS, "worker")}
+    births = {name: [notes(role)] for name, role in roles.items()}
+    with FaultRun(tmp_path / "run", fork_server, births=births) as run:
+        run.began()
+        for method, trigger in OF_METHOD.items():
+            fault = Fault("b", method, "note")
+            run.may_die.add("b")
+            run.until(lambda trigger=trigger, fault=fault: tried(lambda: trigger(run, fault)), method)  # type: ignore[misc]
+            run.until(lambda: tried(lambda: OF_METHOD["Resume"](run, fault)), "it is not paused")  # noqa: B023
+            run.until(lambda: run.everyone_is_back({}), f"everybody is back after {method}")
+            run.healed("b")
+        run.stop()
+    reached = {line.split()[0] for name in NAMES for line in run.fired(name)}
+    missing = set(all_names()) - reached - set(ELSEWHERE)
     assert not missing, f"no failpoint that nothing reaches: {sorted(missing)}"
-    assert not run.deaths, "nothing dies in this run"
-
-
-@pytest.mark.parametrize("name", sorted(ELSEWHERE))
-def test_what_is_reached_elsewhere_exists(name: str) -> None:
-    assert name in all_names()
-    assert (Path(__file__).parents[2] / ELSEWHERE[name]).is_file()
-
-
-def test_an_armed_failpoint_counts_its_hits() -> None:
-    with armed("master.journal.before_commit=1*note"):
-        assert hits() == {"master.journal.before_commit": 0}
-    assert hits() == {}

@@ -24,7 +24,6 @@ from support.fork_server import ForkServer
 from dips.master.directory import ADDRESS_NAME, LOCK_NAME, TAPE_NAME
 from dips.slave.push_evidence import DIRECTORY
 
-FELT_S = 30.0
 FULL_S = 1.5
 """How long a disk stays full after somebody felt it."""
 
@@ -75,7 +74,7 @@ def whole(run_directory: Path) -> None:
 
 def healed(run: FaultRun, kind: str, began_s: float, versions: int = 0) -> None:
     """versions: so many are waited for, until what was spoilt on a disk is overwritten, before the run is judged."""
-    TALLY.add(kind, run.recovered(began_s, {}), kind)
+    TALLY.add(kind, run.recovered(began_s, {}))
     run.healed()
     run.until_versions(versions)
     TALLY.judged(run.judged(may_skip=kind.startswith("backup restored, master")))
@@ -97,8 +96,7 @@ class Ear:
 NO_ROOM = ("No space left", "make room", "is full")
 
 
-@pytest.mark.faults
-@pytest.mark.timeout(600)
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount the small disk that is to be filled")
 def test_a_run_survives_full_disks_of_every_role(fork_server: ForkServer, tmp_path: Path) -> None:
     directory = tmp_path / "run"
@@ -112,7 +110,7 @@ def test_a_run_survives_full_disks_of_every_role(fork_server: ForkServer, tmp_pa
                 ear, began_s = Ear(run, name), time.time()
                 run.may_die.add(name)
                 ballast = fill(place)
-                run.until(partial(ear.heard, *NO_ROOM), f"{name} did not notice its full disk", FELT_S)
+                run.until(partial(ear.heard, *NO_ROOM), f"{name} did not notice its full disk")
                 run.wait(FULL_S)
                 ballast.unlink()
                 healed(run, f"disk full, {role_of(name)}", began_s)
@@ -158,8 +156,7 @@ def felt(run: FaultRun, process: str) -> bool:
     return bool(run.fired(process))
 
 
-@pytest.mark.faults
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_run_survives_disks_that_fail_or_are_slow_for_a_while(fork_server: ForkServer, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with FaultRun(directory, fork_server) as run:
@@ -168,7 +165,7 @@ def test_a_run_survives_disks_that_fail_or_are_slow_for_a_while(fork_server: For
             run.may_die.add(bad.process)
             run.mark(bad.process)
             run.arm(bad.process, "; ".join(f"{point}={bad.action}" for point in bad.points))
-            run.until(partial(felt, run, bad.process), f"{bad} was not felt", FELT_S)
+            run.until(partial(felt, run, bad.process), f"{bad} was not felt")
             began_s = time.time()
             run.wait(BAD_S)
             if bad.goes_on:
@@ -252,8 +249,7 @@ LIES: tuple[tuple[str, str, Harm], ...] = (
 )
 
 
-@pytest.mark.faults
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_run_survives_disks_that_lie_or_are_lost(fork_server: ForkServer, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with FaultRun(directory, fork_server) as run:
@@ -307,8 +303,7 @@ BACKUPS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.faults
-@pytest.mark.timeout(600)
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "names"), BACKUPS.items(), ids=lambda value: str(value).replace(" ", "-"))
 def test_a_run_survives_disks_put_back_from_an_old_backup(
     kind: str, names: tuple[str, ...], fork_server: ForkServer, tmp_path: Path
@@ -327,8 +322,7 @@ def test_a_run_survives_disks_put_back_from_an_old_backup(
     shutil.rmtree(directory)
 
 
-@pytest.mark.faults
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_master_and_slave_put_back_at_once_wait_and_say_so_until_the_slave_has_its_own_disk(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:

@@ -29,8 +29,6 @@ CHUNK_BYTES = 16 << 10
 LASTS_S: Mapping[Harm, float] = {Harm.CUT: 1.0, Harm.SILENCE: 3.0, Harm.DELAY: 1.5, Harm.THROTTLE: 2.0}
 """How long a harm that is no single event lasts. Silence: longer than it takes to be evicted."""
 
-BITES_S = 30.0
-
 
 @dataclass(frozen=True)
 class Case:
@@ -106,13 +104,13 @@ def touched(run: FaultRun, proxies: Proxies, case: Case) -> None:
     for link in case.links:
         proxies.harm(link, case.fault)
     bites = [proxies[link].bites for link in case.links]
-    run.until(lambda: all(bites), f"{case} touched nothing", BITES_S)
+    run.until(lambda: all(bites), f"{case} touched nothing")
     first_s = min(mine[0] for mine in bites)
     over_s = max(mine[0] for mine in bites) + LASTS_S.get(case.fault.harm, 1.0)
     run.until(lambda: time.time() >= over_s, "time stands still")
     for link in case.links:
         proxies.heal(link)
-    TALLY.add(case.kind, run.recovered(first_s, {}), str(case))
+    TALLY.add(case.kind, run.recovered(first_s, {}))
     TALLY.judged(run.judged())
 
 
@@ -141,14 +139,12 @@ def keys(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
     return tmp_path / "keys"
 
 
-@pytest.mark.faults
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_run_survives_every_harm_on_the_data_path(keys: Path | None, fork_server: ForkServer, tmp_path: Path) -> None:
     play(tmp_path / "run", fork_server, ON_DATA, keys)
 
 
-@pytest.mark.faults
-@pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_run_survives_every_harm_on_the_control_path(
     keys: Path | None, fork_server: ForkServer, tmp_path: Path
 ) -> None:
@@ -161,9 +157,8 @@ def test_both_paths_see_every_harm() -> None:
         assert {case.fault.harm for case in cases} == set(Harm)
 
 
-@pytest.mark.timeout(600)
 def test_a_short_run_survives_one_harm_of_each_kind(fork_server: ForkServer, tmp_path: Path) -> None:
-    """What always runs; `make faults` plays all of them."""
+    """What always runs; the long tier plays all of them."""
     cases = (
         Case(("s0.data",), NetFault(Harm.RESET, frozenset({Way.UP}), least_bytes=4096)),
         Case(DATA, NetFault(Harm.FLIP, least_bytes=1, times=10)),
@@ -180,6 +175,6 @@ def test_a_short_run_survives_one_harm_of_each_kind(fork_server: ForkServer, tmp
         for case in cases:
             touched(run, proxies, case)
         for fault in faults:
-            TALLY.add(fault.harm, endured(run, fault), str(fault))
+            TALLY.add(fault.harm, endured(run, fault))
             TALLY.judged(run.judged())
         run.stop()

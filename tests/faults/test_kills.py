@@ -1,63 +1,49 @@
-"""kill -9 of every role at any moment: the run goes on to its end, and nothing is lost or counted twice.
+"""kill -9 of random processes at random moments, often of two at once: the run goes on, and nothing counts twice.
 
-Real processes on loopback, clusters without torch. Half of the kills come at random moments, half at a failpoint. The
-smoke form runs always; `pytest --faults tests/faults` (or `make faults`) plays KILL_SEEDS seeds, 8 unless set.
+One seed runs always; the long tier plays KILL_SEEDS seeds, 8 unless set. Kills at a known failpoint:
+test_fault_matrix.py.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
+import random
+import time
 from pathlib import Path
 
 import pytest
-from support.kill_run import ROUND_FAILPOINTS, Kill, KillRun, judge, planned, verified
+from support.dips_command import dips
+from support.fault_run import CLUSTERS, NAMES, SLAVES, TALLY, FaultRun
+from support.fork_server import ForkServer
 
-from dips.master.state.records import RoundPhase
+from dips.local.authority import ensure_keys
 
 SEEDS = int(os.environ.get("KILL_SEEDS", "8"))
+MOMENT_S = 0.8
+"""Longer than a round."""
 
-_fell_in: Counter[str] = Counter()
-"""Phases in which the kills of all seeds fell; the last test looks at it."""
-
-
-def play(directory: Path, kills: list[Kill]) -> KillRun:
-    with KillRun(directory, kills) as run:
-        run.play()
-    judge(run, verified)
-    return run
+TWO_SHARE = 0.3
 
 
-@pytest.mark.timeout(600)
-def test_smoke_one_run_in_which_every_role_is_killed(tmp_path: Path) -> None:
-    kills = [
-        Kill("s0", 2, "slave_shard.PREPARING.done"),
-        Kill("a", 3, share=0.1),
-        Kill("master", 5, "round.COMMIT.all_flipped"),
-    ]
-    run = play(tmp_path / "run", kills)
-    assert sorted(death.victim for death in run.deaths) == ["a", "master", "s0"]
-    master = next(death for death in run.deaths if death.victim == "master")
-    assert run.phase_of(master) == "COMMIT"
-
-
-@pytest.mark.faults
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(SEEDS))
-def test_a_run_survives_its_kills(seed: int, tmp_path: Path) -> None:
-    kills = planned(seed)
-    run = play(tmp_path / "run", kills)
-    _fell_in.update(run.phase_of(death) for death in run.deaths)
-    happened = Counter(death.victim for death in run.deaths)
-    missed = Counter(kill.victim for kill in kills) - happened
-    assert not missed, f"planned kills that never came: {missed}; deaths: {run.deaths}"
-
-
-@pytest.mark.faults
-def test_kills_fell_in_every_phase_of_the_round(capsys: pytest.CaptureFixture[str]) -> None:
-    with capsys.disabled():
-        print("\nkills by the phase of the round in which they fell:")
-        for phase in RoundPhase:
-            print(f"  {phase.value:<8} {_fell_in[phase.value]:4d}")
-    if len(ROUND_FAILPOINTS) <= SEEDS:
-        assert {phase.value for phase in RoundPhase} <= set(_fell_in), "a phase was never hit"
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, SEEDS))])
+def test_a_run_survives_its_kills(seed: int, fork_server: ForkServer, tmp_path: Path) -> None:
+    """With keys at odd seeds: those of the data flow last as long as their process, and the next one has others."""
+    rng, directory, keys = random.Random(seed), tmp_path / "run", tmp_path / "keys" if seed % 2 else None
+    if keys:
+        ensure_keys(keys, CLUSTERS, SLAVES)
+    order = rng.sample(NAMES, len(NAMES))
+    with FaultRun(directory, fork_server, keys=keys) as run:
+        run.began()
+        for name in order:  # everybody dies
+            victims = {name, rng.choice(NAMES)} if rng.random() < TWO_SHARE else {name}
+            run.wait(rng.uniform(0.0, MOMENT_S))
+            before, killed_s = run.incarnations(), time.time()
+            for victim in victims:
+                run.will_end(victim)
+                run.children[victim].kill()
+            away = {victim: before.get(victim) for victim in victims if victim in CLUSTERS}
+            TALLY.add("kill", run.recovered(killed_s, away))
+            run.healed()
+        run.stop()
+    done = dips("verify", "--replay", directory)
+    assert done.returncode == 0, done.stdout + done.stderr

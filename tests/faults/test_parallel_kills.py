@@ -1,6 +1,6 @@
 """kill -9 of one rank of a cluster: the others end by themselves with a sentence, and the run goes on to its end.
 
-The smoke form runs always: one kill of each kind of parallelism. `pytest --faults tests/faults` (or `make faults`)
+The smoke form runs always: one kill of each kind of parallelism. The long tier (`pytest --long`)
 kills each rank of each kind at each phase of a push and of a pull.
 """
 
@@ -52,7 +52,7 @@ def test_smoke_a_rank_is_killed(kind: str, rank: int, phase: Phase, ranks_server
     play(tmp_path / "run", ranks_server, kind, [(rank, phase)])
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_rank_is_killed_at_each_phase(kind: str, ranks_server: ForkServer, tmp_path: Path) -> None:
     kills = [(rank, phase) for phase in PHASES for rank in range(ranks_of(kind))]

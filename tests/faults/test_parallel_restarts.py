@@ -1,6 +1,6 @@
 """torchrun --max-restarts with checkpoints: a rank is killed, all are started again, and go on from where they were.
 
-The smoke form runs always: one kill. `pytest --faults tests/faults` (or `make faults`) kills each rank in turn.
+The smoke form runs always: one kill. The long tier (`pytest --long`) kills each rank in turn.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.dips_command import ROOT, children, ended, started, until
+from support.dips_command import ROOT, children, ended, started
 from support.judged_run import JudgedRun
+from support.waiting import until
 
 from dips.core.net.security import INSECURE
 from dips.core.observe.tape import read_tape
@@ -59,7 +60,7 @@ def wait(torchrun: subprocess.Popen[bytes], log: Path, run: JudgedRun, kind: str
         assert torchrun.poll() is None, log.read_text()
         return len(events(run, kind)) >= n
 
-    until(are_there, f"{n} events {kind!r}", log=log)
+    until(are_there, f"{n} events {kind!r}", log)
 
 
 def play(directory: Path, example: str, killed: Sequence[int], coordinates: int) -> None:
@@ -80,10 +81,10 @@ def play(directory: Path, example: str, killed: Sequence[int], coordinates: int)
                 wait(ranks, log, run, "checkpoint", 1)
                 kill(pid_of_rank(ranks.pid, rank), signal.SIGKILL)
                 wait(ranks, log, run, "resumed", life + 1)
-            assert ended(ranks, 100, log) == 0, log.read_text()
+            assert ended(ranks, log) == 0, log.read_text()
         with OperatorClient(run.address, security=INSECURE) as operator:
             operator.stop("the test is over")
-        assert [process.wait(60) for process in run.processes.values()] == [0] * len(run.processes)
+        assert [process.wait() for process in run.processes.values()] == [0] * len(run.processes)
         run.judge()
         applied, made = run.applied_tokens("a"), [(directory / f"steps-{rank}").stat().st_size for rank in range(2)]
         assert STEPS < max(made), "steps after a checkpoint were made again"
@@ -96,7 +97,7 @@ def test_smoke_torchrun_starts_ranks_again_from_their_checkpoint(tmp_path: Path)
     play(tmp_path, "fsdp_loop.py", [1], 2)
 
 
-@pytest.mark.faults
+@pytest.mark.long
 @pytest.mark.parametrize(("example", "coordinates"), [("fsdp_loop.py", 2), ("pipeline_loop.py", 1)])
 def test_each_rank_in_turn(tmp_path: Path, example: str, coordinates: int) -> None:
     play(tmp_path, example, [1, 0, 1], coordinates)

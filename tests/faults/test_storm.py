@@ -12,20 +12,18 @@ from support.storm import Kill, play
 
 from dips.judge.verify import verify_or_say
 
-TK_MAX = 400_000
+TOKENS = 100_000
 KILLS = [Kill(0.1, victim) for victim in ("s0", "b", "master")]
-"""All at once: on a busy machine the clusters may train on to the run's end while one of them is away."""
 
 
-@pytest.mark.timeout(300)
 def test_a_storm_is_survived_with_every_token_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     recovery = importlib.import_module("recovery.run")
-    master = {"tk_max": TK_MAX, "heartbeat_s": 0.5, "sync_every": 16, "linger_s": 1.0}
+    master = {"heartbeat_s": 0.5, "sync_every": 16, "linger_s": 1.0}
     shape = recovery.Shape(n_elems=20_000, slaves=1, steps_s=(0.05, 0.06), master=master)
     told: list[str] = []
     with recovery.Watched(tmp_path / "run", shape) as run:
-        storm = play(run.local, KILLS, told.append)
+        storm = play(run.local, KILLS, TOKENS, told.append)
     assert not storm.wrong
     assert Counter(death.victim for death in storm.deaths) == Counter(kill.victim for kill in KILLS)
     assert len(told) == len(KILLS)

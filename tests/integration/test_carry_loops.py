@@ -13,6 +13,7 @@ import pytest
 import zmq
 from support import keyed_port
 from support.run_for_workers import CHUNK_BYTES, RUN, DataSlave
+from support.waiting import NO_LIMIT_S
 
 from dips.core.chunks import checksum, chunks_of, digest_of_array
 from dips.core.clock import ManualClock, SystemClock
@@ -202,7 +203,7 @@ def test_a_slow_slave_holds_nobody_else_up(common: Common, slaves: list[Slave], 
 
     def wait(header: DataHeader) -> None:
         if header.op is DataOp.PUT_CHUNK:
-            assert first_is_done.wait(60.0)
+            assert first_is_done.wait(NO_LIMIT_S)
 
     slaves[0].hook, slaves[1].hook = note, wait
     transfer = push(common, flat)

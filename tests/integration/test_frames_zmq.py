@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import zmq
+from support.waiting import until
 
 from dips.core.net.zmq_sockets import Outgoing
-
-WAIT_S = 10.0
 
 
 def given_up(memory: bytearray) -> bool:
     """Whether nobody refers to its bytes any more; pyzmq's collector, a thread, has the last word."""
-    until_s = time.monotonic() + WAIT_S
-    while time.monotonic() < until_s:
+
+    def is_free() -> bool:
         try:
             memory.append(0)
         except BufferError:
-            time.sleep(0.001)
-        else:
-            return True
-    return False
+            return False
+        return True
+
+    until(is_free, "nobody refers to the bytes")
+    return True
 
 
 @pytest.mark.parametrize("bound", [{"most_frames": 3}, {"most_bytes": 399}])

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 import pytest
+from support.waiting import NO_LIMIT_S
 
 from dips.core.errors import RefusalCode, Refused, RetryLater
 from dips.core.net.grpc_calls import abort, channel_options, refused_from
@@ -56,7 +57,7 @@ async def stub(address: str) -> AsyncIterator[operator_pb2_grpc.OperatorStub]:
 
 async def test_a_refusal_arrives_whole(stub: operator_pb2_grpc.OperatorStub) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        await stub.Evict(operator_pb2.EvictRequest(run_id="r", cluster_id="ä"), timeout=10)
+        await stub.Evict(operator_pb2.EvictRequest(run_id="r", cluster_id="ä"), timeout=NO_LIMIT_S)
     got = refused_from(caught.value)
     assert isinstance(got, Refused)
     assert (got.code, got.retry_after_s) == (RefusalCode.UNKNOWN_NAME, 1.5)
@@ -71,7 +72,7 @@ async def test_a_blocking_caller_gets_the_same(address: str) -> None:
     def call() -> grpc.RpcError:
         with grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
             with pytest.raises(grpc.RpcError) as caught:
-                operator_pb2_grpc.OperatorStub(channel).Evict(operator_pb2.EvictRequest(), timeout=10)
+                operator_pb2_grpc.OperatorStub(channel).Evict(operator_pb2.EvictRequest(), timeout=NO_LIMIT_S)
             return caught.value
 
     got = refused_from(await asyncio.to_thread(call))
@@ -83,18 +84,18 @@ async def test_an_oversized_message_is_refused_and_the_next_call_served(
     stub: operator_pb2_grpc.OperatorStub,
 ) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        await stub.Evict(operator_pb2.EvictRequest(reason="x" * MAX_MESSAGE_BYTES), timeout=10)
+        await stub.Evict(operator_pb2.EvictRequest(reason="x" * MAX_MESSAGE_BYTES), timeout=NO_LIMIT_S)
     got = refused_from(caught.value)
     assert isinstance(got, Refused)
     assert got.code is RefusalCode.MALFORMED
-    assert (await stub.Status(operator_pb2.StatusRequest(), timeout=10)).run_id == "r"
+    assert (await stub.Status(operator_pb2.StatusRequest(), timeout=NO_LIMIT_S)).run_id == "r"
 
 
 async def test_a_call_that_the_peer_lacks_is_another_protocol(
     stub: operator_pb2_grpc.OperatorStub,
 ) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        await stub.Pause(operator_pb2.OperatorRequest(), timeout=10)
+        await stub.Pause(operator_pb2.OperatorRequest(), timeout=NO_LIMIT_S)
     got = refused_from(caught.value)
     assert isinstance(got, Refused)
     assert got.code is RefusalCode.PROTOCOL_VERSION
@@ -112,7 +113,7 @@ async def test_nobody_there_is_tried_again() -> None:
         taken.bind(("127.0.0.1", 0))
         async with grpc.aio.insecure_channel(f"127.0.0.1:{taken.getsockname()[1]}") as channel:
             with pytest.raises(grpc.RpcError) as caught:
-                await operator_pb2_grpc.OperatorStub(channel).Status(operator_pb2.StatusRequest(), timeout=10)
+                await operator_pb2_grpc.OperatorStub(channel).Status(operator_pb2.StatusRequest(), timeout=NO_LIMIT_S)
     assert isinstance(refused_from(caught.value), RetryLater)
 
 

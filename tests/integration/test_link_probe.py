@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.repository import ROOT
+from support.waiting import NO_LIMIT_S
 
 from dips.cli import main
 from dips.core.errors import ConfigError, FatalError
@@ -63,7 +64,7 @@ def test_the_command_writes_and_completes_a_profile(
     [b"GET / HTTP/1.1\r\n\r\n", REQUEST.pack(PROTOCOL, 9, 1), REQUEST.pack(PROTOCOL, TAKE, 1 << 40), b"dips"],
 )
 def test_a_peer_that_speaks_something_else_is_left_and_the_next_one_answered(port: int, said: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as peer:
+    with socket.create_connection(("127.0.0.1", port), timeout=NO_LIMIT_S) as peer:
         peer.sendall(said)
         with contextlib.suppress(OSError):  # closed by the other end already, with bytes that nobody read
             peer.shutdown(socket.SHUT_WR)
@@ -76,7 +77,7 @@ def test_a_peer_that_asks_on_and_on_is_left_when_the_time_is_over() -> None:
     with listening("127.0.0.1", 0) as server:
         thread = threading.Thread(target=serve, args=(server, 1.0, lambda: float(over.is_set())))
         thread.start()
-        with socket.create_connection(("127.0.0.1", server.getsockname()[1]), timeout=10) as peer:
+        with socket.create_connection(("127.0.0.1", server.getsockname()[1]), timeout=NO_LIMIT_S) as peer:
             asked = REQUEST.pack(PROTOCOL, TAKE, 1) + b"\0"
             peer.sendall(asked)
             assert peer.recv(len(ANSWER), socket.MSG_WAITALL) == ANSWER

@@ -24,6 +24,7 @@ from support.scripted_master_state import (
     slave_hello,
     slave_message,
 )
+from support.waiting import NO_LIMIT_S
 
 from dips.core.clock import SystemClock
 from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
@@ -140,19 +141,19 @@ async def failed(call: Any) -> Refused | RetryLater:
 
 async def still_serves(served: Served) -> None:
     served.reacts(answering)
-    await served.clusters.Leave(to_message(leave("after all that")), timeout=60)
+    await served.clusters.Leave(to_message(leave("after all that")), timeout=NO_LIMIT_S)
     assert served.machine.of(ClusterCall)[-1].request == leave("after all that")
 
 
 async def test_the_end_of_a_clusters_beats_is_told_once_no_stream_of_it_is_open(served: Served) -> None:
     served.reacts(answering)
     beat = to_message(HeartbeatRequest(caller()))
-    first, second = served.clusters.Heartbeat(timeout=60), served.clusters.Heartbeat(timeout=60)
+    first, second = served.clusters.Heartbeat(timeout=NO_LIMIT_S), served.clusters.Heartbeat(timeout=NO_LIMIT_S)
     for stream in (first, second):
         await stream.write(beat)
         await stream.read()
     first.cancel()
-    await served.clusters.Leave(to_message(leave("the cancelling has arrived before this")), timeout=60)
+    await served.clusters.Leave(to_message(leave("the cancelling has arrived before this")), timeout=NO_LIMIT_S)
     assert not served.machine.of(BeatsEnded)
     second.cancel()
     assert await served.machine.until(BeatsEnded) == BeatsEnded(caller().name, caller().incarnation)
@@ -167,14 +168,14 @@ async def test_a_request_arrives_whole_and_the_reply_goes_back(served: Served) -
     plan = DataPlan(DataMode.LEASED, b"\x01\x02", 10_000, 512)
     request = JoinRequest(caller(), HELLO, layout, b"hash", plan, 12.5)
     served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, ClusterCall) else [])
-    await failed(served.clusters.Join(to_message(request), timeout=60))
+    await failed(served.clusters.Join(to_message(request), timeout=NO_LIMIT_S))
     assert served.machine.of(ClusterCall)[0].request == request
 
 
 async def test_a_refusal_comes_back_with_code_sentence_and_retry(served: Served) -> None:
     served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, ClusterCall) else [])
     with pytest.raises(grpc.RpcError) as caught:
-        await served.clusters.Leave(to_message(leave()), timeout=60)
+        await served.clusters.Leave(to_message(leave()), timeout=NO_LIMIT_S)
     assert caught.value.code() is grpc.StatusCode.ABORTED
     error = refused_from(caught.value)
     assert isinstance(error, Refused)
@@ -190,7 +191,7 @@ async def test_a_refusal_comes_back_with_code_sentence_and_retry(served: Served)
 async def test_bytes_that_make_no_sense_are_refused_and_change_nothing(
     served: Served, method: str, garbage: bytes
 ) -> None:
-    error = await failed(served.raw(f"/dips.v1.Clusters/{method}")(garbage, timeout=60))
+    error = await failed(served.raw(f"/dips.v1.Clusters/{method}")(garbage, timeout=NO_LIMIT_S))
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.MALFORMED
     assert method in error.sentence
@@ -200,7 +201,7 @@ async def test_bytes_that_make_no_sense_are_refused_and_change_nothing(
 
 
 async def test_a_message_over_the_limit_is_refused_and_the_master_goes_on(served: Served) -> None:
-    error = await failed(served.clusters.Leave(to_message(leave("x" * MAX_MESSAGE_BYTES)), timeout=60))
+    error = await failed(served.clusters.Leave(to_message(leave("x" * MAX_MESSAGE_BYTES)), timeout=NO_LIMIT_S))
     assert isinstance(error, Refused)
     assert "larger than max" in error.sentence
     assert served.machine.of(ClusterCall) == []
@@ -208,7 +209,7 @@ async def test_a_message_over_the_limit_is_refused_and_the_master_goes_on(served
 
 
 async def test_an_unknown_method_is_told_apart_from_garbage(served: Served) -> None:
-    error = await failed(served.raw("/dips.v1.Clusters/Seed")(b"", timeout=60))
+    error = await failed(served.raw("/dips.v1.Clusters/Seed")(b"", timeout=NO_LIMIT_S))
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.PROTOCOL_VERSION
 
@@ -221,7 +222,7 @@ async def test_every_method_of_the_protocol_is_served(served: Served) -> None:
     for service in services:
         for method in service.methods:
             path = f"/{service.full_name}/{method.name}"
-            call = served.raw_stream(path)(timeout=60)
+            call = served.raw_stream(path)(timeout=NO_LIMIT_S)
             await call.write(b"\xff\xff")
             error = await failed(call.read())
             assert isinstance(error, Refused)
@@ -231,7 +232,7 @@ async def test_every_method_of_the_protocol_is_served(served: Served) -> None:
 async def test_a_held_call_is_answered_later(served: Served) -> None:
     push = PushId(ClusterId("a"), Incarnation(1, 1), 4)
     waiting = asyncio.ensure_future(
-        served.clusters.AwaitVerdict(to_message(AwaitVerdictRequest(caller(), push, 5.0)), timeout=30)
+        served.clusters.AwaitVerdict(to_message(AwaitVerdictRequest(caller(), push, 5.0)), timeout=NO_LIMIT_S)
     )
     held = await served.machine.until(ClusterCall)
     assert held.request == AwaitVerdictRequest(caller(), push, 5.0)
@@ -241,12 +242,12 @@ async def test_a_held_call_is_answered_later(served: Served) -> None:
             [Reply(held.token, reply), Reply(event.token, LeaveReply())] if isinstance(event, ClusterCall) else []
         )
     )
-    await served.clusters.Leave(to_message(leave()), timeout=60)
+    await served.clusters.Leave(to_message(leave()), timeout=NO_LIMIT_S)
     assert from_message(await waiting, AwaitVerdictReply) == reply
 
 
 async def test_a_caller_that_hangs_up_is_told_to_the_state(served: Served) -> None:
-    call = served.clusters.Leave(to_message(leave()), timeout=60)
+    call = served.clusters.Leave(to_message(leave()), timeout=NO_LIMIT_S)
     held = await served.machine.until(ClusterCall)
     call.cancel()
     assert await served.machine.until(CallGone) == CallGone(held.token)
@@ -264,7 +265,7 @@ async def test_a_caller_whose_deadline_passes_is_told_to_the_state(served: Serve
 
 async def test_each_beat_of_a_stream_is_one_call_and_gets_one_reply(served: Served) -> None:
     served.reacts(answering)
-    stream = served.clusters.Heartbeat(timeout=30)
+    stream = served.clusters.Heartbeat(timeout=NO_LIMIT_S)
     for steps in (16, 32, 48):
         await stream.write(to_message(HeartbeatRequest(caller(), "training", steps)))
         assert from_message(await stream.read(), HeartbeatReply) == BEAT
@@ -277,7 +278,7 @@ async def test_each_beat_of_a_stream_is_one_call_and_gets_one_reply(served: Serv
 
 async def test_a_refused_beat_ends_the_stream_with_its_reason(served: Served) -> None:
     served.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, ClusterCall) else [])
-    stream = served.clusters.Heartbeat(timeout=30)
+    stream = served.clusters.Heartbeat(timeout=NO_LIMIT_S)
     await stream.write(to_message(HeartbeatRequest(caller())))
     error = await failed(stream.read())
     assert isinstance(error, Refused)
@@ -285,7 +286,7 @@ async def test_a_refused_beat_ends_the_stream_with_its_reason(served: Served) ->
 
 
 async def test_a_garbled_beat_ends_the_stream_and_nothing_else(served: Served) -> None:
-    stream = served.raw_stream("/dips.v1.Clusters/Heartbeat")(timeout=30)
+    stream = served.raw_stream("/dips.v1.Clusters/Heartbeat")(timeout=NO_LIMIT_S)
     await stream.write(b"\xff\xff")
     error = await failed(stream.read())
     assert isinstance(error, Refused)
@@ -297,7 +298,7 @@ async def test_a_hundred_clusters_beat_at_once(served: Served) -> None:
     served.reacts(answering)
 
     async def beat(number: int) -> int:
-        stream = served.clusters.Heartbeat(timeout=60)
+        stream = served.clusters.Heartbeat(timeout=NO_LIMIT_S)
         for steps in range(10):
             await stream.write(to_message(HeartbeatRequest(caller(f"c{number}"), "training", steps)))
             assert from_message(await stream.read(), HeartbeatReply) == BEAT
@@ -416,7 +417,7 @@ def operating(event: Event) -> list[Effect]:
 
 async def test_status_is_answered(served: Served) -> None:
     served.reacts(operating)
-    reply = await served.operator.Status(to_message(StatusRequest("demo")), timeout=60)
+    reply = await served.operator.Status(to_message(StatusRequest("demo")), timeout=NO_LIMIT_S)
     assert from_message(reply, StatusReply).waiting_for == "waiting for slave s1"
     assert served.machine.of(OperatorCall)[0].action == StatusRequest("demo")
 
@@ -436,14 +437,14 @@ async def test_each_action_reaches_the_state_as_itself(
     served: Served, method: str, request_: object, action: object
 ) -> None:
     served.reacts(operating)
-    reply = await getattr(served.operator, method)(to_message(request_), timeout=60)
+    reply = await getattr(served.operator, method)(to_message(request_), timeout=NO_LIMIT_S)
     assert from_message(reply, OperatorReply) == OperatorReply("done")
     assert [call.action for call in served.machine.of(OperatorCall)] == [action]
 
 
 async def test_watch_sends_a_status_for_each_interval(served: Served) -> None:
     served.reacts(operating)
-    stream = served.operator.Watch(to_message(WatchRequest("demo", 0.1)), timeout=30)
+    stream = served.operator.Watch(to_message(WatchRequest("demo", 0.1)), timeout=NO_LIMIT_S)
     for _ in range(3):
         assert from_message(await stream.read(), StatusReply).tokens == 1234
     stream.cancel()
@@ -451,7 +452,7 @@ async def test_watch_sends_a_status_for_each_interval(served: Served) -> None:
 
 async def test_watch_ends_at_once_when_the_master_ends(served: Served) -> None:
     served.reacts(operating)
-    stream = served.operator.Watch(to_message(WatchRequest("demo", 3600)), timeout=30)
+    stream = served.operator.Watch(to_message(WatchRequest("demo", 3600)), timeout=NO_LIMIT_S)
     await stream.read()
     served.executor.stop(Halt(0, "stopped"))
     error = await failed(stream.read())
@@ -461,7 +462,7 @@ async def test_watch_ends_at_once_when_the_master_ends(served: Served) -> None:
 
 @pytest.mark.parametrize("interval_s", [-1.0, 0.001, 1e9, float("nan"), float("inf")])
 async def test_a_watch_interval_that_makes_no_sense_is_refused(served: Served, interval_s: float) -> None:
-    stream = served.operator.Watch(to_message(WatchRequest("demo", interval_s)), timeout=60)
+    stream = served.operator.Watch(to_message(WatchRequest("demo", interval_s)), timeout=NO_LIMIT_S)
     error = await failed(stream.read())
     assert isinstance(error, Refused)
     assert error.code is RefusalCode.MALFORMED
@@ -511,7 +512,7 @@ UNARY = [f"Clusters/{name}" for name in CALLS] + [
 async def test_every_call_passes_its_failpoint(served: Served, path: str) -> None:
     method = path.partition("/")[2]
     with armed(f"master.rpc.before_{method}=note"):
-        error = await failed(served.raw(f"/dips.v1.{path}")(b"\xff\xff", timeout=30))
+        error = await failed(served.raw(f"/dips.v1.{path}")(b"\xff\xff", timeout=NO_LIMIT_S))
         assert isinstance(error, Refused)
         assert error.code is RefusalCode.MALFORMED
         assert hits() == {f"master.rpc.before_{method}": 1}
@@ -520,17 +521,17 @@ async def test_every_call_passes_its_failpoint(served: Served, path: str) -> Non
 async def test_an_answer_can_be_lost_after_the_call_was_decided(served: Served) -> None:
     served.reacts(answering)
     with armed("master.rpc.after_Leave=1*drop"):
-        error = await failed(served.clusters.Leave(to_message(leave("lost")), timeout=30))
+        error = await failed(served.clusters.Leave(to_message(leave("lost")), timeout=NO_LIMIT_S))
         assert isinstance(error, RetryLater)
         assert "a failpoint loses the answer of Leave" in str(error)
-        await served.clusters.Leave(to_message(leave("not lost")), timeout=30)
+        await served.clusters.Leave(to_message(leave("not lost")), timeout=NO_LIMIT_S)
     assert [call.request for call in served.machine.of(ClusterCall)] == [leave("lost"), leave("not lost")]
 
 
 async def test_a_beat_whose_answer_is_lost_ends_its_stream(served: Served) -> None:
     served.reacts(answering)
     beat = to_message(HeartbeatRequest(caller(), "training", 1))
-    stream = served.clusters.Heartbeat(timeout=30)
+    stream = served.clusters.Heartbeat(timeout=NO_LIMIT_S)
     with armed("master.rpc.after_Heartbeat=1*off->drop"):
         await stream.write(beat)
         assert from_message(await stream.read(), HeartbeatReply) == BEAT
@@ -561,7 +562,7 @@ async def test_what_a_slave_says_and_hears_can_be_lost_or_doubled(served: Served
 async def test_a_watch_whose_answer_is_lost_ends(served: Served) -> None:
     status = run_status(clusters=())
     served.reacts(lambda event: [Reply(event.token, status)] if isinstance(event, OperatorCall) else [])
-    watching = served.operator.Watch(to_message(WatchRequest(interval_s=0.1)), timeout=30)
+    watching = served.operator.Watch(to_message(WatchRequest(interval_s=0.1)), timeout=NO_LIMIT_S)
     with armed("master.rpc.after_Watch=1*off->drop;master.rpc.before_Watch=note"):
         assert from_message(await watching.read(), StatusReply) == status
         assert isinstance(await failed(watching.read()), RetryLater)
@@ -574,7 +575,7 @@ async def test_a_watch_whose_answer_is_lost_ends(served: Served) -> None:
 
 async def test_another_executor_is_served_on_the_same_port(served: Served) -> None:
     served.reacts(lambda event: [BeginAgain(9, "a later epoch")])
-    error = await failed(served.clusters.Leave(to_message(leave()), timeout=30))
+    error = await failed(served.clusters.Leave(to_message(leave()), timeout=NO_LIMIT_S))
     assert isinstance(error, Refused)
     assert error.retry_after_s > 0
     assert await served.executor.outcome == BeginAgain(9, "a later epoch")
@@ -582,7 +583,7 @@ async def test_another_executor_is_served_on_the_same_port(served: Served) -> No
     later = MasterShell(machine, MemoryJournal().append_all, served.tape, SystemClock(), tick_s=60.0)
     later.start()
     await served.server.start(later)
-    await served.clusters.Leave(to_message(leave("again")), timeout=30)
+    await served.clusters.Leave(to_message(leave("again")), timeout=NO_LIMIT_S)
     assert machine.of(ClusterCall)[-1].request == leave("again")
     stream = served.attach()
     await stream.write(encode(slave_hello()))

@@ -10,6 +10,7 @@ import pytest
 import zmq
 from support.published_shard import BLOCKS, CHUNK_BYTES, Shard
 from support.slave_wire import LAYOUT, RUN
+from support.waiting import NO_LIMIT_S
 
 from dips.core.clock import SystemClock
 from dips.core.errors import RefusalCode
@@ -46,7 +47,7 @@ class Served:
         info = shard.memory.current.info
         assert info is not None
         self.server.set_readable(shard.memory.readable(), done.set, info.version)
-        done.wait(10)
+        done.wait(NO_LIMIT_S)
         self.digest = info.digest
         self.shard = shard
 

@@ -24,12 +24,13 @@ from support.slave_wire import (
     slave_config,
     slave_here,
 )
+from support.waiting import NO_LIMIT_S
 
 from dips.core.chunks import digest_of_array
 from dips.core.errors import RefusalCode
 from dips.core.ids import RoundId, Version
 from dips.core.layout import Layout, Parameter
-from dips.core.messages import CloseStaging, Commit, Flipped, Prepared, Ready, Retain, Settings, Staged
+from dips.core.messages import CloseStaging, Commit, Flipped, Prepared, Retain, Settings, Staged
 from dips.core.net.data_header import DataOp
 from dips.core.observe.tape import read_tape
 from dips.core.placement import shard_bytes_needed
@@ -62,7 +63,7 @@ class Scene:
         assert await self.link.expect(Staged) == Staged(A, 1, DIGEST)
 
     async def beat_with_refusals(self, at_least: int) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(NO_LIMIT_S):
             while (await self.link.beat(len(self.link.beats))).refused_chunks < at_least:
                 pass
 
@@ -78,10 +79,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
         config = slave_config(tmp_path / "s0", master.address, max_chunk_bytes=MAX_CHUNK_BYTES, tape=tmp_path / "tape")
         async with slave_here(config):
             link = await master.accept()
-            hello = await link.hello()
-            await link.welcome()
-            link.send(configure_for(placement_over("s0")))
-            await link.expect(Ready)
+            hello = await link.configured(configure_for(placement_over("s0")))
             link.send(open_staging(A, 0))
             scene = Scene(link, DataClient(hello.data_endpoint, BLOCKS), hello.data_endpoint)
             first = await scene.client.put_patiently(A, VALUES, scene.client.chunks()[0])
@@ -211,7 +209,7 @@ async def test_a_peer_that_leaves_with_answers_on_the_way_harms_nothing(scene: S
 async def test_pushes_of_a_closed_staging_are_refused(scene: Scene) -> None:
     scene.link.send(CloseStaging(A))
     chunk = scene.client.chunks()[1]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(NO_LIMIT_S):
         while (answer := await scene.client.put(A, VALUES, chunk)).op is DataOp.ACK:
             pass
     assert answer.refusal is not None
@@ -236,7 +234,7 @@ async def test_versions_stay_readable_as_long_as_retained_and_then_are_gone(scen
         assert answer.refusal is not None
         assert answer.refusal.code is RefusalCode.VERSION_GONE
     scene.link.send(Retain(()))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(NO_LIMIT_S):
         while (answer := (await scene.client.get(versions[0], scene.client.chunks()[0]))[0]).op is DataOp.CHUNK:
             pass
     assert answer.refusal is not None
@@ -251,10 +249,9 @@ async def test_a_reader_that_asks_and_never_reads_stops_no_round(tmp_path: Path)
     master = MasterForSlaves(settings=Settings(heartbeat_s=0.1))
     async with master, slave_here(config.model_copy(update={"master": master.address})):
         link = await master.accept()
-        hello = await link.hello()
-        await link.welcome()
-        link.send(configure_for(placement_over("s0", layout=layout), slots=1, layout=layout, pinned_versions=0))
-        await link.expect(Ready)
+        hello = await link.configured(
+            configure_for(placement_over("s0", layout=layout), slots=1, layout=layout, pinned_versions=0)
+        )
         client = DataClient(hello.data_endpoint, list(layout.blocks), 1 << 20)
         link.send(open_staging(A, 0))
         await client.put_all(A, values)
@@ -265,10 +262,7 @@ async def test_a_reader_that_asks_and_never_reads_stops_no_round(tmp_path: Path)
             deaf.connect(hello.data_endpoint)
             for n in range(5):
                 before = Version(1, n - 1) if n else None
-                link.send(prepare_of(RoundId(1, n + 1), Version(1, n), [A], before, scale=0.0))
-                await link.expect(Prepared)
-                link.send(Commit(RoundId(1, n + 1), Version(1, n), b"h", b"{}"))
-                await link.expect(Flipped)
+                await link.publish(prepare_of(RoundId(1, n + 1), Version(1, n), [A], before, scale=0.0))
                 if n == 0:
                     for _ in range(25):
                         for chunk in client.chunks():
@@ -286,25 +280,16 @@ async def test_large_chunks_arrive_whole_while_rounds_go_on(tmp_path: Path) -> N
     master = MasterForSlaves(settings=Settings(heartbeat_s=0.1))
     async with master, slave_here(slave_config(tmp_path / "s0", master.address)):
         link = await master.accept()
-        hello = await link.hello()
-        await link.welcome()
-        link.send(configure_for(placement_over("s0", layout=layout), slots=1, layout=layout))
-        await link.expect(Ready)
+        hello = await link.configured(configure_for(placement_over("s0", layout=layout), slots=1, layout=layout))
         client = DataClient(hello.data_endpoint, list(layout.blocks), 1 << 20)
         link.send(open_staging(A, 0))
         await client.put_all(A, values)
         await link.expect(Staged)
-        link.send(prepare_of(RoundId(1, 1), Version(1, 0), [A], None))
-        await link.expect(Prepared)
-        link.send(Commit(RoundId(1, 1), Version(1, 0), b"h", b"{}"))
-        await link.expect(Flipped)
+        await link.publish(prepare_of(RoundId(1, 1), Version(1, 0), [A], None))
         reader = DataClient(hello.data_endpoint, list(layout.blocks), 1 << 20)
         for n in range(1, 5):
             pulling = asyncio.create_task(reader.pull(Version(1, n - 1)))
-            link.send(prepare_of(RoundId(1, n + 1), Version(1, n), [A], Version(1, n - 1), scale=0.0))
-            await link.expect(Prepared)
-            link.send(Commit(RoundId(1, n + 1), Version(1, n), b"h", b"{}"))
-            await link.expect(Flipped)
+            await link.publish(prepare_of(RoundId(1, n + 1), Version(1, n), [A], Version(1, n - 1), scale=0.0))
             np.testing.assert_array_equal(await pulling, values)
         client.close()
         reader.close()

@@ -19,7 +19,6 @@ from safetensors.numpy import load_file
 from support.master_for_slaves import MasterForSlaves, SlaveLink
 from support.slave_wire import (
     LAYOUT,
-    WAIT_S,
     DataClient,
     configure_for,
     open_staging,
@@ -29,6 +28,7 @@ from support.slave_wire import (
     slave_config,
     slave_here,
 )
+from support.waiting import NO_LIMIT_S
 
 from dips.core.chunks import digest_of_array
 from dips.core.errors import RefusalCode
@@ -94,7 +94,7 @@ class Attached:
         await self.link.expect(Flipped)
 
     async def until_durable(self, version: Version) -> None:
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(NO_LIMIT_S):
             while (await self.link.beat(len(self.link.beats))).durable != version:
                 pass
 
@@ -297,7 +297,7 @@ class SlowDisk:
 
         def overwrite(disk: LocalDisk, *what: Any) -> None:
             self.writing.set()
-            assert self.go_on.wait(WAIT_S)
+            assert self.go_on.wait(NO_LIMIT_S)
             real(disk, *what)
 
         monkeypatch.setattr(LocalDisk, "overwrite", overwrite)
@@ -307,12 +307,12 @@ async def test_a_version_that_is_on_the_disk_is_told_without_waiting_for_the_nex
     late_master: MasterForSlaves, config: SlaveConfig
 ) -> None:
     """The master begins no round while disks are too far behind, as far as it knows."""
-    late_master.settings = replace(late_master.settings, heartbeat_s=10 * WAIT_S)
+    late_master.settings = replace(late_master.settings, heartbeat_s=10 * NO_LIMIT_S)
     async with slave_here(serving(config, late_master)):
         slave, n_beats = await seeded(late_master, 1), 0
         for v in (1, 2):
             await slave.step(v)
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(NO_LIMIT_S):
                 while (await slave.link.beat(n_beats)).durable != Version(1, v):
                     n_beats += 1
         slave.client.close()
@@ -326,7 +326,7 @@ async def test_async_rounds_run_ahead_of_the_disk_by_one_and_never_write_what_is
     async with slave_here(here):
         slave = await seeded(late_master, 1)
         await slave.step(1)
-        assert await asyncio.to_thread(disk.writing.wait, WAIT_S)
+        assert await asyncio.to_thread(disk.writing.wait, NO_LIMIT_S)
         push = await slave.push(2)
         slave.link.send(prepare_of(RoundId(1, 3), Version(1, 2), [push], Version(1, 1), scale=0.5))
         # Version 0 is still on its way to the disk: its momentum is where that of version 2 would be written.

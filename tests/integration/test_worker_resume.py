@@ -17,7 +17,7 @@ from support.trainer_models import Model, same_cut
 
 import dips
 from dips.core.errors import ConfigError
-from dips.core.ids import Incarnation, Version
+from dips.core.ids import Version
 from dips.core.layout import Layout
 from dips.core.messages import BeginPushRequest, DataMode, DataPlan, VerdictKind
 from dips.core.observe import failpoints
@@ -54,7 +54,7 @@ def driver(
 
 
 def wait_for(run: RunForWorkers, what: Callable[[], bool]) -> None:
-    run.wait_for(what, within_s=90.0)
+    run.wait_for(what)
 
 
 def train(client: ClusterShell, model: FlatModel, steps: int) -> None:
@@ -85,66 +85,6 @@ def die(client: ClusterShell) -> None:
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_tape(folder / "tape") if event["kind"] == kind]
-
-
-def test_the_next_life_has_the_parameters_to_the_bit_and_its_work(run: RunForWorkers, tmp_path: Path) -> None:
-    model = FlatModel(1)
-    client = driver(run, model, tmp_path)
-    client.start()
-    assert not client.resumed
-    train(client, model, 3)
-    checkpoint(run, client, tmp_path)
-    saved = model.theta.copy()
-    train(client, model, 1)
-    die(client)
-    assert run.leaves == []
-
-    run.verdicts.clear()
-    run.fence = 0  # the push that was made after the checkpoint came to nothing
-    run.version = Version(1, 0)
-    again = FlatModel(2)
-    with driver(run, again, tmp_path) as client:
-        assert client.resumed
-        assert again.theta.tobytes() == saved.tobytes()
-        assert run.joins[-1].caller.incarnation == Incarnation(1, 1)
-        assert client.progress == client.tokens_global + 3 * TOKENS
-        train(client, again, 1)
-        assert (run.pushes[-1].steps, run.pushes[-1].tokens) == (4, 400)
-        assert run.pushes[-1].seq == 2, "number 1 was written down when it was used"
-        assert np.array_equal(run.theta_of(next(reversed(run.verdicts))), saved + 1)
-    (resumed,) = records(tmp_path, "resumed")
-    assert (resumed["base"], resumed["seq"], resumed["incarnation"]) == ("1:0", 0, "1.1")
-
-
-def test_a_push_that_was_applied_meanwhile_is_rebased_from_its_saved_parameters(
-    run: RunForWorkers, tmp_path: Path
-) -> None:
-    run.settings = replace(run.settings, verdict_wait_s=0.0)
-    known = threading.Event()
-    run.decide = lambda push: VerdictKind.APPLIED if known.is_set() else None
-    model = FlatModel(1)
-    client = driver(run, model, tmp_path)
-    client.start()
-    train(client, model, 4)
-    pushed = model.theta.copy()
-    wait_for(run, lambda: client.phase == "AWAITING" or _settled(client))
-    later = model.theta.copy()
-    train(client, model, 2)
-    later += 2
-    checkpoint(run, client, tmp_path)
-    assert np.array_equal(model.theta, later)
-    push = client._session.pushing.open
-    assert push is not None
-    die(client)
-
-    known.set()
-    other = FlatModel(9).theta  # what the round made of it
-    run._apply(push.id, VerdictKind.APPLIED)
-    run.publish(other)
-    again = FlatModel(2)
-    with driver(run, again, tmp_path) as client:
-        wait_for(run, lambda: client.version == run.version or _settled(client))
-        assert np.array_equal(again.theta, other + (later - pushed))
 
 
 def _settled(client: ClusterShell) -> bool:
@@ -207,22 +147,6 @@ def test_a_bfloat16_model_pushes_its_steps_alone_also_after_a_rebase_and_a_resta
     client.close()
 
 
-def test_leases_are_kept_as_far_as_the_master_lets_them(run: RunForWorkers, tmp_path: Path) -> None:
-    model = FlatModel(1)
-    client = driver(run, model, tmp_path, LEASED)
-    client.start()
-    (lent,) = client.lease(400)
-    client.step(100, [replace(lent, end_tokens=100)])
-    checkpoint(run, client, tmp_path)
-    die(client)
-    with driver(run, FlatModel(2), tmp_path, LEASED) as client:
-        rest = replace(lent, begin_tokens=100)
-        assert run.joins[-1].held_ranges == (replace(lent, end_tokens=100), rest)
-        assert client.lease(50) == [rest], "what is left of the lease comes first"
-        client.step(300, [rest])
-        assert client.progress == 400
-
-
 def test_a_push_begins_only_when_its_record_is_on_disk(run: RunForWorkers, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
 
@@ -261,67 +185,6 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
         train(client, model, 4)
         assert client.version == Version(1, 1)
     assert "no space left; training goes on" in caplog.text
-
-
-def test_a_damaged_checkpoint_falls_back_with_a_sentence(
-    run: RunForWorkers, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = FlatModel(1)
-    client = driver(run, model, tmp_path)
-    client.start()
-    train(client, model, 1)
-    checkpoint(run, client, tmp_path)
-    first = model.theta.copy()
-    train(client, model, 1)
-    checkpoint(run, client, tmp_path)
-    die(client)
-    newest = max((tmp_path / "checkpoints").glob("*.safetensors"))
-    newest.write_bytes(newest.read_bytes()[:-7])
-    again = FlatModel(2)
-    with caplog.at_level(logging.WARNING), driver(run, again, tmp_path):
-        assert again.theta.tobytes() == first.tobytes()
-    assert "it is torn; trying the one before it" in caplog.text
-
-
-def test_without_a_checkpoint_resuming_starts_anew_unless_one_is_required(run: RunForWorkers, tmp_path: Path) -> None:
-    with driver(run, FlatModel(1), tmp_path) as client:
-        assert not client.resumed
-    client = driver(run, FlatModel(1), tmp_path, resume_required=True)
-    with pytest.raises(ConfigError, match="one is required"):
-        client.start()
-    client.close()
-    assert len(run.joins) == 1, "nobody was asked"
-
-
-def test_a_checkpoint_of_another_cluster_is_refused_before_anybody_is_asked(run: RunForWorkers, tmp_path: Path) -> None:
-    model = FlatModel(1)
-    client = driver(run, model, tmp_path)
-    client.start()
-    checkpoint(run, client, tmp_path)
-    die(client)
-    again = FlatModel(2)
-    client = driver(run, again, tmp_path, cluster_id="b")
-    with pytest.raises(ConfigError, match="of cluster a, this is cluster b"):
-        client.start()
-    client.close()
-    assert len(run.joins) == 1
-    assert np.array_equal(again.theta, FlatModel(2).theta)
-
-
-def test_a_lost_version_is_given_back_to_the_bit(run: RunForWorkers, tmp_path: Path) -> None:
-    model = FlatModel(1)
-    with driver(run, model, tmp_path) as client:
-        train(client, model, 2)
-        run.donate = Version(1, 0)
-        wait_for(run, lambda: any(push.donates for push in run.pushes) or _settled(client))
-        run.donate = None
-        wait_for(run, lambda: bool(run.verdicts) or _settled(client))
-        donated = next(iter(run.verdicts))
-        assert run.theta_of(donated).tobytes() == FlatModel(7).theta.tobytes()
-        assert run.pushes[0].donates == Version(1, 0)
-        wait_for(run, lambda: client.version == run.version or _settled(client))
-        assert model.theta.tobytes() == FlatModel(7).theta.tobytes(), "its own steps are dropped"
-    assert [record["version"] for record in records(tmp_path, "donated")] == ["1:0"]
 
 
 # ---- a user's own loop ----

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from support.run_for_workers import CHUNK_BYTES, RUN, DataSlave, FlatModel, RunForWorkers, part_of
+from support.run_for_workers import (
+    CHUNK_BYTES,
+    RUN,
+    DataSlave,
+    FlatModel,
+    RunForWorkers,
+    part_of,
+    until_version_changes,
+)
 
 from dips.core.chunks import Chunk, chunks_of, digest_of_array
 from dips.core.clock import SystemClock
@@ -249,11 +256,7 @@ def test_a_push_that_training_does_not_wait_for_any_more_goes_on_from_a_copy(run
         client.step(100)
         moved = model.theta.copy()
         released.set()
-        end_s = time.monotonic() + 60
-        while client.version == Version(1, 0):
-            assert time.monotonic() < end_s, "the push never arrived"
-            client.step(100)  # a step that changes nothing
-            time.sleep(0.01)
+        until_version_changes(client)
         assert run.theta_of(next(iter(run.verdicts))).tobytes() == pushed.tobytes()
         assert model.theta.tobytes() == (pushed + (moved - pushed)).tobytes()
 
@@ -289,35 +292,4 @@ def test_a_loop_that_interrupts_its_wait_and_goes_on_changes_nothing_of_its_push
         client.step(100)
         assert client.version == Version(1, 1)
         assert run.theta_of(next(iter(run.verdicts))).tobytes() == pushed.tobytes()
-        assert model.theta.tobytes() == (pushed + (moved - pushed)).tobytes()
-
-
-@pytest.mark.usefixtures("common")
-@pytest.mark.parametrize("kind", [FlatModel, LiveModel])
-def test_training_that_goes_on_while_a_version_lands_keeps_its_steps(run: RunForWorkers, kind: type[FlatModel]) -> None:
-    """In the waiting mode a pull lands where theta_at_push was; when the wait is over first, that is saved in time."""
-    run.settings = replace(run.settings, verdict_wait_s=0.5)
-    released = threading.Event()
-    busy = Refusal(RefusalCode.BUSY, "not now", 0.05)
-    model = kind(1)
-    with ClusterShell(config(run), model, model.layout(), DataPlan(DataMode.OWN)) as client:
-        for slave in run.slaves:
-            slave.hook = lambda h: busy if h.op is DataOp.GET_CHUNK and not released.is_set() else None
-        for _ in range(4):
-            model.theta += 1
-            client.step(100)
-        end_s = time.monotonic() + 60
-        while part_of(client).vectors.n_vectors < 3:  # the wait was over before the version was there
-            assert time.monotonic() < end_s, "training waited for a pull longer than it may"
-            client.step(100)
-            time.sleep(0.01)
-        pushed = model.theta.copy()
-        model.theta += 3
-        client.step(100)
-        moved = model.theta.copy()
-        released.set()
-        while client.version == Version(1, 0):
-            assert time.monotonic() < end_s + 60, "the version never landed"
-            client.step(100)  # a step that changes nothing
-            time.sleep(0.01)
         assert model.theta.tobytes() == (pushed + (moved - pushed)).tobytes()

@@ -13,6 +13,7 @@ import pytest
 import zmq
 import zmq.backend
 from numpy.typing import NDArray
+from support.waiting import until
 
 from dips.core.math.simd_numba import address, address_of, atomic_get, compiled
 from dips.core.net import zmq_numba
@@ -163,8 +164,7 @@ def test_a_payload_is_sent_from_its_own_memory_and_counted_when_it_is_free(ends:
     for _ in range(10):
         _, *frames = router.recv_multipart()
         assert frames == [header.tobytes(), payload.tobytes()]
-    while given_back(counter) < 10:
-        time.sleep(0.001)
+    until(lambda: given_back(counter) == 10, "all memory is given back")
     dealer.close(linger=0)
     assert given_back(counter) == 10
 
@@ -176,8 +176,7 @@ def test_what_a_closed_socket_had_not_sent_is_given_back(context: zmq.Context[So
         for _ in range(5):
             send(dealer.underlying, np.zeros(8, np.uint8), payload, FREED, counter, new_messages(1))
         dealer.close(linger=0)
-    while given_back(counter) < 5:
-        time.sleep(0.001)
+    until(lambda: given_back(counter) == 5, "all memory is given back")
 
 
 def test_poll_says_which_of_sockets_and_files_have_something(ends: tuple[Socket, Socket]) -> None:

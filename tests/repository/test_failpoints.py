@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from support.fault_plan import ARROWS
-from support.kill_run import ROUND_FAILPOINTS
 from support.repository import SOURCE, modules
 
 import dips.sim.seed_run  # imports every state machine, and so every table  # noqa: F401
@@ -225,4 +224,4 @@ def test_the_transitions_that_faults_are_planned_at_are_in_a_table() -> None:
         for table in machine.tables()
         for start, name, _ in table.arrows()
     }
-    assert {*ARROWS, *ROUND_FAILPOINTS} <= arrows
+    assert {*ARROWS} <= arrows

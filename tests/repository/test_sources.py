@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import tiers
 from support.repository import ROOT, texts
 
 # What only its author understands: places on one machine, numbers of a tracker, and notes to self.
@@ -52,8 +53,8 @@ def test_unit_tests_never_sleep() -> None:
     assert not [str(path.relative_to(ROOT)) for path in unit if asleep.search(path.read_text())]
 
 
-def test_what_is_to_come_first_is_there() -> None:
-    names = (ROOT / "tests" / "longest_first.txt").read_text().splitlines()
-    assert names
-    assert [name for name in names if not (ROOT / name).is_file()] == []
-    assert len(set(names)) == len(names)
+def test_tiers_name_files_that_are_there() -> None:
+    named = {*tiers.LANDING, *tiers.FIRST, *tiers.NO_TIER, tiers.ON_DISK}
+    assert not [name for name in named if not (ROOT / name).exists()]
+    commands = [name for of_tier in tiers.COMMANDS.values() for name in of_tier]
+    assert all(any(name.startswith(begin) for name in commands) for begin in tiers.PATIENT)

@@ -1,121 +1,185 @@
-"""The benchmarks of whole rounds run, and measure what they say: small ones, of which only the form is judged."""
+"""The benchmarks run, small, and measure what they say. How much is measured is not for a busy machine of tests."""
 
 from __future__ import annotations
 
 import json
+import math
 import runpy
 import subprocess
-import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.papers import SOURCES_OF_DI_PS
+from support import live
+from support.dips_command import run_python
+from support.rank_script import PATHS
 from support.repository import ROOT
 
+from dips.planner.adapter.play import MONITOR_NS
+from dips.sim.scale.scenario import load_scenario
+
 BENCHMARKS = ROOT / "benchmarks"
-WAIT_S = 500
 NOT_POSSIBLE = 2
 WORK = runpy.run_path(str(BENCHMARKS / "peers" / "work.py"))
 SWITCHES = runpy.run_path(str(BENCHMARKS / "peers" / "switches.py"))["ROWS"]
 
+SMALL: dict[str, tuple[tuple[str, ...], str]] = {
+    "ablation": (("--quick", "--rows", "receipts", "--streams", "1", "2"), "push_s"),
+    "adapter": (("--pipelines", "12"), "observation_us"),
+    "calibration": (("--quick", "--repeats", "2", "--operation-ms", "20"), "measured_s"),
+    "checkpoint": (("--quick",), "median_s"),
+    "ends": (("--quick",), "cpu_s_per_gb"),
+    "exchange": (("--quick",), "exchange_s"),
+    "goodput": (("--quick", "--systems", "plain,dips", "--conditions", "a"), "share"),
+    "links": (
+        ("--parts", "far", "--far-mib", "8", "--far-mbit", "100", "--delay-ms", "5", "--repeats", "1"),
+        "payload_of_the_link",
+    ),
+    "planner": (("--quick", "--repeats", "1"), "ops_per_s"),
+    "ranks": (("--quick",), "push_s"),
+    "recovery": (("--quick", "--faults", "slave", "--elems", "20000"), "median_s"),
+    "scaling": (("--quick", "--kinds", "even"), "share_of_ideal"),
+    "schedule": (("--quick",), "mean"),
+    "shared_stage": (("--repeats", "1", "--row-ms", "1"), "median_s"),
+    "simulation": (("--quick",), "real"),
+    "snapshot": (("--quick",), "prepare_s"),
+    "storm": (("--quick",), "calls"),
+    "sync": (("--quick", "--peers", "tcp,plain", "--only-async"), "best_s"),
+    "transfer": (("--quick", "--mib", "4", "--repeats", "1", "--tensors", "3"), "gbytes_per_s"),
+    "update": (("--quick",), "median_s"),
+}
+"""The options of a small one, and a number of its report that is more than none."""
 
-def run(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def results(name: str, *options: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(str(BENCHMARKS / name), "--quick", "--json", *options))
-    return found
-
-
-def test_a_round_beside_a_plain_server_and_raw_tcp() -> None:
-    """Each result stands for rounds whose outcome the benchmark has compared with the closed form."""
-    found = results("bench_sync.py", "--peers", "tcp,plain", "--only-async")
-    rows = {row["name"]: row for row in found["results"]}
-    assert list(rows) == ["dips", "tcp", "plain"]
-    assert not found["left_out"]
-    for row in rows.values():
-        assert row["rounds"] == 2
-        assert 0 < row["best_s"] <= row["slowest_s"]
-        assert row["fastest_s"] <= row["slowest_s"]
-        assert row["resident_bytes"].keys() >= {"c0", "c1", "s0", "s1"}
-        assert row["measured"] == 2
-        assert all(stage["wall_s"] >= 0 for stage in row["stages"])
-        assert sum(stage["wall_s"] for stage in row["stages"]) > 0.999 * row["best_s"]
-        assert row["stages"][0]["cpu_s"].keys() == {"clusters", "slaves", "others"}
-    assert rows["dips"]["ratio"] == 1.0
-    assert [stage["name"] for stage in rows["dips"]["stages"]][:3] == [
-        *("copy out of the model", "begin push (call)", "send")
-    ]
-    assert [stage["name"] for stage in rows["plain"]["stages"]] == ["the whole round"]
-    assert found["ratios"].keys() == {"dips: time of tcp's", "dips: cpu of tcp's"}
+RARE = {"ablation", "ranks"}
 
 
-def test_scaling_counts_steps_and_merged_pushes() -> None:
-    (row,) = results("bench_scaling.py", "--kinds", "even")["results"]
-    assert row["clusters"] == 2
-    assert row["rounds"] >= 1
-    assert 0 < row["share_of_ideal"] <= 1.001
-    assert 0 < row["applied"] <= 1
+def bench(name: str, *options: object) -> subprocess.CompletedProcess[str]:
+    with live.run(live.HEAVY):
+        return run_python(BENCHMARKS / f"bench_{name}.py", *options, PYTHONPATH=PATHS)
 
 
-def test_several_ends_are_compared_with_one_pair() -> None:
-    rows = results("bench_ends.py")["results"]
-    assert [(row["way"], row["slaves"], row["clusters"]) for row in rows] == [("push", 2, 2), ("pull", 2, 2)]
-    assert all(row["cpu_s_per_gb"] > 0 and row["of_one_pair"] > 0 and row["gbytes_per_s"] > 0 for row in rows)
-
-
-def test_exchanges_of_two_ranks_are_compared_with_memory_and_gloo() -> None:
-    found = results("bench_exchange.py")
-    rows = {(row["kind"], row["way"]): row for row in found["results"]}
-    assert list(rows) == [(kind, way) for kind in ("ddp", "fsdp", "tp") for way in ("collect", "spread")]
-    assert all(row["exchange_s"] > 0 and row["of_floor"] > 0 for row in rows.values())
-    assert rows["ddp", "collect"]["sent"] == 0
-    assert rows["ddp", "spread"]["sent"] == 1
-    assert all(1 <= plan["largest"] < 1.5 and plan["n_copies"] > 0 for plan in found["plans"])
-
-
-@pytest.mark.endurance
-def test_ranks_have_links_of_their_own() -> None:
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "bench_ranks.py"), "--quick", "--json"],
-        cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False,
-    )  # fmt: skip
+def report(name: str, folder: Path) -> dict[str, Any]:
+    kept = {"goodput": ("--results", folder), "simulation": ("--setups", folder)}.get(name, ())
+    done = bench(name, *SMALL[name][0], *kept, "--json")
     if done.returncode == NOT_POSSIBLE:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    assert {finding.place for finding in SOURCES_OF_DI_PS["ranks"].findings(found)} == {"Table 2"}
-    one, two = found["results"]
-    assert (one["ranks"], two["ranks"]) == (1, 2)
-    for row in (one, two):
-        assert row["rounds"] == 2
-        assert row["push_s"] > 0
-        assert row["pull_s"] > 0
-        assert 0 < row["added_bytes"] < row["alone_bytes"]
-    assert one["push_faster"] == one["pull_faster"] == 1
-    assert two["push_faster"] > 0
-    assert two["model_bytes"] < one["model_bytes"]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
-@pytest.mark.endurance
-def test_an_ablation_has_flows_and_rounds() -> None:
-    found = results("bench_ablation.py", "--rows", "receipts", "--streams", "1", "2")
-    assert {(flow["way"], flow["streams"]) for flow in found["flows"]} == {
-        (way, streams) for way in ("gRPC", "ZeroMQ") for streams in (1, 2)
-    }
-    assert [row["off"] for row in found["rounds"]] == ["all on", "receipts"]
-    assert all(row["push_s"] > 0 and row["pull_s"] > 0 for row in found["rounds"])
+def leaves(found: object, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(found, dict):
+        for name, value in found.items():
+            yield from leaves(value, name)
+    elif isinstance(found, list):
+        for value in found:
+            yield from leaves(value, key)
+    else:
+        yield key, found
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in RARE else []) for name in SMALL]
+)
+def test_a_small_one_runs_and_measures(name: str, tmp_path: Path) -> None:
+    found = report(name, tmp_path)
+    numbers = [value for key, value in leaves(found) if key == SMALL[name][1]]
+    assert numbers
+    assert all(value > 0 for value in numbers)
+    assert all(math.isfinite(value) for _, value in leaves(found) if isinstance(value, float))
+    if name in CHECKED:
+        CHECKED[name](found, tmp_path)
+
+
+# ---- what holds on any machine ----
+
+
+def _adapter(found: dict[str, Any], folder: Path) -> None:
+    assert found["observation_us"] > 0, MONITOR_NS
+    for row in found["traces"]:
+        assert min(value for key, value in row.items() if key not in ("overhead_ms", "order", "message")) > 0.999
+    assert all(row["beyond_stated_cost"] == 0 for row in found["random"])
+
+
+def _calibration(found: dict[str, Any], folder: Path) -> None:
+    for row in (found["calibrated_on"], *found["others"]):
+        assert row["calibrated_s"] >= row["uncalibrated_s"] > 0
+        assert row["calibrated_error"] == pytest.approx(row["measured_s"] / row["calibrated_s"] - 1)
+
+
+def _exchange(found: dict[str, Any], folder: Path) -> None:
+    sent = {row["way"]: row["sent"] for row in found["results"] if row["kind"] == "ddp"}
+    assert sent == {"collect": 0, "spread": 1}
+
+
+def _goodput(found: dict[str, Any], folder: Path) -> None:
+    for cell in found["cells"]:
+        assert cell["score"]["counted_twice"] == 0
+        assert cell["score"]["own_count"] == cell["score"]["counted"] > 0
+    again = bench("goodput", *SMALL["goodput"][0], "--results", folder, "--figure", folder / "shares.png")
+    assert (again.returncode, again.stderr) == (0, ""), "what was measured is kept"
+    assert (folder / "shares.png").read_bytes().startswith(b"\x89PNG")
+    other = bench("goodput", *SMALL["goodput"][0], "--results", folder, "--inner-steps", 16)
+    assert other.returncode == 1
+    assert "delete it" in other.stderr
+
+
+def _shared_stage(found: dict[str, Any], folder: Path) -> None:
+    rows = {row["name"]: row for row in found["rows"]}
+    assert all(row["median_s"] >= row["bound_s"] for row in rows.values())
+    bounds = [rows[f"zb_h1, {way}"]["bound_s"] for way in ("fast alone", "slow alone", "both, 1:1", "both, 2:1")]
+    assert [bound / bounds[0] for bound in bounds] == pytest.approx([1, 2, 1, 2 / 3])
+
+
+def _simulation(found: dict[str, Any], folder: Path) -> None:
+    scenario = load_scenario(folder / "equal-waiting.toml")
+    assert [cluster.id for cluster in scenario.clusters] == ["c0", "c1"]
+
+
+def _storm(found: dict[str, Any], folder: Path) -> None:
+    """Nobody is lost, and nothing fails."""
+    rows = {row["name"]: row for row in found["results"]}
+    assert all(row["failed_calls"] == 0 for row in rows.values()), rows
+    assert rows["joins"]["joined"] == rows["joins"]["alive_at_the_end"] == 20
+    assert rows["garbage"]["alive"]
+    for name in ("master", "slave"):
+        assert rows["garbage"][name]["connected"] == 500
+        assert rows["garbage"][name]["files_afterwards"] < 100
+    assert rows["link"]["pushes_applied"] >= 1
+
+
+CHECKED: dict[str, Callable[[dict[str, Any], Path], None]] = {
+    "adapter": _adapter, "calibration": _calibration, "exchange": _exchange, "goodput": _goodput,
+    "shared_stage": _shared_stage, "simulation": _simulation, "storm": _storm,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "known"),
+    [
+        ("goodput", ("--systems", "fastest"), "torchft-streaming"),
+        ("links", ("--parts", "near"), "far, slow, narrow, mixed"),
+        ("recovery", ("--faults", "flood"), "slave, master, cluster, silent, hung"),
+        ("simulation", ("--cases", "fastest"), "slow-defaults"),
+        pytest.param(
+            "device", ("--quick",), "PyTorch finds no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused_with_a_sentence(name: str, options: tuple[str, ...], known: str) -> None:
+    done = bench(name, *options)
+    assert done.returncode == NOT_POSSIBLE
+    assert known in done.stderr
 
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_what_a_switch_replaces_is_there(name: str) -> None:
-    assert run(str(BENCHMARKS / "peers" / "switches.py"), name, "--version").strip()
+    done = run_python(BENCHMARKS / "peers" / "switches.py", name, "--version")
+    assert (done.returncode, bool(done.stdout.strip())) == (0, True), done.stderr
 
 
 # ---- the work that is compared ----
@@ -141,29 +205,3 @@ def test_the_closed_form_is_torchs_outer_step() -> None:
         outer.step()
     wanted = WORK["expected"](first, tensor_of, clusters, turns)
     assert theta.tolist() == pytest.approx(wanted, abs=1e-12)
-
-
-@pytest.mark.parametrize("name", ["checkpoint", "schedule", "snapshot", "update"])
-def test_small_sizes_are_measured(name: str) -> None:
-    """Every measured time, and every slowdown, is more than none."""
-    measured = {"median_s", "pause_s", "write_s", "prepare_s", "commit_s", "mean", "worst"}
-    numbers = [value for key, value in leaves(results(f"bench_{name}.py")) if key in measured]
-    assert numbers
-    assert all(value > 0 for value in numbers)
-
-
-def leaves(found: object, key: str = "") -> list[tuple[str, Any]]:
-    if isinstance(found, dict):
-        return [leaf for name, value in found.items() for leaf in leaves(value, name)]
-    if isinstance(found, list):
-        return [leaf for value in found for leaf in leaves(value, key)]
-    return [(key, found)]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_there_is_one_sentence() -> None:
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "bench_device.py"), "--quick"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == NOT_POSSIBLE
-    assert done.stderr == "bench_device cannot run here: PyTorch finds no CUDA device\n"

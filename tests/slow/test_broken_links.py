@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import zmq
-from support.whole_run import wait_until
+from support.waiting import NO_LIMIT_S, until
 
 from dips.core.clock import SystemClock
 from dips.core.ids import Version
@@ -17,13 +16,9 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import PlacementSpec, PullGrant, SlaveAddress
 from dips.core.net.carriers import Common, LoopChoice, carry_pull
 from dips.core.net.slave_sockets import SlaveSockets
-from dips.core.net.transfer import TURNED_AWAY_S, TransferSettings
-
-SILENCE_S = 20.0
-"""Two of these would pass before an answer that does not come is given up."""
+from dips.core.net.transfer import TransferSettings
 
 LAYOUT = Layout((Parameter("w", (1000,), "float32", "w"),))
-FAST_S = TURNED_AWAY_S + 4.0
 
 
 @pytest.fixture
@@ -43,7 +38,7 @@ class Mute:
         self.placement = PlacementSpec((SlaveAddress("s0", f"tcp://127.0.0.1:{port}"),), (0,), b"p")
 
     def hears(self) -> bool:
-        return bool(self._router.poll(10_000))
+        return bool(self._router.poll(int(1000 * NO_LIMIT_S)))
 
     def die(self) -> None:
         self._router.close(linger=0)
@@ -65,21 +60,21 @@ def test_a_link_says_that_its_slave_is_gone(context: zmq.Context[zmq.Socket[byte
         told.extend(links.turned_away())
         return bool(told)
 
-    wait_until(gone, "the link says nothing", FAST_S)
+    until(gone, "the link says so")
     links.close()
     assert told[0][0] == "s0"
     assert "has ended" in told[0][1]
 
 
 @pytest.mark.parametrize("loop", ["python", "compiled"])
-def test_a_transfer_from_a_slave_that_died_is_given_up_long_before_its_silence(
+def test_a_transfer_from_a_slave_that_died_is_given_up_without_its_silence(
     context: zmq.Context[zmq.Socket[bytes]], loop: LoopChoice
 ) -> None:
     slave = Mute()
     grant = PullGrant(
         Version(1, 1), 0, 1, slave.placement, (0,), (("s0", b"d"),), 0, 0, None, 4096, 1, "run"
     )  # fmt: skip
-    settings = TransferSettings(4096, 4, SILENCE_S, 10 * SILENCE_S)
+    settings = TransferSettings(4096, 4, NO_LIMIT_S, NO_LIMIT_S)  # its silence would last longer than this test
     common = Common("run", 1, "cause", LAYOUT, settings, loop=loop)
 
     def hear_and_die() -> None:
@@ -88,10 +83,8 @@ def test_a_transfer_from_a_slave_that_died_is_given_up_long_before_its_silence(
 
     killer = threading.Thread(target=hear_and_die)
     killer.start()
-    began_s = time.monotonic()
     flat = np.zeros(LAYOUT.n_elems, np.float32)
     transfer = carry_pull(context, common, flat, grant, SystemClock(), threading.Event())
     killer.join()
     assert not transfer.done
     assert "has ended" in transfer.failure
-    assert time.monotonic() - began_s < FAST_S < SILENCE_S

@@ -16,6 +16,7 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 from support.keyed_port import RUN, V0, KeyedPort, fresh_context, push_id
+from support.waiting import NO_LIMIT_S
 
 from dips.core.chunks import Chunk, chunks_of, digest_of_array
 from dips.core.clock import SystemClock
@@ -381,7 +382,7 @@ class Rank:
         raise AssertionError(f"{event} was delivered for a part")
 
     def end(self) -> PartEnd:
-        return self.ends.get(timeout=60.0)
+        return self.ends.get(timeout=NO_LIMIT_S)
 
 
 TIMES = Times(5.0, 1.0, 5.0, 20.0, 60.0, 5.0)

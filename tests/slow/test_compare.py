@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.dips_command import children, dips, dips_started, ended, is_running, until
+from support.dips_command import children, dips, dips_started, ended, is_running
+from support.waiting import until
 
 SHORT = """
 [run]
@@ -44,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compared(folder: Path, methods: str, *more: str) -> dict[str, Any]:
     wish = ["--setup", folder / "short.toml", "--run-dir", folder / "run", "--jobs", 2, "--json"]
-    told = dips("compare", "--methods", methods, *wish, *more, timeout_s=500)
+    told = dips("compare", "--methods", methods, *wish, *more)
     assert told.returncode == 0, told.stderr[-4000:]
     loaded: dict[str, Any] = json.loads(told.stdout)
     assert loaded == json.loads((folder / "run" / "compare.json").read_text())
@@ -126,11 +127,11 @@ def test_ctrl_c_ends_everything(folder: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     wish = ["--setup", folder / "short.toml", "--run-dir", tmp_path / "run", "--methods", "dips", "--tokens", "50M"]
     with dips_started("compare", *wish, log=log) as process:
-        until(lambda: "1 to do" in log.read_text() and len(children(process.pid)) >= 2, "a run on its way", log=log)
+        until(lambda: "1 to do" in log.read_text() and len(children(process.pid)) >= 2, "a run on its way", log)
         started = children(process.pid)
         process.send_signal(signal.SIGINT)
-        assert ended(process, 30, log) == 130
-    until(lambda: not any(is_running(pid) for pid in started), "the end of its processes", log=log)
+        assert ended(process, log) == 130
+    until(lambda: not any(is_running(pid) for pid in started), "the end of its processes", log)
     said = log.read_text()
     assert "interrupted: the run had not ended" in said
     assert "Traceback" not in said

@@ -24,7 +24,7 @@ def demo_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def report(demo_dir: Path) -> dict[str, Any]:
     wish = ["--clusters", 2, "--minutes", 0.5, "--data", TEXT, "--json"]
-    told = dips("demo", "--run-dir", demo_dir, *wish, timeout_s=400)
+    told = dips("demo", "--run-dir", demo_dir, *wish)
     assert told.returncode == 0, told.stderr[-4000:]
     loaded: dict[str, Any] = json.loads(told.stdout)
     assert loaded == json.loads((demo_dir / "report.json").read_text())

@@ -6,43 +6,31 @@ and the keys of the objects, and nothing else.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.api_stand_in import StandIn, write_kubeconfig
 from support.deploy_files import SMALL, with_keys, written
-from support.dips_command import ROOT, dips, until
+from support.dips_command import ROOT, dips
 from support.pods import JobPlayer
+from support.ports import own_port
+from support.up_run import endless
+from support.waiting import until
 from support.whole_run import WholeRun
 
 from dips.cli.main import run
 from dips.deploy.deploy_file import NODE_PORTS
 
-PROGRAM = {"/app/fsdp_loop.py": [str(ROOT / "examples" / "fsdp_loop.py")]}
 RANKS = (
     'id = "a"\nnodes = 2\ntorchrun = true\nrestarts = 1\nimage = "mine:1"\ncommand = ["python", "/app/fsdp_loop.py"]'
 )
-WAIT_S = 60.0
-"""For torch to start in each of two pods, twice."""
-
-
-def free_node_port() -> int:
-    for port in NODE_PORTS:
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-                return port
-            except OSError:
-                continue
-    raise AssertionError("no node port is free")
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StandIn, Path, int]]:
     """A stand-in with the objects of a deployment, its file, and the port at which its master is to be."""
-    port = free_node_port()
+    port = own_port(NODE_PORTS)
     changes = {
         '"small"': '"test"',  # the run's name
         "192.0.2.7": "127.0.0.1",
@@ -61,9 +49,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stan
 def test_a_cluster_of_two_pods_comes_back_after_one_was_killed(here: tuple[StandIn, Path, int], tmp_path: Path) -> None:
     stand_in, _, port = here
     keys, directory = tmp_path / "keys", tmp_path / "run"
+    program = {"/app/fsdp_loop.py": [str(endless(ROOT / "examples" / "fsdp_loop.py", tmp_path, "STEPS = 8, 32, 200"))]}
     with (
-        WholeRun(directory, keys=keys, listen=f"127.0.0.1:{port}", sync_every=8, tk_max=60_000) as whole,
-        JobPlayer(stand_in, "test-cluster-a", tmp_path, PROGRAM, DIPS_WORKER_TAPE=str(directory / "a.jsonl")) as job,
+        WholeRun(directory, keys=keys, listen=f"127.0.0.1:{port}", sync_every=8) as whole,
+        JobPlayer(stand_in, "test-cluster-a", tmp_path, program, DIPS_WORKER_TAPE=str(directory / "a.jsonl")) as job,
     ):
 
         def comes_to(version: int) -> bool:
@@ -71,12 +60,14 @@ def test_a_cluster_of_two_pods_comes_back_after_one_was_killed(here: tuple[Stand
             assert not job.failed, f"{job.failed}\n{job.logs()}"
             return whole.version() >= version
 
-        until(lambda: comes_to(1), "a version of two pods", WAIT_S, job.pods[0].log)
+        until(lambda: comes_to(1), "a version of two pods", job.pods[0].log)
         (before,) = whole.status().clusters
         assert before.ranks == 2
         job.live[1].kill()
         again = whole.version() + 1
-        until(lambda: comes_to(again) and job.complete, "the end of the run", 2 * WAIT_S, job.pods[0].log)
+        until(lambda: comes_to(again), "a version after the kill", job.pods[0].log)
+        whole.stop()
+        until(lambda: comes_to(again) and job.complete, "the end of the run", job.pods[0].log)
         assert [pod.replaces >= 1 for pod in job.live if pod.index == 1] == [True]
         (after,) = whole.status().clusters
         assert after.incarnations > before.incarnations
@@ -87,12 +78,14 @@ def test_a_cluster_of_two_pods_comes_back_after_one_was_killed(here: tuple[Stand
 def test_a_wrong_setting_fails_the_job_and_starts_no_pod_again(here: tuple[StandIn, Path, int], tmp_path: Path) -> None:
     stand_in, _, _ = here
     stand_in.one("Secret", "test-keys-a")["data"].popitem()
-    with JobPlayer(stand_in, "test-cluster-a", tmp_path, PROGRAM) as job:
+    with JobPlayer(
+        stand_in, "test-cluster-a", tmp_path, {"/app/fsdp_loop.py": [str(ROOT / "examples" / "fsdp_loop.py")]}
+    ) as job:
 
         def fails() -> bool:
             job.tick()
             return bool(job.failed)
 
-        until(fails, "the end of the Job", WAIT_S, job.pods[0].log)
+        until(fails, "the end of the Job", job.pods[0].log)
         assert job.failed.endswith("ended with 2"), job.logs()
         assert len(job.pods) == 2

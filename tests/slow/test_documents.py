@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.dips_command import dips_started, ended, master_file, started, until
+from support.dips_command import dips_started, ended, master_file, started
 from support.document_walk import Walk
 from support.documents import EXAMPLES, SHELL, START, blocks, loop_of_the_readme, mistakes, walks
 from support.repository import ROOT
+from support.waiting import until
 
 from dips.cli import main
 
@@ -109,7 +110,7 @@ def last_words(log: Path) -> dict[str, str]:
 def test_the_readmes_loop_without_a_master_is_ordinary_training(tmp_path: Path) -> None:
     log = tmp_path / "loop.log"
     with started(sys.executable, written_loop(tmp_path, "alone", 0), log=log, cwd=tmp_path) as loop:
-        assert ended(loop, 60, log) == 0, log.read_text()
+        assert ended(loop, log) == 0, log.read_text()
     told = last_words(log)
     assert (told["steps"], told["version"]) == ("10000", "None")
     assert float(told["loss"]) < 0.1
@@ -121,7 +122,7 @@ def test_the_readmes_loop_as_two_clusters_of_the_readmes_servers(tmp_path: Path)
     text = (ROOT / "examples" / "server.toml").read_text()
     file.write_text(text.replace('"runs/own-loop"', f'"{run_dir}"'))
     with dips_started("up", file, log=logs["up"], DIPS_MASTER_LISTEN="127.0.0.1:0") as up:
-        until(lambda: "address" in master_file(run_dir), "the master's address", log=logs["up"])
+        until(lambda: "address" in master_file(run_dir), "the master's address", logs["up"])
         there = {"DIPS_MASTER": master_file(run_dir)["address"]}
         loops = {name: written_loop(tmp_path, name, seed) for seed, name in enumerate("ab")}
         of = {name: {**there, "DIPS_CLUSTER": name, "DIPS_KEYS": str(run_dir / "keys" / name)} for name in "ab"}
@@ -129,9 +130,9 @@ def test_the_readmes_loop_as_two_clusters_of_the_readmes_servers(tmp_path: Path)
             started(sys.executable, loops["a"], log=logs["a"], cwd=tmp_path, **of["a"]) as a,
             started(sys.executable, loops["b"], log=logs["b"], cwd=tmp_path, **of["b"]) as b,
         ):
-            assert ended(a, 60, logs["a"]) == 0, logs["a"].read_text()
-            assert ended(b, 60, logs["b"]) == 0, logs["b"].read_text()
-        assert ended(up, 30, logs["up"]) == 0, logs["up"].read_text()
+            assert ended(a, logs["a"]) == 0, logs["a"].read_text()
+            assert ended(b, logs["b"]) == 0, logs["b"].read_text()
+        assert ended(up, logs["up"]) == 0, logs["up"].read_text()
     told = [last_words(logs[name]) for name in "ab"]
     assert told[0]["version"] == told[1]["version"] != "None"
     assert told[0]["model"] == told[1]["model"]  # both hold the run's last version

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import http.server
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,10 +15,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from support.dips_command import dips, dips_started, ended, environment, master_file, started, until
+from support.dips_command import dips, dips_started, ended, environment, master_file, started
+from support.ports import own_port
+from support.waiting import until
 from support.whole_run import WholeRun
 
-from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, RefusalCode, Refused, RetryLater
+from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 from dips.core.net.security import Role
 from dips.local.authority import Authority
 
@@ -195,17 +196,6 @@ def test_what_does_not_fit_the_run(
     assert f"dips: {sentence}" in one_sentence(done, code)
 
 
-def test_a_name_that_another_process_has(tmp_path: Path, run: WholeRun) -> None:
-    file = written(tmp_path, ("steps=40", "steps=100_000"), (STEP, STEP + "        time.sleep(0.05)\n"))
-    log = tmp_path / "first.log"
-    with started(sys.executable, file, log=log, cwd=tmp_path, **there(run, "twice")) as first:
-        until(lambda: "step 1\n" in log.read_text(), "the first process trains", log=log)
-        said = one_sentence(run_to_its_end(file, **there(run, "twice")), NAME_TAKEN_EXIT)
-        assert "another process is cluster 'twice' and beats (incarnation " in said
-        assert "stop one of the two, or give each process a cluster id of its own" in said
-        assert first.poll() is None
-
-
 # ---- in the loop -----------------------------------------------------------------------------------------------------
 
 
@@ -248,9 +238,9 @@ def test_ctrl_c_is_one_sentence(tmp_path: Path, run: WholeRun, joined: bool) -> 
     written(tmp_path, ("steps=40", "steps=100_000"), (STEP, STEP + "        time.sleep(0.2)\n"))
     log, where = tmp_path / "log", there(run, "b") if joined else {**there(run, "b"), "DIPS_MASTER": "127.0.0.1:1"}
     with started(sys.executable, "mine.py", log=log, cwd=tmp_path, **where) as process:
-        until(lambda: ("step 5" if joined else "trying again") in log.read_text(), "the loop", log=log)
+        until(lambda: ("step 5" if joined else "trying again") in log.read_text(), "the loop", log)
         process.send_signal(signal.SIGINT)
-        assert ended(process, 40, log) == -signal.SIGINT  # a shell says 130
+        assert ended(process, log) == -signal.SIGINT  # a shell says 130
     said = [line for line in log.read_text().splitlines() if not line.startswith("step ")]
     if joined:
         assert said[0] == "ctrl-C: this cluster leaves the run; a second one ends the process at once"
@@ -275,7 +265,7 @@ def test_the_same_seed_on_two_clusters_is_told_after_their_first_round(tmp_path:
         ):
             alarm = "clusters a and b push the same: the cosine of their updates is 1.00"
             log = whole.directory / "master.log"
-            until(lambda: alarm in log.read_text(), "the alarm", 20, log)
+            until(lambda: alarm in log.read_text(), "the alarm", log)
             told = dips("status", whole.address, "--insecure")
             assert told.returncode == 0
             assert "give each its own part of the data, or at least another seed" in " ".join(told.stdout.split())
@@ -303,15 +293,13 @@ def test_a_port_and_folders_that_are_not_free(tmp_path: Path) -> None:
         path.write_text(SERVERS.format(directory=directory, port=port))
         return path
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = own_port()
     first, second, foreign = (tmp_path / name for name in ("first", "second", "foreign"))
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("mine")
     log = tmp_path / "up.log"
     with dips_started("up", file(first, port), log=log):
-        until(lambda: "address" in master_file(first), "the master's address", log=log)
+        until(lambda: "address" in master_file(first), "the master's address", log)
         for directory, asked, sentence in (
             (first, 0, f"another dips process runs in {first}: end it first, or choose another directory"),
             (second, port, f"the master cannot listen at 127.0.0.1:{port}: Address already in use: end what listens "),

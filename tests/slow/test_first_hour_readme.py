@@ -28,9 +28,7 @@ def typed(text: str, folder: Path, **added: str) -> str:
     here = environment({"PYTHON": sys.executable, "ARGS": f"--minutes {MINUTES} --clusters 2 --no-faults", **added})
     for name in ("PYTHONPATH", "VENV"):  # would lead back to this checkout, and to its environment
         here.pop(name, None)
-    done = subprocess.run(
-        ["bash", "-euc", text], cwd=folder, env=here, capture_output=True, text=True, check=False, timeout=400
-    )
+    done = subprocess.run(["bash", "-euc", text], cwd=folder, env=here, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 

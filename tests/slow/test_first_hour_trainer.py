@@ -10,7 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.dips_command import dips, dips_started, ended, environment, master_file, operator_of, started, until
+from support.dips_command import dips, dips_started, ended, environment, master_file, operator_of, started
+from support.waiting import until
 
 from dips.core.messages import ClusterStatus
 
@@ -124,22 +125,22 @@ def test_two_clusters_one_of_which_is_killed_and_started_again_give_the_folder_o
 
     train = (sys.executable, "train.py")
     with dips_started("up", tmp_path / "mine.toml", log=logs["up"]) as up:
-        until(lambda: "address" in master_file(run), "the master's address", log=logs["up"])
+        until(lambda: "address" in master_file(run), "the master's address", logs["up"])
         with started(*train, log=logs["b"], cwd=tmp_path, **cluster("b")) as b:
             with started(*train, log=logs["a"], cwd=tmp_path, **cluster("a")) as a:
                 saved = tmp_path / "trained" / "a"
-                until(lambda: any(saved.glob("checkpoint-*/trainer_state.json")), "a checkpoint", 90, logs["a"])
-                until(lambda: shown("a").pushes_applied >= 3, "pushes", 60, logs["a"])
+                until(lambda: any(saved.glob("checkpoint-*/trainer_state.json")), "a checkpoint", logs["a"])
+                until(lambda: shown("a").pushes_applied >= 3, "pushes", logs["a"])
                 a.kill()
                 assert a.wait() == -signal.SIGKILL
             with started(*train, log=logs["a-again"], cwd=tmp_path, **cluster("a")) as again:
-                until(lambda: shown("a").incarnations == 2, "a is back", 90, logs["a-again"])
+                until(lambda: shown("a").incarnations == 2, "a is back", logs["a-again"])
                 before = shown("a").pushes_applied
-                until(lambda: shown("a").pushes_applied > before, "pushes of a again", 60, logs["a-again"])
+                until(lambda: shown("a").pushes_applied > before, "pushes of a again", logs["a-again"])
                 stopped = dips("stop", run, "--reason", "seen enough")
                 assert stopped.returncode == 0, stopped.stderr
-                assert [ended(again, 60, logs["a-again"]), ended(b, 60, logs["b"])] == [0, 0]
-        assert ended(up, 60, logs["up"]) == 0, logs["up"].read_text()[-3000:]
+                assert [ended(again, logs["a-again"]), ended(b, logs["b"])] == [0, 0]
+        assert ended(up, logs["up"]) == 0, logs["up"].read_text()[-3000:]
 
     said = {name: log.read_text() for name, log in logs.items()}
     assert "resumed from checkpoint" in said["a-again"]

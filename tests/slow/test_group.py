@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from support.dips_command import environment
-from support.repository import ROOT
+from support.rank_script import run_ranks
 from support.whole_run import WholeRun
 
 from dips.core.errors import ConfigError
 
-START_S = 240.0
 STEPS = 6
 """As in support.group_process."""
 
@@ -22,16 +18,8 @@ STEPS = 6
 def four_ranks(folder: Path, master: str, *kinds: str) -> tuple[list[int], list[list[str]]]:
     """Exit code and lines of each rank."""
     folder.mkdir(exist_ok=True)
-    added = {"PYTHONPATH": str(ROOT / "tests")}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "support.group_process", str(rank), str(folder), master, *kinds],
-            cwd=ROOT / "tests", env=environment(added), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(4)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=START_S)[0].splitlines() for process in started]
-    return [process.returncode for process in started], said
+    ended = run_ranks("group_process", 4, folder, master, *kinds)
+    return [code for code, _ in ended], [lines for _, lines in ended]
 
 
 def told(line: str) -> dict[str, Any]:

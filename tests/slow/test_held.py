@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.dips_command import environment
 from support.parallel_models import full_model, ranks_of
-from support.repository import ROOT
+from support.rank_script import run_ranks
 
 from dips.core.errors import ConfigError
 from dips.worker.torch_model import TorchParameters, description_of, untrained_of
-
-START_S = 240.0
 
 COORDINATES = {
     "ddp2": [0, 1],
@@ -52,16 +47,8 @@ def one_process(*, tied: bool) -> tuple[str, str, str]:
 
 def said_by_ranks(n_ranks: int, kinds: Sequence[str], folder: Path) -> list[list[dict[str, Any]]]:
     """What each rank says of each kind."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "support.held_process", str(rank), str(n_ranks), str(folder), *kinds],
-            cwd=ROOT / "tests", env={**environment(), "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(n_ranks)
-    ]  # fmt: skip
-    outs = [process.communicate(timeout=START_S)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * n_ranks, outs
+    for code, lines in run_ranks("held_process", n_ranks, folder, *kinds):
+        assert code == 0, lines
     return [
         [json.loads(line) for line in (folder / f"rank-{r}.jsonl").read_text().splitlines()] for r in range(n_ranks)
     ]

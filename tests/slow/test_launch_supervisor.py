@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.dips_command import is_running
+from support.waiting import until
 
 from dips.core.clock import SystemClock
 from dips.local.child import WHOEVER_STARTS_IT, wrapped
@@ -34,21 +35,6 @@ def python(code: str) -> tuple[str, ...]:
 
 def spec(name: str, code: str, folder: Path, stage: StopStage = StopStage.FIRST, restart: bool = True) -> ChildSpec:
     return ChildSpec(name, python(code), folder / f"{name}.log", stage=stage, restart=restart)
-
-
-def until(true: Callable[[], bool], what: str, within_s: float = 120.0) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline_s, f"not within {within_s} s: {what}"
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    """False for a process that is gone or is only waiting to be collected."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture
@@ -123,7 +109,7 @@ time.sleep(60)
 """
     parent = subprocess.Popen(python(code))
     try:
-        until(pids.exists, "the children", within_s=120.0)
+        until(pids.exists, "the children")
         until(lambda: len(pids.read_text().split()) == 2, "their pids")
         children = [int(pid) for pid in pids.read_text().split()]
         assert all(is_running(pid) for pid in children)

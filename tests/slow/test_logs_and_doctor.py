@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.dips_command import ROOT, dips, dips_started, ended, environment, master_file, until
+from support.dips_command import ROOT, dips, dips_started, end_at_a_limit, ended, environment, master_file, published
+from support.ports import own_port
+from support.waiting import until
 
 from dips.core.observe.logs import parse
 from dips.local.log_files import find_logs
@@ -27,7 +29,6 @@ directory = "{directory}"
 [master]
 listen = "127.0.0.1:{port}"
 sync_every = 8
-tk_max = "12k"
 [slave]
 memory_bytes = "64 MiB"
 [train]
@@ -46,7 +47,7 @@ def write(folder: Path, port: int = 0, more: str = "") -> Path:
 
 @contextlib.contextmanager
 def taken_port() -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", own_port())) as server:
         yield server.getsockname()[1]
 
 
@@ -62,15 +63,17 @@ def told_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     folder = tmp_path_factory.mktemp("told")
     file, log, run_dir = write(folder), folder / "up.log", folder / "run"
     with dips_started("up", file, "--log-format", "json", log=log) as up:
-        until(lambda: "address" in master_file(run_dir), "the master's address", log=log)
+        until(lambda: "address" in master_file(run_dir), "the master's address", log)
         follower = subprocess.Popen(
             [sys.executable, "-m", "dips.cli", "logs", str(run_dir), "--follow", "--role", "master"],
             stdout=subprocess.PIPE, env=environment(), cwd=ROOT,
         )  # fmt: skip
         doctored = dips("doctor", file, "--json")
-        assert ended(up, 60, log) == 0, log.read_text()
+        until(lambda: published(run_dir) >= 1, "a version", log)
+        end_at_a_limit(run_dir)
+        assert ended(up, log) == 0, log.read_text()
     follower.send_signal(signal.SIGINT)
-    followed = follower.communicate(timeout=60)[0].decode()
+    followed = follower.communicate()[0].decode()
     assert follower.returncode == 130
     return run_dir, followed, doctored.stdout
 

@@ -11,14 +11,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import grpc
 import pytest
-from support.master_process import START_S, MasterProcess
+from support.master_process import MasterProcess
 from support.scripted_master_state import AGAIN, ScriptedMachine, caller, leave
+from support.waiting import NO_LIMIT_S, until
 
 from dips.core.errors import TERMINATED, ConfigError, FatalError, Refused, RetryLater
 from dips.core.messages import HeartbeatRequest
@@ -52,7 +52,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield start_one
     for process in processes:
         process.popen.kill()
-        process.popen.wait(START_S)
+        process.popen.wait()
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def leaving(address: str) -> Iterator[Callable[[str], None]]:
     """Calls Leave with a reason; the master answers once the reason is durable."""
     with grpc.insecure_channel(address, options=channel_options(1 << 20)) as channel:
         stub = clusters_pb2_grpc.ClustersStub(channel)
-        yield lambda reason: stub.Leave(to_message(leave(reason)), timeout=30)
+        yield lambda reason: stub.Leave(to_message(leave(reason)), timeout=NO_LIMIT_S)
 
 
 def test_what_was_confirmed_before_a_kill_is_there_after_it(start: Start, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_held_call_is_told_why_it_ends_when_the_master_is_stopped(start: Start
     master = start()
     with grpc.insecure_channel(master.started().address, options=channel_options(1 << 20)) as channel:
         beat = to_message(HeartbeatRequest(caller()))
-        replies = clusters_pb2_grpc.ClustersStub(channel).Heartbeat(iter([beat]), timeout=60)
+        replies = clusters_pb2_grpc.ClustersStub(channel).Heartbeat(iter([beat]), timeout=NO_LIMIT_S)
         with leaving(master.started().address) as leave_for:
             leave_for("now the beat, which nobody answers, has arrived too")
         assert master.signal(signal.SIGTERM) == TERMINATED
@@ -173,7 +173,7 @@ def test_a_second_master_on_the_directory_exits_with_a_sentence(start: Start) ->
     first = start()
     here = first.started()
     second = start()
-    assert second.popen.wait(START_S) == ConfigError.exit_code
+    assert second.popen.wait() == ConfigError.exit_code
     assert f"another master (process {here.pid}) runs in" in second.log
     with leaving(here.address) as leave_for:
         leave_for("the first one goes on")
@@ -184,7 +184,7 @@ def test_a_port_in_use_ends_the_start_without_using_up_an_epoch(start: Start, tm
     here = first.started()
     other = tmp_path / "other"
     second = start(f"listen={here.address}", directory=other)
-    assert second.popen.wait(START_S) == ConfigError.exit_code
+    assert second.popen.wait() == ConfigError.exit_code
     assert f"port {here.address.split(':')[1]} is in use" in second.log
     assert "Traceback" not in second.log
     with contextlib.closing(Journal.open(other, "demo")) as journal:
@@ -193,7 +193,7 @@ def test_a_port_in_use_ends_the_start_without_using_up_an_epoch(start: Start, tm
 
 def test_a_reachable_address_is_refused_before_anything_is_made(start: Start, tmp_path: Path) -> None:
     master = start("listen=0.0.0.0:0")
-    assert master.popen.wait(START_S) == ConfigError.exit_code
+    assert master.popen.wait() == ConfigError.exit_code
     assert "not a loopback address" in master.log
     assert not (tmp_path / "run").exists()
 
@@ -201,7 +201,7 @@ def test_a_reachable_address_is_refused_before_anything_is_made(start: Start, tm
 def test_the_directory_of_another_run_is_refused(start: Start, tmp_path: Path) -> None:
     Journal.open(tmp_path / "run", "yesterday").close()
     master = start()
-    assert master.popen.wait(START_S) == ConfigError.exit_code
+    assert master.popen.wait() == ConfigError.exit_code
     assert "belongs to run 'yesterday'" in master.log
 
 
@@ -209,7 +209,7 @@ def test_a_damaged_journal_ends_the_start_with_the_remedy(start: Start, tmp_path
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / FILE_NAME).write_bytes(b"\x00garbage" * 1000)
     master = start()
-    assert master.popen.wait(START_S) == FatalError.exit_code
+    assert master.popen.wait() == FatalError.exit_code
     assert "is damaged" in master.log
     assert "Traceback" not in master.log
 
@@ -223,11 +223,8 @@ def begin_again(address: str, at_least: int) -> Refused | RetryLater:
 
 def until_epoch(master: MasterProcess, at_least: int) -> MasterAddress:
     """Wait until the process serves an epoch that is at least this one."""
-    end_s = time.monotonic() + START_S
-    while (here := master.started()).epoch < at_least:
-        assert time.monotonic() < end_s, master.log
-        time.sleep(0.02)
-    return here
+    until(lambda: master.started().epoch >= at_least, f"epoch {at_least}", master.log_path)
+    return master.started()
 
 
 def test_a_later_epoch_begins_in_the_same_process_at_the_same_port(start: Start, tmp_path: Path) -> None:
@@ -266,7 +263,7 @@ def test_what_was_confirmed_survives_a_crash_at_the_commit(start: Start, tmp_pat
             confirmed.append(f"reason {number}")
         with pytest.raises(grpc.RpcError):
             leave_for("reason 4")
-    assert master.popen.wait(START_S) == CRASH_EXIT_CODE
+    assert master.popen.wait() == CRASH_EXIT_CODE
     assert [(line.name, line.action) for line in read_log(log.read_text())] == [(point, "crash")]
     assert f"failpoints are armed, this process will misbehave on purpose: {point}" in master.log
     reasons = [json.loads(record.record_json) for record in read_records(tmp_path / "run", "LEAVE")]
@@ -289,7 +286,7 @@ def test_an_answer_that_is_lost_was_decided_all_the_same(start: Start, tmp_path:
 
 def test_an_unknown_failpoint_ends_the_start_with_those_that_are_close(start: Start) -> None:
     master = start(variables={**ENABLED, "DIPS_FAILPOINTS": "master.journal.before_comit=crash"})
-    assert master.popen.wait(START_S) == ConfigError.exit_code
+    assert master.popen.wait() == ConfigError.exit_code
     assert "did you mean master.journal.before_commit" in master.log
     assert "Traceback" not in master.log
 

@@ -11,48 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.run_for_workers import FlatModel, RunForWorkers
-from support.whole_run import LEASED, WholeRun, wait_until
+from support.waiting import NO_LIMIT_S, until
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
 from dips.core.messages import DataMode, DataPlan, Refusal, VerdictKind
 from dips.core.net.data_header import DataHeader, DataOp
-from dips.core.net.security import INSECURE
 from dips.core.observe.failpoints import armed, fired
 from dips.core.observe.tape import read_tape
-from dips.judge.verify import verify_run
 from dips.worker.config import ClientConfig
-from dips.worker.reader import fetch_version
 from dips.worker.shell import ClusterShell
 from dips.worker.state.effects import Finished
-
-
-def modes(directory: Path, *clusters: str) -> Counter[str]:
-    """How the pulled versions were installed."""
-    events = (event for name in clusters for event in read_tape(directory / f"{name}.jsonl"))
-    return Counter(event["mode"] for event in events if event["kind"] == "installed")
-
-
-@pytest.mark.parametrize("overlap", ["push", "full"])
-def test_a_run_with_overlap_counts_every_token_once_although_a_slave_dies(tmp_path: Path, overlap: str) -> None:
-    with WholeRun(tmp_path, plan=LEASED, tk_max=60_000, overlap=overlap, grace_s=0.2) as run:
-        clusters = [run.cluster("a", 1, step_s=0.005), run.cluster("b", 2, step_s=0.008)]
-        run.wait_for_version(4)
-        run.kill("s1")
-        wait_until(lambda: "s1" in run.status().waiting_slaves, "nobody noticed")
-        run.start_slave("s1")
-        for cluster in clusters:
-            cluster.join()
-        status = run.status()
-        assert status.settings.overlap == overlap
-        assert status.tokens >= 60_000
-        assert status.tokens == sum(cluster.tokens_applied for cluster in status.clusters)
-        fetched = fetch_version(run.address, None, "check", INSECURE)
-        assert np.array_equal(fetched.flat, clusters[0].model.theta)
-        assert modes(tmp_path, "a", "b")["REBASE_FROM_PUSH"] > 0
-    report = verify_run(tmp_path)
-    assert [str(violation) for violation in report.violations] == []
-
 
 # ---- a driver against a run that the test controls: which arithmetic is made ----
 
@@ -90,7 +59,7 @@ def settle(client: ClusterShell, done: Callable[[], bool]) -> None:
         client._settle()
         return done()
 
-    wait_until(look, "the exchange does not end", wait_s=90.0)
+    until(look, "the exchange does not end")
 
 
 def test_a_pull_is_rebased_by_the_steps_made_while_it_was_under_way(fake: RunForWorkers) -> None:
@@ -146,7 +115,7 @@ def test_an_exchange_goes_on_while_one_step_is_made(fake: RunForWorkers) -> None
         train(client, model, 4)
         pushed = model.theta.copy()
         model.theta += 1  # a long step
-        wait_until(pulled.is_set, f"the exchange waits: {client.phase}", wait_s=10.0)
+        until(pulled.is_set, f"the exchange waits: {client.phase}")
         later = model.theta.copy()
         assert np.array_equal(later, pushed + 1), "nothing is installed in the middle of a step"
         client.step(TOKENS, loss=2.0)
@@ -189,7 +158,7 @@ def test_a_checkpoint_in_the_middle_of_an_exchange_goes_on_in_another_process(
     train(client, model, 3)
     later = model.theta.copy()
     client.checkpoint_if_due()
-    wait_until(lambda: checkpoints(tmp_path) == 1, "no checkpoint is written", wait_s=90.0)
+    until(lambda: checkpoints(tmp_path) == 1, "no checkpoint is written")
     client._finished = Finished("killed")  # as after SIGKILL: nobody says good-bye
     client.close()
 
@@ -222,7 +191,7 @@ def test_data_is_not_handed_out_for_a_step_on_parameters_that_are_to_be_dropped(
             pulls.set()
         if method == "LeaseData" and calls[method] == 5:
             asked.set()
-            assert pulls.wait(90.0), "the verdict is not acted on"
+            assert pulls.wait(NO_LIMIT_S), "the verdict is not acted on"
 
     model = FlatModel(1)
     plan = DataPlan(DataMode.LEASED, b"d", 100_000, 1000)

@@ -15,8 +15,6 @@ from support.run_for_workers import CHUNK_BYTES, RunForWorkers
 
 from dips.core.messages import Settings
 
-pytestmark = pytest.mark.timeout(500)
-
 STEPS = 250
 LIVES: list[tuple[str, int, tuple[str, str] | None]] = [
     ("fsdp", 2, ("1", "step")),

@@ -14,14 +14,14 @@ from dips.papers.papers import ONLY_HERE
 def test_a_report_is_made_kept_and_the_same_again(tmp_path: Path) -> None:
     out, docs = tmp_path / "papers", tmp_path / "docs"
     arguments = ("papers", "--paper", "jeeves", "--out", out, "--docs", docs)
-    told = dips(*arguments, timeout_s=300)
+    told = dips(*arguments)
     assert told.returncode == 0, told.stderr
     assert "jeeves: 24 rows (19 fitted, 5 computed)" in told.stdout
     made = [path.read_text() for path in (out / "report.html", out / "report.json", docs / "jeeves.md")]
     rows = [row for place in json.loads(made[1])["papers"][0]["places"] for row in place["rows"]]
     assert all(row["command"] == "dips plan validate --paper jeeves" for row in rows)
     assert made[0].count("data:image/png;base64,") == 1
-    again = dips(*arguments, timeout_s=300)
+    again = dips(*arguments)
     assert again.stderr.count("(kept from before)") == 2
     assert [path.read_text() for path in (out / "report.html", out / "report.json", docs / "jeeves.md")] == made
 

@@ -15,7 +15,7 @@ from support.fork_server import ForkServer
 from support.judged_run import JudgedRun
 from support.parallel_process import TOKENS
 from support.parallel_run import RankedCluster
-from support.whole_run import wait_until
+from support.waiting import until
 
 from dips.core.net.security import INSECURE
 from dips.core.observe.tape import read_tape
@@ -63,9 +63,9 @@ def test_a_run_of_ranks(
         b = start(server, run, "b", stays, wires[1], number=1, spoil=41)
         run.wait_for_version(4)
         run.kill("s1")
-        wait_until(lambda: "s1" in run.status().waiting_slaves, "nobody noticed")
+        until(lambda: "s1" in run.status().waiting_slaves, "nobody noticed")
         run.start_slave("s1")
-        wait_until(lambda: "EXCLUDED" in verdicts(run, "b"), f"NaN went unnoticed: {b.logs()}")
+        until(lambda: "EXCLUDED" in verdicts(run, "b"), f"NaN went unnoticed: {b.logs()}")
         run.wait_for_version(run.version() + 3)
         with OperatorClient(run.address, security=INSECURE) as operator:
             operator.drain("a", "other work")

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from support.fork_server import ForkServer
 from support.parallel_run import RankedCluster
-from support.whole_run import WholeRun, wait_until
+from support.waiting import until
+from support.whole_run import WholeRun
 
 from dips.core.ids import SlaveId
 from dips.core.layout import layout_from_json
@@ -28,7 +29,7 @@ from dips.judge.verify import verify_run
 F32 = NDArray[np.float32]
 
 STEPS, EVERY = 6, 2
-PATIENT_S = 60.0
+PATIENT_S = 600.0
 """Rounds wait for both clusters, and clusters for their verdicts: so a run is the same each time."""
 
 
@@ -66,7 +67,7 @@ def play(server: ForkServer, directory: Path, kind_of: Mapping[str, str]) -> Pla
                 server, kind, directory / f"ranks-{name}", environment, gate=gate, number=number, steps=STEPS
             )
         for cluster in clusters.values():
-            wait_until(cluster.is_settled, f"{cluster.kind} enters: {cluster.logs()}")
+            until(cluster.is_settled, f"{cluster.kind} enters", cluster.logs)
         gate.touch()
         return Played(
             {name: cluster.flats("trained") for name, cluster in clusters.items()},

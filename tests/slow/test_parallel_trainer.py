@@ -1,7 +1,4 @@
-"""`torchrun -m dips train --parallel ...`: ranks train the model that one process does, alone and in a run.
-
-Every kind and mix: tests/endurance/test_parallel_trainer_kinds.py.
-"""
+"""`torchrun -m dips train --parallel ...`: ranks train the model that one process does, alone and in a run."""
 
 from __future__ import annotations
 
@@ -15,30 +12,22 @@ from typing import Any
 
 import pytest
 from support.byte_model_ranks import NO_MERGE, ROUNDING, WIDE, check_resumption, losses, losses_of_one, start_alone
-from support.dips_command import dips, dips_started, until
-from support.fault_run import free_port
-from support.master_process import START_S, MasterProcess
+from support.dips_command import dips, dips_started
+from support.ports import own_port
 from support.trainer_run import Processes
-
-pytestmark = pytest.mark.timeout(600)
+from support.waiting import until
 
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
-    children = Processes(tmp_path)
-    yield children
-    children.kill_all()
+    with Processes(tmp_path) as children:
+        yield children
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[MasterProcess]:
-    knobs = ("slaves=2", "min_clusters=2", "sync_every=8", "tk_max=60000", "grace_s=20", "linger_s=600")
-    # Rounds wait for both: on a busy machine one of them could train it all while the other one starts.
-    master = MasterProcess(tmp_path / "master", *knobs)
-    master.started()
-    yield master
-    master.popen.kill()
-    master.popen.wait(START_S)
+def run(processes: Processes) -> str:
+    """The address of a master whose rounds wait for two clusters."""
+    return processes.start_master("slaves=2", "min_clusters=2", "sync_every=8")
 
 
 @pytest.fixture(scope="module")
@@ -47,41 +36,44 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.fixture
-def address(tmp_path: Path) -> Iterator[str]:
-    master = MasterProcess(tmp_path / "master", *NO_MERGE)
-    yield master.started().address
-    master.popen.kill()
-    master.popen.wait(START_S)
+def address(processes: Processes) -> str:
+    return processes.start_master(*NO_MERGE)
 
 
-@pytest.mark.parametrize("kind", ["data=2", "pipeline=2", "fsdp=2,tensor=2"])
+def long(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+MORE_KINDS = (
+    *("fsdp=2", "tensor=2", "fsdp=4", "data=4", "tensor=4", "data=2,fsdp=2", "data=2,tensor=2"),
+    *("pipeline=2,data=2", "pipeline=2,fsdp=2", "pipeline=2,tensor=2", "pipeline=2,fsdp=2,tensor=2"),
+)
+
+
+@pytest.mark.parametrize("kind", ["data=2", "pipeline=2", "fsdp=2,tensor=2", *map(long, MORE_KINDS)])
 def test_each_kind_has_the_losses_of_one_process(processes: Processes, expected: list[float], kind: str) -> None:
     assert losses(processes, start_alone(processes, kind)) == pytest.approx(expected, rel=ROUNDING)
 
 
-def test_ranks_and_one_process_train_one_model_in_a_run(
-    processes: Processes, run: MasterProcess, tmp_path: Path
-) -> None:
-    address = run.started().address
-    processes.start_slaves(address, ("s0", "s1"), "--record-pushes")
+def test_ranks_and_one_process_train_one_model_in_a_run(processes: Processes, run: str, tmp_path: Path) -> None:
+    processes.start_slaves(run, ("s0", "s1"), "--record-pushes")
     kinds = {"a": "fsdp=2", "b": ""}
     for name, kind in kinds.items():
-        processes.start_cluster(address, name, WIDE.model_copy(update={"parallel": kind, "emulate_gap": 0.2}))
+        processes.start_cluster(run, name, WIDE.model_copy(update={"parallel": kind, "emulate_gap": 0.2}))
+    processes.until_version(3)
+    processes.stop_run(*kinds)
     for name in kinds:
-        assert processes.exit_code(name) == 0, processes.log(name)[-3000:]
         assert processes.records(name, "verdict"), processes.log(name)[-3000:]
-        assert "Traceback" not in processes.log(name)
     told = dips("verify", tmp_path, "--replay")
     assert told.returncode == 0, told.stdout
 
 
-def test_a_signal_to_one_rank_ends_all_in_order(processes: Processes, run: MasterProcess) -> None:
-    address = run.started().address
-    processes.start_slaves(address, ("s0", "s1"))
+def test_a_signal_to_one_rank_ends_all_in_order(processes: Processes, run: str) -> None:
+    processes.start_slaves(run, ("s0", "s1"))
     for name, kind in (("a", "tensor=2"), ("b", "data=2")):
-        processes.start_cluster(address, name, WIDE.model_copy(update={"parallel": kind}))
+        processes.start_cluster(run, name, WIDE.model_copy(update={"parallel": kind}))
     for name in "ab":
-        processes.wait_until(name, lambda name=name: bool(processes.records(name, "step")))  # type: ignore[misc]
+        processes.until(name, lambda name=name: bool(processes.records(name, "step")))  # type: ignore[misc]
         os.kill(processes.ranks(name)[1], signal.SIGTERM)
     for name in "ab":
         assert processes.exit_code(name) == 1, "torchrun's own, for a rank that ends with 143"
@@ -93,7 +85,7 @@ def test_a_signal_to_one_rank_ends_all_in_order(processes: Processes, run: Maste
 def test_ranks_without_their_fellow_end_with_one_sentence(processes: Processes) -> None:
     train = WIDE.model_copy(update={"parallel": "fsdp=2", "steps": 1_000_000})
     processes.start_train("a", train)
-    processes.wait_until("a", lambda: bool(processes.records("a", "step")))
+    processes.until("a", lambda: bool(processes.records("a", "step")))
     os.kill(processes.ranks("a")[1], signal.SIGKILL)
     assert processes.exit_code("a") == 1
     log = processes.log("a")
@@ -127,11 +119,11 @@ def rank_of_two(rank: int, port: int, log: Path, **added: str) -> contextlib.Abs
 
 
 def test_a_signal_ends_a_rank_that_waits_for_one_that_never_comes(tmp_path: Path) -> None:
-    port = free_port()
+    port = own_port()
     with rank_of_two(0, port, tmp_path / "log") as process:
-        until(lambda: _listens(port), "the ranks' store", START_S, tmp_path / "log")
+        until(lambda: _listens(port), "the ranks' store", tmp_path / "log")
         process.terminate()
-        assert process.wait(START_S) == -signal.SIGTERM
+        assert process.wait() == -signal.SIGTERM
 
 
 def _listens(port: int) -> bool:
@@ -140,7 +132,7 @@ def _listens(port: int) -> bool:
 
 
 def test_ranks_that_have_read_different_texts_are_refused(tmp_path: Path) -> None:
-    port, texts = free_port(), [tmp_path / "0", tmp_path / "1"]
+    port, texts = own_port(), [tmp_path / "0", tmp_path / "1"]
     for number, text in enumerate(texts):
         text.mkdir()
         for part in range(4):
@@ -151,11 +143,26 @@ def test_ranks_that_have_read_different_texts_are_refused(tmp_path: Path) -> Non
             stack.enter_context(rank_of_two(rank, port, log, DIPS_TRAIN_DATA=str(texts[rank])))
             for rank, log in enumerate(logs)
         ]
-        assert [rank.wait(2 * START_S) for rank in ranks] == [2, 2]
+        assert [rank.wait() for rank in ranks] == [2, 2]
         for log in logs:
             assert "dips: the ranks of this cluster have read different texts" in log.read_text()
             assert "Traceback" not in log.read_text()
 
 
-def test_other_ranks_make_the_same_steps_after_a_kill(processes: Processes, address: str, tmp_path: Path) -> None:
-    check_resumption(processes, address, tmp_path, "fsdp=2", "tensor=4")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", ""),
+        ("fsdp=2", "tensor=4"),
+        long("tensor=2", "fsdp=4"),
+        long("pipeline=2", ""),
+        long("data=2", "pipeline=2,data=2"),
+        long("fsdp=2,tensor=2", "pipeline=2"),
+    ],
+)
+def test_other_ranks_make_the_same_steps_after_a_kill(
+    processes: Processes, address: str, tmp_path: Path, before: str, after: str
+) -> None:
+    rounding = ROUNDING if before or after else 0.0
+    check_resumption(processes, address, tmp_path, before, after, rounding=rounding)
+    assert "enough of them" in processes.log("a"), "a checkpoint that fails is said"

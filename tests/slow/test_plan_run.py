@@ -9,8 +9,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.dips_command import children, dips, dips_started, ended, is_running, until
+from support.dips_command import children, dips, dips_started, ended, is_running
 from support.rank_script import run_ranks
+from support.waiting import until
 
 LONG = ("zb_v", "--stages", "2", "--microbatches", "4", "--operation-ms", "5000")
 """Two ranks that run for minutes."""
@@ -130,15 +131,15 @@ def test_all_end_when_one_is_killed_or_the_command_is_interrupted(tmp_path: Path
     log = tmp_path / "log"
     with dips_started("plan", "run", *LONG, "--out", tmp_path / "run", log=log) as command:
         rank_log = tmp_path / "run" / "ranks" / "rank-1.log"
-        until(lambda: (tmp_path / "run" / "ranks" / "rendezvous").exists(), "ranks that meet", log=log)
+        until(lambda: (tmp_path / "run" / "ranks" / "rendezvous").exists(), "ranks that meet", log)
         ranks = children(command.pid)
         assert len(ranks) == 2
         if victim == "a rank":
             os.kill(max(ranks), signal.SIGKILL)
         else:
             command.send_signal(signal.SIGINT)
-        code = ended(command, 30, log)
-        until(lambda: not any(map(is_running, ranks)), "the end of the ranks", 10, log)
+        code = ended(command, log)
+        until(lambda: not any(map(is_running, ranks)), "the end of the ranks", log)
     said = log.read_text()
     if victim == "the command":
         assert (code, said) == (130, "")

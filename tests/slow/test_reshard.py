@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.whole_run import LEASED, NumpyCluster, WholeRun, wait_until
+from support.waiting import until
+from support.whole_run import LEASED, NumpyCluster, WholeRun
 
 from dips.core.errors import Refused, RetryLater
 from dips.core.net.security import INSECURE
@@ -40,10 +41,7 @@ def placed(run: WholeRun) -> list[str]:
 def check_run(directory: Path, run: WholeRun, clusters: list[NumpyCluster], n_reshards: int) -> None:
     """Tokens add up, every version is what its pushes make it, bit for bit, and clusters stand on the last one."""
     run.wait_for_version(run.version() + 2)
-    with OperatorClient(run.address, security=run.security("operator")) as client:
-        client.stop("enough")
-    for cluster in clusters:
-        cluster.join()
+    run.stop(*clusters)
     status = run.status()
     assert status.tokens == sum(c.tokens_applied for c in status.clusters)
     fetched = fetch_version(run.address, None, "check", run.security("operator"))
@@ -63,15 +61,15 @@ def test_slaves_are_added_and_removed_while_clusters_train(tmp_path: Path) -> No
         clusters = [run.cluster("a", 1, step_s=0.004), run.cluster("b", 2, step_s=0.006)]
         run.wait_for_version(2)
         assert "start slave s2 now" in reshard(run, add=("s2",))
-        wait_until(lambda: "slave s2 has yet to attach" in run.status().reshard, "nobody waits for s2")
+        until(lambda: "slave s2 has yet to attach" in run.status().reshard, "nobody waits for s2")
         version = run.version()
         run.wait_for_version(version + 2)  # rounds go on meanwhile
         run.start_slave("s2")
-        wait_until(lambda: placed(run) == ["s0", "s1", "s2"], "s2 got no blocks")
+        until(lambda: placed(run) == ["s0", "s1", "s2"], "s2 got no blocks")
         run.wait_for_version(run.version() + 2)
         reshard(run, remove=("s0",))
-        wait_until(lambda: placed(run) == ["s1", "s2"], "s0 was not removed")
-        assert run.processes["s0"].wait(10) == 0
+        until(lambda: placed(run) == ["s1", "s2"], "s0 was not removed")
+        assert run.processes["s0"].wait() == 0
         assert not run.status().reshard
         check_run(tmp_path, run, clusters, 2)
 
@@ -83,13 +81,13 @@ def test_whoever_is_killed_while_blocks_move_the_reshard_is_done_in_the_end(tmp_
         run.wait_for_version(2)
         reshard(run, add=("s2",), remove=("s0",))
         run.start_slave("s2")
-        wait_until(lambda: _tape_says(tmp_path / "s2", "prepared"), "nothing moved")
+        until(lambda: _tape_says(tmp_path / "s2", "prepared"), "nothing moved")
         run.kill(victim)
         if victim == "master":
             run.start_master()
         else:
             run.start_slave(victim)
-        wait_until(lambda: placed(run) == ["s1", "s2"], "the RESHARD was not done")
+        until(lambda: placed(run) == ["s1", "s2"], "the RESHARD was not done")
         check_run(tmp_path, run, clusters, 1)
 
 

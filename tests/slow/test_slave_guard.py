@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from support import hostile
-from support.data_port_process import WAIT_S, GuardedPort
+from support.data_port_process import GuardedPort
 from support.slave_wire import LAYOUT, DataClient, push_id
+from support.waiting import until
 
 from dips.core.chunks import digest_of_array
 from dips.slave.data_server import LoopName
@@ -49,10 +49,12 @@ class Peak:
 
 def told(port: GuardedPort, count: str, at_least: int, why: str = "") -> None:
     """Wait until the port has counted so many, with this in the last sentence."""
-    end_s = time.monotonic() + WAIT_S
-    while (now := port.count())[count] < at_least or why not in now["why"]:
-        assert time.monotonic() < end_s, now
-        time.sleep(0.02)
+
+    def is_told() -> bool:
+        now = port.count()
+        return now[count] >= at_least and why in now["why"]
+
+    until(is_told, f"{at_least} {count}", lambda: str(port.count()))
 
 
 LOOPS: tuple[LoopName, ...] = ("python", "compiled")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.run_for_workers import CHUNK_BYTES, RUN, DataSlave
+from support.waiting import NO_LIMIT_S
 
 from dips.core.chunks import digest_of_array
 from dips.core.clock import SystemClock
@@ -94,9 +95,9 @@ class Moving:
             mover = Mover("new", RUN, 1, move, CHUNK_BYTES, None, self.ring, disk, SystemClock(), None)
             moved = mine.submit(mover.run)
             if cancel_when is not None:
-                assert cancel_when.wait(60.0)
+                assert cancel_when.wait(NO_LIMIT_S)
                 mover.cancel()
-            return moved.result(60.0)
+            return moved.result(NO_LIMIT_S)
 
     def refused(self, move: MoveBlocks, cancel_when: threading.Event | None = None) -> Refused:
         with pytest.raises(Refused) as refused:
@@ -189,7 +190,7 @@ def test_a_slave_that_goes_away_ends_the_move(moving: Moving, sources: list[Sour
     sources[1].hook = leave
 
     def hang_up() -> None:
-        assert gone.wait(60.0)
+        assert gone.wait(NO_LIMIT_S)
         sources[1].hang_up()
 
     leaving = threading.Thread(target=hang_up)

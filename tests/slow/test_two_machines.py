@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.dips_command import ended, environment, started, until
+from support.dips_command import ended, environment, started
 from support.documents import SHELL, START, blocks_below, shell_lines
 from support.repository import ROOT
+from support.waiting import until
 
 FIRST, SECOND = "10.0.0.1", "10.0.0.2"
 HOME_OF_FIRST = "first"
@@ -131,9 +132,7 @@ def on(machine: str, line: str) -> list[str]:
 
 
 def typed(machine: str, line: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        on(machine, line), capture_output=True, text=True, cwd=folder, env=environment(), check=False, timeout=120
-    )
+    return subprocess.run(on(machine, line), capture_output=True, text=True, cwd=folder, env=environment(), check=False)
 
 
 def lines_of_the_page() -> tuple[str, list[str]]:
@@ -161,17 +160,17 @@ def test_the_page_is_typed_on_two_machines_with_a_model_of_ones_own(machines: tu
     assert f"slave s0: {FIRST}:0 is {FIRST}" in looked.stdout
     run_log, a_log, b_log = (tmp_path / name for name in ("up.log", "a.log", "b.log"))
     with started(*on(first, up), log=run_log, cwd=here) as run:
-        until(lambda: f"scp -rp {FIRST}:" in run_log.read_text(), "the run's words for other machines", 60, run_log)
+        until(lambda: f"scp -rp {FIRST}:" in run_log.read_text(), "the run's words for other machines", run_log)
         with started(*on(first, train_a), log=a_log, cwd=here) as a:
-            until(lambda: "version 1:0" in typed(first, status, here).stdout, "version 0", 60, a_log)
+            until(lambda: "version 1:0" in typed(first, status, here).stdout, "version 0", a_log)
             assert typed(second, fetch, there).returncode == 0
             joined = typed(second, join, there)
             assert joined.returncode == 0, joined.stdout
             assert f"the data port of slave s0 at tcp://{FIRST}:29500 accepts these keys" in joined.stdout
             with started(*on(second, train_b), log=b_log, cwd=there) as b:
-                until(lambda: both_train(typed(first, status, here).stdout), "both in the status", 60, b_log)
-                assert [ended(a, 90, a_log), ended(b, 90, b_log)] == [0, 0]
-        assert ended(run, 60, run_log) == 0
+                until(lambda: both_train(typed(first, status, here).stdout), "both in the status", b_log)
+                assert [ended(a, a_log), ended(b, b_log)] == [0, 0]
+        assert ended(run, run_log) == 0
     assert "run two ended at version" in run_log.read_text()
     for machine, line, home in ((second, bring, there), (first, verify, here), (first, export, here)):
         done = typed(machine, line, home)
@@ -207,7 +206,7 @@ def test_a_joiner_that_is_sent_to_its_own_loopback_ends_with_one_sentence(
         started(*on(first, loop.format("a")), log=logs[2], cwd=tmp_path),
     ):
         status = f"dips status {FIRST}:29401 --keys {keys}/me"
-        until(lambda: "version 1:0" in typed(first, status, tmp_path).stdout, "version 0", 60, logs[2])
+        until(lambda: "version 1:0" in typed(first, status, tmp_path).stdout, "version 0", logs[2])
         found = typed(second, join, tmp_path)
         assert found.returncode == 1
         assert "FAIL  slaves: slave s0 advertises tcp://127.0.0.1:" in found.stdout

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from support.whole_run import WholeRun
 
-from dips.core.net.security import INSECURE
 from dips.judge.records import read_run
 from dips.judge.replay import replay_run
-from dips.local.operator_client import OperatorClient
 
 
 def test_a_run_with_another_outer_optimizer_is_computed_again_too(tmp_path: Path) -> None:
@@ -20,9 +18,7 @@ def test_a_run_with_another_outer_optimizer_is_computed_again_too(tmp_path: Path
     with run:
         cluster = run.cluster("a", 1, step_s=0.01)
         run.wait_for_version(4)
-        with OperatorClient(run.address, security=INSECURE) as client:
-            client.stop("enough")
-        cluster.join()
+        run.stop(cluster)
     replayed = replay_run(run.directory, read_run(run.directory))
     assert (replayed.wrong, replayed.skipped) == ([], [])
     assert replayed.versions >= 5

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from support.dips_command import dips
 from support.forge import Record, edit_tape
-from support.whole_run import LEASED, WholeRun, wait_until
+from support.whole_run import LEASED, WholeRun
 
-from dips.core.net.security import INSECURE
 from dips.judge.records import read_run
 from dips.judge.verify import verify_run
 
@@ -35,18 +34,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         version = run.version()
         run.kill("master")
         run.start_master()
-        wait_until(lambda: run.version() >= max(version, 0), "the restarted master publishes")
-        with_operator(run)
-        for cluster in clusters:
-            cluster.join()
+        run.wait_for_version(version + 1)
+        run.stop(*clusters)
     return directory
-
-
-def with_operator(run: WholeRun) -> None:
-    from dips.local.operator_client import OperatorClient
-
-    with OperatorClient(run.address, security=INSECURE) as client:
-        client.stop("enough")
 
 
 def copied(run_dir: Path, folder: Path) -> Path:

@@ -29,9 +29,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def done(checkout: Path, *command: str | Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(checkout / "src")}
-    ended = subprocess.run(
-        command, cwd=checkout, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
+    ended = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

@@ -33,11 +33,8 @@ def losses(processes: Processes, name: str) -> list[float]:
 
 def losses_of_one(folder: Path, **changes: object) -> list[float]:
     """Of one process, which the ranks of every kind are compared with; its files are in `folder`."""
-    processes = Processes(folder)
-    try:
+    with Processes(folder) as processes:
         found = losses(processes, start_alone(processes, "", **changes))
-    finally:
-        processes.kill_all()
     assert len(found) == STEPS + 1
     return found
 
@@ -49,7 +46,7 @@ LAST = 4
 NO_MORE = f"worker.checkpoint.before_manifest={LAST}*off->error(enough of them)"
 """So many checkpoints are written, and all later ones fail: it is known from which one the next life goes on."""
 
-NO_MERGE = ("slaves=1", "min_clusters=1", "sync_every=5000", "grace_s=0.2", "linger_s=600")
+NO_MERGE = ("slaves=1", "min_clusters=1", "sync_every=5000")
 """Settings of a master with so many steps in a round that nothing is merged in these runs."""
 
 
@@ -60,14 +57,14 @@ def check_resumption(
     """Ranks of kind `before` are killed, and those of kind `after` make the same steps again, and go on."""
     processes.start_slaves(address, ["s0"])
     _start(processes, address, folder, before, changes)
-    processes.wait_until("a", lambda: len(processes.records("a", "checkpoint")) == LAST)
+    processes.until("a", lambda: len(processes.records("a", "checkpoint")) == LAST)
     made = len(processes.records("a", "step"))
-    processes.wait_until("a", lambda: len(processes.records("a", "step")) >= made + 20)
+    processes.until("a", lambda: len(processes.records("a", "step")) >= made + 20)
     kill_ranks(processes)
     first = _lives(processes)[0]
 
     _start(processes, address, folder, after, changes)
-    processes.wait_until("a", lambda: len(_lives(processes)) == 2 and max(_lives(processes)[1], default=0) > max(first))
+    processes.until("a", lambda: len(_lives(processes)) == 2 and max(_lives(processes)[1], default=0) > max(first))
     kill_ranks(processes)
     second = _lives(processes)[1]
     again = sorted(set(first) & set(second))

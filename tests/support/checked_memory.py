@@ -258,6 +258,19 @@ class Twins:
         return names
 
 
+class Interpreted:
+    """A module of kernels whose functions are twins, for tests that compare the module with its reference."""
+
+    def __init__(self, module: python_types.ModuleType) -> None:
+        memory = Memory()
+        self._module, self._twins = module, Twins(memory, instead={simd_numba.address: memory.of_array})
+        self.address = memory.add
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return self._twins.of(value) if isinstance(value, Dispatcher | python_types.FunctionType) else value
+
+
 def _no_twin_of(name: str) -> Callable[..., Any]:
     def complain(*arguments: Any) -> Any:
         raise NotImplementedError(f"checked_memory has no twin of {name}")
@@ -270,15 +283,19 @@ def _intrinsics(memory: Memory) -> dict[Any, Callable[..., Any]]:
 
     def vector(array: NDArray[Any], index: int) -> slice:
         lanes = simd_numba.VECTOR_BYTES // array.itemsize
-        if not 0 <= index <= len(array) - lanes:
-            raise Outside(f"a vector of {lanes} elements at {index} of {len(array)}")
+        n_elems = array.size if isinstance(array, np.ndarray) else len(array)
+        if not 0 <= index <= n_elems - lanes:
+            raise Outside(f"a vector of {lanes} elements at {index} of {n_elems}")
         return slice(index, index + lanes)
 
-    def load(array: NDArray[Any], index: int) -> NDArray[Any]:
-        return array[vector(array, index)].copy()
+    def flat(array: Any) -> Any:
+        return array.reshape(-1) if isinstance(array, np.ndarray) else array
+
+    def load(array: NDArray[Any], index: int) -> Any:
+        return flat(array)[vector(array, index)].copy()
 
     def store(array: NDArray[Any], index: int, value: NDArray[Any]) -> None:
-        array[vector(array, index)] = value
+        flat(array)[vector(array, index)] = value
 
     def stream(array: NDArray[Any], index: int, value: NDArray[Any]) -> None:
         assert (memory.of_array(array) + index * array.itemsize) % simd_numba.VECTOR_BYTES == 0, "not aligned"

@@ -52,6 +52,7 @@ from dips.worker.state.effects import (
     Finished,
     Install,
     LeaseWanted,
+    PushRecord,
     Run,
     SendPush,
     Started,
@@ -59,6 +60,7 @@ from dips.worker.state.effects import (
     StopWanted,
     Tick,
 )
+from dips.worker.state.saved import SavedSession
 from dips.worker.state.shared import SessionConfig, SessionPhase
 
 LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (8,), "float32", f"layers.{i}") for i in range(4)))
@@ -246,6 +248,25 @@ class ClusterBench:
         self.pulled()
         assert self.phase is SessionPhase.TRAINING
 
+    def reborn(self, saved: SavedSession | None = None, newest: PushRecord | None = None) -> None:
+        """The process is killed; the next one goes on from its checkpoint (or this one), and has sent its Join."""
+        before = saved or self.session.saved()
+        assert before is not None
+        self.session = ClusterMachine(self.session.config)
+        self.session.resume(SavedSession.from_json(before.to_json()), newest)
+        self.effects.clear()
+        self.say(Started())
+        assert self.waits, "the settings of the run are not known yet"
+
+    def fenced(self) -> None:
+        """Its incarnation is over, and it has asked to join again."""
+        self.effects.clear()
+        incarnation = self.session.shared.terms.incarnation
+        assert incarnation is not None
+        self.say(Beat(incarnation, Refused(RefusalCode.FENCED, "evicted")))
+        assert self.phase is SessionPhase.JOINING
+        assert not self.waits, "training goes on while joining again"
+
     def train(self, steps: int, loss: float = 2.0) -> None:
         for _ in range(steps):
             self.say(Stepped(TOKENS, (), loss))
@@ -275,6 +296,27 @@ class ClusterBench:
         self.sent(self.ticket())
         self.admitted()
         assert self.phase is SessionPhase.AWAITING
+
+    def goes_on(self, stage: str) -> None:
+        """From the call BeginPush this far: begin, send, finish or await."""
+        if stage == "begin":
+            return
+        sending = self.ticket()
+        if stage == "send":
+            return
+        self.sent(sending)
+        if stage != "finish":
+            self.admitted()
+
+    def judged(self, stage: str, verdict: Verdict) -> None:
+        """The verdict answers BeginPush, FinishPush or AwaitVerdict."""
+        match stage:
+            case "begin":
+                self.answer(BeginPushRequest, BeginPushReply(verdict))
+            case "finish":
+                self.answer(FinishPushRequest, FinishPushReply(verdict))
+            case _:
+                self.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
 
     def donate(self) -> PushId:
         """The master asks for this cluster's base; the push that answers is open."""

@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from support import live
+from support.waiting import until
+
+from dips.core.errors import Refused
+from dips.core.ids import parse_version
 from dips.core.net.keys import load_identity
 from dips.local.local_run import LAUNCH_TAPE
 from dips.local.log_files import records, tape_path
 from dips.local.operator_client import OperatorClient
+from dips.master.directory import TAPE_NAME
 
 ROOT = Path(__file__).parents[2]
 _OURS = ("DIPS_MASTER", "DIPS_RUN", "DIPS_CLUSTER", "DIPS_KEYS", "DIPS_INSECURE")
@@ -28,31 +32,36 @@ def environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**kept, "COLUMNS": "160", "OMP_NUM_THREADS": "1", **(added or {})}
 
 
-def dips(*arguments: object, timeout_s: float = 240.0, **added: str) -> subprocess.CompletedProcess[str]:
+WHOLE_RUNS = ("up", "demo", "compare")
+"""Commands that start many processes, or compute for long."""
+
+
+def dips(*arguments: object, **added: str) -> subprocess.CompletedProcess[str]:
     """Run one command to its end."""
-    command = [sys.executable, "-m", "dips.cli", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout_s, env=environment(added), check=False, cwd=ROOT
-    )
+    return run_python("-m", "dips.cli", *arguments, **added)
+
+
+def run_python(*arguments: object, **added: str) -> subprocess.CompletedProcess[str]:
+    """Run Python to its end."""
+    command, env = [sys.executable, *map(str, arguments)], environment(added)
+    with live.run(live.HEAVY) if {*WHOLE_RUNS} & {*command[:4]} else contextlib.nullcontext():
+        return subprocess.run(command, capture_output=True, text=True, env=env, check=False, cwd=ROOT)
 
 
 @contextlib.contextmanager
 def started(*command: object, log: Path, cwd: Path = ROOT, **added: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that runs on; what it says goes to `log`. Ended with SIGTERM, then SIGKILL, if it still runs."""
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [str(word) for word in command], stdout=out, stderr=subprocess.STDOUT, env=environment(added), cwd=cwd
-        )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+    words, env = [str(word) for word in command], environment(added)
+    with live.run(live.HEAVY), log.open("wb") as out:
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=cwd)
+        try:
+            yield process
+        finally:
+            process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
-        if process.poll() is None:
             process.kill()
-        process.wait()
+            process.wait()
 
 
 @contextlib.contextmanager
@@ -67,24 +76,15 @@ def pid_of(run_dir: Path, name: str, start: int = 1) -> int:
     return next(int(line["pid"]) for line in records(tape_path(run_dir, LAUNCH_TAPE)) if wanted.items() <= line.items())
 
 
-PATIENCE = 4.0
-"""Waits are stated for a quiet machine; a busy one gets so many times as long."""
+def published(run_dir: Path) -> int:
+    """Number of the version that was published last, by the master's tape; -1 for none."""
+    lines = records(run_dir / "master" / TAPE_NAME)
+    return max((parse_version(line["version"]).v for line in lines if line["kind"] == "publish"), default=-1)
 
 
-def until(true: Callable[[], bool], what: str, within_s: float = 60.0, log: Path | None = None) -> None:
-    """Wait until something is so; fails with the log's end when it does not come."""
-    within_s *= PATIENCE
-    deadline_s = time.monotonic() + within_s
-    while not true():
-        if time.monotonic() > deadline_s:
-            tail = log.read_text(errors="replace")[-3000:] if log is not None and log.exists() else ""
-            raise AssertionError(f"not within {within_s} s: {what}\n{tail}")
-        time.sleep(0.05)
-
-
-def ended(process: subprocess.Popen[bytes], within_s: float, log: Path) -> int:
+def ended(process: subprocess.Popen[bytes], log: Path) -> int:
     """The exit code of a process that is to end by itself."""
-    until(lambda: process.poll() is not None, "the end of the process", within_s, log)
+    until(lambda: process.poll() is not None, "the end of the process", log)
     return int(process.returncode)
 
 
@@ -101,6 +101,18 @@ def operator_of(run_dir: Path) -> OperatorClient:
     """A connection to the master of a run that is served, with the operator's keys that `dips up` made."""
     told = master_file(run_dir)
     return OperatorClient(told["address"], told["run_id"], 30.0, security=load_identity(run_dir / "keys" / "operator"))
+
+
+def end_at_a_limit(run_dir: Path) -> None:
+    """The run ends with its next round: it gets a limit of tokens that is reached then."""
+
+    def is_set() -> bool:
+        with contextlib.suppress(Refused), operator_of(run_dir) as operator:  # refused: it has more already
+            operator.extend(operator.status().tokens + 1, False, "the test has seen what it wants")
+            return True
+        return False
+
+    until(is_set, "the limit is set")
 
 
 def children(pid: int) -> set[int]:

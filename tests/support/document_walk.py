@@ -15,16 +15,17 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from support.dips_command import environment, until
+from support import live
+from support.dips_command import environment
 from support.documents import Block
 from support.repository import ROOT
+from support.waiting import until
 
 WRITTEN_ADDRESS = "127.0.0.1:29400"
 """The documents' address. Here every master takes a free port, and what it said replaces this one."""
 
 BACKGROUND, ENDED, UNTIL = "in the background", "once the background has ended", ", until it says: "
 NOTES = re.compile(rf"{BACKGROUND}(?:{UNTIL}\S.*)?|{ENDED}|not run: \S.*|")
-_BLOCK_S = 45.0
 
 
 class Walk:
@@ -39,6 +40,8 @@ class Walk:
         (folder / ".venv").symlink_to(sys.prefix)
 
     def __enter__(self) -> Walk:
+        self._live = live.run(live.HEAVY)
+        self._live.__enter__()
         return self
 
     def __exit__(
@@ -52,6 +55,7 @@ class Walk:
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+        self._live.__exit__(kind, error, trace)
 
     def type(self, block: Block) -> None:
         """Run one block as its comment says. Raises AssertionError with what it said when it does not go well."""
@@ -73,7 +77,7 @@ class Walk:
         process, log = self._open(block)
         self._running.append((block, process, log))
         if text:
-            until(lambda: text in log.read_text() or process.poll() is not None, f"{block} says {text!r}", log=log)
+            until(lambda: text in log.read_text() or process.poll() is not None, f"{block} says {text!r}", log)
             assert text in log.read_text(), f"{block} ended without it:\n{log.read_text()[-3000:]}"
             told = re.search(rf"{re.escape(text)}.*?(127\.0\.0\.1:\d+)", log.read_text())
             self._address = told[1] if told else self._address
@@ -100,6 +104,6 @@ class Walk:
         return environment({"PATH": path, "DIPS_MASTER_LISTEN": "127.0.0.1:0", "PYTHONUNBUFFERED": "1"})
 
     def _end(self, block: Block, process: subprocess.Popen[bytes], log: Path) -> None:
-        until(lambda: process.poll() is not None, f"the end of {block}", _BLOCK_S, log)
+        until(lambda: process.poll() is not None, f"the end of {block}", log)
         self.said[block.text] = log.read_text()
         assert process.returncode == 0, f"{block} ended with {process.returncode}:\n{self.said[block.text][-3000:]}"

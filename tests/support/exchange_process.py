@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from support.parallel_models import DEVICE, begin_ranks
 from support.pieces import Held, cut, ddp, fsdp, pipeline, tensor_parallel, transformer, twice, whole
+from support.waiting import until
 
 from dips.core.errors import DipsError
 from dips.core.layout import Layout, Parameter
@@ -109,13 +109,12 @@ def leave(rank: int, n_ranks: int, folder: Path) -> None:
     assert ranks.exchange is not None
     shares = shares_of_ranks(layout, held, UNIT_BYTES)
     exchange = Exchange(layout, held, shares, ranks.exchange)
-    noticed, until_s = folder / "noticed", time.monotonic() + 60
+    noticed = folder / "noticed"
     if rank:
         exchange.close()
         ranks.close()
-        while not noticed.exists() and time.monotonic() < until_s:
-            time.sleep(0.02)
-        sys.exit(0 if noticed.exists() else "rank 0 has not noticed")
+        until(noticed.exists, "rank 0 notices")
+        sys.exit(0)
     try:
         exchange.collect([torch.zeros(piece.sizes) for piece in held[rank]], np.empty(shares[rank].n_elems, np.float32))
     finally:

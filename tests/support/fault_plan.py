@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from support.fault_run import BRIEFLY_S, CLUSTERS, SLAVES, STOPPED_S, FaultRun, Recovery
-from support.kill_run import PHASE_OF_FAILPOINT
+from support.fault_run import BRIEFLY_S, CLUSTERS, SLAVES, STOPPED_S, FaultRun
 
 from dips.core.errors import Refused, RetryLater
 from dips.core.ids import Incarnation
@@ -23,9 +22,6 @@ from dips.local.operator_client import OperatorClient
 
 HARMS = ("crash", "stop", "error", "sleep")
 SLEEP_S = 0.5
-FIRE_S = 30.0
-"""A fault that did not happen by then never will: that is a failure."""
-
 SETTLE_S = {"master": 0.15, "slave": 0.15, "worker": 1.0}
 """An error ends a process within this, or not at all. A cluster leaves the run first."""
 
@@ -80,6 +76,16 @@ ARROWS: tuple[str, ...] = (
     *("session.JOINING.joined", "session.LEAVING.left"),
 )
 """Arrows of state machines that every run passes, or is easily brought to; the rest belong to the simulation."""
+
+PHASE_OF_FAILPOINT: Mapping[str, str] = {
+    **{name: name.split(".")[1] for name in ARROWS if name.startswith("round.")},
+    "slave_shard.READY.measure": "MEASURE",
+    "slave_shard.MEASURING.done": "MEASURE",
+    "slave_shard.PREPARING.done": "PREPARE",
+    "slave_shard.PREPARED.commit": "COMMIT",
+    "slave_shard.COMMITTING.done": "COMMIT",
+}
+"""Known without looking at the time. (A file's time, by which others are placed, is a few milliseconds coarse.)"""
 
 ARROW_HARMS = ("crash", "stop", "sleep")
 
@@ -227,9 +233,8 @@ def births(harm: str) -> dict[str, list[str]]:
     return plan
 
 
-def endured(run: FaultRun, fault: Fault) -> Recovery:
-    """Arm, bring the run there, wait until it is over and the run has healed. Raises AssertionError when it never
-    fires or the run does not heal."""
+def endured(run: FaultRun, fault: Fault) -> str:
+    """Arm, bring the run there, wait until it is over and the run has healed; the phase in which it fell."""
     incarnations = run.incarnations()
     run.stopped_s = (STOPPED_S, BRIEFLY_S)[len(fault.point) % 2]
     run.may_die.add(fault.process)
@@ -251,10 +256,9 @@ def endured(run: FaultRun, fault: Fault) -> Recovery:
     away: Mapping[str, Incarnation | None] = {}
     if run.children[fault.process].pid != pid and fault.process in CLUSTERS:
         away = {fault.process: incarnations.get(fault.process)}
-    recovery = run.recovered(fired_s, away, lambda: _undone(run, fault))
-    recovery.phase = PHASE_OF_FAILPOINT.get(fault.point, recovery.phase)
+    phase = run.recovered(fired_s, away, lambda: _undone(run, fault))
     run.healed(fault.process)
-    return recovery
+    return PHASE_OF_FAILPOINT.get(fault.point, phase)
 
 
 def _leaves(run: FaultRun, fault: Fault) -> bool:
@@ -265,21 +269,23 @@ def _leaves(run: FaultRun, fault: Fault) -> bool:
 def _bring_there(run: FaultRun, fault: Fault) -> int:
     """Wait until it fired; the process in which it did."""
     trigger = trigger_of(fault.point)
-    next_s, deadline_s = time.monotonic(), time.monotonic() + FIRE_S
+    next_s = time.monotonic()
     generation = run.lives[fault.process]
-    while not (pids := _fired(run, fault)):
-        assert time.monotonic() < deadline_s, f"{fault} never fired: {run.where_it_stands()}"
+
+    def fires() -> bool:
+        nonlocal next_s, generation
+        if _fired(run, fault):
+            return True
         if trigger is not None and time.monotonic() >= next_s:
-            _try(lambda: trigger(run, fault))
+            tried(lambda: trigger(run, fault))
             next_s = time.monotonic() + AGAIN_S
-        run.tend()
-        if run.lives[fault.process] > generation and not _fired(
-            run, fault
-        ):  # it ended on the way: arm its next life, too
+        if run.lives[fault.process] > generation and not _fired(run, fault):  # it ended on the way: arm its next life
             generation = run.lives[fault.process]
             run.arm(fault.process, fault.spec)
-        time.sleep(0.005)
-    return pids[-1]
+        return False
+
+    run.until(fires, f"{fault} fires")
+    return _fired(run, fault)[-1]
 
 
 def _fired(run: FaultRun, fault: Fault) -> list[int]:
@@ -288,21 +294,24 @@ def _fired(run: FaultRun, fault: Fault) -> list[int]:
     return [int(pid) for point, harm, pid in lines if (point, harm) == (fault.point, fault.harm)]
 
 
-def _try(wish: Callable[[], None]) -> None:
+def tried(wish: Callable[[], None]) -> bool:
+    """Whether it was granted; refused where the master dies just now, or the cluster is away."""
     try:
         wish()
     except (Refused, RetryLater):
-        pass  # the master dies just now, or the cluster is away: asked again
+        return False
     except Exception as error:  # a stream of gRPC's that breaks
         if type(error).__module__.partition(".")[0] != "grpc":
             raise
+        return False
+    return True
 
 
 def _undone(run: FaultRun, fault: Fault) -> bool:
     """A run that was paused on the way goes on again; a cluster that may have been drained is drained, and returns."""
     if fault.point.endswith("_Drain"):
         if _cluster_of(fault) not in run.ending:
-            _try(lambda: _drain(run, fault))
+            tried(lambda: _drain(run, fault))
         return _cluster_of(fault) in run.ending
     if fault.point.endswith("_Reshard"):
         return _taken_back(run)
@@ -310,7 +319,7 @@ def _undone(run: FaultRun, fault: Fault) -> bool:
         return True
     status = run.status()
     if status is not None and status.paused:
-        _try(lambda: _wish(lambda client: client.resume("a test"))(run, fault))
+        tried(lambda: _wish(lambda client: client.resume("a test"))(run, fault))
     return status is not None and not status.paused
 
 

@@ -6,23 +6,23 @@ Directories are as `dips up` makes them, so that `dips verify` can judge the run
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
 import json
 import signal
-import socket
-import statistics
 import threading
 import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from support import live
 from support.fault_proxy import Proxies
 from support.fork_server import ForkedProcess, ForkServer
+from support.ports import own_port
+from support.waiting import until
 from support.whole_run import option_words
 
 from dips.core.errors import Refused, RetryLater
@@ -46,12 +46,8 @@ STOPPED_S, BRIEFLY_S = 2.2, 0.7
 
 STEP_S = 0.05
 CHECKPOINT_EVERY_S = 0.2
-POLL_S = 0.02
-HEAL_S = 60.0
-"""For everything to be back after a harm, on a machine that is busy with other things."""
-
-ROUNDS_TO_HEAL = 2
-"""A healed run publishes in the first or the second round that begins then."""
+ROUNDS_TO_HEAL = 8
+"""A healed run publishes in the first or the second round that begins then; a busy machine may abort some."""
 
 QUICK_S = 2.0
 PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
@@ -59,34 +55,6 @@ PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 MAX_QUICK_DEATHS = 60
 """More of them in a row are a crash loop."""
-
-
-LAST_PORT = 31_000
-_ports = itertools.count(21_000 + (time.monotonic_ns() // 1000) % 8_000)
-"""No two runs of one test run take the same."""
-
-
-def free_port() -> int:
-    """One below the range from which the system takes ports for connections, so that it stays ours between lives."""
-    while (port := next(_ports)) < LAST_PORT:
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("no port is free")
-
-
-@dataclass
-class Recovery:
-    """What became of one harm. Seconds: until everybody was back, and until a version was published after the harm."""
-
-    fired_s: float
-    phase: str
-    healed_after_s: float
-    published_after_s: float
-    rounds: int
 
 
 class FaultRun:
@@ -109,7 +77,7 @@ class FaultRun:
         before the control port for each peer (`NAME.control`) and before each slave's data port (`NAME.data`). keys:
         of an authority, with an identity for each process and for `operator`; None: nothing is encrypted."""
         self.directory = directory
-        self.ports = {name: free_port() for name in ("master", *SLAVES)}
+        self.ports = {name: own_port() for name in ("master", *SLAVES)}
         self.address = f"127.0.0.1:{self.ports['master']}"
         self.children: dict[str, ForkedProcess] = {}
         self.lives: dict[str, int] = dict.fromkeys(NAMES, 0)
@@ -141,6 +109,19 @@ class FaultRun:
     # ---- its processes ----
 
     def __enter__(self) -> FaultRun:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(live.run())
+            stack.callback(self._end)
+            self._begin()
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.close()
+
+    def _begin(self) -> None:
         for name in ("logs", "tapes", "slaves", "checkpoints"):
             (self.directory / name).mkdir(parents=True, exist_ok=True)
         if self._proxies is not None:
@@ -150,11 +131,8 @@ class FaultRun:
                 self._proxies.add(f"{name}.data", ("127.0.0.1", self.ports[name]))
         for name in NAMES:
             self.start(name)
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _end(self) -> None:
         for child in self.children.values():
             child.kill()
         for child in self.children.values():
@@ -244,14 +222,14 @@ class FaultRun:
 
     def arm(self, name: str, spec: str) -> None:
         """Tell a living process what its failpoints do from now on; "" ends it."""
-        deadline_s = time.monotonic() + HEAL_S
-        while True:
-            self.tend()
+        why_not = ""
+
+        def armed() -> bool:
+            nonlocal why_not
             why_not = self._fork_server.arm(self.children[name], spec, self.fired_log(name))
-            if not why_not:
-                return
-            assert time.monotonic() < deadline_s, f"{name} cannot be armed with {spec!r}: {why_not}"
-            time.sleep(0.1)
+            return not why_not
+
+        self.until(armed, f"{name} takes {spec!r}", lambda: why_not)
 
     def fired(self, name: str) -> list[str]:
         """Lines `failpoint action pid` since the last mark()."""
@@ -302,13 +280,14 @@ class FaultRun:
             self.woken[name] += 1
             child.send_signal(signal.SIGCONT)
 
-    def until(self, happened: Callable[[], bool], what: str, wait_s: float = HEAL_S) -> None:
-        """Tend until it happened. Raises AssertionError, with where the run stands, after wait_s."""
-        deadline_s = time.monotonic() + wait_s
-        while not happened():
-            assert time.monotonic() < deadline_s, f"{what}: {self.where_it_stands()}"
+    def until(self, happened: Callable[[], bool], what: str, state: Callable[[], str] | None = None) -> None:
+        """Tend until it happened."""
+
+        def look() -> bool:
             self.tend()
-            time.sleep(POLL_S)
+            return happened()
+
+        until(look, what, state or self.where_it_stands)
 
     def status(self) -> StatusReply | None:
         """None while the master does not answer."""
@@ -362,16 +341,15 @@ class FaultRun:
 
     def recovered(
         self, fired_s: float, away: Mapping[str, Incarnation | None], also: Callable[[], bool] = lambda: True
-    ) -> Recovery:
-        """Wait until everybody is back and a version was published since, in time. `also`: asked again and again until
-        it is true, before the run counts as healed."""
+    ) -> str:
+        """Wait until everybody is back and a version was published since; the phase in which it fired. `also`: asked
+        again and again until it is true, before the run counts as healed."""
         self.until(lambda: also() and self.everyone_is_back(away), "not everybody came back")
         healed_s = time.time()
         self.until(lambda: self._tape.published_since(healed_s), "nothing was published after everybody was back")
         rounds = self._tape.rounds_until_published(healed_s)
         assert rounds <= ROUNDS_TO_HEAL, f"{rounds} rounds until a version was published: {self.where_it_stands()}"
-        published_s = self._tape.first_published(fired_s)
-        return Recovery(fired_s, self._tape.phase_at(fired_s), healed_s - fired_s, published_s - fired_s, rounds)
+        return self._tape.phase_at(fired_s)
 
     def healed(self, *slow: str) -> None:
         """From now on nobody ends by itself; `slow`: but for these, which may still be on their way to their end."""
@@ -424,9 +402,7 @@ class FaultRun:
         self.wait_for_end()
 
     def wait_for_end(self) -> None:
-        self.until(
-            lambda: all(child.poll() is not None for child in self.children.values()), "the run did not end", 90.0
-        )
+        self.until(lambda: all(child.poll() is not None for child in self.children.values()), "the run did not end")
 
 
 def _state_of(pid: int) -> str:
@@ -506,7 +482,6 @@ class TapeTail:
             self._published.append(at_s)
 
 
-SLOWEST = 5
 PHASES = tuple(phase.value for phase in RoundPhase)
 
 
@@ -514,18 +489,17 @@ class Tally:
     """Faults that happened and were judged. Safe for several threads."""
 
     def __init__(self) -> None:
-        self.recoveries: list[tuple[str, Recovery]] = []
+        self.fell: Counter[tuple[str, str]] = Counter()
+        """By kind and phase."""
         self.others: Counter[str] = Counter()
         """Faults before the first round or at the end of a run, by kind."""
         self._lock = threading.Lock()
-        self._slowest: list[tuple[float, str]] = []
         self.judgements = 0
         self.versions = 0
 
-    def add(self, kind: str, recovery: Recovery, what: str) -> None:
+    def add(self, kind: str, phase: str) -> None:
         with self._lock:
-            self.recoveries.append((kind, recovery))
-            self._slowest = sorted([*self._slowest, (recovery.healed_after_s, what)], reverse=True)[:SLOWEST]
+            self.fell[kind, phase] += 1
 
     def judged(self, versions: int) -> None:
         """One `dips verify --replay`, which made so many versions anew."""
@@ -533,53 +507,29 @@ class Tally:
             self.judgements += 1
             self.versions += versions
 
-    def born(self, kind: str, count: int) -> None:
+    def outside(self, kind: str, count: int = 1) -> None:
         with self._lock:
             self.others[kind] += count
 
-    def ended(self, kind: str) -> None:
-        with self._lock:
-            self.others[kind] += 1
-
     @property
     def fired(self) -> int:
-        return len(self.recoveries) + self.others.total()
+        return self.fell.total() + self.others.total()
 
     def missing_phases(self) -> list[str]:
-        fell = {recovery.phase for _, recovery in self.recoveries}
+        fell = {phase for _, phase in self.fell}
         return [phase for phase in PHASES if phase not in fell]
 
     def table(self) -> Iterator[str]:
         """Lines for people."""
-        kinds = sorted({kind for kind, _ in self.recoveries} | set(self.others))
+        kinds = sorted({kind for kind, _ in self.fell} | set(self.others))
         width = max(map(len, kinds), default=4)
         yield f"{self.fired} faults fired and survived; {self.judgements} times judged by dips verify --replay, which "
         yield f"made {self.versions} versions anew, bit for bit"
         yield ""
-        yield f"{'fault':<{width}} {'fired':>6} {'outside':>8} " + " ".join(f"{phase:>8}" for phase in PHASES)
+        yield f"{'fault':<{width}} {'outside':>8} " + " ".join(f"{phase:>8}" for phase in PHASES)
         for kind in kinds:
-            fell = Counter(recovery.phase for name, recovery in self.recoveries if name == kind)
-            others = self.others[kind]
-            row = " ".join(f"{fell[phase]:>8}" for phase in PHASES)
-            yield f"{kind:<{width}} {fell.total() + others:>6} {others:>8} {row}"
-        yield ""
-        back, published = "all back: median", "published: median"
-        yield f"{'seconds to':<{width}} {back:>17} {'max':>6}   {published:>17} {'max':>6}   rounds"
-        for kind in kinds:
-            mine = [recovery for name, recovery in self.recoveries if name == kind]
-            if mine:
-                yield f"{kind:<{width}} {_times(mine)}"
-        yield ""
-        yield "slowest: " + "; ".join(f"{what}: {after_s:.1f} s" for after_s, what in self._slowest)
-
-
-def _times(recoveries: list[Recovery]) -> str:
-    healed = [recovery.healed_after_s for recovery in recoveries]
-    published = [recovery.published_after_s for recovery in recoveries]
-    return (
-        f"{statistics.median(healed):>17.1f} {max(healed):>6.1f}   {statistics.median(published):>17.1f} "
-        f"{max(published):>6.1f}   {max(recovery.rounds for recovery in recoveries)}"
-    )
+            row = " ".join(f"{self.fell[kind, phase]:>8}" for phase in PHASES)
+            yield f"{kind:<{width}} {self.others[kind]:>8} {row}"
 
 
 TALLY = Tally()

@@ -23,9 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from support.repository import ROOT
-
-START_S = 120.0
-"""For the imports of the parent on a machine that is busy with other things."""
+from support.waiting import NO_LIMIT_S
 
 ARM_S = 20.0
 MAX_WORDS = 1 << 16
@@ -115,7 +113,7 @@ class ForkServer:
         with self._ordering, self._changed:
             self._parent.stdin.write(json.dumps(order) + "\n")
             self._parent.stdin.flush()
-            assert self._changed.wait_for(lambda: self._started, START_S), "the fork server does not answer"
+            assert self._changed.wait_for(lambda: self._started, NO_LIMIT_S), "the fork server does not answer"
             return self._children[self._started.pop()]
 
     def arm(self, child: ForkedProcess, spec: str, log: Path) -> str:

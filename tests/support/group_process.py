@@ -171,4 +171,4 @@ def main(rank: int, folder: Path, master: str, *kinds: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+    main(int(sys.argv[1]), Path(sys.argv[3]), *sys.argv[4:])  # [2]: how many ranks there are, always four

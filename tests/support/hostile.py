@@ -9,6 +9,8 @@ import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from support.waiting import NO_LIMIT_S
+
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
 """ZMTP 3.1 without security, as a client (rfc.zeromq.org/spec/37)."""
 
@@ -40,7 +42,7 @@ def ready(socket_type: bytes = b"DEALER", identity: bytes = b"") -> bytes:
 def connect(endpoint: str) -> socket.socket:
     """A plain connection to "tcp://host:port" or "host:port"."""
     host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
-    return socket.create_connection((host, int(port)), timeout=30)
+    return socket.create_connection((host, int(port)), timeout=NO_LIMIT_S)
 
 
 def dealer(endpoint: str, identity: bytes = b"") -> socket.socket:

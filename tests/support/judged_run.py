@@ -15,10 +15,6 @@ from dips.master.journal import read_records
 class JudgedRun(WholeRun):
     """Use as a context manager; judge() it once all processes have ended in order."""
 
-    def __enter__(self) -> JudgedRun:
-        super().__enter__()
-        return self
-
     def start_master(self) -> None:
         for name in ("slaves", "tapes"):
             (self.directory / name).mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from types import TracebackType
 import numpy as np
 import zmq
 from numpy.typing import NDArray
+from support.waiting import NO_LIMIT_S
 
 from dips.core.chunks import shard_digest
 from dips.core.clock import SystemClock
@@ -42,7 +43,6 @@ CHUNK_BYTES = 1 << 16
 LAYOUT = Layout((Parameter("layers.0.attention.weight", (1 << 18,), "float32", "layers.0"),))
 ORDER = tuple(range(len(LAYOUT.blocks)))
 V0 = Version(1, 0)
-WAIT_S = 30.0
 SETTINGS = TransferSettings(CHUNK_BYTES, 8, silence_s=5.0, stall_s=20.0)
 RNG = np.random.default_rng(17)
 THETA = RNG.standard_normal(LAYOUT.n_elems, np.float32)
@@ -121,7 +121,7 @@ class KeyedPort:
     def settle(self) -> None:
         done = threading.Event()
         self.server._post(done.set)
-        assert done.wait(WAIT_S)
+        assert done.wait(NO_LIMIT_S)
 
     @property
     def port(self) -> int:

@@ -11,14 +11,21 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from support.waiting import NO_LIMIT_S
 
 from dips.core.errors import Refused
 from dips.core.ids import Incarnation
 from dips.core.messages import (
     Caller,
     CommandBody,
+    Commit,
+    Configure,
+    Flipped,
     Hello,
+    Prepare,
+    Prepared,
     Promised,
+    Ready,
     Settings,
     SlaveBeat,
     SlaveBody,
@@ -33,8 +40,6 @@ from dips.core.protocol import PROTOCOL_MIN, PROTOCOL_VERSION
 from dips.protos import slaves_pb2_grpc
 
 B = TypeVar("B")
-WAIT_S = 60.0
-"""For one answer on this machine; a test that waits so long has failed."""
 
 
 class SlaveLink:
@@ -59,6 +64,21 @@ class SlaveLink:
         hello = Hello(PROTOCOL_MIN, PROTOCOL_VERSION)
         self.send(Welcome(hello, settings or self._master.settings))
         assert (await self.expect(Promised)).epoch == epoch
+
+    async def configured(self, configure: Configure, epoch: int = 1) -> SlaveHello:
+        """What the slave said first; it has taken its blocks then, and serves."""
+        hello = await self.hello()
+        await self.welcome(epoch)
+        self.send(configure)
+        await self.expect(Ready)
+        return hello
+
+    async def publish(self, prepare: Prepare, commit_hash: bytes = b"h", record: bytes = b"{}") -> None:
+        """A version, from its prepare to its flip."""
+        self.send(prepare)
+        await self.expect(Prepared)
+        self.send(Commit(prepare.round, prepare.to_version, commit_hash, record))
+        await self.expect(Flipped)
 
     def send(self, body: CommandBody, **changes: Any) -> None:
         """Send a command; `changes` overwrite the command's own fields (epoch, run_id, incarnation)."""
@@ -94,13 +114,13 @@ class SlaveLink:
     async def next(self) -> SlaveMessage | None:
         """The next message that is not a beat, None at the end of the stream."""
         while True:
-            message = await asyncio.wait_for(self._in.get(), WAIT_S)
+            message = await asyncio.wait_for(self._in.get(), NO_LIMIT_S)
             if message is None or not isinstance(message.body, SlaveBeat):
                 return message
 
     async def beat(self, after: int = 0) -> SlaveBeat:
         """Wait for a beat beyond the first `after` ones."""
-        async with asyncio.timeout(WAIT_S), self._beaten:
+        async with asyncio.timeout(NO_LIMIT_S), self._beaten:
             await self._beaten.wait_for(lambda: len(self.beats) > after)
         return self.beats[-1]
 
@@ -165,7 +185,7 @@ class MasterForSlaves(slaves_pb2_grpc.SlavesServicer):
 
     async def accept(self) -> SlaveLink:
         """The next stream that a slave opens."""
-        return await asyncio.wait_for(self._links.get(), WAIT_S)
+        return await asyncio.wait_for(self._links.get(), NO_LIMIT_S)
 
     async def Attach(self, request_iterator: AsyncIterator[Any], context: Any) -> None:
         link = SlaveLink(self)

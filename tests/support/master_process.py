@@ -12,12 +12,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from support.repository import TESTS
 from support.scripted_master_state import Leaves
+from support.waiting import until
 
 from dips.core.config import load
 from dips.core.errors import DipsError
@@ -26,9 +26,6 @@ from dips.core.observe.logs import configure_logging
 from dips.master.config import MasterConfig
 from dips.master.directory import MasterAddress, read_address
 from dips.master.process import run, serve
-
-START_S = 90.0
-"""Python starts and imports gRPC; two busy cores may need many times the usual second."""
 
 
 class MasterProcess:
@@ -58,18 +55,19 @@ class MasterProcess:
 
     def started(self) -> MasterAddress:
         """Wait until this very process has said where it serves."""
-        end_s = time.monotonic() + START_S
-        while time.monotonic() < end_s:
-            address = read_address(self.directory) if self.directory.is_dir() else None
-            if address is not None and address.pid == self.popen.pid:
-                return address
-            assert self.popen.poll() is None, self.log
-            time.sleep(0.02)
-        raise AssertionError(f"the master did not start: {self.log}")
+        until(lambda: self._told() is not None, "the master's address", self.log_path)
+        address = self._told()
+        assert address is not None
+        return address
+
+    def _told(self) -> MasterAddress | None:
+        assert self.popen.poll() is None, self.log
+        address = read_address(self.directory) if self.directory.is_dir() else None
+        return address if address is not None and address.pid == self.popen.pid else None
 
     def signal(self, number: signal.Signals) -> int:
         self.popen.send_signal(number)
-        return self.popen.wait(START_S)
+        return self.popen.wait()
 
 
 def main(directory: str, *knobs: str) -> int:

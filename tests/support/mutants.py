@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from dips.sim.search.bounds import Bounds
+from search.bounds import Bounds
 
 
 @dataclass(frozen=True)

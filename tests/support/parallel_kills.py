@@ -10,22 +10,18 @@ import itertools
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from support.fork_server import ForkedProcess, ForkServer
 from support.judged_run import JudgedRun
 from support.parallel_process import TOKENS
 from support.parallel_run import RankedCluster
-from support.whole_run import wait_until
+from support.waiting import until
+from support.whole_run import NumpyCluster
 
 from dips.core.errors import FatalError, Refused, RetryLater
 from dips.core.ids import Incarnation
 from dips.local.log_files import tape_path
-from dips.local.operator_client import OperatorClient
-
-WAIT_S = 90.0
-"""For anything that must happen, on a machine that is busy with other things."""
 
 STEP_S = 0.01
 LONG = 1_000_000
@@ -73,20 +69,19 @@ class RankKillRun(JudgedRun):
         self._lives = itertools.count()
         self.deaths: list[Death] = []
         self.folders: list[Path] = []
+        self._started: list[RankedCluster] = []
 
-    def __enter__(self) -> RankKillRun:
-        super().__enter__()
+    def _begin(self) -> None:
+        super()._begin()
         self.ranked = self._start_ranked()
         self.other = self._start("one", "b", 1)
-        wait_until(functools.partial(self._published_after, 0), "nothing was published", WAIT_S)
-        return self
+        until(functools.partial(self._published_after, 0), "nothing was published")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for process in self._trainers():
-            process.kill()
-        super().__exit__(kind, error, trace)
+    def _end(self) -> None:
+        for cluster in self._started:
+            for process in cluster.ranks:
+                process.kill()
+        super()._end()
 
     # ---- kills ----
 
@@ -98,9 +93,9 @@ class RankKillRun(JudgedRun):
         # It may have died of it before it could answer.
         assert not why_not or log.exists(), f"rank {rank} cannot be armed: {why_not}\n{victims.logs()}"
         what = f"rank {rank} of {self._kind} did not die {phase}"
-        wait_until(lambda: victims.ranks[rank].poll() is not None, what, WAIT_S)
+        until(lambda: victims.ranks[rank].poll() is not None, what)
         assert log.exists(), f"rank {rank} ended by itself: {victims.logs()}"
-        codes = victims.codes(WAIT_S)  # which raises where a rank waits for ever
+        codes = victims.codes()  # which raises where a rank waits for ever
         death = Death(rank, phase, codes)
         self.deaths.append(death)
         for other, code in enumerate(codes):
@@ -112,9 +107,9 @@ class RankKillRun(JudgedRun):
             assert sum(line.startswith("FatalError: ") for line in said.splitlines()) == 1, f"{death}: {victims.logs()}"
             assert "Traceback" not in said, f"{death}: {victims.logs()}"
         self.ranked = self._start_ranked()
-        wait_until(functools.partial(self._is_back, before), f"the ranks did not come back after {death}", WAIT_S)
+        until(functools.partial(self._is_back, before), f"the ranks did not come back after {death}")
         applied = self.applied_tokens("a")
-        wait_until(lambda: self.applied_tokens("a") > applied, f"nothing was applied after {death}", WAIT_S)
+        until(lambda: self.applied_tokens("a") > applied, f"nothing was applied after {death}")
         return death
 
     def _is_back(self, before: Incarnation | None) -> bool:
@@ -138,15 +133,14 @@ class RankKillRun(JudgedRun):
         super().judge()
         assert 0 < self.applied_tokens("a") <= TOKENS * self.steps_made(), "more tokens were counted than trained"
 
-    def stop(self) -> None:
+    def stop(self, *clusters: NumpyCluster) -> None:
         """End the run as an operator does; all processes end with 0."""
-        with OperatorClient(self.address, security=self.security("operator")) as client:
-            client.stop("the test is over")
+        super().stop()
         for cluster in (self.ranked, self.other):
-            codes = cluster.codes(WAIT_S)
+            codes = cluster.codes()
             assert set(codes) == {0}, f"{codes}: {cluster.logs()}"
         for name, process in self.processes.items():
-            assert process.wait(WAIT_S) == 0, f"{name}: {self.log(name)}"
+            assert process.wait() == 0, f"{name}: {self.log(name)}"
 
     def steps_made(self) -> int:
         """Of cluster a in all its lives; a step that only some ranks began counts."""
@@ -169,7 +163,8 @@ class RankKillRun(JudgedRun):
             "DIPS_WORKER_TAPE": str(tape_path(self.directory, name)),
         }  # fmt: skip
         options: dict[str, Any] = {"number": number, "steps": LONG, "step_s": STEP_S, "unrecorded": True}
-        return RankedCluster.start(self._forks, kind, folder, environment, **options)
+        self._started.append(RankedCluster.start(self._forks, kind, folder, environment, **options))
+        return self._started[-1]
 
     def _published_after(self, v: int) -> bool:
         return self.version() > v

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from support import parallel_models
 from support.parallel_models import COORDINATES, Part, local, part_of, ranks_of
+from support.waiting import until
 
 import dips
 from dips.core.errors import DipsError
@@ -29,8 +30,6 @@ from dips.core.observe.logs import configure_logging
 
 TOKENS = 16
 """Of one step of a whole cluster."""
-
-GATE_S = 60.0
 
 
 class Record:
@@ -61,12 +60,8 @@ class Record:
 
 
 def wait_for(path: Path) -> None:
-    """Until the test has made this file. Raises TimeoutError."""
-    deadline_s = time.monotonic() + GATE_S
-    while not path.exists():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"nobody made {path}")
-        time.sleep(0.01)
+    """Until the test has made this file."""
+    until(path.exists, f"the test makes {path.name}")
 
 
 def only_torch(part: Part, record: Record) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,10 @@ import torch
 from numpy.typing import NDArray
 from support.fork_server import ForkedProcess, ForkServer
 from support.parallel_models import full_model, merged, ranks_of
+from support.waiting import until
 from support.whole_run import option_words
 
 F32 = NDArray[np.float32]
-WAIT_S = 120.0
-"""For torch's groups to come up on a machine that is busy with other things."""
 
 
 @dataclass
@@ -61,10 +59,10 @@ class RankedCluster:
         entered = all((self.folder / f"entered-{rank}").exists() for rank in range(len(self.ranks)))
         return entered or any(rank.poll() is not None for rank in self.ranks)
 
-    def codes(self, wait_s: float = WAIT_S) -> list[int | None]:
+    def codes(self) -> list[int | None]:
         """Exit codes of all ranks, which end by themselves."""
-        until_s = time.monotonic() + wait_s
-        return [rank.wait(max(0.1, until_s - time.monotonic())) for rank in self.ranks]
+        until(lambda: all(rank.poll() is not None for rank in self.ranks), f"the ranks of {self.kind} end", self.logs)
+        return [rank.returncode for rank in self.ranks]
 
     def records(self) -> list[dict[str, Any]]:
         """What each rank recorded. Raises AssertionError, with the logs, where one did not end well."""

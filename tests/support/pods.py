@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 
 from support.api_stand_in import StandIn
 from support.dips_command import ROOT, children, environment
+from support.ports import own_port
 
 from dips.deploy.clusters import RENDEZVOUS_PORT
 
@@ -53,7 +53,7 @@ class JobPlayer:
         self._api, self._job, self._folder, self._images = api, api.one("Job", job), folder, images
         self._records = records
         self._name = job
-        self._port = _free_port()
+        self._port = own_port()
         self.pods: list[PlayedPod] = []
         self.failed = ""
         """Why the Job failed; empty while it has not."""
@@ -156,10 +156,3 @@ class JobPlayer:
 def _family(pid: int) -> list[int]:
     """A process and all below it."""
     return [pid, *(below for child in children(pid) for below in _family(child))]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 import subprocess
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -16,12 +15,12 @@ from types import TracebackType
 from typing import Any
 
 import yaml
-from support.fault_run import free_port
+from support.ports import own_port
 from support.repository import ROOT
+from support.waiting import NO_LIMIT_S, until
 
 CONFIGURATION = ROOT / "deploy" / "prometheus"
 WHY_NOT = "needs Prometheus (Debian, Ubuntu: apt-get install prometheus), which is not installed here"
-START_S = 60.0
 
 
 def is_installed() -> bool:
@@ -44,7 +43,7 @@ class Prometheus:
         be scraped in addition to the configuration's.
         """
         self._folder = folder
-        self.url = f"http://127.0.0.1:{free_port()}"
+        self.url = f"http://127.0.0.1:{own_port()}"
         self._process: subprocess.Popen[bytes] | None = None
         shutil.copytree(CONFIGURATION, folder)
         self._configuration = folder / "prometheus-tls.yml"
@@ -66,11 +65,7 @@ class Prometheus:
         ]  # fmt: skip
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._folder)
-        deadline_s = time.monotonic() + START_S
-        while not self._is_ready():
-            assert self._process.poll() is None, f"Prometheus ended: {self._log.read_text()[-3000:]}"
-            assert time.monotonic() < deadline_s, f"Prometheus is not ready: {self._log.read_text()[-3000:]}"
-            time.sleep(0.1)
+        until(self._is_ready, "Prometheus is ready", self._log)
         return self
 
     def __exit__(
@@ -85,6 +80,8 @@ class Prometheus:
         return self._folder / "prometheus.log"
 
     def _is_ready(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, "Prometheus ended"
         try:
             with urllib.request.urlopen(f"{self.url}/-/ready", timeout=2) as answer:
                 return bool(answer.status == 200)
@@ -95,7 +92,7 @@ class Prometheus:
         """The `data` of an answer. Raises AssertionError with Prometheus's own words when it refuses."""
         query = urllib.parse.urlencode({name: str(value) for name, value in parameters.items()})
         try:
-            with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=20) as answer:
+            with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=NO_LIMIT_S) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{path} {parameters}: {error.read().decode()}") from error

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support import live
 from support.dips_command import environment
 from support.repository import ROOT
 
-WAIT_S = 240.0
 PATHS = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "src"))
 
 
@@ -19,18 +19,19 @@ def run_ranks(script: str, n_ranks: int, folder: Path, *kinds: str, device: str 
     models of support.parallel_models.
     """
     added = {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", "TEST_DEVICE": device}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", f"support.{script}", str(rank), str(n_ranks), str(folder), *kinds],
-            cwd=ROOT / "tests", env=environment(added),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(n_ranks)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=WAIT_S)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+    with live.run(live.HEAVY):
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", f"support.{script}", str(rank), str(n_ranks), str(folder), *kinds],
+                cwd=ROOT / "tests", env=environment(added),
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for rank in range(n_ranks)
+        ]  # fmt: skip
+        try:
+            outputs = [process.communicate()[0] for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
     return [(process.returncode, output.splitlines()) for process, output in zip(started, outputs, strict=True)]

@@ -18,9 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from support.dips_command import dips, dips_started, ended, pid_of, until
+from support.dips_command import dips, dips_started, ended, pid_of, published
+from support.waiting import until
 
-from dips.core.ids import parse_version
+from dips.judge.verify import verify_run
 from dips.local.log_files import records
 
 ARCHIVE = Path(__file__).parents[1] / "frozen" / "recorded_run.tar.xz"
@@ -82,21 +83,15 @@ def record(folder: Path) -> Path:
     file.write_text(RUN.format(directory=json.dumps(str(run_dir)), command=command))
     with dips_started("up", file, log=log) as up:
         for name, version in (("s0", 2), ("a", 5)):
-            until(lambda v=version: published(run_dir) >= v, f"version {version}", log=log)  # type: ignore[misc]
+            until(lambda v=version: published(run_dir) >= v, f"version {version}", log)  # type: ignore[misc]
             os.kill(pid_of(run_dir, name), signal.SIGKILL)
-        until(lambda: joins(run_dir, "a") == 2, "a joins again", log=log)
+        until(lambda: joins(run_dir, "a") == 2, "a joins again", log)
         last = published(run_dir) + 3
-        until(lambda: published(run_dir) >= last, "versions after that", log=log)
+        until(lambda: published(run_dir) >= last, "versions after that", log)
         stopped = dips("stop", run_dir, "--insecure")
-        if stopped.returncode != 0 or ended(up, 120, log) != 0:
+        if stopped.returncode != 0 or ended(up, log) != 0:
             raise RuntimeError(stopped.stderr + log.read_text())
     return run_dir
-
-
-def published(run_dir: Path) -> int:
-    """Number of the version that was published last, by the master's tape; -1 for none."""
-    found = (parse_version(line["version"]).v for line in tape_of_master(run_dir) if line["kind"] == "publish")
-    return max(found, default=-1)
 
 
 def joins(run_dir: Path, cluster: str) -> int:
@@ -110,15 +105,15 @@ def tape_of_master(run_dir: Path) -> list[Mapping[str, Any]]:
 
 def numbers_of(run_dir: Path) -> dict[str, object]:
     """What `dips verify --replay` says of the run, without its directory and without sentences."""
-    told = dips("verify", run_dir, "--replay", "--json")
-    report = json.loads(told.stdout)
+    report = verify_run(run_dir, replay=True)
+    assert report.replayed is not None, "it was asked for"
     return {
-        "exit_code": told.returncode,
-        "records": {row["name"]: [row["result"], row["records"]] for row in report["invariants"]},
-        "violations": len(report["violations"]),
-        "problems": len(report["problems"]),
-        "unproven": len(report["unproven"]),
-        "replayed": report["replayed"],
+        "exit_code": report.exit_code,
+        "records": {row.invariant: [row.result, row.records] for row in report.rows},
+        "violations": len(report.violations),
+        "problems": len(report.problems),
+        "unproven": len(report.unproven),
+        "replayed": report.replayed.to_json(),
         "last_version": last_version(run_dir),
     }
 
@@ -126,7 +121,7 @@ def numbers_of(run_dir: Path) -> dict[str, object]:
 def last_version(run_dir: Path) -> dict[str, object]:
     """The newest version on the slaves' disks, and the digest of each slave's part of it."""
     found = []
-    for path in run_dir.glob("slaves/*/manifest-*.json"):
+    for path in run_dir.rglob("manifest-*.json"):
         body = json.loads(path.read_text())["body"]
         found.append((tuple(map(int, body["version"].split(":"))), path.parent.name, body["digest"]))
     newest = max(version for version, _, _ in found)
@@ -134,6 +129,19 @@ def last_version(run_dir: Path) -> dict[str, object]:
         "version": ":".join(map(str, newest)),
         "digests": {slave: digest for version, slave, digest in sorted(found) if version == newest},
     }
+
+
+def unpacked(folder: Path) -> Path:
+    """The recorded run, its files where tests/support/whole_run.py has them."""
+    with tarfile.open(ARCHIVE) as tar:
+        tar.extractall(folder, filter="data")
+    run = folder / "run"
+    for slave in list((run / "slaves").iterdir()):
+        slave.rename(run / slave.name)
+        (run / "tapes" / f"{slave.name}.tape.jsonl").rename(run / slave.name / "tape.jsonl")
+    for cluster in "ab":
+        (run / "tapes" / f"{cluster}.tape.jsonl").rename(run / f"{cluster}.jsonl")
+    return run
 
 
 def pack(run_dir: Path, archive: Path) -> None:

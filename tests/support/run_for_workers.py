@@ -7,7 +7,6 @@ switched on by the test: a slave can fall silent, be cut off and come back; the 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +15,8 @@ import grpc
 import numpy as np
 import zmq
 from numpy.typing import NDArray
+from support.ports import own_port, release
+from support.waiting import until
 
 from dips.core.chunks import checksum, chunks_of, digest_of_array, shard_digest
 from dips.core.errors import RefusalCode
@@ -105,17 +106,26 @@ class FlatModel:
         self.resets += 1
 
 
-def bind_again(router: zmq.Socket[bytes], endpoint: str) -> None:
+def _bound(router: zmq.Socket[bytes], endpoint: str) -> bool:
     """libzmq gives a closed socket's port back in its own time."""
-    deadline_s = time.monotonic() + 5.0
-    while True:
-        try:
-            router.bind(endpoint)
-            return
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.01)
+    try:
+        router.bind(endpoint)
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EADDRINUSE:
+            raise
+        return False
+    return True
+
+
+def until_version_changes(client: ClusterShell) -> None:
+    """By steps that change nothing."""
+    before = client.version
+
+    def changed() -> bool:
+        client.step(100)
+        return client.version != before
+
+    until(changed, "another version", lambda: client.phase)
 
 
 class DataSlave:
@@ -131,7 +141,7 @@ class DataSlave:
         self.hook: Callable[[DataHeader], Refusal | None] = lambda header: None
         self.heard: list[DataHeader] = []
         self._context = zmq.Context()
-        self._port = 0
+        self._port = own_port()
         self._stop = threading.Event()
         self.listen()
 
@@ -144,10 +154,7 @@ class DataSlave:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 0)
         self._stop.clear()
-        if self._port:
-            bind_again(router, self.endpoint)
-        else:
-            self._port = router.bind_to_random_port("tcp://127.0.0.1")
+        until(lambda: _bound(router, self.endpoint), f"port {self._port} is free")
         self._thread = threading.Thread(target=self._serve, args=(router,), name=f"fake {self.slave_id}")
         self._thread.start()
 
@@ -158,6 +165,7 @@ class DataSlave:
 
     def close(self) -> None:
         self.hang_up()
+        release(self._port)
         self._context.destroy(linger=0)
 
     def digest(self, push: PushId) -> bytes | None:
@@ -243,12 +251,15 @@ class RefuseCall(Exception):
 class RunForWorkers:
     """Master and two slaves. `decide(push_id)` gives each push its verdict's kind; None: not decided yet."""
 
+    slave_kind: type[DataSlave] = DataSlave
+
     def __init__(self, settings: Settings | None = None, theta: F32 | None = None, *, layout: Layout = LAYOUT) -> None:
         """theta: of the version that is published already; None: the first cluster seeds the run."""
         half = len(layout.blocks) // 2
         indices = tuple(0 if block.block_id < half else 1 for block in layout.blocks)
         self.layout = layout
-        self.slaves = [DataSlave(f"s{i}", [b for b in layout.blocks if indices[b.block_id] == i]) for i in range(2)]
+        blocks = [[b for b in layout.blocks if indices[b.block_id] == i] for i in range(2)]
+        self.slaves = [self.slave_kind(f"s{i}", own) for i, own in enumerate(blocks)]
         self._indices = indices
         self.settings = settings or Settings(
             sync_every_steps=4, heartbeat_s=0.05, verdict_wait_s=5.0, chunk_bytes=CHUNK_BYTES, window_chunks=4
@@ -273,7 +284,7 @@ class RunForWorkers:
         self.released: list[FinishPullRequest] = []
         self.hook: Callable[[str, Any], None] = lambda method, request: None
         self._lock = threading.RLock()
-        self._port = 0
+        self._port = own_port()
         self._server: grpc.Server | None = None
         if theta is not None:
             self.publish(theta)
@@ -307,6 +318,7 @@ class RunForWorkers:
     def close(self) -> None:
         self.stop = True
         self.down()
+        release(self._port)
         for slave in self.slaves:
             slave.close()
 
@@ -328,12 +340,9 @@ class RunForWorkers:
                 start += block.n_elems
         return theta
 
-    def wait_for(self, what: Callable[[], bool], within_s: float = 20.0) -> None:
-        """Until another thread has done its part; fails loudly."""
-        end_s = time.monotonic() + within_s
-        while not what():
-            assert time.monotonic() < end_s, "it did not happen in time"
-            time.sleep(0.005)
+    def wait_for(self, what: Callable[[], bool]) -> None:
+        """Until another thread has done its part."""
+        until(what, "another thread's part", lambda: f"{len(self.beats)} beats, {self.attempts}, {self.verdicts}")
 
     # ---- the calls ----
 

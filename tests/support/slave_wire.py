@@ -16,6 +16,7 @@ import numpy as np
 import zmq
 import zmq.asyncio
 from numpy.typing import NDArray
+from support.waiting import NO_LIMIT_S
 
 from dips.core.chunks import Chunk, checksum, chunks_of, digest_of_array
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId, Version
@@ -28,7 +29,6 @@ from dips.slave.config import SlaveConfig
 from dips.slave.process import serve
 
 F32 = NDArray[np.float32]
-WAIT_S = 60.0
 RUN = "run"
 
 LAYOUT = Layout(
@@ -118,7 +118,7 @@ class DataClient:
         await self._socket.send_multipart(frames)
 
     async def receive(self) -> tuple[DataHeader, bytes]:
-        frames = await asyncio.wait_for(self._socket.recv_multipart(), WAIT_S)
+        frames = await asyncio.wait_for(self._socket.recv_multipart(), NO_LIMIT_S)
         return DataHeader.decode(frames[0]), frames[1] if len(frames) > 1 else b""
 
     def put_header(self, push: PushId, shard: F32, chunk: Chunk, attempt: int = 1, epoch: int = 1) -> DataHeader:
@@ -153,7 +153,7 @@ class DataClient:
         self, push: PushId, shard: F32, chunk: Chunk, attempt: int = 1, epoch: int = 1
     ) -> DataHeader:
         """Send a chunk again for as long as the slave invites it: OpenStaging may still be on its way."""
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(NO_LIMIT_S):
             while True:
                 answer = await self.put(push, shard, chunk, attempt, epoch)
                 if answer.refusal is None or not answer.refusal.retry_after_s:
@@ -204,7 +204,7 @@ async def slave_here(config: SlaveConfig) -> AsyncIterator[asyncio.Task[bool]]:
         yield task
     finally:
         stop.set()
-        await asyncio.wait_for(task, WAIT_S)
+        await asyncio.wait_for(task, NO_LIMIT_S)
 
 
 PROGRAM = (
@@ -239,6 +239,6 @@ class SlaveProcess:
         return await self.wait()
 
     async def wait(self) -> tuple[int, str]:
-        _, said = await asyncio.wait_for(self.process.communicate(), WAIT_S)
+        _, said = await asyncio.wait_for(self.process.communicate(), NO_LIMIT_S)
         assert self.process.returncode is not None
         return self.process.returncode, said.decode()

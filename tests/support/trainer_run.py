@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from support.master_process import START_S
+from support import live
+from support.dips_command import published
+from support.master_process import MasterProcess
+from support.waiting import until
 
+from dips.core.net.security import INSECURE
 from dips.core.observe.tape import read_tape
+from dips.local.operator_client import OperatorClient
 from dips.local.options import command_line
 from dips.trainer.config import TrainConfig
 
@@ -21,13 +27,50 @@ TRAIN = TrainConfig(max_bytes=1_500_000, heldout_max_bytes=8192, warmup_tokens=4
 
 
 class Processes:
-    """`dips` commands as children, one log each. kill_all() ends them. `dips verify` reads the folder, where
-    the master's is its "master".
-    """
+    """Context manager: `dips` commands as children, one log each. `dips verify` reads the folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self.address = ""
+        """Of the master that start_master() started."""
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(live.run(live.HEAVY))
+            stack.callback(self.kill_all)
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.close()
+
+    def start_master(self, *knobs: str) -> str:
+        """Its address, once it serves."""
+        self._master = MasterProcess(self._folder / "master", "grace_s=0.2", "linger_s=600", *knobs)
+        self._running["master"] = self._master.popen
+        self.address = self._master.started().address
+        return self.address
+
+    def until_version(self, v: int) -> None:
+        """Wait for a version of the master that start_master() started; fails where a child ends before."""
+
+        def look() -> bool:
+            for name in self._running:
+                self._check(name)
+            return published(self._folder) >= v
+
+        until(look, f"version {v}", lambda: "\n".join(self.log(name)[-1500:] for name in self._running))
+
+    def stop_run(self, *clusters: str) -> None:
+        """As an operator does; these clusters end with 0."""
+        with OperatorClient(self.address, security=INSECURE) as client:
+            client.stop("the test has seen what it wants")
+        for name in clusters:
+            assert self.exit_code(name) == 0, self.log(name)[-3000:]
+            assert "Traceback" not in self.log(name)
 
     def start(self, name: str, arguments: Sequence[str], **environment: str) -> None:
         self.start_python(name, ["-m", "dips.cli", *arguments], environment)
@@ -64,12 +107,12 @@ class Processes:
             )
 
     def exit_code(self, name: str) -> int:
-        return self._running[name].wait(START_S)
+        return self._running[name].wait()
 
     def kill(self, name: str) -> None:
         """SIGKILL, and wait for the end."""
         self._running[name].kill()
-        self._running[name].wait(START_S)
+        self._running[name].wait()
 
     def signal(self, name: str, number: signal.Signals) -> int:
         """Its exit code after this signal."""
@@ -87,9 +130,6 @@ class Processes:
                 found[int(variables[b"RANK"])] = pid
         return found
 
-    def runs(self, name: str) -> bool:
-        return self._running[name].poll() is None
-
     def log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text()
 
@@ -100,17 +140,24 @@ class Processes:
         """What a child has recorded of this kind up to now."""
         return records(self.tape(name), kind) if self.tape(name).exists() else []
 
-    def wait_until(self, name: str, happened: Callable[[], bool], within_s: float = 3 * START_S) -> None:
-        """Wait for something that a running child does; fails with its log when it ends or takes too long."""
-        end_s = time.monotonic() + within_s
-        while not happened():
-            assert self.runs(name), f"{name} has ended: {self.log(name)[-3000:]}"
-            assert time.monotonic() < end_s, f"not within {within_s} s: {self.log(name)[-3000:]}"
-            time.sleep(0.02)
+    def until(self, name: str, happened: Callable[[], bool], what: str = "what the test wants") -> None:
+        """Wait for something that a running child does; fails with its log when it ends before."""
+
+        def look() -> bool:
+            if not happened():
+                self._check(name)
+                return False
+            return True
+
+        until(look, what, lambda: self.log(name)[-3000:])
+
+    def _check(self, name: str) -> None:
+        assert self._running[name].poll() is None, f"{name} has ended: {self.log(name)[-3000:]}"
 
     def kill_all(self) -> None:
         for process in self._running.values():
             process.kill()
+        for process in self._running.values():
             process.wait()
 
 

@@ -17,10 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from support import live
 from support.diverging_trainer import VARIABLE
 from support.fault_proxy import Harm, NetFault, Proxies
-from support.fault_run import free_port
+from support.ports import own_port
 from support.repository import ROOT
+from support.waiting import until
 
 from dips.core.errors import DipsError
 from dips.core.messages import ClusterStatus, StatusReply
@@ -45,12 +47,10 @@ TRAIN = (
 class WatchedRun:
     """Use as a context manager; every method returns when what it does has happened."""
 
-    def __init__(self, folder: Path, deadline_s: float) -> None:
-        """deadline_s: of the monotonic clock, for all of it."""
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.ports = {name: free_port() for name in ("master", *SLAVES)}
-        self.metrics = {name: f"127.0.0.1:{free_port()}" for name in ("master", *SLAVES, *CLUSTERS, WAYWARD, "heldout")}
-        self._deadline_s = deadline_s
+        self.ports = {name: own_port() for name in ("master", *SLAVES)}
+        self.metrics = {name: f"127.0.0.1:{own_port()}" for name in ("master", *SLAVES, *CLUSTERS, WAYWARD, "heldout")}
         self._proxies = Proxies()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._way = folder / "way"
@@ -59,6 +59,8 @@ class WatchedRun:
 
     def __enter__(self) -> WatchedRun:
         self.folder.mkdir(parents=True)
+        self._live = live.run(live.HEAVY)
+        self._live.__enter__()
         self._proxies.__enter__()
         self._proxies.add("control", ("127.0.0.1", self.ports["master"]))
         self._proxies.add("data", ("127.0.0.1", self.ports["s1"]))
@@ -66,7 +68,7 @@ class WatchedRun:
         names += [word for name in (*CLUSTERS, WAYWARD) for word in ("--cluster", name)]
         names += ["--operator", "me", "--operator", "prometheus"]
         made = _dips("keys", "init", self.folder / "keys", *names)
-        subprocess.run(made, check=True, capture_output=True, timeout=60)
+        subprocess.run(made, check=True, capture_output=True)
         try:
             for name in ("master", *SLAVES, *CLUSTERS, WAYWARD, "heldout"):
                 self.start(name)
@@ -83,6 +85,7 @@ class WatchedRun:
         for process in self._running.values():
             process.wait(30)
         self._proxies.__exit__(kind, error, trace)
+        self._live.__exit__(kind, error, trace)
 
     def start(self, name: str) -> None:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("DIPS_")}
@@ -101,7 +104,7 @@ class WatchedRun:
             return [
                 *_dips("master", "--run-id", RUN, "--directory", self.folder / "master", "--slaves", len(SLAVES)),
                 *("--listen", master, "--sync-every", "8", "--heartbeat-s", str(HEARTBEAT_S), "--grace-s", "0.3"),
-                *("--min-clusters", "3", "--round-timeout-s", "10", "--tk-max", "500M", *metrics, *keys),
+                *("--min-clusters", "3", "--round-timeout-s", "10", *metrics, *keys),
             ]
         if name in SLAVES:
             data_port = self.ports[name]
@@ -134,15 +137,19 @@ class WatchedRun:
         return None
 
     def until(self, happened: Callable[[StatusReply], bool], what: str) -> StatusReply:
-        """Wait for it. Raises AssertionError with where the run stands when the deadline comes or a process ends."""
-        while True:
-            status = self.status()
-            if status is not None and happened(status):
-                return status
+        """Wait for it. Raises AssertionError when a process ends."""
+        found: list[StatusReply] = []
+
+        def look() -> bool:
             dead = [name for name, process in self._running.items() if process.poll() is not None]
             assert not dead, f"{dead} ended while waiting for: {what}\n{self._said(dead)}"
-            assert time.monotonic() < self._deadline_s, f"not in time: {what}; {status}\n{self._said(self._running)}"
-            time.sleep(0.1)
+            status = self.status()
+            if status is not None and happened(status):
+                found.append(status)
+            return bool(found)
+
+        until(look, what, lambda: f"{self.status()}\n{self._said(self._running)}")
+        return found[0]
 
     def _said(self, names: Iterable[str]) -> str:
         return "\n".join(f"--- {name}\n{self._log(name).read_text(errors='replace')[-1500:]}" for name in names)
@@ -229,11 +236,11 @@ class WatchedRun:
         address = f"127.0.0.1:{self.ports['master']}"
         for keys, code in (("a", 3), ("me", 0)):
             asked = _dips("pause", address, "--keys", self.folder / "keys" / keys, "--reason", "a look")
-            done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run(asked, capture_output=True, text=True, check=False)
             assert done.returncode == code, done.stderr
         time.sleep(AWAY_S)
         resumed = _dips("resume", address, "--keys", self.folder / "keys" / "me")
-        subprocess.run(resumed, check=True, capture_output=True, timeout=60)
+        subprocess.run(resumed, check=True, capture_output=True)
 
     def slow_link(self, begin: bool) -> None:
         """Everything between the clusters and slave s1."""

@@ -6,6 +6,7 @@ cluster pushed can be compared with what the slaves made of it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,14 +14,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
+from support import live
 from support.fork_server import ForkedProcess, ForkServer
+from support.waiting import until
 
+from dips.core.errors import Refused, RetryLater
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import DataMode, DataPlan, StatusReply, Verdict
 from dips.core.net.keys import load_identity
@@ -30,23 +35,10 @@ from dips.worker.config import ClientConfig
 from dips.worker.shell import ClusterShell
 
 F32 = NDArray[np.float32]
-WAIT_S = 60.0
 LAYOUT = Layout(
     tuple(Parameter(f"layers.{i}.w", (7, 11 + i), "float32", f"layers.{i}") for i in range(6)), block_elems=50
 )
 LEASED = DataPlan(DataMode.LEASED, b"numbers", 100_000, 1_000)
-
-
-class Stuck(AssertionError):
-    """Something that had to happen did not, in WAIT_S."""
-
-
-def wait_until(happened: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
-    deadline_s = time.monotonic() + wait_s
-    while not happened():
-        if time.monotonic() > deadline_s:
-            raise Stuck(what)
-        time.sleep(0.02)
 
 
 class NumpyModel:
@@ -80,9 +72,11 @@ class NumpyModel:
 
 
 class NumpyCluster:
-    """One cluster in a thread of its own, until it is done, has made `pushes` rounds, or is abandoned."""
+    """One cluster in a thread of its own, until it is done, or has made `steps` steps and leaves."""
 
-    def __init__(self, run: WholeRun, name: str, seed: int, step_s: float = 0.0, layout: Layout = LAYOUT) -> None:
+    def __init__(
+        self, run: WholeRun, name: str, seed: int, step_s: float = 0.0, layout: Layout = LAYOUT, steps: int = 1 << 60
+    ) -> None:
         self.name = name
         self.model = NumpyModel(seed, layout)
         knobs = {"cluster_id": name, "master": run.address, "tape": run.directory / f"{name}.jsonl", **run.of(name)}
@@ -90,27 +84,24 @@ class NumpyCluster:
         self.driver = ClusterShell(config, self.model, layout, run.plan)
         self.verdicts: list[Verdict] = []
         self.error: Exception | None = None
-        self.paused = threading.Event()
         self.steps_made = 0
-        self._step_s = step_s
+        self._step_s, self._steps = step_s, steps
         self._run = run
-        self._spare: list[object] = []
         self._thread = threading.Thread(target=self._work, name=f"cluster-{name}", daemon=True)
 
     def start(self) -> NumpyCluster:
         self._thread.start()
         return self
 
-    def join(self, wait_s: float = WAIT_S) -> None:
-        self._thread.join(wait_s)
-        assert not self._thread.is_alive(), f"cluster {self.name} did not end: {self.driver.phase}"
+    def join(self) -> None:
+        until(lambda: not self._thread.is_alive(), f"the end of cluster {self.name}", lambda: self.driver.phase)
         if self.error is not None:
             raise self.error
 
     def _work(self) -> None:
         try:
             with self.driver:
-                while not self.driver.done:
+                while not self.driver.done and self.steps_made < self._steps:
                     time.sleep(self._step_s)
                     loss = self.model.step()
                     self.steps_made += 1
@@ -130,7 +121,12 @@ class NumpyCluster:
 
 
 class WholeRun:
-    """Context manager: starts a master and slaves under `directory`; stops everything at the end."""
+    """Context manager: starts a master and slaves under `directory`; ends everything at the end.
+
+    A test that has seen what it wants calls stop(), as an operator does.
+    """
+
+    weight = live.LIGHT
 
     def __init__(
         self,
@@ -167,16 +163,26 @@ class WholeRun:
         self.client: dict[str, object] = {}
         """More knobs of every cluster."""
 
-    def __enter__(self) -> WholeRun:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.start_master()
-        for i in range(self.n_slaves):
-            self.start_slave(f"s{i}")
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(live.run(self.weight))
+            stack.callback(self._end)
+            self._begin()
+            self._entered = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._entered.close()
+
+    def _begin(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.start_master()
+        for i in range(self.n_slaves):
+            self.start_slave(f"s{i}")
+
+    def _end(self) -> None:
         for process in self.processes.values():
             process.terminate()
         for process in self.processes.values():
@@ -193,9 +199,10 @@ class WholeRun:
         where = self.directory / "master" / "master.json"
 
         def told() -> bool:
+            assert self.processes["master"].poll() is None, self.log("master")
             return where.exists() and json.loads(where.read_text())["pid"] == self.processes["master"].pid
 
-        wait_until(told, f"the master did not come up: {self.log('master')}")
+        until(told, "the master's address", lambda: self.log("master"))
         self.address = json.loads(where.read_text())["address"]
 
     def start_slave(self, name: str, **more: object) -> None:
@@ -206,14 +213,30 @@ class WholeRun:
     def kill(self, name: str) -> None:
         """SIGKILL: at whatever line it is."""
         self.processes[name].send_signal(signal.SIGKILL)
-        self.processes[name].wait(10)
+        self.processes[name].wait()
 
-    def cluster(self, name: str, seed: int, step_s: float = 0.0, layout: Layout = LAYOUT) -> NumpyCluster:
-        return NumpyCluster(self, name, seed, step_s, layout).start()
+    def cluster(self, name: str, seed: int, step_s: float = 0.0, layout: Layout = LAYOUT, **how: int) -> NumpyCluster:
+        return NumpyCluster(self, name, seed, step_s, layout, **how).start()
 
     def status(self) -> StatusReply:
-        with OperatorClient(self.address, security=self.security("operator")) as client:
+        with self.operator() as client:
             return client.status()
+
+    def operator(self) -> OperatorClient:
+        return OperatorClient(self.address, security=self.security("operator"))
+
+    def stop(self, *clusters: NumpyCluster) -> None:
+        """End the run as an operator does, until these clusters have left."""
+
+        def asked() -> bool:
+            with contextlib.suppress(Refused, RetryLater), self.operator() as client:
+                client.stop("the test has seen what it wants")
+                return True
+            return False
+
+        until(asked, "the master takes the order to stop", lambda: self.log("master"))
+        for cluster in clusters:
+            cluster.join()
 
     def security(self, name: str) -> Security:
         return INSECURE if self.keys is None else load_identity(self.keys / name)
@@ -231,7 +254,7 @@ class WholeRun:
         return published.v if published else -1
 
     def wait_for_version(self, v: int) -> None:
-        wait_until(lambda: self.version() >= v, f"version {v} was not published: see {self.directory}")
+        until(lambda: self.version() >= v, f"version {v}", lambda: f"{self.status()}\n{self.log('master')}")
 
     def log(self, name: str) -> str:
         path = self.directory / f"{name}.log"

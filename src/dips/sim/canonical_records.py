@@ -26,9 +26,9 @@ from typing import Any
 from dips.core import errors
 from dips.core.errors import RefusalCode
 from dips.core.messages import SnapshotInfo
-from dips.core.observe.seen import note, refuses
 from dips.sim.kernel import SimulatedProcess
 from dips.sim.seed_run import SeedOutcome, SeedRun
+from dips.sim.seen import refuses
 from dips.sim.world import MasterProcess, SlaveProcess
 
 CHUNK = 10
@@ -167,7 +167,6 @@ def freeze(seed: int, out: Path | None = None) -> Frozen:
 
     Raises RuntimeError when an invariant is violated: such a run is no evidence.
     """
-    note()
     world = RecordedSeedRun(seed)
     collecting = gc.isenabled()
     gc.disable()  # a run is short, with few megabytes of garbage: collecting it would cost a tenth of the time

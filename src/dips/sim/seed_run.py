@@ -15,7 +15,6 @@ from typing import Any
 from dips.core.chunks import Chunk
 from dips.core.ids import PushId, Version, parse_version
 from dips.core.messages import ClusterRequest, OperatorRequest, SnapshotInfo
-from dips.core.observe.seen import Arrow, Seen
 from dips.core.wire import Codec
 from dips.master.state.events import Resume, Stop
 from dips.master.state.records import RecoveryPhase
@@ -27,6 +26,7 @@ from dips.sim.faults import register
 from dips.sim.faults.world import LOOKS_EVERY_S, RESTART_S, FaultWorld
 from dips.sim.kernel import SimulatedProcess
 from dips.sim.run_plan import SimulatedRunPlan
+from dips.sim.seen import Arrow, Seen
 from dips.sim.world import MasterProcess, SlaveProcess
 from dips.worker.state.cluster import ClusterMachine
 from dips.worker.state.effects import Effect

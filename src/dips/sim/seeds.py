@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from dips.core.machine import TransitionTable, tables
-from dips.core.observe.seen import Arrow, Seen, arrows_of, note
-from dips.core.observe.seen import report as seen_report
 from dips.master.state.records import RoundPhase
 from dips.sim.counts import NO_MASTER, RECOVERY, STARTING, RunCounts, by_phase
 from dips.sim.faults import register
 from dips.sim.seed_run import SeedOutcome, SeedRun
+from dips.sim.seen import Arrow, Seen, arrows_of
+from dips.sim.seen import report as seen_report
 
 # ---- totals ----------------------------------------------------------------------------------------------------------
 #
@@ -243,7 +243,6 @@ def run_one(seed: int, pushers: tuple[int, ...] = (), later: tuple[int, ...] = (
     """Run one seed; returns its result and the processor time, in seconds. pushers, later: as SimulatedRunPlan's
     pushers and later_pushers.
     """
-    note()
     began_s = time.process_time()
     gc.disable()  # a run is short, with few megabytes of garbage: collecting it would cost a tenth of the time
     try:

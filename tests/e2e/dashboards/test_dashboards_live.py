@@ -121,7 +121,7 @@ def jobs_of_monitors(run: WatchedRun, folder: Path) -> list[Object]:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("watched")
     begun_s, laps = time.time(), []
-    run = WatchedRun(folder / "run", time.monotonic() + STORY_S)
+    run = WatchedRun(folder / "run")
 
     def lap(what: str, happen: Callable[[], object]) -> float:
         happen()

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import subprocess
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import Any
 
 import pytest
 from support.deploy_files import with_keys
-from support.dips_command import dips, until
+from support.dips_command import dips
+from support.waiting import until
 
 pytestmark = [
     pytest.mark.timeout(3600),
@@ -68,7 +68,7 @@ memory = "2 GiB"
 
 
 def kubectl(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["kubectl", *words], capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(["kubectl", *words], capture_output=True, text=True, check=False)
 
 
 def api(namespace: str) -> Any:
@@ -102,7 +102,7 @@ def file(tmp_path: Path) -> Iterator[Path]:
 
 
 def deploy(*words: object, code: int = 0) -> str:
-    done = dips("deploy", *words, timeout_s=1800.0, KUBECONFIG=os.environ["KUBECONFIG"])
+    done = dips("deploy", *words, KUBECONFIG=os.environ["KUBECONFIG"])
     assert done.returncode == code, done.stderr
     return done.stdout
 
@@ -133,7 +133,7 @@ def test_the_api_server_takes_everything_and_nothing_is_left_to_change(file: Pat
     assert server.get("StatefulSet", "e2e-slave") is None
     assert server.get("PersistentVolumeClaim", "e2e-cluster-a") is not None
     deploy("delete", file, "--yes", "--delete-volumes")
-    until(lambda: server.get("PersistentVolumeClaim", "e2e-cluster-a") is None, "the volume's end", 60.0)
+    until(lambda: server.get("PersistentVolumeClaim", "e2e-cluster-a") is None, "the volume's end")
 
 
 # ---- with pods ----
@@ -155,7 +155,7 @@ def master_of(file: Path) -> Iterator[str]:
 def version(file: Path) -> int:
     with master_of(file) as address:
         words = ("deploy", "status", file, "--json", "--master", address)
-        done = dips(*words, timeout_s=1800.0, KUBECONFIG=os.environ["KUBECONFIG"])
+        done = dips(*words, KUBECONFIG=os.environ["KUBECONFIG"])
     assert done.returncode in (0, 4), done.stderr  # 4 while something waits
     published = (json.loads(done.stdout)["run"] or {}).get("published")
     return int(published.split(":")[1]) if published else -1
@@ -164,19 +164,18 @@ def version(file: Path) -> int:
 @pytest.mark.skipif(not os.environ.get("DIPS_IMAGES"), reason="DIPS_IMAGES names no images that the cluster can pull")
 def test_a_run_trains_and_survives_the_loss_of_a_slave_and_gets_one_more(file: Path) -> None:
     deploy("apply", file, "--yes", "--no-reach")
-    until(lambda: version(file) >= 1, "the first version", 600.0)
+    until(lambda: version(file) >= 1, "the first version")
     server = api(namespace_of(file))
     server.delete("Pod", "e2e-slave-1")
     before = version(file)
-    until(lambda: version(file) > before + 1, "versions after the loss of a slave", 600.0)
+    until(lambda: version(file) > before + 1, "versions after the loss of a slave")
     file.write_text(file.read_text().replace("slaves = 2", "slaves = 3"))
     with_keys(file)
     with master_of(file) as address:
         deploy("scale", file, "--yes", "--master", address)
     before = version(file)
-    until(lambda: version(file) > before + 1, "versions on three slaves", 600.0)
+    until(lambda: version(file) > before + 1, "versions on three slaves")
     with master_of(file) as address:
         deploy("drain", file, "b", "--master", address)
-    time.sleep(1)
-    assert server.get("Job", "e2e-cluster-b")["status"].get("succeeded") == 1
+    until(lambda: server.get("Job", "e2e-cluster-b")["status"].get("succeeded") == 1, "the drained cluster's Job")
     deploy("delete", file, "--yes", "--delete-volumes")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from support import waiting
 from support.page_run import PageRun
 from support.repository import ROOT
 
 pytestmark = pytest.mark.timeout(900)
 
 PICTURES = ROOT / "runs" / "page"
-WAIT_S = 240.0
 """For what a run on a machine that is busy with other things takes its time to do."""
 
 DESKTOP, SMALL, PHONE = (1280, 900), (1000, 800), (390, 844)
@@ -110,7 +109,7 @@ def opened(chromium: Any, run: PageRun, seen: Seen) -> Iterator[Open]:
         )
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(1000 * WAIT_S)
+        page.set_default_timeout(1000 * waiting.NO_LIMIT_S)
         page.on(
             "console", lambda said: seen.complaints.append(said.text) if said.type in ("error", "warning") else None
         )
@@ -137,10 +136,9 @@ def picture(page: Any, name: str, height: int = 0) -> None:
 
 def until(page: Any, expression: str) -> None:
     """Wait until it is true in the page. (Playwright's own waiting evaluates texts, which the page forbids.)"""
-    deadline_s = time.monotonic() + WAIT_S
-    while not page.evaluate(f"() => Boolean({expression})"):
-        assert time.monotonic() < deadline_s, f"{expression}: {page.inner_text('main')[:3000]}"
-        page.wait_for_timeout(100)
+    waiting.until(
+        lambda: page.evaluate(f"() => Boolean({expression})"), expression, lambda: page.inner_text("main")[:3000]
+    )
 
 
 def version(page: Any) -> int:

@@ -17,7 +17,7 @@ SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the papers that take seconds."""
     out = tmp_path_factory.mktemp("papers")
-    told = dips("papers", "--paper", "crosspipe", "--out", out, timeout_s=300)
+    told = dips("papers", "--paper", "crosspipe", "--out", out)
     assert told.returncode == 0, told.stderr
     return out / "report.html"
 

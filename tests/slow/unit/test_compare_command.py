@@ -48,11 +48,6 @@ def test_the_list_names_methods_with_their_settings_and_set_ups(capsys: pytest.C
     for name in (*METHODS, *(f"set-up {name}" for name in shipped())):
         assert name in out
     assert "--preset safe" in out
-    code, out, _ = told(capsys, "--list", "--json")
-    plain = json.loads(out)
-    assert (code, list(plain["methods"])) == (0, list(METHODS))
-    assert plain["methods"]["safe"]["flags_of_master"] == ["--overlap none", "--preset safe"]
-    assert plain["setups"]["small"]["clusters"]["gaps"] == [0.0, 0.16, 0.33, 0.5]
 
 
 def test_the_default_methods_run_with_the_shipped_set_up(
@@ -78,15 +73,6 @@ def test_what_is_said_is_what_is_run(
     assert (setup.clusters.gaps, setup.run.inner_steps, setup.run.tokens) == ((0.0, 0.5), 8, 20_000)
     assert {job.inject for job in asked} == {"x30"}
     assert "x30, into pushes of cluster a" in out
-
-
-def test_all_are_all_and_one_alone_has_no_empty_table(
-    tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert told(capsys, "--methods", "all", "--run-dir", tmp_path)[0] == 0
-    assert [job.method for job in asked] == list(METHODS)
-    code, out, _ = told(capsys, "--methods", "dp", "--run-dir", tmp_path)
-    assert (code, "held-out loss after" in out, "rounds and pushes" in out) == (0, True, False)
 
 
 def test_files_and_json(tmp_path: Path, asked: list[ComparisonJob], capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 
 import dips
-from dips.core.math import compiling, landing_numba
+from dips.core.math import compiling
 from dips.core.math.compiling import LOCK_NAME, compiled, sources_of, stamp_of
 
 ROOT = Path(dips.__file__).parent
@@ -240,8 +240,3 @@ def called_by(function: FunctionType) -> list[FunctionType]:
         if isinstance(one, FunctionType) and isinstance(one.__code__, CodeType) and one.__module__.startswith("dips."):
             found.append(one)
     return found
-
-
-def test_the_walk_over_functions_finds_those_of_other_files() -> None:
-    found = {function.__module__ for function in called_by(landing_numba._finished.py_func)}  # type: ignore[attr-defined]
-    assert found == {"dips.core.math.xxh3_numba"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import pytest
+from search.bounds import Bounds
 from support.mutants import Mutant, planted
 
-from dips.sim.search.bounds import Bounds
 from dips.sim.seed_run import SeedRun
 
 SEEDS = 150

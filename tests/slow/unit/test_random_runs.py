@@ -12,8 +12,8 @@ from collections import Counter
 import pytest
 from support.master_walk import KINDS, Walk, walk_to_the_end
 
-from dips.core.observe.seen import Seen, arrows_of, report
 from dips.master.state.records import PUSH_TABLE, RECOVERY_TABLE, RESHARD_TABLE, ROUND_TABLE, SLAVE_TABLE
+from dips.sim.seen import Seen, arrows_of, report
 
 N_WALKS = int(os.environ.get("DIPS_TEST_WALKS", "12"))
 EVENTS = 1500

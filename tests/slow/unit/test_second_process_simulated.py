@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from search.explore import Search
+from search.searches import by_name
 
 from dips.master.state.membership import Membership
 from dips.master.state.slaves import SlaveRegistry
-from dips.sim.search.explore import Search
-from dips.sim.search.searches import by_name
 from dips.sim.seed_run import SeedRun
 
 SEEDS = range(9100, 9110)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from search.__main__ import never_struck, read_counts, story
+from search.explore import Search, judge_ends
+from search.searches import SEARCHES, Size, by_name
 from support.repository import ROOT
-
-from dips.sim.search.__main__ import never_struck, read_counts, story
-from dips.sim.search.explore import Search, judge_ends
-from dips.sim.search.searches import SEARCHES, Size, by_name
 
 COUNTS = read_counts(ROOT / "tests" / "frozen" / "searches.txt")
 SHORT = [named.name for named in SEARCHES if named.size is Size.SHORT]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 from support.compare_records import committed, push, record
 
 from dips.compare.pictures import draw_bars, draw_cosines, draw_curves, draw_norms
@@ -65,56 +63,3 @@ def test_a_lost_run_does_not_hide_the_others(drawn: list[Figure]) -> None:
     bottom, top = drawn[0].axes[0].get_ylim()
     assert 1 < bottom < 2.0
     assert 2.0 < top < 7
-
-
-def test_labels_tell_variants_of_a_method_apart(drawn: list[Figure]) -> None:
-    draw_curves(Path("x.png"), [("H 8", record()), ("H 16", record()), ("H 8", record(seed=2))], "tokens", "t")
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["H 8", "H 16"]
-
-
-def test_each_push_is_a_mark(drawn: list[Figure]) -> None:
-    draw_norms(Path("x.png"), [record(judged=ROUNDS), record("dp")])
-    (axes,) = drawn[0].axes  # data parallel has nothing to show
-    assert axes.get_yscale() == "log"
-    assert axes.get_title() == "dips, seed 1"
-    draw_norms(Path("x.png"), [replace(record(judged=ROUNDS), inject="nan")])
-    assert drawn[1].axes[0].get_title() == "dips with nan, seed 1"
-    inside, above = axes.get_lines()[::2], axes.get_lines()[1::2]
-    applied_a, excluded_a, applied_b, excluded_b, injected = (np.asarray(line.get_ydata()).tolist() for line in inside)
-    assert applied_a == [1.0, 1.0, 2.0]
-    assert excluded_b == [30.0]
-    assert injected == [30.0]
-    assert excluded_a == applied_b == []
-    assert [np.asarray(line.get_xdata()).tolist() for line in above] == [[], [], [], [20.0], [20.0]], (
-        "excluded, and not finite"
-    )
-    labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
-    assert labels == ["cluster a", "cluster b", "excluded (upper edge: not finite)", "injected"]
-
-
-def test_cosines_stand_on_a_plain_scale(drawn: list[Figure]) -> None:
-    draw_cosines(Path("x.png"), [record()])
-    (axes,) = drawn[0].axes
-    assert axes.get_yscale() == "linear"
-    assert drawn[0].get_supylabel() == "cosine"
-    assert np.asarray(axes.get_lines()[0].get_ydata()).tolist() == [0.4, 0.4]
-
-
-def test_nothing_to_show_is_still_a_picture(tmp_path: Path) -> None:
-    draw_norms(tmp_path / "norms.png", [record("dp")])
-    draw_curves(tmp_path / "curves.png", [], "tokens", "nothing")
-    assert (tmp_path / "norms.png").read_bytes().startswith(PNG)
-    assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
-
-
-def rectangle(patch: Patch) -> Rectangle:
-    assert isinstance(patch, Rectangle)
-    return patch
-
-
-def test_bars_stand_beside_each_other(drawn: list[Figure]) -> None:
-    draw_bars(Path("x.png"), ["1", "10"], [("dips", [1.0, 2.0]), ("dp", [0.5, 0.6])], "tokens/s", "t")
-    bars = [rectangle(patch) for patch in drawn[0].axes[0].patches]
-    assert [bar.get_height() for bar in bars] == [1.0, 2.0, 0.5, 0.6]
-    lefts = [bar.get_x() for bar in bars]
-    assert lefts[0] + bars[0].get_width() == pytest.approx(lefts[2])

@@ -44,17 +44,3 @@ def test_more_tokens_than_wanted_are_the_whole() -> None:
     shown.ended(0)
     shown.ended(1)
     assert shown.left_s() == 0.0
-
-
-def test_a_terminal_shows_bars() -> None:
-    clock = ManualClock()
-    shown, out = progress(clock, terminal=True)
-    with shown:
-        shown.began(0)
-        clock.advance(20.0)
-        shown.moved(0, 500, 5.0)
-        shown.began(1)
-        shown.ended(0)
-        shown.ended(1)
-    assert "done: dips, seed 1" in out.getvalue()
-    assert "runs done" in out.getvalue()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,18 +48,6 @@ def test_losses_stand_beside_the_references() -> None:
     assert dips[-1] == "1.10x"
 
 
-def test_a_difference_has_the_interval_of_its_seeds() -> None:
-    more = [*THREE, record("dp", 2, 2.1, 120.0), record("diloco-clip", 2, 2.25, 110.0), record("dips", 2, 2.3, 100.0)]
-    *_, dips = shown(loss_table(replace(comparison(more), references=("dp",))))
-    assert dips[4:7] == ["+0.150", "±", "0.316"]
-
-
-def test_what_was_not_run_has_no_column() -> None:
-    _, _, head, row = shown(loss_table(comparison([record()])))
-    assert " ".join(head) == "method loss time ideal"
-    assert row[0] == "dips"
-
-
 def test_a_lost_run_is_shown_as_lost() -> None:
     found = comparison([*THREE, record("async", 1, None)])
     *_, row = shown(loss_table(found))
@@ -99,21 +86,6 @@ def test_with_injection_flags_are_counted_and_the_clean_run_stands_beside() -> N
     assert row[-4:] == ["1", "0", "1", "0"]
     assert "+0.070" in shown(loss_table(found))[3]
     assert any(sentence.startswith("bad out: excluded spoilt pushes") for sentence in readings(found))
-
-
-def test_flags_without_an_injection_are_explained_without_columns_that_are_not_there() -> None:
-    flagged = record(judged=(committed(1, push("a", 1), push("b", 1, excluded=True)),))
-    (told,) = [sentence for sentence in readings(comparison([flagged])) if "out:" in sentence]
-    assert told == "good out: pushes that were excluded, although none was spoilt."
-
-
-def test_the_sentences_say_how_far_to_trust_a_difference() -> None:
-    one = " ".join(readings(comparison(THREE)))
-    assert "One seed" in one
-    assert "--seeds 1,2,3" in one
-    two = " ".join(readings(comparison([*THREE, record("dips", 2, 2.34)])))
-    assert "standard deviation over 2 seeds, 0.028 in the usual method" in two
-    assert "below 0.057 says nothing" in two
 
 
 def test_alarms_are_told_by_what_they_are_about() -> None:

@@ -39,13 +39,6 @@ def test_flags_are_right_wrong_or_missing() -> None:
     assert found.clipped == 0.0
 
 
-def test_data_parallel_pushes_nothing() -> None:
-    found = summarise(record("dp"), at_150)
-    assert found.merged_per_round is None
-    assert found.staleness_max is None
-    assert found.flagged_good is None
-
-
 @pytest.mark.parametrize("loss", [None, math.inf, math.nan])
 def test_a_lost_run_has_no_loss_and_its_method_no_mean(loss: float | None) -> None:
     summary = by_method([record(seed=1), record(seed=2, loss=loss, ended="diverged")], at_150)["dips"]
@@ -79,13 +72,6 @@ def test_a_method_that_lost_its_model_does_not_blur_the_others() -> None:
     assert seed_noise(by_method([*sound, *lost], at_150)) == pytest.approx(0.01 / math.sqrt(2))
     assert seed_noise(by_method([*sound, *steady, *shaken], at_150)) == pytest.approx(0.01 / math.sqrt(2))
     assert seed_noise(by_method(lost, at_150)) is None
-
-
-def test_a_run_that_did_not_end_is_no_faster_for_that() -> None:
-    found = by_method([record("async", 1, None, virtual_s=9.0), record("async", 2, virtual_s=100.0)], at_150)["async"]
-    assert found.virtual_s is None
-    assert found.runs[1].virtual_s == 9.0
-    assert by_method([record()], at_150)["dips"].virtual_s == 100.0
 
 
 def test_differences_are_of_the_seeds_that_both_have() -> None:

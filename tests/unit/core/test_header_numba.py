@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from fuzz.mutate import shaken
 from fuzz.wire import sealed
+from support.checked_memory import Interpreted
 from support.hostile_headers import some_header
 
-from dips.core.chunks import checksum
 from dips.core.errors import Refused
 from dips.core.ids import ClusterId, Incarnation, PushId, Version
 from dips.core.math.simd_numba import address
 from dips.core.messages import MissingChunk
-from dips.core.net import header_numba as compiled
+from dips.core.net import header_numba
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.protocol import PROTOCOL_VERSION
 from dips.core.wire import Codec
-from dips.protos import common_pb2, data_pb2
+from dips.protos import data_pb2
 
 RUN = "run-1"
 PUSH = PushId(ClusterId("a"), Incarnation(3, 2), 7)
-V0 = Version(1, 0)
 
 
 def parsed(frame: bytes) -> tuple[np.ndarray, np.ndarray] | None:
     """The fields of a plain header; None for another frame."""
     memory = np.frombuffer(frame, np.uint8)
-    value, length = np.full(compiled.N_FIELDS, 77, np.int64), np.full(compiled.N_FIELDS, 77, np.int64)
-    return (value, length) if compiled.parse(address(memory), len(frame), value, length) else None
+    value, length = np.full(header_numba.N_FIELDS, 77, np.int64), np.full(header_numba.N_FIELDS, 77, np.int64)
+    return (value, length) if header_numba.parse(address(memory), len(frame), value, length) else None
 
 
 def fields_of(frame: bytes) -> dict[str, object] | None:
@@ -46,7 +46,7 @@ def fields_of(frame: bytes) -> dict[str, object] | None:
         number, n_bytes = int(value[field.number]), int(length[field.number])
         if n_bytes > 0 or (n_bytes == 0 and field.name in ("push", "version", "base")):
             begin = number - address(memory)
-            assert 0 <= begin <= begin + n_bytes <= len(frame) - compiled.TRAILER_BYTES
+            assert 0 <= begin <= begin + n_bytes <= len(frame) - header_numba.TRAILER_BYTES
             fields[field.name] = frame[begin : begin + n_bytes]
         elif n_bytes == 0:
             fields[field.name] = number % 2**64
@@ -55,9 +55,9 @@ def fields_of(frame: bytes) -> dict[str, object] | None:
 
 def expected_fields(header: DataHeader) -> dict[str, object]:
     fields: dict[str, object] = {
-        "push": None if header.push is None else compiled.part_of(header.push).tobytes(),
-        "version": None if header.version is None else compiled.part_of(header.version).tobytes(),
-        "base": None if header.base is None else compiled.part_of(header.base).tobytes(),
+        "push": None if header.push is None else header_numba.part_of(header.push).tobytes(),
+        "version": None if header.version is None else header_numba.part_of(header.version).tobytes(),
+        "base": None if header.base is None else header_numba.part_of(header.base).tobytes(),
         "run_id": header.run_id.encode() or None,
         "cause_id": header.cause_id.encode() or None,
     }
@@ -90,7 +90,7 @@ def test_what_is_nearly_a_header_never_means_another_thing() -> None:
     rng = random.Random(2)
     accepted = refused = 0
     for _ in range(200):
-        bodies = [some_header(rng).encode()[: -compiled.TRAILER_BYTES] for _ in range(20)]
+        bodies = [some_header(rng).encode()[: -header_numba.TRAILER_BYTES] for _ in range(20)]
         for number in range(1000):
             body = shaken(rng, bodies)
             if check(sealed(body) if number % 10 else body + bodies[0][-10:]):
@@ -165,8 +165,8 @@ def test_odd_headers_are_left_to_python(odd: tuple[str, bytes]) -> None:
 
 def test_long_headers_and_lists_are_left_to_python() -> None:
     # The length of the longer text has one byte more.
-    longest = replace(PLAIN, cause_id="c" * (compiled.PLAIN_BYTES - len(PLAIN.encode())))
-    assert len(longest.encode()) == compiled.PLAIN_BYTES
+    longest = replace(PLAIN, cause_id="c" * (header_numba.PLAIN_BYTES - len(PLAIN.encode())))
+    assert len(longest.encode()) == header_numba.PLAIN_BYTES
     assert parsed(longest.encode()) is not None
     assert parsed(replace(longest, cause_id=longest.cause_id + "c").encode()) is None
     missing = DataHeader(RUN, 4, DataOp.MISSING, 2, push=PUSH, missing=(MissingChunk(1, 4096),))
@@ -175,7 +175,7 @@ def test_long_headers_and_lists_are_left_to_python() -> None:
 
 
 def test_ours_is_what_check_common_lets_pass() -> None:
-    run_id = compiled.text_of(RUN)
+    run_id = header_numba.text_of(RUN)
     for protocol_of, run in (
         (PROTOCOL_VERSION, RUN),
         (PROTOCOL_VERSION + 1, RUN),
@@ -186,20 +186,23 @@ def test_ours_is_what_check_common_lets_pass() -> None:
     ):
         header = replace(PLAIN, protocol=protocol_of, run_id=run)
         frame = np.frombuffer(header.encode(), np.uint8)
-        value, length = np.zeros(compiled.N_FIELDS, np.int64), np.zeros(compiled.N_FIELDS, np.int64)
-        assert compiled.parse(address(frame), len(frame), value, length)
+        value, length = np.zeros(header_numba.N_FIELDS, np.int64), np.zeros(header_numba.N_FIELDS, np.int64)
+        assert header_numba.parse(address(frame), len(frame), value, length)
         try:
             header.check_common(RUN)
         except Refused:
-            assert not compiled.is_ours(value, length, run_id)
+            assert not header_numba.is_ours(value, length, run_id)
         else:
-            assert compiled.is_ours(value, length, run_id)
+            assert header_numba.is_ours(value, length, run_id)
 
 
-def test_whole_headers_have_the_bytes_of_encode() -> None:
+@pytest.mark.parametrize(
+    ("kernels", "n"), [(header_numba, 3000), (Interpreted(header_numba), 60)], ids=["compiled", "interpreted"]
+)
+def test_whole_headers_have_the_bytes_of_encode(kernels: Any, n: int) -> None:
     """Requests, and the answers to them; where the buffer is too short there is none, and nothing behind it changes."""
-    rng = random.Random(3)
-    for _ in range(3000):
+    rng, at = random.Random(3), getattr(kernels, "address", address)
+    for _ in range(n):
         some = some_header(rng)
         push, version = (
             PushId(ClusterId("abc"), Incarnation(some.block, 1), some.epoch),
@@ -213,27 +216,27 @@ def test_whole_headers_have_the_bytes_of_encode() -> None:
         base = Version(some.block, some.epoch) if some.epoch % 2 else None
         codec = Codec.F32 if base is None else Codec.INT8
         get = replace(get, momentum=some.momentum, codec=codec, base=base)
-        run_id, cause = compiled.text_of(some.run_id), compiled.text_of(some.cause_id)
+        run_id, cause = kernels.text_of(some.run_id), kernels.text_of(some.cause_id)
         expect(
-            put, compiled.write_put_chunk, run_id, put.epoch, compiled.part_of(push), put.attempt, put.block,
+            put, kernels.write_put_chunk, run_id, put.epoch, kernels.part_of(push), put.attempt, put.block,
             put.offset_bytes, put.length_bytes, int(put.codec), np.uint64(put.checksum), put.request, cause,
         )  # fmt: skip
         expect(
-            get, compiled.write_get_chunk, run_id, get.epoch, compiled.part_of(version), get.block, get.offset_bytes,
+            get, kernels.write_get_chunk, run_id, get.epoch, kernels.part_of(version), get.block, get.offset_bytes,
             get.length_bytes, int(codec), get.request, cause, get.momentum,
-            compiled.part_of(base or version),
+            kernels.part_of(base or version),
         )  # fmt: skip
         ack = replace(put, op=DataOp.ACK, length_bytes=0, codec=Codec.NONE, checksum=0)
         ack = replace(ack, complete=some.complete, credit=some.credit)
         asked = np.frombuffer(put.encode(), np.uint8)
-        value, length = np.zeros(compiled.N_FIELDS, np.int64), np.zeros(compiled.N_FIELDS, np.int64)
-        assert compiled.parse(address(asked), len(asked), value, length)
-        expect(ack, compiled.write_ack, run_id, ack.epoch, value, length, ack.complete, ack.credit)
+        value, length = np.zeros(kernels.N_FIELDS, np.int64), np.zeros(kernels.N_FIELDS, np.int64)
+        assert kernels.parse(at(asked), len(asked), value, length)
+        expect(ack, kernels.write_ack, run_id, ack.epoch, value, length, ack.complete, ack.credit)
         chunk = replace(get, op=DataOp.CHUNK, checksum=some.checksum, credit=some.credit)
         asked = np.frombuffer(get.encode(), np.uint8)
-        assert compiled.parse(address(asked), len(asked), value, length)
+        assert kernels.parse(at(asked), len(asked), value, length)
         expect(
-            chunk, compiled.write_chunk, run_id, chunk.epoch, value, length, int(codec), np.uint64(chunk.checksum),
+            chunk, kernels.write_chunk, run_id, chunk.epoch, value, length, int(codec), np.uint64(chunk.checksum),
             chunk.credit,
         )  # fmt: skip
 
@@ -251,26 +254,13 @@ def expect(header: DataHeader, write: object, *arguments: object) -> None:
             assert memory[:n_bytes].tobytes() == frame
 
 
-def test_texts_and_parts_are_compared_to_their_last_byte() -> None:
+@pytest.mark.parametrize("kernels", [header_numba, Interpreted(header_numba)], ids=["compiled", "interpreted"])
+def test_texts_and_parts_are_compared_to_their_last_byte(kernels: Any) -> None:
     memory = np.frombuffer(b"run-1run-2", np.uint8)
-    assert compiled.same(address(memory), 5, compiled.text_of("run-1"))
-    assert not compiled.same(address(memory) + 5, 5, compiled.text_of("run-1"))
-    assert not compiled.same(address(memory), 5, compiled.text_of("run"))
-    assert not compiled.same(address(memory), 3, compiled.text_of("run-1"))
-    assert compiled.same(0, compiled.ABSENT, compiled.text_of(""))
-    assert not compiled.same(0, compiled.ABSENT, compiled.text_of("run-1"))
-
-
-def test_the_tables_are_those_of_the_protocol() -> None:
-    """What the parser takes for granted of the messages, beyond the numbers that it reads from their descriptors."""
-    push, version, incarnation = (
-        {field.name: (field.number, field.type) for field in message.DESCRIPTOR.fields}
-        for message in (common_pb2.PushId, common_pb2.Version, common_pb2.Incarnation)
-    )
-    text, part, number = 9, 11, 4
-    assert push == {"cluster": (1, text), "incarnation": (2, part), "seq": (3, number)}
-    assert version == {"timeline": (1, number), "v": (2, number)}
-    assert incarnation == {"epoch": (1, number), "n": (2, number)}
-    assert sorted(DataOp) == list(range(1, len(DataOp) + 1))
-    assert sorted(Codec) == list(range(len(Codec)))
-    assert len(checksum(b"").to_bytes(8, "little")) + 2 == compiled.TRAILER_BYTES
+    at = getattr(kernels, "address", address)(memory)
+    assert kernels.same(at, 5, kernels.text_of("run-1"))
+    assert not kernels.same(at + 5, 5, kernels.text_of("run-1"))
+    assert not kernels.same(at, 5, kernels.text_of("run"))
+    assert not kernels.same(at, 3, kernels.text_of("run-1"))
+    assert kernels.same(0, kernels.ABSENT, kernels.text_of(""))
+    assert not kernels.same(0, kernels.ABSENT, kernels.text_of("run-1"))

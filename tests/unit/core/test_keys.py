@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509 import load_pem_x509_certificate
 
@@ -19,7 +20,6 @@ from dips.core.net import keys
 from dips.core.net.keys import (
     UsedKeys,
     load_identity,
-    parse_certificate,
     read_revoked,
     reloaded,
     security_from,
@@ -91,6 +91,13 @@ def test_a_key_that_everybody_can_reach_is_refused(identity: Path, mode: int) ->
     assert f"chmod 600 {identity / 'tls.key'}" in refused(identity)
 
 
+def test_only_a_key_on_an_elliptic_curve_is_taken() -> None:
+    form = (Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    keys.load_private_key(ec.generate_private_key(ec.SECP256R1()).private_bytes(*form), "tls.key")
+    with pytest.raises(ConfigError, match=r"tls\.key is not a key on an elliptic curve"):
+        keys.load_private_key(ed25519.Ed25519PrivateKey.generate().private_bytes(*form), "tls.key")
+
+
 def test_a_key_of_another_certificate_is_refused(made: Path, identity: Path) -> None:
     shutil.copy(made / "ours" / "s0" / "tls.key", identity / "tls.key")
     assert "does not belong to" in refused(identity)
@@ -159,12 +166,6 @@ def test_a_list_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match="is not a list of revoked certificates"):
         read_revoked(file)
-
-
-@pytest.mark.parametrize("data", [b"", b"x", b"\x30\x82\xff\xff", b"-----BEGIN CERTIFICATE-----\n"])
-def test_bytes_that_are_no_certificate_are_refused(data: bytes) -> None:
-    with pytest.raises(ConfigError, match="the caller's is not a certificate"):
-        parse_certificate(data, "the caller's")
 
 
 @pytest.mark.parametrize("name", ["ca.crt", "tls.crt"])

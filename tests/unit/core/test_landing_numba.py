@@ -11,13 +11,13 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.checked_memory import Interpreted
 
 from dips.core.math import landing_numba, outer_numpy, wire_numpy
 from dips.core.math.outer_numpy import PIECE_ELEMS, n_pieces
 from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
 
 F32 = NDArray[np.float32]
-U8 = NDArray[np.uint8]
 
 LENGTHS = [
     *(1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 59, 60, 61, 64, 100, 255, 256, 257, 271, 272, 273, 300, 511, 512, 513, 1000),
@@ -56,9 +56,19 @@ def same_bits(a: F32, b: F32) -> bool:
     return np.array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
-@pytest.mark.parametrize("n_elems", LENGTHS)
+INTERPRETED = [1, 17, 59, 61, 273, 300, 1000]
+"""Lengths at which the kernels' source runs in the interpreter too, where every access is checked."""
+
+lengths = pytest.mark.parametrize(
+    ("kernels", "n_elems"),
+    [*((landing_numba, n) for n in LENGTHS), *((Interpreted(landing_numba), n) for n in INTERPRETED)],
+    ids=lambda value: type(value).__name__ if not isinstance(value, int) else str(value),
+)
+
+
+@lengths
 @pytest.mark.parametrize(("shift_elems", "shift_bytes"), [(0, 0), (1, 0), (5, 3), (15, 1), (0, 33)])
-def test_landing_is_checksum_copy_and_sums(n_elems: int, shift_elems: int, shift_bytes: int) -> None:
+def test_landing_is_checksum_copy_and_sums(kernels: Any, n_elems: int, shift_elems: int, shift_bytes: int) -> None:
     for number, poison in enumerate(POISONS):
         values = VALUES[:n_elems].copy()
         if poison is not None:
@@ -69,32 +79,20 @@ def test_landing_is_checksum_copy_and_sums(n_elems: int, shift_elems: int, shift
         bad = outer_numpy.measure_landed(values, theta, expected)
         right = (xxhash.xxh3_64_intdigest(payload), bad)
         measured, plain = Target(n_elems, shift_elems), Target(n_elems, shift_elems)
-        assert landing_numba.land_chunk(Codec.F32, measured.values, payload, None, theta, squared) == right
-        assert landing_numba.land_chunk(Codec.F32, plain.values, payload) == right
+        assert kernels.land_chunk(Codec.F32, measured.values, payload, None, theta, squared) == right
+        assert kernels.land_chunk(Codec.F32, plain.values, payload) == right
         assert np.array_equal(squared, expected, equal_nan=True)
         for target in (measured, plain):
             assert same_bits(target.values, values)
             assert target.rest_is_untouched()
 
 
-@given(
-    n_elems=st.integers(1, 3000), shift_elems=st.integers(0, 16), shift_bytes=st.integers(0, 64), seed=st.integers(0, 9)
-)
-def test_any_length_at_any_address(n_elems: int, shift_elems: int, shift_bytes: int, seed: int) -> None:
-    values = np.random.default_rng(seed).standard_normal(n_elems).astype(np.float32)
-    payload, target = frame(values.tobytes(), shift_bytes), Target(n_elems, shift_elems)
-    squared, expected = np.empty(1), np.empty(1)
-    outer_numpy.measure_landed(values, THETA[:n_elems], expected)
-    right = (xxhash.xxh3_64_intdigest(payload), 0)
-    assert landing_numba.land_chunk(Codec.F32, target.values, payload, None, THETA[:n_elems], squared) == right
-    assert squared[0] == expected[0]
-    assert same_bits(target.values, values)
-    assert target.rest_is_untouched()
-
-
 @pytest.mark.parametrize("codec", sorted(DIFFERENCES))
 @pytest.mark.parametrize("n_elems", [1, 63, 64, 65, 1000, PIECE_ELEMS + 1])
-def test_differences(codec: Codec, n_elems: int) -> None:
+@pytest.mark.parametrize("kernels", [landing_numba, Interpreted(landing_numba)], ids=["compiled", "interpreted"])
+def test_differences(kernels: Any, codec: Codec, n_elems: int) -> None:
+    if n_elems > 1000 and kernels is not landing_numba:
+        return  # that takes seconds
     theta, base = THETA[:n_elems], VALUES[:n_elems]
     written = np.empty(encoded_bytes(codec, n_elems), np.uint8)
     wire_numpy.encode(codec, THETA[-n_elems:], base, None, written)
@@ -110,8 +108,8 @@ def test_differences(codec: Codec, n_elems: int) -> None:
         assert (right[1] > 0) == poisoned
         squared = np.full(n_pieces(n_elems), 9.0)
         measured, plain = Target(n_elems, 1), Target(n_elems, 1)
-        assert landing_numba.land_chunk(codec, measured.values, payload, base, theta, squared) == right
-        assert landing_numba.land_chunk(codec, plain.values, payload, base) == right
+        assert kernels.land_chunk(codec, measured.values, payload, base, theta, squared) == right
+        assert kernels.land_chunk(codec, plain.values, payload, base) == right
         assert np.array_equal(squared, sums, equal_nan=True)
         for target in (measured, plain):
             assert np.array_equal(target.values, expected, equal_nan=True)
@@ -119,15 +117,16 @@ def test_differences(codec: Codec, n_elems: int) -> None:
 
 
 @given(
+    kernels=st.sampled_from([landing_numba, landing_numba, landing_numba, Interpreted(landing_numba)]),
     n_bytes=st.one_of(st.integers(0, 300), st.integers(0, 9000)),
     shift=st.integers(0, 64),
     source_shift=st.integers(0, 64),
 )
-def test_bytes_are_copied_between_any_addresses(n_bytes: int, shift: int, source_shift: int) -> None:
+def test_bytes_are_copied_between_any_addresses(kernels: Any, n_bytes: int, shift: int, source_shift: int) -> None:
     payload = frame(VALUES.view(np.uint8)[:n_bytes].tobytes(), source_shift)
     memory = np.full(n_bytes + 128, 7, np.uint8)
     first = -memory.ctypes.data % 64 + shift
-    assert landing_numba.copy_chunk(memory[first : first + n_bytes].data, payload) == xxhash.xxh3_64_intdigest(payload)
+    assert kernels.copy_chunk(memory[first : first + n_bytes].data, payload) == xxhash.xxh3_64_intdigest(payload)
     assert memory[first : first + n_bytes].tobytes() == payload
     assert np.all(memory[:first] == 7)
     assert np.all(memory[first + n_bytes :] == 7)
@@ -155,14 +154,3 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
     with pytest.raises(ValueError, match="into 32, read-only"):
         landing_numba.copy_chunk(read_only.data, bytes(32))
     assert np.all(into == 7.0)
-
-
-def test_warm_up_compiles_everything_for_one_type_each() -> None:
-    landing_numba.warm_up()
-    kernels: list[Any] = [landing_numba.land, landing_numba.land_measured, landing_numba.copy_hashed]
-    kernels += [landing_numba.land_difference, landing_numba.land_difference_measured]
-    before = [kernel.signatures for kernel in kernels]
-    assert all(len(signatures) > 0 for signatures in before)
-    landing_numba.land_chunk(Codec.INT4, np.zeros(3, np.float32), bytes(6), np.zeros(3, np.float32))
-    landing_numba.copy_chunk(np.zeros(3, np.float32).data, bytearray(12))
-    assert [kernel.signatures for kernel in kernels] == before

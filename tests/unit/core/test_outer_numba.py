@@ -7,12 +7,13 @@ import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba.core.dispatcher import Dispatcher
+from support.checked_memory import Interpreted
 from support.numerics import F32, Shard, assert_same_bits, random_slots
 
 from dips.core.allocator import zeros
@@ -21,7 +22,6 @@ from dips.core.math import outer_numba, outer_numpy
 from dips.core.math.landing_numba import land_chunk
 from dips.core.math.outer_numba import TILE_ELEMS, VECTOR_ELEMS
 from dips.core.math.outer_numpy import LANES, PIECE_ELEMS, n_pieces
-from dips.core.math.simd_numba import VECTOR_BYTES
 from dips.core.wire import Codec
 
 SIZES = [
@@ -35,10 +35,12 @@ def _compiled() -> None:
     outer_numba.warm_up()
 
 
-def both_steps(shard: Shard, k: int, start: int, stop: int, scale: float = 0.4, weight: float = 1.0) -> None:
+def both_steps(
+    shard: Shard, k: int, start: int, stop: int, scale: float = 0.4, weight: float = 1.0, twin: Any = outer_numba
+) -> None:
     slots, weights = random_slots(k, k, len(shard.staging))
     results = []
-    for module in (outer_numpy, outer_numba):
+    for module in (outer_numpy, twin):
         theta, momentum = shard.outputs()
         bad = module.outer_step(
             *(shard.theta, shard.momentum, shard.staging, slots, weights),
@@ -55,12 +57,12 @@ def memory_of(n: int, offset: int) -> F32:
     return zeros(n + offset)[offset:]
 
 
-def both_steps_of_chunks(shard: Shard, k: int, edges: Sequence[int], offset: int = 0) -> None:
+def both_steps_of_chunks(shard: Shard, k: int, edges: Sequence[int], offset: int = 0, twin: Any = outer_numba) -> None:
     """offset: elements by which the outputs begin beside a line of the cache."""
     slots, weights = random_slots(k, k, len(shard.staging))
     n, at = len(shard.theta), np.array(edges, np.int64)
     results = []
-    for module in (outer_numpy, outer_numba):
+    for module in (outer_numpy, twin):
         theta, momentum = (memory_of(n, offset) for _ in range(2))
         bad, checksums = module.step_chunks(
             *(shard.theta, shard.momentum, shard.staging, slots, weights, 0.4, 0.7, 0.8, 0.75, 0.5, theta, momentum, at)
@@ -72,10 +74,10 @@ def both_steps_of_chunks(shard: Shard, k: int, edges: Sequence[int], offset: int
     assert results[1][2] == results[0][2]
 
 
-def both_averages(shard: Shard, k: int, start: int, stop: int, share: float = 0.3) -> None:
+def both_averages(shard: Shard, k: int, start: int, stop: int, share: float = 0.3, twin: Any = outer_numba) -> None:
     slots, weights = random_slots(k, k, len(shard.staging))
     results = []
-    for module in (outer_numpy, outer_numba):
+    for module in (outer_numpy, twin):
         theta, momentum = shard.outputs()
         bad = module.average_step(shard.theta, shard.staging, slots, weights, share, theta, momentum, start, stop)
         results.append((theta, momentum, bad))
@@ -84,10 +86,10 @@ def both_averages(shard: Shard, k: int, start: int, stop: int, share: float = 0.
     assert results[1][2] == results[0][2]
 
 
-def both_grams(shard: Shard, k: int, start: int, stop: int) -> None:
+def both_grams(shard: Shard, k: int, start: int, stop: int, twin: Any = outer_numba) -> None:
     slots, _ = random_slots(k, k, len(shard.staging))
     expected, expected_counts = outer_numpy.gram(shard.theta, shard.staging, slots, start, stop)
-    actual, counts = outer_numba.gram(shard.theta, shard.staging, slots, start, stop)
+    actual, counts = twin.gram(shard.theta, shard.staging, slots, start, stop)
     assert_same_bits(actual, expected)
     assert counts.tolist() == expected_counts.tolist()
 
@@ -101,6 +103,22 @@ def test_kernels_equal_the_reference(k: int, n_elems: int, special: bool) -> Non
     both_averages(shard, k, 0, n_elems)
     both_averages(shard, k, n_elems // 3, n_elems, share=1.0)
     both_grams(shard, k, 0, n_elems)
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 9])
+def test_their_source_in_the_interpreter_equals_the_reference_and_reads_and_writes_nothing_else(
+    k: int, special: bool
+) -> None:
+    twin: Any = Interpreted(outer_numba)
+    shard = Shard.random(k, TILE_ELEMS + 333, slots=9, special=special)
+    both_steps(shard, k, 5, TILE_ELEMS + 300, twin=twin)
+    both_averages(shard, k, 5, TILE_ELEMS + 300, twin=twin)
+    both_grams(shard, k, 0, TILE_ELEMS + 333, twin)
+    both_steps_of_chunks(shard, k, [0, 256, 512 + 16, 512 + 16 + 61, TILE_ELEMS + 300], twin=twin)
+    both_steps_of_chunks(shard, k, [7, 300], offset=3, twin=twin)
+    pieces_are_measured(Shard.random(13, 900, slots=4, special=special), twin, [5, 6, 700, 710, 743, 888])
+    a_seed_is_the_reference(special, 100, twin)
 
 
 @settings(max_examples=150, deadline=None)
@@ -167,10 +185,14 @@ def test_any_float32_values(values: list[float], seed: int) -> None:
 
 @pytest.mark.parametrize("special", [False, True])
 def test_a_seed_equals_the_reference(special: bool) -> None:
-    shard = Shard.random(5, 2 * TILE_ELEMS + 9, slots=2, special=special)
+    a_seed_is_the_reference(special, 2 * TILE_ELEMS + 9)
+
+
+def a_seed_is_the_reference(special: bool, n_elems: int, twin: Any = outer_numba) -> None:
+    shard = Shard.random(5, n_elems, slots=2, special=special)
     theta, momentum = shard.outputs()
     expected_theta, expected_momentum = shard.outputs()
-    bad = outer_numba.seed_step(shard.staging, 1, theta, momentum, 7, len(theta) - 3)
+    bad = twin.seed_step(shard.staging, 1, theta, momentum, 7, len(theta) - 3)
     assert bad == outer_numpy.seed_step(shard.staging, 1, expected_theta, expected_momentum, 7, len(theta) - 3)
     assert_same_bits(theta, expected_theta)
     assert_same_bits(momentum, expected_momentum)
@@ -203,51 +225,6 @@ def test_threads_that_share_a_range_change_no_bit(pieces: int) -> None:
     assert_same_bits(split[1], whole[1])
 
 
-def _packed(array: F32, blocks: list[tuple[int, int]]) -> F32:
-    return np.ascontiguousarray(np.concatenate([array[..., a:b] for a, b in blocks], axis=-1))
-
-
-def test_one_slave_and_four_slaves_give_the_same_bits() -> None:
-    """Blocks dealt to 4 slaves, each packing its own: theta, momentum and the sum of Grams do not change by a
-    bit."""
-    rng = np.random.default_rng(8)
-    n_elems = 60_000
-    edges = [0, *np.sort(rng.choice(np.arange(1, n_elems), 18, replace=False)).tolist(), n_elems]
-    blocks = list(itertools.pairwise(edges))
-    shard = Shard.random(8, n_elems, slots=4)
-    slots, weights = random_slots(8, 4, 4)
-    one = _on_slaves(shard, blocks, [0] * len(blocks), slots, weights)
-    four = _on_slaves(shard, blocks, rng.integers(0, 4, len(blocks)).tolist(), slots, weights)
-    for actual, expected in zip(four, one, strict=True):
-        assert_same_bits(actual, expected)
-
-
-def _on_slaves(
-    shard: Shard, blocks: list[tuple[int, int]], slave_of_block: list[int], slots: np.ndarray, weights: F32
-) -> tuple[F32, F32, np.ndarray]:
-    theta, momentum = shard.outputs()
-    gram_of_block: dict[int, np.ndarray] = {}
-    for slave in sorted(set(slave_of_block)):
-        mine = [block for block, owner in enumerate(slave_of_block) if owner == slave]
-        ranges = [blocks[block] for block in mine]
-        here = Shard(*(_packed(a, ranges) for a in (shard.theta, shard.momentum, shard.staging)))
-        out_theta, out_momentum = here.outputs()
-        outer_numba.outer_step(
-            here.theta, here.momentum, here.staging, slots, weights,
-            0.4, 0.7, 0.8, 0.8, 1.0, out_theta, out_momentum, 0, len(here.theta),
-        )  # fmt: skip
-        at = 0
-        for block, (start, stop) in zip(mine, ranges, strict=True):
-            here_range = slice(at, at + stop - start)
-            theta[start:stop], momentum[start:stop] = out_theta[here_range], out_momentum[here_range]
-            gram_of_block[block], _ = outer_numba.gram(here.theta, here.staging, slots, at, at + stop - start)
-            at += stop - start
-    total = np.zeros((len(slots), len(slots)))
-    for block in range(len(blocks)):
-        total = total + gram_of_block[block]
-    return theta, momentum, total
-
-
 @pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])
 @pytest.mark.parametrize("n_elems", SIZES)
 def test_products_equal_the_reference(n_elems: int, special: bool) -> None:
@@ -276,10 +253,14 @@ def test_pieces_measured_one_by_one_make_the_gram_of_the_block() -> None:
 @pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])
 def test_listed_pieces_are_measured_and_no_other(special: bool) -> None:
     shard = Shard.random(13, 3 * PIECE_ELEMS, slots=4, special=special)
-    edges = np.array([5, 6, 6 + PIECE_ELEMS, 20_000, 20_033, 30_007])
+    pieces_are_measured(shard, outer_numba, [5, 6, 6 + PIECE_ELEMS, 20_000, 20_033, 30_007])
+
+
+def pieces_are_measured(shard: Shard, twin: Any, at: Sequence[int]) -> None:
+    edges = np.array(at)
     pieces, slots = np.array([4, 1, 3]), np.array([3, 0, 1])
     results = []
-    for module in (outer_numpy, outer_numba):
+    for module in (outer_numpy, twin):
         sums, nonfinite, pair = np.full((6, 5), 77.0), np.full((3, 5), 77), np.full(5, 77.0)
         module.measure_pieces(shard.theta, shard.staging, slots, edges, pieces, sums, nonfinite)
         module.multiply_pieces(shard.theta, shard.staging[3], shard.staging[1], edges, pieces, pair)
@@ -291,44 +272,6 @@ def test_listed_pieces_are_measured_and_no_other(special: bool) -> None:
         results.append((sums, nonfinite, totals))
     for found, expected in zip(*results, strict=True):
         assert_same_bits(found, expected)
-
-
-@pytest.mark.parametrize("ahead", [(0, 0), (5, 5), (3, 11)], ids=["aligned", "one peeled", "each elsewhere"])
-def test_outputs_may_stand_anywhere(ahead: tuple[int, int]) -> None:
-    n_elems = 3000
-    shard = Shard.random(12, n_elems, slots=3)
-    slots, weights = random_slots(12, 3, 3)
-    arguments = (shard.theta, shard.momentum, shard.staging, slots, weights, 0.4, 0.7, 0.8, 0.8, 1.0)
-    expected = shard.outputs()
-    found = (_elements_behind_a_line(n_elems, ahead[0]), _elements_behind_a_line(n_elems, ahead[1]))
-    outer_numpy.outer_step(*arguments, *expected, 100, 2900)
-    outer_numba.outer_step(*arguments, *found, 100, 2900)
-    assert_same_bits(found[0], expected[0])
-    assert_same_bits(found[1], expected[1])
-
-
-def _elements_behind_a_line(n_elems: int, ahead: int) -> F32:
-    room = np.full(n_elems + 32, 77.0, np.float32)
-    start = -(room.ctypes.data // 4) % VECTOR_ELEMS + ahead
-    return room[start : start + n_elems]
-
-
-def test_warm_up_compiles_all_that_a_round_needs() -> None:
-    """After it, a round with real arrays adds no specialisation."""
-    dispatchers = [value for value in vars(outer_numba).values() if isinstance(value, Dispatcher)]
-    before = [len(dispatcher.signatures) for dispatcher in dispatchers]
-    assert len(before) > 10
-    both_steps(Shard.random(9, 100, slots=3), 3, 10, 90)
-    both_grams(Shard.random(9, 100, slots=3), 3, 10, 90)
-    test_a_seed_equals_the_reference(False)
-    test_products_equal_the_reference(LANES + 1, True)
-    test_listed_pieces_are_measured_and_no_other(True)
-    assert [len(dispatcher.signatures) for dispatcher in dispatchers] == before
-
-
-def test_tiles_are_whole_lanes_and_pieces_whole_tiles() -> None:
-    assert 4 * VECTOR_ELEMS == VECTOR_BYTES
-    assert PIECE_ELEMS % TILE_ELEMS == TILE_ELEMS % LANES == 0
 
 
 def test_the_compiled_twin_refuses_what_the_reference_refuses() -> None:

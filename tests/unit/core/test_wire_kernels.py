@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba.core.dispatcher import Dispatcher
+from support.checked_memory import Interpreted
 from support.numerics import F32, Shard, assert_same_bits
 
 from dips.core.math import wire_numba, wire_numpy
@@ -34,20 +36,20 @@ def payload_of(codec: Codec, n_elems: int, ahead: int = 0) -> U8:
     return np.full(encoded_bytes(codec, n_elems) + ahead, 0xAB, np.uint8)[ahead:]
 
 
-def both(codec: Codec, now: F32, base: F32, residual: F32) -> None:
+def both(codec: Codec, now: F32, base: F32, residual: F32, twin: Any = wire_numba) -> None:
     for given_residual in (None, residual):
         expected, found = payload_of(codec, len(now)), payload_of(codec, len(now), ahead=1)
         wire_numpy.encode(codec, now, base, given_residual, expected)
-        wire_numba.encode(codec, now, base, given_residual, found)
+        twin.encode(codec, now, base, given_residual, found)
         assert_nan_scales_aside(codec, len(now), found, expected)
         found.flags.writeable = False
         wanted, out = np.zeros_like(now), np.zeros_like(now)
         wire_numpy.decode(codec, base, expected, wanted)
-        wire_numba.decode(codec, base, found, out)
+        twin.decode(codec, base, found, out)
         assert_same_bits(out, wanted)
     kept, kept_twin = residual.copy(), residual.copy()
     wire_numpy.keep_residual(codec, now, base, kept)
-    wire_numba.keep_residual(codec, now, base, kept_twin)
+    twin.keep_residual(codec, now, base, kept_twin)
     assert_same_bits(kept_twin, kept)
 
 
@@ -63,6 +65,20 @@ def assert_nan_scales_aside(codec: Codec, n_elems: int, found: U8, expected: U8)
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_compiled_twin_equals_the_reference(codec: Codec, n_elems: int, special: bool) -> None:
     both(codec, *vectors(n_elems, n_elems, special))
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_its_source_in_the_interpreter_equals_the_reference_and_reads_and_writes_nothing_else(
+    codec: Codec, special: bool
+) -> None:
+    twin: Any = Interpreted(wire_numba)
+    for n_elems in (1, 63, 64, 131):
+        now, base, residual = vectors(n_elems, n_elems, special)
+        both(codec, now, base, residual, twin)
+        lost = np.zeros(encoded_bytes(RESIDUAL_CODEC, n_elems), np.uint8)
+        version, _, lost, _ = published_twice(codec, now, base, lost, twin)
+        published_twice(codec, version + now, base, lost, twin)
 
 
 @settings(max_examples=150, deadline=None)
@@ -162,27 +178,13 @@ def test_arguments_that_do_not_fit_are_refused(module: object) -> None:
         module.keep_residual(Codec.INT8, x, x, np.zeros(65, np.float32))  # type: ignore[attr-defined]
 
 
-def test_warm_up_compiles_every_codec() -> None:
-    dispatchers = [value for value in vars(wire_numba).values() if isinstance(value, Dispatcher)]
-    before = [len(dispatcher.signatures) for dispatcher in dispatchers]
-    assert len(before) > 5
-    for codec in CODECS:
-        both(codec, *vectors(1, 130))
-    assert [len(dispatcher.signatures) for dispatcher in dispatchers] == before
-
-
-def test_both_twins_mean_the_same_blocks() -> None:
-    smallest = np.array([wire_numpy.SMALLEST], np.float32).view(np.int32)
-    assert int(smallest[0]) == wire_numba.SMALLEST_BITS
-
-
 # ---- published versions ----
 
 
-def published_twice(codec: Codec, now: F32, base: F32, residual: U8) -> tuple[F32, U8, U8, int]:
+def published_twice(codec: Codec, now: F32, base: F32, residual: U8, twin: Any = wire_numba) -> tuple[F32, U8, U8, int]:
     """What both twins publish, once they agree: the version, its difference, the next residual, elements not finite."""
     results = []
-    for module, ahead in ((wire_numpy, 0), (wire_numba, 1)):
+    for module, ahead in ((wire_numpy, 0), (twin, 1)):
         version, payload = now.copy(), payload_of(codec, len(now), ahead)
         lost = payload_of(RESIDUAL_CODEC, len(now), ahead)
         bad = module.publish(codec, version, base, residual, payload, lost)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.master_bench import Bench, BenchSlave, refused_with
 
-from dips.core.errors import RefusalCode, Refused
+from dips.core.errors import RefusalCode
 from dips.core.ids import SlaveId
 from dips.core.messages import (
     Allow,
@@ -16,12 +16,11 @@ from dips.core.messages import (
     EvictRequest,
     FinishPullRequest,
     Hello,
-    KeyRole,
     SlaveBeat,
 )
 from dips.core.protocol import MAX_ALLOWED_KEYS, MAX_RANKS, RANKS
 from dips.master.state.events import Revoked
-from dips.master.state.shared import KEPT_FOR_SLAVES, AllowList
+from dips.master.state.shared import KEPT_FOR_SLAVES
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 
@@ -40,22 +39,22 @@ def pull(master: Bench, name: str, key: bytes = KEY) -> BeginPullRequest:
     return BeginPullRequest(Caller("", 0, name), True, curve_key=key)
 
 
-def test_every_slave_hears_of_every_process_that_is_here() -> None:
+def test_every_slave_hears_of_every_process_and_one_that_comes_back_right_after_its_welcome() -> None:
     master = bench().running("a", "b")
     for slave in master.slaves:
         assert told(slave) == ["cluster a", "cluster b", "slave s0", "slave s1"]
-
-
-def test_a_slave_that_comes_back_hears_the_whole_list_right_after_its_welcome() -> None:
-    master = bench().running("a", "b")
-    slave = master.slaves[1]
+    grant = master.pull("a")
+    assert [address.curve_key for address in grant.placement.slaves] == [master.key_of("s0"), master.key_of("s1")]
+    lists = sum(isinstance(command, Allow) for command in slave.commands)
+    master.join("a")
+    assert sum(isinstance(command, Allow) for command in slave.commands) == lists, "the same key again changes nothing"
     slave.die()
     assert "slave s1" not in told(master.slaves[0])
     slave.commands.clear()
     slave.attach()
     assert [type(command).__name__ for command in slave.commands[:2]] == ["Welcome", "Allow"]
-    assert told(slave) == ["cluster a", "cluster b", "slave s0", "slave s1"]
-    assert "slave s1" in told(master.slaves[0])
+    for slave in master.slaves:
+        assert told(slave) == ["cluster a", "cluster b", "slave s0", "slave s1"]
 
 
 @pytest.mark.parametrize("how", ["evict", "leave", "silence"])
@@ -70,13 +69,6 @@ def test_a_cluster_that_is_gone_leaves_the_list(how: str) -> None:
         master.advance(master.config.evict_after_s + 1)
     for slave in master.slaves:
         assert told(slave) == ["cluster a", "slave s0", "slave s1"]
-
-
-def test_a_new_process_of_a_cluster_takes_the_place_of_the_old_one() -> None:
-    master = bench().running("a")
-    master.join("a", curve_key=OTHER)
-    last = [command for command in master.slaves[0].commands if isinstance(command, Allow)][-1]
-    assert [allowed.curve_key for allowed in last.keys if allowed.owner == "a"] == [OTHER]
 
 
 RANK_1, RANK_2 = b"1" * 32, b"2" * 32
@@ -102,6 +94,13 @@ def test_every_rank_of_a_cluster_is_on_the_list_until_the_cluster_is_gone() -> N
     for slave in master.slaves:
         assert keys_of(slave, "b") == [master.key_of("b"), RANK_1, RANK_2]
         assert keys_of(slave, "a") == [master.key_of("a")]
+    a, s0 = master.key_of("a"), master.key_of("s0")
+    for key, owner in ((RANK_1, "cluster 'b'"), (a, "cluster 'a'"), (s0, "slave 's0'")):
+        with refused_with(RefusalCode.KEY) as caught:
+            master.join("c", curve_key=key)
+        assert f"the data key of {owner}" in str(caught.value)
+        with refused_with(RefusalCode.KEY):
+            master.ask(pull(master, "c", key))
     master.join("b", curve_key=KEY, rank_keys=(OTHER,), pushers=2)
     assert keys_of(master.slaves[0], "b") == [KEY, OTHER], "its processes are others now"
     master.leave("b")
@@ -128,14 +127,6 @@ def test_keys_of_ranks_that_cannot_be_are_refused(rank_keys: tuple[bytes, ...], 
     assert why in str(caught.value)
     assert "b" not in master.state.shared.members
     assert told(master.slaves[0]) == ["cluster a", "slave s0", "slave s1"]
-
-
-def test_nobody_may_bring_the_key_of_a_rank() -> None:
-    master = bench_of_ranks()
-    master.join("b", rank_keys=(RANK_1,), pushers=2)
-    with refused_with(RefusalCode.KEY) as caught:
-        master.join("c", curve_key=RANK_1)
-    assert "the data key of cluster 'b'" in str(caught.value)
 
 
 def test_the_number_of_ranks_and_of_keys_in_the_list_is_bounded() -> None:
@@ -171,10 +162,7 @@ def test_a_slave_of_an_earlier_release_is_refused_while_a_cluster_of_several_ran
     slave.attach()
     refusal = master.closed[slave.link]
     assert refusal.code is RefusalCode.CONFIG
-    assert refusal.sentence == (
-        "slave 's1' runs a release that does not know clusters of several ranks, and cluster 'b' has 2: install the "
-        "same release of dips on all slaves"
-    )
+    assert "cluster 'b' has 2" in refusal.sentence
     assert master.state.shared.slaves[SlaveId("s1")].link is None
     master.leave("b")
     slave.attach()
@@ -198,26 +186,6 @@ def test_ranks_without_keys_bring_none() -> None:
     assert master.state.shared.members["a"].pushers == 1
 
 
-def test_a_cluster_of_several_ranks_needs_slaves_that_know_it() -> None:
-    master = bench().running("a")
-    with refused_with(RefusalCode.CONFIG) as caught:
-        master.join("b", rank_keys=(RANK_1,), pushers=2)
-    assert "slave s0 runs a release that does not know" in str(caught.value)
-
-
-def test_the_same_process_that_joins_again_changes_nothing() -> None:
-    master = bench().running("a")
-    lists = [command for command in master.slaves[0].commands if isinstance(command, Allow)]
-    master.join("a")
-    assert [command for command in master.slaves[0].commands if isinstance(command, Allow)] == lists
-
-
-def test_placements_name_every_slaves_key() -> None:
-    master = bench().running("a")
-    grant = master.pull("a")
-    assert [address.curve_key for address in grant.placement.slaves] == [master.key_of("s0"), master.key_of("s1")]
-
-
 def test_a_restarted_master_lets_nobody_in_before_they_said_their_keys_anew() -> None:
     master = bench().running("a")
     master.start_master()
@@ -227,18 +195,15 @@ def test_a_restarted_master_lets_nobody_in_before_they_said_their_keys_anew() ->
     assert "cluster a" in told(master.slaves[0])
 
 
-def test_a_reader_is_on_the_list_while_it_holds_a_pin() -> None:
+@pytest.mark.parametrize("ends", ["finish", "silence"])
+def test_a_reader_is_on_the_list_while_it_holds_a_pin(ends: str) -> None:
     master = bench().running("a")
     grant = master.ask(pull(master, "export")).answer
     assert "reader export" in told(master.slaves[0])
-    master.ask(FinishPullRequest(Caller("", 0, "export"), grant.pin_id, True))
-    assert "reader export" not in told(master.slaves[0])
-
-
-def test_a_reader_that_says_no_more_leaves_the_list_with_its_pin() -> None:
-    master = bench().running("a")
-    master.ask(pull(master, "export"))
-    master.advance(master.config.ticket_ttl_s + 1)
+    if ends == "finish":
+        master.ask(FinishPullRequest(Caller("", 0, "export"), grant.pin_id, True))
+    else:
+        master.advance(master.config.ticket_ttl_s + 1)
     assert "reader export" not in told(master.slaves[0])
 
 
@@ -265,16 +230,6 @@ def test_a_key_of_another_length_is_refused(key: bytes) -> None:
         master.ask(pull(master, "export", key))
     assert "b" not in master.state.shared.members
     assert told(master.slaves[0]) == ["cluster a", "slave s0", "slave s1"]
-
-
-def test_the_key_of_somebody_else_is_refused() -> None:
-    """Else its owner's messages would count as the thief's, and be refused."""
-    master = bench().running("a")
-    with refused_with(RefusalCode.KEY) as caught:
-        master.join("b", curve_key=master.key_of("a"))
-    assert "the data key of cluster 'a'" in str(caught.value)
-    with refused_with(RefusalCode.KEY):
-        master.ask(pull(master, "export", master.key_of("s0")))
 
 
 @pytest.mark.parametrize("name", ["", "x" * 65])
@@ -306,19 +261,3 @@ def test_whom_a_slave_turned_away_stands_in_the_masters_log() -> None:
     slave.say(SlaveBeat(refused_connections=1, refused_connection="x" * 10_000))
     assert master.recorded("refused_connections")[-1]["count"] == 1, "its next process counts from 0"
     assert len(master.recorded("refused_connections")[-1]["last_reason"]) < 1000
-
-
-def test_one_list_never_holds_one_key_twice() -> None:
-    allowed = AllowList(encrypted=True)
-    allowed.put(KeyRole.CLUSTER, "a", KEY)
-    with pytest.raises(Refused):
-        allowed.put(KeyRole.READER, "a", KEY)
-    allowed.put(KeyRole.CLUSTER, "a", KEY)
-    allowed.put(KeyRole.CLUSTER, "a", OTHER)
-    allowed.put(KeyRole.READER, "a", KEY)
-    assert [(item.role, item.curve_key) for item in allowed.keys()] == [
-        (KeyRole.CLUSTER, OTHER),
-        (KeyRole.READER, KEY),
-    ]
-    assert allowed.news() is not None
-    assert allowed.news() is None

@@ -32,30 +32,17 @@ def test_the_defaults_are_those_of_the_design() -> None:
         verdict_wait_measured=True, preset="dynamic", dynamic_local_steps=True, overlap="full", overlap_share=0.5
     )
     assert run == RunConfig(run_id="demo", n_slaves=2, settings=settings, penalty=PRESETS["dynamic"])
-    assert run.settings.sync_every_steps == 64
-    assert run.settings.heartbeat_s == 2.0
     assert run.evict_after_s == 10.0
-    assert run.settings.chunk_bytes == 1 << 20
-    assert (run.settings.outer_lr, run.settings.outer_momentum) == (0.7, 0.8)
-    assert run.lease_ttl_s == 6 * 3600
-    assert run.grace_s is None
 
 
 def test_only_a_heartbeat_and_a_round_need_be_chosen_and_all_other_times_follow() -> None:
     run = configured(heartbeat_s=4, round_timeout_s=50).to_run_config()
     assert (run.settings.verdict_wait_s, run.settings.verdict_wait_measured) == (50.0, True)
     assert (run.ticket_ttl_s, run.linger_s, run.evict_after_s) == (100.0, 60.0, 20.0)
+    bound = configured(verdict_wait_s=30).to_run_config().settings
+    assert (bound.verdict_wait_s, bound.verdict_wait_measured) == (30.0, False)
     slow = configured(heartbeat_s=30, round_timeout_s=60).to_run_config()
     assert slow.ticket_ttl_s == 150.0, "not before an eviction"
-
-
-def test_a_bound_of_the_wait_that_was_set_is_not_measured() -> None:
-    settings = configured(verdict_wait_s=30).to_run_config().settings
-    assert (settings.verdict_wait_s, settings.verdict_wait_measured) == (30.0, False)
-
-
-def test_a_level_of_the_log_may_be_in_small_letters() -> None:
-    assert configured(log_level="debug").log_level == "DEBUG"
 
 
 def test_every_setting_of_the_run_comes_from_a_knob() -> None:
@@ -131,11 +118,8 @@ def test_a_preset_brings_its_values_and_its_name(preset: str) -> None:
     assert run.settings.preset == preset
     assert run.settings.outer_momentum == PRESETS[preset].outer_momentum
     assert run.settings.dynamic_local_steps is (preset == "dynamic")
-
-
-def test_dynamic_steps_can_be_set_against_the_preset() -> None:
-    assert configured(preset="dynamic", dynamic=False).to_run_config().settings.dynamic_local_steps is False
-    assert configured(preset="safe", dynamic=True).to_run_config().settings.dynamic_local_steps is True
+    opposite = configured(preset=preset, dynamic=preset != "dynamic").to_run_config()
+    assert opposite.settings.dynamic_local_steps is (preset != "dynamic")
 
 
 OVERRIDES: dict[str, object] = {
@@ -195,6 +179,10 @@ def test_infinity_switches_a_bound_off(tmp_path: Path, name: str) -> None:
     ("knobs", "words"),
     [
         ({"heartbeat_s": 0}, ["heartbeat_s is 0", "2 s"]),
+        (
+            {"round_timeout_s": 1, "chunk_bytes": 5, "min_clusters": 99},
+            ["round_timeout_s", "chunk_bytes", "min_clusters"],
+        ),
         ({"evict_after_beats": 2}, ["evict_after_beats is 2", "healthy cluster", "at least 3"]),
         ({"round_timeout_s": 3}, ["round_timeout_s is 3 s", "4 s", "raise round_timeout_s"]),
         ({"ticket_ttl_s": 1}, ["ticket_ttl_s is 1 s", "uploads"]),
@@ -214,22 +202,7 @@ def test_infinity_switches_a_bound_off(tmp_path: Path, name: str) -> None:
         ({"max_message_bytes": "2 GiB"}, ["max_message_bytes", "1 GiB"]),
         ({"min_clusters": 9}, ["min_clusters is 9", "at most max_clusters = 8", "raise max_clusters"]),
         ({"preset": "dips"}, ["preset 'dips' is no longer known", "another name of 'safe'", "default, 'dynamic'"]),
-        ({"preset": "safest"}, ["preset 'safest' is not known", "did you mean 'safe'"]),
-        ({"clip_scope": "layer"}, ["clip_scope 'layer' is not available"]),
-        ({"outer_momentum": 1.0}, ["outer_momentum is 1.0"]),
-        ({"beta": 0.5}, ["beta is 0.5"]),
-        ({"outer_optimizer": "nesterow"}, ["outer_optimizer 'nesterow' is not known", "did you mean 'nesterov'"]),
-        ({"detector": "scores"}, ["detector 'scores' is not known", "did you mean 'score'"]),
         ({"delay_rounds": 4}, ["delay_rounds belongs to outer_optimizer 'delayed-nesterov'", "leave it out"]),
-        ({"outer_optimizer": "delayed-nesterov", "delay_rounds": 0}, ["delay_rounds is 0"]),
-        (
-            {"outer_optimizer": "averaging", "outer_momentum": 0.8},
-            ["outer_momentum is 0.8", "'averaging' has no momentum", "leave outer_momentum out"],
-        ),
-        (
-            {"outer_optimizer": "heavy-ball", "momentum_scaling": "tokens"},
-            ["momentum_scaling 'tokens' is made for outer_optimizer 'nesterov'", "'heavy-ball'"],
-        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -240,19 +213,9 @@ def test_settings_that_contradict_each_other_are_refused_with_a_remedy(
     assert [word for word in words if word not in sentence] == []
 
 
-def test_all_contradictions_are_named_at_once() -> None:
-    sentence = refused(round_timeout_s=1, chunk_bytes=5, min_clusters=99)
-    for name in ("round_timeout_s", "chunk_bytes", "min_clusters"):
-        assert name in sentence
-
-
-def test_a_sliding_window_is_asked_for_by_name() -> None:
-    assert configured(grace="sliding", grace_s=9, verdict_wait_s=30).to_run_config().grace_sliding
-    assert not configured().to_run_config().grace_sliding
-
-
 def test_times_that_just_fit_are_accepted() -> None:
     configured(heartbeat_s=1, round_timeout_s=2, grace_s=1.9, verdict_wait_s=2, lease_ttl_s=6, ticket_ttl_s=5)
+    assert configured(grace="sliding", grace_s=9, verdict_wait_s=30, listen="[::1]:0").to_run_config().grace_sliding
 
 
 @pytest.mark.parametrize(
@@ -286,25 +249,6 @@ def test_an_address_that_others_can_reach_is_refused(listen: str) -> None:
     assert "not a loopback address" in sentence
     assert "127.0.0.1" in sentence
     assert configured(listen=listen, keys="keys/master").listen == listen
-
-
-@pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.0.0.1:4700", "localhost:4700", "[::1]:0"])
-def test_loopback_addresses_are_accepted(listen: str) -> None:
-    assert configured(listen=listen).listen == listen
-
-
-def test_a_misspelled_key_names_the_nearest_one(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text('[master]\nrun_id = "demo"\ndirectory = "d"\nhearbeat_s = 2\n')
-    with pytest.raises(ConfigError, match="did you mean 'heartbeat_s'"):
-        load(MasterConfig, "master", file=file, environment={})
-
-
-def test_the_run_and_its_directory_must_be_given() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(MasterConfig, "master", environment={})
-    assert "run_id is not given" in str(caught.value)
-    assert "directory is not given" in str(caught.value)
 
 
 def test_the_environment_reaches_every_knob_by_its_name() -> None:

@@ -32,50 +32,30 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
     opened.close()
 
 
-def reopened(journal: Journal, directory: Path) -> Journal:
-    journal.close()
-    return Journal.open(directory, "demo")
-
-
 def sql(directory: Path, statement: str) -> None:
     connection = sqlite3.connect(directory / FILE_NAME, isolation_level=None)
     connection.execute(statement)
     connection.close()
 
 
-def test_each_start_begins_the_next_epoch(journal: Journal, tmp_path: Path) -> None:
-    assert journal.begin_epoch() == 1
-    journal = reopened(journal, tmp_path)
-    assert journal.begin_epoch() == 2
-    journal = reopened(journal, tmp_path)
-    assert journal.begin_epoch() == 3
-    journal.close()
-
-
-def test_a_new_journal_has_no_snapshot(journal: Journal) -> None:
-    journal.begin_epoch()
-    assert journal.latest_snapshot() is None
-
-
-def test_the_newest_snapshot_and_all_records_survive_a_restart(journal: Journal, tmp_path: Path) -> None:
-    epoch = journal.begin_epoch()
-    journal.append(epoch, 1, "JOIN", '{"cluster": "a"}', '{"state": 1}')
-    journal.append(epoch, 2, "COMMIT", '{"v": 1}', '{"state": 2}')
-    journal = reopened(journal, tmp_path)
-    assert journal.latest_snapshot() == '{"state": 2}'
-    kinds = [(record.epoch, record.entry_id, record.kind) for record in journal.records()]
-    assert kinds == [(1, 0, "EPOCH"), (1, 1, "JOIN"), (1, 2, "COMMIT")]
-    assert [record.record_json for record in journal.records("COMMIT")] == ['{"v": 1}']
-    journal.close()
-
-
-def test_entries_of_a_later_epoch_may_count_from_one_again(journal: Journal, tmp_path: Path) -> None:
-    journal.append(journal.begin_epoch(), 7, "JOIN", "{}", '"old"')
-    journal = reopened(journal, tmp_path)
-    journal.append(journal.begin_epoch(), 1, "JOIN", "{}", '"new"')
-    assert journal.latest_snapshot() == '"new"'
-    assert [record.epoch for record in journal.records("JOIN")] == [1, 2]
-    journal.close()
+def test_snapshot_records_and_port_survive_a_restart_and_each_start_begins_the_next_epoch(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no journal in"):
+        list(read_records(tmp_path))
+    kinds: list[tuple[int, int, str]] = []
+    for epoch in (1, 2, 3):
+        with contextlib.closing(Journal.open(tmp_path, "demo")) as journal:
+            assert journal.latest_snapshot() == (None if epoch == 1 else f'"COMMIT {epoch - 1}"')
+            assert journal.last_port() == (0 if epoch == 1 else 45_000 + epoch - 1)
+            journal.remember_port(45_000 + epoch)
+            assert journal.begin_epoch() == epoch
+            for number, kind in ((1, "JOIN"), (2, "COMMIT")):  # numbers begin again in each epoch
+                journal.append(epoch, number, kind, f'{{"n": {epoch}}}', f'"{kind} {epoch}"')
+            kinds += [(epoch, 0, "EPOCH"), (epoch, 1, "JOIN"), (epoch, 2, "COMMIT")]
+            for records in (journal.records(), read_records(tmp_path)):
+                assert [(record.epoch, record.entry_id, record.kind) for record in records] == kinds
+            for records in (journal.records("COMMIT"), read_records(tmp_path, "COMMIT")):
+                assert [record.record_json for record in records] == [f'{{"n": {n + 1}}}' for n in range(epoch)]
+        journal.close()
 
 
 def test_several_entries_are_written_together_or_not_at_all(journal: Journal) -> None:
@@ -108,24 +88,20 @@ def test_a_master_whose_epoch_is_over_writes_nothing(journal: Journal) -> None:
     assert [record.kind for record in journal.records()] == ["EPOCH", "JOIN", "EPOCH"]
 
 
-def test_a_second_master_on_the_same_directory_is_refused_by_name(journal: Journal, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"another master \\(process {os.getpid()}\\)") as caught:
-        Journal.open(tmp_path, "demo")
-    assert "another directory" in str(caught.value)
-    assert journal.begin_epoch() == 1, "the first master goes on"
-
-
-def test_the_lock_is_free_again_after_close_and_close_may_be_repeated(journal: Journal, tmp_path: Path) -> None:
-    journal.close()
-    journal.close()
-    Journal.open(tmp_path, "demo").close()
-
-
-def test_another_run_is_refused_and_the_lock_given_back(journal: Journal, tmp_path: Path) -> None:
+def test_another_run_schema_or_place_is_refused_and_the_lock_given_back(journal: Journal, tmp_path: Path) -> None:
     journal.close()
     with pytest.raises(ConfigError, match="belongs to run 'demo', not 'other'"):
         Journal.open(tmp_path, "other")
     Journal.open(tmp_path, "demo").close()
+    sql(tmp_path, "UPDATE meta SET value = '999' WHERE key = 'schema'")
+    with pytest.raises(ConfigError, match="schema 999"):
+        Journal.open(tmp_path, "demo")
+    sql(tmp_path, "DROP TABLE snapshot")
+    with pytest.raises(FatalError, match=r"tables \['snapshot'\] are missing"):
+        Journal.open(tmp_path, "demo")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="give one that it may write"):
+        Journal.open(tmp_path / "file" / "run", "demo")
 
 
 @pytest.mark.parametrize("content", [b"this is no database " * 300, b"SQLite format 3\x00" + b"\xff" * 8192])
@@ -151,55 +127,12 @@ def test_a_damaged_page_is_found_at_the_start(journal: Journal, tmp_path: Path) 
         Journal.open(tmp_path, "demo")
 
 
-def test_a_journal_without_its_tables_is_damaged(journal: Journal, tmp_path: Path) -> None:
-    journal.close()
-    sql(tmp_path, "DROP TABLE snapshot")
-    with pytest.raises(FatalError, match=r"tables \['snapshot'\] are missing"):
-        Journal.open(tmp_path, "demo")
-
-
-def test_another_schema_asks_for_the_release_that_wrote_it(journal: Journal, tmp_path: Path) -> None:
-    journal.close()
-    sql(tmp_path, "UPDATE meta SET value = '999' WHERE key = 'schema'")
-    with pytest.raises(ConfigError, match="schema 999"):
-        Journal.open(tmp_path, "demo")
-
-
 def test_disk_trouble_is_fatal_and_names_the_remedy(journal: Journal, tmp_path: Path) -> None:
     epoch = journal.begin_epoch()
     sql(tmp_path, "DROP TABLE records")
     with pytest.raises(FatalError, match="check that the disk has room"):
         journal.append(epoch, 1, "COMMIT", "{}", '"lost"')
     assert journal.latest_snapshot() is None
-
-
-def test_a_directory_that_cannot_be_made_is_the_operators_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="give one that it may write"):
-        Journal.open(tmp_path / "file" / "run", "demo")
-
-
-def test_the_last_port_is_remembered(journal: Journal, tmp_path: Path) -> None:
-    assert journal.last_port() == 0
-    journal.remember_port(45_001)
-    journal = reopened(journal, tmp_path)
-    assert journal.last_port() == 45_001
-    journal.remember_port(45_002)
-    assert journal.last_port() == 45_002
-    journal.close()
-
-
-def test_tools_read_the_records_of_a_running_master(journal: Journal, tmp_path: Path) -> None:
-    epoch = journal.begin_epoch()
-    journal.append(epoch, 1, "COMMIT", '{"v": 0}', "{}")
-    assert [record.kind for record in read_records(tmp_path)] == ["EPOCH", "COMMIT"]
-    assert [record.record_json for record in read_records(tmp_path, "COMMIT")] == ['{"v": 0}']
-    journal.append(epoch, 2, "COMMIT", '{"v": 1}', "{}")
-
-
-def test_tools_are_told_that_there_is_no_journal(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no journal in"):
-        list(read_records(tmp_path))
 
 
 def test_the_address_file_comes_whole_and_goes(tmp_path: Path) -> None:

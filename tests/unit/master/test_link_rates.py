@@ -37,16 +37,12 @@ def test_a_pull_is_divided_among_the_slaves_by_what_they_hold() -> None:
 
 def test_a_pull_of_differences_counts_what_was_sent() -> None:
     rates = LinkRates()
+    assert rates.part_bytes("s0", LAYOUT, PLACEMENT, Codec.BF16) == 3 * ELEMS * 2
     rates.pull_began("a", Codec.INT8, 2, 1.0)
     rates.pull_ended("a", 5.0)
     links = rates.links(["a"], LAYOUT, PLACEMENT, 5.0)
     sent = [2 * encoded_bytes(Codec.INT8, 3 * ELEMS), 2 * encoded_bytes(Codec.INT8, ELEMS)]
     assert [link.pull_bytes_per_s for link in links] == [n_bytes / 4.0 for n_bytes in sent]
-
-
-def test_differences_weigh_less() -> None:
-    rates = LinkRates()
-    assert rates.part_bytes("s0", LAYOUT, PLACEMENT, Codec.BF16) == 3 * ELEMS * 2
 
 
 def test_who_is_gone_has_no_links_and_its_next_life_none_yet() -> None:
@@ -63,11 +59,6 @@ def test_who_is_gone_has_no_links_and_its_next_life_none_yet() -> None:
 @pytest.mark.parametrize(("layout", "placement"), [(None, PLACEMENT), (LAYOUT, None)])
 def test_before_the_model_is_placed_there_are_no_links(layout: object, placement: object) -> None:
     assert LinkRates().links(["a"], layout, placement, 0.0) == ()  # type: ignore[arg-type]
-
-
-def test_there_are_never_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dips.master.state.schedule.MAX_LINKS", 3)
-    assert len(LinkRates().links(["a", "b"], LAYOUT, PLACEMENT, 0.0)) == 3
 
 
 def test_the_state_machine_measures_pushes_and_pulls() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,9 +19,9 @@ from dips.core.net.codec_protobuf import encode
 from dips.core.observe import tape
 from dips.core.observe.tape import Tape, read_tape
 from dips.master.rpc.services import slaves_service
-from dips.master.shell import LINK_COMMANDS, THREAD_NAME, JournalWriter, MasterShell, SlaveLink
+from dips.master.shell import LINK_COMMANDS, THREAD_NAME, JournalWriter, MasterShell
 from dips.master.state import effects
-from dips.master.state.effects import CloseLink, Effect, Halt, Log, Refuse, Reply, ToSlave, WriteJournal
+from dips.master.state.effects import CloseLink, Effect, Halt, Log, Reply, ToSlave, WriteJournal
 from dips.master.state.events import (
     CallGone,
     ClusterCall,
@@ -33,7 +32,7 @@ from dips.master.state.events import (
     SlaveSaid,
     Tick,
 )
-from dips.master.state.tape import EpochBegun, MasterStoodStill, SlaveLost
+from dips.master.state.tape import MasterStoodStill, SlaveLost
 
 TICK_S = 1000.0
 """Long enough that no real timer rings during a test; ticks are dispatched by hand."""
@@ -94,34 +93,17 @@ def answer(event: Event) -> list[Effect]:
 # ---- calls ----
 
 
-async def test_a_call_gets_the_reply_with_its_token(bench: Bench) -> None:
-    bench.reacts(answer)
-    assert await bench.leaving() == DONE
-    assert bench.machine.of(CallGone) == [], "an answered call is not gone"
-
-
-async def test_every_call_has_its_own_token(bench: Bench) -> None:
+async def test_each_call_gets_the_reply_with_its_own_token_at_once_or_after_a_later_event(bench: Bench) -> None:
+    task, token = await held(bench)
     bench.reacts(answer)
     for _ in range(5):
-        await bench.leaving()
-    tokens = [call.token for call in bench.machine.of(ClusterCall)]
-    assert len(set(tokens)) == 5
-
-
-async def test_a_held_call_is_answered_by_a_later_event(bench: Bench) -> None:
-    task, token = await held(bench)
+        assert await bench.leaving() == DONE
     assert not task.done()
+    assert len({call.token for call in bench.machine.of(ClusterCall)}) == 6
     bench.reacts(lambda event: [Reply(token, DONE)] if isinstance(event, Tick) else [])
     bench.executor.dispatch(Tick())
     assert await task == DONE
-
-
-async def test_a_refusal_reaches_the_caller_whole(bench: Bench) -> None:
-    bench.reacts(lambda event: [Refuse(event.token, refusal())] if isinstance(event, ClusterCall) else [])
-    with pytest.raises(Refused) as caught:
-        await bench.leaving()
-    assert (caught.value.code, caught.value.sentence) == (RefusalCode.FENCED, "because of a test")
-    assert caught.value.retry_after_s == 2.5
+    assert bench.machine.of(CallGone) == [], "an answered call is not gone"
 
 
 async def test_the_state_is_told_once_that_a_caller_hung_up(bench: Bench) -> None:
@@ -138,66 +120,40 @@ async def test_the_state_is_told_once_that_a_caller_hung_up(bench: Bench) -> Non
 # ---- order ----
 
 
-async def test_effects_of_one_event_are_done_before_the_next_event(bench: Bench) -> None:
+async def test_effects_of_one_event_are_done_before_the_next_event_and_a_closed_link_is_not_heard(bench: Bench) -> None:
     link = bench.executor.open_link()
     order: list[str] = []
 
     def react(event: Event) -> list[Effect]:
-        if isinstance(event, SlaveSaid):
-            order.append("said")
-            return [ToSlave(link.number, command("one")), ToSlave(link.number, command("two"))]
         order.append(type(event).__name__)
+        if isinstance(event, SlaveSaid):
+            last = CloseLink(link.number, refusal())
+            return [ToSlave(link.number, command("one")), ToSlave(link.number, command("two")), last]
         return []
 
     bench.reacts(react)
     bench.executor.slave_said(link, slave_message())
     bench.executor.dispatch(Tick())
-    assert order == ["said", "Tick"]
-    assert [await link.next_command(), await link.next_command()] == [command("one"), command("two")]
-
-
-async def test_first_effects_are_carried_out_at_the_start(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "tape.jsonl")
-    bench.machine.first = [
-        EpochBegun("c0", epoch=3, version=None, tokens=0, durability="sync"),
-        WriteJournal(1, "X", "{}", '"s"'),
-    ]
-    bench.executor.start()
-    await bench.machine.until(JournalWritten)
-    assert bench.journal.batches == [[WriteJournal(1, "X", "{}", '"s"')]]
-    bench.executor.stop(Halt(0, ""))
-    await bench.executor.close()
-    bench.tape.close()
-    assert [(line["kind"], line["cause"], line["epoch"]) for line in read_tape(bench.tape_path)] == [("epoch", "c0", 3)]
+    bench.executor.slave_said(link, slave_message())
+    assert order == ["SlaveSaid", "Tick"]
+    assert [await link.next_command() for _ in range(3)] == [command("one"), command("two"), None]
+    ended = await link.closed()
+    assert ended is not None
+    assert ended.code is RefusalCode.FENCED
 
 
 # ---- slaves ----
 
 
-async def test_a_link_that_the_state_closes_ends_with_its_refusal_after_the_commands(bench: Bench) -> None:
-    link = bench.executor.open_link()
-    bench.reacts(
-        lambda event: (
-            [ToSlave(link.number, command("last")), CloseLink(link.number, refusal())]
-            if isinstance(event, Tick)
-            else []
-        )
-    )
-    bench.executor.dispatch(Tick())
-    assert await link.next_command() == command("last")
-    assert await link.next_command() is None
-    ended = await link.closed()
-    assert ended is not None
-    assert ended.code is RefusalCode.FENCED
-    bench.executor.slave_said(link, slave_message())
-    assert bench.machine.of(SlaveSaid) == [], "a closed link is not heard"
-
-
-async def test_the_end_of_a_link_is_told_once(bench: Bench) -> None:
+async def test_the_end_of_a_link_is_told_once_and_it_is_never_numbered_or_commanded_again(bench: Bench) -> None:
     link = bench.executor.open_link()
     bench.executor.link_down(link)
     bench.executor.link_down(link)
     assert bench.machine.of(SlaveLinkDown) == [SlaveLinkDown(link.number)]
+    assert bench.executor.open_link().number != link.number
+    bench.reacts(lambda event: [ToSlave(link.number, command("late")), CloseLink(link.number, refusal())])
+    bench.executor.dispatch(Tick())
+    assert not bench.executor.outcome.done()
 
 
 async def test_the_end_of_a_link_is_told_when_the_call_is_cancelled_while_it_ends(bench: Bench) -> None:
@@ -226,20 +182,6 @@ async def test_the_end_of_a_link_is_told_when_the_call_is_cancelled_while_it_end
     assert bench.machine.of(SlaveLinkDown) == [SlaveLinkDown(said.link)]
 
 
-async def test_links_are_never_numbered_again(bench: Bench) -> None:
-    first = bench.executor.open_link()
-    bench.executor.link_down(first)
-    assert bench.executor.open_link().number != first.number
-
-
-async def test_commands_for_a_link_that_is_gone_are_dropped(bench: Bench) -> None:
-    link = bench.executor.open_link()
-    bench.executor.link_down(link)
-    bench.reacts(lambda event: [ToSlave(link.number, command("late")), CloseLink(link.number, refusal())])
-    bench.executor.dispatch(Tick())
-    assert not bench.executor.outcome.done()
-
-
 async def test_a_slave_that_does_not_read_is_cut_off_at_the_bound(bench: Bench) -> None:
     link = bench.executor.open_link()
     other = bench.executor.open_link()
@@ -252,35 +194,7 @@ async def test_a_slave_that_does_not_read_is_cut_off_at_the_bound(bench: Bench) 
     assert not other.closing, "the others are not disturbed"
 
 
-async def test_a_link_waits_for_commands_and_for_its_end() -> None:
-    link = SlaveLink(1)
-    waiting = asyncio.create_task(link.next_command())
-    ending = asyncio.create_task(link.closed())
-    await asyncio.wait([waiting, ending], timeout=0)
-    assert link.offer(command("one"))
-    assert await waiting == command("one")
-    assert not ending.done()
-    link.close(None)
-    link.close(Refused(RefusalCode.BUSY, "too late to matter"))
-    assert await ending is None
-    assert not link.offer(command("two"))
-    assert await link.next_command() is None
-
-
 # ---- journal ----
-
-
-async def test_journal_entries_are_written_in_order_and_confirmed_in_order(bench: Bench) -> None:
-    bench.reacts(
-        lambda event: (
-            [WriteJournal(n, "K", f'"{n}"', f'"s{n}"') for n in range(1, 6)] if isinstance(event, Tick) else []
-        )
-    )
-    bench.executor.dispatch(Tick())
-    await bench.machine.until(JournalWritten, 5)
-    written = [entry.entry_id for batch in bench.journal.batches for entry in batch]
-    assert written == [1, 2, 3, 4, 5]
-    assert [event.entry_id for event in bench.machine.of(JournalWritten)] == written
 
 
 async def test_a_journal_that_fails_ends_the_master_with_its_sentence(
@@ -342,56 +256,41 @@ async def test_tidying_up_begins_when_nothing_waits_and_gives_way_to_an_entry() 
     assert done == ["wrote 1", "tidied", "wrote 2"], "and no more once the end has come"
 
 
-async def test_an_error_while_tidying_up_ends_the_master_like_one_of_an_append() -> None:
-    lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-
-    def tidy() -> bool:
-        raise FatalError("the disk is gone")
-
-    written: list[int] = []
-    writer = JournalWriter(lambda entries: None, written.append, lost.set_result, tidy)
-    writer.put(WriteJournal(1, "K", "{}", "{}"))
-    assert str(await lost) == "the disk is gone"
-    await writer.close()
-    assert written == [1]
-
-
-async def test_nothing_is_written_after_a_lost_entry() -> None:
+@pytest.mark.parametrize("tidying", [False, True])
+async def test_nothing_is_written_after_an_error_of_an_append_or_while_tidying_up(tidying: bool) -> None:
     attempts: list[list[int]] = []
+    written: list[int] = []
     lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
     def append(entries: Sequence[WriteJournal]) -> None:
         attempts.append([entry.entry_id for entry in entries])
-        raise FatalError("the disk is full")
+        if not tidying:
+            raise FatalError("the disk is full")
 
-    writer = JournalWriter(append, lambda entry_id: pytest.fail("confirmed"), lost.set_result)
+    def tidy() -> bool:
+        if tidying:
+            raise FatalError("the disk is full")
+        return False
+
+    writer = JournalWriter(append, written.append, lost.set_result, tidy)
     writer.put(WriteJournal(1, "K", "{}", "{}"))
     assert str(await lost) == "the disk is full"
     writer.put(WriteJournal(2, "K", "{}", "{}"))
     await writer.close()
-    assert attempts == [[1]]
+    assert (attempts, written) == ([[1]], [1] if tidying else [])
 
 
 # ---- time ----
 
 
-async def test_each_event_gets_the_clocks_time(bench: Bench) -> None:
-    bench.executor.dispatch(Tick())
-    bench.clock.advance(3.0)
-    bench.executor.dispatch(JournalWritten(9))
-    assert bench.machine.seen == [(Tick(), 50.0), (JournalWritten(9), 53.0)]
-
-
-async def test_after_a_pause_the_state_ticks_before_it_hears_anything_else(bench: Bench) -> None:
-    bench.clock.advance(2 * TICK_S + 1)
-    bench.executor.dispatch(JournalWritten(9))
-    assert [event for event, _ in bench.machine.seen] == [Tick(), JournalWritten(9)]
-
-
-async def test_without_a_pause_no_extra_tick_is_made(bench: Bench) -> None:
-    bench.clock.advance(TICK_S)
-    bench.executor.dispatch(JournalWritten(9))
-    assert [event for event, _ in bench.machine.seen] == [JournalWritten(9)]
+async def test_each_event_gets_the_clocks_time_and_after_a_pause_a_tick_comes_first(bench: Bench) -> None:
+    expected: list[tuple[Event, float]] = []
+    for pause_s, ticks in ((0.0, 0), (2 * TICK_S, 0), (2 * TICK_S + 1, 1)):
+        bench.clock.advance(pause_s)
+        bench.executor.dispatch(JournalWritten(9))
+        now_s = bench.clock.monotonic_s()
+        expected += [*[(Tick(), now_s)] * ticks, (JournalWritten(9), now_s)]
+        assert bench.machine.seen == expected
 
 
 @pytest.mark.parametrize(
@@ -424,7 +323,7 @@ async def test_an_event_that_brings_a_deadline_nearer_rearms_the_timer(bench: Be
 # ---- people ----
 
 
-async def test_a_log_effect_is_written_when_its_sentence_changes(
+async def test_a_log_effect_is_written_when_its_sentence_changes_and_a_record_stands_on_the_tape(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     sentences = iter(["waiting for slave b", "waiting for slave b", "all there"])
@@ -433,22 +332,13 @@ async def test_a_log_effect_is_written_when_its_sentence_changes(
         bench.executor.dispatch(Tick())
     assert [record.getMessage() for record in caplog.records] == ["waiting for slave b", "all there"]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
-
-
-async def test_a_record_effect_stands_on_the_tape(bench: Bench) -> None:
     bench.reacts(lambda event: [SlaveLost("c7", slave="s1", reason="it broke")])
     bench.executor.dispatch(Tick())
-    (line,) = [json.loads(text) for text in bench.tape_path.read_text().splitlines()]
-    assert (line["kind"], line["cause"], line["slave"], line["reason"]) == ("slave_lost", "c7", "s1", "it broke")
-
-
-async def test_a_request_that_cannot_be_read_is_on_the_tape_and_in_the_log(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
     bench.executor.note_refusal("Join", Refused(RefusalCode.MALFORMED, "a JoinRequest cannot be parsed"))
     assert "refused a Join: a JoinRequest cannot be parsed" in caplog.text
-    (line,) = list(read_tape(bench.tape_path))
-    assert (line["kind"], line["method"], line["code"]) == ("refused", "Join", "MALFORMED")
+    lost, refused = read_tape(bench.tape_path)
+    assert (lost["kind"], lost["cause"], lost["slave"], lost["reason"]) == ("slave_lost", "c7", "s1", "it broke")
+    assert (refused["kind"], refused["method"], refused["code"]) == ("refused", "Join", "MALFORMED")
 
 
 async def test_a_tape_that_cannot_be_written_ends_the_master(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,15 +357,21 @@ async def test_a_tape_that_cannot_be_written_ends_the_master(bench: Bench, monke
 # ---- the end ----
 
 
-async def test_halt_ends_the_master_after_the_effects_that_came_with_it(bench: Bench) -> None:
-    link = bench.executor.open_link()
+async def test_halt_ends_the_master_after_the_effects_that_came_with_it_and_what_was_decided_is_written(
+    bench: Bench,
+) -> None:
+    link, entry = bench.executor.open_link(), WriteJournal(1, "COMMIT", "{}", '"s"')
     task, token = await held(bench)
-    bench.reacts(lambda event: [Halt(0, "the run is over"), Reply(token, DONE), ToSlave(link.number, command("stop"))])
+    bench.reacts(
+        lambda event: [entry, Halt(0, "the run is over"), Reply(token, DONE), ToSlave(link.number, command("stop"))]
+    )
     bench.executor.dispatch(Tick())
     assert await bench.executor.outcome == Halt(0, "the run is over")
     assert await task == DONE
     assert await link.next_command() == command("stop")
     assert await link.next_command() is None
+    await bench.executor.close()
+    assert bench.journal.batches == [[entry]]
 
 
 async def test_beginning_again_is_an_end_that_asks_for_a_later_epoch(bench: Bench) -> None:
@@ -516,13 +412,6 @@ async def test_nothing_is_handled_after_the_end(bench: Bench) -> None:
     assert await bench.executor.outcome == Halt(0, "first")
 
 
-async def test_what_was_decided_before_the_end_is_still_written(bench: Bench) -> None:
-    bench.reacts(lambda event: [WriteJournal(1, "COMMIT", "{}", '"s"'), Halt(0, "done")])
-    bench.executor.dispatch(Tick())
-    await bench.executor.close()
-    assert bench.journal.batches == [[WriteJournal(1, "COMMIT", "{}", '"s"')]]
-
-
 @pytest.mark.parametrize("error", [LocalProtocolError("no transition"), KeyError("x"), AssertionError()])
 async def test_a_bug_in_the_state_ends_the_process_with_70_and_its_story(
     bench: Bench, caplog: pytest.LogCaptureFixture, error: Exception
@@ -556,6 +445,5 @@ async def test_a_bug_at_the_start_ends_the_process_too(tmp_path: Path) -> None:
     executor.start()
     outcome = await executor.outcome
     assert isinstance(outcome, Halt)
-    assert outcome.exit_code == 70
-    assert "the snapshot contradicts itself" in outcome.sentence
+    assert (outcome.exit_code, "the snapshot contradicts itself" in outcome.sentence) == (70, True)
     await executor.close()

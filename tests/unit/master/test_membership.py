@@ -10,7 +10,7 @@ import pytest
 from support.master_bench import LAYOUT, LEASED, OWN, Bench, Unanswered, refused_with
 
 from dips.core.errors import RefusalCode
-from dips.core.ids import Incarnation, PushId, Version
+from dips.core.ids import Incarnation, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import (
     BeginPullRequest,
@@ -47,13 +47,6 @@ def test_join_waits_for_all_slaves() -> None:
     assert "1 of 2" in str(refused.value)
     bench.slaves[1].attach()
     assert bench.join("a").incarnation == Incarnation(1, 1)
-
-
-def test_settings_are_the_master_s_word() -> None:
-    settings = Settings(sync_every_steps=24, outer_lr=0.5, async_lag_versions=2)
-    bench = Bench(settings=settings)
-    bench.attach_all()
-    assert bench.join("a").settings == settings
 
 
 @pytest.mark.parametrize(
@@ -97,16 +90,26 @@ def test_other_model_is_refused_with_the_first_difference(parameters: tuple[Para
     assert word in str(refused.value)
 
 
-def test_other_text_is_refused() -> None:
-    bench = Bench(plan=LEASED).running("a")
-    for plan in (
-        DataPlan(DataMode.LEASED, b"other", 1000, 100),
-        DataPlan(DataMode.LEASED, b"corpus", 2000, 100),
-        DataPlan(DataMode.LEASED, b"corpus", 0, 0),
-        DataPlan(DataMode.LEASED, b"corpus", 100, 200),
-    ):
-        with refused_with(RefusalCode.DATA_PLAN):
-            bench.join("b", data_plan=plan)
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (LEASED, DataPlan(DataMode.LEASED, b"other", 1000, 100)),
+        (LEASED, DataPlan(DataMode.LEASED, b"corpus", 2000, 100)),
+        (LEASED, DataPlan(DataMode.LEASED, b"corpus", 1000, 50)),
+        (LEASED, OWN),
+        (None, DataPlan(DataMode.LEASED, b"corpus", 0, 0)),
+        (None, DataPlan(DataMode.LEASED, b"corpus", 100, 101)),
+        (None, DataPlan(DataMode.LEASED, b"corpus", (1 << 60) + 1, 100)),
+    ],
+)
+def test_other_text_or_one_that_cannot_be_leased_is_refused(ours: DataPlan | None, theirs: DataPlan) -> None:
+    bench = Bench(plan=ours or OWN)
+    bench.attach_all()
+    if ours is not None:
+        bench.running("a")
+    with refused_with(RefusalCode.DATA_PLAN):
+        bench.join("b", data_plan=theirs)
+    assert bench.join("b")
 
 
 def test_model_too_big_for_the_slaves_is_refused_before_anything_is_placed() -> None:
@@ -119,12 +122,20 @@ def test_model_too_big_for_the_slaves_is_refused_before_anything_is_placed() -> 
     assert bench.join("a").seed, "a smaller model may still begin the run"
 
 
-def test_all_slots_taken_is_busy() -> None:
-    bench = Bench(max_clusters=2).running("a", "b")
+def test_all_slots_taken_is_busy_also_by_a_sealed_push_of_a_cluster_that_is_gone() -> None:
+    """In its slot another cluster's bytes would land on those that are being merged."""
+    bench = Bench(max_clusters=2, grace_s=0.0).running("a", "b")
+    bench.slaves[0].hold.add(Measure)
+    push = bench.push("a")
+    slot = bench.slaves[0].staging[push].slot
+    bench.operate(EvictRequest("", "a"))
     with refused_with(RefusalCode.BUSY) as refused:
         bench.join("c")
     assert "max_clusters" in str(refused.value)
-    bench.result(bench.leave("b"))
+    bench.join("a")
+    assert bench.state.shared.members["a"].slot == slot
+    bench.slaves[0].release(Measure)
+    bench.result(bench.leave("a"))
     assert bench.join("c")
 
 
@@ -146,66 +157,40 @@ def test_silent_cluster_is_evicted_after_five_beats_and_its_unsealed_push_is_abo
     bench = Bench(grace_s=60.0).running("a", "b", "c")
     push = bench.push("a")
     bench.silent.add("a")
-    bench.advance(9.5)
+    bench.advance(10.0)
     assert bench.alive("a")
-    bench.advance(2.0)
+    bench.advance(0.5)
     assert not bench.alive("a")
     assert bench.status().phase == "IDLE"
-    reply = bench.join("a", previous=bench.clusters["a"].join.incarnation)
-    assert isinstance(reply.last_push, Verdict)
-    assert (reply.last_push.push, reply.last_push.kind) == (push, VerdictKind.ABORTED)
+    last = bench.join("a", previous=bench.clusters["a"].join.incarnation).last_push
+    assert isinstance(last, Verdict)
+    assert (last.push, last.kind) == (push, VerdictKind.ABORTED)
 
 
-def test_eviction_lets_the_window_close_without_the_dead() -> None:
-    bench = Bench(grace_s=30.0).running("a", "b")
-    bench.push("a")
-    bench.silent.add("b")
-    bench.advance(11.0)
-    assert bench.status().published == Version(1, 1)
+def test_leases_of_a_restarted_process_are_free_again_except_those_it_still_holds() -> None:
+    bench = Bench(plan=LEASED).running("a", "b")
+    first, second = (*bench.lease("a", 100), *bench.lease("a", 100))
+    foreign = bench.lease("b", 100)
+    assert bench.join("a", held=(second, *foreign)).kept_ranges == (second,)
+    assert bench.status().leased_tokens == 200
+    assert bench.lease("a", 100)[0].chunk == first.chunk
 
 
-def test_cluster_that_dies_after_its_push_was_sealed_still_counts() -> None:
-    bench = Bench().running("a")
+def test_a_sealed_push_outlives_its_cluster_with_its_ranges_and_the_next_incarnation_waits_for_it() -> None:
+    bench = Bench(plan=LEASED).running("a")
+    ranges = bench.lease("a", 100)
     bench.slaves[0].hold.add(Measure)
-    push = bench.push("a")
-    reply = bench.join("a")
-    assert reply.last_push == push, "undecided: the new incarnation must wait for it"
+    push = bench.push("a", 100, ranges)
+    assert bench.join("a").last_push == push, "undecided"
+    assert bench.status().leased_tokens == 100
+    with pytest.raises(AssertionError, match="undecided"):
+        bench.pull("a")
     token = bench.await_verdict("a", push)
     with pytest.raises(Unanswered):
         bench.result(token)
     bench.slaves[0].release(Measure)
     assert bench.result(token).answer.kind is VerdictKind.APPLIED
-    assert bench.status().tokens == 100
-
-
-def test_new_incarnation_cannot_pull_before_the_old_push_is_decided() -> None:
-    bench = Bench().running("a")
-    bench.slaves[0].hold.add(Measure)
-    bench.push("a")
-    bench.join("a")
-    with pytest.raises(AssertionError, match="undecided"):
-        bench.pull("a")
-    bench.slaves[0].release(Measure)
-    assert bench.pull("a").fence == 2
-
-
-def test_leases_of_a_restarted_process_are_free_again_except_those_it_still_holds() -> None:
-    bench = Bench(plan=LEASED).running("a")
-    first, second = (*bench.lease("a", 100), *bench.lease("a", 100))
-    bench.join("a", held=(second,))
-    assert bench.status().leased_tokens == 100
-    assert bench.lease("a", 100)[0].chunk == first.chunk
-
-
-def test_ranges_of_a_sealed_push_stay_leased_over_a_restart() -> None:
-    bench = Bench(plan=LEASED).running("a")
-    ranges = bench.lease("a", 100)
-    bench.slaves[0].hold.add(Measure)
-    bench.push("a", 100, ranges)
-    bench.join("a")
-    assert bench.status().leased_tokens == 100
-    bench.slaves[0].release(Measure)
-    assert bench.status().leased_tokens == 0
+    assert (bench.status().tokens, bench.status().leased_tokens, bench.pull("a").fence) == (100, 0, 2)
     assert bench.lease("a", 100)[0].chunk != ranges[0].chunk
 
 
@@ -221,6 +206,25 @@ def test_leases_last_their_time_and_re_attach_when_the_cluster_returns() -> None
     assert bench.status().leased_tokens == 0
 
 
+def test_leases_of_a_sealed_push_stay_leased_when_their_time_is_over_in_mid_round() -> None:
+    """Freed, another cluster would train on them, and the same text would be applied twice (I6, I12)."""
+    bench = Bench(plan=LEASED, lease_ttl_s=5.0, grace_s=0.0).running("a", "b")
+    bench.slaves[0].hold.add(Measure)
+    ranges = bench.lease("a", 100)
+    bench.push("a", 100, ranges)
+    unused = bench.lease("a", 100)
+    bench.operate(EvictRequest("", "a"))
+    bench.advance(6.0)
+    assert (bench.status().phase, bench.status().leased_tokens) == ("MEASURE", 100)
+    (back,) = bench.entries("RETURN")
+    assert (back["cluster"], back["tokens"]) == ("a", 100), "what it leased after its push is free"
+    taken = bench.lease("b", 900)
+    assert {r.chunk for r in taken} == set(range(10)) - {ranges[0].chunk}
+    assert unused[0].chunk in {r.chunk for r in taken}
+    bench.slaves[0].release(Measure)
+    assert (bench.status().tokens, bench.status().leased_tokens) == (100, 900)
+
+
 def test_second_process_with_the_same_cluster_id_takes_over_and_the_first_must_stop() -> None:
     bench = Bench().running("a")
     first = bench.clusters["a"].join.incarnation
@@ -232,19 +236,6 @@ def test_second_process_with_the_same_cluster_id_takes_over_and_the_first_must_s
     assert bench.alive("a")
 
 
-def test_leave_waits_for_the_verdict_of_a_sealed_push() -> None:
-    bench = Bench().running("a")
-    bench.slaves[0].hold.add(Measure)
-    bench.push("a")
-    token = bench.leave("a")
-    with pytest.raises(Unanswered):
-        bench.result(token)
-    bench.slaves[0].release(Measure)
-    assert bench.result(token)
-    assert not bench.alive("a")
-    assert bench.status().tokens == 100
-
-
 def test_leave_aborts_an_open_push_and_frees_leases() -> None:
     bench = Bench(plan=LEASED).running("a", "b")
     bench.begin_push("a", 100, bench.lease("a", 100))
@@ -253,80 +244,20 @@ def test_leave_aborts_an_open_push_and_frees_leases() -> None:
     assert not bench.slaves[0].staging
 
 
-def test_paused_master_evicts_nobody() -> None:
-    bench = Bench().running("a", "b")
-    bench.jump(3600.0)
-    assert bench.alive("a")
-    assert all(slave.alive for slave in bench.status().slaves)
-    bench.advance(5.0)
-    assert bench.alive("a")
-
-
 def test_operator_evicts_drains_and_is_told_of_wrong_names() -> None:
     bench = Bench().running("a", "b")
-    with refused_with(RefusalCode.UNKNOWN_NAME) as refused:
-        bench.operate(EvictRequest("", "z"))
-    assert "a, b" in str(refused.value)
+    for request in (EvictRequest("", "z"), DrainRequest("", "z")):
+        with refused_with(RefusalCode.UNKNOWN_NAME) as refused:
+            bench.operate(request)
+        assert "a, b" in str(refused.value)
+    with refused_with(RefusalCode.RUN_ID):
+        bench.operate(EvictRequest("other", "a"))
     bench.operate(EvictRequest("", "a", "bad link"))
     assert not bench.alive("a")
     bench.operate(DrainRequest("", "b", "maintenance"))
     assert bench.beat("b").stop
     bench.push("b")
     assert bench.status().tokens > 0, "its last steps count"
-
-
-def test_operator_stop_ends_the_run_once_the_open_round_is_done() -> None:
-    bench = Bench(linger_s=1.0).running("a")
-    bench.slaves[0].hold.add(Measure)
-    bench.push("a")
-    bench.operate(Stop(OperatorRequest("", "enough")))
-    assert not bench.status().stopping
-    bench.slaves[0].release(Measure)
-    assert bench.status().stopping
-    assert bench.status().published == Version(1, 1)
-    with refused_with(RefusalCode.STOPPING):
-        bench.join("b")
-    bench.pull("a")
-    bench.result(bench.leave("a"))
-    bench.operate(Stop(OperatorRequest("")))
-    assert bench.halted is not None
-    assert bench.halted.exit_code == 0
-
-
-def test_wrong_run_id_of_an_operator_is_refused() -> None:
-    from dips.core.messages import StatusRequest
-
-    with refused_with(RefusalCode.RUN_ID):
-        Bench().running("a").operate(StatusRequest("other"))
-
-
-def test_fast_cluster_is_not_held_up_by_a_dead_one() -> None:
-    bench = Bench(grace_s=1.0).running("a", "b")
-    bench.silent.add("b")
-    for n in range(5):
-        bench.push("a")
-        bench.advance(1.5)
-        assert bench.status().published == Version(1, n + 1)
-        bench.pull("a")
-
-
-def test_incarnations_only_grow_over_restarts_of_the_master() -> None:
-    bench = Bench().running("a")
-    first = bench.clusters["a"].join.incarnation
-    bench.start_master()
-    bench.attach_all()
-    second = bench.join("a", previous=first).incarnation
-    assert second > first
-    assert second == Incarnation(2, 2)
-
-
-def test_last_push_is_of_the_cluster() -> None:
-    bench = Bench().running("a")
-    push = bench.push("a")
-    reply = bench.join("a")
-    assert isinstance(reply.last_push, Verdict)
-    assert isinstance(push, PushId)
-    assert reply.last_push.push == push
 
 
 @pytest.mark.parametrize("after_restart", [False, True])
@@ -385,16 +316,20 @@ def test_leave_that_waits_is_answered_when_the_cluster_is_gone_otherwise(end: st
     assert bench.result(token)
 
 
-def test_leave_that_is_called_again_answers_the_first_call_too() -> None:
+def test_leave_waits_for_the_verdict_of_a_sealed_push_and_answers_a_first_call_when_it_is_repeated() -> None:
     bench = Bench().running("a")
     bench.slaves[0].hold.add(Measure)
     bench.push("a")
     first = bench.leave("a")
+    with pytest.raises(Unanswered):
+        bench.result(first)
     second = bench.call(LeaveRequest(bench.caller("a"), "again"))
     with refused_with(RefusalCode.BUSY):
         bench.result(first)
     bench.slaves[0].release(Measure)
     assert bench.result(second)
+    assert not bench.alive("a")
+    assert bench.status().tokens == 100
 
 
 def test_leave_does_not_wait_for_another_round_after_an_abort() -> None:
@@ -412,26 +347,26 @@ def test_leave_does_not_wait_for_another_round_after_an_abort() -> None:
     assert (reply.last_push.push, reply.last_push.kind) == (push, VerdictKind.ABORTED)
 
 
-def test_stop_takes_effect_although_every_round_aborts() -> None:
-    bench = Bench(settings=Settings(heartbeat_s=2.0)).running("a")
+def test_stop_takes_effect_although_clusters_push_without_a_pause_or_every_round_aborts() -> None:
+    bench = Bench(grace_s=0.0).running("a", "b")
+    bench.slaves[0].hold.add(Measure)
+    bench.push("a")
+    bench.push("b")
+    bench.operate(Stop(OperatorRequest("", "enough")))
+    assert not bench.status().stopping
+    bench.slaves[0].release(Measure)
+    assert bench.verdict("a").kind is VerdictKind.APPLIED
+    assert bench.verdict("b").kind is VerdictKind.ABORTED
+    assert (bench.status().stopping, bench.status().published) == (True, Version(1, 1))
+    with refused_with(RefusalCode.STOPPING):
+        bench.join("c")
+    bench = Bench().running("a")
     bench.slaves[0].refuse["prepare"] = Refusal(RefusalCode.DISK, "the disk is full")
     bench.push("a")
     bench.operate(Stop(OperatorRequest("", "enough")))
     bench.advance(20.0)
     assert bench.status().stopping
     assert bench.verdict("a").kind is VerdictKind.ABORTED
-
-
-def test_stop_takes_effect_although_clusters_push_without_a_pause() -> None:
-    bench = Bench(grace_s=0.0).running("a", "b")
-    bench.slaves[0].hold.add(Measure)
-    bench.push("a")
-    bench.push("b")
-    bench.operate(Stop(OperatorRequest("", "enough")))
-    bench.slaves[0].release(Measure)
-    assert bench.verdict("a").kind is VerdictKind.APPLIED
-    assert bench.verdict("b").kind is VerdictKind.ABORTED
-    assert bench.status().stopping
 
 
 @pytest.mark.parametrize("why", ["paused", "too few clusters"])
@@ -454,8 +389,12 @@ def test_paused_master_gives_up_no_ticket_no_pin_and_no_lease() -> None:
     assert not bench.alive("b")
     bench.begin_push("a", 100, bench.lease("a", 100))
     bench.ask(BeginPullRequest(Caller("", 0, "export"), reader=True))
+    held_calls = (bench.finish_push("a"), bench.await_verdict("a", wait_s=20.0))
     bench.jump(3600.0)
-    bench.advance(5.0)
+    bench.advance(4.0)
+    for token in held_calls:
+        with pytest.raises(Unanswered):
+            bench.result(token)
     assert bench.state.shared.members["a"].push is not None
     assert bench.state.shared.pins
     bench.join("b", previous=bench.clusters["b"].join.incarnation, held=held)
@@ -480,35 +419,6 @@ def test_run_that_ends_publishes_its_last_version_first() -> None:
     assert bench.status().published == Version(1, 1)
     assert bench.status().stopped
     bench.advance(1.0)
-    assert bench.halted is not None
-    assert bench.halted.exit_code == 0
-
-
-def test_stop_waits_for_a_round_that_is_beyond_its_commit_point() -> None:
-    bench = Bench().running("a")
-    bench.slaves[0].hold.add(Commit)
-    bench.push("a")
-    bench.slaves[0].die()
-    bench.operate(EvictRequest("", "a"))
-    bench.operate(Stop(OperatorRequest("")))
-    assert not bench.status().stopping
-    bench.slaves[0].attach()
-    assert bench.status().stopped
-
-
-def test_operator_who_insists_need_not_wait_for_a_slave_that_never_returns() -> None:
-    """But for as long as whoever was there before the master's restart may need to find it again."""
-    bench = Bench(settings=Settings(tk_max_tokens=100)).running("a")
-    bench.push("a")
-    for slave in bench.slaves:
-        slave.alive = False
-    bench.start_master()
-    bench.slaves[0].attach()
-    assert not bench.status().stopped
-    bench.operate(Stop(OperatorRequest("")))
-    assert bench.halted is None
-    bench.advance(bench.config.evict_after_s + 1)
-    bench.operate(Stop(OperatorRequest("")))
     assert bench.halted is not None
     assert bench.halted.exit_code == 0
 
@@ -565,22 +475,12 @@ def test_a_cluster_over_other_frozen_weights_is_refused_by_name_and_changes_noth
     bench.push("a", 0)
     with refused_with(RefusalCode.FROZEN) as refused:
         bench.join("b", frozen=(BASE[0], *other(BASE[1])), buffers=TABLES)
-    assert "frozen parameters 'base.bias' differ; load the same weights" in str(refused.value)
+    assert "frozen parameters 'base.bias' differ" in str(refused.value)
     with refused_with(RefusalCode.FROZEN) as refused:
         bench.join("b", buffers=TABLES)  # nothing is frozen there
     assert "it lacks frozen parameters 'base.weight', 'base.bias'" in str(refused.value)
     assert [c.cluster_id for c in bench.status().clusters] == ["a"]
     bench.join("b", frozen=tuple(reversed(BASE)), buffers=TABLES)
-
-
-def test_the_list_outlives_the_master() -> None:
-    bench = Bench(plan=OWN)
-    bench.attach_all()
-    bench.join("a", frozen=BASE)
-    bench.restart()
-    bench.join("a", frozen=BASE)
-    with refused_with(RefusalCode.FROZEN):
-        bench.join("b", frozen=other(*BASE))
 
 
 def test_clusters_may_differ_where_the_run_says_so() -> None:
@@ -609,7 +509,7 @@ def test_other_constant_buffers_are_refused_at_the_first_join_and_said_later() -
     assert "cluster b came back with other buffers: buffers 'angles' differ" in [log.sentence for log in bench.logs]
 
 
-def test_a_refused_cluster_leaves_no_list_behind() -> None:
+def test_a_refused_cluster_leaves_no_list_behind_and_the_first_ones_list_outlives_the_master() -> None:
     bench = Bench(plan=OWN, settings=Settings(frozen="any"))
     bench.attach_all()
     bench.join("a", frozen=BASE)
@@ -617,16 +517,13 @@ def test_a_refused_cluster_leaves_no_list_behind() -> None:
     bench.restart()
     with refused_with(RefusalCode.DATA_PLAN):
         bench.join("b", frozen=other(*BASE), data_plan=LEASED)
-    bench.join("a", frozen=BASE)
-    bench.join("b", frozen=BASE)
-
-
-def test_a_malformed_list_is_refused_before_it_is_used() -> None:
-    bench = Bench(plan=OWN)
-    bench.attach_all()
     with refused_with(RefusalCode.MALFORMED):
         bench.join("a", frozen=(BASE[0], BASE[0]))
-    assert bench.state.shared.ledger.untrained is None
+    bench.join("a", frozen=BASE)
+    bench.restart()
+    with refused_with(RefusalCode.FROZEN):
+        bench.join("b", frozen=other(*BASE))
+    bench.join("b", frozen=BASE)
 
 
 def ended(**config: Any) -> Bench:
@@ -646,10 +543,10 @@ def test_member_pulls_the_last_version_also_from_a_master_that_was_restarted() -
     assert bench.pull("b").version == Version(1, 1)
     assert bench.beat("b").stop
     bench.result(bench.leave("b"))
-    assert not bench.status().stopped, "a is on its way"
+    assert (bench.status().stopped, bench.state.run_is_over()) == (False, False), "a is on its way"
     bench.join("a", previous=before["a"])
     bench.result(bench.leave("a"))
-    assert bench.status().stopped
+    assert (bench.status().stopped, bench.state.run_is_over()) == (True, True)
 
 
 def test_run_that_ends_is_open_for_no_one_else_after_a_restart() -> None:
@@ -662,30 +559,24 @@ def test_run_that_ends_is_open_for_no_one_else_after_a_restart() -> None:
             bench.join(name, previous=previous)
 
 
-def test_members_that_do_not_come_back_keep_no_master() -> None:
+def test_members_that_do_not_come_back_keep_no_master_and_one_that_comes_late_is_not_cut_off_in_its_pull() -> None:
     bench = ended(linger_s=5.0)
+    before = bench.clusters["b"].join.incarnation
     bench.restart()
     bench.advance(bench.config.evict_after_s)
     assert not bench.status().stopped
     bench.advance(1.0)
     assert bench.status().stopped
-    bench.advance(5.0)
-    assert bench.halted is not None
-    assert bench.halted.exit_code == 0
-
-
-def test_member_that_comes_back_late_is_not_cut_off_in_its_pull() -> None:
-    bench = ended(linger_s=5.0)
-    before = bench.clusters["b"].join.incarnation
-    bench.restart()
-    bench.advance(bench.config.evict_after_s + 4.0)
-    assert bench.status().stopped
+    bench.advance(3.0)
     bench.join("b", previous=before)
     bench.advance(8.0)
     assert (bench.status().stopped, bench.halted) == (False, None)
     bench.silent.add("b")
-    bench.advance(bench.config.evict_after_s + 7.0)
-    assert bench.halted is not None, "it fell silent, and was evicted"
+    bench.advance(bench.config.evict_after_s + 0.5)
+    assert (bench.status().stopped, bench.halted) == (True, None), "it fell silent, and was evicted"
+    bench.advance(5.0)
+    assert bench.halted is not None
+    assert bench.halted.exit_code == 0
 
 
 def test_process_that_was_evicted_while_the_run_ended_pulls_the_last_version_too() -> None:
@@ -738,30 +629,23 @@ def test_a_member_that_still_calls_with_its_old_incarnation_is_not_evicted() -> 
 # ---- readers at the end ----
 
 
-def test_the_master_of_an_ended_run_waits_for_readers_whose_pull_has_begun() -> None:
+@pytest.mark.parametrize("goes", [False, True])
+def test_the_master_of_an_ended_run_waits_for_readers_whose_pull_has_begun(goes: bool) -> None:
     bench = Bench(linger_s=5.0, ticket_ttl_s=4.0).running("a")
     bench.operate(Stop(OperatorRequest("", "enough")))
     bench.result(bench.leave("a"))
     assert bench.status().stopped
-    bench.advance(3.0)
+    bench.advance(4.0)
     reader = Caller("", 0, "export")
     grant = bench.ask(BeginPullRequest(reader, True)).answer
-    for _ in range(4):
+    for _ in range(0 if goes else 4):
         bench.advance(3.0)
         bench.ask(BeginPullRequest(reader, True, grant.version, True, pin_id=grant.pin_id))  # renews its pin
-    bench.ask(BeginPullRequest(Caller("", 0, "late"), True))
-    assert bench.halted is None
-    bench.ask(FinishPullRequest(reader, grant.pin_id, True))
-    assert bench.halted is not None, "the late one began after linger_s"
-
-
-def test_the_master_of_an_ended_run_does_not_wait_for_a_reader_that_is_gone() -> None:
-    bench = Bench(linger_s=5.0, ticket_ttl_s=4.0).running("a")
-    bench.operate(Stop(OperatorRequest("", "enough")))
-    bench.result(bench.leave("a"))
-    bench.advance(4.0)
-    bench.ask(BeginPullRequest(Caller("", 0, "export"), True))
     bench.advance(3.0)
     assert bench.halted is None
+    if not goes:
+        bench.ask(BeginPullRequest(Caller("", 0, "late"), True))
+        bench.ask(FinishPullRequest(reader, grant.pin_id, True))
+        assert bench.halted is not None, "the late one began after linger_s"
     bench.advance(2.0)
     assert bench.halted is not None

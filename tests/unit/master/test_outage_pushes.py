@@ -37,20 +37,6 @@ def test_a_push_that_carries_what_an_outage_held_back_is_no_outlier(rounds: int)
     assert pushed_after_an_outage(bench, rounds) is VerdictKind.APPLIED
 
 
-def test_nor_is_it_after_a_restart_of_the_master() -> None:
-    bench = warmed_up().restart()
-    bench.join("a")
-    bench.pull("a")
-    assert pushed_after_an_outage(bench, 3) is VerdictKind.APPLIED
-
-
-def test_the_same_way_with_the_usual_steps_is_one() -> None:
-    bench = warmed_up()
-    bench.norms["a"] = 1.5
-    bench.push("a", TOKENS, steps=STEPS)
-    assert bench.verdict("a").kind is VerdictKind.EXCLUDED
-
-
 def with_single_steps() -> Bench:
     """H is 1, and two clusters are well known."""
     bench = Bench(settings=Settings(sync_every_steps=1), grace_s=0.1).running("a", "b")

@@ -1,14 +1,18 @@
 """Whole histories, judged by judge() and by the reference that a person would type (tests/support/plain_penalty.py).
 
 Both must agree in every round on what is accepted, on every number and on all that is remembered. Norms carry noise of
-their own, so that none stands exactly on a threshold, where rounding would decide.
+their own, so that none stands exactly on a threshold, where rounding would decide. penalty_goldens.json holds one
+history, failures included, and what the reference makes of it. After a change of the rules
+`PYTHONPATH=tests python tests/unit/master/test_penalty_reference.py` writes the file again; review the diff.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,35 +23,44 @@ from support.plain_penalty import Straightforward
 from support.rounds import Master, Push
 
 from dips.master.state.penalty_types import Judgement
+from dips.master.state.reasons import VerdictCode
 
 CLUSTERS = "abcd"
 ROUND_TOKENS = 4000.0
 LEVELS = {"": 1.0, "times30": 30.0, "times3": 3.0, "small": 0.2, "tiny": 0.01, "more steps": 8.0}
 IMPOSSIBLE = ("nan", "inf", "still", "no tokens", "nan tokens", "counted")
+CODES = {VerdictCode.NORM: "gate", VerdictCode.SCORE: "score"}
 
 
 class Both:
     """The two implementations side by side."""
 
-    def __init__(self, seed: int, noise: float = 0.01) -> None:
+    def __init__(
+        self, seed: int, noise: float = 0.01, clusters: Sequence[str] = CLUSTERS, round_tokens: float = ROUND_TOKENS
+    ) -> None:
         self.rng = random.Random(seed)
         self.noise = noise
-        self.master = Master(live=frozenset(CLUSTERS), round_tokens=ROUND_TOKENS)
-        self.plain = Straightforward(CLUSTERS, ROUND_TOKENS)
+        self.master = Master(live=frozenset(clusters), round_tokens=round_tokens)
+        self.plain = Straightforward(clusters, round_tokens)
 
     def round(self, kinds: Mapping[str, str], level: float = 1.0) -> Judgement:
         """One round of these clusters, each with a fault by name, "=norm" or none; both outcomes must be equal."""
-        pushes = {name: self._push(kind, level) for name, kind in sorted(kinds.items())}
+        return self.judged({name: self._push(kind, level) for name, kind in sorted(kinds.items())})[0]
+
+    def judged(self, pushes: dict[str, dict[str, Any]]) -> tuple[Judgement, dict[str, Any]]:
+        """The outcome of both."""
         judgement = self.master.round(
             {
                 name: Push(
-                    [float(x) for x in p["vector"]], p["tokens"], p["nonfinite_elems"], made_steps=p["made_steps"]
+                    [float(x) for x in p["vector"]], p["tokens"], p["nonfinite_elems"], p["local_steps"],
+                    p.get("made_steps", 0),
                 )
                 for name, p in pushes.items()
             }
-        )
-        self._compare(judgement, self.plain.round(pushes))
-        return judgement
+        )  # fmt: skip
+        expected = self.plain.round(pushes)
+        self._compare(judgement, expected)
+        return judgement, expected
 
     def all(self, kind: str = "", level: float = 1.0) -> Judgement:
         return self.round(dict.fromkeys(CLUSTERS, kind), level)
@@ -61,14 +74,17 @@ class Both:
             vector[1] = math.nan if kind == "nan" else math.inf
         if kind == "still":
             vector = [0.0] * 5
-        tokens = {"no tokens": 0.0, "nan tokens": math.nan, "double": 2000.0, "more steps": 1e4}.get(kind, 1000.0)
+        tokens = {"no tokens": 0.0, "nan tokens": math.nan, "double": 2000.0, "half": 500.0, "more steps": 1e4}.get(
+            kind, 1000.0
+        )
         bad = 3 if kind in ("nan", "inf", "counted") else 0
         made = {"more steps": 640, "fewer steps": 20}.get(kind, 64)
         return {"vector": vector, "tokens": tokens, "nonfinite_elems": bad, "local_steps": 64, "made_steps": made}
 
     def _compare(self, judgement: Judgement, expected: dict[str, Any]) -> None:
         assert list(judgement.accepted) == expected["accepted"]
-        assert list(judgement.rejected) == sorted(expected["rejected"])
+        rejected = {cluster: CODES.get(reason.code, "invalid") for cluster, reason in judgement.rejected.items()}
+        assert rejected == expected["rejected"]
         assert judgement.threshold == pytest.approx(expected["tau"])
         assert sorted(judgement.quarantined) == expected["quarantined"]
         scores = {m.cluster: m.score for m in judgement.measures if not math.isnan(m.score)}
@@ -80,6 +96,9 @@ class Both:
             cosines = {m.cluster: m.cosine for m in judgement.measures if m.cluster in judgement.accepted}
             known = {cluster: cosine for cluster, cosine in cosines.items() if not math.isnan(cosine)}
             assert known == pytest.approx(expected["cosines"], abs=1e-9)
+        else:
+            assert judgement.weights == ()
+            assert np.isnan([judgement.kappa, judgement.rho, judgement.merged_norm, judgement.scale]).all()
         self._compare_memory(expected["memory"])
 
     def _compare_memory(self, expected: Mapping[str, Mapping[str, Any]]) -> None:
@@ -95,7 +114,7 @@ class Both:
         assert state.voids_in_a_row == self.plain.voids
 
 
-KINDS = st.sampled_from(["", "", "", "", *LEVELS, *IMPOSSIBLE, "double", "fewer steps"])
+KINDS = st.sampled_from(["", "", "", "", *LEVELS, *IMPOSSIBLE, "double", "half", "fewer steps"])
 HISTORIES = st.lists(st.dictionaries(st.sampled_from(CLUSTERS), KINDS, min_size=1), min_size=1, max_size=30)
 
 
@@ -126,8 +145,10 @@ def test_a_level_shift_of_one_cluster_is_learnt_after_eight_rejections(seed: int
     both = Both(seed)
     for _ in range(20):
         both.all()
-    flags = ["a" not in both.round({"a": "times3", "b": "", "c": "", "d": ""}).accepted for _ in range(12)]
-    assert flags == [True] * 8 + [False] * 4
+    rounds = [both.round({"a": "times3", "b": "", "c": "", "d": ""}) for _ in range(12)]
+    assert ["a" in judgement.accepted for judgement in rounds] == [False] * 8 + [True] * 4
+    told = ["statistics start again" in alarm.sentence for judgement in rounds for alarm in judgement.alarms]
+    assert told == [False, True], "the third flag puts it into quarantine"
     assert both.master.state.of("a").mean == pytest.approx(3.0, rel=0.05)
 
 
@@ -216,3 +237,85 @@ def test_a_ratchet_cannot_open_the_threshold(seed: int, greed: float) -> None:
         norm = known.mean + greed * tau * max(math.sqrt(known.variance), 0.05 * known.mean)
         both.round({"a": f"={min(norm, 9.0)!r}", "b": "", "c": "", "d": ""})
     assert both.round({"a": "times30", "b": "", "c": "", "d": ""}).accepted == ("b", "c", "d")
+
+
+# ---- one history in a file ----
+
+GOLDENS = Path(__file__).with_name("penalty_goldens.json")
+PLACES = ("east", "north", "south", "west")
+GOLDEN_TOKENS = 3600.0
+SPEEDS = {"east": 1.0, "north": 0.84, "south": 0.67, "west": 0.5}  # the paper's gaps of 0 to 50 %
+FAULTS = {
+    (9, "west"): "times30",
+    (13, "south"): "nan",
+    (14, "east"): "no_tokens",
+    (17, "north"): "still",
+    (20, "west"): "times30",
+    (21, "west"): "inf",
+    (22, "west"): "times30",
+    (25, "north"): "times3",
+    (28, "east"): "double_tokens",
+    (31, "south"): "flip",
+    (34, "east"): "fewer_steps",
+    (37, "west"): "nan_alone",
+    (38, "west"): "nan_alone",
+    (39, "west"): "nan_alone",
+}
+
+
+def mocked_rounds() -> list[dict[str, dict[str, Any]]]:
+    """52 rounds: each cluster arrives as often as it is fast; norms fall slowly and wobble; faults as scripted."""
+    rng = np.random.default_rng(20)
+    direction = rng.standard_normal(6)
+    rounds: list[dict[str, dict[str, Any]]] = []
+    for number in range(52):
+        arrived = [name for name in PLACES if (number + 1) * SPEEDS[name] % 1.0 < SPEEDS[name] - 1e-9]
+        faulty = [name for round_number, name in FAULTS if round_number == number]
+        if any(FAULTS[number, name] == "nan_alone" for name in faulty):
+            arrived = []
+        rounds.append({})
+        for name in sorted({*arrived, *faulty}):
+            level = (0.8 + 0.6 * math.exp(-number / 20)) / np.linalg.norm(direction)
+            vector = np.round(level * (direction + 0.25 * rng.standard_normal(6)), 4)
+            push = {"vector": vector.tolist(), "tokens": 1000.0, "nonfinite_elems": 0, "local_steps": 64}
+            rounds[-1][name] = _with_fault(push, FAULTS.get((number, name), ""))
+    return [pushes for pushes in rounds if pushes]
+
+
+def _with_fault(push: dict[str, Any], fault: str) -> dict[str, Any]:
+    vector = push["vector"]
+    changes: dict[str, dict[str, Any]] = {
+        "times30": {"vector": [30 * x for x in vector]},
+        "times3": {"vector": [3 * x for x in vector]},
+        "nan": {"vector": ["nan", *vector[1:]], "nonfinite_elems": 1},
+        "nan_alone": {"vector": ["nan", *vector[1:]], "nonfinite_elems": 1},
+        "inf": {"vector": ["inf", *vector[1:]], "nonfinite_elems": 1},
+        "no_tokens": {"tokens": 0.0},
+        "still": {"vector": [0.0] * 6},
+        "double_tokens": {"vector": [2 * x for x in vector], "tokens": 2000.0},
+        "flip": {"vector": [-x for x in vector]},
+        "fewer_steps": {"tokens": 500.0, "local_steps": 32},
+    }
+    return {**push, **changes.get(fault, {})}
+
+
+def test_the_file_is_judged_by_both_as_it_says() -> None:
+    both, goldens = Both(0, clusters=PLACES, round_tokens=GOLDEN_TOKENS), json.loads(GOLDENS.read_text())
+    assert [golden["pushes"] for golden in goldens] == mocked_rounds()
+    for number, golden in enumerate(goldens):
+        _, found = both.judged(golden["pushes"])
+        assert sorted(found) == sorted(golden["expected"])
+        for key, value in golden["expected"].items():
+            parts = value.items() if key == "memory" else [("", value)]
+            for name, expected in parts:
+                actual = found[key][name] if name else found[key]
+                assert actual == (
+                    expected if key in ("accepted", "rejected", "quarantined") else pytest.approx(expected, rel=1e-9)
+                ), f"round {number}: {key} {name}"
+
+
+if __name__ == "__main__":
+    plain = Straightforward(PLACES, GOLDEN_TOKENS)
+    goldens = [{"pushes": pushes, "expected": plain.round(pushes)} for pushes in mocked_rounds()]
+    lines = ",\n".join(json.dumps(golden) for golden in goldens)
+    GOLDENS.write_text(f"[\n{lines}\n]\n")

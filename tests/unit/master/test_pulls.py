@@ -19,26 +19,35 @@ from dips.core.messages import (
     FinishPullRequest,
     Hello,
     KeyRole,
+    Measure,
     PullGrant,
     Settings,
 )
 from dips.core.protocol import CAPABILITIES
 from dips.core.wire import Codec, encoded_bytes
+from dips.master.state.pulls import MAX_READERS
 
 
 def reader(name: str = "r") -> Caller:
     return Caller("", 0, name)
 
 
-def test_pull_waits_while_no_version_exists() -> None:
+def test_pull_waits_while_no_version_exists_or_a_slave_is_away_and_is_a_members_or_a_readers_of_this_run() -> None:
     bench = Bench()
     bench.attach_all()
     bench.join("a")
     bench.join("b")
-    answer = bench.ask(BeginPullRequest(bench.caller("b"))).answer
-    assert isinstance(answer, Busy)
-    assert "a" in answer.sentence
-    assert answer.retry_after_s > 0
+    for word in ("cluster a", "s1"):
+        if word == "s1":
+            bench.seed("a")
+            bench.slaves[1].die()
+        answer = bench.ask(BeginPullRequest(bench.caller("b"))).answer
+        assert isinstance(answer, Busy)
+        assert (word in answer.sentence, answer.retry_after_s > 0) == (True, True)
+    with refused_with(RefusalCode.FENCED):
+        bench.ask(BeginPullRequest(Caller("test", 1, "ghost")))
+    with refused_with(RefusalCode.RUN_ID):
+        bench.ask(BeginPullRequest(Caller("other", 0, "r"), True))
 
 
 def test_grant_names_version_fence_tokens_and_digests() -> None:
@@ -50,27 +59,21 @@ def test_grant_names_version_fence_tokens_and_digests() -> None:
     assert grant.layout is None
 
 
-def test_pull_of_a_later_version_waits_until_it_is_published() -> None:
+def test_pull_of_a_later_version_waits_until_it_is_published_and_any_other_for_no_round() -> None:
     bench = Bench().running("a", "b")
+    bench.slaves[0].hold.add(Measure)
     request = BeginPullRequest(bench.caller("b"), at_least=Version(1, 1))
-    assert isinstance(bench.ask(request).answer, Busy)
     bench.push("a")
     bench.advance(2.0)
-    grant = bench.ask(request).answer
-    assert isinstance(grant, PullGrant)
-    assert grant.version == Version(1, 1)
-
-
-def test_joiner_pulls_in_the_middle_of_a_round() -> None:
-    from dips.core.messages import Measure
-
-    bench = Bench().running("a")
-    bench.slaves[0].hold.add(Measure)
-    bench.push("a")
-    bench.join("b")
-    assert bench.pull("b").version == Version(1, 0)
+    assert bench.status().phase == "MEASURE"
+    assert isinstance(bench.ask(request).answer, Busy)
+    bench.join("c")
+    assert bench.pull("c").version == Version(1, 0)
     bench.slaves[0].release(Measure)
-    assert bench.status().published == Version(1, 1)
+    for at_least in (Version(1, 1), Version(1, 0), None):
+        grant = bench.ask(BeginPullRequest(bench.caller("b"), at_least=at_least)).answer
+        assert isinstance(grant, PullGrant)
+        assert grant.version == Version(1, 1)
 
 
 def test_reader_gets_the_layout_and_an_exact_version_or_a_refusal() -> None:
@@ -85,12 +88,6 @@ def test_reader_gets_the_layout_and_an_exact_version_or_a_refusal() -> None:
     with refused_with(RefusalCode.VERSION_GONE) as refused:
         bench.ask(BeginPullRequest(reader(), True, Version(1, 0), True))
     assert "1:1, 1:2" in str(refused.value)
-
-
-def test_cluster_without_incarnation_cannot_pull_as_a_cluster() -> None:
-    bench = Bench().running("a")
-    with refused_with(RefusalCode.FENCED):
-        bench.ask(BeginPullRequest(Caller("test", 1, "ghost")))
 
 
 def test_pins_are_released_replaced_and_run_out() -> None:
@@ -175,18 +172,12 @@ def test_readers_that_never_finish_leave_nothing_behind() -> None:
     assert bench.state.shared.schedule.n_under_way == before
 
 
-def test_number_of_pulls_is_bounded() -> None:
+def test_number_of_pulls_is_bounded_and_readers_take_none_away_from_a_cluster() -> None:
     bench = Bench(max_clusters=1).running("a")
-    for n in range(2):
+    for n in range(MAX_READERS):
         assert isinstance(bench.ask(BeginPullRequest(reader(f"r{n}"), True)).answer, PullGrant)
     assert isinstance(bench.ask(BeginPullRequest(reader("r9"), True)).answer, Busy)
     assert isinstance(bench.ask(BeginPullRequest(reader("r1"), True)).answer, PullGrant), "instead of its own"
-
-
-def test_readers_take_no_pull_away_from_a_cluster() -> None:
-    bench = Bench(max_clusters=1).running("a")
-    for n in range(20):
-        bench.ask(BeginPullRequest(reader(f"r{n}"), True))
     assert bench.pull("a").version == Version(1, 0)
 
 
@@ -211,17 +202,6 @@ def test_slow_pull_of_a_live_cluster_keeps_its_pin_until_it_ends() -> None:
     assert not bench.state.shared.pins
 
 
-def test_version_that_a_restarted_slave_does_not_hold_cannot_be_read() -> None:
-    bench = Bench().running("a")
-    bench.push("a")
-    old = BeginPullRequest(reader(), True, Version(1, 0), True)
-    assert isinstance(bench.ask(old).answer, PullGrant)
-    bench.slaves[0].die()
-    bench.slaves[0].attach()
-    with refused_with(RefusalCode.VERSION_GONE):
-        bench.ask(old)
-
-
 def test_pull_waits_for_the_version_that_a_restarted_slave_holds_already() -> None:
     bench = Bench().running("a", "b")
     for slave in bench.slaves:
@@ -236,19 +216,6 @@ def test_pull_waits_for_the_version_that_a_restarted_slave_holds_already() -> No
     assert "1:1" in answer.sentence
     bench.slaves[1].release(Commit)
     assert bench.pull("b").version == Version(1, 1)
-
-
-def test_pull_waits_while_a_slave_is_away() -> None:
-    bench = Bench().running("a")
-    bench.slaves[1].die()
-    answer = bench.ask(BeginPullRequest(bench.caller("a"))).answer
-    assert isinstance(answer, Busy)
-    assert "s1" in answer.sentence
-
-
-def test_wrong_run_is_refused() -> None:
-    with refused_with(RefusalCode.RUN_ID):
-        Bench().running("a").ask(BeginPullRequest(Caller("other", 0, "r"), True))
 
 
 @pytest.mark.parametrize("finished", [1, 999])
@@ -282,25 +249,34 @@ def rounds(bench: Bench, n: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pull_wire", "behind", "wire"),
+    ("pull_wire", "base", "wire"),
     [
-        ("float32", 1, Codec.F32),
-        ("int8", 1, Codec.INT8),
-        ("int8", 2, Codec.INT8),
-        ("int8", 3, Codec.F32),
-        ("int8", 0, Codec.F32),
-        ("bfloat16", 1, Codec.BF16),
-        ("bfloat16", 2, Codec.F32),
-        ("int4", 2, Codec.INT4),
+        ("float32", Version(1, 2), Codec.F32),
+        ("int8", Version(1, 2), Codec.INT8),
+        ("int8", Version(1, 1), Codec.INT8),
+        ("int8", Version(1, 0), Codec.F32),
+        ("int8", Version(1, 3), Codec.F32),
+        ("int8", Version(1, 9), Codec.F32),
+        ("int8", Version(2, 2), Codec.F32),
+        ("int8", None, Codec.F32),
+        ("bfloat16", Version(1, 2), Codec.BF16),
+        ("bfloat16", Version(1, 1), Codec.F32),
+        ("int4", Version(1, 1), Codec.INT4),
     ],
 )
-def test_who_is_a_little_behind_gets_differences(pull_wire: str, behind: int, wire: Codec) -> None:
+def test_who_is_a_little_behind_gets_differences(pull_wire: str, base: Version | None, wire: Codec) -> None:
     bench = rounding(pull_wire)
     rounds(bench, 3)
-    base = Version(1, 3 - behind)
     grant = granted(bench, "b", base)
-    assert grant.wire is wire
-    assert grant.base == (None if wire is Codec.F32 else base)
+    assert (grant.wire, grant.base) == (wire, None if wire is Codec.F32 else base)
+
+
+def test_a_slave_of_an_older_release_makes_it_parameters() -> None:
+    bench = Bench(settings=Settings(pull_wire="int8"))
+    bench.slaves[0].hello = Hello(1, 1, tuple(sorted(CAPABILITIES)))
+    bench.running("a", "b")
+    rounds(bench, 1)
+    assert granted(bench, "b", Version(1, 0)).wire is Codec.F32
 
 
 @pytest.mark.parametrize("behind", [1, 2])
@@ -318,22 +294,6 @@ def test_the_rate_of_a_link_counts_the_differences_that_were_granted(behind: int
     held = LAYOUT.n_elems // 2  # of each slave
     share = behind * encoded_bytes(Codec.INT4, held) / encoded_bytes(Codec.F32, held)
     assert rates[0] == pytest.approx(share * rates[1])
-
-
-def test_who_has_no_base_or_one_of_another_timeline_gets_parameters() -> None:
-    bench = rounding()
-    rounds(bench, 2)
-    for base in (None, Version(2, 1), Version(1, 9)):
-        grant = granted(bench, "b", base)
-        assert (grant.wire, grant.base) == (Codec.F32, None)
-
-
-def test_a_slave_of_an_older_release_makes_it_parameters() -> None:
-    bench = Bench(settings=Settings(pull_wire="int8"))
-    bench.slaves[0].hello = Hello(1, 1, tuple(sorted(CAPABILITIES)))
-    bench.running("a", "b")
-    rounds(bench, 1)
-    assert granted(bench, "b", Version(1, 0)).wire is Codec.F32
 
 
 def test_averaged_buffers_are_refused_where_versions_are_rounded() -> None:

@@ -10,15 +10,8 @@ from support.master_bench import LEASED, Bench
 
 from dips.core.errors import ConfigError
 from dips.core.ids import Version
-from dips.core.messages import Commit, Measure, PullGrant, Settings, Ticket, Verdict, VerdictKind
+from dips.core.messages import Commit, Measure, Settings, Ticket, Verdict, VerdictKind
 from dips.master.state.ledger import Ledger
-
-
-def restart(bench: Bench) -> None:
-    for slave in bench.slaves:
-        slave.alive = False
-    bench.start_master()
-    bench.attach_all()
 
 
 def with_chunks(bench: Bench, chunk_bytes: int) -> None:
@@ -31,7 +24,7 @@ def test_published_version_tokens_and_fences_survive() -> None:
     bench.push("a", 100, bench.lease("a", 100))
     bench.pull("a")
     cluster = bench.clusters["a"]
-    restart(bench)
+    bench.restart()
     status = bench.status()
     assert (status.published, status.tokens, status.epoch) == (Version(1, 1), 100, 2)
     reply = bench.join("a", previous=cluster.join.incarnation)
@@ -46,7 +39,7 @@ def test_admitted_push_is_presumed_aborted_and_its_ranges_go_with_the_next_one()
     ranges = bench.lease("a", 100)
     push = bench.push("a", 100, ranges)
     cluster = bench.clusters["a"]
-    restart(bench)
+    bench.restart()
     bench.join("a", previous=cluster.join.incarnation, held=ranges)
     verdict = bench.verdict("a", push)
     assert verdict.kind is VerdictKind.ABORTED
@@ -62,7 +55,7 @@ def test_commit_that_is_durable_is_driven_forward() -> None:
     previous = bench.clusters["a"].join.incarnation
     for slave in bench.slaves:
         slave.hold.clear()
-    restart(bench)
+    bench.restart()
     assert bench.status().published == Version(1, 1)
     reply = bench.join("a", previous=previous)
     assert isinstance(reply.last_push, Verdict)
@@ -78,37 +71,30 @@ def test_commit_that_is_not_durable_never_happened() -> None:
     assert bench.journal[-1].kind == "COMMIT"
     bench.hold_journal = False
     previous = bench.clusters["a"].join.incarnation
-    restart(bench)
+    bench.restart()
     assert bench.status().published == Version(1, 0)
     assert bench.status().tokens == 0
     bench.join("a", previous=previous)
     assert bench.verdict("a", push).kind is VerdictKind.ABORTED
 
 
-def test_nothing_is_published_again_before_every_slave_holds_it() -> None:
-    bench = Bench().running("a")
-    for slave in bench.slaves:
-        slave.alive = False
-    bench.start_master()
-    bench.slaves[0].attach()
-    assert bench.status().published is None
-    assert "s1 is away" in bench.status().waiting_for
-    bench.slaves[1].attach()
-    assert bench.status().published == Version(1, 0)
-
-
-def test_round_under_way_is_forgotten_and_the_next_has_another_id() -> None:
+def test_round_under_way_is_forgotten_and_the_next_has_another_id_once_every_slave_is_back() -> None:
     bench = Bench().running("a")
     bench.slaves[0].hold.add(Measure)
     bench.push("a")
     before = bench.status().round
+    assert before is not None
     bench.slaves[0].hold.clear()
-    restart(bench)
+    for slave in bench.slaves:
+        slave.alive = False
+    bench.start_master()
+    bench.slaves[0].attach()
+    assert (bench.status().published, bench.status().waiting_for) == (None, "slave s1 is away")
+    bench.slaves[1].attach()
     bench.join("a")
     bench.pull("a")
     bench.push("a")
     after = bench.status().recent_rounds[-1].round
-    assert before is not None
     assert after > before
 
 
@@ -119,10 +105,10 @@ def test_other_chunks_than_those_of_the_runs_versions_are_refused_at_the_start()
     with pytest.raises(
         ConfigError, match=r"chunk_bytes is 524288.* with 1048576.*: start .*chunk_bytes = 1048576, or "
     ):
-        restart(bench)
+        bench.restart()
     assert not bench.entries("ROLLBACK")
     with_chunks(bench, 1 << 20)
-    restart(bench)
+    bench.restart()
     assert bench.status().published == Version(1, 0)
 
 
@@ -132,7 +118,7 @@ def test_chunks_may_change_until_there_is_a_version() -> None:
     bench.join("a")
     assert bench.entries("PLACE")
     with_chunks(bench, 1 << 19)
-    restart(bench)
+    bench.restart()
     assert bench.state.shared.ledger.chunk_bytes == 1 << 19
 
 
@@ -143,7 +129,7 @@ def test_chunks_of_a_journal_that_does_not_name_them_are_those_of_the_settings()
     ledger = json.loads(bench.snapshot)
     del ledger["chunk_bytes"]
     bench.snapshot = json.dumps(ledger)
-    restart(bench)
+    bench.restart()
     bench.join("a")
     assert Ledger.from_json(bench.snapshot).chunk_bytes == 1 << 19
 
@@ -164,36 +150,3 @@ def test_ledger_survives_its_own_text() -> None:
     again = Ledger.from_json(text).commit
     assert again is not None
     assert again.commit_hash == commit.commit_hash
-
-
-def test_same_events_give_the_same_journal_and_commands() -> None:
-    """I14 at the level of the master's decisions."""
-
-    def run() -> tuple[list[str], list[str]]:
-        bench = Bench(plan=LEASED).running("a", "b", "c")
-        for n in range(4):
-            for name in ("a", "b", "c"):
-                bench.norms[name] = 0.5 + 0.01 * n
-                bench.push(name, 100, bench.lease(name, 100))
-            for name in ("a", "b", "c"):
-                bench.pull(name)
-            bench.advance(3.0)
-        return [entry.record_json for entry in bench.journal], [repr(c) for s in bench.slaves for c in s.commands]
-
-    assert run() == run()
-
-
-@pytest.mark.parametrize("reader", [True, False])
-def test_pull_after_restart_reads_the_committed_version(reader: bool) -> None:
-    from dips.core.messages import BeginPullRequest, Caller
-
-    bench = Bench().running("a")
-    bench.push("a")
-    previous = bench.clusters["a"].join.incarnation
-    restart(bench)
-    bench.join("a", previous=previous)
-    caller = Caller("", 0, "export") if reader else bench.caller("a")
-    grant = bench.ask(BeginPullRequest(caller, reader=reader)).answer
-    assert isinstance(grant, PullGrant)
-    assert grant.version == Version(1, 1)
-    assert (grant.layout is not None) == reader

@@ -7,7 +7,18 @@ from support.master_bench import LEASED, Bench, Unanswered
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
-from dips.core.messages import Busy, Commit, Configure, Ready, Refusal, Settings, Stale, StaleKind, Ticket, VerdictKind
+from dips.core.messages import (
+    Busy,
+    Commit,
+    Configure,
+    LeaseDataRequest,
+    Ready,
+    Refusal,
+    Settings,
+    Stale,
+    StaleKind,
+    VerdictKind,
+)
 from dips.master.state.ledger import Ledger
 
 V0, V1, V2 = Version(1, 0), Version(1, 1), Version(1, 2)
@@ -67,18 +78,33 @@ def test_what_the_lost_versions_merged_is_rolled_back_and_training_goes_on_from_
     assert bench.state.shared.ledger.origin is None
 
 
-def test_what_was_lent_is_free_again() -> None:
+def test_what_was_lent_is_free_again_and_undecided_pushes_are_aborted_with_the_reason() -> None:
     bench = at(2, "a", "b", plan=LEASED)
-    bench.lease("a", 100)
+    asked = LeaseDataRequest(bench.caller("a"), 100, 7)
+    (lent,) = bench.ask(asked).ranges
+    bench.begin_push("b", 100, bench.lease("b", 100))
+    push = bench.clusters["b"].push_id
+    bench.slaves[1].hold.add(Configure)
     bench.slaves[0].come_back_without(V2)
-    status = bench.status()
+    verdict = bench.verdict("b", push)
+    assert (verdict.kind, "goes back to version 1:1" in verdict.reason) == (VerdictKind.ABORTED, True)
     leases = bench.state.shared.ledger.leases
     assert leases is not None
     totals = {state.value: tokens for state, tokens in leases.totals().items()}
     assert totals == {"free": 800, "leased": 0, "applied": 200, "excluded": 0}
-    assert status.tokens == 200
+    assert "go back to version 1:1" in bench.status().recovery
+    with pytest.raises(AssertionError):
+        bench.pull("a")
+    bench.slaves[1].release(Configure)
+    assert bench.status().tokens == 200
     (fresh,) = bench.lease("b", 100)
     assert fresh.lease_id >= bench.epoch << 32, "no number that was ever given out means another lease"
+    (again_lent,) = bench.ask(asked).ranges
+    assert again_lent.lease_id > lent.lease_id, "a request repeated over the ROLLBACK does not get what is free now"
+    ledger = bench.state.shared.ledger
+    again = Ledger.from_json(ledger.to_json())
+    assert again.to_json() == ledger.to_json()
+    assert (again.origin, again.is_given_up(V2), again.is_given_up(V1)) == (ledger.origin, True, False)
 
 
 def test_every_slave_is_waited_for() -> None:
@@ -139,7 +165,7 @@ def test_rollback_that_is_not_durable_never_happened() -> None:
     assert bench.entries("ROLLBACK")[-1]["epoch"] == 2
 
 
-def test_commit_that_a_slave_lost_before_it_flipped_is_given_up() -> None:
+def test_commit_that_a_slave_lost_before_it_flipped_is_given_up_and_told_once_that_is_durable() -> None:
     bench = at(1, "a", "b")
     bench.slaves[0].hold.add(Commit)
     push = bench.push("a")
@@ -147,21 +173,16 @@ def test_commit_that_a_slave_lost_before_it_flipped_is_given_up() -> None:
     token = bench.await_verdict("a", push)
     assert bench.status().phase == "COMMIT"
     bench.slaves[0].hold.clear()
+    bench.hold_journal = True
     bench.slaves[0].come_back_without(V2)
+    with pytest.raises(Unanswered):
+        bench.result(token)
+    bench.hold_journal = False
+    bench.write_journal(bench.journal[-1])
     answer = bench.result(token).answer
     assert (answer.kind, answer.version) == (VerdictKind.ROLLED_BACK, Version(2, 1))
     assert (bench.status().published, bench.status().phase) == (Version(2, 1), "IDLE")
     assert bench.status().recent_rounds[-1].outcome == "given up"
-
-
-def test_undecided_pushes_are_aborted_with_the_reason() -> None:
-    bench = at(1, "a", "b", plan=LEASED)
-    bench.begin_push("a", 100, bench.lease("a", 100))
-    push = bench.clusters["a"].push_id
-    bench.slaves[0].come_back_without(V1)
-    verdict = bench.verdict("a", push)
-    assert verdict.kind is VerdictKind.ABORTED
-    assert "goes back to version 1:0" in verdict.reason
 
 
 def test_every_rollback_has_a_timeline_of_its_own() -> None:
@@ -190,40 +211,34 @@ def test_version_that_was_given_up_is_never_taken_again() -> None:
     assert bench.entries("ROLLBACK")[-1]["origin"] == [1, 1]
 
 
-@pytest.mark.parametrize("code", [RefusalCode.DISK, RefusalCode.VERSION_GONE, RefusalCode.DIGEST])
-def test_snapshot_that_cannot_be_loaded_is_lost(code: RefusalCode) -> None:
+@pytest.mark.parametrize(
+    ("code", "retry_after_s"),
+    [
+        *((code, 0.0) for code in (RefusalCode.DISK, RefusalCode.VERSION_GONE, RefusalCode.DIGEST)),
+        (RefusalCode.DISK, 1.0),
+        (None, 0.0),
+    ],
+)
+def test_snapshot_that_cannot_be_loaded_or_is_another_is_lost_unless_the_disk_fails_only_for_a_while(
+    code: RefusalCode | None, retry_after_s: float
+) -> None:
     bench = at(1, "a")
     slave = bench.slaves[0]
     slave.die()
     slave.hold.add(Configure)
     slave.attach()
-    slave.hold.clear()
-    slave.say_refused(code, 0.0)
-    assert bench.status().published == Version(2, 0)
-
-
-def test_disk_that_fails_for_a_while_loses_nothing() -> None:
-    bench = at(1, "a")
-    slave = bench.slaves[0]
-    slave.die()
-    slave.hold.add(Configure)
-    slave.attach()
-    slave.say_refused(RefusalCode.DISK, 1.0)
-    assert bench.status().recovery == ""
-    slave.release(Configure)
-    assert bench.status().published == V1
-
-
-def test_what_was_loaded_must_be_what_was_committed() -> None:
-    bench = at(1, "a")
-    slave = bench.slaves[0]
-    slave.die()
-    slave.hold.add(Configure)
-    slave.attach()
-    slave.hold.clear()
-    slave.say(Ready(V1, b"other"))
-    assert bench.status().published == Version(2, 0)
-    assert "another digest" in str(bench.recorded("recovery")[-3:])
+    if code is None:
+        slave.hold.clear()
+        slave.say(Ready(V1, b"other"))
+        assert "another digest" in str(bench.recorded("recovery")[-3:])
+    elif retry_after_s:
+        slave.say_refused(code, retry_after_s)
+        assert bench.status().recovery == ""
+        slave.release(Configure)
+    else:
+        slave.hold.clear()
+        slave.say_refused(code, 0.0)
+    assert bench.status().published == (V1 if retry_after_s else Version(2, 0))
 
 
 def test_run_that_had_reached_its_tokens_goes_on_when_they_are_lost() -> None:
@@ -255,44 +270,6 @@ def test_cluster_that_joined_since_stays_and_one_that_is_gone_is_remembered() ->
     bench.push("c")
     bench.push("a")
     assert bench.status().published == Version(2, 2)
-
-
-def test_ledger_after_a_rollback_survives_its_own_text() -> None:
-    bench = at(2, "a", plan=LEASED)
-    bench.slaves[0].come_back_without(V2)
-    ledger = bench.state.shared.ledger
-    again = Ledger.from_json(ledger.to_json())
-    assert again.to_json() == ledger.to_json()
-    assert again.origin == ledger.origin
-    assert again.is_given_up(V2)
-    assert not again.is_given_up(V1)
-
-
-def test_pushes_wait_while_slaves_go_back() -> None:
-    bench = at(1, "a")
-    bench.slaves[1].hold.add(Configure)
-    bench.slaves[0].come_back_without(V1)
-    assert "go back to version 1:0" in bench.status().recovery
-    assert isinstance(bench.begin_push("a", base=Version(2, 0), fence=3), Busy)
-    with pytest.raises(AssertionError):
-        bench.pull("a")
-    bench.slaves[1].release(Configure)
-    bench.pull("a")
-    assert isinstance(bench.begin_push("a"), Ticket)
-
-
-def test_verdict_waits_for_the_journal() -> None:
-    bench = at(1, "a")
-    bench.slaves[0].hold.add(Commit)
-    push = bench.push("a")
-    token = bench.await_verdict("a", push)
-    bench.slaves[0].hold.clear()
-    bench.hold_journal = True
-    bench.slaves[0].come_back_without(V2)
-    with pytest.raises(Unanswered):
-        bench.result(token)
-    bench.write_journal(bench.journal[-1])
-    assert bench.result(token).answer.kind is VerdictKind.ROLLED_BACK
 
 
 def test_slave_that_says_no_to_a_commit_tells_anew_what_its_disk_holds() -> None:

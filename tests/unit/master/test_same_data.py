@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import pytest
 from support.master_bench import Bench
 
 from dips.core.messages import Alarm
@@ -78,36 +79,34 @@ def test_two_clusters_that_push_the_same_are_named_both() -> None:
     assert not standing(bench)
 
 
-def test_the_same_way_with_another_length_is_not_the_same() -> None:
-    bench = running(a=A, b=[0.9 * value for value in A])
-    rounds(bench, 2 * ALIKE_ROUNDS)
-    assert not told(bench)
-
-
-def test_clusters_that_agree_well_are_not_the_same() -> None:
-    near = [math.cos(0.2), math.sin(0.2), 0.0]
-    bench = running(a=[1.0, 0.0, 0.0], b=near)
-    rounds(bench, 2 * ALIKE_ROUNDS)
-    assert not told(bench), "cosine 0.98"
-
-
-def test_a_round_now_and_then_is_none() -> None:
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {"a": A, "b": [0.9 * value for value in A]},  # another length
+        {"a": [1.0, 0.0, 0.0], "b": [math.cos(0.2), math.sin(0.2), 0.0]},  # cosine 0.98
+        None,  # a round now and then
+    ],
+)
+def test_clusters_that_agree_well_are_not_the_same(ways: dict[str, Sequence[float]] | None) -> None:
     bench = running(a=A, b=NEARLY)
-    for _ in range(4):
-        bench.ways = {"a": A, "b": NEARLY}
-        rounds(bench, 1)
-        bench.ways = {"a": A, "b": APART}
+    for turn in range(2 * ALIKE_ROUNDS + 2):
+        bench.ways = ways or {"a": A, "b": APART if turn % 2 else NEARLY}
         rounds(bench, 1)
     assert not told(bench)
 
 
 def test_a_cluster_that_left_takes_its_alarm_with_it() -> None:
-    bench = running(a=A, b=A, c=APART)
+    bench = running(a=A, b=NEARLY, c=APART)
     rounds(bench, ALIKE_ROUNDS)
     assert standing(bench)
     bench.result(bench.leave("b"))
     rounds(bench, 1, "a", "c")
     assert not standing(bench)
+    bench.join("b")
+    rounds(bench, ALIKE_ROUNDS - 1)
+    assert not standing(bench), "its rounds count from the beginning"
+    rounds(bench, 1)
+    assert standing(bench)
 
 
 def test_pushes_that_cannot_be_compared_say_nothing() -> None:

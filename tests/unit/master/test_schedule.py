@@ -15,7 +15,7 @@ from dips.core.placement import Placement
 from dips.core.protocol import RANKS
 from dips.master.state.schedule import TransferRequest, TransferScheduler, Way
 
-ROUND_S = 100.0
+ROUND_S = 0.5
 """A whole transfer of the fastest cluster."""
 
 
@@ -47,30 +47,16 @@ def test_in_each_step_clusters_are_spread_evenly_over_slaves(n_slaves: int, clus
         assert max(map(busy.count, busy)) == math.ceil(clusters / n_slaves)
 
 
-def test_unequal_shares_are_all_named_and_each_in_the_order_of_its_blocks() -> None:
-    placement = placement_of(1, 3, 2)
-    order = TransferScheduler().begin(request(1), placement)
-    assert sorted(order) == list(range(6))
-    for slave in range(3):
-        mine = [block for block in order if placement.slave_of_block[block] == slave]
-        assert mine == sorted(mine)
-
-
 def test_a_transfer_begins_where_no_other_began() -> None:
     """Slots 0 and 4 would meet at slave 0; those that are over are in nobody's way."""
     placement = placement_of(1, 1, 1, 1)
     scheduler = TransferScheduler()
-    starts = [visits(scheduler.begin(request(c), placement), placement)[0] for c in (0, 4, 8)]
-    assert starts == [0, 1, 2]
+    starts = [visits(scheduler.begin(request(c), placement), placement)[0] for c in (0, 0, 4, 8)]
+    assert starts == [0, 0, 1, 2], "one that begins again is not in its own way"
+    assert visits(scheduler.begin(request(16, Way.PULL), placement), placement)[0] == 0, "pulls do not meet pushes"
     scheduler.end("c0")
     scheduler.end("nobody")
     assert visits(scheduler.begin(request(12), placement), placement)[0] == 0
-
-
-def test_a_transfer_that_begins_again_is_not_in_its_own_way() -> None:
-    placement = placement_of(1, 1)
-    scheduler = TransferScheduler()
-    assert [visits(scheduler.begin(request(0), placement), placement)[0] for _ in range(3)] == [0, 0, 0]
 
 
 def of_ranks(number: int, pushers: int, slowness: float = 1.0) -> TransferRequest:
@@ -101,35 +87,11 @@ def test_one_rank_begins_where_the_fewest_of_other_clusters_began() -> None:
     assert begins_of(scheduler.begin(of_ranks(1, 2), placement), placement, 2) == [1, 2], "the third at slave 3 alone"
     scheduler.end("c0")
     assert begins_of(scheduler.begin(of_ranks(8, 1), placement), placement, 1) == [0]
-
-
-def test_a_cluster_of_many_ranks_counts_as_one_cluster() -> None:
-    """Its ranks share its measured rate: all of them meet as much as the one rank of another cluster does."""
-    placement = placement_of(1, 1)
-    scheduler = TransferScheduler()
-    scheduler.begin(of_ranks(0, 2), placement)
-    scheduler.begin(of_ranks(1, 1), placement)
-    assert begins_of(scheduler.begin(of_ranks(3, 1), placement), placement, 1) == [0]
-
-
-def test_the_masters_tickets_count_the_ranks_of_a_cluster() -> None:
-    master = Bench(n_slaves=2)
-    for slave in master.slaves:
-        slave.hello = Hello(1, 1, (RANKS,))
-    master.running("a")
-    master.join("b", pushers=2)
-    master.pull("b")
-    ticket = master.begin_push("b")
-    assert isinstance(ticket, Ticket)
-    (loads,) = [loads for way, loads in master.state.shared.schedule._begun.values() if way is Way.PUSH]
-    assert loads == {0: 0.5, 1: 0.5}
-
-
-def test_pushes_and_pulls_do_not_meet() -> None:
-    placement = placement_of(1, 1)
-    scheduler = TransferScheduler()
-    scheduler.begin(request(0, Way.PUSH), placement)
-    assert visits(scheduler.begin(request(2, Way.PULL), placement), placement)[0] == 0
+    two = placement_of(1, 1)
+    many = TransferScheduler()
+    many.begin(of_ranks(0, 2), two)
+    many.begin(of_ranks(1, 1), two)
+    assert begins_of(many.begin(of_ranks(3, 1), two), two, 1) == [0], "many ranks share the rate of their one cluster"
 
 
 def test_a_slow_cluster_counts_for_what_it_sends() -> None:
@@ -189,31 +151,30 @@ def test_every_order_names_every_block_once(
         request = TransferRequest(f"c{number}", way, number, slowness * 10, fastest_s, pushers)
         order = scheduler.begin(request, placement)
         assert sorted(order) == list(range(sum(blocks)))
+        for slave in range(len(blocks)):
+            mine = [block for block in order if placement.slave_of_block[block] == slave]
+            assert mine == sorted(mine)
 
 
 # ---- in the master ----
 
 
-def test_tickets_and_grants_stagger_the_clusters() -> None:
-    bench = Bench(2).running("a", "b")
-    tickets = [bench.begin_push(name) for name in ("a", "b")]
-    placement = bench.state.shared.ledger.placement
-    assert placement is not None
-    starts = []
-    for ticket in tickets:
-        assert isinstance(ticket, Ticket)
-        starts.append(visits(ticket.block_order, placement)[0])
-    assert sorted(starts) == [0, 1]
-
-
-def test_pulls_end_and_make_room_and_beats_are_measured() -> None:
-    bench = Bench(2).running("a", "b")
-    for name in ("a", "b"):
+@pytest.mark.parametrize(("pushers", "third"), [(1, 0), (2, 1)])
+def test_tickets_stagger_the_clusters_and_their_ranks_and_beats_are_measured(pushers: int, third: int) -> None:
+    bench = Bench(2)
+    for slave in bench.slaves:
+        slave.hello = Hello(1, 1, (RANKS,))
+    bench.running("a", "b", "c")
+    bench.join("b", pushers=pushers)
+    for name in ("a", "b", "c"):
         bench.pull(name)
     world = bench.state.shared
-    assert world.schedule.begin(request(0, Way.PULL), placement_of(1, 1)) == (0, 1), "nobody pulls any more"
-    push = bench.begin_push("a")
-    assert isinstance(push, Ticket)
+    placement = world.ledger.placement
+    assert placement is not None
+    assert world.schedule.begin(request(0, Way.PULL), placement_of(1, 1)) == (0, 1), "all pulls are over"
+    tickets = [bench.begin_push(name) for name in ("a", "b", "c")]
+    assert all(isinstance(ticket, Ticket) for ticket in tickets)
+    assert [visits(ticket.block_order, placement)[0] for ticket in tickets] == [0, 1, third]
     for number, slave in enumerate(bench.slaves):
         for landed in (1, 2):
             progress = StagingProgress(bench.clusters["a"].push_id, 1, landed * 1000 * (1 + 9 * number))

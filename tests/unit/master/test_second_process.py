@@ -9,6 +9,7 @@ from dips.core.errors import NAME_TAKEN_EXIT, RefusalCode, Refused
 from dips.core.ids import Version
 from dips.core.messages import Caller, HeartbeatRequest, Hello, SlaveHello, SlaveMessage, Welcome
 from dips.master.state.events import BeatsEnded, SlaveLinkDown, SlaveSaid
+from dips.master.state.slave_links import DIALS_AGAIN_BEATS
 
 NEWCOMER, HERE = b"newcomer", b"here"
 LINK = 99
@@ -56,64 +57,43 @@ def test_a_second_process_waits_for_an_eviction_in_vain_and_ends_while_the_first
     assert bench.clusters["a"].join.incarnation == incarnation
 
 
-def test_a_process_that_joins_again_is_welcome_at_once() -> None:
+@pytest.mark.parametrize("who", ["the process, killed", "the process, which dials again", "an older incarnation"])
+def test_after_a_kill_its_successor_waits_for_a_beat_and_not_for_the_eviction(who: str) -> None:
     bench = run_of_one()
-    again = bench.join("a", process_id=HERE, previous=bench.clusters["a"].join.incarnation)
-    assert again.incarnation.n == 2
-
-
-def test_after_a_kill_its_successor_waits_for_a_beat_and_not_for_the_eviction() -> None:
-    bench = run_of_one()
-    bench.silent.add("a")
-    bench.event(BeatsEnded("a", bench.clusters["a"].join.incarnation))
+    first = bench.clusters["a"].join.incarnation
+    if who == "an older incarnation":
+        again = bench.join("a", process_id=HERE, previous=first)
+        assert again.incarnation.n == 2, "a process that joins again is welcome at once"
+    if who != "the process, which dials again":
+        bench.silent.add("a")
+    bench.event(BeatsEnded("a", first))
+    bench.jump(60.0)  # the master itself stands still
     assert refusal_of_join(bench).retry_after_s > 0, "it may be dialling again"
-    bench.advance(bench.config.settings.heartbeat_s)
-    assert bench.join("a", process_id=NEWCOMER).incarnation.n == 2
-
-
-def test_a_process_that_dials_again_keeps_its_name() -> None:
-    bench = run_of_one()
-    bench.event(BeatsEnded("a", bench.clusters["a"].join.incarnation))
-    bench.advance(bench.config.settings.heartbeat_s)
+    bench.advance(DIALS_AGAIN_BEATS * bench.config.settings.heartbeat_s - 0.25)
     refusal_of_join(bench)
-
-
-def test_the_end_of_an_older_incarnations_beats_means_nothing() -> None:
-    bench = run_of_one()
-    before = bench.clusters["a"].join.incarnation
-    bench.join("a", process_id=HERE, previous=before)
-    bench.silent.add("a")
-    bench.event(BeatsEnded("a", before))
-    bench.advance(bench.config.settings.heartbeat_s)
-    refusal_of_join(bench)
+    bench.advance(0.25)
+    if who == "the process, killed":
+        assert bench.join("a", process_id=NEWCOMER).incarnation.n == 2
+    else:
+        refusal_of_join(bench)
 
 
 def test_a_process_that_hangs_is_evicted_and_its_successor_has_waited_so_long() -> None:
     bench = run_of_one()
-    bench.silent.add("a")
     evict_after_s = bench.config.evict_after_s
-    assert refusal_of_join(bench).retry_after_s > 0
-    bench.advance(evict_after_s - 0.5)
-    assert refusal_of_join(bench).retry_after_s > 0
-    bench.advance(1.0)
+    refusal_of_join(bench)
+    bench.advance(10 * evict_after_s)
+    assert refusal_of_join(bench).retry_after_s > 0, "who asks again much later waits from the start"
+    bench.jump(2 * evict_after_s)
+    assert refusal_of_join(bench).retry_after_s > 0, "a master that stood still gives everybody time to beat"
+    bench.silent.add("a")
+    bench.advance(evict_after_s)
+    assert refusal_of_join(bench).retry_after_s >= 0
+    bench.advance(0.5)
     bench.join("a", process_id=NEWCOMER)
     del bench.clusters["a"]
     with refused_with(RefusalCode.NAME_TAKEN):  # and the one that hung is now the second
         bench.join("a", process_id=HERE)
-
-
-def test_who_asks_again_much_later_waits_from_the_start() -> None:
-    bench = run_of_one()
-    refusal_of_join(bench)
-    bench.advance(10 * bench.config.evict_after_s)
-    assert refusal_of_join(bench).retry_after_s > 0
-
-
-def test_a_master_that_stood_still_gives_everybody_time_to_beat() -> None:
-    bench = run_of_one()
-    refusal_of_join(bench)
-    bench.jump(2 * bench.config.evict_after_s)
-    assert refusal_of_join(bench).retry_after_s > 0
 
 
 def test_after_the_masters_restart_the_one_that_still_calls_keeps_its_name() -> None:
@@ -159,6 +139,8 @@ def attachments(slave: BenchSlave) -> int:
 def test_another_directory_under_a_slaves_name_is_refused_and_nothing_is_recovered() -> None:
     bench = run_of_one()
     before = attachments(bench.slaves[0])
+    assert greets(bench, "s0", NEWCOMER) is not None
+    bench.jump(2 * bench.config.evict_after_s)  # the master itself stood still: the wait begins again
     waited_s = 0.0
     while (refused := greets(bench, "s0", NEWCOMER)) is not None and refused.retry_after_s > 0:
         bench.advance(refused.retry_after_s)
@@ -196,7 +178,8 @@ def test_a_replaced_disk_is_taken_once_the_process_before_is_gone() -> None:
     bench.event(SlaveLinkDown(LINK + 1))
 
 
-def test_after_the_masters_restart_the_known_directory_comes_first() -> None:
+@pytest.mark.parametrize("comes", [True, False])
+def test_after_the_masters_restart_the_known_directory_comes_first_until_it_is_given_up(comes: bool) -> None:
     bench = run_of_one()
     for slave in bench.slaves:
         slave.alive = False
@@ -204,18 +187,10 @@ def test_after_the_masters_restart_the_known_directory_comes_first() -> None:
     refused = greets(bench, "s0", NEWCOMER)
     assert refused is not None
     assert refused.code is RefusalCode.NAME_TAKEN
-    bench.attach_all()
-    bench.join("a", process_id=HERE, previous=bench.clusters["a"].join.incarnation)
-    assert bench.status().published == Version(1, 0)
-    refused = greets(bench, "s0", NEWCOMER)
-    assert refused is not None
-
-
-def test_a_directory_that_stays_away_after_the_masters_restart_is_given_up() -> None:
-    bench = run_of_one()
-    for slave in bench.slaves:
-        slave.alive = False
-    bench.start_master()
+    if comes:
+        bench.attach_all()
+    bench.advance(bench.config.evict_after_s - 0.5)
     assert greets(bench, "s0", NEWCOMER) is not None
-    bench.advance(bench.config.evict_after_s)
-    assert greets(bench, "s0", NEWCOMER) is None
+    bench.advance(0.5)
+    assert (greets(bench, "s0", NEWCOMER) is not None) is comes
+    assert bench.status().published == (Version(1, 0) if comes else None)

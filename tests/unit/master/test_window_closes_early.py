@@ -1,11 +1,12 @@
-"""A grace window closes when no cluster that is not in it can push before its end."""
+"""When a grace window closes: once no cluster that is not in it can push before its end, or its time is over."""
 
 from __future__ import annotations
 
 import pytest
 from support.master_bench import Bench
 
-from dips.core.messages import BeginPullRequest, Settings, VerdictKind
+from dips.core.messages import BeginPullRequest, EvictRequest, Settings, VerdictKind
+from dips.master.state.pacing import SLIDES
 
 H = 80
 GRACE_S = 10.0
@@ -56,26 +57,16 @@ def test_a_push_does_not_wait_for_a_cluster_that_is_far_from_its_own() -> None:
 
 
 def test_it_waits_for_one_that_may_come_in_time() -> None:
-    bench = round_over("a", "b")
-    later(bench, 68)
-    bench.push("a")
-    assert open_window(bench)
+    """95 % of 80 steps are made after 76 s: a window from 65 s to 75 s is too early for that, one from 67 s is not."""
+    for seconds, waits in ((65, False), (67, True)):
+        bench = round_over("a", "b")
+        later(bench, seconds)
+        bench.push("a")
+        assert open_window(bench) is waits
     later(bench, 4)
     bench.push("b")
     assert newest(bench) == ("a", "b")
     assert why_closed(bench) == "every cluster is in"
-
-
-def test_the_margin_is_within_the_time_that_a_cluster_needs() -> None:
-    """95 % of 80 steps are made after 76 s: a window from 65 s to 75 s is too early for that, one second later not."""
-    bench = round_over("a", "b")
-    later(bench, 65)
-    bench.push("a")
-    assert newest(bench) == ("a",)
-    bench = round_over("a", "b")
-    later(bench, 67)
-    bench.push("a")
-    assert open_window(bench)
 
 
 def test_it_closes_with_the_last_one_that_could_come() -> None:
@@ -99,15 +90,12 @@ def test_a_cluster_whose_speed_is_not_known_is_waited_for() -> None:
     assert newest(bench) == ("a",)
 
 
-def test_one_that_pushes_is_waited_for() -> None:
+def test_one_that_pushes_is_not_if_its_last_push_took_longer_than_the_window_is_open() -> None:
     bench = round_over("a", "b")
     later(bench, 20)
     bench.begin_push("b")
     bench.push("a")
-    assert open_window(bench)
-
-
-def test_one_that_pushes_is_not_if_its_last_push_took_longer_than_the_window_is_open() -> None:
+    assert open_window(bench), "nobody knows how long it takes"
     bench = round_over("a", "b")
     later(bench, 20)
     bench.beat("b", steps_per_s=1.0, push_s=12.0)
@@ -123,30 +111,21 @@ def test_one_that_pushes_is_not_if_its_last_push_took_longer_than_the_window_is_
     assert open_window(bench)  # 95 % of 12 s since its beginning are within the 10 s from now
 
 
-def test_one_that_sends_what_was_missing_is_waited_for() -> None:
-    """A new attempt of a push, or one that all slaves hold, may be in at any time."""
-    for staged in (True, False):
-        bench = round_over("a", "b")
-        later(bench, 20)
-        bench.beat("b", steps_per_s=1.0, push_s=12.0)
-        bench.begin_push("b")
-        if staged:
-            bench.stage("b")
-        else:
-            bench.clusters["b"].seq -= 1
-            bench.begin_push("b")
-        bench.push("a")
-        assert open_window(bench)
-
-
-def test_one_whose_push_was_aborted_is_waited_for() -> None:
-    """It pushes the same steps again at once."""
+@pytest.mark.parametrize("what", ["all is staged", "a new attempt", "aborted"])
+def test_one_that_sends_what_was_missing_is_waited_for(what: str) -> None:
+    """It may be in at any time; what was aborted, of the same steps, is pushed again at once."""
     bench = round_over("a", "b")
     later(bench, 20)
+    bench.beat("b", steps_per_s=1.0, push_s=12.0)
     bench.begin_push("b")
-    bench.stage("b")
-    bench.finish_push("b", digests={slave.name: b"damaged" for slave in bench.slaves})
-    assert bench.verdict("b").kind is VerdictKind.ABORTED
+    if what == "a new attempt":
+        bench.clusters["b"].seq -= 1
+        bench.begin_push("b")
+    else:
+        bench.stage("b")
+    if what == "aborted":
+        bench.finish_push("b", digests={slave.name: b"damaged" for slave in bench.slaves})
+        assert bench.verdict("b").kind is VerdictKind.ABORTED
     bench.push("a")
     assert open_window(bench)
 
@@ -192,18 +171,64 @@ def test_before_its_pull_is_over_a_cluster_makes_an_eighth_of_h_at_least(overlap
     assert open_window(bench) is not from_pull
 
 
-def test_a_fixed_h_counts_from_the_push_where_clusters_train_through_it() -> None:
-    for overlap, within in (("push", True), ("none", False)):
-        bench = round_over("a", "b", overlap=overlap)
-        later(bench, 60)
+# ---- grace = "sliding": it starts again with each push that arrives, within a bound ----
+
+
+def running(*names: str, sliding: bool = True) -> Bench:
+    """The last one never pushes, so that no window closes early."""
+    return Bench(grace_s=GRACE_S, grace_sliding=sliding, round_timeout_s=60.0).running(*names, "z")
+
+
+def merged(bench: Bench) -> list[tuple[str, ...]]:
+    return [entry.accepted for entry in bench.status().recent_rounds][1:]
+
+
+@pytest.mark.parametrize("sliding", [True, False])
+def test_the_window_starts_again_with_each_arrival_where_it_slides(sliding: bool) -> None:
+    bench = running("a", "b", "c", sliding=sliding)
+    for turn in range(2):
+        bench.push("a")
+        bench.advance(8.0)
         bench.begin_push("b")
-        later(bench, 30)
-        bench.push("a")
         bench.stage("b")
-        bench.finish_push("b")
-        assert newest(bench) == ("a", "b")
+        left_s = bench.result(bench.finish_push("b")).answer.window_closes_in_s
+        assert left_s == bench.status().window_closes_in_s == pytest.approx(GRACE_S if sliding else 2.0)
+        bench.advance(8.0)
+        bench.push("c")
+        bench.advance(9.5)
+        assert len(merged(bench)) == (turn if sliding else 2 * turn + 1)
+        bench.advance(1.0)
+        for name in "abc":
+            bench.pull(name)
+    assert merged(bench) == [("a", "b", "c")] * 2 if sliding else [("a", "b"), ("c",)] * 2
+
+
+def test_arrivals_without_end_do_not_keep_it_open() -> None:
+    """I15: a hostile cluster is evicted, or joins again by itself, and pushes again, as often as it likes."""
+    bench = running("a", "b")
+    bench.push("a")
+    waited_s = 0.0
+    while not merged(bench):
+        bench.push("b")
+        bench.advance(5.0)
+        waited_s += 5.0
+        if merged(bench):
+            break
+        assert waited_s < SLIDES * GRACE_S
+        bench.operate(EvictRequest("", "b"))
+        bench.join("b")
         bench.pull("b")
-        bench.pull("a")
-        later(bench, 40)
-        bench.push("a")
-        assert open_window(bench) is within
+    assert waited_s == pytest.approx(SLIDES * GRACE_S)
+    assert merged(bench) == [("a", "b")]
+
+
+def test_a_master_that_stood_still_gives_the_time_back_to_both_ends() -> None:
+    bench = running("a", "b", "c")
+    bench.push("a")
+    bench.jump(100.0)
+    assert merged(bench) == []
+    bench.push("b")
+    bench.advance(9.0)
+    assert merged(bench) == []
+    bench.advance(1.5)
+    assert merged(bench) == [("a", "b")]

@@ -12,27 +12,33 @@ from support.scaleacross import read
 from dips.planner.costs import NS, Costs, StageCost, Wire, uniform
 from dips.planner.errors import PlanError
 from dips.planner.ir import Kind
+from dips.planner.model import Model
 from dips.planner.scaleacross import traffic
 from dips.planner.scaleacross.iteration import (
     Case,
+    Kernels,
     Outermost,
     Pipelining,
     Sharding,
     Split,
     check_places,
+    collective_s,
     ends_of,
     kernels_of,
     layer_costs,
     memory_of,
     places_of,
     program_for,
+    program_of,
     rebuild,
     ways_of,
 )
 from dips.planner.scaleacross.search import fastest_of, present_case
 from dips.planner.scaleacross.topology import Topology, read_topology
+from dips.planner.schedules.fixed import one_f_one_b
 from dips.planner.schedules.scaleacross import dora_pp, interleaved_zb_v, zigzag
 from dips.planner.simulate import simulate
+from dips.planner.units import layer_work, output_work
 from dips.planner.validate import peaks, validate
 
 
@@ -207,13 +213,137 @@ def test_small_microbatches_use_less_of_an_accelerator(topology: Topology) -> No
         assert ratio == pytest.approx(factor)
 
 
-def test_a_tensor_group_of_several_servers_sends_over_their_network(topology: Topology) -> None:
-    """16 of 8 a server: 15/16 of the activations at 50 GB/s instead of 450, and 15 steps of 5 us, four times."""
-    small, large = (layer_costs(topology, SPLIT._replace(tensor=tensor, data=1)) for tensor in (8, 16))
-    width, tokens = topology.model.hidden, topology.batch.sequence_tokens * SPLIT.microbatch_sequences
-    sent = [4 * (n - 1) / n * tokens * width * 2 for n in (8, 16)]
-    spent = small.forward_s[1] - sent[0] / 450e9, large.forward_s[1] - sent[1] / 50e9 - 4 * 15 * 5e-6
-    assert spent[1] == pytest.approx(spent[0] / 2)
+# ---- by hand: 1000 tokens of 1000 numbers, servers of two at 1 GB/s, a network of 0.1 GB/s and 1 ms ----
+
+MODEL = Model(
+    name="m", layers=3, hidden=1000, heads=10, kv_heads=2, mlp_width=200, vocabulary=50, experts=4, experts_per_token=2,
+    expert_width=100, dense_layers=1, source="a test",
+)  # fmt: skip
+
+
+@pytest.fixture
+def plain(topology: Topology) -> Topology:
+    given = {"per_server": 2, "server_gbps": 8.0, "network_gbps": 0.8, "network_latency_us": 1e3, "sustained_tflops": 1}
+    return replace(
+        topology,
+        model=MODEL,
+        accelerators=topology.accelerators.model_copy(update=given),
+        batch=topology.batch.model_copy(update={"sequences": 4, "sequence_tokens": 1000}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context", "expert", "sends_ms", "to_experts_ms"),
+    [
+        (1, 1, 1, 0, 0),
+        (2, 1, 1, 4, 0),  # four times half of 2 MB
+        (4, 1, 1, 60 + 4 * 3, 0),  # four times three quarters of it, in three steps each
+        (1, 2, 1, 0.4, 0),  # keys and values of 500 tokens, 400 numbers each
+        (1, 4, 1, 3 * (2 + 1), 0),  # of 250 tokens, to three others over the network
+        (2, 2, 1, 2 + (2 + 1), 0),
+        (1, 1, 2, 0, 4),  # a half of 4 MB to the peer in the server, and back
+        (1, 1, 4, 0, 2 + 2 * (20 + 1)),  # a quarter to one peer in the server and to two in another
+        (2, 1, 2, 4, 2),
+    ],
+)
+def test_what_groups_send_by_hand(
+    plain: Topology, tensor: int, context: int, expert: int, sends_ms: float, to_experts_ms: float
+) -> None:
+    """Forward and backward wait for it, layers without experts only for tensor and context; W sends nothing."""
+    found = layer_costs(plain, Split(tensor, context, expert, 1, 1, 1))
+    for layer in (0, 1):
+        work, speed = layer_work(MODEL, layer, 1000, 1000), 1e12 * tensor * context
+        sent_s = (sends_ms + (to_experts_ms if layer else 0)) / 1e3
+        assert found.forward_s[layer] == pytest.approx(work.forward / speed + sent_s)
+        assert found.input_gradient_s[layer] == pytest.approx(work.input_gradient / speed + sent_s)
+        assert found.weight_gradient_s[layer] == pytest.approx(work.weight_gradient / speed)
+    output, last = output_work(MODEL, 1000), layer_work(MODEL, 2, 1000, 1000)
+    assert found.weight_gradient_s[2] * speed == pytest.approx(last.weight_gradient + output.weight_gradient)
+    alone = plain.accelerators.model_copy(update={"per_server": 64})
+    one = layer_costs(replace(plain, accelerators=alone), Split(4, 1, 1, 1, 1, 1))
+    assert one.forward_s[0] == pytest.approx(layer_work(MODEL, 0, 1000, 1000).forward / 4e12 + 6e-3)
+    spread = layer_costs(replace(plain, accelerators=alone), Split(1, 1, 4, 1, 1, 1))
+    assert spread.forward_s[1] == pytest.approx(layer_work(MODEL, 1, 1000, 1000).forward / 1e12 + 6e-3)
+
+
+def test_what_layers_hold_and_exchange_by_hand(plain: Topology) -> None:
+    """Attention has 2.4 million, a dense MLP 0.6, an expert 0.3; norms 2,000, the router 4,000, the vocabulary 50,000.
+    Exchanged are (4 H^2 + 3 H F) / 2 numbers of two bytes."""
+    found = layer_costs(plain, Split(2, 1, 4, 1, 4, 1))
+    assert found.dense_parameters.tolist() == [3.052e6 / 2, 2.406e6 / 2, 2.457e6 / 2]
+    assert found.expert_parameters.tolist() == [0, 3e5, 3e5]
+    assert layer_costs(plain, Split(2, 1, 1, 1, 4, 1)).expert_parameters.tolist() == [0, 6e5, 6e5]
+    assert found.exchanged_bytes.tolist() == pytest.approx([4.6e6 + 5e4, 4.3e6, 4.3e6 + 5.1e4])
+    once, twice = (
+        layer_costs(replace(plain, batch=plain.batch.model_copy(update={"recompute": how})), Split(2, 1, 1, 1, 4, 1))
+        for how in ("none", "full")
+    )
+    spared = layer_work(MODEL, 0, 1000, 1000).forward / 2e12
+    assert twice.input_gradient_s[0] - once.input_gradient_s[0] == pytest.approx(spared)
+    assert twice.activation_bytes.tolist() == [1e6] * 3
+
+
+def test_memory_by_hand(plain: Topology) -> None:
+    """Of a parameter weights and gradients have 4 bytes, the optimizer 12 that replicas share: four of the dense ones,
+    two of each expert. With HSDP two share, experts nothing, and a leader holds gradients twice."""
+    split, rows = Split(2, 1, 4, 1, 4, 1), np.array([[3]])
+    fsdp = Case(split, Outermost.DP, Sharding.FSDP, Pipelining.PLAIN, 1, 1)
+    layers = layer_costs(plain, split)
+    held, dense, experts = layers.activation_bytes.sum(), 3.9575e6, 6e5
+    assert rebuild(plain, fsdp, rows, True).used_bytes[0] == pytest.approx(held + dense * 7 + experts * 10)
+    hsdp = fsdp._replace(sharding=Sharding.HSDP)
+    assert rebuild(plain, hsdp, rows, True).used_bytes[0] == pytest.approx(held + dense * 12 + experts * 18)
+    # Two stages: the first one holds two microbatches of its two layers.
+    two = fsdp._replace(split=split._replace(pipeline=2, data=2))
+    whole = layers.dense_parameters[:2].sum() * (4 + 12 / 2) + layers.expert_parameters[1] * (4 + 12)
+    used = rebuild(plain, two, np.array([[2, 1]]), True)
+    assert used.used_bytes[0] == pytest.approx(whole + 2 * layers.activation_bytes[:2].sum())
+    tight = plain.accelerators.model_copy(update={"memory_gib": used.used_bytes[0] / 2**30})
+    assert rebuild(replace(plain, accelerators=tight), two, np.array([[2, 1]]), True).fits[0]
+    less = plain.accelerators.model_copy(update={"memory_gib": used.used_bytes[0] / 2**30 * (1 - 1e-9)})
+    assert rebuild(replace(plain, accelerators=less), two, np.array([[2, 1]]), True).seconds[0] == np.inf
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_kernels_end_by_hand(links: bool) -> None:
+    """Each chunk waits for its weights, gradients leave one after another, the last ones end the iteration."""
+    column = [np.array(row)[:, None] for row in ([10, 20], [30, 40], [50, 60], [5, 100], [7, 8])]
+    messages = {(0, 1): (4, 1), (1, 0): (4, 1)}
+    # F 5-15, at 20 there but weights at 100: F 100-120, B -220; at 225 back: B -305, gradients -312.
+    program = program_of(one_f_one_b(2, 1))
+    assert ends_of(program, Kernels(*column, messages), links).tolist() == [312]
+    # One device: F 5-15, weights at 105: F -125, D -165, W -225, gradients -425 (200), while D, W -305; then -432.
+    column[4] = np.array([[7], [200]])
+    assert ends_of(program_of(dora_pp(1, 1, 2, 1)), Kernels(*column, {}), links).tolist() == [432]
+
+
+def test_collectives_and_messages_by_hand(topology: Topology) -> None:
+    """1 GB: in a building over 50 GB/s and 5 us, between buildings over 6.25 GB/s and 1005 us."""
+    case, sizes = case_of(Outermost.DP, Pipelining.DORA), np.array([1e9])
+
+    def both(case: Case) -> list[float]:
+        ways = ways_of(topology, case.outermost, case.sharding, case.split)
+        return [float(one[0]) for one in collective_s(topology, case, ways, sizes)]
+
+    assert both(case) == pytest.approx([3 * (0.04 + 1005e-6)] * 2)
+    inside, leaders = 0.01 + 5e-6, 0.08 + 1005e-6  # of two each
+    assert both(case._replace(sharding=Sharding.HSDP)) == pytest.approx([inside, 3 * inside + 2 * leaders])
+    assert both(case._replace(split=SPLIT._replace(data=2))) == pytest.approx([leaders] * 2)
+    assert both(case._replace(split=SPLIT._replace(data=1))) == [0, 0]
+    # A replica alone: the ring of its two groups of eight, in a zone.
+    alone = case._replace(split=Split(8, 2, 1, 1, 1, 2))
+    assert both(alone) == pytest.approx([inside] * 2)
+    pp = case_of(Outermost.PP, Pipelining.ZBV)
+    cost = round(2 * 512 * 8192 * 2 / 6.25), 1_005_000
+    rows = np.array([[4] * 8])
+    kernels = kernels_of(topology, pp, rows)
+    assert kernels.messages == {(0, 1): cost, (1, 0): cost}
+    given = topology.accelerators.model_copy(update={"zbv_overhead": 0.5})
+    slower = kernels_of(replace(topology, accelerators=given), pp, rows)
+    for name in ("forward", "input_gradient", "weight_gradient"):
+        assert getattr(slower, name) == pytest.approx(1.5 * getattr(kernels, name), abs=1)
+    with pytest.raises(PlanError, match="more than 131072"):
+        program_for(topology, pp._replace(split=SPLIT._replace(data=1, microbatch_sequences=1), chunks=1025))
 
 
 def test_the_large_workload_is_played_quickly_and_fits() -> None:

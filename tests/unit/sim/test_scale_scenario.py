@@ -9,13 +9,7 @@ from support.scale_setup import write_setup
 
 from dips.core.errors import ConfigError
 from dips.master.config import MasterConfig
-from dips.sim.scale.scenario import find, load_scenario, shipped
-
-
-def test_every_shipped_scenario_loads() -> None:
-    assert shipped() == ["defaults-33-days", "paper-33-days", "two-sites"]
-    for name in shipped():
-        assert load_scenario(find(name)).run.about
+from dips.sim.scale.scenario import find, load_scenario
 
 
 def test_the_paper_s_set_up_is_that_of_table_1() -> None:
@@ -41,11 +35,6 @@ def test_the_paper_s_run_with_the_defaults_differs_only_in_its_settings() -> Non
     assert [getattr(settings, name) for name in shapes] == [getattr(defaults, name) for name in shapes]
     assert ours.master.grace_s is None
     assert ours.master.penalty == MasterConfig(run_id="r", directory=Path("d")).to_run_config().penalty
-
-
-def test_hours_and_seed_of_the_command_line_win(tmp_path: Path) -> None:
-    scenario = load_scenario(write_setup(tmp_path), hours=2.0, seed=7)
-    assert (scenario.run.hours, scenario.run.seed) == (2.0, 7)
 
 
 def test_ideal_tokens_count_only_the_time_that_a_cluster_may_run(tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from search.bounds import Bounds
 from support.mutants import Mutant, planted
 
 from dips.sim import run_plan
-from dips.sim.search.bounds import Bounds
 from dips.sim.seed_run import SeedRun
 
 SABOTAGED = [seed for seed in range(600) if run_plan.of_seed(seed) is run_plan.SABOTAGE][:30]

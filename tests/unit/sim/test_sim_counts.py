@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from dips.sim.counts import NO_MOMENT, NOTHING, OVER, RunCounts, by_phase
-from dips.sim.faults import register
+from dips.sim.counts import NO_MOMENT, RunCounts
 from dips.sim.seed_run import SeedRun
 
 
@@ -53,37 +52,3 @@ def test_a_kill_within_a_step_falls_into_phases_that_no_time_passes_in() -> None
         if {"SEALED", "JUDGE"} <= phases:
             return
     raise AssertionError(f"only {sorted(phases)}")
-
-
-class TestCounts:
-    def test_reasons_add_up(self) -> None:
-        counts = RunCounts(planned=Counter({"nan_push": 4, "crash_slave": 2}), begun=Counter({"nan_push": 2}))
-        counts.cannot("nan_push", NOTHING)
-        counts.close(frozenset({"nan_push"}))
-        assert counts.idle == {
-            ("nan_push", NOTHING): 1,
-            ("nan_push", OVER): 1,
-            ("nan_push", NO_MOMENT): 2,
-            ("crash_slave", OVER): 2,
-        }
-
-    def test_the_fullest_moment_is_kept(self) -> None:
-        counts, other = RunCounts(), RunCounts()
-        counts.filled("pins", 3, 10)
-        counts.filled("pins", 2, 4)
-        counts.filled("pins", 4, 10)
-        other.filled("pins", 9, 10)
-        assert counts.fills == {"pins": (2, 4)}
-        counts.add(other)
-        assert counts.fills == {"pins": (9, 10)}
-
-    def test_counts_of_two_runs_are_added(self) -> None:
-        one, other = RunCounts(), RunCounts()
-        for counts, phase in ((one, "IDLE"), (other, "WINDOW")):
-            counts.struck("crash_slave", phase)
-            counts.took("seconds", 1.0 if counts is one else 2.0)
-        one.add(other)
-        assert one.fired == {"crash_slave": 2}
-        assert one.worst == {"seconds": 2.0}
-        groups = by_phase(one.fired_in, register.GROUP_OF)
-        assert groups == {"IDLE": {"processes": 1}, "WINDOW": {"processes": 1}}

@@ -6,13 +6,11 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 
-import pytest
-
 from dips.sim import seeds as totals
 from dips.sim.counts import RunCounts
 from dips.sim.faults import register
 from dips.sim.seed_run import SeedOutcome, SeedRun
-from dips.sim.seeds import PHASES, SEEDS_FOR_ARROWS, SEEDS_FOR_FAULTS, Totals, complaints, report
+from dips.sim.seeds import PHASES, SEEDS_FOR_ARROWS, SEEDS_FOR_FAULTS, Totals, complaints
 
 
 @cache
@@ -74,32 +72,3 @@ def test_a_transition_that_was_never_taken_is_a_failure() -> None:
     said = complaints(totals_of(SEEDS_FOR_ARROWS, outcome_with(counts=all_fired())))
     assert any(line.startswith("never taken: ") for line in said)
     assert not any("push: SEALED -> DECIDED upon aborted" in line for line in said)
-
-
-def test_what_is_out_of_reach_is_an_arrow_of_a_table() -> None:
-    every = {
-        (table.name, start.value, name, end.value)
-        for table in totals.simulated_tables()
-        for start, name, end in table.arrows()
-    }
-    assert set(totals.UNREACHED) <= every
-    assert all(len(reason) > 20 for reason in totals.UNREACHED.values())
-
-
-def test_the_report_tells_every_kind_every_phase_and_every_bound() -> None:
-    counts = all_fired()
-    counts.add(an_outcome().counts)
-    said = "\n".join(report(totals_of(2, outcome_with(counts=counts))))
-    assert "2 seeds (2 small): 0 failed" in said
-    for name in (*register.names(), *PHASES, *register.GROUPS, *an_outcome().counts.fills):
-        assert name in said, name
-
-
-@pytest.mark.parametrize("kind", ["crash_master", "nan_push"])
-def test_the_report_tells_how_many_of_the_planned_ones_struck(kind: str) -> None:
-    counts = RunCounts(planned=Counter({kind: 5}), begun=Counter({kind: 3}))
-    counts.struck(kind, "IDLE")
-    counts.close(frozenset())
-    lines = report(totals_of(1, outcome_with(counts=counts)))
-    assert "faults planned: 5, struck: 3, not: 2: the run was over before its time" in lines
-    assert any(f"{kind} 1 (5)" in line for line in lines)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.slave_bench import SlaveBench, configure, only, said
+from support.slave_bench import SlaveBench, configure, only
 from support.slave_wire import push_id
 
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import Incarnation, Version
-from dips.core.messages import Allow, AllowedKey, KeyRole, SlaveHello
+from dips.core.messages import Allow, AllowedKey, KeyRole
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.protocol import MAX_ALLOWED_KEYS
 from dips.slave.state import effects, tape
@@ -55,6 +55,7 @@ def test_a_push_is_touched_by_its_own_cluster_alone(admission: Admission) -> Non
 def test_every_rank_of_a_cluster_may_touch_its_push_and_no_other(admission: Admission) -> None:
     ranks = [b"r" * 32, b"s" * 32]
     admission.set_keys([*LIST, *(AllowedKey(KeyRole.CLUSTER, "a", key) for key in ranks)])
+    assert [admission.n_keys_above(most) for most in (1, 2, 3)] == [2, 1, 0]
     for key in ranks:
         admission.check(key.hex(), PUSH_A)
         assert "not cluster a's" in refusal_of(admission, key, replace(PUSH_A, push=push_id("b")))
@@ -111,12 +112,6 @@ def test_a_list_that_makes_no_sense_is_refused(keys: tuple[AllowedKey, ...], why
     out = bench.command(Allow(keys))
     assert not only(out, Allow)
     assert why in only(out, effects.Log)[0].sentence
-
-
-def test_hello_names_the_data_ports_key() -> None:
-    (hello,) = said(SlaveBench(curve_key=b"k" * 32).link())
-    assert isinstance(hello, SlaveHello)
-    assert hello.curve_key == b"k" * 32
 
 
 def test_a_list_waits_for_no_job() -> None:

@@ -67,13 +67,6 @@ def one_link(mib_per_s: float) -> Callable[[Mapping[str, bool]], Mapping[str, fl
     return rates
 
 
-def test_one_stream_alone_is_never_held_back() -> None:
-    pace = credits_of(a=100)
-    assert pace.credit("a", 0.0) == MOST
-    run(pace, "a", own_links(a=100), 5.0)
-    assert pace.credit("a", 5.0) == MOST
-
-
 def test_the_streams_that_need_least_go_first() -> None:
     pace = credits_of(a=900, b=100, c=300, d=200)
     assert FIRST_STREAMS == 2
@@ -120,20 +113,6 @@ def test_a_stream_that_slows_down_makes_room() -> None:
 
     now_s = run(pace, "ab", slowed, 3.0, now_s)
     assert held(pace, "ab", now_s) == ""
-
-
-def test_a_stream_that_fell_silent_takes_no_place() -> None:
-    pace = credits_of(a=9e3, b=8e3)
-    now_s = run(pace, "ab", one_link(100), 4.0)
-    now_s = run(pace, "a", lambda is_held: {"a": 12.0 if is_held["a"] else 100.0}, 3.0, now_s)
-    assert pace.credit("a", now_s) == MOST
-
-
-def test_a_push_that_is_opened_again_says_how_much_is_left() -> None:
-    pace = credits_of(a=100, b=200, c=300)
-    assert held(pace, "abc", 0.0) == "c"
-    pace.note_open("c", 1 * MIB, 0.1)
-    assert held(pace, "abc", 0.1) == "b"
 
 
 def test_unknown_streams_are_served_in_the_order_of_their_coming_and_forgotten() -> None:
@@ -185,26 +164,6 @@ def test_whatever_happens_everybody_has_some_credit_and_somebody_all(steps: list
         found = [pace.credit(k, now_s) for k in "abcde"]
         assert set(found) <= {HELD, MOST}
         assert MOST in found
-
-
-def test_a_thousand_peers_cost_a_look_at_each_and_not_at_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """I15: whoever opens many connections and pulls through all of them must not keep the data thread busy."""
-    pace = Credits[int](MOST)
-    for now_s in (0.0, 2.5, 4.0, 5.5):
-        for key in range(MAX_STREAMS - 1):
-            pace.note_landed(key, MIB, now_s)
-    looks: list[int] = []
-    fastest = Credits._fastest
-
-    def looking(self: Credits[int]) -> float:
-        looks.append(self.n_streams)
-        return fastest(self)
-
-    monkeypatch.setattr(Credits, "_fastest", looking)
-    pace.note_landed(0, MIB, 7.0)  # an interval ends
-    pace.note_landed(MAX_STREAMS, MIB, 7.0)  # one more comes
-    assert pace.n_streams == MAX_STREAMS
-    assert 0 < sum(looks) <= 4 * MAX_STREAMS
 
 
 # ---- how many at full rate ----

@@ -269,15 +269,6 @@ def test_the_beat_shows_open_stagings(port: Port) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.binary(max_size=200), max_size=4))
-def test_any_frames_get_one_answer_and_change_nothing(frames: list[bytes]) -> None:
-    port = Port()
-    answer = port.port.answer([memoryview(frame) for frame in frames])
-    assert answer.header.op is DataOp.REFUSED
-    assert not port.staging.any()
-
-
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_damaged_message_never_lands_wrong_bytes(data: st.DataObject) -> None:
     """Bits flipped anywhere in header and payload are seen, and nothing counts as landed."""
@@ -329,15 +320,6 @@ def test_differences_to_a_version_that_left_are_refused_with_the_remedy(port: Po
         refusal = port.refused(header, body)
         assert refusal.code is RefusalCode.BASE_GONE
         assert "new ticket" in refusal.sentence
-
-
-def test_another_codec_than_the_tickets_is_refused(port: Port) -> None:
-    body = differences(Codec.INT8, CHUNKS[0])
-    header = replace(put(CHUNKS[0]), codec=Codec.INT8, checksum=checksum(body))
-    assert port.refused(header, body).code is RefusalCode.CHUNK
-    port.port.open(Slot(A, 1, 1, opening=8, wire=Codec.INT8, base=V0))
-    assert port.refused(put(CHUNKS[0]), payload(CHUNKS[0])).code is RefusalCode.CHUNK
-    assert port.refused(header, body[:-1]).code is RefusalCode.CHUNK
 
 
 def test_the_same_chunk_is_not_landed_twice_at_a_time(port: Port) -> None:

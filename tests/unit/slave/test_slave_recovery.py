@@ -35,7 +35,6 @@ from dips.core.messages import (
     CommitRecord,
     Configure,
     ConfigureRefused,
-    Flipped,
     Prepare,
     Ready,
     Refusal,
@@ -75,12 +74,6 @@ def test_the_origin_is_loaded_when_the_version_itself_is_not_there() -> None:
     assert (configured.kind, configured.fields["round"]) == ("configured", "r4.1")
 
 
-def test_after_a_crash_in_the_middle_the_renamed_one_is_loaded() -> None:
-    bench = recovering(BACK, BASE)
-    (load,) = runs(bench.command(go_back()), Configure)
-    assert load.source == BACK
-
-
 def test_once_it_is_there_the_same_command_is_ready_at_once() -> None:
     bench = recovering(BASE)
     bench.command(go_back())
@@ -104,21 +97,6 @@ def test_going_back_ends_an_open_round_and_the_version_in_memory(prepared_bench:
     prepared_bench.loaded(BACK)
     (refused,) = said(prepared_bench.command(commit()))
     assert isinstance(refused, RoundRefused)
-
-
-def test_a_slave_with_snapshots_begins_empty_when_the_master_knows_of_them() -> None:
-    bench = recovering(NEXT, BASE)
-    (load,) = runs(bench.command(configure(empty=True)), Configure)
-    assert load.source is None
-    assert said(bench.loaded()) == [Ready(None)]
-    bench.stage(A, 0)
-    donated = Version(4, 1)
-    (run,) = runs(bench.command(prepare(RoundId(4, 1), donated, None)), Prepare)
-    assert run.command == prepare(RoundId(4, 1), donated, None)
-    shadow = snapshot(donated, RoundId(4, 1), committed=False)
-    bench.prepared(shadow)
-    bench.command(commit(RoundId(4, 1), donated))
-    assert said(bench.committed(replace(shadow, committed=True))) == [Flipped(RoundId(4, 1), donated)]
 
 
 def test_a_version_in_memory_is_given_up_for_empty(bench: SlaveBench) -> None:

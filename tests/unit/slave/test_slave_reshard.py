@@ -153,6 +153,14 @@ def test_a_move_that_cannot_be_is_refused_before_anything_is_done(
     assert ready.phase is ShardPhase.READY
 
 
+def test_a_move_in_chunks_that_the_data_port_cannot_serve_is_refused() -> None:
+    bench = SlaveBench(settings=Settings(chunk_bytes=1022))
+    bench.attach()
+    (refused,) = said(bench.command(move(sources=spec(ELSEWHERE))))
+    assert isinstance(refused, RoundRefused)
+    assert refused.refusal.code is RefusalCode.CONFIG
+
+
 def test_an_abort_ends_a_move_under_way_and_frees_its_file(ready: SlaveBench) -> None:
     ready.command(move())
     out = ready.command(AbortRound(R2, "the operator took it back"))
@@ -160,13 +168,6 @@ def test_an_abort_ends_a_move_under_way_and_frees_its_file(ready: SlaveBench) ->
     moved(ready)  # it was done already when the word came
     assert ready.state.shard.moved is None
     assert MOVED not in ready.state.shard.offers()
-
-
-def test_an_abort_after_the_move_frees_its_file(ready: SlaveBench) -> None:
-    ready.command(move())
-    moved(ready)
-    assert only(ready.command(AbortRound(R2, "x")), effects.DropMoved) == [effects.DropMoved(MOVED)]
-    assert not only(ready.command(AbortRound(R2, "x")), effects.DropMoved)
 
 
 def test_a_new_master_ends_a_move_under_way(ready: SlaveBench) -> None:

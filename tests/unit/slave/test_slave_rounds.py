@@ -45,7 +45,6 @@ from dips.core.messages import (
     Prepare,
     Prepared,
     Ready,
-    Retain,
     RoundRefused,
 )
 from dips.slave.state import effects, events
@@ -62,23 +61,6 @@ def test_a_measure_knows_the_bases_of_its_pushes_and_says_their_directions(bench
     assert [(slot.number, slot.base) for slot in run.slots] == [(0, None), (1, V0)]
     measured = Measured(R2, (BlockGram(0, (1.0, 0.5, 1.0), (0, 0)),), (1.0, 2.0, 3.0))
     assert said(bench.give(events.Done(bench.job(), measured))) == [measured]
-
-
-def test_a_whole_round(bench: SlaveBench) -> None:
-    (run,) = runs(bench.command(measure()), Measure)
-    assert [slot.number for slot in run.slots] == [0]
-    (measured,) = said(bench.measured())
-    assert isinstance(measured, Measured)
-    (prepare_run,) = runs(bench.prepare(), Prepare)
-    assert [slot.number for slot in prepare_run.slots] == [0]
-    assert said(bench.prepared(SHADOW)) == [Prepared(R2, SHADOW.digest)]
-    (commit_run,) = runs(bench.command(commit()), Commit)
-    assert (commit_run.shadow, commit_run.command) == (SHADOW, commit())
-    out = bench.committed(NEXT)
-    assert said(out) == [Flipped(R2, V1)]
-    assert bench.state.shard.current == NEXT
-    (record,) = only(out, effects.Record)
-    assert (record.kind, record.fields["version"], record.fields["round"]) == ("committed", "1:1", "r1.2")
 
 
 def test_every_command_of_a_round_is_answered_again_and_not_done_again(bench: SlaveBench) -> None:
@@ -166,13 +148,6 @@ def test_an_impossible_round_is_refused_and_changes_nothing(bench: SlaveBench, b
     assert bench.phase is ShardPhase.READY
 
 
-def test_a_measure_without_participants_is_refused(bench: SlaveBench) -> None:
-    body = measure()
-    (refused,) = said(bench.command(type(body)(body.round, body.version, ())))
-    assert isinstance(refused, RoundRefused)
-    assert refused.refusal.code is RefusalCode.MALFORMED
-
-
 def test_the_seed_takes_exactly_one_push() -> None:
     bench = SlaveBench()
     bench.ready()
@@ -184,13 +159,6 @@ def test_the_seed_takes_exactly_one_push() -> None:
     bench.prepared(snapshot(V0, R1, committed=False))
     bench.command(commit(R1, V0))
     assert said(bench.committed(BASE)) == [Flipped(R1, V0)]
-
-
-def test_a_full_disk_at_prepare_refuses_the_round_and_the_slave_goes_on(bench: SlaveBench) -> None:
-    bench.prepare()
-    assert said(bench.failed(FULL)) == [RoundRefused(R2, "prepare", FULL)]
-    assert bench.phase is ShardPhase.READY
-    assert runs(bench.prepare(), Prepare)
 
 
 def test_a_commit_goes_only_forward_until_the_disk_takes_it(prepared_bench: SlaveBench) -> None:
@@ -215,23 +183,10 @@ def test_a_promotion_goes_only_forward_too() -> None:
     assert said(bench.loaded(NEXT)) == [Ready(V1, NEXT.digest)]
 
 
-def test_a_round_is_never_tried_again_by_itself(bench: SlaveBench) -> None:
-    bench.prepare()
-    out = bench.failed(FULL_NOW)
-    assert not runs(out, Prepare)
-    assert bench.phase is ShardPhase.READY
-
-
 def test_a_failed_commit_keeps_the_shadow_and_can_be_sent_again(prepared_bench: SlaveBench) -> None:
     prepared_bench.command(commit())
     assert said(prepared_bench.failed(FULL)) == [RoundRefused(R2, "commit", FULL)]
     assert runs(prepared_bench.command(commit()), Commit)
-
-
-def test_a_failed_measure_leaves_the_slave_ready(bench: SlaveBench) -> None:
-    bench.command(measure())
-    assert said(bench.failed(FULL)) == [RoundRefused(R2, "measure", FULL)]
-    assert bench.phase is ShardPhase.READY
 
 
 def test_a_commit_of_another_round_is_refused(prepared_bench: SlaveBench) -> None:
@@ -241,13 +196,6 @@ def test_a_commit_of_another_round_is_refused(prepared_bench: SlaveBench) -> Non
         assert "send Configure" in refused.refusal.sentence
 
 
-def test_an_answer_asked_by_an_earlier_incarnation_is_not_sent(bench: SlaveBench) -> None:
-    bench.command(measure())
-    bench.give(events.Unlinked("reset"))
-    bench.attach(2)
-    assert said(bench.measured()) == []
-
-
 def test_a_commit_that_ends_without_a_stream_still_flips(prepared_bench: SlaveBench) -> None:
     prepared_bench.command(commit())
     prepared_bench.give(events.Unlinked("reset"))
@@ -255,10 +203,6 @@ def test_a_commit_that_ends_without_a_stream_still_flips(prepared_bench: SlaveBe
     assert prepared_bench.state.shard.current == NEXT
     prepared_bench.attach(2)
     assert said(prepared_bench.command(configure(NEXT))) == [Ready(V1, NEXT.digest)]
-
-
-def test_retain_sets_the_pins(bench: SlaveBench) -> None:
-    assert bench.command(Retain((V0, V1))) == [Retain((V0, V1))]
 
 
 def test_the_end_of_a_job_that_is_over_changes_nothing(bench: SlaveBench) -> None:

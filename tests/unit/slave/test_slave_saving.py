@@ -36,7 +36,6 @@ from dips.core.messages import (
 )
 from dips.slave.state import effects, events
 from dips.slave.state.effects import Effect
-from dips.slave.state.shard import SAVE_TABLE, SavePhase
 
 ASYNC = Settings(durability="async")
 
@@ -102,15 +101,6 @@ def test_a_round_answers_without_the_disk_and_the_save_begins_with_the_commit(la
     assert isinstance(record, effects.Record), "the tape comes before the answer that it proves"
     assert isinstance(answer, effects.SendUp)
     assert durable(late) == 0
-
-
-def test_durable_moves_only_with_the_disk_and_the_tape_says_so(late: SlaveBench) -> None:
-    one_round(late, 1)
-    out = saved(late, 1, 1)
-    assert durable(late) == 1
-    (record,) = only(out, effects.Record)
-    assert (record.kind, record.fields["version"], record.fields["round"]) == ("persisted", "1:1", "r1.2")
-    assert not only(out, effects.SaveVersion)
 
 
 def test_versions_that_were_overtaken_are_skipped(late: SlaveBench) -> None:
@@ -184,27 +174,6 @@ def test_a_save_of_a_history_that_was_given_up_says_nothing_of_the_new_one(late:
     assert durable(late) is None
     late.loaded(BASE)
     assert durable(late) == 0
-
-
-def test_with_sync_what_is_committed_is_durable_and_nothing_is_saved_later() -> None:
-    bench = SlaveBench()
-    bench.ready(BASE)
-    bench.stage(A, 0)
-    (run,) = runs(bench.prepare(), Prepare)
-    assert run.durable
-    bench.prepared(version(1, committed=False))
-    (run_commit,) = runs(bench.command(commit()), Commit)
-    assert run_commit.durable
-    out = bench.committed(version(1))
-    assert not only(out, effects.SaveVersion)
-    assert durable(bench) == 1
-    (record,) = only(out, effects.Record)
-    assert (record.fields["durable"], record.fields["commit_hash"]) == (True, b"hash".hex())
-
-
-def test_every_arrow_of_saving_is_walked_by_the_tests_above() -> None:
-    assert {start for start, _, _ in SAVE_TABLE.arrows()} == set(SavePhase)
-    assert SAVE_TABLE.inputs() == ["behind", "failed", "retry", "saved"]
 
 
 @given(st.lists(st.sampled_from(["round", "saved", "failed", "again"]), max_size=40))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +12,13 @@ from support.slave_wire import LAYOUT, push_id
 
 from dips.core.chunks import Chunk, chunks_of, digest_of_array
 from dips.core.chunks import checksum as checksum_of
-from dips.core.errors import LocalProtocolError, RefusalCode, Refused
-from dips.core.ids import PushId, Version
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import PushId
 from dips.core.layout import Block
 from dips.core.net.data_header import MAX_MISSING, DataHeader, DataOp, MissingChunk
 from dips.core.wire import Codec
 from dips.slave.data_port import rows_of_arrays
-from dips.slave.state.staging import ShardMap, Slot, StagingTable, find_version
+from dips.slave.state.staging import ShardMap, Slot, StagingTable
 
 CHUNK_BYTES = 1024
 BLOCKS = [block for block in LAYOUT.blocks if block.block_id % 2 == 0]
@@ -83,16 +82,6 @@ def refusal(table: StagingTable, header: DataHeader, payload_bytes: int | None =
     return caught.value
 
 
-def test_every_chunk_has_its_own_place_without_gaps() -> None:
-    shard = ShardMap(BLOCKS, CHUNK_BYTES)
-    places = [shard.find(put(chunk)) for chunk in CHUNKS]
-    assert [place.index for place in places] == list(range(len(CHUNKS)))
-    ends = [place.start_byte + place.length_bytes for place in places]
-    assert [place.start_byte for place in places] == [0, *ends[:-1]]
-    assert ends[-1] == shard.n_bytes == len(DATA)
-    assert shard.n_chunks == len(CHUNKS)
-
-
 @pytest.mark.parametrize("make", [StagingTable, arrays])
 @given(data=st.data())
 def test_any_order_and_any_duplicates_end_in_the_same_digest(
@@ -115,17 +104,6 @@ def test_any_order_and_any_duplicates_end_in_the_same_digest(
     assert table.missing(staging) == ()
 
 
-@given(st.sets(st.integers(0, len(CHUNKS) - 1)))
-def test_what_is_missing_is_exactly_what_did_not_land(landed: set[int]) -> None:
-    table = StagingTable(ShardMap(BLOCKS, CHUNK_BYTES))
-    staging = table.open(Slot(A, 1, 0))
-    for index in landed:
-        land(table, put(CHUNKS[index]))
-    left = [MissingChunk(c.block_id, c.offset_bytes) for i, c in enumerate(CHUNKS) if i not in landed]
-    assert list(table.missing(staging)) == left
-    assert staging.complete is (not left)
-
-
 @given(st.sets(st.integers(0, len(CHUNKS) - 1)), st.integers(0, 2**32 - 1) | st.integers(0, 12), st.data())
 def test_what_is_missing_is_named_from_any_place_on(landed: set[int], block: int, data: st.DataObject) -> None:
     """Also from one that no block has: the place comes over a socket."""
@@ -145,38 +123,6 @@ def test_one_answer_names_at_most_max_missing_chunks() -> None:
     assert len(table.missing(table.open(Slot(A, 1, 0)))) == MAX_MISSING
 
 
-def test_an_incomplete_push_has_no_digest(table: StagingTable) -> None:
-    with pytest.raises(LocalProtocolError, match="0 of"):
-        table.find(A, 1).digest()
-
-
-@pytest.mark.parametrize(
-    ("change", "code", "words"),
-    [
-        ({"push": B}, RefusalCode.UNKNOWN_PUSH, "ask the master for a ticket"),
-        ({"attempt": 2}, RefusalCode.UNKNOWN_PUSH, "attempt 2"),
-        ({"block": 1}, RefusalCode.CHUNK, "does not hold the block"),
-        ({"block": 99}, RefusalCode.CHUNK, "does not hold the block"),
-        ({"offset_bytes": 4}, RefusalCode.CHUNK, "multiple of 1024"),
-        ({"offset_bytes": 1024 * 1024}, RefusalCode.CHUNK, "below the block's"),
-        ({"offset_bytes": 2**63}, RefusalCode.CHUNK, "below the block's"),
-        ({"length_bytes": 1020}, RefusalCode.CHUNK, "this chunk has 1024"),
-        ({"length_bytes": 2**62}, RefusalCode.CHUNK, "this chunk has 1024"),
-        ({"codec": Codec.NONE}, RefusalCode.CHUNK, "F32"),
-    ],
-)
-def test_a_wrong_header_is_refused_with_its_reason(
-    table: StagingTable, change: dict[str, object], code: RefusalCode, words: str
-) -> None:
-    refused = refusal(table, replace(put(CHUNKS[0]), **change))  # type: ignore[arg-type]
-    assert refused.code is code
-    assert words in refused.sentence
-
-
-def test_a_payload_of_another_length_is_refused(table: StagingTable) -> None:
-    assert refusal(table, put(CHUNKS[0]), 1023).code is RefusalCode.CHUNK
-
-
 def test_an_early_chunk_is_invited_again_but_a_replaced_attempt_is_not(table: StagingTable) -> None:
     assert refusal(table, put(CHUNKS[0], B)).retry_after_s > 0
     table.open(Slot(A, 2, 0))
@@ -184,13 +130,6 @@ def test_an_early_chunk_is_invited_again_but_a_replaced_attempt_is_not(table: St
     assert late.code is RefusalCode.UNKNOWN_PUSH
     assert late.retry_after_s == 0
     assert "replaced by 2" in late.sentence
-
-
-def test_a_landed_chunk_never_changes(table: StagingTable) -> None:
-    land(table, put(CHUNKS[0]))
-    refused = refusal(table, replace(put(CHUNKS[0]), checksum=1))
-    assert refused.code is RefusalCode.DIGEST
-    assert "never change" in refused.sentence
 
 
 def test_a_new_attempt_adopts_what_landed(table: StagingTable) -> None:
@@ -237,13 +176,3 @@ def test_progress_is_in_push_order(table: StagingTable) -> None:
     table.open(Slot(push_id("b"), 4, 2))
     land(table, put(CHUNKS[0]))
     assert [(p.push, p.attempt, p.landed_bytes) for p in table.progress()] == [(A, 1, 1024), (B, 4, 0)]
-
-
-def test_a_version_that_left_is_gone_and_says_what_is_kept() -> None:
-    shard = ShardMap(BLOCKS, CHUNK_BYTES)
-    get = replace(put(CHUNKS[1]), op=DataOp.GET_CHUNK, version=Version(1, 4))
-    kept = frozenset({Version(1, 4), Version(1, 5)})
-    assert find_version(shard, get, kept).index == 1
-    with pytest.raises(Refused, match=r"1:3 is not kept here \(kept: 1:4, 1:5\)") as caught:
-        find_version(shard, replace(get, version=Version(1, 3)), kept)
-    assert caught.value.code is RefusalCode.VERSION_GONE

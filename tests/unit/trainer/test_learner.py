@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from dips.core.errors import ConfigError, RemoteProtocolError
+from dips.core.errors import ConfigError
 from dips.core.messages import DataRange
 from dips.trainer.config import TrainConfig
 from dips.trainer.corpus import all_ranges, take_rows
@@ -60,31 +59,6 @@ def test_it_steps_as_the_trainer_does_to_the_bit(config: TrainConfig, text: Shar
     assert np.array_equal(vector(learner), theirs)
 
 
-@pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])
-def test_a_reset_forgets_the_state_of_all_optimizers(
-    config: TrainConfig, text: SharedText, inner_optimizer: str
-) -> None:
-    config = config.model_copy(update={"inner_optimizer": inner_optimizer})
-    inner, learner = InnerTrainer(config), ByteLearner(config, text, TOTAL)
-    (rows,) = batches(text, 1)
-    rate = schedule_of(config, TOTAL).at(0)
-    assert learner.step(rows, 0) == inner_step(
-        inner.model, inner.optimizers, make_batch(text.training, rows), rate, config.grad_clip
-    )
-    assert len(learner._optimizers) == (1 if inner_optimizer == "adamw" else 2)
-    assert all(optimizer.state for optimizer in learner._optimizers)
-    learner.reset_inner_optimizer()
-    assert not any(optimizer.state for optimizer in learner._optimizers)
-
-
-def test_learners_of_one_configuration_begin_alike_and_share_the_text(config: TrainConfig) -> None:
-    text = read_text(config)
-    one, two = ByteLearner(config, text, TOTAL), ByteLearner(config, text, TOTAL)
-    assert np.array_equal(vector(one), vector(two))
-    assert one.data_plan() == two.data_plan()
-    assert one._text is two._text
-
-
 def test_the_rate_follows_the_runs_progress(config: TrainConfig, text: SharedText) -> None:
     rows = batches(text, 1)[0]
     moved = []
@@ -133,12 +107,6 @@ def test_installing_keeps_the_moments_and_a_reset_forgets_them(config: TrainConf
     assert np.array_equal(results[1], vector(fresh))
 
 
-def test_a_range_that_the_text_does_not_have_is_refused(config: TrainConfig, text: SharedText) -> None:
-    learner = ByteLearner(config, text, TOTAL)
-    with pytest.raises(RemoteProtocolError, match="but the plan has"):
-        learner.step([DataRange(1, 0, 1 << 30, 0, 16)], 0)
-
-
 def test_the_evaluation_is_the_trainers(config: TrainConfig, text: SharedText) -> None:
     inner, evaluate = InnerTrainer(config), evaluator(config, text)
     learner = ByteLearner(config, text, TOTAL)
@@ -150,16 +118,6 @@ def test_the_evaluation_is_the_trainers(config: TrainConfig, text: SharedText) -
     assert evaluate(vector(learner)) == heldout_loss(inner.model, windows_of(inner.heldout, config.sequence_tokens))
 
 
-def test_a_model_with_nan_evaluates_to_nan(config: TrainConfig, text: SharedText) -> None:
-    flat = np.full(ByteLearner(config, text, TOTAL).layout().n_elems, np.nan, np.float32)
-    assert math.isnan(evaluator(config, text)(flat))
-
-
 def test_a_vector_of_another_length_is_refused(config: TrainConfig, text: SharedText) -> None:
     with pytest.raises(ConfigError, match="the vector has shape"):
         evaluator(config, text)(np.zeros(3, np.float32))
-
-
-def test_text_that_cannot_be_used_is_refused(config: TrainConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
-        read_text(config.model_copy(update={"data": (tmp_path / "none",)}))

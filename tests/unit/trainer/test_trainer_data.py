@@ -48,13 +48,6 @@ def test_the_plan_counts_whole_chunks() -> None:
     assert plan.total_tokens == (n_bytes - 1) // CHUNK * CHUNK
 
 
-def test_two_instances_agree_on_every_range() -> None:
-    one, other = text(), text()
-    assert one.plan == other.plan
-    for pass_index in (0, 1, 5):
-        assert chunks_of_pass(one, pass_index) == chunks_of_pass(other, pass_index)
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -82,16 +75,6 @@ def test_a_pass_holds_the_text_and_the_next_one_holds_it_in_another_order() -> N
         assert not found - Counter(joined)
 
 
-def test_documents_stay_in_one_piece_between_separators() -> None:
-    source = text(chunk_tokens=100)
-    n_chunks = source.plan.total_tokens // 100
-    parts = [source.tokens_of(DataRange(1, 0, c, 0, 100))[:-1].tobytes() for c in range(n_chunks)]
-    known = [d.text for d in documents()]
-    for part in parts:
-        for piece in part.split(SEPARATOR):
-            assert any(piece in whole_text for whole_text in known)
-
-
 def test_chunks_that_follow_one_another_are_not_neighbours_in_the_text() -> None:
     chunks, known = chunks_of_pass(text(), 0), SEPARATOR.join(d.text for d in documents())
     neighbours = sum(a + b in known for a, b in pairwise(chunks))
@@ -104,12 +87,6 @@ def test_a_range_comes_with_the_byte_after_it() -> None:
     part = source.tokens_of(DataRange(1, 0, 3, 10, 30))
     assert len(part) == 21
     assert np.array_equal(part, whole_chunk[10:31])
-
-
-def test_the_last_chunk_has_a_byte_after_it_too() -> None:
-    source = text()
-    lengths = {len(source.tokens_of(whole(c))) for c in range(source.plan.total_tokens // CHUNK)}
-    assert lengths == {CHUNK + 1}
 
 
 @pytest.mark.parametrize(
@@ -173,13 +150,6 @@ def test_a_batch_mixes_chunks() -> None:
     for _ in range(8 * CHUNK // (4 * 16)):
         assert len({part.chunk for part in batches.next().ranges}) == 4
     assert batches.held_tokens == 0
-
-
-def test_one_chunk_alone_is_used_up_in_order() -> None:
-    batches = LeasedBatches(text(), batch_size=3, sequence_tokens=16)
-    batches.add([whole(0)])
-    assert [(p.begin_tokens, p.end_tokens) for p in batches.next().ranges] == [(0, 16), (16, 32), (32, 48)]
-    assert [(p.begin_tokens, p.end_tokens) for p in batches.next().ranges] == [(48, 64)]
 
 
 RANGES = st.lists(

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +54,8 @@ def train(tmp_path: Path) -> TrainConfig:
     for number in range(12):
         words = np.random.default_rng(number).choice(["def ", "return ", "x", " = ", "y\n", "class "], 800)
         (folder / f"{number}.txt").write_text("".join(words))
-    return TrainConfig(data=(folder,), heldout_fraction=0.2, chunk_tokens=64, sequence_tokens=64)
+    small: dict[str, Any] = {"heldout_max_bytes": 1500, "chunk_tokens": 64, "sequence_tokens": 64}
+    return TrainConfig(data=(folder,), heldout_fraction=0.2, **small)
 
 
 @pytest.fixture
@@ -91,10 +93,10 @@ def test_the_loss_is_the_mean_over_all_bytes() -> None:
 
 @pytest.mark.usefixtures("restored_threads")
 def test_the_loss_does_not_depend_on_threads() -> None:
-    model = ByteModel(SIZES["small"])
-    windows = np.random.default_rng(0).integers(0, 256, (40, 129))
+    model = ByteModel(ModelConfig(64, 1, 64))
+    windows = np.random.default_rng(0).integers(0, 256, (EVAL_BATCH + 3, 65))
     losses = []
-    for threads in (1, 2, 4):
+    for threads in (1, 2):
         torch.set_num_threads(threads)
         losses.append(heldout_loss(model, windows))
     assert max(losses) - min(losses) < 1e-6
@@ -111,14 +113,8 @@ def test_an_export_gives_back_every_bit(tmp_path: Path) -> None:
     assert read.layout == original.layout
     assert read.sequence_tokens == 128
     assert np.array_equal(read.flat.view(np.uint32), original.flat.view(np.uint32))
-
-
-def test_an_export_is_named_tensors_that_any_tool_reads(tmp_path: Path) -> None:
-    original = fetched()
-    export_model(original, tmp_path / "model.safetensors")
-    tensors = load_file(tmp_path / "model.safetensors")
-    model = ByteModel(SIZES["tiny"], seed=99)
-    model.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
+    model = ByteModel(SIZES["tiny"], seed=99)  # and any tool reads its tensors by name
+    model.load_state_dict({name: torch.from_numpy(t) for name, t in load_file(tmp_path / "model.safetensors").items()})
     assert torch.equal(model.embedding.weight, ByteModel(SIZES["tiny"], seed=0).embedding.weight)
 
 
@@ -141,11 +137,6 @@ def test_an_exported_model_has_the_loss_that_was_reported_for_it(tmp_path: Path,
         evaluated = Evaluator(train.model_copy(update={"threads": threads}))(read_export(tmp_path / "m"))
         assert evaluated.loss == pytest.approx(reported.loss, abs=1e-6)
         assert replace(evaluated, loss=reported.loss) == reported
-
-
-def test_another_model_has_another_loss(train: TrainConfig) -> None:
-    evaluate = Evaluator(train)
-    assert evaluate(fetched(seed=1)).loss != evaluate(fetched(seed=2)).loss
 
 
 def test_the_model_of_an_export_predicts_as_the_exported_one(tmp_path: Path) -> None:
@@ -178,9 +169,6 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest
         export_model(own_model(), path)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere/m cannot be written: No such file"):
         export_model(own_model(), tmp_path / "nowhere" / "m")
 
@@ -220,11 +208,6 @@ def _metadata(**changes: str | None) -> dict[str, str]:
 
 
 TENSORS = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.array(12, np.float32)}
-
-
-def test_the_damage_below_is_the_only_damage(tmp_path: Path) -> None:
-    save_file(TENSORS, tmp_path / "m", _metadata())
-    assert np.array_equal(read_export(tmp_path / "m").flat, own_model().flat)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -119,59 +119,32 @@ def test_the_next_version_is_the_one_after_the_last(
     assert next_version(published, last) == wanted
 
 
-def test_every_version_is_evaluated_when_it_can_keep_up(tmp_path: Path) -> None:
-    tape = tmp_path / "tape"
-    script: Iterable[StatusReply] = (status(None), status(v(0)), status(v(1)), status(v(1)), status(v(2), stopped=True))
-    waits = follow(Run(*script), tape)
-    assert evaluated(tape) == [("1:0", 0, 10.0), ("1:1", 100, 9.0), ("1:2", 200, 8.0)]
+AWAY = RetryLater("no process answers", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("script", "kept", "seen", "asked"),
+    [
+        ([status(None), status(v(0)), status(v(1)), status(v(1)), status(v(2), True)], 2, [v(0), v(1), v(2)], None),
+        ([status(v(0)), status(v(3)), status(v(3), True)], 5, [v(0), v(1), v(2), v(3)], None),
+        # Versions that are gone are left out, the last one never.
+        ([status(v(0)), status(v(7)), status(v(8), True)], 2, [v(0), v(7), v(8)], [v(0), v(1), None, v(8)]),
+        ([status(v(0)), status(v(5), True)], 2, [v(0), v(5)], None),
+        ([status(None, True)], 2, [], []),
+        ([status(v(5)), status(v(4, 2)), status(v(5, 2), True)], 2, [v(5), v(4, 2), v(5, 2)], None),  # a rollback
+        # In its run a master that goes away is waited for without limit.
+        ([status(v(0)), *[AWAY] * 100, status(v(1)), status(v(2), True)], 2, [v(0), v(1), v(2)], None),
+    ],
+)
+def test_every_version_is_evaluated_as_far_as_it_is_kept_and_the_last_one_always(
+    tmp_path: Path, script: list[StatusReply | RetryLater], kept: int, seen: list[Version],
+    asked: list[Version | None] | None,
+) -> None:  # fmt: skip
+    run = Run(*script, kept=kept)
+    waits = follow(run, tmp_path / "tape")
+    assert evaluated(tmp_path / "tape") == [(str(each), 100 * each.v, 10.0 - each.v) for each in seen]
     assert waits.calls < waits.limit
-
-
-def test_versions_that_are_still_kept_are_caught_up(tmp_path: Path) -> None:
-    tape = tmp_path / "tape"
-    follow(Run(status(v(0)), status(v(3)), status(v(3), stopped=True), kept=5), tape)
-    assert versions(tape) == ["1:0", "1:1", "1:2", "1:3"]
-
-
-def test_versions_that_are_gone_are_left_out(tmp_path: Path) -> None:
-    tape = tmp_path / "tape"
-    run = Run(status(v(0)), status(v(7)), status(v(8), stopped=True))
-    follow(run, tape)
-    assert versions(tape) == ["1:0", "1:7", "1:8"]
-    assert run.asked == [v(0), v(1), None, v(8)]
-
-
-def test_the_last_version_is_evaluated_before_the_end(tmp_path: Path) -> None:
-    tape = tmp_path / "tape"
-    follow(Run(status(v(0)), status(v(5), stopped=True)), tape)
-    assert versions(tape)[-1] == "1:5"
-
-
-def test_a_run_that_stopped_without_a_version_is_an_end(tmp_path: Path) -> None:
-    tape = tmp_path / "tape"
-    waits = follow(Run(status(None, stopped=True)), tape)
-    assert evaluated(tape) == []
-    assert waits.calls == 1
-
-
-def test_a_rollback_is_followed(tmp_path: Path) -> None:
-    tape = tmp_path / "tape"
-    follow(Run(status(v(5)), status(v(4, timeline=2)), status(v(5, timeline=2), stopped=True)), tape)
-    assert versions(tape) == ["1:5", "2:4", "2:5"]
-
-
-def test_a_master_that_is_away_is_waited_for(tmp_path: Path) -> None:
-    tape = tmp_path / "tape"
-    away = RetryLater("no process answers", 1.0)
-    follow(Run(status(v(0)), away, away, away, status(v(1), stopped=True)), tape)
-    assert versions(tape) == ["1:0", "1:1"]
-
-
-def test_a_master_that_goes_away_in_its_run_is_waited_for_without_limit(tmp_path: Path) -> None:
-    tape = tmp_path / "tape"
-    away = [RetryLater("no process answers", 1.0)] * 100
-    follow(Run(status(v(0)), *away, status(v(1)), status(v(2), stopped=True)), tape)
-    assert versions(tape) == ["1:0", "1:1", "1:2"]
+    assert asked is None or run.asked == asked
 
 
 @pytest.mark.parametrize("before", [[], [replace(status(v(0)), stopping=True)]], ids=["never answered", "stopping"])

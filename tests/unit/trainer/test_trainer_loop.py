@@ -25,7 +25,7 @@ from dips.trainer import train as module
 from dips.trainer.config import TrainConfig
 from dips.trainer.corpus import all_ranges
 from dips.trainer.progress import StopSignals
-from dips.trainer.train import InnerTrainer, run, schedule_of
+from dips.trainer.train import run, schedule_of
 from dips.worker.checkpoint import InnerState
 from dips.worker.config import ClientConfig
 from dips.worker.parameters import ParameterStore
@@ -133,13 +133,7 @@ def train(tmp_path: Path) -> TrainConfig:
     return TrainConfig(data=(folder,), heldout_fraction=0.2, device="cpu", **knobs)
 
 
-def test_it_trains_until_the_driver_is_done_and_leaves(driver: type[ScriptedDriver], train: TrainConfig) -> None:
-    assert run(train, CLIENT) == 0
-    assert len(driver.last.steps) == driver.end_after
-    assert driver.last.closed == ["finished"]
-
-
-def test_the_tape_has_a_step_before_what_the_driver_writes_of_it(
+def test_one_run_claims_what_it_trained_on_and_its_tape_tells_of_it(
     driver: type[ScriptedDriver], train: TrainConfig, tmp_path: Path
 ) -> None:
     """In its last step the driver leaves the run, which ends a tape."""
@@ -148,16 +142,10 @@ def test_the_tape_has_a_step_before_what_the_driver_writes_of_it(
         if len(scripted.steps) == scripted.end_after:
             scripted.tape.write("left", "cause", reason="finished")
 
-    driver.at_step = staticmethod(leaves)
-    tape = tmp_path / "tape"
-    run(train, CLIENT.model_copy(update={"tape": tape}))
-    kinds = [(record["kind"], record.get("tokens")) for record in read_tape(tape)]
-    assert kinds[-2:] == [("step", driver.end_after * train.step_tokens), ("left", None)]
-
-
-def test_steps_claim_exactly_what_they_trained_on(driver: type[ScriptedDriver], train: TrainConfig) -> None:
-    driver.end_after = 40
-    run(train, CLIENT)
+    driver.end_after, driver.at_step = 40, staticmethod(leaves)
+    assert run(train, CLIENT.model_copy(update={"tape": tmp_path / "tape"})) == 0
+    assert (len(driver.last.steps), driver.last.closed) == (40, ["finished"])
+    assert driver.last.boundaries == 40 + len(driver.last.wanted), "each may become a checkpoint"
     seen: Counter[tuple[int, int]] = Counter()
     for tokens, ranges, loss in driver.last.steps:
         assert tokens == sum(part.tokens for part in ranges) == train.step_tokens
@@ -166,6 +154,13 @@ def test_steps_claim_exactly_what_they_trained_on(driver: type[ScriptedDriver], 
     lent = {(part.chunk, token) for part in driver.last.lent for token in range(part.begin_tokens, part.end_tokens)}
     assert set(seen.values()) == {1}
     assert set(seen) <= lent
+    *records, left = read_tape(tmp_path / "tape")
+    assert left["kind"] == "left"
+    steps = [record for record in records if record["kind"] == "step"]
+    assert [record["tokens"] for record in steps] == [n * train.step_tokens for n in range(2, 41, 2)]
+    losses = [loss for _, _, loss in driver.last.steps]
+    assert steps[0]["loss"] == pytest.approx((losses[0] + losses[1]) / 2)
+    assert (steps[0]["version"], steps[0]["cause"]) == ("1:4", "cause")
 
 
 def test_it_leases_enough_to_mix_chunks_and_for_the_steps_to_come(
@@ -237,7 +232,9 @@ def test_what_was_leased_just_after_a_new_join_is_trained_on(driver: type[Script
     assert claimed == {part.chunk for part in driver.last.lent}
 
 
-def test_a_driver_that_ends_while_lending_ends_the_loop(driver: type[ScriptedDriver], train: TrainConfig) -> None:
+def test_a_run_that_is_over_at_the_start_or_ends_while_it_lends_is_left(
+    driver: type[ScriptedDriver], train: TrainConfig
+) -> None:
     def ends(scripted: ScriptedDriver) -> None:
         def lease(tokens: int) -> list[DataRange]:
             scripted.done = True
@@ -245,15 +242,10 @@ def test_a_driver_that_ends_while_lending_ends_the_loop(driver: type[ScriptedDri
 
         scripted.lease = lease  # type: ignore[method-assign]
 
-    driver.at_start = staticmethod(ends)
-    assert run(train, CLIENT) == 0
-    assert driver.last.steps == []
-
-
-def test_a_run_that_is_over_at_the_start_is_left_at_once(driver: type[ScriptedDriver], train: TrainConfig) -> None:
-    driver.at_start = staticmethod(ScriptedDriver.request_stop)
-    assert run(train, CLIENT) == 0
-    assert (driver.last.steps, driver.last.wanted) == ([], [])
+    for at_start in (ends, ScriptedDriver.request_stop):
+        driver.at_start = staticmethod(at_start)
+        assert run(train, CLIENT) == 0
+        assert (driver.last.steps, driver.last.wanted) == ([], [])
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -303,18 +295,6 @@ def test_the_wait_of_a_slower_cluster_comes_before_the_driver_hears_of_the_step(
     assert all(timeout_s > 0 for _, timeout_s in waits)
 
 
-def test_the_tape_tells_loss_over_the_tokens_of_the_run(
-    driver: type[ScriptedDriver], train: TrainConfig, tmp_path: Path
-) -> None:
-    run(train, CLIENT.model_copy(update={"tape": tmp_path / "tape"}))
-    records = [record for record in read_tape(tmp_path / "tape") if record["kind"] == "step"]
-    assert [record["tokens"] for record in records] == [2 * 32, 4 * 32, 6 * 32]
-    losses = [loss for _, _, loss in driver.last.steps]
-    assert records[0]["loss"] == pytest.approx((losses[0] + losses[1]) / 2)
-    assert records[0]["version"] == "1:4"
-    assert records[0]["cause"] == "cause"
-
-
 def test_the_learning_rate_goes_by_the_runs_tokens(
     driver: type[ScriptedDriver], train: TrainConfig, tmp_path: Path
 ) -> None:
@@ -327,24 +307,6 @@ def test_the_learning_rate_goes_by_the_runs_tokens(
     rates = [record["lr"] for record in read_tape(tmp_path / "tape") if record["kind"] == "step"]
     assert rates[-1] == pytest.approx(train.lr * train.min_lr_fraction, rel=0.01)
     assert schedule_of(slow, 10_000).at(9_900) == pytest.approx(rates[0], rel=0.01)
-
-
-def test_the_learning_rate_follows_a_limit_that_moves(
-    driver: type[ScriptedDriver], train: TrainConfig, tmp_path: Path
-) -> None:
-    def extended(scripted: ScriptedDriver) -> None:
-        scripted.total_tokens, scripted.progress = 20_000, 10_000
-
-    driver.at_step = staticmethod(extended)
-    short = train.model_copy(update={"warmup_tokens": 100, "log_every_steps": 1})
-    run(short, CLIENT.model_copy(update={"tape": tmp_path / "tape"}))
-    rates = [record["lr"] for record in read_tape(tmp_path / "tape") if record["kind"] == "step"]
-    assert rates[-1] == pytest.approx(schedule_of(short, 20_000).at(10_000))
-
-
-def test_a_client_without_a_name_is_told_so(driver: type[ScriptedDriver], train: TrainConfig) -> None:
-    with pytest.raises(ConfigError, match="DIPS_CLUSTER"):
-        run(train, ClientConfig(master="127.0.0.1:1"))
 
 
 @pytest.mark.parametrize(
@@ -375,9 +337,13 @@ def test_a_rank_that_is_alone_says_whether_a_person_must_act(
 
 
 def test_without_a_master_it_trains_for_so_many_steps(train: TrainConfig, tmp_path: Path) -> None:
-    tape = tmp_path / "tape"
-    assert run(train.model_copy(update={"steps": 10, "warmup_tokens": 0}), ClientConfig(tape=tape)) == 0
-    records = list(read_tape(tape))
+    """And again to the bit."""
+    records, again = [], []
+    for name, into in (("one", records), ("two", again)):
+        tape = tmp_path / name
+        assert run(train.model_copy(update={"steps": 10, "warmup_tokens": 0}), ClientConfig(tape=tape)) == 0
+        into += read_tape(tape)
+    assert [record["loss"] for record in records] == [record["loss"] for record in again]
     steps = [record for record in records if record["kind"] == "step"]
     assert [record["steps"] for record in steps] == [2, 4, 6, 8, 10]
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
@@ -386,41 +352,12 @@ def test_without_a_master_it_trains_for_so_many_steps(train: TrainConfig, tmp_pa
     assert records[-1]["loss"] < math.log(256)
 
 
-def test_training_alone_can_be_repeated_to_the_bit(train: TrainConfig, tmp_path: Path) -> None:
-    losses = []
-    for name in ("one", "two"):
-        run(train.model_copy(update={"steps": 6}), ClientConfig(tape=tmp_path / name))
-        losses.append([record["loss"] for record in read_tape(tmp_path / name)])
-    assert losses[0] == losses[1]
-
-
 def test_without_a_master_and_steps_both_remedies_are_named(train: TrainConfig) -> None:
     with pytest.raises(ConfigError, match=r"--master HOST:PORT .* or --steps N"):
         run(train, ClientConfig())
 
 
-def test_ctrl_c_ends_training_alone(train: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, made = InnerTrainer.step, []
-
-    def interrupted(inner: InnerTrainer, *args: Any) -> float:
-        made.append(step(inner, *args))
-        if len(made) == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-        return made[-1]
-
-    monkeypatch.setattr(InnerTrainer, "step", interrupted)
-    tape = tmp_path / "tape"
-    assert run(train.model_copy(update={"steps": 1000}), ClientConfig(tape=tape)) == 130
-    assert len(made) == 4
-    assert list(read_tape(tape))[-1]["tokens"] == 4 * train.step_tokens
-
-
 # ---- checkpoints ----
-
-
-def test_every_step_boundary_may_become_a_checkpoint(driver: type[ScriptedDriver], train: TrainConfig) -> None:
-    run(train, CLIENT)
-    assert driver.last.boundaries == driver.end_after + len(driver.last.wanted)
 
 
 def test_a_resumed_loop_makes_the_batches_that_were_to_come(driver: type[ScriptedDriver], train: TrainConfig) -> None:

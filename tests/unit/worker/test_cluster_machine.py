@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 import pytest
-from support.cluster_bench import LEASED, OWN, SETTINGS, TK_MAX, TOKENS, ClusterBench, phase_of, session_config
+from support.cluster_bench import LEASED, SETTINGS, TK_MAX, ClusterBench, phase_of, session_config
 
 from dips.core.errors import (
     NAME_TAKEN_EXIT,
@@ -14,8 +14,6 @@ from dips.core.errors import (
     LocalProtocolError,
     RefusalCode,
     Refused,
-    RemoteProtocolError,
-    RetryLater,
 )
 from dips.core.ids import Incarnation, RoundId, Version
 from dips.core.messages import (
@@ -27,7 +25,6 @@ from dips.core.messages import (
     BeginPushReply,
     BeginPushRequest,
     Busy,
-    DataMode,
     DataRange,
     FinishPullReply,
     FinishPullRequest,
@@ -108,14 +105,14 @@ def test_the_first_cluster_seeds_with_no_work_and_pulls_what_became_of_it() -> N
     assert life.phase is SessionPhase.TRAINING
 
 
-def test_an_aborted_seed_is_pushed_again_under_a_new_number() -> None:
+@pytest.mark.parametrize("stage", ["begin", "finish", "await"])
+def test_an_aborted_seed_is_pushed_again_under_a_new_number(stage: str) -> None:
     life = ClusterBench()
     life.published = None
     life.say(Started())
     life.join(seed=True)
-    life.sent(life.ticket())
-    life.admitted()
-    life.decide(VerdictKind.ABORTED)
+    life.goes_on(stage)
+    life.judged(stage, life.verdict(VerdictKind.ABORTED))
     request = life.asked(BeginPushRequest)
     assert (request.seq, request.base) == (2, None)
 
@@ -151,17 +148,6 @@ def test_a_cluster_that_waits_may_be_told_to_join_again_as_seed() -> None:
     assert life.asked(BeginPushRequest).base is None
 
 
-def test_an_unknown_master_is_tried_for_a_bounded_time() -> None:
-    life = ClusterBench(session_config(connect_wait_s=5.0))
-    life.say(Started())
-    while not life.finished:
-        life.fail(JoinRequest)
-        assert life.now_s < 10
-        life.pass_s(3.0)  # longer than any pause so far
-    assert isinstance(life.finished.error, RetryLater)
-    assert "5 s" in str(life.finished.error)
-
-
 @pytest.mark.parametrize(
     "code",
     [RefusalCode.LAYOUT, RefusalCode.RUN_ID, RefusalCode.PROTOCOL_VERSION, RefusalCode.DATA_PLAN, RefusalCode.FENCED],
@@ -192,29 +178,6 @@ def test_joining_a_run_that_has_ended_is_no_failure() -> None:
     assert life.finished is not None
     assert life.finished.error is None
     assert life.take(Log) == Log(logging.WARNING, "join", "this cluster cannot join: refused: STOPPING", "a/join")
-
-
-@pytest.mark.parametrize(
-    ("expectation", "sentence"),
-    [
-        ({"expect_outer_lr": 0.1}, "outer_lr = 0.1, the run's is 0.7"),
-        ({"expect_outer_momentum": 0.5}, "outer_momentum"),
-        ({"expect_sync_every": 99}, "sync_every = 99, the run's is 4"),
-    ],
-)
-def test_settings_that_differ_from_the_runs_are_refused_at_join(expectation: dict[str, float], sentence: str) -> None:
-    life = ClusterBench(session_config(**expectation))
-    life.say(Started())
-    life.join()
-    life.left()
-    assert life.finished is not None
-    assert isinstance(life.finished.error, ConfigError)
-    assert sentence in str(life.finished.error)
-
-
-def test_settings_that_agree_are_accepted() -> None:
-    life = ClusterBench(session_config(expect_outer_lr=0.7, expect_outer_momentum=0.8, expect_sync_every=4))
-    life.begin()
 
 
 def test_a_master_of_another_protocol_is_left() -> None:
@@ -264,13 +227,6 @@ def test_the_wait_for_an_exchange_is_bounded(life: ClusterBench) -> None:
     assert life.waits, "the pull is waited for again"
     assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
     assert life.asked(BeginPushRequest).steps == 20
-
-
-def test_no_wait_at_all_when_the_master_says_so() -> None:
-    life = ClusterBench(settings=replace(SETTINGS, verdict_wait_s=0.0))
-    life.begin()
-    life.awaiting()
-    assert not life.waits
 
 
 def test_an_absent_master_ends_the_wait_and_is_asked_again_with_growing_pauses(life: ClusterBench) -> None:
@@ -337,27 +293,6 @@ def test_an_incomplete_push_is_completed_with_the_same_ticket(life: ClusterBench
     assert not life.asks(FinishPushRequest)
     life.pass_s(0.2)
     life.admitted()
-
-
-def test_a_failed_pull_is_asked_for_again_and_its_pin_released(life: ClusterBench) -> None:
-    life.awaiting()
-    life.decide(VerdictKind.APPLIED)
-    life.grant()
-    life.say(Failed(life.job(PullGrant)[0], "version gone"))
-    assert life.asked(FinishPullRequest).pin_id == 7
-    life.pass_s(0.5)
-    assert life.pulled().mode is InstallMode.REPLACE
-
-
-def test_bytes_that_are_wrong_again_and_again_end_the_session(life: ClusterBench) -> None:
-    life.awaiting()
-    life.decide(VerdictKind.APPLIED)
-    for _ in range(3):
-        life.grant()
-        life.say(Failed(life.job(PullGrant)[0], "digest differs", corrupt=True))
-        life.pass_s(0.5)
-    assert not any(isinstance(effect, Install) for effect in life.effects)
-    assert isinstance(life.session._ending.error, RemoteProtocolError)
 
 
 def test_a_version_that_is_gone_is_replaced_by_the_newest(life: ClusterBench) -> None:
@@ -438,7 +373,6 @@ def test_what_is_used_up_is_not_kept_for_a_loop_that_goes_by_what_it_holds() -> 
         lent = DataRange(chunk, 0, chunk, 0, 100)
         life.say(LeaseWanted(100))
         life.answer(LeaseDataRequest, LeaseDataReply((lent,)))
-        assert len(life.session._fresh) == 1
         assert life.session.lease_pending
         life.say(Stepped(100, (lent,), 1.0))
         assert not life.session.lease_pending
@@ -458,6 +392,7 @@ def test_a_lease_that_is_not_there_yet_is_asked_for_again() -> None:
     life.begin()
     life.say(LeaseWanted(500))
     life.answer(LeaseDataRequest, LeaseDataReply(()))
+    assert (life.asks(LeaseDataRequest), life.session.waiting_for()) == (False, "all data is leased")
     life.pass_s(0.5)
     life.answer(LeaseDataRequest, LeaseDataReply((DataRange(3, 0, 1, 0, 1024),)))
     assert len(life.session.take_leased()) == 1
@@ -481,25 +416,6 @@ def test_a_step_must_account_for_its_tokens() -> None:
     with pytest.raises(LocalProtocolError, match="does not hold"):
         life.say(Stepped(10, (DataRange(9, 0, 0, 0, 10),)))
     assert life.session.shared.work.tokens == 0
-
-
-def test_a_push_is_near_before_the_step_that_makes_it_due(life: ClusterBench) -> None:
-    life.train(life.local_steps - 2)
-    assert not life.session.push_is_near
-    assert life.session.steps_to_push == 2
-    life.train(1)
-    assert life.session.push_is_near
-    life.train(1)
-    assert life.asked(BeginPushRequest).steps == life.local_steps
-    assert not life.session.push_is_near
-    assert life.session.steps_to_push == 1, "while a push is under way every step may matter"
-
-
-def test_own_data_pushes_name_no_ranges(life: ClusterBench) -> None:
-    request = life.push_begun()
-    assert life.session.config.data_plan.mode is DataMode.OWN
-    assert OWN.mode is DataMode.OWN
-    assert (request.ranges, request.tokens) == ((), 4 * TOKENS)
 
 
 def test_local_steps_follow_the_masters_word(life: ClusterBench) -> None:
@@ -533,24 +449,6 @@ def test_the_runs_end_pulls_the_last_version_and_leaves(life: ClusterBench) -> N
     assert phase_of(life) is SessionPhase.LEFT
 
 
-def test_the_runs_end_waits_for_the_open_verdict(life: ClusterBench) -> None:
-    life.awaiting()
-    life.run_ends()
-    assert life.phase is SessionPhase.AWAITING
-    life.decide(VerdictKind.APPLIED)
-    life.pulled()
-    life.left()
-
-
-def test_the_runs_end_gives_up_a_push_that_is_not_complete(life: ClusterBench) -> None:
-    life.push_begun()
-    start = life.ticket()
-    life.run_ends()
-    assert life.take(Cancel).job == start[0]
-    life.pulled()
-    life.left()
-
-
 def test_a_version_that_came_out_during_the_last_pull_is_pulled_too(life: ClusterBench) -> None:
     life.run_ends()
     life.grant()
@@ -560,13 +458,6 @@ def test_a_version_that_came_out_during_the_last_pull_is_pulled_too(life: Cluste
     assert life.asked(BeginPullRequest).at_least == Version(1, 6)
     life.pulled()
     assert life.asks(LeaveRequest) or life.asks(FinishPullRequest)
-
-
-def test_the_runs_end_is_left_in_time_even_when_no_version_can_be_pulled(life: ClusterBench) -> None:
-    life.run_ends()
-    life.answer(BeginPullRequest, BeginPullReply(Busy(0.5, "slave s0 is away")))
-    life.pass_s(30.0)
-    assert "could not be pulled" in life.left().reason
 
 
 def test_a_push_refused_because_the_run_ends_waits_for_the_heartbeats_word(life: ClusterBench) -> None:
@@ -600,29 +491,12 @@ def test_leaving_comes_after_the_small_calls(life: ClusterBench) -> None:
     life.left()
 
 
-def test_leaving_an_absent_master_does_not_wait(life: ClusterBench) -> None:
-    life.say(StopWanted("enough"))
-    life.fail(LeaveRequest)
-    assert life.finished is not None
-    assert life.finished.error is None
-
-
 def test_a_stop_before_the_join_is_answered_leaves_at_once() -> None:
     life = ClusterBench()
     life.say(Started())
     life.say(StopWanted("ctrl-C"))
     assert life.finished is not None
     assert life.phase is SessionPhase.LEFT
-
-
-def test_nothing_moves_after_the_end(life: ClusterBench) -> None:
-    life.say(StopWanted("enough"))
-    life.left()
-    n = len(life.every)
-    life.say(Stepped(TOKENS))
-    life.run_ends()
-    life.pass_s(100)
-    assert len(life.every) == n
 
 
 def test_a_push_that_can_never_be_accepted_ends_the_session_with_the_sentence(life: ClusterBench) -> None:
@@ -649,22 +523,6 @@ def test_every_record_names_its_cause(life: ClusterBench) -> None:
 def said(life: ClusterBench) -> dict[str, str]:
     """The newest sentence of each key."""
     return {effect.key: effect.sentence for effect in life.every if isinstance(effect, Log)}
-
-
-def test_leaving_pushes_the_last_steps_and_waits_for_their_verdict(life: ClusterBench) -> None:
-    life.train(3)
-    life.say(StopWanted("the training loop has ended"))
-    assert life.waits
-    push = life.asked(BeginPushRequest)
-    assert (push.steps, push.tokens) == (3, 3 * TOKENS)
-    life.sent(life.ticket())
-    life.admitted()
-    assert not life.asks(LeaveRequest)
-    life.decide(VerdictKind.APPLIED)
-    life.left()
-    assert not life.asks(BeginPullRequest), "the model stays this cluster's own"
-    assert "once 3 steps with 300 tokens are pushed" in said(life)["leave"]
-    assert "lost" not in said(life)
 
 
 @pytest.mark.parametrize("stage", ["begun", "sending", "sent", "admitted"])
@@ -777,22 +635,6 @@ def test_a_push_that_is_aborted_again_and_again_is_not_begun_in_a_loop(life: Clu
     assert life.asks(BeginPushRequest)
 
 
-def test_leaving_when_the_run_has_ended_says_what_is_not_part_of_it(life: ClusterBench) -> None:
-    life.train(2)
-    life.say(StopWanted("enough"))
-    life.refuse(BeginPushRequest, RefusalCode.STOPPING)
-    life.left()
-    assert said(life)["lost"] == "leaving (enough) without 2 steps with 200 tokens: the run has ended"
-
-
-def test_whoever_asks_again_in_a_hurry_does_not_wait(life: ClusterBench) -> None:
-    life.train(2)
-    life.say(StopWanted("SIGINT"))
-    life.say(StopWanted("KeyboardInterrupt", push_pending=False))
-    life.left()
-    assert "2 steps with 200 tokens" in said(life)["lost"]
-
-
 def test_a_drained_cluster_pushes_its_last_steps_and_pulls_the_last_version(life: ClusterBench) -> None:
     life.train(3)
     life.beat(stop=True)
@@ -849,17 +691,6 @@ def test_a_heartbeat_moves_the_runs_limit(life: ClusterBench) -> None:
         life.beat(limit=TokenLimit(limit))
         life.beat()
         assert life.session.shared.terms.settings.tk_max_tokens == limit
-
-
-def test_a_drained_cluster_does_not_say_that_the_run_has_ended(life: ClusterBench) -> None:
-    life.beat(stop=True)
-    assert said(life)["stop"] == "the master ends this cluster's part: pulling the last version, then leaving"
-
-
-def test_a_cluster_that_has_nothing_left_to_push_also_says_that_the_run_has_ended(life: ClusterBench) -> None:
-    life.run_ends()
-    assert said(life)["stop"] == "the run has ended: pulling the last version, then leaving"
-    assert "lost" not in said(life)
 
 
 def test_a_last_push_of_a_drained_cluster_that_takes_too_long_leaves_time_for_the_last_version(
@@ -936,14 +767,16 @@ def test_a_bound_on_leaving_that_is_set_by_hand_is_kept_at_the_runs_end() -> Non
 @pytest.mark.parametrize(
     ("no_more_pushes", "who"), [(True, "the run has ended"), (False, "the master ends this cluster's part")]
 )
-def test_a_cluster_that_leaves_without_the_last_version_warns_of_it(
+def test_a_cluster_that_leaves_without_the_last_version_warns_of_it_in_time(
     life: ClusterBench, no_more_pushes: bool, who: str
 ) -> None:
     life.beat(stop=True, no_more_pushes=no_more_pushes)
+    assert said(life)["stop"] == f"{who}: pulling the last version, then leaving"
     life.answer(BeginPullRequest, BeginPullReply(Busy(0.5, "slave s0 is away")))
-    life.pass_s(30.0)
-    warning = [effect.sentence for effect in life.every if isinstance(effect, Log) and effect.level == logging.WARNING]
-    assert warning == [
-        f"{who}; the last version could not be pulled in time (slave s0 is away): the model here is this cluster's "
-        "own, not the run's"
-    ]
+    life.pass_s(29.9)
+    assert phase_of(life) is SessionPhase.PULLING
+    life.pass_s(0.1)
+    assert "could not be pulled" in life.left().reason
+    (warning,) = (e.sentence for e in life.every if isinstance(e, Log) and e.level == logging.WARNING)
+    assert (warning.startswith(who), "(slave s0 is away)" in warning) == (True, True)
+    assert "lost" not in said(life)

@@ -44,6 +44,15 @@ def taken(life: ClusterBench, push: PushId) -> None:
     life.answer(AwaitVerdictRequest, AwaitVerdictReply(Verdict(push, VerdictKind.APPLIED, NEW)))
 
 
+def fails(life: LeasedClusterBench, push: PushId, at: str) -> None:
+    """The donation is aborted at this stage."""
+    life.goes_on(at)
+    life.judged(at, life.verdict(VerdictKind.ABORTED, push))
+
+
+each_stage = pytest.mark.parametrize("at", ["begin", "finish", "await"])
+
+
 def test_the_base_is_pushed_unchanged_and_without_work(life: LeasedClusterBench) -> None:
     life.train(2)
     push = life.donate()
@@ -72,6 +81,8 @@ def test_once_taken_the_work_is_dropped_and_the_leases_are_settled_anew(life: Le
     assert life.waits
     assert life.session.shared.work.tokens == 0
     assert not life.asks(ReturnDataRequest), "the rollback freed every lease"
+    told = [e for e in life.every if isinstance(e, Record)][-1]
+    assert (told.kind, told.fields["push"], told.fields["verdict"]) == ("verdict", str(push), "APPLIED")
     assert life.grant().at_least == NEW
     assert life.pull_ends().mode is InstallMode.REPLACE
     assert phase_of(life) is SessionPhase.JOINING, "what it held is not lent to it any more"
@@ -96,31 +107,23 @@ def test_it_is_not_donated_twice_at_once(life: LeasedClusterBench) -> None:
     assert life.push_id == first
 
 
-@pytest.mark.parametrize("how", ["aborted", "refused"])
-def test_a_donation_that_is_not_taken_changes_nothing_and_is_tried_again_later(
+@pytest.mark.parametrize("how", ["begin", "finish", "await", "refused", "not wanted"])
+def test_a_donation_that_is_not_taken_changes_nothing_and_is_tried_again_while_it_is_wanted(
     life: LeasedClusterBench, how: str
 ) -> None:
     life.train(2)
     push = life.donate()
-    if how == "aborted":
-        life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED, push)))
+    if how in ("refused", "not wanted"):
+        life.refuse(BeginPushRequest, RefusalCode.SEED_EXISTS if how == "refused" else RefusalCode.VERSION_GONE)
     else:
-        life.refuse(BeginPushRequest, RefusalCode.SEED_EXISTS)
+        fails(life, push, how)
     assert life.phase is SessionPhase.TRAINING
     assert life.session.shared.work.pending.steps == 2
     assert life.session.pushing.last_verdict is None, "Join never names a donation as the last push"
-    life.pass_s(1)
-    assert life.phase is SessionPhase.TRAINING
-    life.pass_s(5)
-    assert life.asked(BeginPushRequest).seq == 2
-
-
-def test_a_donation_that_is_not_wanted_any_more_is_forgotten(life: LeasedClusterBench) -> None:
-    life.donate()
-    life.refuse(BeginPushRequest, RefusalCode.VERSION_GONE)
-    life.pass_s(60)
-    assert life.phase is SessionPhase.TRAINING
+    life.pass_s(4.99)
     assert not life.asks(BeginPushRequest)
+    life.pass_s(0.01)
+    assert [life.asked(BeginPushRequest).seq for _ in range(life.asks(BeginPushRequest))] == [2] * (how != "not wanted")
 
 
 def test_busy_repeats_the_donation(life: LeasedClusterBench) -> None:
@@ -130,7 +133,10 @@ def test_busy_repeats_the_donation(life: LeasedClusterBench) -> None:
     assert life.asked(BeginPushRequest).donates == Version(1, 5)
 
 
-def test_a_pull_of_what_is_lost_is_given_up_and_made_after_all_if_the_donation_fails(life: LeasedClusterBench) -> None:
+@each_stage
+def test_a_pull_of_what_is_lost_is_given_up_and_made_after_all_if_the_donation_fails(
+    life: LeasedClusterBench, at: str
+) -> None:
     life.awaiting()
     life.train(1)
     life.decide(VerdictKind.APPLIED)
@@ -139,7 +145,7 @@ def test_a_pull_of_what_is_lost_is_given_up_and_made_after_all_if_the_donation_f
     push = life.donate()
     assert life.take(Cancel).job == transfer
     life.answer(FinishPullRequest, FinishPullReply(4))
-    life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED, push)))
+    fails(life, push, at)
     # theta_at_push is overwritten, so the later step cannot be kept.
     assert life.phase is SessionPhase.PULLING
     assert list(life.give_back_answered()) == [life.span(400, 500)]
@@ -160,13 +166,15 @@ def test_a_push_that_is_sealed_for_ever_is_set_aside(life: LeasedClusterBench) -
     assert life.session.shared.work.tokens == 0
 
 
+@each_stage
 @pytest.mark.parametrize("kind", [VerdictKind.APPLIED, VerdictKind.ABORTED])
-def test_a_sealed_push_is_awaited_again_when_the_donation_fails(life: LeasedClusterBench, kind: VerdictKind) -> None:
+def test_a_sealed_push_is_awaited_again_when_the_donation_fails(
+    life: LeasedClusterBench, kind: VerdictKind, at: str
+) -> None:
     life.awaiting()
     sealed = life.push_id
     life.train(1)
-    push = life.donate()
-    life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED, push)))
+    fails(life, life.donate(), at)
     assert life.phase is SessionPhase.AWAITING
     assert life.push_id == sealed
     verdict = life.verdict(kind, sealed)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 from support.cluster_bench import session_config
 
 from dips.core.config import load
 from dips.core.errors import ConfigError, RefusalCode, Refused
-from dips.core.layout import Layout, Parameter
 from dips.core.messages import Caller, LeaveRequest, Settings
 from dips.worker.config import ClientConfig, check
 from dips.worker.pace import StepTimer
-from dips.worker.state.effects import InstallMode
 from dips.worker.state.shared import Remedy, remedy_for
 from dips.worker.state.waiting import RepeatedCall, times_of
-from dips.worker.vectors import Vectors
 
 DEFAULT_TIMES = times_of(session_config(), Settings())
 
@@ -78,51 +74,6 @@ def test_the_pace_follows_a_change_of_speed_within_a_window() -> None:
         pace.resume(1000.0 * i)
         pace.stepped(10, 1.0, 1000.0 * i + 5.0)
     assert pace.tokens_per_s == pytest.approx(2.0)
-
-
-class Flat:
-    """A ParameterStore that is only a vector."""
-
-    def __init__(self, theta: list[float]) -> None:
-        self.theta = np.array(theta, np.float32)
-
-    def layout(self) -> Layout:
-        return Layout((Parameter("w", (len(self.theta),), "float32", "w"),))
-
-    def snapshot(self, into: np.ndarray) -> None:
-        into[:] = self.theta
-
-    def install(self, flat: np.ndarray) -> None:
-        self.theta = flat.copy()
-
-    def reset_inner_optimizer(self) -> None:
-        raise AssertionError("not asked for")
-
-
-def test_the_three_ways_to_install() -> None:
-    store, vectors = Flat([1.0, 2.0]), Vectors(2)
-    vectors.pull[:] = [10.0, 20.0]
-    vectors.install(store, InstallMode.REPLACE)
-    assert store.theta.tolist() == [10.0, 20.0]
-    assert vectors.base.tolist() == [10.0, 20.0]
-    store.theta += 1
-    vectors.snapshot(store)  # theta_at_push = 11, 21
-    store.theta += 5
-    vectors.pull[:] = [100.0, 200.0]
-    vectors.install(store, InstallMode.REBASE_FROM_PUSH)
-    assert store.theta.tolist() == [105.0, 205.0]
-    assert vectors.base.tolist() == [100.0, 200.0]
-    vectors.pull[:] = [0.0, 0.0]
-    vectors.install(store, InstallMode.REBASE_FROM_BASE)
-    assert store.theta.tolist() == [5.0, 5.0]
-
-
-def test_replacing_keeps_every_bit() -> None:
-    store, vectors = Flat([0.0] * 4), Vectors(4)
-    vectors.pull[:] = [-0.0, 1e-45, np.inf, np.nan]
-    before = vectors.pull.tobytes()
-    vectors.install(store, InstallMode.REPLACE)
-    assert store.theta.tobytes() == before
 
 
 def test_every_refusal_has_a_remedy_and_push_remedies_only_count_in_a_push() -> None:

@@ -14,7 +14,6 @@ from dips.core.layout import Layout, Parameter
 from dips.core.messages import (
     AwaitVerdictReply,
     AwaitVerdictRequest,
-    BeginPullRequest,
     BeginPushRequest,
     JoinRequest,
     ReturnDataRequest,
@@ -22,23 +21,8 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import Delayed, Done, InstallMode, PushRecord, Run, Started
-from dips.worker.state.saved import SavedSession
+from dips.worker.state.effects import Cancel, Delayed, Done, InstallMode, PushRecord, Run, Started
 from dips.worker.state.shared import SessionConfig, SessionPhase
-
-
-def next_life(
-    life: LeasedClusterBench, saved: SavedSession | None = None, newest: PushRecord | None = None
-) -> LeasedClusterBench:
-    """The same master and cluster after the process was killed; it has sent its Join."""
-    before = saved or life.session.saved()
-    assert before is not None
-    life.session = ClusterMachine(life.session.config)
-    life.session.resume(SavedSession.from_json(before.to_json()), newest)
-    life.effects.clear()
-    life.say(Started())
-    assert life.waits, "the settings of the run are not known yet"
-    return life
 
 
 @pytest.fixture
@@ -58,87 +42,15 @@ def test_there_is_nothing_to_save_before_the_first_version_and_after_the_end(lif
     assert life.session.saved() is None
 
 
-def test_the_next_life_joins_as_the_old_one_and_goes_on_in_mid_round(life: LeasedClusterBench) -> None:
-    life.train(3)
-    next_life(life)
-    request = life.join()
-    assert request.caller.incarnation == Incarnation(1, 1)
-    assert request.caller.run_id == "run"
-    assert request.held_ranges == (life.span(0, 300), life.span(300, 100_000))
-    assert life.phase is SessionPhase.TRAINING
-    assert not life.waits
-    assert life.session.take_leased() == [life.span(300, 100_000)], "what is unused is handed out again"
-    assert life.session.take_leased() == []
-    life.train(1)
-    push = life.asked(BeginPushRequest)
-    assert (push.seq, push.steps, push.tokens, push.base) == (1, 4, 400, Version(1, 5))
-    assert push.caller.incarnation == Incarnation(1, 2)
-
-
-def test_row_none_and_row_aborted_keep_everything(life: LeasedClusterBench) -> None:
-    for known in (False, True):
-        life = LeasedClusterBench()
-        life.begin()
-        life.awaiting()
-        life.train(1)
-        verdict = life.verdict(VerdictKind.ABORTED)
-        next_life(life).join(verdict if known else None)
-        assert life.asked(BeginPushRequest).ranges == (life.span(0, 500),)
-        assert life.asked(BeginPushRequest).seq == 2
-
-
-def test_row_undecided_waits_and_then_acts(life: LeasedClusterBench) -> None:
-    life.awaiting()
-    life.train(1)
-    push = life.push_id
-    next_life(life).join(push)
-    assert life.phase is SessionPhase.AWAITING
-    life.answer(AwaitVerdictRequest, AwaitVerdictReply(life.verdict(VerdictKind.APPLIED, push)))
-    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
-    assert life.session.shared.work.pending.ranges == (life.span(400, 500),)
-
-
-def test_row_applied_rebases_from_the_saved_push(life: LeasedClusterBench) -> None:
-    life.awaiting()
-    life.train(2)
-    verdict = life.verdict(VerdictKind.APPLIED)
-    next_life(life).join(verdict, kept=(life.span(400, 100_000),))
-    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
-    assert not life.asks(ReturnDataRequest)
-    life.train(2)
-    assert life.asked(BeginPushRequest).ranges == (life.span(400, 800),)
-
-
-def test_row_excluded_drops_and_may_reset_the_optimizer(life: LeasedClusterBench) -> None:
-    life.awaiting()
-    life.train(1)
-    verdict = life.verdict(VerdictKind.EXCLUDED, reset_inner_optimizer=True)
-    next_life(life).join(verdict)
-    assert list(life.give_back_answered()) == [life.span(400, 500)]
-    assert life.pulled().reset_inner
-
-
 def test_row_rolled_back_drops_everything(life: LeasedClusterBench) -> None:
     life.awaiting()
     verdict = replace(life.verdict(VerdictKind.ROLLED_BACK), version=Version(4, 5))
     life.published = Version(4, 5)
-    next_life(life).join(verdict, kept=())
+    life.reborn()
+    life.join(verdict, kept=())
     assert not life.asks(ReturnDataRequest), "the rollback has freed all leases"
     assert life.pulled().mode is InstallMode.REPLACE
     assert life.session.held == ()
-
-
-@pytest.mark.parametrize("what", ["fence", "timeline"])
-def test_a_fence_or_timeline_that_moved_on_drops_the_work(life: LeasedClusterBench, what: str) -> None:
-    life.train(2)
-    if what == "fence":
-        life.fence += 1
-    else:
-        life.published = Version(7, 2)
-    next_life(life).join()
-    assert list(life.give_back_answered()) == [life.span(0, 200)]
-    assert life.pulled().mode is InstallMode.REPLACE
-    assert life.session.held == (life.span(200, 100_000),)
 
 
 def test_a_checkpoint_older_than_an_applied_push_is_dropped_by_its_fence(life: LeasedClusterBench) -> None:
@@ -150,7 +62,7 @@ def test_a_checkpoint_older_than_an_applied_push_is_dropped_by_its_fence(life: L
     record = life.session.pushing.open
     assert record is not None
     verdict = life.verdict(VerdictKind.APPLIED)
-    next_life(life, old, record.record)
+    life.reborn(old, record.record)
     request = life.join(verdict, kept=())
     assert request.held_ranges == (life.span(0, 200), life.span(200, 100_000))
     assert life.pulled().mode is InstallMode.REPLACE
@@ -167,7 +79,8 @@ def test_a_checkpoint_older_than_an_undecided_push_never_trains_on_its_data_agai
     life.admitted()
     push = life.session.pushing.open
     assert push is not None
-    next_life(life, old, push.record).join(push.id)
+    life.reborn(old, push.record)
+    life.join(push.id)
     assert life.session.held == (life.span(200, 100_000),)
     life.answer(AwaitVerdictRequest, AwaitVerdictReply(life.verdict(VerdictKind.APPLIED, push.id)))
     assert list(life.session.held) == []
@@ -183,7 +96,8 @@ def test_a_checkpoint_older_than_an_aborted_push_keeps_its_own_work(life: Leased
     life.train(2)
     verdict = life.verdict(VerdictKind.ABORTED)
     life.used = 200
-    next_life(life, old).join(verdict)
+    life.reborn(old)
+    life.join(verdict)
     assert life.phase is SessionPhase.TRAINING
     life.train(2)
     assert life.asked(BeginPushRequest).ranges == (life.span(0, 400),)
@@ -191,7 +105,8 @@ def test_a_checkpoint_older_than_an_aborted_push_keeps_its_own_work(life: Leased
 
 def test_trained_ranges_that_are_not_lent_any_more_count_as_stale(life: LeasedClusterBench) -> None:
     life.train(2)
-    next_life(life).join(kept=(life.span(200, 100_000),))
+    life.reborn()
+    life.join(kept=(life.span(200, 100_000),))
     assert life.phase is SessionPhase.PULLING
     assert not life.asks(ReturnDataRequest), "they are somebody else's"
     assert life.pulled().mode is InstallMode.REPLACE
@@ -202,7 +117,8 @@ def test_trained_ranges_that_are_not_lent_any_more_count_as_stale(life: LeasedCl
 
 def test_unused_ranges_that_are_not_lent_any_more_are_forgotten(life: LeasedClusterBench) -> None:
     life.train(2)
-    next_life(life).join(kept=(life.span(0, 200),))
+    life.reborn()
+    life.join(kept=(life.span(0, 200),))
     assert life.phase is SessionPhase.TRAINING
     assert life.session.held == ()
     assert life.session.take_leased() == []
@@ -211,7 +127,8 @@ def test_unused_ranges_that_are_not_lent_any_more_are_forgotten(life: LeasedClus
 
 def test_what_a_second_join_takes_back_is_not_handed_out(life: LeasedClusterBench) -> None:
     """Found by reading: a resumed loop that met a restarted master was handed ranges that it held no more."""
-    next_life(life).join()
+    life.reborn()
+    life.join()
     life.epoch = 2
     life.beat()
     life.join(kept=())
@@ -226,7 +143,8 @@ def test_later_steps_on_lost_ranges_are_dropped_whatever_the_push_became(
     life.awaiting()
     life.train(1)
     push = life.push_id
-    next_life(life).join(push, kept=(life.span(0, 400), life.span(500, 100_000)))
+    life.reborn()
+    life.join(push, kept=(life.span(0, 400), life.span(500, 100_000)))
     verdict = life.verdict(kind, push)
     life.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
     if kind is VerdictKind.ABORTED:
@@ -236,19 +154,9 @@ def test_later_steps_on_lost_ranges_are_dropped_whatever_the_push_became(
     assert life.pulled().mode is InstallMode.REPLACE
 
 
-def test_an_open_pull_goes_on_with_the_saved_push_buffer(life: LeasedClusterBench) -> None:
-    life.awaiting()
-    life.train(1)
-    verdict = life.decide(VerdictKind.APPLIED)
-    next_life(life).join(verdict, kept=(life.span(400, 100_000),))
-    assert life.phase is SessionPhase.PULLING
-    assert life.asked(BeginPullRequest).at_least == verdict.version
-    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
-
-
 def test_a_later_life_that_left_no_checkpoint_does_not_lock_this_one_out(life: LeasedClusterBench) -> None:
     life.train(2)
-    next_life(life)
+    life.reborn()
     assert life.refuse(JoinRequest, RefusalCode.FENCED).caller.incarnation == Incarnation(1, 1)
     request = life.join()
     assert request.caller.incarnation is None
@@ -261,14 +169,14 @@ def test_the_record_of_a_push_may_know_a_later_life_than_the_checkpoint(life: Le
     saved = life.session.saved()
     assert saved is not None
     push = PushId(ClusterId("a"), Incarnation(2, 4), 9)
-    next_life(life, saved, PushRecord(push, Version(1, 7), 3, saved.pending))
+    life.reborn(saved, PushRecord(push, Version(1, 7), 3, saved.pending))
     assert life.join().caller.incarnation == Incarnation(2, 4)
     life.train(4)
     assert life.asked(BeginPushRequest).seq == 10
 
 
 def test_no_master_is_given_up_on_as_at_any_start(life: LeasedClusterBench) -> None:
-    next_life(life)
+    life.reborn()
     life.now_s += 1000
     life.fail(JoinRequest)
     assert life.finished is not None
@@ -279,7 +187,7 @@ def test_no_master_is_given_up_on_as_at_any_start(life: LeasedClusterBench) -> N
 
 
 def test_another_run_is_refused_with_the_remedy(life: LeasedClusterBench) -> None:
-    next_life(life)
+    life.reborn()
     life.refuse(JoinRequest, RefusalCode.RUN_ID)
     assert life.finished is not None
     assert isinstance(life.finished.error, ConfigError)
@@ -288,7 +196,7 @@ def test_another_run_is_refused_with_the_remedy(life: LeasedClusterBench) -> Non
 
 
 def test_a_new_run_of_the_same_name_is_not_seeded_from_a_checkpoint(life: LeasedClusterBench) -> None:
-    next_life(life)
+    life.reborn()
     life.published = None
     life.join(seed=True)
     life.left()
@@ -376,6 +284,7 @@ def test_a_record_that_comes_too_late_begins_nothing(
     life = durable
     job, _ = begun(life)
     meanwhile(life)
+    assert not life.has(Cancel), "a record is still written"
     life.say(Done(job))
     assert not life.asks(BeginPushRequest)
 
@@ -402,6 +311,7 @@ def test_an_earlier_verdict_is_remembered_so_that_it_is_not_acted_on_twice(life:
     applied = life.decide(VerdictKind.APPLIED)
     life.pulled()
     life.train(1)
-    next_life(life).join(Verdict(applied.push, VerdictKind.APPLIED, applied.version))
+    life.reborn()
+    life.join(Verdict(applied.push, VerdictKind.APPLIED, applied.version))
     assert life.phase is SessionPhase.TRAINING
     assert life.session.shared.work.pending.tokens == 100

@@ -79,11 +79,6 @@ def test_names_of_tensors_say_where_they_stand_and_never_meet() -> None:
     assert list(flatten(one)[1]) == ["state"]
 
 
-def test_one_tensor_in_two_places_is_kept_twice() -> None:
-    shared = torch.zeros(1)
-    assert len(flatten([shared, shared])[1]) == 2
-
-
 class Colour(enum.IntEnum):
     RED = 1
 

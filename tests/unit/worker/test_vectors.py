@@ -88,6 +88,14 @@ def at_base(theta: float = 1.0) -> tuple[Flat, Vectors]:
     return store, vectors
 
 
+def test_replacing_keeps_every_bit() -> None:
+    odd = np.array([-0.0, 1e-45, np.inf, -np.inf, np.nan, 1.0], np.float32)
+    store, vectors = at_base()
+    vectors.landing()[:] = odd
+    vectors.install(store, InstallMode.REPLACE)
+    assert store.theta.tobytes() == vectors.base.tobytes() == odd.tobytes()
+
+
 def test_two_vectors_do_while_training_waits() -> None:
     store, vectors = at_base()
     for v in range(2, 6):
@@ -128,17 +136,6 @@ def test_a_rebase_keeps_its_share_of_the_steps_since_the_push(share: float, kept
     vectors.install(store, InstallMode.REBASE_FROM_PUSH, share)
     assert store.theta.tolist() == [100.0 + kept] * N
     assert vectors.base.tolist() == [100.0] * N
-
-
-def test_a_push_that_nothing_is_computed_from_makes_room_at_once() -> None:
-    store, vectors = at_base()
-    vectors.snapshot(store)
-    store.theta += 1.0
-    vectors.landing(push_is_needed=False)[:] = 9.0
-    vectors.keep_push(store)
-    assert vectors.n_vectors == 2
-    vectors.install(store, InstallMode.REPLACE)
-    assert store.theta.tolist() == [9.0] * N
 
 
 def test_a_pull_that_is_asked_for_again_lands_where_it_did_before() -> None:

@@ -1,8 +1,10 @@
-"""What each verdict or answer means for a cluster: the table of docs/protocol.md, row by row."""
+"""What each verdict or answer means for a cluster: the table of docs/protocol.md, row by row, however it is heard."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from support.cluster_bench import SETTINGS, TICKET, TOKENS, ClusterBench, LeasedClusterBench, phase_of
@@ -16,7 +18,6 @@ from dips.core.messages import (
     BeginPushReply,
     BeginPushRequest,
     Busy,
-    FinishPushReply,
     FinishPushRequest,
     ReturnDataRequest,
     Stale,
@@ -27,6 +28,8 @@ from dips.core.messages import (
 from dips.worker.state.effects import CopyParameters, InstallMode, Started
 from dips.worker.state.shared import SessionPhase
 
+OVERLAPS = ("none", "push", "full")
+
 
 @pytest.fixture
 def life() -> LeasedClusterBench:
@@ -35,54 +38,116 @@ def life() -> LeasedClusterBench:
     return life
 
 
-def test_applied_rebases_later_steps_and_forgets_the_ranges(life: LeasedClusterBench) -> None:
-    life.awaiting()
+# ---- the rows of the table, heard in every way ----
+
+STAGES = ("begin", "send", "finish", "await")
+WAYS = [
+    *((stage, "answer") for stage in STAGES if stage != "send"),
+    *((stage, how) for stage in STAGES for how in ("join", "resume", "join, undecided", "resume, undecided")),
+]
+
+
+def hear(life: ClusterBench, stage: str, how: str, kind: VerdictKind | None, **changes: Any) -> None:
+    """kind None: no verdict, the master knows no such push."""
+    push = life.push_id
+    verdict = None if kind is None else life.verdict(kind, **changes)
+    if how == "answer":
+        assert verdict is not None
+        life.judged(stage, verdict)
+        return
+    if how.startswith("join"):
+        life.fenced()
+    else:
+        life.reborn()
+    if how.endswith("undecided"):
+        life.join(push)
+        assert life.phase is SessionPhase.AWAITING
+        assert life.asked(AwaitVerdictRequest).push == push
+        assert verdict is not None
+        life.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))
+    else:
+        life.join(verdict)
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What a cluster gives back, installs, and pushes next."""
+
+    returned: tuple[int, int] | None
+    install: tuple[InstallMode, bool, Version | None] | None
+    """How, whether the inner optimizer is reset, and the version that was asked for at least."""
+    base: Version
+    fence: int
+    steps: int
+    pushed: tuple[int, int]
+    incarnation: int
+    seq: int = 2
+
+
+def fate(life: LeasedClusterBench) -> Fate:
+    returned, install = None, None
+    if life.asks(ReturnDataRequest):
+        (gone,) = life.give_back_answered()
+        returned = gone.begin_tokens, gone.end_tokens
+    if life.asks(BeginPullRequest):
+        at_least, done = life.asked(BeginPullRequest).at_least, life.pulled()
+        install = done.mode, done.reset_inner, at_least
+    while not life.asks(BeginPushRequest):
+        life.train(1)
+    push = life.asked(BeginPushRequest)
+    ((pushed,), incarnation) = push.ranges, push.caller.incarnation
+    assert push.tokens == push.steps * TOKENS
+    assert push.mean_loss == pytest.approx(2.0)
+    assert push.base is not None
+    assert incarnation is not None
+    return Fate(
+        returned, install, push.base, push.fence, push.steps, (pushed.begin_tokens, pushed.end_tokens), incarnation.n,
+        push.seq,
+    )  # fmt: skip
+
+
+OLD, NEW = Version(1, 5), Version(1, 6)
+FATES = {
+    # H = 4 counts from the push: two later steps, and two more.
+    VerdictKind.APPLIED: Fate(None, (InstallMode.REBASE_FROM_PUSH, False, NEW), NEW, 1, 4, (400, 800), 1),
+    VerdictKind.EXCLUDED: Fate((400, 600), (InstallMode.REPLACE, True, OLD), OLD, 1, 4, (600, 1000), 1),
+    # At once: the work has waited long enough.
+    VerdictKind.ABORTED: Fate(None, None, OLD, 0, 6, (0, 600), 1),
+    VerdictKind.ROLLED_BACK: Fate((0, 600), (InstallMode.REPLACE, False, OLD), OLD, 1, 4, (600, 1000), 1),
+    None: Fate(None, None, OLD, 0, 6, (0, 600), 1),
+}
+CASES = [
+    (stage, how, kind)
+    for stage, how in WAYS
+    for kind in FATES
+    if kind is not None or not ("undecided" in how or how == "answer")
+]
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize(("stage", "how", "kind"), CASES)
+def test_a_push_of_four_steps_and_two_later_ones_fare_as_the_table_says(
+    stage: str, how: str, kind: VerdictKind | None, overlap: str
+) -> None:
+    life = LeasedClusterBench()
+    life.settings = replace(SETTINGS, overlap=overlap)
+    life.begin()
+    life.push_begun()
+    life.goes_on(stage)
     life.train(2)
-    verdict = life.decide(VerdictKind.APPLIED)
-    assert life.asked(BeginPullRequest).at_least == verdict.version
-    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
-    work = life.session.shared.work
-    assert work.in_push is None
-    assert (work.pending.ranges, work.pending.steps) == ((life.span(400, 600),), 2)
-    assert not life.asks(ReturnDataRequest)
-    life.train(2)  # H = 4 counts from the push: two later steps and these two
-    request = life.job(BeginPushRequest)[1]
-    assert (request.seq, request.tokens, request.steps) == (2, 4 * TOKENS, 4)
-    assert request.ranges == (life.span(400, 800),)
-    assert (request.base, request.fence) == (verdict.version, 1)
+    hear(life, stage, how, kind, **({"reset_inner_optimizer": True} if kind is VerdictKind.EXCLUDED else {}))
+    drops = kind in (VerdictKind.EXCLUDED, VerdictKind.ROLLED_BACK)
+    life.pass_s(100.0)
+    assert life.waits == drops, "steps made now would be dropped"
+    assert fate(life) == replace(FATES[kind], incarnation=1 if how == "answer" else 2)
+    assert sum(isinstance(effect, CopyParameters) for effect in life.every) == 2, "theta_at_push is of its beginning"
 
 
 def test_applied_without_later_steps_installs_the_pulled_bits(life: LeasedClusterBench) -> None:
     life.awaiting()
     life.decide(VerdictKind.APPLIED)
     install = life.pulled()
-    assert install.mode is InstallMode.REPLACE
-    assert not install.reset_inner
-
-
-@pytest.mark.parametrize("reset", [False, True])
-def test_excluded_drops_later_steps_and_returns_only_later_ranges(life: LeasedClusterBench, reset: bool) -> None:
-    life.awaiting()
-    life.train(3)
-    verdict = life.decide(VerdictKind.EXCLUDED, reset_inner_optimizer=reset)
-    assert life.waits, "steps made now would be dropped"
-    assert list(life.give_back_answered()) == [life.span(400, 700)]
-    assert life.asked(BeginPullRequest).at_least == verdict.version
-    install = life.pulled()
-    assert (install.mode, install.reset_inner) == (InstallMode.REPLACE, reset)
-    assert life.session.shared.work.tokens == 0
-    assert life.phase is SessionPhase.TRAINING
-
-
-def test_aborted_keeps_everything_and_the_next_push_carries_both(life: LeasedClusterBench) -> None:
-    life.awaiting()
-    life.train(4)
-    life.decide(VerdictKind.ABORTED)
-    assert not life.asks(BeginPullRequest)
-    request = life.job(BeginPushRequest)[1]  # at once: the work has waited long enough
-    assert (request.seq, request.tokens, request.steps) == (2, 8 * TOKENS, 8)
-    assert request.ranges == (life.span(0, 800),)
-    assert request.mean_loss == pytest.approx(2.0)
+    assert (install.mode, install.reset_inner) == (InstallMode.REPLACE, False)
 
 
 def test_what_is_aborted_again_and_again_is_pushed_at_once_only_the_first_time(life: LeasedClusterBench) -> None:
@@ -103,141 +168,116 @@ def test_what_is_aborted_again_and_again_is_pushed_at_once_only_the_first_time(l
     assert life.asks(BeginPushRequest), "a push that was decided ends the row"
 
 
-def test_stale_versions_rebases_from_base_and_keeps_all_ranges(life: LeasedClusterBench) -> None:
-    life.push_begun()
-    life.answer(BeginPushRequest, BeginPushReply(Stale(StaleKind.VERSIONS, "too old")))
-    assert life.phase is SessionPhase.PULLING
-    life.published = Version(1, 30)
-    assert life.pulled().mode is InstallMode.REBASE_FROM_BASE
-    request = life.job(BeginPushRequest)[1]  # at once: the work has waited long enough
-    assert (request.seq, request.base, request.ranges) == (2, Version(1, 30), (life.span(0, 400),))
-
-
-@pytest.mark.parametrize("kind", [StaleKind.FENCE, StaleKind.TIMELINE])
-def test_stale_fence_and_timeline_drop_and_return_everything(life: LeasedClusterBench, kind: StaleKind) -> None:
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("kind", StaleKind)
+def test_a_stale_push_is_rebased_with_all_its_steps_or_dropped(kind: StaleKind, overlap: str) -> None:
+    life = LeasedClusterBench()
+    life.settings = replace(SETTINGS, overlap=overlap)
+    life.begin()
     life.push_begun()
     life.train(1)
     life.answer(BeginPushRequest, BeginPushReply(Stale(kind, "not your base")))
-    assert life.waits
-    assert list(life.give_back_answered()) == [life.span(0, 500)]
-    assert life.pulled().mode is InstallMode.REPLACE
+    life.published = Version(1, 30)
+    assert life.phase is SessionPhase.PULLING
+    if kind is StaleKind.VERSIONS:
+        life.train(2)
+    life.pass_s(100.0)
+    rebased = Fate(None, (InstallMode.REBASE_FROM_BASE, False, None), Version(1, 30), 0, 7, (0, 700), 1)
+    dropped = Fate((0, 500), (InstallMode.REPLACE, False, None), Version(1, 30), 0, 4, (500, 900), 1)
+    assert life.waits == (kind is not StaleKind.VERSIONS)
+    assert fate(life) == (rebased if kind is StaleKind.VERSIONS else dropped)
+
+
+@pytest.mark.parametrize("kind", [VerdictKind.EXCLUDED, VerdictKind.ROLLED_BACK])
+def test_a_step_begun_before_the_loop_heard_is_dropped_with_the_others(
+    life: LeasedClusterBench, kind: VerdictKind
+) -> None:
+    life.awaiting()
+    life.decide(kind)
+    returned = len(life.give_back_answered()) if life.asks(ReturnDataRequest) else 0
+    assert returned == (kind is VerdictKind.ROLLED_BACK)
+    life.grant()
+    life.train(1)
+    assert life.pull_ends().mode is InstallMode.REPLACE
     assert life.session.shared.work.tokens == 0
 
 
-def test_rolled_back_drops_and_returns_everything(life: LeasedClusterBench) -> None:
-    life.awaiting()
-    life.train(1)
-    life.decide(VerdictKind.ROLLED_BACK)
-    assert list(life.give_back_answered()) == [life.span(0, 500)]
-    assert life.pulled().mode is InstallMode.REPLACE
+# ---- a new Join, in this process or in the next one ----
 
 
-def test_a_verdict_may_answer_begin_push_and_finish_push(life: LeasedClusterBench) -> None:
-    life.push_begun()
-    life.answer(BeginPushRequest, BeginPushReply(life.verdict(VerdictKind.ABORTED)))
-    assert life.asked(BeginPushRequest).seq == 2
-    life.sent(life.ticket())
-    life.answer(FinishPushRequest, FinishPushReply(life.verdict(VerdictKind.APPLIED)))
-    assert life.phase is SessionPhase.PULLING
+def joins_anew(life: LeasedClusterBench, how: str) -> None:
+    """It has sent its Join."""
+    if how == "join":
+        life.fenced()
+    else:
+        life.reborn()
 
 
-# ---- FENCED: join again ----
+each_way = pytest.mark.parametrize("how", ["join", "resume"])
 
 
-def fenced(life: LeasedClusterBench) -> None:
-    life.refuse(AwaitVerdictRequest, RefusalCode.FENCED)
-    assert life.phase is SessionPhase.JOINING
-    assert not life.waits, "training goes on while joining again"
-
-
-def test_fenced_join_names_the_old_life_and_every_range(life: LeasedClusterBench) -> None:
-    life.awaiting()
-    life.train(1)
-    fenced(life)
+@each_way
+@pytest.mark.parametrize("pushed", [False, True])
+def test_join_names_the_old_life_and_every_range_by_its_fate(life: LeasedClusterBench, pushed: bool, how: str) -> None:
+    if pushed:
+        life.awaiting()
+    life.train(2)
+    joins_anew(life, how)
     request = life.join()
-    assert request.caller.incarnation == Incarnation(1, 1)
-    assert request.held_ranges == (life.span(0, 400), life.span(400, 500), life.span(500, 100_000)), "each by its fate"
+    ends = [0, 400, 600, 100_000] if pushed else [0, 200, 100_000]
+    assert request.held_ranges == tuple(itertools.starmap(life.span, itertools.pairwise(ends)))
+    assert (request.caller.run_id, request.caller.incarnation) == ("run", Incarnation(1, 1))
     assert life.session.shared.terms.incarnation == Incarnation(1, 2)
+    assert life.session.take_leased() == ([] if how == "join" else [life.span(ends[-2], ends[-1])]), "handed out again"
+    assert life.session.take_leased() == []
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_fenced_with_verdict_aborted_or_none_keeps_everything(life: LeasedClusterBench, known: bool) -> None:
-    life.awaiting()
-    fenced(life)
-    life.train(1)
-    life.join(life.verdict(VerdictKind.ABORTED) if known else None)
-    request = life.job(BeginPushRequest)[1]
-    assert (request.seq, request.steps, request.ranges) == (2, 5, (life.span(0, 500),))
-    assert request.caller.incarnation == Incarnation(1, 2)
-
-
+@each_way
 @pytest.mark.parametrize("what", ["fence", "timeline"])
-def test_fenced_with_another_fence_or_timeline_is_as_stale_fence(life: LeasedClusterBench, what: str) -> None:
-    life.awaiting()
-    fenced(life)
-    aborted = life.verdict(VerdictKind.ABORTED)
+@pytest.mark.parametrize("pushed", [False, True])
+def test_another_fence_or_timeline_drops_all_work(life: LeasedClusterBench, how: str, what: str, pushed: bool) -> None:
+    life.train(2)
+    if pushed:
+        life.train(2)
+        life.sent(life.ticket())
+        life.admitted()
+    aborted = life.verdict(VerdictKind.ABORTED) if pushed else None
+    joins_anew(life, how)
     if what == "fence":
         life.fence += 1
     else:
         life.published = Version(9, 0)
     life.join(aborted)
     assert life.phase is SessionPhase.PULLING
-    assert list(life.give_back_answered()) == [life.span(0, 400)]
-    assert life.pulled().mode is InstallMode.REPLACE
+    assert life.waits
+    done = 400 if pushed else 200
+    base, fence = (Version(1, 5), 1) if what == "fence" else (Version(9, 0), 0)
+    replaced = (InstallMode.REPLACE, False, None)
+    assert fate(life) == Fate((0, done), replaced, base, fence, 4, (done, done + 400), 2, 1 + pushed)
 
 
-def test_fenced_with_verdict_applied_acts_on_that_row(life: LeasedClusterBench) -> None:
+@each_way
+@pytest.mark.parametrize("fetches", [False, True])
+def test_a_pull_that_a_verdict_asked_for_goes_on(life: LeasedClusterBench, how: str, fetches: bool) -> None:
     life.awaiting()
-    fenced(life)
     life.train(2)
-    life.join(life.verdict(VerdictKind.APPLIED))
-    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
-    assert life.session.shared.work.pending.ranges == (life.span(400, 600),)
-    assert not life.asks(ReturnDataRequest)
-
-
-def test_fenced_with_verdict_excluded_acts_on_that_row(life: LeasedClusterBench) -> None:
-    life.awaiting()
-    fenced(life)
-    life.train(2)
-    life.join(life.verdict(VerdictKind.EXCLUDED, reset_inner_optimizer=True))
-    assert list(life.give_back_answered()) == [life.span(400, 600)]
-    assert life.pulled().reset_inner
-
-
-def test_fenced_and_undecided_waits_then_acts(life: LeasedClusterBench) -> None:
-    life.awaiting()
-    push = life.push_id
-    fenced(life)
-    life.join(push)
-    assert life.phase is SessionPhase.AWAITING
-    assert life.asked(AwaitVerdictRequest).push == push
-    life.answer(AwaitVerdictRequest, AwaitVerdictReply(life.verdict(VerdictKind.APPLIED)))
-    assert life.pulled().mode is InstallMode.REPLACE
-    assert life.session.shared.work.tokens == 0
-
-
-def test_fenced_between_verdict_and_pull_goes_on_with_the_pull(life: LeasedClusterBench) -> None:
-    life.awaiting()
-    life.train(1)
     verdict = life.decide(VerdictKind.APPLIED)
-    life.refuse(BeginPullRequest, RefusalCode.STALE_EPOCH)
+    if fetches:
+        life.grant()
+    joins_anew(life, how)
     life.join(verdict)
     assert life.phase is SessionPhase.PULLING
-    assert life.pulled().mode is InstallMode.REBASE_FROM_PUSH
-    assert life.session.shared.work.pending.steps == 1
+    assert fate(life) == replace(FATES[VerdictKind.APPLIED], incarnation=2)
 
 
-def test_fenced_while_idle_keeps_training(life: LeasedClusterBench) -> None:
-    life.train(2)
-    life.beat(epoch=2)
-    life.epoch = 2
-    assert phase_of(life) is SessionPhase.JOINING
-    life.train(1)
+@each_way
+def test_a_cluster_without_a_push_goes_on_in_mid_round(life: LeasedClusterBench, how: str) -> None:
+    life.train(3)
+    joins_anew(life, how)
     life.join()
-    assert phase_of(life) is SessionPhase.TRAINING
-    life.train(1)
-    assert life.job(BeginPushRequest)[1].caller.epoch == 2
+    assert life.phase is SessionPhase.TRAINING
+    assert not life.waits
+    assert fate(life) == Fate(None, None, OLD, 0, 4, (0, 400), 2, seq=1)
 
 
 @pytest.mark.parametrize(("tokens", "fence_moved", "kept"), [(10_000, 0, True), (10_000, 1, False), (0, 0, False)])
@@ -293,6 +333,17 @@ def test_undecided_push_of_an_earlier_life_is_awaited_first() -> None:
     assert request.at_least == verdict.version
 
 
+@pytest.mark.parametrize("kind", VerdictKind)
+def test_a_verdict_of_another_process_says_nothing_about_this_ones_parameters(kind: VerdictKind) -> None:
+    life = LeasedClusterBench()
+    life.published = Version(1, 8)
+    life.say(Started())
+    life.join(life.verdict(kind, PushId(life.session.config.cluster_id, Incarnation(1, 7), 3)))
+    assert life.waits
+    life.pulled()
+    assert life.phase is SessionPhase.TRAINING
+
+
 def test_undecided_answer_for_our_own_push_awaits_it(life: LeasedClusterBench) -> None:
     life.push_begun()
     life.answer(BeginPushRequest, BeginPushReply(life.push_id))  # the admission's answer was lost
@@ -310,17 +361,28 @@ def test_undecided_answer_for_another_push_keeps_the_work(life: LeasedClusterBen
     assert life.job(BeginPushRequest)[1].ranges == (life.span(0, 400),)
 
 
-def test_ranges_that_are_not_ours_are_dropped_and_not_returned(life: LeasedClusterBench) -> None:
+each_call = pytest.mark.parametrize("stage", ["begin", "finish"])
+
+
+def refuse(life: LeasedClusterBench, stage: str, code: RefusalCode) -> None:
+    life.refuse(BeginPushRequest if stage == "begin" else FinishPushRequest, code)
+
+
+@each_call
+def test_ranges_that_are_not_ours_are_dropped_and_not_returned(life: LeasedClusterBench, stage: str) -> None:
     life.push_begun()
+    life.goes_on(stage)
     life.train(1)
-    life.refuse(BeginPushRequest, RefusalCode.RANGES)
+    refuse(life, stage, RefusalCode.RANGES)
     assert list(life.give_back_answered()) == [life.span(400, 500)]
     assert life.pulled().mode is InstallMode.REPLACE
 
 
-def test_a_used_number_is_replaced_by_the_next(life: LeasedClusterBench) -> None:
+@each_call
+def test_a_used_number_is_replaced_by_the_next(life: LeasedClusterBench, stage: str) -> None:
     life.push_begun()
-    life.refuse(BeginPushRequest, RefusalCode.SEQ)
+    life.goes_on(stage)
+    refuse(life, stage, RefusalCode.SEQ)
     request = life.job(BeginPushRequest)[1]
     assert (request.seq, request.ranges) == (2, (life.span(0, 400),))
 

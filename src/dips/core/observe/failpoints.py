@@ -26,7 +26,6 @@ from typing import Any
 
 from dips.core import machine
 from dips.core.errors import ConfigError
-from dips.core.observe import seen
 from dips.core.observe.failpoint_names import TABLES, all_names, obeyed
 
 # ---- failpoint spec --------------------------------------------------------------------------------------------------
@@ -273,11 +272,9 @@ def install(role: str, environment: Mapping[str, str] | None = None, *, enabled:
     the same words changes nothing, so that turns which are used up stay so. `enabled`: what --failpoints says; else
     DIPS_FAILPOINTS_ENABLED=1 does. Raises ConfigError when neither does, and for a name, an action or a seed that
     cannot be understood.
-    It is also where a process begins to note what tests see of it (seen.py).
     """
     global _installed
     environment = os.environ if environment is None else environment
-    seen.note(environment)
     text = environment.get(SPEC_VARIABLE, "").strip()
     if not text or _installed == (role, text):
         return

@@ -379,7 +379,6 @@ def ends_of(program: Program, kernels: Kernels, links: bool) -> Ints:
     n_chunks, place = schedule.n_stages, schedule.device_of_stage
     free = [np.zeros(n, np.int64) for _ in range(schedule.n_devices)]  # of each device
     collected = [np.zeros(n, np.int64) for _ in free]  # when its stage's last collective has ended
-    reducing = [False] * len(free)
     way_free = {pair: np.zeros(n, np.int64) for pair in kernels.messages} if links else {}
     arrived: dict[tuple[bool, int, int], Ints] = {}
     both = kernels.input_gradient + kernels.weight_gradient
@@ -413,11 +412,7 @@ def ends_of(program: Program, kernels: Kernels, links: bool) -> Ints:
                     else:
                         arrived[kind is Kind.F, after, m] = now + (busy + latency)
         if last:
-            before = collected[device]
-            if not links and not reducing[device]:  # as printed, no reduce-scatter waits for an all-gather
-                before = np.zeros(n, np.int64)
-            reducing[device] = True
-            collected[device] = np.maximum(before, now) + kernels.reduce[chunk]
+            collected[device] = np.maximum(collected[device], now) + kernels.reduce[chunk]
     found = free[0]
     for row in (*free[1:], *collected):
         found = np.maximum(found, row)

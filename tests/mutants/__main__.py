@@ -1,0 +1,399 @@
+"""python -m mutants --sample 240 --seed 1: small faults, one at a time, and whether a unit test fails for each.
+
+The last line is `N of M killed, P %`. A fault that nothing in the process can meet (its function does not live, it runs
+at import alone, or its code is the same) does not count, and another one is drawn. What takes ten times as long as
+before, or rests, counts as killed. Survivors are no failure of the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from support.repository import ROOT, SOURCE, TESTS, modules
+
+from dips.core.threads import usable_processors
+from mutants import record
+from mutants.faults import Fault, changed_text, faults_of
+from mutants.warm import End, Test, Warm, pytest_main
+
+AREAS = ("master", "slave", "worker", "core", "planner", "judge", "deploy", "cli")
+OTHERS = ("sim", "local", "trainer", "doctor", "compare", "papers")
+
+TEST_S = 60.0
+"""Of tests for one fault, at most."""
+
+NO_TEST = "no test executes it"
+INTERRUPTED = 2
+EQUIVALENT = TESTS / "mutants_equivalent.txt"
+RECORD_SHARE = 0.6
+"""Of the time that --minutes gives."""
+
+
+@dataclass
+class Outcome:
+    """What became of a fault: killed, survived, excluded or not reachable."""
+
+    fault: Fault
+    change: str
+    outcome: str
+    why: str
+    by: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.fault.path} {self.fault.function} {self.fault.operator}: {self.change}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"make mutants: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="make mutants", description=__doc__)
+    parser.add_argument("--sample", type=int, help="how many faults, the same number in each area")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw")
+    parser.add_argument("--area", action="append", choices=AREAS + OTHERS, help="a package; the first eight otherwise")
+    parser.add_argument("--changed", metavar="BASE", help="faults on the lines that differ from this commit")
+    parser.add_argument("--minutes", type=float, help="how long, recording included; then the rest is left out")
+    parser.add_argument("--one", metavar="PLACE", help="this fault alone, and why a test fails for it")
+    parser.add_argument("--again", metavar="FILE", help="the faults of an earlier --json, and which survive now")
+    parser.add_argument("--list", action="store_true", help="every place of the areas")
+    parser.add_argument("--json", metavar="FILE", help="write the outcomes there")
+    asked = parser.parse_args(given)
+    ways = [
+        asked.sample is not None,
+        asked.changed is not None,
+        asked.one is not None,
+        asked.again is not None,
+        asked.list,
+    ]
+    if sum(ways) != 1:
+        parser.error("give one of --sample N, --changed BASE, --one PLACE, --again FILE and --list")
+    if asked.sample is not None and asked.sample < len(asked.area or AREAS):
+        parser.error("--sample must have one fault for each area at least")
+    if asked.one is not None and not re.fullmatch(r"src/dips/\S+\.py:\d+:\d+:[a-z-]+(:\d+)?", asked.one):
+        parser.error(f"--one {asked.one}: a place is like src/dips/core/ids.py:12:4:comparison")
+    if asked.again is not None and not Path(asked.again).is_file():
+        parser.error(f"--again {asked.again}: no such file")
+    return asked
+
+
+# ---- which faults ----
+
+
+def _of_files(paths: Iterable[Path]) -> Iterator[Fault]:
+    for path in paths:
+        yield from faults_of(str(path.relative_to(ROOT)), path.read_text())
+
+
+def _of_area(area: str) -> list[Fault]:
+    return list(_of_files(path for path in modules() if path.is_relative_to(SOURCE / area)))
+
+
+def _drawn(faults: Iterable[Fault], seed: str) -> list[Fault]:
+    """One fault of each line, in an order that the seed gives."""
+    lines: dict[tuple[str, int], list[Fault]] = defaultdict(list)
+    for fault in faults:
+        lines[fault.path, fault.line].append(fault)
+    chosen = random.Random(seed)
+    order = sorted(lines)
+    chosen.shuffle(order)
+    return [chosen.choice(lines[place]) for place in order]
+
+
+def _changed_lines(base: str) -> dict[str, set[int]]:
+    command = ["git", "diff", "-U0", "--no-renames", base, "--", "src/dips"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"make mutants: --changed {base}: {done.stderr.strip().splitlines()[0]}", file=sys.stderr)
+        sys.exit(2)
+    found: dict[str, set[int]] = defaultdict(set)
+    path = ""
+    for line in done.stdout.splitlines():
+        if line.startswith("+++ "):
+            path = line.removeprefix("+++ b/")
+        elif match := re.match(r"@@ \S+ \+(\d+)(?:,(\d+))? @@", line):
+            first, count = int(match[1]), int(match[2] or 1)
+            found[path] |= set(range(first, first + count))
+    return found
+
+
+def _at(place: str) -> Fault:
+    path = ROOT / place.partition(":")[0]
+    found = [fault for fault in _of_files([path]) if fault.place == place] if path.exists() else []
+    if not found:
+        print(f"make mutants: --one {place}: nothing to change there", file=sys.stderr)
+        sys.exit(2)
+    return found[0]
+
+
+def _change_of(fault: Fault) -> str:
+    return changed_text((ROOT / fault.path).read_text(), fault)
+
+
+def _known(file: str) -> tuple[list[Fault], dict[str, str]]:
+    """The faults of an earlier run as they stand now, with what became of each then."""
+    then = {one["key"]: one["outcome"] for one in json.loads(Path(file).read_text())["outcomes"]}
+    found: dict[str, Fault] = {}
+    for path in sorted({key.split(" ")[0] for key in then}):
+        for fault in _of_files([ROOT / path]) if (ROOT / path).exists() else []:
+            begin = f"{fault.path} {fault.function} {fault.operator}: "
+            if any(key.startswith(begin) for key in then) and (key := begin + _change_of(fault)) in then:
+                found.setdefault(key, fault)
+    print(f"{len(then) - len(found)} of {len(then)} faults are in no function any more")
+    return list(found.values()), then
+
+
+def _files_for(faults: Iterable[Fault]) -> list[str]:
+    """Of the same package, or importing the module itself; those that come first matter most."""
+    wanted = {(fault.area, record.module_of(fault.path)) for fault in faults}
+    areas, names = {area for area, _ in wanted}, {name for _, name in wanted}
+
+    def rank(file: str) -> int:
+        own = any(record.belongs(file, area) for area in areas)
+        direct = any(record.reaches(file, name) for name in names)
+        return 0 if own and direct else 1 if direct else 2 if own else 3
+
+    ranked = sorted(((rank(file), file) for file in record.test_files()), key=lambda pair: pair)
+    return [file for place, file in ranked if place < 3]
+
+
+# ---- one run ----
+
+
+class Run:
+    """Faults in their order, until as many count as are wanted in each area."""
+
+    def __init__(self, wanted: dict[str, int], queues: dict[str, list[Fault]], until_s: float) -> None:
+        self._wanted, self._queues, self._until_s = wanted, queues, until_s
+        self._missing = 0
+        self._kept = record.Record()
+        self._sound: set[str] = set()
+        self._unsound: set[str] = set()
+        self._excluded = _equivalents()
+        self.outcomes: list[Outcome] = []
+        self.interrupted = False
+
+    def collect_and_go(self, files: Sequence[str]) -> None:
+        cover = record.coverage_of()
+        cover.start()
+
+        def work(warm: Warm) -> None:
+            cover.stop()
+            self._kept.at_import = record.lines_of(cover).get("", {})
+            for name in warm.broken_files:
+                print(f"not collected: {name}")
+            try:
+                self._work(warm, files)
+            except KeyboardInterrupt:
+                self.interrupted = True
+
+        self.interrupted = pytest_main(files, Warm(work, usable_processors())) == INTERRUPTED or self.interrupted
+
+    def _work(self, warm: Warm, files: Sequence[str]) -> None:
+        faults = [fault for queue in self._queues.values() for fault in queue]
+        warm.look_at_functions(fault.path for fault in faults)
+        began = time.monotonic()
+        missing = [file for file in files if not self._kept.has(file, False)]
+        if missing:
+            _say(f"recording {len(missing)} of {len(files)} files of tests")
+        share_s = (self._until_s - began) * RECORD_SHARE
+        has_kernels = any(fault.compiled for fault in faults)
+        self._missing = self._kept.make(warm, files, has_kernels, _say, began + share_s)
+        if self._missing:
+            _say(f"no time to record {self._missing} files: what their tests would see is not known")
+        if missing:
+            _say(f"recorded in {time.monotonic() - began:.0f} s")
+        for number in range(max(self._wanted.values())):
+            for area, wanted in self._wanted.items():
+                if number < wanted:
+                    self._next(warm, area)
+        warm.run(self._until_s)
+
+    def _next(self, warm: Warm, area: str) -> None:
+        if self._queues[area]:
+            self._start(warm, self._queues[area].pop(0))
+
+    def _start(self, warm: Warm, fault: Fault) -> None:
+        change = _change_of(fault)
+        outcome = Outcome(fault, change, "excluded", "")
+        if outcome.key in self._excluded:
+            outcome.why = self._excluded[outcome.key]
+            return self._end(warm, outcome)
+        every = [test for test in self._kept.tests_of(fault, warm.items) if test.name not in self._unsound]
+        tests, left_out = _within(every)
+        if not tests:
+            unmet = "runs at import alone" if self._kept.runs_at_import(fault) else ""
+            outcome.outcome, outcome.why = ("not reachable", unmet) if unmet else ("survived", NO_TEST)
+            return self._end(warm, outcome)
+
+        def then(end: End) -> None:
+            told = end.result.get("outcome", "")
+            if end.how == "done" and told in ("passed", "not reachable"):
+                outcome.outcome = "survived" if told == "passed" else told
+                outcome.why = f"{len(tests)} tests pass" + (
+                    f", {left_out} left out after {TEST_S:.0f} s" if left_out else ""
+                )
+                return self._end(warm, outcome)
+            outcome.outcome, outcome.by = "killed", end.running
+            how = {"cpu": "takes too long", "rest": "rests", "died": "the process died", "done": ""}[end.how]
+            outcome.why = how or end.result.get("why", "")
+            self._check(warm, outcome, next(test for test in tests if test.name == end.running))
+
+        warm.submit(warm.try_tests(tests, fault, fault.compiled), then)
+
+    def _check(self, warm: Warm, outcome: Outcome, test: Test) -> None:
+        """A test that fails without the fault as well, when it runs alone, kills nothing."""
+        if test.name in self._sound:
+            return self._end(warm, outcome)
+
+        def then(end: End) -> None:
+            if end.how == "done" and end.result.get("outcome") == "passed":
+                self._sound.add(test.name)
+                self._end(warm, outcome)
+            else:
+                _say(f"does not pass alone, and is not used: {test.name}")
+                self._unsound.add(test.name)
+                self._start(warm, outcome.fault)
+
+        warm.submit(warm.try_tests([test], None, outcome.fault.compiled), then)
+
+    def _end(self, warm: Warm, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        _say(_line(outcome))
+        if outcome.outcome == "not reachable":
+            self._next(warm, outcome.fault.area if outcome.fault.area in self._queues else "")
+
+
+def _within(tests: Sequence[Test]) -> tuple[list[Test], int]:
+    chosen: list[Test] = []
+    spent_s = 0.0
+    for test in tests:
+        spent_s += test.cpu_s + test.rest_s
+        if chosen and spent_s > TEST_S:
+            break
+        chosen.append(test)
+    return chosen, len(tests) - len(chosen)
+
+
+def _equivalents() -> dict[str, str]:
+    """`PATH FUNCTION OPERATOR: CHANGE  # REASON` on each line; lines that begin with # are for readers."""
+    lines = EQUIVALENT.read_text().splitlines() if EQUIVALENT.exists() else []
+    pairs = (line.rpartition("  # ") for line in lines if line.strip() and not line.startswith("#"))
+    return {key.strip(): reason for key, _, reason in pairs}
+
+
+# ---- what is said ----
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _line(outcome: Outcome) -> str:
+    why = outcome.by or outcome.why
+    change = outcome.change if len(outcome.change) < 240 else outcome.change[:240] + " ..."
+    text = f"{outcome.outcome:9} {outcome.fault.place}  in {outcome.fault.function}: {change}  ({why})"
+    if outcome.outcome == "survived":
+        text += f'\n          make mutants ARGS="--one {outcome.fault.place}"'
+    return text
+
+
+def _table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    yield f"{'area':10}{'killed':>8}{'survived':>10}{'no test':>9}{'excluded':>10}{'not reachable':>15}{'killed %':>10}"
+    for area in AREAS + OTHERS:
+        here = [outcome for outcome in outcomes if outcome.fault.area == area]
+        counts = {name: sum(outcome.outcome == name for outcome in here) for name in ("killed", "survived", "excluded")}
+        unmet = sum(outcome.outcome == "not reachable" for outcome in here)
+        unrun = sum(outcome.why == NO_TEST for outcome in here)
+        if here:
+            killed, survived, excluded = counts.values()
+            share = f"{100 * killed / (killed + survived):.0f}" if killed + survived else "-"
+            yield f"{area:10}{killed:8}{survived:10}{unrun:9}{excluded:10}{unmet:15}{share:>10}"
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    names = {"place": outcome.fault.place, "area": outcome.fault.area, "key": outcome.key}
+    return {**names, **{name: value for name, value in asdict(outcome).items() if name != "fault"}}
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    asked = _arguments(given)
+    until_s = time.monotonic() + 60 * (asked.minutes or math.inf)
+    areas = tuple(asked.area or AREAS)
+    then: dict[str, str] = {}
+    if asked.list:
+        for area in areas:
+            for fault in _of_area(area):
+                print(fault.place, fault.function)
+        return 0
+    if asked.sample is not None:
+        each = asked.sample // len(areas)
+        queues = {area: _drawn(_of_area(area), f"{asked.seed} {area}")[: 3 * each] for area in areas}
+        wanted = dict.fromkeys(areas, each)
+        print(f"make mutants: {each} faults in each of {', '.join(areas)}, seed {asked.seed}", flush=True)
+        files = _files_for(fault for queue in queues.values() for fault in queue[: 4 * each // 3])
+    else:
+        if asked.one is not None:
+            faults = [_at(asked.one)]
+        elif asked.again is not None:
+            faults, then = _known(asked.again)
+        else:
+            lines = _changed_lines(asked.changed)
+            paths = [path for path in modules() if str(path.relative_to(ROOT)) in lines]
+            near = [fault for fault in _of_files(paths) if lines[fault.path] & set(range(fault.first, fault.last + 1))]
+            faults = [fault for fault in near if fault.operator != "default" or fault.line in lines[fault.path]]
+            first = _drawn(faults, f"{asked.seed}")
+            others = sorted(set(faults) - set(first), key=lambda fault: fault.place)
+            faults = first + random.Random(asked.seed).sample(others, len(others))
+            _say(f"make mutants: {len(faults)} faults on the lines that differ from {asked.changed}")
+        queues = {"": list(faults)}
+        wanted = {"": len(faults)}
+        files = _files_for(faults)
+    run = Run(wanted, queues, until_s)
+    if files:
+        run.collect_and_go(files)
+    tried = len(run.outcomes)
+    if asked.sample is None and tried < len(faults):
+        _say(f"{tried} of {len(faults)} faults were tried in the time that there is")
+    return _tell(run, asked, then)
+
+
+def _tell(run: Run, asked: argparse.Namespace, then: dict[str, str]) -> int:
+    outcomes = run.outcomes
+    if asked.json:
+        Path(asked.json).write_text(
+            json.dumps({"seed": asked.seed, "outcomes": [_as_json(one) for one in outcomes]}, indent=1)
+        )
+    if asked.one is not None:
+        print("\n".join(f"{outcome.by}\n{outcome.why}" for outcome in outcomes))
+    for outcome in outcomes:
+        if then.get(outcome.key) == "killed" and outcome.outcome == "survived":
+            print(f"was killed, survives now: {outcome.fault.place}")
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    minutes = sum(one.ru_utime + one.ru_stime for one in used) / 60
+    print(f"{minutes:.1f} minutes of a processor\n")
+    print(*_table(outcomes), sep="\n")
+    counted = [outcome for outcome in outcomes if outcome.outcome in ("killed", "survived")]
+    killed = sum(outcome.outcome == "killed" for outcome in counted)
+    print(f"{killed} of {len(counted)} killed, {100 * killed / max(1, len(counted)):.0f} %")
+    return 130 if run.interrupted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""`dips up` of a run whose clusters `a` and `b` are programs of their own, and an operator's stop at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from support.dips_command import dips, dips_started, ended, master_file, published, started
+from support.waiting import until
+
+RUN = """
+[run]
+id = "mine"
+directory = "{directory}"
+slaves = {slaves}
+evaluate = false
+keys_for = ["a", "b"]
+
+[slave]
+memory_bytes = "128 MiB"
+record_pushes = true
+
+[master]
+sync_every = 8
+min_clusters = 2
+{master}
+"""
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
+
+
+def endless(example: Path, folder: Path, its_steps: str) -> Path:
+    """The example without a limit on its own steps: who is faster decides nothing."""
+    text = example.read_text()
+    assert its_steps in text
+    copy = folder / example.name
+    copy.write_text(text.replace(its_steps, its_steps.replace("200", "100_000_000")))
+    return copy
+
+
+class UpRun:
+    """Context manager: a launcher, and a program for each cluster; logs lie in `folder`."""
+
+    def __init__(
+        self, folder: Path, programs: Mapping[str, Sequence[object]], *, slaves: int = 1, master: str = ""
+    ) -> None:
+        self.directory, self.log = folder / "run", folder / "up.log"
+        self.logs = {name: folder / f"{name}.log" for name in programs}
+        self._programs, self._folder = programs, folder
+        self._running: dict[Path, subprocess.Popen[bytes]] = {}
+        self._file = folder / "run.toml"
+        self._file.write_text(RUN.format(directory=self.directory, slaves=slaves, master=master))
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self._running[self.log] = stack.enter_context(dips_started("up", self._file, log=self.log))
+            until(lambda: "address" in master_file(self.directory), "the master's address", self.log)
+            for name, command in self._programs.items():
+                there = {
+                    "DIPS_MASTER": master_file(self.directory)["address"], "DIPS_CLUSTER": name,
+                    "DIPS_KEYS": str(self.directory / "keys" / name),
+                    "DIPS_WORKER_TAPE": str(self.directory / "tapes" / f"{name}.tape.jsonl"),
+                }  # fmt: skip
+                log = self.logs[name]
+                self._running[log] = stack.enter_context(started(*command, log=log, cwd=self._folder, **there))
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.close()
+
+    def until_version(self, v: int) -> None:
+        def is_there() -> bool:
+            gone = [log for log, process in self._running.items() if process.poll() is not None]
+            assert not gone, f"{gone[0].name}: {gone[0].read_text()[-3000:]}"
+            return published(self.directory) >= v
+
+        until(is_there, f"version {v}", self.log)
+
+    def stop(self) -> None:
+        """As an operator does; every process ends with 0."""
+        told = dips("stop", self.directory)
+        assert told.returncode == 0, told.stderr
+        for log, process in reversed(self._running.items()):
+            assert ended(process, log) == 0, log.read_text()[-3000:]
+        assert all("the run has ended" in log.read_text() for log in self.logs.values())

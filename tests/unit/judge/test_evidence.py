@@ -1,0 +1,382 @@
+"""Records of the same fact by different processes agree: each that was changed, with all its digests, is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.history import digest, push_name, usual_run
+
+from dips.judge.evidence import Evidence, ended_without_a_word, judge_evidence
+from dips.judge.records import RunRecords, StoredManifest, TapeLine
+from dips.judge.verify import check_records
+from dips.master.archive import JournalRecord
+from dips.slave.disk import IDENTITY, LocalDisk, write_small
+from dips.slave.disk import NAME as PROMISE
+
+Change = Callable[[RunRecords], object]
+
+RANGE = ("lease_id", "pass_index", "chunk", "begin_tokens", "end_tokens")
+
+
+def tape(records: RunRecords, role: str, name: str, kind: str, **fields: Any) -> None:
+    records.lines[role].append(TapeLine(role, name, kind, 0.0, "-", fields))
+    records.tapes.add((role, name))
+
+
+def recorded(directory: Path, durability: str = "sync") -> RunRecords:
+    """The usual run in memory, with all lines that are compared; two manifests of each slave are left."""
+    script = usual_run()
+    records = RunRecords(directory, run_id="test")
+    for step in script.steps:
+        if step.source == "manifest":
+            path, body = directory / step.who / "manifest", {**step.fields, "file": "ring-0"}
+            records.manifests.append(StoredManifest(step.who, path, body, {}))
+        elif step.source != "journal":
+            if step.kind == "epoch":
+                step.fields["durability"] = durability
+            tape(records, step.source, step.who, step.kind, **step.fields)
+        else:
+            record = {"kind": step.kind, **step.fields}
+            number = len(records.rows) + 1
+            records.journal.append(record)
+            records.rows.append(JournalRecord(record["epoch"], 0, step.kind, "", number, digest(number)))
+            tape(records, "master", "test", "journaled", number=number, digest=digest(number))
+            if step.kind == "COMMIT":
+                tell_commit(records, record)
+    records.manifests = records.manifests[-4:]
+    newest = script.version
+    records.ledger = {
+        **script.ledger(),
+        "commit": {
+            "version": [*(newest or ())],
+            "round": [2, script.rounds],
+            "digests": script.digests[newest or (0, 0)],
+            "record": records.manifests[-1].body["commit_record"],
+        },
+    }
+    return records
+
+
+def tell_commit(records: RunRecords, record: dict[str, Any]) -> None:
+    """What the master and the clusters say of a COMMIT on their tapes."""
+    round_name = "r{}.{}".format(*record["round"])
+    judgement = record["judgement"]
+    if judgement:
+        numbers = {name: float(judgement[name]) for name in ("kappa", "rho", "merged_norm")}
+        norms = {row[0]: float(row[1]) for row in judgement["norms"]}
+        accepted = list(judgement["accepted"])
+        tape(records, "master", "test", "judged", round=round_name, **numbers, norms=norms, accepted=accepted)
+    tape(records, "master", "test", "commit", round=round_name, s_max=record["s_max"])
+    for item in record["participants"]:
+        known = {name: item[name] for name in ("attempt", "base", "fence", "tokens", "steps")}
+        ranges = [dict(zip(RANGE, row, strict=True)) for row in item["ranges"]]
+        tape(records, "worker", item["push"][0], "push_begun", push=push_name(item), **known, ranges=ranges)
+
+
+def compared(records: RunRecords, without: Collection[str] = ()) -> Evidence:
+    return judge_evidence(records, check_records(records).history, without)
+
+
+def said_of(found: Evidence) -> list[str]:
+    return [*(violation.sentence for violation in found.violations), *found.unproven]
+
+
+def line_of(records: RunRecords, role: str, kind: str, index: int = -1) -> TapeLine:
+    return [line for line in records.lines[role] if line.kind == kind][index]
+
+
+def say(role: str, kind: str, index: int = -1, **fields: Any) -> Change:
+    return lambda records: line_of(records, role, kind, index).fields.update(fields)  # type: ignore[attr-defined]
+
+
+def drop(role: str, kind: str, index: int = -1) -> Change:
+    return lambda records: records.lines[role].remove(line_of(records, role, kind, index))
+
+
+def both(*changes: Change) -> Change:
+    return lambda records: [change(records) for change in changes]
+
+
+def without_tape(role: str, name: str) -> Change:
+    return lambda records: records.tapes.remove((role, name))
+
+
+def manifests_of(slave: str, *kept: int) -> Change:
+    """Only these of a slave's manifests are left, oldest first."""
+
+    def change(records: RunRecords) -> None:
+        mine = [item for item in records.manifests if item.slave == slave]
+        stay = [mine[index] for index in kept]
+        records.manifests = [item for item in records.manifests if item.slave != slave or item in stay]
+
+    return change
+
+
+def in_manifest(**fields: Any) -> Change:
+    return lambda records: records.manifests[-1].body.update(fields)  # type: ignore[attr-defined]
+
+
+def in_manifest_record(**fields: Any) -> Change:
+    def change(records: RunRecords) -> None:
+        body: dict[str, Any] = records.manifests[-3].body  # type: ignore[assignment]
+        body["commit_record"] = json.dumps({**json.loads(body["commit_record"]), **fields})
+
+    return change
+
+
+def in_ledger(**fields: Any) -> Change:
+    return lambda records: records.ledger.update(fields)  # type: ignore[union-attr]
+
+
+def in_newest(**fields: Any) -> Change:
+    """Of the COMMIT that the newest state holds."""
+    return lambda records: records.ledger["commit"].update(fields)  # type: ignore[index]
+
+
+def in_newest_record(records: RunRecords) -> None:
+    assert records.ledger is not None
+    text = json.loads(records.ledger["commit"]["record"])
+    records.ledger["commit"]["record"] = json.dumps({**text, "s_max": 9})
+
+
+def judged_twice(records: RunRecords) -> None:
+    """A master that died before its COMMIT was durable judged the round, and its next life judged it again."""
+    line = line_of(records, "master", "judged")
+    tape(records, "master", "test", "judged", **{**line.fields, "kappa": 0.5})
+    tape(records, "master", "test", "commit", **{**line_of(records, "master", "commit").fields, "s_max": 3})
+
+
+def second_attempt(records: RunRecords) -> None:
+    """Of its newest push a cluster recorded another attempt than the one that was merged; the ticket is there."""
+    for kind in ("push_begun", "push_sent"):
+        line_of(records, "worker", kind).fields.update(attempt=2, tokens=7)  # type: ignore[attr-defined]
+
+
+def before_commits_were_told(records: RunRecords) -> None:
+    for _ in range(2):
+        drop("master", "commit", 0)(records)
+
+
+def a_newer_epoch_went_on(records: RunRecords) -> None:
+    """The newest record of the first epoch is not the one that was written; a later master went on from there."""
+    second = [at for at, record in enumerate(records.journal) if record["kind"] == "EPOCH"][1]
+    line_of(records, "master", "journaled", second - 1).fields.update(digest="0" * 32)  # type: ignore[attr-defined]
+
+
+def without_digests(records: RunRecords) -> None:
+    """An older release wrote journal and tape."""
+    records.rows = [replace(row, digest="") for row in records.rows]
+    records.lines["master"] = [line for line in records.lines["master"] if line.kind != "journaled"]
+
+
+OF_PUSH = f"push a/2.2#1 of the COMMIT of round r2.{usual_run().rounds}"
+
+DIFFERENT: dict[str, tuple[Change, str]] = {
+    "a slave's tape": (without_tape("slave", "s0"), "the tape of slave s0 is missing"),
+    "a cluster's tape": (without_tape("worker", "b"), "the tape of cluster b is missing"),
+    "the master's tape": (without_tape("master", "test"), "the tape of the master is missing"),
+    "no manifest": (manifests_of("s1"), "was on the disk of slave s1, but no manifest of it, or of a newer one"),
+    "an old manifest": (manifests_of("s0", 0), "the newest is 1:3"),
+    "the state's tokens": (in_ledger(tokens=7), "newest state has 7 tokens, its newest version 600"),
+    "the state's version": (in_newest(version=[1, 3], round=[1, 1]), "of another version than its newest decision"),
+    "the state's digests": (in_newest(digests={}), "of another version than its newest decision"),
+    "a manifest's hash": (in_manifest(commit_hash="ab" * 32), "in the manifest of slave s1 than in the journal's"),
+    "a manifest's record": (in_manifest_record(s_max=80), "says s_max = 8 in the journal, but 80 in the manifest of"),
+    "kappa": (say("master", "judged", kappa=0.125), "says kappa = "),
+    "rho": (say("master", "judged", rho=0.125), "says rho = "),
+    "merged norm": (say("master", "judged", merged_norm=None), "says merged_norm = "),
+    "norms": (say("master", "judged", norms={"a": 9.0}), "says norm of a = "),
+    "accepted": (say("master", "judged", accepted=["z"]), "were accepted, but the master's tape says ['z']"),
+    "s_max": (say("master", "commit", s_max=80), "says s_max = 8, but the master's tape says 80"),
+    "no commit line": (drop("master", "commit"), "the master's tape has no line about the COMMIT of round r2."),
+    "sent tokens": (say("worker", "push_sent", tokens=7), f"{OF_PUSH} has tokens = 100, but its cluster sent 7"),
+    "begun tokens": (say("worker", "push_begun", tokens=7), f"{OF_PUSH} has tokens = 100, but its cluster began it"),
+    "steps": (say("worker", "push_begun", steps=99), f"{OF_PUSH} has steps = 1, but its cluster began it with 99"),
+    "base": (say("worker", "push_sent", base="1:0"), f"{OF_PUSH} has base = [1, 3], but its cluster sent"),
+    "ranges": (say("worker", "push_begun", ranges=[]), f"{OF_PUSH} has ranges = "),
+    "a ticket's fence": (say("master", "ticket", fence=99), f"{OF_PUSH} has fence = 3, but its ticket says 99"),
+    "a ticket's attempt": (say("master", "ticket", attempt=2), "has attempt = 1, for which no ticket was recorded"),
+    "no push": (both(drop("worker", "push_begun"), drop("worker", "push_sent")), f"no line about {OF_PUSH}"),
+    "no ticket": (drop("master", "ticket"), f"has no ticket for {OF_PUSH}"),
+    "the end is lost": (lambda records: records.rows.pop(), "the journal's end is lost"),
+    "the last record": (say("master", "journaled", digest="0"), "is not the one that was written"),
+    "no digests told": (
+        lambda records: [drop("master", "journaled")(records) for _ in records.rows],
+        "does not say how far the journal goes",
+    ),
+}  # fmt: skip
+
+
+def test_records_that_agree_are_all_compared(tmp_path: Path) -> None:
+    found = compared(recorded(tmp_path))
+    assert said_of(found) == []
+    journaled = len(recorded(tmp_path).rows)
+    slaves, manifests, commits, judged, pushes = 2, 4, 5, 4, 7
+    newest_state = 1 + 1 + slaves
+    assert found.judged == journaled + slaves + newest_state + manifests + commits + judged + 3 * pushes
+
+
+@pytest.mark.parametrize(("change", "words"), DIFFERENT.values(), ids=DIFFERENT)
+def test_what_another_record_contradicts_is_named_once(tmp_path: Path, change: Change, words: str) -> None:
+    records = recorded(tmp_path)
+    change(records)
+    (said,) = said_of(compared(records))
+    assert words in said
+
+
+def test_the_newest_states_own_record_is_compared(tmp_path: Path) -> None:
+    records = recorded(tmp_path)
+    in_newest_record(records)
+    said = said_of(compared(records))
+    assert "says s_max = 8 in the journal, but 9 in the journal's newest state" in said[0]
+    assert ["another COMMIT record" in sentence for sentence in said[1:]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        judged_twice,
+        second_attempt,
+        before_commits_were_told,
+        a_newer_epoch_went_on,
+        both(drop("worker", "push_begun"), drop("worker", "push_sent"), lambda r: r.gaps.add(("worker", "a"))),
+        lambda records: records.later.append(records.lines["worker"].pop()),
+        both(drop("master", "ticket"), lambda records: tape(records, "master", "test", "epoch", epoch=1)),
+        lambda records: records.rows.__delitem__(slice(0, 2)),
+        without_digests,
+    ],
+    ids=["judged twice", "last attempt", "older release", "put back", "a gap", "later", "lost", "pruned", "no digests"],
+)  # fmt: skip
+def test_what_can_be_explained_is_no_contradiction(tmp_path: Path, change: Change) -> None:
+    records = recorded(tmp_path)
+    change(records)
+    assert said_of(compared(records)) == []
+
+
+def test_a_journal_that_was_put_back_is_noted_with_the_first_record_that_is_gone(tmp_path: Path) -> None:
+    records = recorded(tmp_path)
+    a_newer_epoch_went_on(records)
+    compared(records)
+    number = next(n for n, row in enumerate(records.rows) if row.epoch == 2 and row.kind == "EPOCH")
+    (note,) = records.notes
+    assert f"restored from a copy, or lost its end, once: record {number} and what followed" in note
+
+
+def test_a_tape_that_never_was_here_is_not_asked_for(tmp_path: Path) -> None:
+    records = recorded(tmp_path)
+    for role, name in (("slave", "s0"), ("worker", "b"), ("master", "test")):
+        without_tape(role, name)(records)
+    manifests_of("s0")(records)
+    assert said_of(compared(records, {"s0", "b", "master"})) == []
+
+
+def test_without_durability_a_slave_must_have_what_it_says_is_on_its_disk(tmp_path: Path) -> None:
+    records = recorded(tmp_path, "async")
+    for index, version in enumerate(("1:2", "1:3")):
+        tape(records, "slave", "s0", "persisted", version=version, digest="", round=f"r1.{index + 3}")
+    manifests_of("s0", 0)(records)
+    manifests_of("s1")(records)
+    assert said_of(compared(records)) == [], "s1 said nothing, s0 has 1:3"
+    manifests_of("s0")(records)
+    (said,) = said_of(compared(records))
+    assert "version 1:3 was on the disk of slave s0" in said
+
+
+def test_twenty_sentences_of_one_kind_are_enough(tmp_path: Path) -> None:
+    records = recorded(tmp_path)
+    for line in records.lines["worker"]:
+        if line.kind == "push_begun":
+            line.fields.update(tokens=7)  # type: ignore[attr-defined]
+    assert len(compared(records).violations) == 7
+    found = Evidence()
+    for n in range(25):
+        found.differs(f"difference {n}", "here")
+        found.differs("another", "there") if n == 24 else None
+    assert [violation.fact for violation in found.violations] == ["here"] * 20 + ["there"]
+
+
+# ---- directories ----
+
+
+def directory(records: RunRecords, slave: str, run_id: str = "test", promised: int | None = 2, whose: str = "") -> Path:
+    folder = records.run_dir / slave
+    folder.mkdir()
+    write_small(LocalDisk(folder), IDENTITY, {"run_id": run_id, "slave_id": whose or slave})
+    if promised is not None:
+        write_small(LocalDisk(folder), PROMISE, {"promised_epoch": promised})
+    records.tape_names[folder / "tape.jsonl"] = slave
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({}, ""),
+        ({"run_id": "other"}, "belongs to run 'other', the journal to 'test'"),
+        ({"promised": 1}, "slave s0 promised epoch 2, as its tape says, but"),
+        ({"promised": None}, "slave s0 promised epoch 2, as its tape says, but"),
+        ({"promised": 3}, "promises epoch 3, which the journal never began"),
+    ],
+)
+def test_a_directory_is_of_this_run_and_keeps_its_promise(tmp_path: Path, how: dict[str, Any], words: str) -> None:
+    records = recorded(tmp_path)
+    before = compared(records).judged
+    directory(records, "s0", **how)
+    directory(records, "s1")
+    found = compared(records)
+    assert [words in said for said in said_of(found)] == ([True] if words else [])
+    assert found.judged == before + 2
+
+
+def test_a_promise_that_a_live_master_began_meanwhile_is_known(tmp_path: Path) -> None:
+    records = recorded(tmp_path)
+    directory(records, "s0", promised=3)
+    records.later.append(TapeLine("master", "test", "epoch", 0.0, "-", {"epoch": 3}))
+    assert said_of(compared(records)) == []
+
+
+def test_files_of_another_slave_and_of_two_places_are_named(tmp_path: Path) -> None:
+    records = recorded(tmp_path)
+    folder = directory(records, "s0", whose="s1")
+    moved = records.manifests[-1]
+    records.manifests[-1] = StoredManifest("s1", folder / "manifest", moved.body, {})
+    said = said_of(compared(records))
+    assert f"{folder} is the directory of slave s1, but holds files of slave s0" in said
+    assert [sentence for sentence in said if "manifests of slave s1 are in more than one directory" in sentence]
+
+
+def test_a_small_file_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
+    records = recorded(tmp_path)
+    (directory(records, "s0") / PROMISE).write_text("{}")
+    assert said_of(compared(records)) == []
+    (problem,) = records.problems
+    assert PROMISE in problem
+
+
+def test_a_record_that_lacks_fields_is_a_problem(tmp_path: Path) -> None:
+    records = recorded(tmp_path)
+    del records.journal[-1]["participants"][0]["fence"]
+    history = check_records(recorded(tmp_path)).history
+    judge_evidence(records, history)
+    assert ["lacks fields" in problem and "fence" in problem for problem in records.problems] == [True]
+
+
+# ---- the end ----
+
+
+def test_a_process_that_did_not_end_in_order_is_noted_where_the_run_did(tmp_path: Path) -> None:
+    records = RunRecords(tmp_path)
+    ends = {"slave": ("stopped", "prepared"), "worker": ("left", "heldout", "stopped", "verdict")}
+    for role, kinds in ends.items():
+        records.last_kinds |= {(role, kind): kind for kind in kinds}
+    assert ended_without_a_word(records) == [], "the run goes on"
+    records.last_kinds["master", "test"] = "master-ended"
+    assert [" ".join(note.split()[:5]) for note in ended_without_a_word(records)] == [
+        "the tape of slave prepared",
+        "the tape of worker verdict",
+    ]

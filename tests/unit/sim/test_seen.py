@@ -1,0 +1,96 @@
+"""What the product does is counted, what a test makes itself is not; notes of many processes are read together."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.dips_command import environment
+from support.master_bench import Bench
+from support.repository import ROOT, SOURCE, modules
+from support.seen_notes import LOG_VARIABLE, read_log
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.machine import MachineHistory, Phase
+from dips.core.net.data_header import DataHeader
+from dips.master.state.records import SLAVE_TABLE, SlavePhase
+from dips.sim.seen import Seen, refuses, report
+
+HELLO = ("slave", "ABSENT", "hello", "ATTACHED")
+SCRIPT = """
+from support.master_bench import Bench
+from dips.core.net.data_header import DataHeader
+from dips.core.errors import RefusalCode, Refused
+from dips.core.machine import MachineHistory, Phase
+from dips.master.state.records import PUSH_TABLE, PushPhase
+Bench().running("a")
+Phase(PUSH_TABLE, MachineHistory()).move("aborted", PushPhase.DECIDED, 0.0)
+for _ in range(2):
+    try:
+        DataHeader.decode(b"\\xff")
+    except Refused:
+        pass
+Refused(RefusalCode.KEY, "made here")
+"""
+
+
+def refuse() -> None:
+    with pytest.raises(Refused):
+        DataHeader.decode(b"\xff")
+
+
+def test_transitions_and_refusals_are_counted_while_watched() -> None:
+    seen = Seen()
+    with seen.watching():
+        Bench().running("a")
+        refuse()
+        Refused(RefusalCode.KEY, "a test made it")
+    refuse()
+    assert seen.arrows[HELLO] == 2, "two slaves"
+    assert dict(seen.refusals) == {"MALFORMED": 1}
+    twice = Seen()
+    twice.add(seen)
+    twice.add(seen)
+    assert (twice.arrows[HELLO], twice.refusals["MALFORMED"]) == (4, 2)
+
+
+def test_the_report_counts_what_was_seen_and_lists_what_never_was() -> None:
+    seen = Seen()
+    with seen.watching():
+        Phase(SLAVE_TABLE, MachineHistory()).move("hello", SlavePhase.ATTACHED, 0.0)
+        refuse()
+    _, row, never, refusals = report(seen, [SLAVE_TABLE])
+    assert row == "  slave: ABSENT > ATTACHED upon hello 1"
+    assert never.startswith(f"transitions never taken: {len(SLAVE_TABLE.arrows()) - 1} (slave ATTACHED > ABSENT upon ")
+    assert refusals.startswith("refusals raised: MALFORMED 1; never: PROTOCOL_VERSION, RUN_ID, ")
+    assert "UNSPECIFIED" not in refusals
+
+
+def test_every_module_of_the_product_that_refuses_is_counted() -> None:
+    # The simulator's hosts refuse in the place of real ones; refusals of a peer are only passed on, also what a master
+    # would say that lets nobody in without keys. In protos, the generator only writes one.
+    passed_on = ["dips.core.net.grpc_calls", "dips.worker.control"]
+    found = [
+        ".".join(("dips", *path.relative_to(SOURCE).with_suffix("").parts))
+        for path in modules()
+        if re.search(r"\bRefused\(RefusalCode\.", path.read_text())
+        and path.relative_to(SOURCE).parts[0] not in ("sim", "protos")
+    ]
+    assert {"dips.core.layout", "dips.local.supervisor", "dips.master.access", "dips.slave.ring"} <= set(found)
+    assert [name for name in found if not refuses(name)] == passed_on
+
+
+def test_processes_note_each_thing_once_in_one_file(tmp_path: Path) -> None:
+    log = tmp_path / "seen.log"
+    added = {LOG_VARIABLE: str(log), "PYTHONPATH": str(ROOT / "tests")}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", SCRIPT], env=environment(added), check=True, timeout=60)
+    lines = log.read_text().splitlines()
+    assert len(lines) == 2 * len(set(lines)), "each process wrote each line once"
+    seen = read_log(log.read_text())
+    assert seen.arrows[HELLO] == seen.refusals["MALFORMED"] == 2
+    assert ("push", "TICKETED", "aborted", "DECIDED") not in seen.arrows, "a test walked that by hand"
+    assert "KEY" not in seen.refusals, "a test made that"

@@ -1,0 +1,268 @@
+"""The slave's stream to its master, over a channel that a test plays: what is sent, and what ends stream or slave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+import pytest
+from support.slave_bench import SlaveBench
+
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import Incarnation
+from dips.core.messages import Hello, Promised, Settings, SlaveBeat, SlaveCommand, SlaveHello, SlaveMessage, Welcome
+from dips.core.net.codec_protobuf import encode, from_message, to_message
+from dips.core.net.grpc_calls import REFUSAL_KEY, STATUS_OF_CODE, to_refusal
+from dips.core.net.security import INSECURE
+from dips.protos import slaves_pb2, slaves_pb2_grpc
+from dips.slave import control as module
+from dips.slave.control import Control
+from dips.slave.data_server import DataServer
+from dips.slave.shell import SlaveShell
+from dips.slave.state import effects, events
+
+SETTINGS = Settings(heartbeat_s=0.01)
+WELCOME = SlaveCommand("run", 1, None, "cause", Welcome(Hello(1, 1), SETTINGS))
+
+
+def welcome(epoch: int) -> SlaveCommand:
+    return replace(WELCOME, epoch=epoch, incarnation=Incarnation(epoch, 1))
+
+
+class Ended(grpc.RpcError):
+    """How a call ends on the caller's side."""
+
+    def __init__(self, status: grpc.StatusCode, refusal: Refused | None = None) -> None:
+        self._status, self._refusal = status, refusal
+
+    def code(self) -> grpc.StatusCode:
+        return self._status
+
+    def details(self) -> str:
+        return "gone" if self._refusal is None else self._refusal.sentence
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        return () if self._refusal is None else ((REFUSAL_KEY, encode(to_refusal(self._refusal))),)
+
+
+def refused(code: RefusalCode, retry_after_s: float = 0.0) -> Ended:
+    return Ended(STATUS_OF_CODE[code], Refused(code, "no", retry_after_s))
+
+
+class Stream:
+    """One call of Attach. `heard`: what the slave wrote; `say`: commands, or an error, or EOF as the end."""
+
+    def __init__(self) -> None:
+        self.heard: asyncio.Queue[SlaveMessage] = asyncio.Queue()
+        self._said: asyncio.Queue[object] = asyncio.Queue()
+        self.cancelled = False
+
+    def say(self, what: object) -> None:
+        self._said.put_nowait(to_message(what) if isinstance(what, SlaveCommand) else what)
+
+    async def hear(self, kind: type[object]) -> Any:
+        async with asyncio.timeout(60):
+            while not isinstance((message := await self.heard.get()).body, kind):
+                pass
+        return message.body
+
+    async def read(self) -> object:
+        said = await self._said.get()
+        if isinstance(said, BaseException):
+            raise said
+        return said
+
+    async def write(self, message: slaves_pb2.SlaveMessage) -> None:
+        self.heard.put_nowait(from_message(message, SlaveMessage))
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Shell:
+    """The real state machine; the effects that concern the stream are carried out."""
+
+    def __init__(self) -> None:
+        self.state = SlaveBench().state
+        self.seen: list[events.Event] = []
+        self.failed: list[BaseException | None] = []
+        self.n_beats = 0
+        self.send: Any = None
+        self.close_link: Any = None
+        self.saved: Any = None
+
+    def handle(self, event: events.Event) -> None:
+        self.seen.append(event)
+        for effect in self.state.handle(event, 0.0):
+            match effect:
+                case effects.SendUp(body):
+                    self.send(SlaveMessage(self.state.caller(), body))
+                case effects.CloseLink(sentence):
+                    self.close_link(sentence)
+                case effects.SavePromise(epoch):
+                    self.handle(events.PromiseSaved(epoch))
+
+    def reap(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self.failed.append(task.exception())
+
+    def note_refusals(self) -> None:
+        self.n_beats += 1
+
+    def ends(self) -> list[str]:
+        """Why streams have ended."""
+        return [event.why for event in self.seen if isinstance(event, events.Unlinked)]
+
+
+class Data:
+    away = SlaveBeat()
+
+    def beat(self) -> SlaveBeat:
+        return self.away
+
+
+class Master:
+    """Streams in their order; the next one opens when the slave attaches."""
+
+    def __init__(self) -> None:
+        self.shell, self.data = Shell(), Data()
+        self.streams: asyncio.Queue[Stream] = asyncio.Queue()
+        self.running: asyncio.Task[None]
+
+    async def stream(self) -> Stream:
+        return await asyncio.wait_for(self.streams.get(), 60)
+
+    def attach(self) -> Stream:
+        stream = Stream()
+        self.streams.put_nowait(stream)
+        return stream
+
+    async def ends_with(self) -> Refused:
+        with pytest.raises(Refused) as caught:
+            await asyncio.wait_for(asyncio.shield(self.running), 60)
+        return caught.value
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(module, "LONGEST_WAIT_S", 0.001)
+    monkeypatch.setattr(module, "check_let_in", lambda *of: None)
+    monkeypatch.setattr(module, "why_not_let_in", lambda *of: "")
+
+
+@asynccontextmanager
+async def master(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Master]:
+    played = Master()
+
+    @asynccontextmanager
+    async def channel(*of: object) -> AsyncIterator[None]:
+        yield
+
+    monkeypatch.setattr(module, "open_channel_aio", channel)
+    monkeypatch.setattr(slaves_pb2_grpc, "SlavesStub", lambda channel: SimpleNamespace(Attach=played.attach))
+    control = Control("m:1", INSECURE, cast(SlaveShell, played.shell), cast(DataServer, played.data))
+    played.running = asyncio.create_task(control.run())
+    try:
+        yield played
+    finally:
+        played.running.cancel()
+        await asyncio.gather(played.running, return_exceptions=True)
+
+
+async def test_a_stream_is_hello_promise_and_beats_and_its_end_is_told_and_another_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with master(monkeypatch) as played:
+        first = await played.stream()
+        await first.hear(SlaveHello)
+        first.say(welcome(1))
+        assert await first.hear(Promised) == Promised(1)
+        beat = await first.hear(SlaveBeat)
+        assert (beat.durable, beat.resident_bytes > 0) == (None, True)
+        assert played.shell.n_beats > 0
+        played.data.away = SlaveBeat(refused_connections=3)
+        while (await first.hear(SlaveBeat)).refused_connections != 3:
+            pass
+        first.say(grpc.aio.EOF)
+        second = await played.stream()
+        assert first.cancelled
+        assert played.shell.ends() == ["the master ended it"]
+        await second.hear(SlaveHello)
+        second.say(Ended(grpc.StatusCode.UNAVAILABLE))
+        await played.stream()
+        assert "UNAVAILABLE: gone" in played.shell.ends()[1]
+        assert played.shell.failed == []
+
+
+async def test_a_saved_version_is_in_the_next_beat_without_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with master(monkeypatch) as played:
+        stream = await played.stream()
+        stream.say(replace(welcome(1), body=Welcome(Hello(1, 1), Settings(heartbeat_s=3600.0))))
+        await stream.hear(Promised)
+        played.shell.saved()
+        await stream.hear(SlaveBeat)
+
+
+async def test_a_stream_that_the_machine_closes_ends_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with master(monkeypatch) as played:
+        stream = await played.stream()
+        stream.say(WELCOME)  # without an incarnation
+        await played.stream()
+        assert "incarnation" in played.shell.ends()[0]
+
+
+async def test_a_master_that_sends_nothing_is_left_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_COMMAND_S", 0.001)
+    async with master(monkeypatch) as played:
+        await played.stream()
+        await played.stream()
+        assert played.shell.ends()[0] == "no command was received for 0.001 s after hello"
+
+
+FOR_GOOD = (
+    *(RefusalCode.PROTOCOL_VERSION, RefusalCode.RUN_ID, RefusalCode.NOT_LOOPBACK, RefusalCode.IDENTITY),
+    *(RefusalCode.KEY, RefusalCode.CONFIG, RefusalCode.UNKNOWN_NAME, RefusalCode.NAME_TAKEN),
+)
+
+
+@pytest.mark.parametrize("code", FOR_GOOD)
+async def test_a_refusal_for_good_ends_the_slave_unless_it_names_a_time(
+    monkeypatch: pytest.MonkeyPatch, code: RefusalCode
+) -> None:
+    async with master(monkeypatch) as played:
+        (await played.stream()).say(refused(code, retry_after_s=1.0))
+        (await played.stream()).say(refused(code))
+        ended = await played.ends_with()
+        assert (ended.code, ended.sentence) == (code, "no")
+        assert played.shell.ends()[0] == "no"
+
+
+async def test_a_fenced_slave_attaches_again_as_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with master(monkeypatch) as played:
+        first = await played.stream()
+        first.say(welcome(1))
+        await first.hear(Promised)
+        first.say(refused(RefusalCode.FENCED))
+        second = await played.stream()
+        assert events.Fenced() in played.shell.seen
+        assert (await second.heard.get()).caller.incarnation is None
+
+
+async def test_keys_that_were_renewed_meanwhile_are_tried_before_the_slave_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    renewed = [True, False]  # of each stream's keys, the first ones being those of the start
+    used = iter([SimpleNamespace(renewed=False), *(SimpleNamespace(renewed=each) for each in renewed)])
+    monkeypatch.setattr(module, "UsedKeys", lambda security: next(used))
+    async with master(monkeypatch) as played:
+        (await played.stream()).say(refused(RefusalCode.IDENTITY))
+        (await played.stream()).say(refused(RefusalCode.IDENTITY))
+        assert (await played.ends_with()).code is RefusalCode.IDENTITY
+        assert played.shell.ends()[0] == "no (they were renewed meanwhile)"

@@ -1,0 +1,83 @@
+"""The data port's compiled loop, run as twins: hostile messages are answered as by the port alone, and no access of the
+loop is outside its buffers. tests/slow/test_serve_guarded.py has the compiled form."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from support.checked_memory import Outside
+from support.checked_zmq import Misused
+from support.hostile_data import Traffic
+from support.served_port import Both, Differs, TwinLoop
+
+from dips.core.net import header_numba
+from dips.core.wire import encoded_bytes
+from dips.slave.state.staging import find_chunk
+
+WITHOUT_SUMS, WITH_SUMS = 1024, 65536
+"""Chunks of whole pieces are measured when they land."""
+
+
+each_size = pytest.mark.parametrize("chunk_bytes", [WITHOUT_SUMS, WITH_SUMS])
+
+
+@each_size
+def test_right_messages_are_served_by_the_loop(chunk_bytes: int) -> None:
+    traffic, rng = Traffic(chunk_bytes), random.Random(1)
+    both = Both(traffic, TwinLoop)
+    both.feed(traffic.right(rng) for _ in range(200))
+    assert both.served > 100
+
+
+@each_size
+def test_hostile_messages_touch_nothing_outside(chunk_bytes: int) -> None:
+    traffic, rng = Traffic(chunk_bytes), random.Random(2)
+    both = Both(traffic, TwinLoop)
+    both.feed(traffic.hostile(rng) for _ in range(400))
+    assert both.left > 150
+
+
+@each_size
+def test_keys_are_looked_up_inside_of_their_table(chunk_bytes: int) -> None:
+    """Every listed key but those of another cluster pushes and reads; ids that are not listed are left to Python."""
+    traffic, rng = Traffic(chunk_bytes), random.Random(4)
+    both = Both(traffic, TwinLoop, keyed=True)
+    both.feed(traffic.right(rng) for _ in range(250))
+    assert both.served > 40
+    assert both.left > 80
+    both.feed(traffic.hostile(rng) for _ in range(150))
+
+
+class AnyLength(int):
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+def takes_any_length(codec: int, n_elems: int) -> int:
+    return AnyLength()
+
+
+def finds_every_chunk(places: object, chunk_bytes: int, block: int, offset_bytes: int, length_bytes: int) -> int:
+    return 1
+
+
+def is_always_ours(value: object, length: object, run_id: object) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("of", "careless"),
+    [
+        (encoded_bytes, takes_any_length),
+        (find_chunk, finds_every_chunk),
+        (header_numba.is_ours, is_always_ours),
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_a_loop_that_checks_less_is_found_out(of: Callable[..., object], careless: Callable[..., object]) -> None:
+    traffic, rng = Traffic(WITHOUT_SUMS), random.Random(3)
+    both = Both(traffic, TwinLoop, {of: careless})
+    with pytest.raises((Outside, Misused, Differs)):
+        both.feed(traffic.hostile(rng) for _ in range(1000))

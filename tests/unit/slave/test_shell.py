@@ -1,0 +1,402 @@
+"""The slave's shell on real memory and a real disk, with a data port that needs no socket: rounds, starts, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import pytest
+from support.slave_bench import commit
+from support.slave_wire import LAYOUT, RUN, configure_for, open_staging, placement_over, prepare_of, push_id
+
+from dips.core.chunks import checksum, chunks_of, digest_of_array
+from dips.core.clock import ManualClock
+from dips.core.errors import ConfigError, DipsError, FatalError, LocalProtocolError, RefusalCode, Refused
+from dips.core.ids import Incarnation, PushId, RoundId, Version
+from dips.core.math.outer_numpy import gram, outer_step
+from dips.core.messages import (
+    AbortRound,
+    Allow,
+    AllowedKey,
+    CloseStaging,
+    CommandBody,
+    Commit,
+    CommitRecord,
+    ConfigureRefused,
+    Flipped,
+    Hello,
+    KeyRole,
+    ListShard,
+    Measure,
+    Measured,
+    Prepared,
+    Promised,
+    Ready,
+    Retain,
+    RoundRefused,
+    SendCommitRecord,
+    Settings,
+    ShardList,
+    SlaveBeat,
+    SlaveCommand,
+    SlaveHello,
+    SlaveMessage,
+    Staged,
+    StagedPush,
+    StopSlave,
+    Welcome,
+)
+from dips.core.net.data_header import DataHeader, DataOp
+from dips.core.observe.tape import Tape, read_tape
+from dips.core.wire import Codec
+from dips.slave.data_port import DataPort
+from dips.slave.data_server import DataServer
+from dips.slave.memory import F32, ThetaBuffer
+from dips.slave.push_evidence import PushEvidence
+from dips.slave.ring import SnapshotStore
+from dips.slave.shell import SlaveShell
+from dips.slave.state import events
+from dips.slave.state.slave import SlaveMachine
+
+B = TypeVar("B")
+CHUNK_BYTES = 1024
+SETTINGS = Settings(chunk_bytes=CHUNK_BYTES)
+PLACEMENT = placement_over("s0")
+BLOCKS = list(LAYOUT.blocks)
+V0, V1, V2 = (Version(1, v) for v in range(3))
+R1, R2, R3 = (RoundId(1, n) for n in (1, 2, 3))
+A, B_PUSH = push_id("a", 2), push_id("b")
+RECORD = b'{"the": "record"}'
+HASH = hashlib.sha256(RECORD).digest()
+SEED, *OURS = (np.random.default_rng(7).standard_normal((3, LAYOUT.n_elems)).astype(np.float32)) / np.float32(9)
+
+
+class Data:
+    """A DataServer whose thread is the caller's; `done` may be kept back."""
+
+    is_compiled = False
+
+    def __init__(self, staged: Callable[[events.PushStaged], None]) -> None:
+        self.port = DataPort(RUN, staged)
+        self.allowed: Sequence[AllowedKey] = ()
+        self.reading: asyncio.Queue[Callable[[], None]] | None = None
+        """When there is one: what waits until the port reads older versions no more."""
+        self.away, self.last_refusal = SlaveBeat(), ""
+        for name in ("set_epoch", "open", "close", "close_all", "known"):
+            setattr(self, name, getattr(self.port, name))
+
+    def set_memory(self, shard: Any, staging: F32 | None, done: Callable[[], None]) -> None:
+        self.port.set_memory(shard, staging)
+        done()
+
+    def set_readable(
+        self, versions: Mapping[Version, ThetaBuffer], done: Callable[[], None], current: Version | None
+    ) -> None:
+        self.port.set_readable(versions, current)
+        if self.reading is None:
+            done()
+        else:
+            self.reading.put_nowait(done)
+
+    def set_allowed(self, keys: Sequence[AllowedKey]) -> None:
+        self.allowed = keys
+
+    def beat(self) -> SlaveBeat:
+        return self.away
+
+
+class Slave:
+    """A slave without sockets: `tell` says a master's command, `hear` awaits the next answer."""
+
+    def __init__(self, directory: Path, settings: Settings, clock: ManualClock) -> None:
+        self.store = SnapshotStore(directory, RUN, "s0", 3)
+        self.problems = self.store.scan()
+        self.tape_file = directory.parent / "s0.tape.jsonl"
+        self.data = Data(lambda staged: self.shell.handle(staged))
+        state = SlaveMachine(
+            RUN, "s0", "tcp://127.0.0.1:1", 1 << 20, 1 << 20, self.store.promise.epoch, self.store.ring.infos(), b"k"
+        )
+        self.tape = Tape(self.tape_file, "slave", "s0", clock)
+        evidence = PushEvidence(directory, RUN, "s0")
+        self.shell = SlaveShell(
+            state, "s0", 1 << 20, self.store, cast(DataServer, self.data), self.tape, clock, evidence, compute_threads=1
+        )
+        self.heard: asyncio.Queue[SlaveMessage] = asyncio.Queue()
+        self.closed: list[str] = []
+        self.shell.send, self.shell.close_link = self.heard.put_nowait, self.closed.append
+        self.settings, self.epoch = settings, 1
+
+    def tell(self, body: CommandBody) -> None:
+        incarnation = Incarnation(self.epoch, 1)
+        self.shell.handle(events.Commanded(SlaveCommand(RUN, self.epoch, incarnation, "cause", body)))
+
+    async def hear(self, kind: type[B]) -> B:
+        message = await asyncio.wait_for(asyncio.shield(self._next()), 60)
+        assert isinstance(message.body, kind), message.body
+        return message.body
+
+    async def _next(self) -> SlaveMessage:
+        """What is said next; raises the error that ends the slave instead."""
+        said = asyncio.ensure_future(self.heard.get())
+        await asyncio.wait([said, self.shell.ended], return_when=asyncio.FIRST_COMPLETED)
+        if said.done():
+            return said.result()
+        said.cancel()
+        raise AssertionError(self.shell.ended.result())
+
+    async def join(self, epoch: int = 1) -> SlaveHello:
+        self.epoch = epoch
+        self.shell.handle(events.Linked())
+        hello = await self.hear(SlaveHello)
+        self.tell(Welcome(Hello(1, 1), self.settings))
+        assert await self.hear(Promised) == Promised(epoch)
+        return hello
+
+    async def stage(self, push: PushId, slot: int, values: F32) -> None:
+        self.tell(open_staging(push, slot))
+        data = values.tobytes()
+        for chunk in chunks_of(BLOCKS, CHUNK_BYTES):
+            start = BLOCKS[chunk.block_id].start_elem * 4 + chunk.offset_bytes
+            payload = data[start : start + chunk.length_bytes]
+            header = DataHeader(
+                RUN, self.epoch, DataOp.PUT_CHUNK, 1, push, 1, None, *chunk, Codec.F32, checksum(payload)
+            )
+            answer = self.data.port.answer([memoryview(header.encode()), memoryview(payload)])
+            assert answer.header.op is DataOp.ACK, answer.header.refusal
+        assert await self.hear(Staged) == Staged(push, 1, digest_of_array(values, BLOCKS, CHUNK_BYTES))
+
+    async def round(self, round_id: RoundId, to: Version, from_version: Version | None, *pushes: PushId) -> bytes:
+        """PREPARE and COMMIT; the digest."""
+        self.tell(prepare_of(round_id, to, pushes, from_version))
+        digest = (await self.hear(Prepared)).digest
+        self.tell(Commit(round_id, to, HASH, RECORD))
+        assert await self.hear(Flipped) == Flipped(round_id, to)
+        return digest
+
+    async def seeded(self) -> None:
+        """At version 0, which is SEED."""
+        await self.join()
+        self.tell(configure_for(PLACEMENT))
+        assert await self.hear(Ready) == Ready(None)
+        await self.stage(push_id("a"), 0, SEED)
+        await self.round(R1, V0, None, push_id("a"))
+
+    def theta(self, version: Version) -> F32:
+        return self.data.port.view().readable[version].theta
+
+    def tape_says(self, *kinds: str) -> list[dict[str, Any]]:
+        return [line for line in read_tape(self.tape_file) if line["kind"] in kinds]
+
+
+@asynccontextmanager
+async def slave_on(tmp_path: Path, settings: Settings = SETTINGS) -> AsyncIterator[Slave]:
+    slave = Slave(tmp_path / "s0", settings, ManualClock())
+    try:
+        yield slave
+    finally:
+        await slave.shell.close()
+        slave.tape.close()
+        slave.store.close()
+
+
+async def test_a_round_measures_computes_keeps_evidence_and_serves_what_the_reference_says(tmp_path: Path) -> None:
+    async with slave_on(tmp_path) as slave:
+        await slave.seeded()
+        for slot, (push, values) in enumerate(zip((A, B_PUSH), OURS, strict=True), 1):
+            await slave.stage(push, slot, values)
+        slave.tell(Measure(R2, V0, (StagedPush(A, 1), StagedPush(B_PUSH, 1))))
+        measured, staging = await slave.hear(Measured), np.stack(OURS)
+        expected = [gram(SEED, staging, np.arange(2), b.start_elem, b.stop_elem)[0] for b in BLOCKS]
+        assert [found.gram for found in measured.blocks] == [(g[0, 0], g[0, 1], g[1, 1]) for g in expected]
+        assert np.isnan(measured.directions).all(), "from no version that is known"
+        digest = await slave.round(R2, V1, V0, A, B_PUSH)
+        theta, momentum = np.empty_like(SEED), np.empty_like(SEED)
+        outer_step(
+            SEED, np.zeros_like(SEED), staging, np.arange(2), np.array([0.5, 0.5], np.float32),
+            1.0, 0.7, 0.8, 0.8, 1.0, theta, momentum, 0, len(SEED),
+        )  # fmt: skip
+        np.testing.assert_array_equal(slave.theta(V1), theta)
+        np.testing.assert_array_equal(slave.theta(V0), SEED)
+        assert slave.data.port.view().current == V1
+        assert digest == digest_of_array(theta, BLOCKS, CHUNK_BYTES)
+        slave.tell(ListShard(R3, V1))
+        sums = [
+            [checksum(whole[4 * BLOCKS[c.block_id].start_elem + c.offset_bytes :][: c.length_bytes])
+             for c in chunks_of(BLOCKS, CHUNK_BYTES)]
+            for whole in (theta.tobytes(), momentum.tobytes())
+        ]  # fmt: skip
+        assert await slave.hear(ShardList) == ShardList(R3, tuple(sums[0]), tuple(sums[1]))
+        names = {path.name for path in (tmp_path / "s0" / "pushes").iterdir()}
+        assert names == {"round-r1.1.json", "r1.1-0.safetensors", "round-r1.2.json", "r1.2-0.safetensors",
+                         "r1.2-1.safetensors"}  # fmt: skip
+        assert [line["version"] for line in slave.tape_says("committed")] == ["1:0", "1:1"]
+        samples = slave.shell.look().counted.collect()["job_seconds"].samples
+        jobs = {sample.labels["kind"]: sample.value for sample in samples if sample.name.endswith("_count")}
+        assert jobs == {"load": 1, "prepare": 2, "commit": 2, "measure": 1, "list": 1}
+        slave.tell(SendCommitRecord(V1, R2))
+        assert await slave.hear(CommitRecord) == CommitRecord(V1, R2, RECORD)
+        slave.tell(SendCommitRecord(V2, R3))
+        refusal = (await slave.hear(CommitRecord)).refusal
+        assert refusal is not None
+        assert refusal.code is RefusalCode.VERSION_GONE
+        slave.tell(StopSlave("the run is over"))
+        assert await slave.shell.ended == "the run is over"
+
+
+async def test_a_later_start_loads_what_was_committed_and_refuses_what_has_another_digest(tmp_path: Path) -> None:
+    async with slave_on(tmp_path) as slave:
+        await slave.seeded()
+        slave.tell(Commit(R1, V0, b"not its hash", RECORD))
+        assert await slave.hear(Flipped) == Flipped(R1, V0)
+    digest = digest_of_array(SEED, BLOCKS, CHUNK_BYTES)
+    load = {"load": V0, "load_round": R1, "load_digest": digest, "commit_hash": HASH, "commit_record": RECORD}
+    async with slave_on(tmp_path) as slave:
+        assert slave.problems == []
+        hello = await slave.join(epoch=2)
+        assert (hello.promised_epoch, [info.version for info in hello.snapshots]) == (1, [V0])
+        slave.tell(configure_for(PLACEMENT, **load))
+        assert await slave.hear(Ready) == Ready(V0, digest)
+        np.testing.assert_array_equal(slave.theta(V0), SEED)
+        (line,) = slave.tape_says("snapshot_loaded")
+        assert (line["version"], line["round"], line["digest"]) == ("1:0", "r1.1", digest.hex())
+        named = {**load, "load": Version(3, 0), "load_round": RoundId(3, 1), "origin": V0, "origin_round": R1}
+        slave.tell(configure_for(PLACEMENT, **named))
+        assert await slave.hear(Ready) == Ready(Version(3, 0), digest)
+        assert [info.version for info in slave.store.ring.infos()] == [Version(3, 0)]
+
+
+async def test_a_round_that_was_given_up_leaves_no_shadow_in_memory_or_on_the_disk(tmp_path: Path) -> None:
+    async with slave_on(tmp_path) as slave:
+        await slave.seeded()
+        await slave.stage(A, 1, OURS[0])
+        slave.tell(prepare_of(R2, V1, [A], V0))
+        await slave.hear(Prepared)
+        assert [info.version for info in slave.store.ring.infos()] == [V1, V0]
+        slave.tell(AbortRound(R2, "a slave was lost"))
+        slave.tell(prepare_of(R3, V1, [A], V0, scale=3e38, outer_lr=1e5))
+        refused = await slave.hear(RoundRefused)
+        assert (refused.command, refused.refusal.code) == ("prepare", RefusalCode.NONFINITE)
+        assert [info.version for info in slave.store.ring.infos()] == [V0]
+        await slave.round(RoundId(1, 4), V1, V0, A)
+        slave.tell(CloseStaging(A))
+        assert slave.data.port.beat().staging_open == 1
+
+
+async def test_versions_stay_readable_while_they_are_retained_and_until_the_port_has_left_them(tmp_path: Path) -> None:
+    async with slave_on(tmp_path) as slave:
+        await slave.join()
+        slave.tell(configure_for(PLACEMENT, pinned_versions=1))
+        await slave.hear(Ready)
+        await slave.stage(A, 0, SEED)
+        await slave.round(R1, V0, None, A)
+        slave.tell(Retain((V0,)))
+        for n in (2, 3):
+            await slave.round(RoundId(1, n), Version(1, n - 1), Version(1, n - 2), A)
+        assert set(slave.data.port.view().readable) == {V0, V1, V2}
+        slave.tell(Retain(()))
+        assert set(slave.data.port.view().readable) == {V1, V2}
+        slave.data.reading = asyncio.Queue()
+        slave.tell(prepare_of(RoundId(1, 4), Version(1, 3), [A], V2))
+        await slave.hear(Prepared)
+        slave.tell(commit(RoundId(1, 4), Version(1, 3)))
+        left = await asyncio.wait_for(slave.data.reading.get(), 60)
+        assert slave.shell.state.shard.busy, "the data port still reads the version that leaves"
+        left()
+        assert await slave.hear(Flipped) == Flipped(RoundId(1, 4), Version(1, 3))
+
+
+async def test_versions_are_saved_behind_the_rounds_and_a_disk_that_fails_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(SETTINGS, durability="async")
+    async with slave_on(tmp_path, settings) as slave:
+        told, write = asyncio.Event(), slave.store.ring.write_committed
+        slave.shell.saved = told.set
+
+        def full(*arguments: Any) -> None:
+            raise Refused(RefusalCode.DISK, "full", 0.001)
+
+        monkeypatch.setattr(slave.store.ring, "write_committed", full)
+        await slave.seeded()
+        await asyncio.wait_for(told.wait(), 60)
+        assert slave.shell.state.shard.saving.durable is None
+        assert slave.store.ring.infos() == ()
+        monkeypatch.setattr(slave.store.ring, "write_committed", write)
+        while slave.shell.state.shard.saving.durable is None:
+            told.clear()
+            await asyncio.wait_for(told.wait(), 60)
+        assert slave.shell.state.shard.saving.durable == V0
+        (saved,) = slave.store.ring.infos()
+        assert (saved.version, saved.committed, saved.commit_hash) == (V0, True, HASH)
+        assert [line["version"] for line in slave.tape_says("persisted")] == ["1:0"]
+
+
+async def test_a_promise_that_cannot_be_kept_and_a_bug_end_the_slave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    async with slave_on(tmp_path) as slave:
+        monkeypatch.setattr(slave.store.promise, "save", broken)
+        slave.shell.handle(events.Linked())
+        slave.tell(Welcome(Hello(1, 1), SETTINGS))
+        with pytest.raises(FatalError, match="epoch 1 cannot be promised"):
+            await slave.shell.ended
+    async with slave_on(tmp_path) as slave:
+        await slave.seeded()
+        monkeypatch.setattr(slave.store.ring, "drop_shadow", broken)
+        slave.tell(prepare_of(R2, V1, [push_id("a")], V0))
+        await slave.hear(Prepared)
+        slave.tell(AbortRound(R2, "x"))
+        with pytest.raises(LocalProtocolError, match="a bug in the slave: OSError"):
+            await slave.shell.ended
+    for error, kind in ((ConfigError("first"), ConfigError), (ValueError("first"), LocalProtocolError)):
+        async with slave_on(tmp_path) as slave:
+            slave.shell.fail_soon(error)
+            slave.shell.fail_soon(DipsError("second"))
+            with pytest.raises(kind, match="first"):
+                await slave.shell.ended
+
+
+async def test_what_the_machine_wants_of_link_and_keys_is_done(tmp_path: Path) -> None:
+    async with slave_on(tmp_path) as slave:
+        await slave.join(epoch=4)
+        assert slave.data.port.view().epoch == 4
+        keys = (AllowedKey(KeyRole.CLUSTER, "a", b"k" * 32),)
+        slave.tell(Allow(keys))
+        assert slave.data.allowed == keys
+        slave.tell(configure_for(placement_over("s1")))
+        assert (await slave.hear(ConfigureRefused)).refusal.code is RefusalCode.CONFIG
+        slave.epoch = 3
+        slave.tell(Welcome(Hello(1, 1), SETTINGS))
+        assert len(slave.closed) == 1
+        slave.epoch = 5
+        slave.tell(Welcome(Hello(7, 9), SETTINGS))
+        with pytest.raises(Refused) as refused:
+            await slave.shell.ended
+        assert refused.value.code is RefusalCode.PROTOCOL_VERSION
+
+
+async def test_refused_messages_and_connections_are_on_the_tape_once_a_beat(tmp_path: Path) -> None:
+    async with slave_on(tmp_path) as slave:
+        slave.shell.note_refusals()
+        for total in (3, 3, 7):
+            slave.data.away = SlaveBeat(
+                refused_chunks=total, refused_connections=total + 1, refused_connection="no key"
+            )
+            slave.data.last_refusal = "a wrong chunk"
+            slave.shell.note_refusals()
+        found = slave.tape_says("refused_chunk", "refused_connection")
+        assert [(line["kind"], line["count"], line["total"], line["last_reason"]) for line in found] == [
+            ("refused_connection", 4, 4, "no key"),
+            ("refused_chunk", 3, 3, "a wrong chunk"),
+            ("refused_connection", 4, 8, "no key"),
+            ("refused_chunk", 4, 7, "a wrong chunk"),
+        ]

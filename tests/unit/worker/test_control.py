@@ -1,0 +1,116 @@
+"""Heartbeats: what is told flows to the master, its news are delivered once, and a fence is heard."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from support.run_for_workers import RefuseCall
+from support.run_in_memory import CallEnded
+
+from dips.core.clock import ManualClock
+from dips.core.errors import RefusalCode, Refused
+from dips.core.ids import Incarnation, Version
+from dips.core.messages import Caller, HeartbeatReply, HeartbeatRequest, Settings
+from dips.core.net.codec_protobuf import from_message, to_message
+from dips.core.net.security import INSECURE
+from dips.worker.control import Heartbeat
+from dips.worker.state.effects import Beat
+
+SETTINGS = Settings(heartbeat_s=0.001, evict_after_beats=5)
+
+
+class Master:
+    """Answers beats by a script: with a reply, a refusal, silence of so many seconds; None ends the stream."""
+
+    def __init__(self, clock: ManualClock, *script: HeartbeatReply | RefuseCall | float | None) -> None:
+        self.clock, self.script, self.n_streams = clock, list(script), 0
+        self.heard: list[HeartbeatRequest] = []
+        self.hung_up = 0
+
+    def ClustersStub(self, channel: object) -> Any:
+        return SimpleNamespace(Heartbeat=self.stream)
+
+    def stream(self, requests: Iterator[Any], timeout: float) -> Any:
+        self.n_streams += 1
+
+        class Stream:
+            def __iter__(stream) -> Iterator[Any]:
+                for message in requests:
+                    self.heard.append(from_message(message, HeartbeatRequest))
+                    match self.script.pop(0) if self.script else None:
+                        case None:
+                            raise CallEnded(grpc.StatusCode.UNAVAILABLE)
+                        case RefuseCall() as refused:
+                            raise CallEnded(grpc.StatusCode.ABORTED, refused)
+                        case float() as silent_s:
+                            self.clock.advance(silent_s)
+                        case reply:
+                            yield to_message(reply)
+
+            def cancel(stream) -> None:
+                self.hung_up += 1
+
+        return Stream()
+
+
+def reply(tokens: int) -> HeartbeatReply:
+    return HeartbeatReply(1, Version(1, 0), tokens, 4, False, "IDLE")
+
+
+def facts(n: int, steps: int = 0) -> HeartbeatRequest:
+    return HeartbeatRequest(Caller("run", 1, "a", Incarnation(1, n), "a/1"), phase="TRAINING", steps=steps, loss=2.0)
+
+
+def test_news_are_delivered_once_and_a_fenced_incarnation_beats_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told = ManualClock(50.0), queue.SimpleQueue[Beat]()
+    master = Master(
+        clock, reply(1), reply(1), reply(2), None, reply(2), reply(3), 0.01, RefuseCall(RefusalCode.FENCED, "evicted"),
+        reply(3),
+    )  # fmt: skip
+    monkeypatch.setattr("dips.worker.control.clusters_pb2_grpc", master)
+    monkeypatch.setattr("dips.worker.control.channel_to", lambda address, security: nullcontext())
+    for name in ("FIRST_PAUSE_S", "MAX_PAUSE_S"):
+        monkeypatch.setattr(f"dips.worker.control.{name}", 0.001)
+    beats = Heartbeat("m", INSECURE, told.put, clock)  # type: ignore[arg-type]
+    beats.tell(facts(1, steps=7), SETTINGS)
+    try:
+        got = [told.get(timeout=60) for _ in range(4)]
+        answers = [(beat.incarnation.n, getattr(beat.answer, "tokens", None)) for beat in got]
+        assert answers == [(1, 1), (1, 2), (1, 3), (1, None)]
+        refused = got[-1].answer
+        assert isinstance(refused, Refused)
+        assert (refused.code, refused.sentence) == (RefusalCode.FENCED, "evicted")
+        assert (beats.answered_s, master.heard[0]) == (50.0, facts(1, steps=7))
+        n_heard = len(master.heard)
+        beats.tell(facts(2), SETTINGS)
+        assert told.get(timeout=60) == Beat(Incarnation(1, 2), reply(3))
+        assert [each.caller.incarnation.n for each in master.heard[:n_heard] if each.caller.incarnation] == [
+            1
+        ] * n_heard
+    finally:
+        beats.close()
+        beats.close()
+    assert told.empty()
+
+
+def test_a_master_that_is_silent_for_as_long_as_it_would_evict_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told = ManualClock(50.0), queue.SimpleQueue[Beat]()
+    silent_s = SETTINGS.heartbeat_s * SETTINGS.evict_after_beats
+    master = Master(clock, reply(1), silent_s, 1e-6, reply(2))
+    monkeypatch.setattr("dips.worker.control.clusters_pb2_grpc", master)
+    monkeypatch.setattr("dips.worker.control.channel_to", lambda address, security: nullcontext())
+    monkeypatch.setattr("dips.worker.control.FIRST_PAUSE_S", 0.001)
+    beats = Heartbeat("m", INSECURE, told.put, clock)  # type: ignore[arg-type]
+    beats.tell(facts(1), SETTINGS)
+    try:
+        assert [told.get(timeout=60).answer for _ in range(2)] == [reply(1), reply(2)]
+        assert (master.hung_up >= 1, master.n_streams >= 2) == (True, True)
+        assert len(master.heard) >= 4
+    finally:
+        beats.close()

@@ -1,0 +1,288 @@
+"""dips.DiLoCo in one process, and on two ranks of one cluster, which are threads here, against a run in memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.run_for_workers import F32, FlatModel, RefuseCall
+from support.run_in_memory import Failure, RunInMemory, in_memory
+from support.trainer_models import Model, same_cut
+
+import dips
+from dips.core.errors import TERMINATED, DipsError, RefusalCode
+from dips.core.ids import Version
+from dips.core.messages import VerdictKind
+from dips.core.observe.tape import read_tape
+from dips.worker.parallel.ranks import Ranks
+
+BASE = FlatModel(7).theta
+T = TypeVar("T")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunInMemory]:
+    monkeypatch.setattr("dips.worker.torch_model.Layout", same_cut)
+    monkeypatch.setattr("dips.worker.parallel.agreement.Layout", same_cut)
+    monkeypatch.setattr("dips.worker.parallel.rank_checkpoints.SystemClock", lambda: run.clock, raising=False)
+    run = in_memory(monkeypatch, RunInMemory(theta=BASE))
+    yield run
+    run.close()
+
+
+def together(monkeypatch: pytest.MonkeyPatch, n_ranks: int, rank_does: Callable[[int], T]) -> list[T | str]:
+    """What each rank returns, or the sentence of its error."""
+    here, store = threading.local(), dist.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist, "get_rank", lambda: here.rank)
+    monkeypatch.setattr("dips.worker.loop.ranks_here", lambda group, cut: Ranks(tuple(range(n_ranks)), store))
+
+    def one(rank: int) -> T | str:
+        here.rank = rank
+        try:
+            return rank_does(rank)
+        except DipsError as error:
+            return f"{type(error).__name__}: {error}"
+
+    with ThreadPoolExecutor(n_ranks) as threads:
+        return list(threads.map(one, range(n_ranks)))
+
+
+def flat(model: torch.nn.Module) -> F32:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
+
+
+class Loop:
+    """One rank's model and optimizer; a step adds the same to each parameter."""
+
+    def __init__(self, run: RunInMemory, rank: int, **given: Any) -> None:
+        self.run, self.rank = run, rank
+        self.model = Model(rank)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        arguments: dict[str, Any] = {
+            "tokens_per_step": 10 + rank, "master": run.address, "cluster_id": "a", "insecure": True, "replicas": True,
+        }  # fmt: skip
+        self.sync = dips.DiLoCo(self.model, self.optimizer, **{**arguments, **given})
+
+    def steps(self, n: int) -> None:
+        for _ in range(n):
+            for parameter in self.model.parameters():
+                parameter.grad = torch.full_like(parameter, -1.0)
+            if self.rank == 0:
+                self.run.clock.advance(1.0)
+            self.sync.report(float(2 + self.rank))
+            self.optimizer.step()
+
+
+def after(n_steps: int, start: F32 = BASE) -> bytes:
+    for _ in range(n_steps):
+        start = start + np.float32(1.0)
+    return start.tobytes()
+
+
+ROUND = ["push_begun", "push_sent", "admitted", "verdict", "installed"]
+
+
+def test_two_replicas_push_their_shares_and_all_get_the_version(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Tokens count once for each rank, losses by their tokens; the last two steps are pushed when both leave."""
+
+    def one(rank: int) -> list[object]:
+        loop = Loop(run, rank, tape=tmp_path / "tape" if rank == 0 else None)
+        with loop.sync as sync:
+            start = flat(loop.model).tobytes()
+            loop.steps(8)
+            told = [flat(loop.model).tobytes(), sync.version, sync.progress, sync.steps, sync.done]
+            loop.steps(2)
+        return [start, *told]
+
+    told = [BASE.tobytes(), after(8), Version(1, 2), 168, 8, False]
+    assert together(monkeypatch, 2, one) == [told, told]
+    assert [(push.tokens, push.steps) for push in run.pushes] == [(84, 4), (84, 4), (42, 2)]
+    assert [push.mean_loss for push in run.pushes] == pytest.approx([(2 * 10 + 3 * 11) / 21] * 3)
+    assert [run.theta_of(push).tobytes() for push in run.verdicts] == [after(4), after(8), after(10)]
+    kinds = [record["kind"] for record in read_tape(tmp_path / "tape")]
+    assert kinds == ["joined", "installed", *ROUND, *ROUND, *ROUND[:-1], "leaving", "left"]
+    assert (run.joins[0].pushers, len(run.leaves)) == (2, 1)
+
+
+def test_a_transfer_of_which_a_part_fails_is_begun_again_by_all(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def one(rank: int) -> tuple[bytes, Version | None]:
+        loop = Loop(run, rank, tape=tmp_path / "tape" if rank == 0 else None)
+        with loop.sync as sync:
+            loop.steps(5)
+            if rank == 0:
+                run.failures = [Failure("cut"), Failure(""), Failure(""), Failure(""), Failure("gone")]
+            loop.steps(5)
+            return flat(loop.model).tobytes(), sync.version
+
+    run.settings = replace(run.settings, sync_every_steps=6)
+    assert together(monkeypatch, 2, one) == [(after(10), Version(1, 1))] * 2
+    assert (next(iter(run.attempts.values())), run.theta_of(next(iter(run.verdicts))).tobytes()) == (2, after(6))
+    failed = [(e["kind"], e["reason"][8:]) for e in read_tape(tmp_path / "tape") if "failed" in e["kind"]]
+    assert failed == [("push_failed", "cut"), ("pull_failed", "gone")]
+
+
+def test_an_excluded_push_replaces_the_model_and_resets_the_optimizer_on_all_ranks(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.decide = lambda push: VerdictKind.EXCLUDED
+
+    def one(rank: int) -> tuple[bytes, int]:
+        loop = Loop(run, rank)
+        loop.optimizer.param_groups[0]["momentum"] = 0.5
+        with loop.sync:
+            loop.steps(3)
+            kept = len(loop.optimizer.state)
+            loop.steps(1)
+            return flat(loop.model).tobytes(), kept - len(loop.optimizer.state)
+
+    assert together(monkeypatch, 2, one) == [(BASE.tobytes(), 5)] * 2
+
+
+def test_ranks_go_on_from_their_checkpoint_to_the_bit(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "kept"
+
+    def one(rank: int) -> tuple[bytes, int, bool]:
+        loop = Loop(run, rank, checkpoint_dir=folder, checkpoint_every_s=0.0, resume=True)
+        with loop.sync as sync:
+            begins = flat(loop.model).tobytes()
+            loop.steps(3 - sync.steps % 4)
+            return begins, sync.steps, bool(list(folder.glob("checkpoint-*.json")))
+
+    assert together(monkeypatch, 2, one) == [(BASE.tobytes(), 3, True)] * 2
+    assert [push.steps for push in run.pushes] == [3]
+    run.verdicts.clear()  # the push that was made after the checkpoint came to nothing
+    run.fence, run.version = 0, Version(1, 0)
+    assert together(monkeypatch, 2, one) == [(after(3), 3, True)] * 2
+    assert [push.steps for push in run.pushes] == [3, 3]
+    run.verdicts.clear()
+    run.fence, run.version = 0, Version(1, 0)
+    monkeypatch.setattr("dips.worker.loop.ranks_here", lambda group, cut: None)
+    alone = Loop(run, 0, replicas=False, checkpoint_dir=folder, checkpoint_every_s=0.0, resume=True)
+    with alone.sync as sync:  # one process goes on from what several ranks have written
+        assert (flat(alone.model).tobytes(), sync.steps) == (after(3), 3)
+
+
+def test_a_leader_that_cannot_join_ends_all_ranks_with_its_error(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(method: str, request: object) -> None:
+        if method == "Join":
+            raise RefuseCall(RefusalCode.LAYOUT, "another shape")
+
+    run.hook = refuse
+
+    def one(rank: int) -> None:
+        with Loop(run, rank).sync:
+            raise AssertionError("nobody trains")
+
+    assert together(monkeypatch, 2, one) == ["Refused: another shape"] * 2
+
+
+def test_ranks_that_shared_the_model_out_by_other_chunks_must_be_started_again(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one(rank: int) -> None:
+        loop = Loop(run, rank)
+        with loop.sync:
+            loop.steps(3)
+            if rank == 0:
+                run.restart()
+                run.settings = replace(run.settings, chunk_bytes=2048)
+                run.passes(0.0)
+            loop.steps(3)
+
+    told = together(monkeypatch, 2, one)
+    assert len(set(told)) == 1
+    assert str(told[0]).startswith("ConfigError: the master's chunk_bytes was 4096 and is 2048 now")
+
+
+def test_a_sigterm_of_one_rank_ends_all_after_the_same_step_with_all_their_work(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one(rank: int) -> tuple[object, int]:
+        loop = Loop(run, rank)
+
+        def trains() -> None:
+            with loop.sync as sync:
+                loop.steps(1)
+                sync._sigterm.caught = rank == 1  # as the handler does, which the main thread alone can have
+                loop.steps(5)
+
+        with pytest.raises(SystemExit) as ended:
+            trains()
+        return ended.value.code, loop.sync.steps
+
+    told = together(monkeypatch, 2, one)
+    steps = sum(push.steps for push in run.pushes)
+    assert told == [(TERMINATED, steps)] * 2
+    assert (0 < steps < 6, [leave.reason for leave in run.leaves]) == (True, ["SIGTERM"])
+
+
+# ---- one process ----
+
+
+@pytest.mark.parametrize(
+    ("how", "raised", "pushed", "reason"),
+    [
+        ("ends", None, [2], "the training loop has ended"),
+        ("fails", ValueError, [], "ValueError: no"),
+        ("ctrl-C between steps", KeyboardInterrupt, [2], "KeyboardInterrupt"),
+        ("ctrl-C in a step", KeyboardInterrupt, [], "KeyboardInterrupt"),
+        ("SIGTERM, asks done", SystemExit, [2], "SIGTERM"),
+        ("SIGTERM, never asks", SystemExit, [3], "SIGTERM"),
+    ],
+)
+def test_how_a_loop_ends_decides_what_becomes_of_its_last_steps(
+    run: RunInMemory, how: str, raised: type[BaseException] | None, pushed: list[int], reason: str
+) -> None:
+    loop = Loop(run, 0, replicas=False, steps=2 if how == "ends" else None)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def trains() -> None:
+        with loop.sync as sync:
+            loop.steps(2)
+            match how:
+                case "ends":
+                    assert sync.done
+                case "fails":
+                    raise ValueError("no")
+                case "ctrl-C between steps":
+                    interrupt()
+                case "ctrl-C in a step":
+                    loop.optimizer.register_step_pre_hook(interrupt)
+                    loop.steps(1)
+                case _:
+                    for _ in range(2):  # as launchers do, to a group and to each process
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    if how == "SIGTERM, asks done":
+                        assert sync.done
+                    else:
+                        loop.steps(1)
+                        raise AssertionError("it goes on")
+
+    if raised is None:
+        trains()
+    else:
+        with pytest.raises(raised) as ended:
+            trains()
+        assert getattr(ended.value, "code", TERMINATED) == TERMINATED
+    assert ([push.steps for push in run.pushes], [leave.reason for leave in run.leaves]) == (pushed, [reason])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
