@@ -146,6 +146,22 @@ def test_what_was_captured_does_not_change_while_training_goes_on(tmp_path: Path
     assert all(torch.equal(shard.tensor, old) for shard, old in zip(shards, before, strict=True))
 
 
+class Counts(torch.optim.SGD):
+    """Keeps a number that is no tensor for each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["seen"] = self.state[parameter].get("seen", 0) + 1
+
+
+def test_numbers_that_an_optimizer_keeps_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim, "Counts", Counts, raising=False)
+    before, after = Loop(3, "Counts"), Loop(0, "Counts")
+    state, saved = saved_in_one_file(before.state(), tmp_path)
+    after.state().restore(state, saved)
+    assert [dict(kept) for kept in after.optimizer.state.values()] == [{"seen": 3}] * 6
+
+
 class Factored(torch.optim.SGD):
     """Keeps state that is not shaped as its parameters."""
 
