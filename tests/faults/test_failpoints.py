@@ -23,10 +23,11 @@ def test_one_run_reaches_every_failpoint(fork_server: ForkServer, tmp_path: Path
         run.began()
         for method, trigger in OF_METHOD.items():
             fault = Fault("b", method, "note")
+            run.may_die.add("b")
             run.until(lambda trigger=trigger, fault=fault: tried(lambda: trigger(run, fault)), method)  # type: ignore[misc]
             run.until(lambda: tried(lambda: OF_METHOD["Resume"](run, fault)), "it is not paused")  # noqa: B023
             run.until(lambda: run.everyone_is_back({}), f"everybody is back after {method}")
-            run.healed()
+            run.healed("b")
         run.stop()
     reached = {line.split()[0] for name in NAMES for line in run.fired(name)}
     missing = set(all_names()) - reached - set(ELSEWHERE)

@@ -74,7 +74,7 @@ def whole(run_directory: Path) -> None:
 
 def healed(run: FaultRun, kind: str, began_s: float, versions: int = 0) -> None:
     """versions: so many are waited for, until what was spoilt on a disk is overwritten, before the run is judged."""
-    TALLY.add(kind, run.recovered(began_s, {}), kind)
+    TALLY.add(kind, run.recovered(began_s, {}))
     run.healed()
     run.until_versions(versions)
     TALLY.judged(run.judged(may_skip=kind.startswith("backup restored, master")))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from support.fault_plan import (
 )
 from support.fault_run import TALLY, FaultRun
 from support.fork_server import ForkServer
+from support.waiting import given_up
 
 from dips.core.observe.failpoint_names import all_names
 
@@ -88,8 +89,14 @@ def test_what_is_reached_elsewhere_exists(name: str) -> None:
 def test_a_run_survives_every_harm_at_every_failpoint(
     lanes: tuple[Segment, ...], fork_server: ForkServer, tmp_path: Path
 ) -> None:
+    given_up.clear()
     with ThreadPoolExecutor(len(lanes)) as pool:
         runs = [pool.submit(play, tmp_path / segment.name, fork_server, segment) for segment in lanes]
+        try:
+            wait(runs)
+        except BaseException:  # pytest's limit: what waits in the lanes ends, too
+            given_up.set()
+            raise
     errors = [error for error in (run.exception() for run in runs) if error is not None]
     for error in errors[1:]:
         print(error)
@@ -103,7 +110,7 @@ def play(directory: Path, fork_server: ForkServer, segment: Segment) -> None:
             be_born(run, segment.births)
         run.began()
         for number, fault in enumerate(segment.faults, 1):
-            TALLY.add(fault.harm, endured(run, fault), str(fault))
+            TALLY.add(fault.harm, endured(run, fault))
             if number % JUDGED_EVERY == 0:
                 TALLY.judged(run.judged())
         end(run, segment.last)
@@ -118,7 +125,7 @@ def be_born(run: FaultRun, harm: str) -> None:
     run.until(lambda: not missing_births(run, harm), f"a harm at birth never happened: {harm}")
     run.began()
     run.may_die.clear()
-    TALLY.born(harm, sum(map(len, AT_BIRTH.values())))
+    TALLY.outside(harm, sum(map(len, AT_BIRTH.values())))
 
 
 def missing_births(run: FaultRun, harm: str) -> set[str]:
@@ -135,7 +142,7 @@ def end(run: FaultRun, last: Fault | None) -> None:
     run.stop()
     if last is not None:
         assert_fired(run.fired(last.process), last)
-        TALLY.ended(last.harm)
+        TALLY.outside(last.harm)
 
 
 def assert_fired(lines: Sequence[str], fault: Fault) -> None:

@@ -110,7 +110,7 @@ def touched(run: FaultRun, proxies: Proxies, case: Case) -> None:
     run.until(lambda: time.time() >= over_s, "time stands still")
     for link in case.links:
         proxies.heal(link)
-    TALLY.add(case.kind, run.recovered(first_s, {}), str(case))
+    TALLY.add(case.kind, run.recovered(first_s, {}))
     TALLY.judged(run.judged())
 
 
@@ -175,6 +175,6 @@ def test_a_short_run_survives_one_harm_of_each_kind(fork_server: ForkServer, tmp
         for case in cases:
             touched(run, proxies, case)
         for fault in faults:
-            TALLY.add(fault.harm, endured(run, fault), str(fault))
+            TALLY.add(fault.harm, endured(run, fault))
             TALLY.judged(run.judged())
         run.stop()

@@ -20,7 +20,7 @@ from support.ports import own_port
 from support.waiting import until
 from support.whole_run import WholeRun
 
-from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, RefusalCode, Refused, RetryLater
+from dips.core.errors import ConfigError, RefusalCode, Refused, RetryLater
 from dips.core.net.security import Role
 from dips.local.authority import Authority
 
@@ -194,17 +194,6 @@ def test_what_does_not_fit_the_run(
 ) -> None:
     done = run_to_its_end(written(tmp_path, *changes), **there(run, "b"))
     assert f"dips: {sentence}" in one_sentence(done, code)
-
-
-def test_a_name_that_another_process_has(tmp_path: Path, run: WholeRun) -> None:
-    file = written(tmp_path, ("steps=40", "steps=100_000"), (STEP, STEP + "        time.sleep(0.05)\n"))
-    log = tmp_path / "first.log"
-    with started(sys.executable, file, log=log, cwd=tmp_path, **there(run, "twice")) as first:
-        until(lambda: "step 1\n" in log.read_text(), "the first process trains", log)
-        said = one_sentence(run_to_its_end(file, **there(run, "twice")), NAME_TAKEN_EXIT)
-        assert "another process is cluster 'twice' and beats (incarnation " in said
-        assert "stop one of the two, or give each process a cluster id of its own" in said
-        assert first.poll() is None
 
 
 # ---- in the loop -----------------------------------------------------------------------------------------------------

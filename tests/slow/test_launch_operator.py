@@ -103,20 +103,6 @@ def test_another_run_is_refused(served: Served) -> None:
     assert "served" in told.stderr
 
 
-def test_a_port_in_use_is_told(served: Served, tmp_path: Path) -> None:
-    told = dips("master", "--insecure", "--run-id", "x", "--directory", tmp_path, "--listen", served.address)
-    assert told.returncode == 2
-    assert served.address.rpartition(":")[2] in told.stderr
-    assert "Traceback" not in told.stderr
-
-
-def test_a_second_launcher_in_the_same_directory_is_refused(served: Served) -> None:
-    told = dips("up", served.file)
-    assert told.returncode == 2
-    assert "another dips process runs in" in told.stderr
-    assert is_running(served.pid)
-
-
 def test_another_runs_directory_is_refused(served: Served) -> None:
     told = dips("demo", "--run-dir", served.run_dir)
     assert told.returncode == 2

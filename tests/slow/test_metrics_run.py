@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.dips_command import dips
 from support.waiting import NO_LIMIT_S, until
 from support.whole_run import LEASED, NumpyCluster, WholeRun
 
@@ -169,23 +168,3 @@ def test_no_label_holds_anything_but_names_of_the_run_and_fixed_words(run: Run) 
     for scrape in run.scrape().values():
         for (name, _), labels in ((key, dict(key[1])) for key in scrape.series if key[0].startswith("dips_")):
             assert {labels.get("cluster", "a"), labels.get("slave", "s0"), labels.get("run", "test")} <= names, name
-
-
-def test_a_taken_port_is_one_sentence_before_anything_is_served(run: Run, tmp_path: Path) -> None:
-    (target,) = json.loads(run.files["master"].read_text())
-    taken = target["targets"][0]
-    common = ["--run-id", "other", "--directory", str(tmp_path / "m"), "--insecure", "--metrics-listen", taken]
-    result = dips("master", *common)
-    assert result.returncode == 2
-    assert f"metrics cannot be served at {taken}" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert not (tmp_path / "m" / "master.json").exists()
-
-
-def test_without_keys_nothing_but_loopback_can_be_asked_for(tmp_path: Path) -> None:
-    common = ["--run-id", "other", "--directory", str(tmp_path / "m"), "--insecure"]
-    result = dips("master", *common, "--metrics-listen", "0.0.0.0:9400")
-    assert result.returncode == 2
-    assert "metrics_listen" in result.stderr
-    assert "loopback" in result.stderr
-    assert not (tmp_path / "m").exists()

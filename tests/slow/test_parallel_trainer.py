@@ -1,7 +1,4 @@
-"""`torchrun -m dips train --parallel ...`: ranks train the model that one process does, alone and in a run.
-
-Every kind and mix: tests/endurance/test_parallel_trainer_kinds.py.
-"""
+"""`torchrun -m dips train --parallel ...`: ranks train the model that one process does, alone and in a run."""
 
 from __future__ import annotations
 
@@ -43,7 +40,17 @@ def address(processes: Processes) -> str:
     return processes.start_master(*NO_MERGE)
 
 
-@pytest.mark.parametrize("kind", ["data=2", "pipeline=2", "fsdp=2,tensor=2"])
+def long(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+MORE_KINDS = (
+    *("fsdp=2", "tensor=2", "fsdp=4", "data=4", "tensor=4", "data=2,fsdp=2", "data=2,tensor=2"),
+    *("pipeline=2,data=2", "pipeline=2,fsdp=2", "pipeline=2,tensor=2", "pipeline=2,fsdp=2,tensor=2"),
+)
+
+
+@pytest.mark.parametrize("kind", ["data=2", "pipeline=2", "fsdp=2,tensor=2", *map(long, MORE_KINDS)])
 def test_each_kind_has_the_losses_of_one_process(processes: Processes, expected: list[float], kind: str) -> None:
     assert losses(processes, start_alone(processes, kind)) == pytest.approx(expected, rel=ROUNDING)
 
@@ -142,5 +149,20 @@ def test_ranks_that_have_read_different_texts_are_refused(tmp_path: Path) -> Non
             assert "Traceback" not in log.read_text()
 
 
-def test_other_ranks_make_the_same_steps_after_a_kill(processes: Processes, address: str, tmp_path: Path) -> None:
-    check_resumption(processes, address, tmp_path, "fsdp=2", "tensor=4")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", ""),
+        ("fsdp=2", "tensor=4"),
+        long("tensor=2", "fsdp=4"),
+        long("pipeline=2", ""),
+        long("data=2", "pipeline=2,data=2"),
+        long("fsdp=2,tensor=2", "pipeline=2"),
+    ],
+)
+def test_other_ranks_make_the_same_steps_after_a_kill(
+    processes: Processes, address: str, tmp_path: Path, before: str, after: str
+) -> None:
+    rounding = ROUNDING if before or after else 0.0
+    check_resumption(processes, address, tmp_path, before, after, rounding=rounding)
+    assert "enough of them" in processes.log("a"), "a checkpoint that fails is said"

@@ -79,7 +79,7 @@ async def seeded(master: MasterForSlaves, config: SlaveConfig) -> tuple[SlavePro
     link.send(configure_for(PLACEMENT))
     await link.expect(Ready)
     await stage(link, hello.data_endpoint, VALUES, 1)
-    await link.publish(prepare_of(R1, V0, [A], None))
+    await link.publish(prepare_of(R1, V0, [A], None), b"hash0", b'{"round": 1}')
     return process, link, hello.data_endpoint
 
 
@@ -153,7 +153,7 @@ async def _uninterrupted(directory: Path) -> bytes:
         config = slave_config(directory / "unkilled", master.address)
         process, link, endpoint = await seeded(master, config)
         await stage(link, endpoint, OTHER, 2)
-        await link.publish(prepare_of(R2, V1, [push_id("a", 2)], V0))
+        await link.publish(prepare_of(R2, V1, [push_id("a", 2)], V0), b"hash1")
         await stage(link, endpoint, VALUES, 3)
         link.send(prepare_of(RoundId(1, 3), Version(1, 2), [push_id("a", 3)], V1))
         prepared = await link.expect(Prepared)
@@ -181,7 +181,7 @@ async def test_a_shadow_that_was_not_committed_gives_way_to_the_older_version(
 async def test_a_damaged_newest_snapshot_is_skipped_and_said(master: MasterForSlaves, config: SlaveConfig) -> None:
     process, link, endpoint = await seeded(master, config)
     await stage(link, endpoint, OTHER, 2)
-    await link.publish(prepare_of(R2, V1, [push_id("a", 2)], V0))
+    await link.publish(prepare_of(R2, V1, [push_id("a", 2)], V0), b"hash1")
     await process.kill()
     newest = config.directory / "ring-1.safetensors"
     data = bytearray(newest.read_bytes())

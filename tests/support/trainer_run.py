@@ -144,8 +144,10 @@ class Processes:
         """Wait for something that a running child does; fails with its log when it ends before."""
 
         def look() -> bool:
-            self._check(name)
-            return happened()
+            if not happened():
+                self._check(name)
+                return False
+            return True
 
         until(look, what, lambda: self.log(name)[-3000:])
 
