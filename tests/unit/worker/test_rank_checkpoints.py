@@ -6,7 +6,7 @@ import errno
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +44,15 @@ from dips.worker.torch_state import HasState
 from dips.worker.vectors import Vectors
 
 CHUNK_BYTES = 32
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models wait for each other's threads longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Net(torch.nn.Module):
