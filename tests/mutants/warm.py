@@ -95,9 +95,7 @@ class Warm:
         self._children: list[_Child] = []
         self._functions: dict[tuple[str, int, str], list[FunctionType]] = {}
         self.caches: list[Any] = []
-        memory = Path("/dev/shm")
-        roomy = memory.is_dir() and shutil.disk_usage(memory).free > 4 << 30
-        self._folder = Path(tempfile.mkdtemp(prefix="mutants-", dir=memory if roomy else None))
+        self._folder = Path()
 
     # ---- pytest's hooks ----
 
@@ -115,6 +113,9 @@ class Warm:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.items = {item.nodeid: item for item in session.items}
+        memory = Path("/dev/shm")
+        roomy = memory.is_dir() and shutil.disk_usage(memory).free > 4 << 30
+        self._folder = Path(tempfile.mkdtemp(prefix="mutants-", dir=memory if roomy else None))
         session.config.pluginmanager.register(self.reports)
         try:
             with contextlib.redirect_stdout(sys.__stdout__):
