@@ -142,14 +142,14 @@ class Record:
         lines = ((1 << fault.last + 1) - 1) ^ ((1 << fault.first) - 1)
         return bool(self.at_import.get(fault.path, 0) & lines)
 
-    def make(self, warm: Warm, files: Sequence[str], as_python: bool, say: Say, until_s: float) -> int:
-        """Records what is missing, the first files first; what dies or rests is said, and is not used. How many files
+    def make(self, warm: Warm, files: Sequence[str], as_python: bool, say: Say, until_s: float) -> list[str]:
+        """Records what is missing, the first files first; what dies or rests is said, and is not used. The files that
         the time was too short for."""
         for file in files:
             if not self.has(file, as_python):
                 self._record(warm, file, as_python, say)
         warm.run(until_s)
-        return sum(not self.has(file, as_python) for file in files)
+        return [file for file in files if not self.has(file, as_python)]
 
     def _record(self, warm: Warm, file: str, as_python: bool, say: Say) -> None:
         names = [name for name in warm.items if name.partition("::")[0] == file]

@@ -265,13 +265,12 @@ class Warm:
             if fault is not None and not self.put(fault):
                 _write(folder, {"outcome": "not reachable"})
                 return
-            for index, test in enumerate(tests):
+            for test, following in zip(tests, [*tests[1:], None], strict=True):
                 (folder / "running").write_text(f"{test.name}\n{REST_FACTOR * test.rest_s + REST_MORE_S}")
                 used_s = resource.getrusage(resource.RUSAGE_SELF)
                 limit = int(used_s.ru_utime + used_s.ru_stime + CPU_FACTOR * test.cpu_s + CPU_MORE_S) + 1
                 resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-                following = tests[index + 1] if index + 1 < len(tests) else None
-                self.run_one(test.name, following and following.name)
+                self.run_one(test.name, None if following is None else following.name)
                 if self.reports.failed:
                     _write(folder, {"outcome": "failed", "test": test.name, "why": self.reports.failed[0][-4000:]})
                     return
