@@ -13,7 +13,6 @@ from support.run_for_workers import LAYOUT, RunForWorkers
 from support.waiting import until
 
 import dips
-from dips.core.errors import ConfigError
 from dips.core.layout import Layout
 
 
@@ -89,46 +88,6 @@ def test_a_user_loop_seeds_pushes_and_ends_with_the_last_version(run: RunForWork
     assert len(run.leaves) == 1
 
 
-def test_ctrl_c_leaves_with_its_reason(run: RunForWorkers) -> None:
-    model = Model(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    sync = dips.DiLoCo(model, optimizer, tokens_per_step=32)
-    with pytest.raises(KeyboardInterrupt), sync:
-        raise KeyboardInterrupt
-    assert [leave.reason for leave in run.leaves] == ["KeyboardInterrupt"]
-    step(model, optimizer)
-    assert sync.steps == 0
-
-
-def test_the_last_steps_are_pushed_when_the_block_ends(run: RunForWorkers) -> None:
-    model = Model(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with dips.DiLoCo(model, optimizer, tokens_per_step=32, steps=7) as sync:
-        while not sync.done:
-            step(model, optimizer)
-    assert [push.steps for push in run.pushes] == [0, 4, 3]
-    assert run.tokens == 7 * 32
-    assert sync.done
-
-
-@pytest.mark.parametrize("interrupted", [KeyboardInterrupt, SystemExit])
-def test_the_last_steps_are_pushed_after_ctrl_c_between_two_steps(
-    run: RunForWorkers, interrupted: type[BaseException]
-) -> None:
-    model = Model(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def loop() -> None:
-        with dips.DiLoCo(model, optimizer, tokens_per_step=32):
-            for _ in range(6):
-                step(model, optimizer)
-            raise interrupted
-
-    with pytest.raises(interrupted):
-        loop()
-    assert [push.steps for push in run.pushes] == [0, 4, 2]
-
-
 def test_after_an_error_what_is_lost_is_said(run: RunForWorkers, caplog: pytest.LogCaptureFixture) -> None:
     model = Model(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -149,54 +108,6 @@ def test_after_an_error_what_is_lost_is_said(run: RunForWorkers, caplog: pytest.
     ]
 
 
-def test_ctrl_c_inside_of_a_step_pushes_nothing_that_is_half_way(
-    run: RunForWorkers, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = Model(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def interrupt(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    def loop() -> None:
-        with dips.DiLoCo(model, optimizer, tokens_per_step=32):
-            step(model, optimizer)
-            optimizer.register_step_pre_hook(interrupt)
-            step(model, optimizer)
-
-    with pytest.raises(KeyboardInterrupt):
-        loop()
-    assert [push.steps for push in run.pushes] == [0]
-    assert "without 1 step with 32 tokens" in caplog.text
-
-
-@pytest.mark.parametrize("asks", [True, False])
-def test_sigterm_pushes_the_last_steps_and_ends_the_process_in_order(
-    run: RunForWorkers, asks: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = Model(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    sync = dips.DiLoCo(model, optimizer, tokens_per_step=32)
-
-    def loop() -> None:
-        with sync:
-            while not (asks and sync.done):
-                step(model, optimizer)
-                if sync.steps == 5:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    os.kill(os.getpid(), signal.SIGTERM)  # as launchers do, to a group and to each process
-                assert sync.steps < 8
-
-    with pytest.raises(SystemExit) as ended:
-        loop()
-    assert ended.value.code == 143
-    steps = 5 if asks else 6  # `done` says so before the next step; the hook, after it
-    assert (sync.steps, run.tokens) == (steps, steps * 32)
-    assert [leave.reason for leave in run.leaves] == ["SIGTERM"]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert "this process ends with exit code 143" in caplog.text
-
-
 def test_a_users_own_handler_of_sigterm_stays(run: RunForWorkers) -> None:
     model, heard = Model(1), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -209,12 +120,3 @@ def test_a_users_own_handler_of_sigterm_stays(run: RunForWorkers) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (len(heard), sync.steps, run.tokens) == (2, 2, 64)
-
-
-def test_an_outer_lr_that_is_not_the_runs_is_refused_when_entering(run: RunForWorkers) -> None:
-    model = Model(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with pytest.raises(ConfigError, match=r"outer_lr = 0\.5, the run's is 0\.7"):
-        dips.DiLoCo(model, optimizer, tokens_per_step=32, outer_lr=0.5).__enter__()
-    assert len(run.leaves) == 1
-    step(model, optimizer)  # no hook was left behind

@@ -20,7 +20,6 @@ from support.run_for_workers import (
     part_of,
     until_version_changes,
 )
-from support.waiting import until
 
 from dips.core.chunks import Chunk, chunks_of, digest_of_array
 from dips.core.clock import SystemClock
@@ -293,33 +292,4 @@ def test_a_loop_that_interrupts_its_wait_and_goes_on_changes_nothing_of_its_push
         client.step(100)
         assert client.version == Version(1, 1)
         assert run.theta_of(next(iter(run.verdicts))).tobytes() == pushed.tobytes()
-        assert model.theta.tobytes() == (pushed + (moved - pushed)).tobytes()
-
-
-@pytest.mark.usefixtures("common")
-@pytest.mark.parametrize("kind", [LiveModel])
-def test_training_that_goes_on_while_a_version_lands_keeps_its_steps(run: RunForWorkers, kind: type[FlatModel]) -> None:
-    """In the waiting mode a pull lands where theta_at_push was; when the wait is over first, that is saved in time."""
-    run.settings = replace(run.settings, verdict_wait_s=0.5)
-    released = threading.Event()
-    busy = Refusal(RefusalCode.BUSY, "not now", 0.05)
-    model = kind(1)
-    with ClusterShell(config(run), model, model.layout(), DataPlan(DataMode.OWN)) as client:
-        for slave in run.slaves:
-            slave.hook = lambda h: busy if h.op is DataOp.GET_CHUNK and not released.is_set() else None
-        for _ in range(4):
-            model.theta += 1
-            client.step(100)
-
-        def wait_is_over() -> bool:  # before the version is there
-            client.step(100)
-            return part_of(client).vectors.n_vectors >= 3
-
-        until(wait_is_over, "training waits for a pull no longer than it may")
-        pushed = model.theta.copy()
-        model.theta += 3
-        client.step(100)
-        moved = model.theta.copy()
-        released.set()
-        until_version_changes(client)
         assert model.theta.tobytes() == (pushed + (moved - pushed)).tobytes()

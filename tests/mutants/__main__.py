@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import re
 import resource
@@ -34,8 +35,10 @@ OTHERS = ("sim", "local", "trainer", "doctor", "compare", "papers")
 TEST_S = 60.0
 """Of tests for one fault, at most."""
 
+NO_TEST = "no test executes it"
+INTERRUPTED = 2
 EQUIVALENT = TESTS / "mutants_equivalent.txt"
-RECORD_SHARE = 0.5
+RECORD_SHARE = 0.6
 """Of the time that --minutes gives."""
 
 
@@ -176,8 +179,9 @@ def _files_for(faults: Iterable[Fault]) -> list[str]:
 class Run:
     """Faults in their order, until as many count as are wanted in each area."""
 
-    def __init__(self, wanted: dict[str, int], queues: dict[str, list[Fault]], until_s: float | None) -> None:
+    def __init__(self, wanted: dict[str, int], queues: dict[str, list[Fault]], until_s: float) -> None:
         self._wanted, self._queues, self._until_s = wanted, queues, until_s
+        self._missing = 0
         self._kept = record.Record()
         self._sound: set[str] = set()
         self._unsound: set[str] = set()
@@ -199,7 +203,7 @@ class Run:
             except KeyboardInterrupt:
                 self.interrupted = True
 
-        pytest_main(files, Warm(work, usable_processors()))
+        self.interrupted = pytest_main(files, Warm(work, usable_processors())) == INTERRUPTED or self.interrupted
 
     def _work(self, warm: Warm, files: Sequence[str]) -> None:
         faults = [fault for queue in self._queues.values() for fault in queue]
@@ -207,13 +211,18 @@ class Run:
         began = time.monotonic()
         missing = [file for file in files if not self._kept.has(file, False)]
         if missing:
-            print(f"recording {len(missing)} of {len(files)} files of tests", flush=True)
-        self._kept.make(warm, files, any(fault.compiled for fault in faults), lambda text: print(text, flush=True))
+            _say(f"recording {len(missing)} of {len(files)} files of tests")
+        share_s = (self._until_s - began) * RECORD_SHARE
+        has_kernels = any(fault.compiled for fault in faults)
+        self._missing = self._kept.make(warm, files, has_kernels, _say, began + share_s)
+        if self._missing:
+            _say(f"no time to record {self._missing} files: what their tests would see is not known")
         if missing:
-            print(f"recorded in {time.monotonic() - began:.0f} s", flush=True)
-        for area in self._wanted:
-            for _ in range(self._wanted[area]):
-                self._next(warm, area)
+            _say(f"recorded in {time.monotonic() - began:.0f} s")
+        for number in range(max(self._wanted.values())):
+            for area, wanted in self._wanted.items():
+                if number < wanted:
+                    self._next(warm, area)
         warm.run(self._until_s)
 
     def _next(self, warm: Warm, area: str) -> None:
@@ -230,7 +239,7 @@ class Run:
         tests, left_out = _within(every)
         if not tests:
             unmet = "runs at import alone" if self._kept.runs_at_import(fault) else ""
-            outcome.outcome, outcome.why = ("not reachable", unmet) if unmet else ("survived", "no test executes it")
+            outcome.outcome, outcome.why = ("not reachable", unmet) if unmet else ("survived", NO_TEST)
             return self._end(warm, outcome)
 
         def then(end: End) -> None:
@@ -258,7 +267,7 @@ class Run:
                 self._sound.add(test.name)
                 self._end(warm, outcome)
             else:
-                print(f"does not pass alone, and is not used: {test.name}", flush=True)
+                _say(f"does not pass alone, and is not used: {test.name}")
                 self._unsound.add(test.name)
                 self._start(warm, outcome.fault)
 
@@ -266,7 +275,7 @@ class Run:
 
     def _end(self, warm: Warm, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
-        print(_line(outcome), flush=True)
+        _say(_line(outcome))
         if outcome.outcome == "not reachable":
             self._next(warm, outcome.fault.area if outcome.fault.area in self._queues else "")
 
@@ -292,6 +301,10 @@ def _equivalents() -> dict[str, str]:
 # ---- what is said ----
 
 
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
 def _line(outcome: Outcome) -> str:
     why = outcome.by or outcome.why
     change = outcome.change if len(outcome.change) < 240 else outcome.change[:240] + " ..."
@@ -307,7 +320,7 @@ def _table(outcomes: Sequence[Outcome]) -> Iterator[str]:
         here = [outcome for outcome in outcomes if outcome.fault.area == area]
         counts = {name: sum(outcome.outcome == name for outcome in here) for name in ("killed", "survived", "excluded")}
         unmet = sum(outcome.outcome == "not reachable" for outcome in here)
-        unrun = sum(outcome.why == "no test executes it" for outcome in here)
+        unrun = sum(outcome.why == NO_TEST for outcome in here)
         if here:
             killed, survived, excluded = counts.values()
             share = f"{100 * killed / (killed + survived):.0f}" if killed + survived else "-"
@@ -321,7 +334,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
 
 def main(given: Sequence[str] | None = None) -> int:
     asked = _arguments(given)
-    until_s = time.monotonic() + 60 * asked.minutes if asked.minutes else None
+    until_s = time.monotonic() + 60 * (asked.minutes or math.inf)
     areas = tuple(asked.area or AREAS)
     then: dict[str, str] = {}
     if asked.list:
@@ -345,14 +358,19 @@ def main(given: Sequence[str] | None = None) -> int:
             paths = [path for path in modules() if str(path.relative_to(ROOT)) in lines]
             near = [fault for fault in _of_files(paths) if lines[fault.path] & set(range(fault.first, fault.last + 1))]
             faults = [fault for fault in near if fault.operator != "default" or fault.line in lines[fault.path]]
-            random.Random(asked.seed).shuffle(faults)
-            print(f"make mutants: {len(faults)} faults on the lines that differ from {asked.changed}", flush=True)
+            first = _drawn(faults, f"{asked.seed}")
+            others = sorted(set(faults) - set(first), key=lambda fault: fault.place)
+            faults = first + random.Random(asked.seed).sample(others, len(others))
+            _say(f"make mutants: {len(faults)} faults on the lines that differ from {asked.changed}")
         queues = {"": list(faults)}
         wanted = {"": len(faults)}
         files = _files_for(faults)
     run = Run(wanted, queues, until_s)
     if files:
         run.collect_and_go(files)
+    tried = len(run.outcomes)
+    if asked.sample is None and tried < len(faults):
+        _say(f"{tried} of {len(faults)} faults were tried in the time that there is")
     return _tell(run, asked, then)
 
 

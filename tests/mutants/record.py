@@ -21,7 +21,7 @@ import pytest
 from support.repository import ROOT, TESTS
 
 from mutants.faults import Fault
-from mutants.warm import End, Test, Warm, run_kernels_as_python
+from mutants.warm import End, Test, Warm, run_kernels_as_python, waited_s
 
 FOLDER = ROOT / ".mutants"
 WITH_PROCESSES = {
@@ -36,6 +36,7 @@ PYTHON_FORM_S = 10.0
 """A test whose kernels take longer as Python is not used for faults in kernels."""
 
 Lines = dict[str, int]
+Say = Callable[[str], None]
 
 
 # ---- files of tests ----
@@ -133,15 +134,16 @@ class Record:
         lines = ((1 << fault.last + 1) - 1) ^ ((1 << fault.first) - 1)
         return bool(self.at_import.get(fault.path, 0) & lines)
 
-    def make(self, warm: Warm, files: Sequence[str], as_python: bool, say: Callable[[str], None]) -> None:
-        """Records what is missing; what dies or rests is said, and is not used."""
+    def make(self, warm: Warm, files: Sequence[str], as_python: bool, say: Say, until_s: float) -> int:
+        """Records what is missing, the first files first; what dies or rests is said, and is not used. How many files
+        the time was too short for."""
         for file in files:
-            if self.has(file, False) and not (as_python and not self.has(file, True)):
-                continue
-            self._record(warm, file, as_python, say)
-        warm.run()
+            if not self.has(file, as_python):
+                self._record(warm, file, as_python, say)
+        warm.run(until_s)
+        return sum(not self.has(file, as_python) for file in files)
 
-    def _record(self, warm: Warm, file: str, as_python: bool, say: Callable[[str], None]) -> None:
+    def _record(self, warm: Warm, file: str, as_python: bool, say: Say) -> None:
         names = [name for name in warm.items if name.partition("::")[0] == file]
 
         def then(end: End) -> None:
@@ -262,9 +264,9 @@ def _recording(warm: Warm, names: Sequence[str], as_python: bool) -> Callable[[P
             fixtures.test(name)
             if as_python:
                 signal.setitimer(signal.ITIMER_PROF, PYTHON_FORM_S)
-            began, began_cpu = time.monotonic(), time.process_time()
+            began, began_cpu = time.monotonic() - waited_s("self"), time.process_time()
             warm.run_one(name, following)
-            wall_s, cpu_s = time.monotonic() - began, time.process_time() - began_cpu
+            wall_s, cpu_s = time.monotonic() - waited_s("self") - began, time.process_time() - began_cpu
             signal.setitimer(signal.ITIMER_PROF, 0)
             for index, (cache, was) in enumerate(zip(warm.caches, before, strict=True)):
                 now = cache.cache_info()

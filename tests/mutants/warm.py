@@ -12,6 +12,7 @@ import gc
 import importlib
 import io
 import json
+import math
 import os
 import resource
 import shutil
@@ -100,6 +101,13 @@ class Warm:
 
     # ---- pytest's hooks ----
 
+    def pytest_collection(self) -> None:
+        """After the first conftest has chosen its profile: a machine that is busy makes no example fail."""
+        from hypothesis import settings  # pytest wants to be the first that imports it
+
+        settings.register_profile("patient", settings.get_profile("same"), deadline=None)
+        settings.load_profile("patient")
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self.broken_files.append(report.nodeid)
@@ -122,11 +130,12 @@ class Warm:
         """Calls `inside` in a child, with its folder, and `then` here afterwards, which may submit more."""
         self._waiting.append((inside, then))
 
-    def run(self, until_s: float | None = None) -> None:
-        """Until all that was submitted has ended; at a time of time.monotonic(), what waits is forgotten."""
+    def run(self, until_s: float = math.inf) -> None:
+        """Until all that was submitted has ended; at that time of time.monotonic(), the rest is given up."""
         while self._children or self._waiting:
-            if until_s is not None and time.monotonic() > until_s:
+            if time.monotonic() > until_s:
                 self._waiting.clear()
+                self._end_all()
             while self._waiting and len(self._children) < self._at_once:
                 self._fork(*self._waiting.pop(0))
             time.sleep(0.005)
@@ -174,10 +183,9 @@ class Warm:
             return False
         try:
             fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-            waited_s = int(Path(f"/proc/{child.pid}/schedstat").read_text().split()[1]) / 1e9
-        except (OSError, IndexError):
+            busy_s = (int(fields[11]) + int(fields[12])) / TICKS + waited_s(child.pid)
+        except OSError:
             return False
-        busy_s = (int(fields[11]) + int(fields[12])) / TICKS + waited_s
         began, busy_then = child.rest_since.setdefault(name, (time.monotonic(), busy_s))
         return time.monotonic() - began - (busy_s - busy_then) > float(limit)
 
@@ -290,6 +298,14 @@ def run_kernels_as_python() -> None:
 
     Dispatcher.__call__ = call  # type: ignore[assignment, method-assign]
     np.seterr(over="ignore")
+
+
+def waited_s(pid: int | str) -> float:
+    """How long a process was ready, but had no processor."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def pytest_main(files: Sequence[str], plugin: Warm) -> int:

@@ -25,23 +25,17 @@ from dips.deploy.deploy_file import NODE_PORTS
 RANKS = (
     'id = "a"\nnodes = 2\ntorchrun = true\nrestarts = 1\nimage = "mine:1"\ncommand = ["python", "/app/fsdp_loop.py"]'
 )
-TRAINER = 'id = "a"\nnodes = 2\nparallel = "fsdp=2"'
 
 
 @pytest.fixture
-def cluster() -> str:
-    return RANKS
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str) -> Iterator[tuple[StandIn, Path, int]]:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StandIn, Path, int]]:
     """A stand-in with the objects of a deployment, its file, and the port at which its master is to be."""
     port = own_port(NODE_PORTS)
     changes = {
         '"small"': '"test"',  # the run's name
         "192.0.2.7": "127.0.0.1",
         "slaves = 2": f"slaves = 2\nmaster_port = {port}\ndata_port = {port + 1 if port < 32000 else 30000}",
-        'id = "a"': cluster,
+        'id = "a"': RANKS,
     }
     file = written(tmp_path, SMALL, changes)
     with_keys(file)
@@ -95,28 +89,3 @@ def test_a_wrong_setting_fails_the_job_and_starts_no_pod_again(here: tuple[Stand
         until(fails, "the end of the Job", job.pods[0].log)
         assert job.failed.endswith("ended with 2"), job.logs()
         assert len(job.pods) == 2
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("cluster", [TRAINER], ids=["fsdp=2"])
-def test_ranks_of_the_trainer_that_comes_along_train_in_two_pods(
-    here: tuple[StandIn, Path, int], tmp_path: Path
-) -> None:
-    stand_in, _, port = here
-    directory = tmp_path / "run"
-    with (
-        WholeRun(directory, keys=tmp_path / "keys", listen=f"127.0.0.1:{port}", sync_every=2) as whole,
-        JobPlayer(stand_in, "test-cluster-a", tmp_path, {}, DIPS_WORKER_TAPE=str(directory / "a.jsonl")) as job,
-    ):
-
-        def is_over() -> bool:
-            job.tick()
-            assert not job.failed, f"{job.failed}\n{job.logs()}"
-            return job.complete
-
-        until(lambda: is_over() or whole.version() >= 2, "two versions", job.pods[0].log)
-        whole.stop()
-        until(is_over, "the end of the run", job.pods[0].log)
-        assert len(job.pods) == 2
-    done = dips("verify", directory)
-    assert done.returncode == 0, done.stdout + done.stderr

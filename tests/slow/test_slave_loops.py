@@ -14,7 +14,7 @@ import zmq
 from support.waiting import NO_LIMIT_S, until
 
 from dips.core.chunks import checksum, chunks_of, shard_digest
-from dips.core.errors import ConfigError, RefusalCode
+from dips.core.errors import ConfigError
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.math import wire_numpy
@@ -292,46 +292,6 @@ def odd_messages(end: End, rng: random.Random) -> Iterator[list[bytes]]:
             body[rng.randrange(len(body))] = rng.randrange(256)
         sealed = bytes(body) + b"\x91\x01" + checksum(bytes(body)).to_bytes(8, "little")
         yield [sealed, *right[1:]]
-
-
-@pytest.mark.parametrize("landed", [False, True])
-def test_whatever_is_not_usual_is_answered_alike(both: tuple[End, End], landed: bool) -> None:
-    """Refusals have the same code and the same words, and what was right among them landed at both."""
-    python, compiled = both
-    if landed:
-        for one in both:
-            one.ask(one.put(0, 1))
-    for frames in odd_messages(python, random.Random(2)):
-        expected = python.ask(frames)
-        assert compiled.ask(frames) == expected
-    for row in range(N_SLOTS):
-        for index in range(len(python.chunks)):
-            assert compiled.ask(compiled.put(row, index)) == python.ask(python.put(row, index))
-    assert {event.slot.push for event in compiled.staged} == {push_id(row) for row in range(N_SLOTS)}
-    assert sum(python.counts()[1].values()) > 100
-    for row, values in ((0, VALUES[0]), (2, VALUES[2])):
-        np.testing.assert_array_equal(compiled.staging[row], values)
-    assert_same(python, compiled)
-
-
-def test_a_damaged_chunk_counts_as_nothing_until_the_right_bytes_come(end: MakeEnd) -> None:
-    compiled = end("compiled")
-    compiled.ask(compiled.put(2, 0))  # another push has the chunk: products would be taken
-    put, payload = compiled.put(0, 0)
-    damaged = bytearray(payload)
-    damaged[1000] ^= 64
-    refused, _ = compiled.ask([put, bytes(damaged)])
-    assert refused.refusal is not None
-    assert refused.refusal.code is RefusalCode.CHUNK
-    known = compiled.server.known(V0)
-    assert known is not None
-    assert not known.squared(0)[1].any()
-    assert known.products(0, 2) is None or not known.products(0, 2)[1].any()  # type: ignore[index]
-    assert compiled.counts()[0].progress[0].landed_bytes == 0
-    assert compiled.ask([put, payload])[0].op is DataOp.ACK
-    products = known.products(0, 2)
-    assert products is not None
-    assert products[1].sum() == 2
 
 
 def test_ten_thousand_senseless_messages_leave_a_port_that_takes_a_push(end: MakeEnd) -> None:

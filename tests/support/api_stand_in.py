@@ -481,13 +481,6 @@ class StandIn:
         return Handler
 
 
-@contextlib.contextmanager
-def kubeconfig(file: Path, stand_ins: dict[str, StandIn]) -> Iterator[Path]:
-    """A kubeconfig whose contexts are these stand-ins."""
-    write_kubeconfig(file, {name: one.url for name, one in stand_ins.items()})
-    yield file
-
-
 def write_kubeconfig(file: Path, urls: dict[str, str]) -> None:
     clusters = [{"name": name, "cluster": {"server": url}} for name, url in urls.items()]
     contexts = [{"name": name, "context": {"cluster": name, "user": "tester"}} for name in urls]

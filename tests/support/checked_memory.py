@@ -291,7 +291,7 @@ def _intrinsics(memory: Memory) -> dict[Any, Callable[..., Any]]:
     def flat(array: Any) -> Any:
         return array.reshape(-1) if isinstance(array, np.ndarray) else array
 
-    def load(array: NDArray[Any], index: int) -> NDArray[Any]:
+    def load(array: NDArray[Any], index: int) -> Any:
         return flat(array)[vector(array, index)].copy()
 
     def store(array: NDArray[Any], index: int, value: NDArray[Any]) -> None:

@@ -315,7 +315,6 @@ CORRUPTIONS = (
     Corruption("attempt", "journal", in_participant(lambda p: p.update(attempt=7)), "attempt"),
     Corruption("tokens of a push", "journal", in_participant(lambda p: p.update(tokens=p["tokens"] * 10)), "tokens"),
     Corruption("tokens of the run", "journal", in_commit(lambda r: r.update(tokens=r["tokens"] + 1)), "I11"),
-    Corruption("ranges", "journal", in_participant(lambda p: p["ranges"][0].__setitem__(2, 99)), "ranges"),
     Corruption("a push's verdict", "journal", in_participant(lambda p: p.update(verdict="EXCLUDED")), "I6"),
     Corruption("a push is left out", "journal", in_commit(lambda r: r["participants"].pop()), "I7"),
     Corruption(
@@ -331,7 +330,6 @@ CORRUPTIONS = (
     Corruption("wall clock of the newest", "journal", in_commit(lambda r: r.update(wall_s=1.0), -1), "says wall_s"),
     # The same without the master's tape, or without any digest.
     Corruption("the end is gone", "journal", without_record("LEAVE", retell=False), "end is lost"),
-    Corruption("a LEASE is gone", "journal", without_record("LEASE", 50, retell=False), "not the one that was written"),
     Corruption("a record was edited", "journal", sql(
         # Any record: the last COMMIT may be in the archive.
         "UPDATE records SET record_json = record_json || ' ' WHERE number = (SELECT MAX(number) - 3 FROM records)"
@@ -350,13 +348,6 @@ CORRUPTIONS = (
         "UPDATE snapshot SET snapshot_json = replace(snapshot_json, '\"tokens\":', '\"tokens\":1')"
     ), "newest state is not what was written"),
     Corruption("no ledger", "journal", sql("DELETE FROM snapshot"), "newest state"),
-    # The archive.
-    Corruption("a line was edited", "archive", in_archive(other_tokens), "its digest differs"),
-    Corruption("a line is gone", "archive", in_archive(lambda lines: lines.pop(1)), "its digest differs"),
-    Corruption("lines were swapped", "archive", in_archive(swapped_lines), "its digest differs"),
-    Corruption("the newest file is gone", "archive", remove_segment(-1), "ends at record"),
-    Corruption("the oldest file is gone", "archive", remove_segment(0), "digest differs"),
-    Corruption("all of it is gone", "archive", remove("master/archive"), "are missing, and it does not say"),
     # Tapes, with fitting digests.
     Corruption("prepared is gone", "slave tape", without_lines("s0", "prepared"), "no record says that slave s0"),
     Corruption("one prepared is gone", "slave tape", without_lines("s1", "prepared", index=2), "that slave s1"),
@@ -367,7 +358,6 @@ CORRUPTIONS = (
     Corruption("prepared otherwise", "slave tape", in_line("s0", "prepared", digest="cd" * 16), "I5"),
     Corruption("committed otherwise", "slave tape", in_line("s0", "committed", commit_hash="cd" * 32), "I1"),
     Corruption("measured otherwise", "slave tape", in_line("s0", "measured", gram=["1.0"] * 3), "I18"),
-    Corruption("only in memory", "slave tape", in_line("s0", "committed", 2, durable=False), "I4"),
     Corruption("its end is gone", "slave tape", cut_in_half("s0"), "I5"),
     Corruption("tokens times ten", "cluster tape", lambda run: edit_tape(tape_of(run, "a"), times_ten), "its cluster"),
     Corruption("steps", "cluster tape", in_line("a", "push_begun", 2, steps=5000), "its cluster began it with"),
@@ -429,6 +419,20 @@ CORRUPTIONS = (
         lambda told: told.update(scale=0.123), resum=False), "its checksum differs"),
     Corruption("rounds of the other slave", "recorded push", swap("pushes/round-*"), "is not what was written"),
 )  # fmt: skip
+"""Of any run."""
+
+OF_A_LONG_RUN: tuple[Corruption, ...] = (
+    Corruption("ranges", "journal", in_participant(lambda p: p["ranges"][0].__setitem__(2, 99)), "ranges"),
+    Corruption("a LEASE is gone", "journal", without_record("LEASE", 50, retell=False), "not the one that was written"),
+    Corruption("a line was edited", "archive", in_archive(other_tokens), "its digest differs"),
+    Corruption("a line is gone", "archive", in_archive(lambda lines: lines.pop(1)), "its digest differs"),
+    Corruption("lines were swapped", "archive", in_archive(swapped_lines), "its digest differs"),
+    Corruption("the newest file is gone", "archive", remove_segment(-1), "ends at record"),
+    Corruption("the oldest file is gone", "archive", remove_segment(0), "digest differs"),
+    Corruption("all of it is gone", "archive", remove("master/archive"), "are missing, and it does not say"),
+    Corruption("only in memory", "slave tape", in_line("s0", "committed", 2, durable=False), "I4"),
+)
+"""Of one that has leases and an archive, and keeps few snapshots."""
 
 
 # ---- single bits ----

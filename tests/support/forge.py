@@ -108,7 +108,7 @@ def _edited(record: JournalRecord, before: dict[int, Record], after: dict[int, R
     if said == before[record.number]:
         return record
     text = json.dumps(said, sort_keys=True, separators=(",", ":"))
-    return replace(record, kind=str(said["kind"]), record_json=text)
+    return replace(record, kind=str(said.get("kind", record.kind)), record_json=text)
 
 
 def as_of_schema_2(master: Path) -> None:

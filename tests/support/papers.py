@@ -1,7 +1,24 @@
-"""What `dips papers` reads of other commands, so that their own tests see that it still can."""
+"""What `dips papers` reads of other commands, so that their own tests see that it still can; and its pages."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
+from support.repository import ROOT
+
 from dips.papers.di_ps import SOURCES
+from dips.papers.findings import shown
+from dips.papers.planning import Checks
+from dips.planner.validation.checks import PaperCheck
 
 SOURCES_OF_DI_PS = {source.name: source for source in SOURCES}
+
+
+def not_on_the_page(paper: str, checks: Iterable[PaperCheck]) -> Iterator[str]:
+    """The rows that docs/papers/PAPER.md does not have with these numbers, to all digits that it shows."""
+    page = (ROOT / "docs" / "papers" / f"{paper}.md").read_text().splitlines()
+    for one in Checks(paper)([check.to_json() for check in checks]):
+        published, ours = shown(one.published, one.unit), shown(one.ours, one.unit)
+        row = f"| {one.what} | " + (f"{published} | {ours} | " if published else f"{ours} | ")
+        if not any(line.replace(" |  | ", " | ", 1).startswith(row) for line in page):
+            yield row

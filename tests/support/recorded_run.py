@@ -21,6 +21,7 @@ from typing import Any
 from support.dips_command import dips, dips_started, ended, pid_of, published
 from support.waiting import until
 
+from dips.judge.verify import verify_run
 from dips.local.log_files import records
 
 ARCHIVE = Path(__file__).parents[1] / "frozen" / "recorded_run.tar.xz"
@@ -104,15 +105,15 @@ def tape_of_master(run_dir: Path) -> list[Mapping[str, Any]]:
 
 def numbers_of(run_dir: Path) -> dict[str, object]:
     """What `dips verify --replay` says of the run, without its directory and without sentences."""
-    told = dips("verify", run_dir, "--replay", "--json")
-    report = json.loads(told.stdout)
+    report = verify_run(run_dir, replay=True)
+    assert report.replayed is not None, "it was asked for"
     return {
-        "exit_code": told.returncode,
-        "records": {row["name"]: [row["result"], row["records"]] for row in report["invariants"]},
-        "violations": len(report["violations"]),
-        "problems": len(report["problems"]),
-        "unproven": len(report["unproven"]),
-        "replayed": report["replayed"],
+        "exit_code": report.exit_code,
+        "records": {row.invariant: [row.result, row.records] for row in report.rows},
+        "violations": len(report.violations),
+        "problems": len(report.problems),
+        "unproven": len(report.unproven),
+        "replayed": report.replayed.to_json(),
         "last_version": last_version(run_dir),
     }
 
@@ -120,7 +121,7 @@ def numbers_of(run_dir: Path) -> dict[str, object]:
 def last_version(run_dir: Path) -> dict[str, object]:
     """The newest version on the slaves' disks, and the digest of each slave's part of it."""
     found = []
-    for path in run_dir.glob("slaves/*/manifest-*.json"):
+    for path in run_dir.rglob("manifest-*.json"):
         body = json.loads(path.read_text())["body"]
         found.append((tuple(map(int, body["version"].split(":"))), path.parent.name, body["digest"]))
     newest = max(version for version, _, _ in found)
@@ -128,6 +129,19 @@ def last_version(run_dir: Path) -> dict[str, object]:
         "version": ":".join(map(str, newest)),
         "digests": {slave: digest for version, slave, digest in sorted(found) if version == newest},
     }
+
+
+def unpacked(folder: Path) -> Path:
+    """The recorded run, its files where tests/support/whole_run.py has them."""
+    with tarfile.open(ARCHIVE) as tar:
+        tar.extractall(folder, filter="data")
+    run = folder / "run"
+    for slave in list((run / "slaves").iterdir()):
+        slave.rename(run / slave.name)
+        (run / "tapes" / f"{slave.name}.tape.jsonl").rename(run / slave.name / "tape.jsonl")
+    for cluster in "ab":
+        (run / "tapes" / f"{cluster}.tape.jsonl").rename(run / f"{cluster}.jsonl")
+    return run
 
 
 def pack(run_dir: Path, archive: Path) -> None:

@@ -51,7 +51,7 @@ class CallEnded(grpc.RpcError):
     def details(self) -> str:
         return "" if self._sent is None else self._sent.refusal.sentence
 
-    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+    def trailing_metadata(self) -> Any:
         return () if self._sent is None else ((REFUSAL_KEY, encode(self._sent.refusal)),)
 
 
@@ -196,6 +196,7 @@ class RunInMemory(RunForWorkers):
         self.heartbeats: list[Beats] = []
         self.said: dict[object, HeartbeatReply] = {}
         self.deadlines: list[tuple[str, float]] = []
+        self.closed: list[str] = []
         self.while_waiting: Callable[[], None] = lambda: None
         self.n_idle = 0
         self.resting, self.rests = threading.Condition(), set[int]()
@@ -235,7 +236,7 @@ class RunInMemory(RunForWorkers):
             yield self
 
         channel: Any = opened()
-        channel.close = lambda: None
+        channel.close = lambda: self.closed.append(address)
         return channel
 
     def stub(self, channel: object) -> Any:

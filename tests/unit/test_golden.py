@@ -26,10 +26,5 @@ def test_the_transcript_is_the_golden_one(name: str) -> None:
     assert text == golden, "\n".join(["the protocol's transcript changed:", *difference])
 
 
-@pytest.mark.parametrize("name", sorted(SCENARIOS))
-def test_the_same_scenario_gives_the_same_text(name: str) -> None:
-    assert SCENARIOS[name]().text() == SCENARIOS[name]().text()
-
-
 def test_every_golden_text_has_its_scenario() -> None:
     assert sorted(path.stem for path in GOLDEN.glob("*.txt")) == sorted(SCENARIOS)

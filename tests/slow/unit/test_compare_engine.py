@@ -20,7 +20,6 @@ from dips.compare.record import CurvePoint, PushFact, RunRecord, at_tokens
 from dips.compare.report import summarise
 from dips.compare.setup import ComparisonSetup, load_setup
 from dips.core.errors import ConfigError
-from dips.core.ids import Version
 from dips.core.math import outer_numpy as reference
 from dips.core.messages import DataRange
 from dips.sim.arithmetic import F32
@@ -94,11 +93,6 @@ class TestARun:
         assert record.loss < 0.25 * bowl_loss(np.zeros(LAYOUT.n_elems, np.float32))
         assert sum(record.cluster_tokens.values()) == record.curve[-1].tokens
 
-    def test_tokens_are_counted_from_the_verdicts(self, dips: Compared) -> None:
-        applied = [push for push in dips.pushes() if push.verdict == "APPLIED"]
-        for name, tokens in dips.record.cluster_tokens.items():
-            assert tokens == sum(push.tokens for push in applied if push.cluster == name)
-
     def test_a_step_is_one_batch_of_rows_and_no_token_is_trained_twice(self, dips: Compared) -> None:
         seen: set[tuple[int, int, int]] = set()
         for batch in dips.batches():
@@ -107,19 +101,6 @@ class TestARun:
             rows = {(row.pass_index, row.chunk, row.begin_tokens) for row in batch}
             assert not rows & seen
             seen |= rows
-
-    def test_the_schedule_goes_by_the_runs_progress(self, dips: Compared) -> None:
-        for learner in dips.learners.values():
-            assert learner.progress[0] == 0
-            assert all(tokens % STEP_TOKENS == 0 for tokens in learner.progress)
-            assert TOKENS <= max(learner.progress) + 8 * H * STEP_TOKENS
-
-    def test_versions_and_progress_are_told_in_order(self, dips: Compared) -> None:
-        versions = [version_of(record["version"]) for record, _ in dips.commits]
-        assert versions == [Version(1, v) for v in range(len(versions))]
-        assert [tokens for tokens, _ in dips.progress] == [point.tokens for point in dips.record.curve]
-        assert dips.progress[0][1] == 0.0
-        assert dips.record.rounds == len(versions) - 1 == len(dips.record.judged)
 
     def test_it_is_evaluated_where_it_was_said_to_be(self, dips: Compared) -> None:
         curve, whole = dips.record.curve, {str(version_of(r["version"])): flat for r, flat in dips.commits}
@@ -148,13 +129,6 @@ class TestARun:
         first, again, other = (Compared("dips", setup, seed).record for seed in (1, 1, 2))
         assert first == again
         assert first.curve != other.curve
-
-    def test_facts_are_those_of_the_commit_records(self, dips: Compared) -> None:
-        for (record, _), fact in zip(dips.commits[1:], dips.record.judged, strict=True):
-            judgement = record["judgement"]
-            assert (repr(fact.kappa), repr(fact.rho)) == (judgement["kappa"], judgement["rho"])
-            assert [push.tokens for push in fact.pushes] == [item["tokens"] for item in record["participants"]]
-            assert all(push.staleness >= 0 and push.norm is not None and not push.bad for push in fact.pushes)
 
 
 def test_every_version_is_the_outer_step_of_what_the_only_cluster_had() -> None:
@@ -206,14 +180,6 @@ def test_one_cluster_that_is_averaged_with_nobody_is_data_parallel() -> None:
     assert record.loss is not None
     assert served.record.loss == pytest.approx(record.loss, rel=1e-5)
     assert record.virtual_s < served.record.virtual_s < 1.02 * record.virtual_s + 1.0
-
-
-def test_links_that_take_all_the_time_are_no_standstill() -> None:
-    """A model takes two minutes over such a link, a step a second."""
-    setup = setup_of(tokens=160 * STEP_TOKENS, inner_steps=1, up=(1e5,), down=(1e5,))
-    record = timing_only(setup, METHODS["diloco"], 1)
-    assert record.ended == "finished"
-    assert record.virtual_s > 40 * 2 * 8 * setup.wire_bytes() / 1e5
 
 
 def test_synchronous_methods_wait_for_everybody() -> None:
@@ -296,13 +262,6 @@ class TestBrokenRuns:
         assert math.inf not in [point.loss for point in record.curve]
         assert RunRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
 
-    def test_parameters_whose_loss_is_not_finite_are_diverged_too(self) -> None:
-        record = run_on_servers(
-            setup_of(tokens=16_384), METHODS["dips"], 1, lambda name, index: BowlLearner(), lambda flat: math.nan
-        )
-        assert (record.ended, record.loss) == ("diverged", None)
-        assert record.curve[-1].tokens >= 16_384
-
     def course(self) -> Course:
         plan = plan_of(setup_of(), METHODS["dips"], LAYOUT, DATA, Numbers(lambda name: BowlLearner()))
         return Course(1, plan, lambda version: None, lambda record: None)
@@ -323,28 +282,6 @@ class TestBrokenRuns:
         course.kernel.at(5.0, None, course.cluster_ended, course.clusters["b"], refused)
         with pytest.raises(SimulationError, match="cluster b failed: there is no room"):
             course.run_through(lambda: False, 1e6)
-
-    def test_a_version_that_was_not_merged_so_is_noticed_by_who_pulls_it(self) -> None:
-        course = self.course()
-        values = {(chunk.block_id, chunk.offset_bytes): np.ones(chunk.length_bytes // 4, np.float32)
-                  for chunk in course.checks.chunks}  # fmt: skip
-        course.run_through(lambda: course.rounds >= 2, 1e6)
-        version = max(course.checks.digests)
-        course.checks.pulled("a", version, values)
-        course.checks.pulled("a", Version(7, 7), values)
-        *torn, unknown = course.violations
-        assert len(torn) == len(course.slaves)
-        assert all("(I3)" in sentence for sentence in torn)
-        assert "never committed" in unknown
-
-    def test_damaged_and_lost_messages_are_sent_again(self) -> None:
-        course = self.course()
-        course.plan = replace(course.plan, data_silence_s=0.5, data_stall_s=60.0)
-        course.net.weather.damaged = course.net.weather.loss = 0.15
-        course.run_through(lambda: False, 1e6)
-        assert course.counts.fired["damaged_chunks"] > 10
-        assert course.counts.fired["lost_chunks"] > 10
-        assert course.publishes > 10
 
 
 class TestTimingOnly:

@@ -17,8 +17,6 @@ from dips.planner.errors import PlanError
 from dips.planner.plan import make_plan
 from dips.planner.problem import Problem
 from dips.planner.scaleacross.report import Report
-from dips.planner.spantrain.report import Report as SpanTrainReport
-from dips.planner.spantrain.report import report_of
 
 EXAMPLE = ROOT / "examples" / "04-plan-a-schedule" / "sites.toml"
 QUICK = ["1f1b", "zb_h1", "cross_ud/1", "jeeves"]
@@ -127,13 +125,6 @@ def test_free_networks_inside_of_sites_make_no_advice(problem: Problem) -> None:
     assert alone.why[1].endswith("cost nothing: give network_gbps there")
 
 
-def test_groups_of_spantrain_are_those_of_the_best_threshold() -> None:
-    (answer,) = decide(pose(EXAMPLE), (System.SPANTRAIN,), sensitivity=False).answers
-    assert isinstance(answer.found, SpanTrainReport)
-    assert answer.what.startswith("2 groups (16.1 Gbit/s), 2 stages")
-    assert answer.iteration_s == answer.found.iteration_s < report_of(pose(EXAMPLE).setup).iteration_s / 2
-
-
 # ---- asynchronous clusters ----
 
 
@@ -172,9 +163,7 @@ def test_a_cluster_of_fewer_devices_takes_a_smaller_part_of_the_batch(problem: P
 def test_a_site_that_cannot_train_alone_says_why_of_its_deepest_pipeline(problem: Problem) -> None:
     """32 devices make 16 stages with tensor = 2: the weights of one in 16 are too much for each."""
     sites = tuple(site.model_copy(update={"memory_gib": 0.5}) for site in problem.setup.sites)
-    with pytest.raises(
-        PlanError, match=r"amsterdam alone cannot train the model: .*weights and optimizer state"
-    ) as told:
+    with pytest.raises(PlanError, match=r"amsterdam alone cannot train the model: .*weights and optimizer") as told:
         asynchronous_clusters(replace(problem, setup=replace(problem.setup, sites=sites)))
     (size_gib,) = re.findall(r"holds less than the ([0-9.]+) GiB", str(told.value))
     whole_gib = problem.setup.model.parameters() * 16 / 2 / 2**30  # of one stage
@@ -187,9 +176,7 @@ def test_devices_that_make_no_equal_stages_and_replicas(problem: Problem) -> Non
     first, second = problem.setup.sites
     sites = (first.model_copy(update={"devices": 62}), second)
     model = problem.setup.model.model_copy(update={"layers": 16})
-    with pytest.raises(
-        PlanError, match="its 31 groups of tensor x context devices do not divide into at most 16 stages"
-    ):
+    with pytest.raises(PlanError, match="its 31 groups of tensor x context devices do not divide into at most 16"):
         asynchronous_clusters(replace(problem, setup=replace(problem.setup, sites=sites, model=model)))
 
 

@@ -17,7 +17,6 @@ from dips.core.wire import DIFFERENCES, Codec
 from dips.sim import seeds
 from dips.sim.arithmetic import Key, Value
 from dips.sim.content import SimulatedModel
-from dips.sim.faults import register
 from dips.sim.faults.world import OLD_ATTEMPT, OLD_LIFE
 from dips.sim.hosts.cluster import OTHER_RANKS
 from dips.sim.hosts.ranks import Rank, Ranks, shares_of_replicas
@@ -77,13 +76,6 @@ def test_each_rank_sends_its_share_of_every_push() -> None:
     whole = [push for push, n_staged in world.n_staged.items() if n_staged == n_chunks]
     assert len(whole) > outcome.published
     assert all(world.sent[push] == {0: owned[0], 1: owned[1]} for push in whole)
-
-
-def test_a_seed_with_ranks_is_one_run_and_another_one_than_without(capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = (SeedRun(3, pushers=(2,)).run().trace_hash for _ in range(2))
-    assert first == second != SeedRun(3).run().trace_hash
-    assert seeds.main(["--seed", "3", "--pushers", "2"]) == 0
-    assert first in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -204,21 +196,3 @@ def test_a_checkpoint_of_which_a_part_is_of_another_moment_is_noticed(monkeypatc
     monkeypatch.setattr(Ranks, "take_checkpoint", take)
     outcome = SeedRun(7000, planned=("crash_cluster",) * 4, pushers=(4,)).run()
     assert "has vectors of different moments" in outcome.violations[0]
-
-
-def test_ranks_that_a_life_has_are_those_of_the_plan() -> None:
-    plan = replace(make_plan(Random(0)), pushers=(4, 1), later_pushers=(2, 3))
-    assert [plan.pushers_of("a", life) for life in range(1, 6)] == [4, 2, 3, 2, 3]
-    assert [plan.pushers_of("b", life) for life in range(1, 3)] == [1, 2]
-    assert [replace(plan, later_pushers=()).pushers_of("a", life) for life in range(1, 4)] == [4, 4, 4]
-
-
-def test_the_command_line_says_what_later_lives_have(capsys: pytest.CaptureFixture[str]) -> None:
-    trace = SeedRun(3, pushers=(2,), later_pushers=(3,)).run().trace_hash
-    assert seeds.main(["--seed", "3", "--pushers", "2", "--later-pushers", "3"]) == 0
-    assert trace in capsys.readouterr().out
-
-
-def test_faults_of_single_ranks_are_for_clusters_of_several() -> None:
-    assert not set(register.known_to(SeedRun(0))) & register.OF_RANKS
-    assert set(register.known_to(SeedRun(0, pushers=(1, 2)))) & register.OF_RANKS

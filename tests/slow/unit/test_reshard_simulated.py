@@ -16,18 +16,6 @@ from dips.sim.hosts.move import SimulatedMove
 from dips.sim.seed_run import SeedOutcome, SeedRun
 
 FAULTS = sorted(fault_reshard.FAULTS)
-BESIDES = {
-    707: ("crash_master",),
-    706: ("crash_slave",),
-    708: ("crash_all_slaves",),
-    709: ("power_failure",),
-    710: ("two_masters",),
-    712: ("slave_disk_error",),
-    714: ("lost_chunks", "doubled_chunks"),
-    715: ("damaged_chunks",),
-    717: ("pause_slave_long",),
-    718: ("cut_slave_from_master",),
-}
 """Seeds in which a RESHARD is done, and what else strikes there."""
 
 
@@ -39,14 +27,6 @@ def resharded(seed: int, *faults: str) -> tuple[SeedOutcome, SeedRun]:
 
 def records(world: SeedRun) -> list[dict[str, Any]]:
     return [json.loads(entry.record_json) for entry in world.disk.entries if entry.kind == "RESHARD"]
-
-
-@pytest.mark.parametrize("seed", BESIDES)
-def test_whatever_strikes_beside_it_every_invariant_holds(seed: int) -> None:
-    outcome, world = resharded(seed, *BESIDES[seed])
-    assert outcome.violations == ()
-    assert all(outcome.fired.get(name) for name in BESIDES[seed])
-    assert records(world)
 
 
 def test_a_run_takes_every_arrow_of_the_table_and_records_say_where_blocks_were() -> None:

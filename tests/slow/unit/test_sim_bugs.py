@@ -12,10 +12,8 @@ import pytest
 from dips.core.errors import Refused
 from dips.core.ids import RoundId, Version
 from dips.core.messages import DataMode, DataPlan, SnapshotInfo
-from dips.master.state.events import Stop
 from dips.sim.content import to_array
 from dips.sim.disks import SlaveDisk
-from dips.sim.faults.world import FaultWorld
 from dips.sim.hosts.master import MasterHost
 from dips.sim.kernel import SimulatedProcess
 from dips.sim.run_plan import make_plan
@@ -75,32 +73,6 @@ def test_a_master_whose_disk_was_lost_shares_no_epoch_with_its_earlier_life(faul
         assert all(len(lives) == 1 for lives in lives_of.values()), lives_of
 
 
-def test_the_operator_asks_again_where_the_master_died_before_it_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    operate = MasterHost.operate
-
-    def dying(self: MasterHost, action: Any) -> int:
-        token = operate(self, action)
-        if isinstance(action, Stop):
-            asked.append(token)
-            if len(asked) == 1:
-                self.kill()
-                assert isinstance(self.world, FaultWorld)
-                self.world.restart(self, 1.0)
-        return token
-
-    monkeypatch.setattr(MasterHost, "operate", dying)
-    for seed in range(4):
-        asked.clear()
-        assert SeedRun(seed, planned=()).run().violations == ()
-        assert len(asked) == 2, "the first was never answered, the second was"
-
-
-def test_a_plan_is_made_of_the_seed_alone() -> None:
-    assert make_plan(Random(5)) == make_plan(Random(5))
-    assert make_plan(Random(5)) != make_plan(Random(6))
-
-
 def lost_beside_the_journal(seed: int) -> SeedOutcome:
     """Durability async: all slaves lose the version that is just published, and the master its directory."""
     plan = make_plan(Random(seed), durability="async")
@@ -131,23 +103,3 @@ def test_a_version_that_was_published_and_lost_with_the_journal_gives_its_name_t
     outcomes = [lost_beside_the_journal(seed) for seed in range(8600, 8608)]
     assert {outcome.seed: outcome.violations for outcome in outcomes if outcome.violations} == {}
     assert sum(("recovery", "GATHERING", "rolled back", "NONE") in outcome.arrows for outcome in outcomes) > 3
-
-
-def test_the_last_stop_is_not_taken_back_by_a_wish_that_was_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    class Obedient:
-        paused = False
-
-        def operate(self, action: str) -> int:
-            asked.append(action)
-            return len(asked)
-
-    monkeypatch.setattr(SeedRun, "newest_master", lambda run: Obedient())
-    world = SeedRun(0)
-    world.operate_until_answered(lambda: "extend")
-    world.operate_until_answered(lambda: "stop", last=True)
-    world.operate_until_answered(lambda: "extend")
-    while len(asked) < 5 and world.kernel.step():
-        pass
-    assert asked == ["extend", "stop", "stop", "stop", "stop"]

@@ -115,12 +115,6 @@ def test_the_out_of_order_variant_is_asked_for_and_says_what_it_is() -> None:
     assert not any("not equal to synchronous training" in one for one in plain.unseen)
 
 
-def test_no_second_level_costs_throughput() -> None:
-    with_it, without = (report_of(two_regions(), second_level=level, alternatives=False) for level in (True, False))
-    assert without.iteration_s > with_it.iteration_s
-    assert without.found.evaluated < with_it.found.evaluated
-
-
 def test_a_link_that_several_messages_share_is_named() -> None:
     """Devices of two sites in turn: the messages behind the first and the third go the same way."""
     sites: list[Row] = [{"name": name, "devices": 2, "network_gbps": 0.01, "sustained_tflops": 1} for name in "ab"]

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from support.plan_command import told
 
-from dips.cli import main
 from dips.planner.cluster import read_setup
 from dips.planner.plan import make_plan, plan_json
 from dips.planner.problem import Problem
@@ -24,31 +24,14 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = main.run(("plan", "adapt", *map(str, arguments)))
-    out, error = capsys.readouterr()
-    return code, out, error
-
-
 def measured(folder: Path, gbps: float) -> Path:
     file = folder / f"measured-{gbps}.toml"
     file.write_text(MEASURED + "".join(LINK.format(n, n + 1, gbps) for n in (1, 2, 3)))
     return file
 
 
-def test_exit_code_1_is_a_change_and_0_is_none(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, error = told(capsys, plan, "--measured", measured(tmp_path, 2.0))
-    assert (code, error) == (0, "")
-    assert "keep: no message is late" in out
-    code, out, error = told(capsys, plan, "--measured", measured(tmp_path, 0.5))
-    assert (code, error) == (1, "")
-    assert "change: a message from stage 0 to 1 takes 3." in out
-    assert "1.388 Gbit/s" in out, "a message of 25.17 MB in 125 + 25 - 5 ms"
-    assert "1.678 Gbit/s" in out, "and in 125 - 5 ms"
-
-
 def test_the_answer_goes_back_in_as_before(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = told(capsys, plan, "--measured", measured(tmp_path, 1.3), "--json")
+    code, out, _ = told(capsys, "adapt", plan, "--measured", measured(tmp_path, 1.3), "--json")
     found = json.loads(out)
     assert (code, found["advised"], found["sequences"]) == (1, True, 32)
     assert [row["site"] for row in found["stages"]] == ["group-1", "group-2", "group-3", "group-4"]
@@ -59,15 +42,17 @@ def test_the_answer_goes_back_in_as_before(plan: Path, tmp_path: Path, capsys: p
     before = tmp_path / "before.json"
     before.write_text(out)
     between = measured(tmp_path, 1.5)
-    assert told(capsys, plan, "--measured", between, "--before", before)[0] == 0, "still late: the sizes stay"
-    assert told(capsys, plan, "--measured", between)[0] == 0, "not late yet: whole microbatches stay"
-    assert told(capsys, plan, "--measured", measured(tmp_path, 2.0), "--before", before)[0] == 1, "back to whole ones"
+    assert told(capsys, "adapt", plan, "--measured", between, "--before", before)[0] == 0, "still late: the sizes stay"
+    assert told(capsys, "adapt", plan, "--measured", between)[0] == 0, "not late yet: whole microbatches stay"
+    assert told(capsys, "adapt", plan, "--measured", measured(tmp_path, 2.0), "--before", before)[0] == 1, (
+        "back to whole ones"
+    )
 
 
 def test_a_trace_is_played_with_and_without(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, out_folder = tmp_path / "trace.toml", tmp_path / "adapt"
     trace.write_text(TRACE.format("[0, 10]", "[2, 0.5]"))
-    code, out, error = told(capsys, plan, "--trace", trace, "--out", out_folder)
+    code, out, error = told(capsys, "adapt", plan, "--trace", trace, "--out", out_folder)
     assert (code, error) == (0, "")
     assert "times as fast; sizes changed" in out
     assert "stated cost: " in out
@@ -79,10 +64,10 @@ def test_a_trace_is_played_with_and_without(plan: Path, tmp_path: Path, capsys: 
     assert (out_folder / "adapt.png").read_bytes().startswith(b"\x89PNG")
     assert "sequences a second" in (out_folder / "adapt.svg").read_text()
     trace.write_text(TRACE.format("[0]", "[2]"))
-    code, out, _ = told(capsys, plan, "--trace", trace)
+    code, out, _ = told(capsys, "adapt", plan, "--trace", trace)
     assert code == 0
     assert "no message came to be late: sizes stay as planned" in out
-    code, out, _ = told(capsys, plan, "--trace", trace, "--json")
+    code, out, _ = told(capsys, "adapt", plan, "--trace", trace, "--json")
     found = json.loads(out)
     assert (found["late"], found["changes"]) == (False, 0)
     assert found["with_s"] - found["without_s"] == pytest.approx(found["stated_cost_s"])
@@ -104,10 +89,10 @@ def test_mistakes_are_one_sentence(plan: Path, tmp_path: Path, capsys: pytest.Ca
         (["--trace", missing], "is not a file that can be read, and none of the shipped traces (burst, constant"),
         (["--trace", backwards], "[[links]] 1: time_s has 8 after 9: give steps in the order of time"),
     ):
-        code, out, error = told(capsys, plan, *arguments)
+        code, out, error = told(capsys, "adapt", plan, *arguments)
         assert (code, out) == (2, ""), arguments
         assert sentence in error, arguments
         assert len(error.splitlines()) == 1, error
-    code, _, error = told(capsys, good, "--measured", good)
+    code, _, error = told(capsys, "adapt", good, "--measured", good)
     assert code == 2
     assert "is not a plan.json" in error

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.paced_play import play
+from support.plan_command import refused
 
-from dips.cli import main
 from dips.local.plan_run import CASE, source_of, stretched
 from dips.local.plan_swap import (
     BEFORE,
@@ -269,8 +269,6 @@ def test_a_plan_json_and_its_links(tmp_path: Path, folder: Path) -> None:
         (["REPLICAS", "--links", "LINKS"], "has data x context = 2 replicas, of which one runs here"),
         (["PLAN", "--then-latency", "1"], "go with a schedule's name, and "),
         (["1f1b", "--sites", "1", "--then-latency", "1"], "change links between sites: give --sites 2 or more"),
-        (["1f1b", "--stages", "66", "--then-latency", "1"], "66 ranks are too many processes for one machine"),
-        (["1f1b", "--then-latency", "1e9"], "1e+09 is not a number that can be planned with"),
         (["1f1b", "--then-latency", "-1"], "-1 is no delay of a link: give T_F, at least 0"),
         (["1f1b", "--then-bandwidth", "nan"], "nan is no delay of a link"),
         (["1f1b", "--then-latency", "1", "--links-after", "0"], "--links-after 0 is no number of iterations"),
@@ -297,11 +295,7 @@ def test_a_mistake_is_one_sentence(
     for name, text in texts.items():
         (tmp_path / f"{name}.toml").write_text(text)
     words = [str(tmp_path / f"{word}.toml") if word in texts else word for word in arguments]
-    code = main.run(("plan", "run", *words))
-    out, error = capsys.readouterr()
-    assert (code, out) == (2, "")
-    assert sentence in error
-    assert error.count("\n") == 1
+    assert sentence in refused(capsys, "run", *words)
 
 
 def test_a_schedule_that_is_only_run_has_no_plan_to_swap() -> None:

@@ -55,15 +55,3 @@ def test_beats_tell_the_speed_of_the_last_steps() -> None:
     assert 0.5 < told_steps_per_s(course, "a") < 1.0
     course.kernel.run(70.0 + 2.0 * (WINDOW_STEPS + 1))
     assert told_steps_per_s(course, "a") == pytest.approx(0.5)
-
-
-def test_a_cluster_comes_again_once_its_process_has_ended() -> None:
-    course = course_of("small")
-    course._boot()
-    course.kernel.run(50.0)
-    course.clusters["a"].stop_soon("its part is over")
-    course.come("a")
-    lives = course.clusters["a"].life
-    course.kernel.run(60.0)
-    assert course.clusters["a"].life == lives + 1
-    assert not course.violations

@@ -101,13 +101,6 @@ def test_a_step_takes_its_slowest_cluster_and_the_exchange() -> None:
     assert record.waited_s["d"] == pytest.approx(24 * exchange)
 
 
-def test_a_pretended_model_is_what_travels() -> None:
-    setup = small(up=(8e6,), down=(8e6,))
-    pretended = setup.model_copy(update={"model": setup.model.model_copy(update={"wire_parameters": 10 * N_ELEMS})})
-    latency_s = 6 * setup.links.latency
-    assert pretended.all_reduce_s(N_ELEMS) - latency_s == pytest.approx(10 * (setup.all_reduce_s(N_ELEMS) - latency_s))
-
-
 def test_jitter_makes_the_slowest_slower_and_hangs_on_the_seed_alone() -> None:
     setup = small(gaps=(0.0, 0.0, 0.0, 0.0), jitter=0.2)
     one, again, other = (ran(setup, Counter(), seed).virtual_s for seed in (1, 1, 2))
@@ -143,12 +136,3 @@ def test_a_held_out_loss_that_is_not_finite_is_diverged_too() -> None:
     record = run_data_parallel(small(), 1, Counter(), lambda flat: math.nan)
     assert (record.ended, record.loss) == ("diverged", None)
     assert {point.loss for point in record.curve} == {None}
-
-
-def test_steps_take_as_long_as_the_set_up_says_at_their_time() -> None:
-    """The slowest cluster makes a step in 1.5 s, and from 6 s on in 3 s."""
-    tables = small(8).model_dump()
-    tables["changes"] = [{"at": 6.0, "cluster": "d", "step_factor": 2.0}]
-    record = ran(ComparisonSetup.model_validate(tables), Counter())
-    exchange_s = small().all_reduce_s(N_ELEMS)
-    assert record.virtual_s == pytest.approx(4 * 1.5 + 4 * 3.0 + 8 * exchange_s)

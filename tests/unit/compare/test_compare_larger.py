@@ -12,7 +12,7 @@ import torch
 from support.compare_records import record
 
 from dips.cli import main
-from dips.compare.figures import FIGURES, Figure, figure_jobs, figure_json, run_figure
+from dips.compare.figures import FIGURES, Figure
 from dips.compare.jobs import ComparisonJob, Results, on_device, threads_of
 from dips.compare.setup import ComparisonSetup, load_setup
 from dips.core.errors import ConfigError
@@ -85,24 +85,6 @@ def test_cores_without_a_run_become_threads(at_once: int, n_cores: int, threads:
 # ---- figures ----
 
 
-def test_the_three_figures_are_six_runs(text: Path) -> None:
-    jobs = {
-        job.name: job.digest()
-        for figure in FIGURES.values()
-        for _, job in figure_jobs(figure.chosen(ON_CPU), (1,), [text])
-    }
-    assert sorted(jobs) == [
-        "async-gaps-40-1", "diloco-clip-1", "dips-1", "dips-gaps-200-1", "dips-gaps-40-1", "dips-h-128-1",
-    ]  # fmt: skip
-    assert len(set(jobs.values())) == 6
-
-
-def test_lines_do_not_change_a_run() -> None:
-    everything = with_lines({})
-    assert everything.digest() == LARGER.digest()
-    assert FIGURES["2b"].chosen(everything) == FIGURES["2b"].lines(everything)
-
-
 @pytest.mark.parametrize(
     ("figure", "labels", "words"),
     [
@@ -116,11 +98,3 @@ def test_lines_that_cannot_be_are_refused_with_their_place(figure: Figure, label
         figure.chosen(with_lines({figure.name: labels}))
     assert str(caught.value).startswith(f"set-up larger [figures] {figure.name}: ")
     assert words in str(caught.value)
-
-
-def test_a_figure_with_fewer_lines_says_so_and_reads_one_gap_as_one(text: Path) -> None:
-    result = run_figure(FIGURES["2b"], ON_CPU, (1,), [text], lambda jobs: [record(j.method, j.seed, 2.0) for j in jobs])
-    plain = figure_json(result)
-    assert plain["title"] == "naive asynchronous training, gaps to 10, 20, 30 and 40 % (fewer lines)"
-    assert plain["setup"]["run"]["device"] == "cpu"
-    assert plain["here"] == ("Async-40 +0.00 above DiLoCo, clip 1; 0 of 1 fail to converge (not finite, or 0.5 above).")

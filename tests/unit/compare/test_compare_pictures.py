@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,23 +63,3 @@ def test_a_lost_run_does_not_hide_the_others(drawn: list[Figure]) -> None:
     bottom, top = drawn[0].axes[0].get_ylim()
     assert 1 < bottom < 2.0
     assert 2.0 < top < 7
-
-
-def test_each_push_is_a_mark(drawn: list[Figure]) -> None:
-    draw_norms(Path("x.png"), [record(judged=ROUNDS), record("dp")])
-    (axes,) = drawn[0].axes  # data parallel has nothing to show
-    assert axes.get_yscale() == "log"
-    assert axes.get_title() == "dips, seed 1"
-    draw_norms(Path("x.png"), [replace(record(judged=ROUNDS), inject="nan")])
-    assert drawn[1].axes[0].get_title() == "dips with nan, seed 1"
-    inside, above = axes.get_lines()[::2], axes.get_lines()[1::2]
-    applied_a, excluded_a, applied_b, excluded_b, injected = (np.asarray(line.get_ydata()).tolist() for line in inside)
-    assert applied_a == [1.0, 1.0, 2.0]
-    assert excluded_b == [30.0]
-    assert injected == [30.0]
-    assert excluded_a == applied_b == []
-    assert [np.asarray(line.get_xdata()).tolist() for line in above] == [[], [], [], [20.0], [20.0]], (
-        "excluded, and not finite"
-    )
-    labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
-    assert labels == ["cluster a", "cluster b", "excluded (upper edge: not finite)", "injected"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,18 +46,6 @@ def test_losses_stand_beside_the_references() -> None:
     assert clip[-1] == "1.00x"
     assert dips[:4] == ["dips", "2.300", "+0.050", "+0.100"]
     assert dips[-1] == "1.10x"
-
-
-def test_a_difference_has_the_interval_of_its_seeds() -> None:
-    more = [*THREE, record("dp", 2, 2.1, 120.0), record("diloco-clip", 2, 2.25, 110.0), record("dips", 2, 2.3, 100.0)]
-    *_, dips = shown(loss_table(replace(comparison(more), references=("dp",))))
-    assert dips[4:7] == ["+0.150", "±", "0.316"]
-
-
-def test_what_was_not_run_has_no_column() -> None:
-    _, _, head, row = shown(loss_table(comparison([record()])))
-    assert " ".join(head) == "method loss time ideal"
-    assert row[0] == "dips"
 
 
 def test_a_lost_run_is_shown_as_lost() -> None:

@@ -31,18 +31,6 @@ def test_a_large_array_begins_at_a_large_page() -> None:
     assert array.ctypes.data % allocator.HUGE_PAGE_BYTES == 0
 
 
-def test_arrays_do_not_share_memory() -> None:
-    first, second = allocator.zeros(1 << 20), allocator.zeros(1 << 20)
-    first.fill(1)
-    assert not second.any()
-    assert not np.shares_memory(first, second)
-
-
-def test_what_no_machine_has_is_a_memory_error() -> None:
-    with pytest.raises(MemoryError):
-        allocator.zeros(1 << 60)
-
-
 def test_large_pages_are_asked_for() -> None:
     """Private anonymous memory: shared memory would silently have small pages."""
     if not sys.platform.startswith("linux"):
@@ -78,15 +66,3 @@ def _flags_of_mapping(lines: list[str], address: int) -> list[str]:
         elif inside and line.startswith("VmFlags:"):
             return line.split()[1:]
     raise AssertionError("the array is in no mapping")
-
-
-def test_freed_memory_is_kept_where_malloc_is_glibc() -> None:
-    taken = allocator.keep_freed_memory()
-    assert isinstance(taken, bool)
-    assert taken or not _is_glibc()
-
-
-def _is_glibc() -> bool:
-    import platform
-
-    return platform.libc_ver()[0] == "glibc"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from dips.core.assumptions import ROLES, Assumption, require, violations
+from dips.core.assumptions import ROLES, Assumption, require
 from dips.core.config import Knobs, load
 from dips.core.errors import ConfigError
 from dips.master.config import MasterConfig
@@ -55,10 +55,6 @@ def configured(role: str, knobs: Mapping[str, object]) -> Knobs:
     return load(kind, role, environment={}, overrides={**needed, **knobs}).value
 
 
-def test_every_row_has_its_own_name_and_its_violation() -> None:
-    assert sorted(WRONG) == sorted(row.name for _, row in ROWS)
-
-
 @each_row
 def test_a_violation_is_refused_by_the_settings_with_cause_and_remedy(role: str, row: Assumption) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -67,21 +63,6 @@ def test_a_violation_is_refused_by_the_settings_with_cause_and_remedy(role: str,
     assert f"{row.text.partition(' <')[0].partition(' >')[0]} is " in sentence
     assert row.harm in sentence
     assert row.remedy in sentence
-
-
-@each_row
-def test_only_the_row_itself_is_broken(role: str, row: Assumption) -> None:
-    values = {**configured(role, {}).model_dump(), **WRONG[row.name]}
-    [sentence] = violations(role, values)
-    assert row.harm in sentence
-
-
-@each_row
-def test_the_defaults_keep_it_and_it_is_checked_where_it_says(role: str, row: Assumption) -> None:
-    config = configured(role, {})
-    assert row.broken(config.model_dump()) is None
-    assert set(row.knobs()) <= set(type(config).model_fields)
-    assert type(config).__module__ == f"dips.{role}.config"
 
 
 def test_a_row_over_a_setting_that_is_a_word_does_not_apply() -> None:

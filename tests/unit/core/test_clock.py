@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dips.core.clock import Clock, ManualClock, SystemClock
+from dips.core.clock import ManualClock
 
 
 def test_a_manual_clock_stands_still_until_it_is_moved() -> None:
@@ -22,10 +22,3 @@ def test_time_does_not_run_back_nor_to_infinity(amount_s: float) -> None:
     with pytest.raises(ValueError, match="a clock cannot advance by"):
         clock.advance(amount_s)
     assert clock.monotonic_s() == 0.0
-
-
-def test_the_systems_clock_never_runs_back() -> None:
-    clock: Clock = SystemClock()
-    readings = [clock.monotonic_s() for _ in range(100)]
-    assert readings == sorted(readings)
-    assert clock.wall_s() > 1_700_000_000

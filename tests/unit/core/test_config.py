@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from dips.core.config import Knobs, Loaded, SettingsFile, environment_name, load, load_table
+from dips.core.config import Knobs, Loaded, SettingsFile, load, load_table
 from dips.core.errors import ConfigError
 from dips.core.units import Bytes, Seconds
 
@@ -99,11 +99,6 @@ def test_a_setting_that_looks_like_kubernetes_is_still_a_setting() -> None:
     assert load(Listener, "oven", environment={"DIPS_OVEN_PORT": "4711"}).value.port == 4711
 
 
-def test_environment_names() -> None:
-    assert environment_name("oven", "heat_s") == "DIPS_OVEN_HEAT_S"
-    assert environment_name("my-oven.2", "x") == "DIPS_MY_OVEN_2_X"
-
-
 @pytest.mark.parametrize(
     ("text", "racks"), [("1,2, 3", (1, 2, 3)), ("[4, 5]", (4, 5)), ("7", (7,)), ("[]", ()), (" , ", ())]
 )
@@ -117,12 +112,6 @@ def test_texts_of_the_environment_become_what_the_field_is() -> None:
     oven = load(Oven, "oven", environment={f"DIPS_OVEN_{key}": value for key, value in given.items()}).value
     assert (oven.lit, oven.share, oven.grace_s, oven.room_bytes) == (True, 0.25, 0.5, 4096)
     assert oven.record == Path("/t")
-
-
-def test_settings_are_frozen() -> None:
-    oven = read().value
-    with pytest.raises(ValidationError, match="frozen"):
-        oven.shelves = 5  # type: ignore[misc]
 
 
 def test_a_field_without_description_is_a_bug_of_ours() -> None:
@@ -168,20 +157,6 @@ def test_a_wrong_line_of_a_file_is_named(tmp_path: Path, line: str, wanted: str)
     path = tmp_path / "bad.toml"
     path.write_text(f"[oven]\n{line}\n")
     assert sentence(path).startswith(f"{path} [oven]: {wanted}")
-
-
-def test_a_wrong_variable_is_named() -> None:
-    assert sentence(environment={"DIPS_OVEN_SHELVES": "many"}).startswith(
-        "environment DIPS_OVEN_SHELVES: shelves = 'many': "
-    )
-    assert sentence(environment={"DIPS_OVEN_SHELVS": "1"}) == (
-        "environment DIPS_OVEN_SHELVS: 'shelvs' is not a setting; did you mean 'shelves'?"
-    )
-
-
-def test_a_wrong_word_of_the_command_line_is_named() -> None:
-    assert sentence(shelvs=3) == "command line: 'shelvs' is not a setting; did you mean 'shelves'?"
-    assert sentence(shelves=-1).startswith("command line: shelves = -1: ")
 
 
 def test_all_wrong_settings_are_named_at_once() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -13,26 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from dips.cli.docs import TABLES as DRAWN
 from dips.core import machine
 from dips.core.errors import ConfigError
 from dips.core.machine import MachineHistory, Phase
 from dips.core.observe import failpoints
-from dips.core.observe.failpoint_names import all_names, obeyed
 from dips.core.observe.failpoints import (
     CRASH_EXIT_CODE,
     FailpointAction,
     FailpointKind,
     Term,
     armed,
-    check_name,
     copies,
     failpoint,
     install,
     parse,
     read_log,
-    role_of,
-    transition_name,
 )
 from dips.master.state.records import ROUND_TABLE, RoundPhase
 
@@ -114,30 +108,7 @@ def test_a_mistake_is_named_with_a_remedy(text: str, words: list[str]) -> None:
     assert [word for word in ["DIPS_FAILPOINTS", *words] if word not in str(caught.value)] == []
 
 
-def test_every_name_can_be_armed_and_belongs_to_a_role() -> None:
-    for name in all_names():
-        assert set(parse(f"{name}=note")) == {name}
-        assert role_of(name) in {"core", "master", "slave", "worker"}
-    for name, kinds in obeyed().items():
-        for kind in kinds:
-            assert parse(f"{name}={kind}")
-
-
-@pytest.mark.parametrize("table", DRAWN.values(), ids=lambda table: table.name)
-def test_every_arrow_of_every_table_can_be_armed(table: machine.TransitionTable[RoundPhase]) -> None:
-    for start, name in table.rows:
-        point = transition_name(table.name, start.value, name)
-        check_name(point)
-        with armed(f"{point}=note"):
-            assert failpoints.hits() == {point: 0}
-
-
 # ---- what happens ----
-
-
-def test_nothing_happens_when_nothing_is_armed() -> None:
-    assert failpoint(PLACE) is None
-    assert failpoints.hits() == {}
 
 
 def test_error_raises_and_hits_are_counted() -> None:
@@ -205,11 +176,6 @@ def test_an_arrow_is_hit_before_the_phase_changes() -> None:
     assert seen == [RoundPhase.IDLE, RoundPhase.WINDOW]
     phase.move("push admitted", RoundPhase.WINDOW, 3.0)
     assert len(seen) == 2, "nobody looks any more"
-
-
-def test_an_arrow_that_the_table_does_not_have_is_refused_with_those_it_has() -> None:
-    with pytest.raises(ConfigError, match=r"no 'round\.IDLE\.all_prepared'.*round\.IDLE\.push_admitted"):
-        failpoints.set_failpoints("round.IDLE.all_prepared=crash")
 
 
 # ---- the environment ----
@@ -300,26 +266,3 @@ def test_a_process_dies_at_once_and_leaves_a_line(tmp_path: Path, action: str, c
     assert "failpoints are armed" in done.stderr
     [line] = read_log(log.read_text())
     assert (line.name, line.action) == (PLACE, action.partition("(")[0])
-
-
-def test_a_process_that_is_stopped_goes_on_when_it_is_told(tmp_path: Path) -> None:
-    log = tmp_path / "fired"
-    environment = {**ENABLED, "DIPS_FAILPOINTS": f"{PLACE}=1*off->1*stop", "DIPS_FAILPOINT_LOG": str(log)}
-    child = subprocess.Popen([sys.executable, "-c", _DIE], env=environment, stdout=subprocess.PIPE, text=True)
-    with child:
-        try:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "alive\n"
-            assert _wait_until_stopped(child.pid) == signal.SIGSTOP
-            child.send_signal(signal.SIGCONT)
-            assert child.stdout.readline() == "not reached\n"
-            assert child.wait(100) == 0
-        finally:
-            child.kill()
-
-
-def _wait_until_stopped(pid: int) -> int:
-    """Block until the child stands still (the test's own time-out bounds it); the signal that stopped it."""
-    _, status = os.waitpid(pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status)
-    return os.WSTOPSIG(status)

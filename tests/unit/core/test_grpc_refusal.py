@@ -8,16 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.core.errors import RefusalCode, Refused, RetryLater
-from dips.core.messages import Refusal
 from dips.core.net.codec_protobuf import encode
 from dips.core.net.grpc_calls import (
     MAX_SENTENCE_BYTES,
     REFUSAL_KEY,
     STATUS_OF_CODE,
-    channel_options,
     refused_from,
     to_refusal,
-    to_refused,
 )
 
 Metadata = tuple[tuple[str, str | bytes], ...]
@@ -66,11 +63,6 @@ def test_a_long_sentence_is_cut_between_characters(sentence: str) -> None:
     assert cut == sentence or len(cut.encode()) > MAX_SENTENCE_BYTES - 4
 
 
-def test_the_wire_form_and_back() -> None:
-    refusal = Refusal(RefusalCode.DISK, "full", 2.0)
-    assert to_refusal(to_refused(refusal)) == refusal
-
-
 @pytest.mark.parametrize(
     "status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED]
 )
@@ -116,9 +108,3 @@ def test_an_error_that_knows_nothing_is_tried_again() -> None:
     got = refused_from(grpc.RpcError())
     assert isinstance(got, RetryLater)
     assert "UNKNOWN: no details" in str(got)
-
-
-def test_messages_are_bounded_both_ways() -> None:
-    options = dict(channel_options(12345))
-    assert options["grpc.max_receive_message_length"] == options["grpc.max_send_message_length"] == 12345
-    assert options["grpc.so_reuseport"] == 0

@@ -25,7 +25,6 @@ from dips.protos import data_pb2
 
 RUN = "run-1"
 PUSH = PushId(ClusterId("a"), Incarnation(3, 2), 7)
-V0 = Version(1, 0)
 
 
 def parsed(frame: bytes) -> tuple[np.ndarray, np.ndarray] | None:

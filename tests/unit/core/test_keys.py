@@ -20,7 +20,6 @@ from dips.core.net import keys
 from dips.core.net.keys import (
     UsedKeys,
     load_identity,
-    parse_certificate,
     read_revoked,
     reloaded,
     security_from,
@@ -167,12 +166,6 @@ def test_a_list_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match="is not a list of revoked certificates"):
         read_revoked(file)
-
-
-@pytest.mark.parametrize("data", [b"", b"x", b"\x30\x82\xff\xff", b"-----BEGIN CERTIFICATE-----\n"])
-def test_bytes_that_are_no_certificate_are_refused(data: bytes) -> None:
-    with pytest.raises(ConfigError, match="the caller's is not a certificate"):
-        parse_certificate(data, "the caller's")
 
 
 @pytest.mark.parametrize("name", ["ca.crt", "tls.crt"])

@@ -18,7 +18,6 @@ from dips.core.math.outer_numpy import PIECE_ELEMS, n_pieces
 from dips.core.wire import DIFFERENCES, Codec, encoded_bytes
 
 F32 = NDArray[np.float32]
-U8 = NDArray[np.uint8]
 
 LENGTHS = [
     *(1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 59, 60, 61, 64, 100, 255, 256, 257, 271, 272, 273, 300, 511, 512, 513, 1000),
@@ -88,21 +87,6 @@ def test_landing_is_checksum_copy_and_sums(kernels: Any, n_elems: int, shift_ele
             assert target.rest_is_untouched()
 
 
-@given(
-    n_elems=st.integers(1, 3000), shift_elems=st.integers(0, 16), shift_bytes=st.integers(0, 64), seed=st.integers(0, 9)
-)
-def test_any_length_at_any_address(n_elems: int, shift_elems: int, shift_bytes: int, seed: int) -> None:
-    values = np.random.default_rng(seed).standard_normal(n_elems).astype(np.float32)
-    payload, target = frame(values.tobytes(), shift_bytes), Target(n_elems, shift_elems)
-    squared, expected = np.empty(1), np.empty(1)
-    outer_numpy.measure_landed(values, THETA[:n_elems], expected)
-    right = (xxhash.xxh3_64_intdigest(payload), 0)
-    assert landing_numba.land_chunk(Codec.F32, target.values, payload, None, THETA[:n_elems], squared) == right
-    assert squared[0] == expected[0]
-    assert same_bits(target.values, values)
-    assert target.rest_is_untouched()
-
-
 @pytest.mark.parametrize("codec", sorted(DIFFERENCES))
 @pytest.mark.parametrize("n_elems", [1, 63, 64, 65, 1000, PIECE_ELEMS + 1])
 @pytest.mark.parametrize("kernels", [landing_numba, Interpreted(landing_numba)], ids=["compiled", "interpreted"])
@@ -170,14 +154,3 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
     with pytest.raises(ValueError, match="into 32, read-only"):
         landing_numba.copy_chunk(read_only.data, bytes(32))
     assert np.all(into == 7.0)
-
-
-def test_warm_up_compiles_everything_for_one_type_each() -> None:
-    landing_numba.warm_up()
-    kernels: list[Any] = [landing_numba.land, landing_numba.land_measured, landing_numba.copy_hashed]
-    kernels += [landing_numba.land_difference, landing_numba.land_difference_measured]
-    before = [kernel.signatures for kernel in kernels]
-    assert all(len(signatures) > 0 for signatures in before)
-    landing_numba.land_chunk(Codec.INT4, np.zeros(3, np.float32), bytes(6), np.zeros(3, np.float32))
-    landing_numba.copy_chunk(np.zeros(3, np.float32).data, bytearray(12))
-    assert [kernel.signatures for kernel in kernels] == before

@@ -40,10 +40,6 @@ SMALL = Layout(
 )
 
 
-def test_layers_stand_in_the_order_of_their_first_parameter() -> None:
-    assert SMALL.layers == ("embedding", "layers.0", "layers.1", "scale")
-
-
 def test_parameters_of_one_layer_stand_together() -> None:
     assert [(span.parameter.name, span.start_elem, span.stop_elem) for span in SMALL.spans] == [
         ("embedding.weight", 0, 12),
@@ -63,10 +59,6 @@ def test_blocks_cut_layers_and_never_span_two() -> None:
         Block(4, "layers.1", 23, 4),
         Block(5, "scale", 27, 1),
     )
-
-
-def test_a_parameter_without_dimensions_has_one_element() -> None:
-    assert parameter("scale").n_elems == 1
 
 
 @given(layout=layouts)

@@ -30,18 +30,6 @@ TABLE = TransitionTable(
 )
 
 
-def test_a_machine_begins_in_the_initial_phase() -> None:
-    phase = Phase(TABLE, MachineHistory())
-    assert phase.now is Door.SHUT
-    assert phase.since_s == 0
-
-
-def test_an_arrow_of_the_table_is_walked_and_timed() -> None:
-    phase = Phase(TABLE, MachineHistory())
-    phase.move("push", Door.OPEN, at_s=4.5)
-    assert (phase.now, phase.since_s) == (Door.OPEN, 4.5)
-
-
 def test_an_arrow_back_to_the_same_phase_keeps_its_time() -> None:
     phase = Phase(TABLE, MachineHistory())
     phase.move("push", Door.OPEN, at_s=1.0)
@@ -73,17 +61,6 @@ def test_a_machine_tells_which_inputs_it_takes() -> None:
     assert not phase.allows("kick")
     phase.move("push", Door.OPEN, at_s=0.0)
     assert not phase.allows("turn")
-
-
-def test_inputs_and_arrows_are_listed_in_a_stable_order() -> None:
-    assert TABLE.inputs() == ["push", "turn"]
-    assert TABLE.arrows() == [
-        (Door.LOCKED, "turn", Door.SHUT),
-        (Door.OPEN, "push", Door.SHUT),
-        (Door.SHUT, "push", Door.OPEN),
-        (Door.SHUT, "turn", Door.LOCKED),
-        (Door.SHUT, "turn", Door.SHUT),
-    ]
 
 
 def test_a_story_is_found_by_cause_machine_or_word() -> None:

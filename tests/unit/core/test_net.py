@@ -12,7 +12,6 @@ from dips.core.errors import ConfigError
 from dips.core.net.addresses import (
     dialable,
     format_address,
-    is_loopback,
     needs_ipv6,
     parse_address,
     require_loopback,
@@ -73,18 +72,6 @@ def test_no_text_breaks_the_parser(text: str) -> None:
 )
 def test_a_wildcard_is_reached_by_the_loopback(bound: str, here: str) -> None:
     assert dialable(bound) == here
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.8.7", "::1", "localhost"])
-def test_loopback_is_known(host: str) -> None:
-    assert is_loopback(host)
-
-
-@pytest.mark.parametrize(
-    "host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "", "*", "127.0.0.1.evil.org", "2130706433"]
-)
-def test_everything_else_is_not_loopback(host: str) -> None:
-    assert not is_loopback(host)
 
 
 @pytest.mark.parametrize(

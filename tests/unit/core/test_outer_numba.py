@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba.core.dispatcher import Dispatcher
 from support.checked_memory import Interpreted
 from support.numerics import F32, Shard, assert_same_bits, random_slots
 
@@ -226,51 +225,6 @@ def test_threads_that_share_a_range_change_no_bit(pieces: int) -> None:
     assert_same_bits(split[1], whole[1])
 
 
-def _packed(array: F32, blocks: list[tuple[int, int]]) -> F32:
-    return np.ascontiguousarray(np.concatenate([array[..., a:b] for a, b in blocks], axis=-1))
-
-
-def test_one_slave_and_four_slaves_give_the_same_bits() -> None:
-    """Blocks dealt to 4 slaves, each packing its own: theta, momentum and the sum of Grams do not change by a
-    bit."""
-    rng = np.random.default_rng(8)
-    n_elems = 60_000
-    edges = [0, *np.sort(rng.choice(np.arange(1, n_elems), 18, replace=False)).tolist(), n_elems]
-    blocks = list(itertools.pairwise(edges))
-    shard = Shard.random(8, n_elems, slots=4)
-    slots, weights = random_slots(8, 4, 4)
-    one = _on_slaves(shard, blocks, [0] * len(blocks), slots, weights)
-    four = _on_slaves(shard, blocks, rng.integers(0, 4, len(blocks)).tolist(), slots, weights)
-    for actual, expected in zip(four, one, strict=True):
-        assert_same_bits(actual, expected)
-
-
-def _on_slaves(
-    shard: Shard, blocks: list[tuple[int, int]], slave_of_block: list[int], slots: np.ndarray, weights: F32
-) -> tuple[F32, F32, np.ndarray]:
-    theta, momentum = shard.outputs()
-    gram_of_block: dict[int, np.ndarray] = {}
-    for slave in sorted(set(slave_of_block)):
-        mine = [block for block, owner in enumerate(slave_of_block) if owner == slave]
-        ranges = [blocks[block] for block in mine]
-        here = Shard(*(_packed(a, ranges) for a in (shard.theta, shard.momentum, shard.staging)))
-        out_theta, out_momentum = here.outputs()
-        outer_numba.outer_step(
-            here.theta, here.momentum, here.staging, slots, weights,
-            0.4, 0.7, 0.8, 0.8, 1.0, out_theta, out_momentum, 0, len(here.theta),
-        )  # fmt: skip
-        at = 0
-        for block, (start, stop) in zip(mine, ranges, strict=True):
-            here_range = slice(at, at + stop - start)
-            theta[start:stop], momentum[start:stop] = out_theta[here_range], out_momentum[here_range]
-            gram_of_block[block], _ = outer_numba.gram(here.theta, here.staging, slots, at, at + stop - start)
-            at += stop - start
-    total = np.zeros((len(slots), len(slots)))
-    for block in range(len(blocks)):
-        total = total + gram_of_block[block]
-    return theta, momentum, total
-
-
 @pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])
 @pytest.mark.parametrize("n_elems", SIZES)
 def test_products_equal_the_reference(n_elems: int, special: bool) -> None:
@@ -318,39 +272,6 @@ def pieces_are_measured(shard: Shard, twin: Any, at: Sequence[int]) -> None:
         results.append((sums, nonfinite, totals))
     for found, expected in zip(*results, strict=True):
         assert_same_bits(found, expected)
-
-
-@pytest.mark.parametrize("ahead", [(0, 0), (5, 5), (3, 11)], ids=["aligned", "one peeled", "each elsewhere"])
-def test_outputs_may_stand_anywhere(ahead: tuple[int, int]) -> None:
-    n_elems = 3000
-    shard = Shard.random(12, n_elems, slots=3)
-    slots, weights = random_slots(12, 3, 3)
-    arguments = (shard.theta, shard.momentum, shard.staging, slots, weights, 0.4, 0.7, 0.8, 0.8, 1.0)
-    expected = shard.outputs()
-    found = (_elements_behind_a_line(n_elems, ahead[0]), _elements_behind_a_line(n_elems, ahead[1]))
-    outer_numpy.outer_step(*arguments, *expected, 100, 2900)
-    outer_numba.outer_step(*arguments, *found, 100, 2900)
-    assert_same_bits(found[0], expected[0])
-    assert_same_bits(found[1], expected[1])
-
-
-def _elements_behind_a_line(n_elems: int, ahead: int) -> F32:
-    room = np.full(n_elems + 32, 77.0, np.float32)
-    start = -(room.ctypes.data // 4) % VECTOR_ELEMS + ahead
-    return room[start : start + n_elems]
-
-
-def test_warm_up_compiles_all_that_a_round_needs() -> None:
-    """After it, a round with real arrays adds no specialisation."""
-    dispatchers = [value for value in vars(outer_numba).values() if isinstance(value, Dispatcher)]
-    before = [len(dispatcher.signatures) for dispatcher in dispatchers]
-    assert len(before) > 10
-    both_steps(Shard.random(9, 100, slots=3), 3, 10, 90)
-    both_grams(Shard.random(9, 100, slots=3), 3, 10, 90)
-    test_a_seed_equals_the_reference(False)
-    test_products_equal_the_reference(LANES + 1, True)
-    test_listed_pieces_are_measured_and_no_other(True)
-    assert [len(dispatcher.signatures) for dispatcher in dispatchers] == before
 
 
 def test_the_compiled_twin_refuses_what_the_reference_refuses() -> None:

@@ -107,18 +107,6 @@ def test_only_the_range_is_written() -> None:
     assert not np.any(theta[30:60] == 77)
 
 
-def test_an_empty_range_is_allowed_and_writes_nothing() -> None:
-    shard = Shard.random(1, 10, slots=1)
-    theta, momentum = shard.outputs()
-    slots, weights = random_slots(1, 1, 1)
-    bad = outer_numpy.outer_step(
-        shard.theta, shard.momentum, shard.staging, slots, weights, 1, 0.7, 0.8, 0.8, 1, theta, momentum, 5, 5
-    )
-    gram, counts = outer_numpy.gram(shard.theta, shard.staging, slots, 5, 5)
-    assert (bad, gram.tolist(), counts.tolist()) == (0, [[0.0]], [0])
-    assert np.all(theta == 77)
-
-
 def test_nonfinite_outputs_are_counted_in_both_outputs() -> None:
     shard = Shard.random(1, 10, slots=2)
     shard.staging[1, 3] = np.nan  # reaches theta and momentum

@@ -83,32 +83,12 @@ def test_largest_stable_lr_is_that_of_the_document(momentum: float, clusters: in
     assert largest_stable_lr(clusters, nesterov(momentum)) == pytest.approx(expected, abs=half_digit + 1e-5)
 
 
-def test_more_clusters_need_a_smaller_step_with_the_default_momentum() -> None:
-    """Why the default lr of 0.7 is unstable without clip, grace window and participation scaling, already for
-    K = 2."""
-    found = [largest_stable_lr(clusters, nesterov(0.8)) for clusters in CLUSTERS]
-    assert found == sorted(found, reverse=True)
-    assert found[0] < 0.7
-
-
-@pytest.mark.parametrize("clusters", [2, 4, 9])
-def test_participation_scaling_makes_the_default_step_stable(clusters: int) -> None:
-    """rho = 1/K scales the pseudo-gradient, which is the same as an lr of 0.7 / K in the linear model."""
-    assert stable(clusters, 0.7 / clusters, nesterov(0.8))
-
-
 @pytest.mark.parametrize("clusters", CLUSTERS)
 def test_heavy_ball_bears_more_than_nesterov_with_few_clusters_and_less_with_many(clusters: int) -> None:
     config = PenaltyConfig(outer_optimizer="heavy-ball")
     found = largest_stable_lr(clusters, config)
     assert found == pytest.approx(HEAVY_BALL[clusters], abs=5e-3 if clusters < 4 else 5e-4 + 1e-5)
     assert (found > largest_stable_lr(clusters, nesterov(0.8))) == (clusters < 6)
-
-
-@pytest.mark.parametrize("clusters", CLUSTERS)
-def test_averaging_is_as_stable_as_a_step_without_momentum(clusters: int) -> None:
-    config = PenaltyConfig(outer_optimizer="averaging", outer_momentum=0.0)
-    assert largest_stable_lr(clusters, config) == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("momentum", [0.5, 0.8])

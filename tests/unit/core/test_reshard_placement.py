@@ -102,10 +102,3 @@ def test_more_slaves_than_blocks_are_refused() -> None:
     layout = layout_of([10, 10])
     with pytest.raises(Refused, match="fewer than the 3 slaves"):
         again(layout, dealt(layout, names(0)), names(0, 1, 2))
-
-
-def test_many_blocks_are_dealt_in_a_moment() -> None:
-    layout = Layout((Parameter("l.w", (5_000,), "float32", "l"),), block_elems=1)
-    before = dealt(layout, names(0, 1))
-    after = again(layout, before, names(0, 1, 2, 3))
-    assert loads(layout, after) == [1250] * 4

@@ -11,19 +11,15 @@ from hypothesis import strategies as st
 
 from dips.core.math.simd_numba import (
     address,
-    as_words,
     atomic_add,
     atomic_get,
     compiled,
-    load,
-    load_words,
     mulhi_fold,
     peek8,
     peek32,
     peek64,
     poke8,
     poke64,
-    store_words,
 )
 
 WORD = 0xF1E2D3C4B5A69788
@@ -60,16 +56,6 @@ def folded(a: int, b: int) -> int:
     return found
 
 
-@compiled
-def moved(into: int, at: int) -> None:
-    store_words(into, load_words(at))
-
-
-@compiled
-def bytes_of_floats(into: int, values: np.ndarray) -> None:
-    store_words(into, as_words(load(values, 0)))
-
-
 @pytest.mark.parametrize("shift", range(9))
 def test_memory_is_read_and_written_at_any_address_and_nowhere_else(shift: int) -> None:
     memory = np.full(32, 7, np.uint8)
@@ -78,21 +64,6 @@ def test_memory_is_read_and_written_at_any_address_and_nowhere_else(shift: int) 
     wanted = b"\xff" + WORD.to_bytes(8, "little")
     assert memory.tobytes() == bytes([7]) * shift + wanted + bytes([7]) * (32 - shift - len(wanted))
     assert peeked(at) == (0xFF, int.from_bytes(wanted[:4], "little"), int.from_bytes(wanted[:8], "little"))
-
-
-@pytest.mark.parametrize("shift", [0, 1, 33])
-def test_vectors_of_words_move_64_bytes_at_any_address(shift: int) -> None:
-    source, target = np.arange(128, dtype=np.uint8), np.zeros(192, np.uint8)
-    moved(address(target) + 64 + shift, address(source) + shift)
-    assert target[64 + shift : 128 + shift].tobytes() == source[shift : shift + 64].tobytes()
-    assert not target[: 64 + shift].any()
-    assert not target[128 + shift :].any()
-
-
-def test_the_bytes_of_a_vector_of_floats_are_kept() -> None:
-    values, target = np.linspace(-3, 9, 16, dtype=np.float32), np.zeros(64, np.uint8)
-    bytes_of_floats(address(target), values)
-    assert target.tobytes() == values.tobytes()
 
 
 def test_threads_that_count_at_once_lose_nothing() -> None:

@@ -18,7 +18,7 @@ from dips.core.clock import ManualClock
 from dips.core.errors import ConfigError, FatalError, RefusalCode
 from dips.core.ids import Version
 from dips.core.observe.logs import CHANGE_KEYS, ChangeLogger, configure_logging
-from dips.core.observe.tape import Tape, new_cause, read_chained, read_tape
+from dips.core.observe.tape import Tape, read_chained, read_tape
 
 
 @pytest.fixture
@@ -94,13 +94,6 @@ def test_a_closed_tape_drops_what_comes_late(path: Path) -> None:
     tape.close()
     tape.write("late", "c")
     assert [event["kind"] for event in read_tape(path)] == ["x"]
-
-
-def test_another_life_of_the_process_appends(path: Path) -> None:
-    for kind in ("first", "second"):
-        with Tape(path, "r", "n", ManualClock()) as tape:
-            tape.write(kind, "c")
-    assert [event["kind"] for event in read_tape(path)] == ["first", "second"]
 
 
 @pytest.mark.parametrize("torn", [b'{"kind":"half', b"x" * 200_000, b"{"])
@@ -219,12 +212,6 @@ def test_lines_of_a_release_without_digests_are_read_and_told_apart(path: Path) 
         list(read_tape(path))
 
 
-def test_cause_ids_are_short_and_differ() -> None:
-    causes = {new_cause() for _ in range(1000)}
-    assert len(causes) == 1000
-    assert all(len(cause) == 12 and int(cause, 16) >= 0 for cause in causes)
-
-
 # ---- the log ----
 
 
@@ -272,29 +259,6 @@ def test_the_memory_for_reasons_is_bounded() -> None:
         changes.report(f"key-{n}", "x")
     assert not changes.report(f"key-{CHANGE_KEYS}", "x")
     assert changes.report("key-0", "x")
-
-
-def test_lines_of_the_log_say_who_speaks(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging("slave", "50%s", "WARNING")
-    root.info("not this")
-    root.warning("%d of %d", 1, 2)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.endswith("Z W slave 50%s: 1 of 2\n")
-    assert captured.err.count("\n") == 1
-
-
-def test_lines_of_the_log_can_be_json(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging("master", "", log_format="json")
-    logging.getLogger("dips.x").info("two\nlines")
-    try:
-        raise OSError("no disk")
-    except OSError:
-        logging.getLogger("dips.x").exception("broken")
-    first, second = map(json.loads, capsys.readouterr().err.splitlines())
-    assert first.pop("wall_s") > 1_700_000_000
-    assert first == {"level": "INFO", "role": "master", "name": "", "logger": "dips.x", "sentence": "two\nlines"}
-    assert second["exception"].endswith("OSError: no disk")
 
 
 def test_configuring_twice_does_not_say_everything_twice(

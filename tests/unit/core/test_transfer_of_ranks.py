@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -278,39 +278,6 @@ def test_a_later_attempt_sends_only_what_is_missing(
         assert sum(slave.carried_bytes for slave in progress) == sum(c.length_bytes for c in own - held)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(2, 4).flatmap(lambda n: st.tuples(st.just(n), owners_of(n))), st.data())
-def test_without_one_rank_nothing_is_staged(cluster: tuple[int, list[int]], data: st.DataObject) -> None:
-    n_ranks, owners = cluster
-    absent = data.draw(st.sampled_from(sorted(set(owners))))
-    world = Cluster(owners, n_ranks, 2)
-    transfers = world.attempt([rank for rank in range(n_ranks) if rank != absent])
-    assert all(transfer.done for transfer in transfers.values()), "the others have nothing left to do"
-    assert not world.staged
-    lacking = {
-        (item.block, item.offset_bytes)
-        for slave in world.slaves.values()
-        if slave.staging is not None
-        for item in everything_missing(slave, slave.staging)
-    }
-    untouched = [
-        c for c in CHUNKS for slave in world.slaves.values() if slave.staging is None and c.block_id in slave.blocks
-    ]
-    assert lacking | {c[:2] for c in untouched} == {c[:2] for c in world.shares[absent].chunks(LAYOUT, CHUNK_BYTES)}
-    assert world.attempt([absent])[absent].done
-    assert world.staged
-
-
-def everything_missing(slave: Slave, staging: Staging) -> list[MissingChunk]:
-    """All that is missing, page by page."""
-    found: list[MissingChunk] = []
-    block = offset_bytes = 0
-    while page := slave.table.missing(staging, block, offset_bytes):
-        found += page
-        block, offset_bytes = page[-1].block, page[-1].offset_bytes + 1
-    return found
-
-
 def test_a_rank_that_owns_nothing_is_done_at_once() -> None:
     world = Cluster([0] * len(CHUNKS), 2, 2)
     transfer = world.transfer(1, arrays=False)
@@ -329,15 +296,6 @@ def test_a_query_begins_at_the_first_chunk_that_may_be_lacking() -> None:
     world.slaves["s0"].forget(world.now_s)
     world.attempt([0])
     assert world.queries[0][0] == ("s0", (0, 0))
-
-
-def test_a_slave_that_was_started_again_is_asked_for_the_whole_share() -> None:
-    """What was acknowledged before it went is lost with it."""
-    world = Cluster([0] * len(CHUNKS), 1, 1)
-    world.strikes = [(0.9, "s0")]
-    assert world.push([0])
-    assert sum(place == (0, 0) for _, place in world.queries[0]) >= 2
-    assert max(world.sent[0].values()) == 2
 
 
 @pytest.mark.parametrize(
@@ -393,12 +351,6 @@ def test_a_pull_of_shares_gives_all_checksums_and_leaves_digests_to_their_owner(
     assert checksums == {chunk: sum_of(chunk) for chunk in CHUNKS}
 
 
-def test_digests_need_every_chunk() -> None:
-    checksums = {chunk: 1 for chunk in CHUNKS[:-1]}
-    with pytest.raises(ValueError, match=f"no checksum of the chunk at {CHUNKS[-1].offset_bytes} of block 6"):
-        digests_of(LAYOUT, placement_over(2), CHUNK_BYTES, checksums)
-
-
 @pytest.mark.parametrize("n_slaves", [1, 2, 3])
 @pytest.mark.parametrize("n_ranks", [1, 2, 4, 5])
 def test_ranks_begin_at_different_slaves(n_slaves: int, n_ranks: int) -> None:
@@ -411,18 +363,6 @@ def test_ranks_begin_at_different_slaves(n_slaves: int, n_ranks: int) -> None:
     for order in orders:
         at = order.index(begins)
         assert [*order[at:], *order[:at]] == orders[0], "and every rank goes on as the ticket does"
-
-
-def test_blocks_of_a_slave_stay_in_the_order_of_the_ticket() -> None:
-    def of(rank: int) -> Mapping[str, list[Chunk]]:
-        return chunks_by_slave(LAYOUT, placement_over(3), ORDER, CHUNK_BYTES, rank=rank)
-
-    assert of(1) == of(0)
-
-
-def test_a_share_that_cuts_a_chunk_is_refused() -> None:
-    with pytest.raises(ValueError, match="whole chunks of 16 bytes"):
-        chunks_by_slave(LAYOUT, placement_over(1), ORDER, CHUNK_BYTES, Share.of_runs([(1, 5)]))
 
 
 def test_a_slave_that_starts_again_is_done_only_when_it_has_all_chunks_again() -> None:

@@ -82,12 +82,6 @@ def test_a_ctrl_c_that_ended_a_cluster_is_a_sentence_and_still_ends_the_process_
     assert former == []
 
 
-def test_it_is_installed_once(former: list[Hooked]) -> None:
-    hook = sys.excepthook
-    end_with_one_sentence()
-    assert sys.excepthook is hook
-
-
 def test_who_works_at_a_prompt_goes_on(
     former: list[Hooked], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba.core.dispatcher import Dispatcher
 from support.checked_memory import Interpreted
 from support.numerics import F32, Shard, assert_same_bits
 
@@ -177,15 +176,6 @@ def test_arguments_that_do_not_fit_are_refused(module: object) -> None:
         module.decode(Codec.INT8, x, payload, np.zeros(65, np.float32))  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="residual is"):
         module.keep_residual(Codec.INT8, x, x, np.zeros(65, np.float32))  # type: ignore[attr-defined]
-
-
-def test_warm_up_compiles_every_codec() -> None:
-    dispatchers = [value for value in vars(wire_numba).values() if isinstance(value, Dispatcher)]
-    before = [len(dispatcher.signatures) for dispatcher in dispatchers]
-    assert len(before) > 5
-    for codec in CODECS:
-        both(codec, *vectors(1, 130))
-    assert [len(dispatcher.signatures) for dispatcher in dispatchers] == before
 
 
 # ---- published versions ----

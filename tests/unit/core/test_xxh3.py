@@ -25,17 +25,6 @@ def test_every_length_has_the_bits_of_the_package(offset: int) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("n_bytes", [2**20, 2**20 - 4, 2**20 + 1, 3 * 2**20, 3 * 2**20 - 1023])
-def test_long_inputs(n_bytes: int) -> None:
-    assert xxh3(address(BYTES) + 3, n_bytes) == expected(3, n_bytes)
-
-
-@given(seed=st.binary(max_size=600))
-def test_any_bytes(seed: bytes) -> None:
-    data = np.frombuffer(seed, np.uint8)
-    assert xxh3(address(data), len(data)) == xxhash.xxh3_64_intdigest(seed)
-
-
 @given(n_bytes=st.integers(LONGEST_SHORT + 1, 9 * BLOCK_BYTES), cut=st.integers(0, 9))
 def test_in_parts(n_bytes: int, cut: int) -> None:
     """Blocks may be taken in any number of steps; the last bytes are for finish, also where they are a whole block."""

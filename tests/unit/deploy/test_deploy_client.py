@@ -479,3 +479,31 @@ def test_the_supervisor_asks_by_name_and_ends_the_very_pod(here: StandIn) -> Non
         api.delete("Pod", "small-slave-1", "another")
     assert api.delete("Pod", "small-slave-1", "u")
     assert not api.delete("Pod", "small-slave-1", "u")
+
+
+def test_supervise_ends_the_pod_of_a_slave_that_the_master_misses(
+    here: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ready = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    for name in ("small-slave-0", "small-slave-1"):
+        pod = {"kind": "Pod", "metadata": {"name": name, "uid": f"uid-{name}"}, "status": {"conditions": [ready]}}
+        here.objects["dips", "Pod", name] = pod
+    master, asked, pauses_s = Master(["s0", "s1"]), list[object](), list[float]()
+
+    def client(*given: object, **_: object) -> Master:
+        asked.append(given)
+        return master
+
+    monkeypatch.setattr("dips.cli.deploy.OperatorClient", client)
+    monkeypatch.setattr("dips.cli.deploy.time.sleep", pauses_s.append)
+    watch = ["--master", "h:1", "--keys", small.parent / "keys" / "supervisor", "--run-id", "small", "--slaves", 2]
+    watch += ["--namespace", "dips", "--context", "here", "--gone", "0.001 ms", "--every", "7 s", "--looks", 3]
+    assert deploy("supervise", *watch) == 0
+    assert here.of_kind("Pod") == ["small-slave-0", "small-slave-1"], "the master has both"
+    master.slaves.remove("s1")
+    assert deploy("supervise", *watch) == 0
+    assert here.of_kind("Pod") == ["small-slave-0"]
+    assert {call for call in here.calls if call[0] != "GET"} == {("DELETE", "Pod")}
+    assert asked == [("h:1", "small")] * 2
+    assert pauses_s == [7.0] * 4
+    assert "slave s1: pod small-slave-1 is ended" in capsys.readouterr().err

@@ -119,47 +119,6 @@ def test_every_pod_has_a_policy_that_closes_both_directions(deployment: Deployme
             assert any(wanted <= labels for wanted in closed), one["metadata"]["name"]
 
 
-@each_deployment
-def test_names_and_places_are_whole(deployment: Deployment) -> None:
-    """Whatever a pod mounts or runs as is made as well, and nothing is empty that the API would drop."""
-    keys = {(one["kind"], one["metadata"]["name"]) for one in objects(deployment)}
-    for name, pod in pods(deployment):
-        assert ("ServiceAccount", pod["serviceAccountName"]) in keys, name
-        for volume in pod["volumes"]:
-            if "secret" in volume:
-                assert ("Secret", volume["secret"]["secretName"]) in keys, name
-            if "configMap" in volume:
-                assert ("ConfigMap", volume["configMap"]["name"]) in keys, name
-        mounted = {mount["name"] for one in pod["containers"] for mount in one["volumeMounts"]}
-        claims = {"state"} if ("StatefulSet", name) in keys else set()
-        assert mounted <= {volume["name"] for volume in pod["volumes"]} | claims, name
-    for one in objects(deployment):
-        assert not list(nothings(one)), one["metadata"]["name"]
-        assert len(one["metadata"]["name"]) <= 63
-
-
-def nothings(value: Any, path: str = "") -> Iterator[str]:
-    if value in ({}, [], None):
-        yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield from nothings(item, f"{path}.{key}")
-
-
-@each_deployment
-def test_a_selector_finds_its_own_pods_and_no_others(deployment: Deployment) -> None:
-    everything = objects(deployment)
-    templates = {
-        one["metadata"]["name"]: one["spec"]["template"]["metadata"]["labels"].items()
-        for one in everything
-        if one["kind"] in ("StatefulSet", "Deployment", "Job")
-    }
-    for one in everything:
-        if one["kind"] in ("StatefulSet", "Deployment"):
-            wanted = one["spec"]["selector"]["matchLabels"].items()
-            assert [name for name, labels in templates.items() if wanted <= labels] == [one["metadata"]["name"]]
-
-
 def test_what_master_and_slaves_are_told_is_what_they_take() -> None:
     deployment = DEPLOYMENTS["three-sites"]
     told = tomllib.loads(master_settings(deployment)["master.toml"])["master"]
@@ -257,14 +216,6 @@ def test_the_table_of_secrets_is_what_the_pods_mount(tmp_path: Path) -> None:
     assert told == made
 
 
-def test_files_hold_no_secret() -> None:
-    kinds = {
-        one["kind"] for deployment in DEPLOYMENTS.values() for found in folders(deployment).values() for one in found
-    }
-    assert "StatefulSet" in kinds
-    assert "Secret" not in kinds
-
-
 # ---- clusters ----
 
 
@@ -278,32 +229,24 @@ def with_knobs(folder: Path, *lines: str) -> Deployment:
     return read_deploy_file(written(folder, changes={'id = "a"': "\n".join(['id = "a"', *lines])}))
 
 
-def shared_memory(deployment: Deployment) -> tuple[str, str]:
-    """Size and path of the memory that the processes of a cluster's pod share; empty texts: it has no such volume."""
-    pod = dict(pods(deployment))["small-cluster-a"]
-    of_memory = [volume for volume in pod["volumes"] if volume.get("emptyDir", {}).get("medium") == "Memory"]
-    if not of_memory:
-        return "", ""
-    (volume,), (one,) = of_memory, pod["containers"]
-    (path,) = [mount["mountPath"] for mount in one["volumeMounts"] if mount["name"] == volume["name"]]
-    return volume["emptyDir"]["sizeLimit"], path
-
-
 @pytest.mark.parametrize(
-    ("lines", "size"),
+    ("lines", "size_bytes"),
     [
-        ((), ""),
-        (("gpus = 1",), "1Gi"),
-        (('parallel = "fsdp=2"', 'memory = "4 GiB"'), "512Mi"),
-        (("gpus = 1", 'shm = "3 GiB"'), "3Gi"),
-        (('shm = "256 MiB"',), "256Mi"),
-        (("gpus = 8", "shm = 0"), ""),
+        ((), 0),
+        (("gpus = 1",), 1 << 30),
+        (('parallel = "fsdp=2"', 'memory = "4 GiB"'), 512 << 20),
+        (("gpus = 1", 'shm = "3 GiB"'), 3 << 30),
+        (('shm = "256 MiB"',), 256 << 20),
+        (("gpus = 8", "shm = 0"), 0),
     ],
 )
 def test_pods_with_accelerators_or_several_ranks_have_shared_memory(
-    tmp_path: Path, lines: tuple[str, ...], size: str
+    tmp_path: Path, lines: tuple[str, ...], size_bytes: int
 ) -> None:
-    assert shared_memory(with_knobs(tmp_path, *lines)) == (size, "/dev/shm" if size else "")
+    deployment = with_knobs(tmp_path, *lines)
+    assert deployment.clusters[0].shm_bytes == size_bytes
+    mounts = dict(pods(deployment))["small-cluster-a"]["containers"][0]["volumeMounts"]
+    assert ("/dev/shm" in [mount["mountPath"] for mount in mounts]) is (size_bytes > 0)
 
 
 def test_no_variable_that_pods_have_from_here_can_be_set_by_a_file() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,12 @@ def a_newer_epoch_went_on(records: RunRecords) -> None:
     line_of(records, "master", "journaled", second - 1).fields.update(digest="0" * 32)  # type: ignore[attr-defined]
 
 
+def without_digests(records: RunRecords) -> None:
+    """An older release wrote journal and tape."""
+    records.rows = [replace(row, digest="") for row in records.rows]
+    records.lines["master"] = [line for line in records.lines["master"] if line.kind != "journaled"]
+
+
 OF_PUSH = f"push a/2.2#1 of the COMMIT of round r2.{usual_run().rounds}"
 
 DIFFERENT: dict[str, tuple[Change, str]] = {
@@ -240,8 +247,10 @@ def test_the_newest_states_own_record_is_compared(tmp_path: Path) -> None:
         both(drop("worker", "push_begun"), drop("worker", "push_sent"), lambda r: r.gaps.add(("worker", "a"))),
         lambda records: records.later.append(records.lines["worker"].pop()),
         both(drop("master", "ticket"), lambda records: tape(records, "master", "test", "epoch", epoch=1)),
+        lambda records: records.rows.__delitem__(slice(0, 2)),
+        without_digests,
     ],
-    ids=["judged twice", "the last attempt", "older release", "put back", "a gap", "later", "lost journal"],
+    ids=["judged twice", "last attempt", "older release", "put back", "a gap", "later", "lost", "pruned", "no digests"],
 )  # fmt: skip
 def test_what_can_be_explained_is_no_contradiction(tmp_path: Path, change: Change) -> None:
     records = recorded(tmp_path)

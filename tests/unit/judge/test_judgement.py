@@ -162,6 +162,49 @@ def test_sayings_of_a_slave_that_differ_are_no_evidence() -> None:
     assert judging.judge(record, ["s0"]) == []
 
 
+def test_slaves_that_measured_another_number_of_pushes_are_named() -> None:
+    run, judging = Run(PenaltyConfig(), 4), Judging()
+    for more_gram, more_bad in (([1.0], []), ([], [0]), ([], [1])):
+        record = run.record("VOID")
+        inputs = record["judgement"]["inputs"]
+        bad = [*inputs["nonfinite_elems"], *more_bad] if more_bad != [1] else [9 for _ in inputs["nonfinite_elems"]]
+        judging.measured("s0", (1, run.n), [*inputs["gram"], *more_gram], bad)
+        (wrong,) = judging.judge(record, ["s0"]) or [""]
+        judging.moved("VOID", None, None)
+        assert ("another number of pushes" if more_bad != [1] else "elements that are not finite") in wrong
+
+
+def test_a_run_that_goes_back_remembers_what_it_did_there() -> None:
+    """After a ROLLBACK, and an ADOPT, to a version of which the state is known; after another one it must be told."""
+    run, judging = Run(PenaltyConfig(warm_up_pushes=2), 6), Judging()
+    states: list[tuple[tuple[tuple[int, int], tuple[int, int]], DetectorState]] = []
+    while len(states) < 280:
+        record = run.record()
+        made = ((1, run.version.v), (1, run.n))
+        assert judging.judge(record) == []
+        judging.moved(record["kind"], made, None)
+        if record["kind"] == "COMMIT":
+            states.append((made, run.state))
+    made, state = states[-40]
+    assert judging.ledger(state.to_json(), made) == []
+    assert judging.ledger(states[-30][1].to_json(), made) is None, "each is compared once"
+    assert "does not follow" in (judging.ledger(state.to_json(), states[-39][0]) or [""])[0]
+    for kind, now in (("ROLLBACK", ((2, made[0][1]), (2, 1))), ("ADOPT", made)):
+        judging.moved(kind, now, made if kind == "ROLLBACK" else None)
+        run.state = state
+        assert judging.ledger(state.to_json()) == []
+        record = run.record()
+        assert feed(judging, record) == []
+    blind = judging.blind
+    judging.moved("ROLLBACK", ((3, 0), (3, 1)), states[0][0])
+    assert judging.memory is None, "too old to be kept"
+    run.state = state
+    assert feed(judging, run.record(says_state=True)) == []
+    judging.lost_journal()
+    assert feed(judging, run.record()) == []
+    assert judging.blind == blind + 1
+
+
 # ---- mutants ----
 
 

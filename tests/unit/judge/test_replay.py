@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import pytest
 from numpy.typing import NDArray
 
 from dips.core.chunks import digest_of_array
+from dips.core.errors import ConfigError
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId, Version
 from dips.core.layout import Layout, Parameter
 from dips.core.math import outer_numpy
 from dips.core.messages import Prepare, SnapshotInfo, StagedPush
 from dips.core.placement import Placement
-from dips.judge.records import RunRecords
+from dips.judge.records import RunRecords, TapeLine
 from dips.judge.replay import replay_run
 from dips.judge.verify import check_records
 from dips.master.state.ledger import Ledger
@@ -104,6 +106,12 @@ class Recorded:
         version, round_id = Version(1, self._n - 1), RoundId(1, self._n)
         body = Prepare(round_id, before, version, accepted, weights, **vars(step))
         digests = {slave: self._prepare(slave, body, pushed).hex() for slave in SLAVES}
+        for push in ids:
+            self._tape("master", "m", "ticket", push=str(push), wire="F32")
+            for slave in SLAVES:
+                share, blocks = self._share(slave, pushed[push.cluster]), PLACEMENT.blocks_of(slave, LAYOUT)
+                said = digest_of_array(share, blocks, CHUNK_BYTES).hex()
+                self._tape("slave", slave, "staged", push=str(push), digest=said)
         self.records.journal.append(
             {
                 "kind": "COMMIT",
@@ -130,6 +138,39 @@ class Recorded:
                 "judgement": judgement,
             }
         )
+
+    def _tape(self, role: str, name: str, kind: str, **fields: str) -> None:
+        self.records.lines[role].append(TapeLine(role, name, kind, 0.0, "-", fields))
+
+    def go_back(self, v: int, version: tuple[int, int]) -> None:
+        origin = self.records.journal[v]
+        self._record("ROLLBACK", version, origin=origin["version"], digests=dict(origin["digests"]))
+
+    def move(self, placement: Placement) -> None:
+        """A RESHARD: every block to the slave that the new placement says."""
+        edges, whole = np.cumsum([0, *(block.n_elems for block in LAYOUT.blocks)]), self._whole()
+        digests = {}
+        for slave in placement.slaves:
+            blocks = placement.blocks_of(slave, LAYOUT)
+            share = np.concatenate([whole[edges[b.block_id] : edges[b.block_id + 1]] for b in blocks])
+            digests[str(slave)] = digest_of_array(share, blocks, CHUNK_BYTES).hex()
+        before, after = (
+            {"slaves": [*item.slaves], "slave_of_block": [*item.slave_of_block]} for item in (PLACEMENT, placement)
+        )
+        said = {"placement_before": before, "placement": after}
+        self._record("RESHARD", (1, self._n), from_version=[1, self._n - 1], digests=digests, **said)
+
+    def _record(self, kind: str, version: tuple[int, int], **fields: Any) -> None:
+        said = {"kind": kind, "epoch": 1, "round": [version[0], 90 + version[1]], "version": [*version]}
+        self.records.journal.append({**said, **fields})
+
+    def adopt(self) -> None:
+        """Of a version that no journal here knows; one round goes on from it."""
+        self._record("ADOPT", (2, 9), digests={})
+        theta = self._whole()
+        self._n = 10
+        self._commit(Version(2, 9), {"a": theta}, {"a": 100}, seed_step(0.7), None)
+        self.records.journal[-1]["version"] = [2, 10]
 
     def _prepare(self, slave: SlaveId, body: Prepare, pushed: dict[str, F32]) -> bytes:
         rows = np.stack([self._share(slave, push) for push in pushed.values()])
@@ -164,6 +205,63 @@ def test_versions_norms_and_the_numbers_of_the_step_are_what_the_records_say(run
     assert (replayed.wrong, replayed.misjudged, replayed.skipped) == ([], [], [])
     assert (replayed.versions, replayed.shards, replayed.judged) == (4, 8, 3)
     assert [v for v in check_records(run.records).violations if v.invariant == "I18"] == []
+
+
+def test_a_run_that_moved_its_blocks_and_went_back_is_computed_again(run: Recorded) -> None:
+    run.move(Placement(SLAVES, (0, 0, 1)))
+    run.go_back(2, (2, 2))
+    replayed = replay_run(run.directory, run.records)
+    assert (replayed.wrong, replayed.skipped, replayed.versions, replayed.shards) == ([], [], 6, 12)
+    run.records.journal[-2]["digests"]["s0"] = run.records.journal[-1]["digests"]["s1"] = "ab" * 16
+    wrong = replay_run(run.directory, run.records).wrong
+    assert ["version 1:4 on slave s0" in wrong[0], "version 2:2 on slave s1" in wrong[1], len(wrong)] == [True, True, 2]
+
+
+def test_what_follows_a_version_that_the_journal_does_not_know_is_skipped_and_not_missing(run: Recorded) -> None:
+    run.adopt()
+    replayed = replay_run(run.directory, run.records)
+    assert [said.split(":", 2)[-1] for said in replayed.skipped] == [" version 2:9 was not computed"] * 2
+    assert (replayed.missing, replayed.wrong, replayed.versions) == ([], [], 4)
+
+
+def test_a_push_that_was_staged_otherwise_is_named_unless_it_came_as_a_difference(run: Recorded) -> None:
+    line = next(line for line in run.records.lines["slave"] if line.fields["push"] == "b/1.1#2")
+    line.fields.update(digest="ab" * 16)  # type: ignore[attr-defined]
+    (said,) = replay_run(run.directory, run.records).wrong
+    assert "push b/1.1#2 is recorded as" in said
+    assert said.endswith("but the slave's tape says abababababab")
+    ticket = next(line for line in run.records.lines["master"] if line.fields["push"] == "b/1.1#2")
+    ticket.fields.update(wire="INT8")  # type: ignore[attr-defined]
+    assert replay_run(run.directory, run.records).wrong == []
+
+
+def test_what_is_gone_is_missing_and_what_was_made_of_it(run: Recorded) -> None:
+    pushes = run.directory / "s1" / "pushes"
+    (pushes / "round-r1.3.json").unlink()
+    replayed = replay_run(run.directory, run.records)
+    on_s1 = [
+        "version 1:2 on slave s1: round-r1.3.json is missing",
+        "version 1:3 on slave s1: version 1:2 was not computed",
+    ]
+    assert replayed.missing == replayed.skipped == on_s1
+    assert (replayed.versions, replayed.shards, replayed.judged) == (2, 6, 1)
+    shutil.rmtree(pushes)
+    replayed = replay_run(run.directory, run.records)
+    assert replayed.missing == replayed.skipped == ["slave s1 recorded no pushes"]
+    assert (replayed.shards, replayed.judged, replayed.unproven) == (4, 0, [])
+
+
+def test_records_of_an_older_release_are_unproven_and_of_none_refused(run: Recorded) -> None:
+    path = run.directory / "s0" / "pushes" / "round-r1.3.json"
+    recorded = json.loads(path.read_text())
+    del recorded["xxh3_128"]
+    path.write_text(json.dumps({**recorded, "format": "dips-round-2"}))
+    (said,) = replay_run(run.directory, run.records).unproven
+    assert "round-r1.3.json and its pushes have no checksums" in said
+    for other in ({"format": "dips-round-99"}, {"format": "dips-round-2", "pull_wire": "FP3"}):
+        path.write_text(json.dumps({**recorded, **other}))
+        with pytest.raises(ConfigError, match=r"round-r1\.3\.json"):
+            replay_run(run.directory, run.records)
 
 
 Change = Callable[[dict[str, Any]], Any]

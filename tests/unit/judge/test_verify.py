@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.forge import Record, as_of_schema_2, edit_journal, journal_sql
+from support.forge import Record, as_of_schema_2, edit_journal, edit_tape, journal_sql
 from support.history import Change, Script, changed, nth, usual_run, write_run
 
 from dips.cli import main
@@ -193,11 +193,18 @@ def test_a_torn_last_line_is_left_out(run: Path) -> None:
     assert verify_run(run).ok
 
 
+def slave_tape(run: Path) -> Path:
+    return run / "slaves" / "s0" / "s0.tape.jsonl"
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         (lambda run: add_to(run / "slaves" / "s0" / "s0.tape.jsonl", "rubbish\n{}\n"), "is not an event"),
         (lambda run: (run / "master" / FILE_NAME).unlink(), "has no master's journal"),
+        (lambda run: edit_journal(run / "master", lambda records: records[3].pop("kind")), "has no kind"),
+        (lambda run: edit_tape(slave_tape(run), lambda lines: lines[1].update(wall_s="x")), "is not an event"),
+        (lambda run: edit_tape(slave_tape(run), lambda lines: lines[1].pop("cause")), "is not an event"),
     ],
 )
 def test_what_cannot_be_read_is_the_operators_to_mend(
@@ -285,32 +292,11 @@ def test_a_record_that_was_changed_is_a_damaged_journal(run: Path, capsys: pytes
     assert "its digest differs): restore the master's directory from a copy" in error
 
 
-def test_one_that_was_changed_with_all_its_digests_is_not_the_one_of_the_masters_tape(run: Path) -> None:
-    edit_journal(run / "master", lambda records: records[3].update(wall_s=1.0), retell=False)
-    report = verify_run(run)
-    assert report.verdict == "records violated"
-    assert "record 4 of the journal, or one before it, is not the one that was written" in report.violations[0].sentence
-
-
-def test_an_end_that_is_lost_is_found_by_the_masters_tape(run: Path) -> None:
-    edit_journal(run / "master", lambda records: records.pop(), retell=False)
-    said = [violation.sentence for violation in verify_run(run).violations]
-    assert any("the journal's end is lost" in sentence for sentence in said)
-
-
 def test_a_journal_of_an_older_release_is_unproven(run: Path) -> None:
     as_of_schema_2(run / "master")
     report = verify_run(run)
     assert (report.exit_code, report.rows[-1].result) == (EXIT_BROKEN, "unproven")
     assert "has no digests, because an older release wrote it" in report.unproven[0]
-
-
-def test_a_tape_whose_first_line_is_damaged_is_not_passed_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tape = run / "slaves" / "s0" / "s0.tape.jsonl"
-    tape.write_bytes(tape.read_bytes().replace(b'"role"', b'"rolf"', 1))
-    code, _, error = told(capsys, "verify", run)
-    assert code == ConfigError.exit_code
-    assert f"line 1 of tape {tape} is not an event" in error
 
 
 # ---- snapshots ----
@@ -341,15 +327,6 @@ def test_a_snapshot_with_nan_breaks_i13(run: Path) -> None:
     report = verify_run(run)
     said = [v.sentence for v in report.violations if v.invariant == "I13"]
     assert said == ["8 elements of theta in ring-0.safetensors are not finite"]
-
-
-def test_a_damaged_snapshot_is_a_problem(run: Path) -> None:
-    manifest = ring_in(run / "slaves" / "s9", np.zeros(N_ELEMS, np.float32), np.zeros(N_ELEMS, np.float32))
-    file = run / "slaves" / "s9" / manifest.file
-    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
-    records = read_run(run)
-    assert len(records.problems) == 1
-    assert "are not those that were written" in records.problems[0]
 
 
 # ---- replay ----

@@ -10,7 +10,7 @@ from support.history import rolled_back_run, usual_run, write_run
 
 from dips.cli import main
 from dips.core.errors import ConfigError
-from dips.judge.story import StoryLine, render, tell_story
+from dips.judge.story import Story, StoryLine, render, tell_story
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,24 @@ def test_lines_are_short_and_begin_with_the_time(run: Path) -> None:
     prepared = next(line for line in lines if "prepared" in line)
     assert "version=1:1 round=r1.2 digest=" in prepared
     assert max(len(word) for word in prepared.split()) < 40  # digests are cut
+
+
+def test_values_are_shown_in_short() -> None:
+    fields = {
+        "digest": "ab" * 16, "tokens": 5, "share": 0.123456789, "words": "two words", "word": "one", "none": None,
+        "empty": [], "unset": "None", "few": [1, 2.5], "many": [1] * 7, "maps": [{"a": 1}], "map": {"k": "ab" * 16},
+    }  # fmt: skip
+    story = Story(
+        "push", "p", [StoryLine(10.0, "master", "ticket", "c1", fields), StoryLine(11.5, "slave s0", "x", "-", {})]
+    )
+    assert list(render(story)) == [
+        "+    0.000 s  master    ticket  digest=abababababab tokens=5 share=0.123457 words='two words' word=one "
+        "few=[1, 2.5] many=(7 items) maps=(1 items) map={k: abababababab}",
+        "+    1.500 s  slave s0  x",
+    ]
+    told = Story("push", "p", [StoryLine(10.0, "master", "ticket", "c1", {"kind": "other", "tokens": 5})]).to_json()
+    assert told["lines"] == [{"at_s": 10.0, "who": "master", "kind": "ticket", "cause": "c1", "tokens": 5}]
+    assert list(render(Story("push", "p"))) == []
 
 
 @pytest.mark.parametrize(

@@ -112,10 +112,13 @@ def test_a_revoked_certificate_stays_on_the_list_until_it_has_lapsed(tmp_path: P
 
 def test_a_list_that_is_damaged_is_never_replaced_by_an_empty_one(folder: Path) -> None:
     Authority(folder).revoke("a", "lost")
-    (folder / "ca" / "revoked.json").write_text('{"revoked": [{"serial": "1"}')
-    with pytest.raises(ConfigError, match=r"revoked\.json is damaged"):
-        Authority(folder).revoke("b", "lost too")
-    assert len(read_revoked(folder / "master" / "revoked.json")) == 1
+    kept = json.loads((folder / "ca" / "revoked.json").read_text())
+    kept["revoked"][0]["not_after"] = "tomorrow"
+    for text in ('{"revoked": [{"serial": "1"}', json.dumps(kept)):
+        (folder / "ca" / "revoked.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"revoked\.json is damaged"):
+            Authority(folder).revoke("b", "lost too")
+        assert len(read_revoked(folder / "master" / "revoked.json")) == 1
 
 
 def test_another_authority_in_three_steps_leaves_nobody_out(folder: Path) -> None:

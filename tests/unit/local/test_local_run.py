@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 from support.run_status import cluster_status, run_status
 
 from dips.core.clock import ManualClock
-from dips.core.errors import ConfigError, FatalError
+from dips.core.errors import TERMINATED, ConfigError, FatalError
 from dips.core.messages import StatusReply
+from dips.core.net.security import INSECURE
 from dips.local.demo import DemoOptions, make_plan, train_settings
-from dips.local.local_run import STATUS_EVERY_S, LocalRun
+from dips.local.local_run import LAUNCH_TAPE, STATUS_EVERY_S, LocalRun
+from dips.local.log_files import records, tape_path
 from dips.local.processes import EVALUATOR, MASTER
 from dips.local.run_directory import DEMO, Mark, claim
 from dips.local.supervisor import ChildEvent, ProcessSupervisor
+from dips.master.directory import MasterAddress, write_address
 
 
 class Watched:
@@ -164,3 +168,97 @@ def test_a_run_that_has_ended_is_not_begun_again(watched: Watched, changes: dict
 def test_a_run_that_has_ended_at_its_limit_needs_a_larger_one(watched: Watched, extend: bool) -> None:
     with pytest.raises(ConfigError, match=r"has ended after 1000000 tokens: raise tk_max \(1000000\) above that"):
         watched.run._refuse_ended_run(run_status(stopping=True, tokens=1_000_000), extend)
+
+
+def test_the_end_of_a_process_is_told_unless_it_was_asked_to_end(tmp_path: Path) -> None:
+    said: list[str] = []
+    wish = DemoOptions(run_dir=tmp_path / "run", clusters=1)
+    with claim(wish.run_dir, Mark("demo", DEMO, "dips demo")) as directory:
+        plan = make_plan(wish, train_settings(wish), 1)
+        with LocalRun(plan, directory, ManualClock(), said.append) as run:
+            for kind, code in (("stopped", 0), ("stopped", TERMINATED), ("stopped", 1), ("ended", 0), ("failed", 1)):
+                run._child_event(ChildEvent("a", kind, 2, 7, code, f"{kind} {code}"))
+        kept = [record for record in records(tape_path(directory.path, LAUNCH_TAPE)) if "child" in record]
+    assert said == ["a: stopped 1", "a: ended 0", "a: failed 1"]
+    assert [(one["kind"], one["child"], one["life"], one["pid"], one["code"]) for one in kept][1:3] == [
+        ("child_stopped", "a", 2, 7, TERMINATED),
+        ("child_stopped", "a", 2, 7, 1),
+    ]
+
+
+# ---- the start ----
+
+
+class Process:
+    """A process that runs until it is asked to end. begun: names in the order of their starts."""
+
+    begun: list[str]
+    answers: list[StatusReply]
+    asked: list[Any]
+
+    def __init__(self, command: list[str], stdout: IO[bytes], **_: object) -> None:
+        path = Path(stdout.name)
+        self.begun.append(path.stem)
+        self.pid, self.returncode = len(self.begun), 0
+        self.runs = True
+        if path.stem == MASTER:
+            directory = path.parents[1] / "master"
+            directory.mkdir(exist_ok=True)
+            write_address(directory, MasterAddress("127.0.0.1:5", "demo", self.pid, 1))
+
+    def poll(self) -> int | None:
+        return None if self.runs else 0
+
+    def send_signal(self, number: int) -> None:
+        self.runs = False
+
+
+class Operator:
+    def __init__(self, address: str, run_id: str, call_s: float, *, security: object) -> None:
+        Process.asked.append((address, run_id, getattr(security, "name", security)))
+
+    def status(self) -> StatusReply:
+        Process.asked.append("status")
+        return Process.answers.pop(0)
+
+    def extend(self, tk_max_tokens: int, no_limit: bool, reason: str) -> str:
+        Process.asked.append(("extend", tk_max_tokens, no_limit))
+        return "it goes on"
+
+    def close(self) -> None:
+        Process.asked.append("closed")
+
+
+@pytest.mark.parametrize(
+    ("insecure", "extend", "ended", "begun"),
+    [
+        (False, False, False, ["master", "s0", "s1", "a", "heldout"]),
+        (True, True, True, ["master", "s0", "s1", "a", "heldout"]),
+        (False, False, True, ["master"]),
+    ],
+)
+def test_everything_is_started_once_the_master_has_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, insecure: bool, extend: bool, ended: bool, begun: list[str]
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", Process)
+    monkeypatch.setattr("dips.local.local_run.OperatorClient", Operator)
+    Process.begun, Process.asked, said = [], [], list[str]()
+    Process.answers = [run_status(), run_status(stopping=ended)]
+    wish = DemoOptions(run_dir=tmp_path / "run", clusters=1, insecure=insecure)
+    with claim(wish.run_dir, Mark("demo", DEMO, "dips demo")) as directory:
+        with LocalRun(make_plan(wish, train_settings(wish), 10**6), directory, ManualClock(), said.append) as run:
+            if ended and not extend:
+                with pytest.raises(ConfigError, match="has ended"):
+                    run.start()
+            else:
+                assert run.start(extend) == run.address == "127.0.0.1:5"
+                assert set(run.exit_codes().values()) == {None}
+            assert Process.begun == begun
+    who = INSECURE if insecure else "operator"
+    asked = [("127.0.0.1:5", "demo", who), "status", "status", *([("extend", 0, False)] if extend else []), "closed"]
+    assert Process.asked == asked
+    assert ("it goes on" in said) is extend
+    assert any(sentence.startswith("INSECURE") for sentence in said) is insecure
+    keys = sorted(path.name for path in (tmp_path / "run" / "keys").glob("*"))
+    assert keys == ([] if insecure else ["a", "ca", "heldout", "master", "operator", "s0", "s1"])
+    assert all(run.supervisor.exit_code(name) == 0 for name in begun)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
@@ -34,6 +35,8 @@ class Master:
     def stop(self, reason: str) -> None:
         raise self.error
 
+    pause = resume = stop
+
     def extend(self, tk_max_tokens: int, no_limit: bool, reason: str) -> str:
         assert (tk_max_tokens, no_limit) == (0, False)
         raise self.error
@@ -57,6 +60,7 @@ def test_a_master_that_is_away_or_just_ending_is_asked_again_later(tmp_path: Pat
     with run_of(tmp_path, error) as local:
         assert local.tick() is None
         assert local.stop_run("enough") is None
+        assert not local.pause_run("wait") | local.resume_run("on")
 
 
 def test_the_end_of_a_run_is_taken_back_once_the_master_answers(tmp_path: Path) -> None:
@@ -123,3 +127,26 @@ def test_a_slave_that_had_not_attached_is_waited_for_a_moment_only(
         local.status = run_status(slaves=(SlaveStatus("s0", alive=attached),))
         local.finish()
         assert clock.monotonic_s() == pytest.approx(wait_s, abs=1.0)
+
+
+class Answers:
+    """Notes what it is asked, and says yes."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, ...]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        def ask(*given: str) -> str:
+            self.asked.append((name, *given))
+            return f"{name}: yes"
+
+        return ask
+
+
+def test_requests_reach_the_master_once_there_is_one(tmp_path: Path) -> None:
+    master = Answers()
+    with run_of(tmp_path, RetryLater("not asked")) as local:
+        for operator, answers in ((None, [None, False, False]), (master, ["stop: yes", True, True])):
+            local._operator = cast(OperatorClient, operator)
+            assert [local.stop_run("s"), local.pause_run("p"), local.resume_run("r")] == answers
+    assert master.asked[:3] == [("stop", "s"), ("pause", "p"), ("resume", "r")]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from dips.cli import main
 from dips.core.errors import ConfigError
 from dips.core.ids import RoundId, SlaveId, Version
 from dips.core.layout import Layout, Parameter
@@ -22,6 +23,7 @@ from dips.local.model_folder import load_stored
 from dips.master.state.ledger import Ledger
 from dips.slave.ring import SnapshotStore
 from dips.slave.snapshot_files import Manifest, decode, encode
+from dips.trainer.export import read_export
 
 LAYOUT = Layout(
     (
@@ -90,6 +92,20 @@ def test_the_newest_version_of_all_slaves_is_put_together(tmp_path: Path) -> Non
     stored = load_stored(tmp_path)
     assert (stored.run_id, stored.version, stored.tokens, stored.layout) == ("mine", Version(1, 4), 400, LAYOUT)
     np.testing.assert_array_equal(stored.flat, model(4))
+
+
+def test_the_command_exports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for v in (3, 4):
+        store(tmp_path, v)
+    file = tmp_path / "m.safetensors"
+    assert main.run(["export", str(tmp_path), "--to", str(file)]) == 0
+    assert capsys.readouterr().out == f"{file}: version 1:4 of run mine, 400 tokens\n"
+    assert read_export(file).version == Version(1, 4)
+    assert main.run(["export", str(tmp_path), "--to", str(file), "--version", "1:3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "file": str(file), "format": "safetensors", "run_id": "mine", "timeline": 1, "version": 3, "tokens": 300,
+        "elements": LAYOUT.n_elems, "filled": 0, "lacking": 0,
+    }  # fmt: skip
 
 
 def test_an_older_version_can_be_named(tmp_path: Path) -> None:

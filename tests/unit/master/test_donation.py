@@ -17,13 +17,12 @@ from dips.core.messages import (
     OperatorRequest,
     Prepare,
     Refusal,
-    SendCommitRecord,
     Ticket,
     Verdict,
     VerdictKind,
 )
 from dips.master.state.events import Pause, Stop
-from dips.master.state.records import RecoveryPhase, RoundPhase
+from dips.master.state.records import RoundPhase
 
 V0, V1 = Version(1, 0), Version(1, 1)
 
@@ -224,19 +223,6 @@ def test_donation_that_nobody_asks_for_is_refused() -> None:
         healthy.begin_push("a", 0, base=None, donates=V0, steps=0)
 
 
-def test_slave_that_goes_away_during_a_donation_ends_that_attempt_only() -> None:
-    bench = lost("a", "b")
-    bench.slaves[0].hold.add(Prepare)
-    push = bench.donate("a", V1)
-    assert bench.status().phase == "PREPARE"
-    bench.slaves[0].hold.clear()
-    bench.slaves[0].come_back_without()
-    assert bench.verdict("a", push).kind is VerdictKind.ABORTED
-    assert bench.beat("b").donate == V1
-    bench.donate("b", V1)
-    assert bench.status().published == Version(2, 1)
-
-
 def test_slave_whose_disk_is_back_ends_the_donation_without_loss() -> None:
     bench = Bench().running("a")
     bench.push("a")
@@ -298,34 +284,3 @@ def test_run_that_is_paused_or_ends_still_takes_its_last_version_back_and_a_try_
     bench.advance(3.0)
     assert bench.status().published == Version(2, 1)
     assert bench.beat("a").stop
-
-
-def standing(*names: str) -> Bench:
-    bench = Bench().running(*names)
-    for name in names:
-        bench.beat(name)
-    return bench
-
-
-@pytest.mark.parametrize("phase", list(RecoveryPhase))
-def test_status_is_told_in_every_phase(phase: RecoveryPhase) -> None:
-    """What people see names the phase's reason; nothing else moves meanwhile."""
-    bench = standing("a")
-    bench.push("a")
-    old = bench.snapshot
-    if phase is RecoveryPhase.GATHERING:
-        bench.slaves[1].die()
-        bench.slaves[0].come_back_without(V1)
-    elif phase is RecoveryPhase.DONATING:
-        bench.pull("a")
-        bench.beat("a")
-        bench.slaves[0].come_back_without()
-    elif phase is RecoveryPhase.ASKING:
-        bench.pull("a")
-        bench.push("a")
-        bench.slaves[0].hold.add(SendCommitRecord)
-        bench.restart(old)
-    assert bench.state.shared.recovery.phase.now is phase
-    recovery = bench.status().recovery
-    assert bool(recovery) == (phase is not RecoveryPhase.NONE)
-    assert bench.status().waiting_for == recovery or not recovery

@@ -88,13 +88,6 @@ def test_a_master_whose_epoch_is_over_writes_nothing(journal: Journal) -> None:
     assert [record.kind for record in journal.records()] == ["EPOCH", "JOIN", "EPOCH"]
 
 
-def test_a_second_master_on_the_same_directory_is_refused_by_name(journal: Journal, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"another master \\(process {os.getpid()}\\)") as caught:
-        Journal.open(tmp_path, "demo")
-    assert "another directory" in str(caught.value)
-    assert journal.begin_epoch() == 1, "the first master goes on"
-
-
 def test_another_run_schema_or_place_is_refused_and_the_lock_given_back(journal: Journal, tmp_path: Path) -> None:
     journal.close()
     with pytest.raises(ConfigError, match="belongs to run 'demo', not 'other'"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.master_bench import LEASED, Bench, Unanswered, refused_with
+from support.master_bench import Bench, Unanswered, refused_with
 
 from dips.core.errors import RefusalCode
 from dips.core.ids import Version
@@ -70,7 +70,9 @@ def test_evicted_cluster_may_join_again_although_it_was_drained() -> None:
 
 
 def test_stop_survives_a_restart_in_mid_round() -> None:
-    bench = Bench(linger_s=0.0).running("a")
+    bench = Bench(linger_s=0.0, round_timeout_s=7.0, ticket_ttl_s=9.0).running("a")
+    settings = bench.clusters["a"].join.settings
+    assert (settings.round_timeout_s, settings.ticket_ttl_s) == (7.0, 9.0), "what is told is the master's own"
     bench.slaves[0].hold.add(Commit)
     bench.push("a")
     bench.operate(Stop(OperatorRequest("", "enough")))
@@ -79,7 +81,8 @@ def test_stop_survives_a_restart_in_mid_round() -> None:
     bench.restart()
     status = bench.status()
     assert status.stopping
-    assert status.published == V1, "the round that was open is finished"
+    assert status.published == status.durable == V1, "the round that was open is finished"
+    assert [slave.durable for slave in status.slaves] == [V1, V1]
     with refused_with(RefusalCode.STOPPING):
         bench.join("b")
     assert bench.entries("STOP")[0]["reason"] == "enough"
@@ -213,26 +216,6 @@ def test_crash_of_all_loses_what_no_disk_had() -> None:
         slave.lose(Version(1, 2))
     bench.attach_all()
     assert (bench.status().published, bench.status().durable) == (Version(2, 1), Version(2, 1))
-
-
-def test_join_tells_which_leases_were_kept() -> None:
-    bench = Bench(plan=LEASED).running("a", "b")
-    kept = bench.lease("a", 100)
-    foreign = bench.lease("b", 100)
-    reply = bench.join("a", previous=bench.clusters["a"].join.incarnation, held=kept + foreign)
-    assert reply.kept_ranges == kept
-
-
-def test_commit_record_says_where_it_comes_from() -> None:
-    bench = Bench(round_timeout_s=7.0, ticket_ttl_s=9.0).running("a")
-    settings = bench.clusters["a"].join.settings
-    assert (settings.round_timeout_s, settings.ticket_ttl_s) == (7.0, 9.0), "what is told is the master's own"
-    bench.push("a")
-    assert bench.status().durable == V1
-    assert [slave.durable for slave in bench.status().slaves] == [V1, V1]
-    seed, first = bench.entries("COMMIT")
-    assert (seed["from_version"], seed["tokens"]) == (None, 0)
-    assert (first["from_version"], first["tokens"], first["s_max"]) == ([1, 0], 100, 8)
 
 
 def test_a_cluster_that_is_drained_before_it_seeded_the_run_passes_that_on() -> None:

@@ -38,6 +38,7 @@ def test_round_tokens_is_the_sum_of_rates_times_the_mean_interval(
         (SAFE, "abcdx", 1.0, "abcd", 1e9, 1.0),
         (SAFE, "a", 1.0, "", 1e9, 1.0),
         (SAFE, "abc", 300.0, "abcd", 400.0, 0.75),
+        (SAFE, "a", 0.25, "abcd", 0.5, 0.5),
         (SAFE, "a", 900.0, "abcd", 400.0, 1.0),  # never above 1
         *((SAFE, "a", 100.0, "abcd", unknown, 0.25) for unknown in (0.0, -1.0, math.nan, math.inf)),
         (SAFE, "aq", 100.0, "abcd", 0.0, 0.4),

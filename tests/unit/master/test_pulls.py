@@ -70,9 +70,10 @@ def test_pull_of_a_later_version_waits_until_it_is_published_and_any_other_for_n
     bench.join("c")
     assert bench.pull("c").version == Version(1, 0)
     bench.slaves[0].release(Measure)
-    grant = bench.ask(request).answer
-    assert isinstance(grant, PullGrant)
-    assert grant.version == Version(1, 1)
+    for at_least in (Version(1, 1), Version(1, 0), None):
+        grant = bench.ask(BeginPullRequest(bench.caller("b"), at_least=at_least)).answer
+        assert isinstance(grant, PullGrant)
+        assert grant.version == Version(1, 1)
 
 
 def test_reader_gets_the_layout_and_an_exact_version_or_a_refusal() -> None:
@@ -199,17 +200,6 @@ def test_slow_pull_of_a_live_cluster_keeps_its_pin_until_it_ends() -> None:
     bench.silent.add("a")
     bench.advance(11.0)
     assert not bench.state.shared.pins
-
-
-def test_version_that_a_restarted_slave_does_not_hold_cannot_be_read() -> None:
-    bench = Bench().running("a")
-    bench.push("a")
-    old = BeginPullRequest(reader(), True, Version(1, 0), True)
-    assert isinstance(bench.ask(old).answer, PullGrant)
-    bench.slaves[0].die()
-    bench.slaves[0].attach()
-    with refused_with(RefusalCode.VERSION_GONE):
-        bench.ask(old)
 
 
 def test_pull_waits_for_the_version_that_a_restarted_slave_holds_already() -> None:

@@ -274,17 +274,6 @@ def test_applied_and_excluded_ranges_are_never_lent_again() -> None:
     assert status.excluded_tokens == 100
 
 
-def test_aborted_ranges_go_with_the_next_push() -> None:
-    bench = Bench(plan=LEASED, grace_s=30.0).running("a", "b")
-    first = bench.lease("a", 100)
-    bench.push("a", 100, first)
-    bench.slaves[0].die()
-    assert bench.verdict("a").kind is VerdictKind.ABORTED
-    bench.slaves[0].attach()
-    second = bench.lease("a", 100)
-    assert isinstance(bench.begin_push("a", 200, (*first, *second)), Ticket)
-
-
 def test_ticket_lives_while_bytes_arrive_and_runs_out_without() -> None:
     bench = Bench(ticket_ttl_s=10.0).running("a")
     bench.begin_push("a")
@@ -303,17 +292,20 @@ def test_ticket_lives_while_bytes_arrive_and_runs_out_without() -> None:
     assert not bench.slaves[0].staging
 
 
-@pytest.mark.parametrize("wait_s", [3.0, math.nan, math.inf, -math.inf, -1.0])
+@pytest.mark.parametrize("wait_s", [0.5, math.nan, math.inf, -math.inf, -1.0])
 def test_await_verdict_is_bounded_and_says_why(wait_s: float) -> None:
     bench = Bench(grace_s=60.0).running("a", "b")
     bench.push("a")
     token = bench.await_verdict("a", wait_s=wait_s)
-    bound_s = 3.0 if wait_s == 3.0 else 30.0 if wait_s == math.inf else 0.0
+    bound_s = 0.5 if wait_s == 0.5 else 30.0 if wait_s == math.inf else 0.0
     assert bench.state.next_deadline_s() == bench.now_s + bound_s
     bench.advance(max(0.5, bound_s))
     answer = bench.result(token).answer
     assert isinstance(answer, Busy)
     assert answer.sentence
+    bench.advance(60.0)
+    assert bench.verdict("a").kind is VerdictKind.APPLIED
+    assert bench.result(token).answer == answer, "a call is answered once"
 
 
 def test_nobody_asks_for_another_cluster_s_verdict() -> None:
@@ -382,18 +374,6 @@ def test_of_two_seeds_only_that_of_the_cluster_that_was_asked_last_is_taken() ->
     bench.advance(3.0)
     assert bench.verdict("a", old).kind is VerdictKind.ABORTED
     assert bench.verdict("b").kind is VerdictKind.APPLIED
-    assert bench.status().published == Version(1, 0)
-
-
-def test_seed_of_a_cluster_that_is_gone_may_turn_out_not_finite() -> None:
-    bench = seeding("a", "b")
-    round_id = bench.status().round
-    assert round_id is not None
-    bench.slaves[0].hold.clear()
-    bench.slaves[0].say(RoundRefused(round_id, "prepare", Refusal(RefusalCode.NONFINITE, "NaN in the parameters")))
-    assert bench.join("b").seed
-    bench.seed("b")
-    bench.advance(3.0)
     assert bench.status().published == Version(1, 0)
 
 

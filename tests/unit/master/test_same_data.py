@@ -87,7 +87,7 @@ def test_two_clusters_that_push_the_same_are_named_both() -> None:
         None,  # a round now and then
     ],
 )
-def test_clusters_that_agree_well_are_not_the_same(ways: dict[str, list[float]] | None) -> None:
+def test_clusters_that_agree_well_are_not_the_same(ways: dict[str, Sequence[float]] | None) -> None:
     bench = running(a=A, b=NEARLY)
     for turn in range(2 * ALIKE_ROUNDS + 2):
         bench.ways = ways or {"a": A, "b": APART if turn % 2 else NEARLY}
@@ -96,12 +96,17 @@ def test_clusters_that_agree_well_are_not_the_same(ways: dict[str, list[float]] 
 
 
 def test_a_cluster_that_left_takes_its_alarm_with_it() -> None:
-    bench = running(a=A, b=A, c=APART)
+    bench = running(a=A, b=NEARLY, c=APART)
     rounds(bench, ALIKE_ROUNDS)
     assert standing(bench)
     bench.result(bench.leave("b"))
     rounds(bench, 1, "a", "c")
     assert not standing(bench)
+    bench.join("b")
+    rounds(bench, ALIKE_ROUNDS - 1)
+    assert not standing(bench), "its rounds count from the beginning"
+    rounds(bench, 1)
+    assert standing(bench)
 
 
 def test_pushes_that_cannot_be_compared_say_nothing() -> None:

@@ -15,7 +15,7 @@ from dips.core.placement import Placement
 from dips.core.protocol import RANKS
 from dips.master.state.schedule import TransferRequest, TransferScheduler, Way
 
-ROUND_S = 100.0
+ROUND_S = 0.5
 """A whole transfer of the fastest cluster."""
 
 

@@ -67,6 +67,7 @@ def test_after_a_kill_its_successor_waits_for_a_beat_and_not_for_the_eviction(wh
     if who != "the process, which dials again":
         bench.silent.add("a")
     bench.event(BeatsEnded("a", first))
+    bench.jump(60.0)  # the master itself stands still
     assert refusal_of_join(bench).retry_after_s > 0, "it may be dialling again"
     bench.advance(DIALS_AGAIN_BEATS * bench.config.settings.heartbeat_s - 0.25)
     refusal_of_join(bench)
@@ -138,6 +139,8 @@ def attachments(slave: BenchSlave) -> int:
 def test_another_directory_under_a_slaves_name_is_refused_and_nothing_is_recovered() -> None:
     bench = run_of_one()
     before = attachments(bench.slaves[0])
+    assert greets(bench, "s0", NEWCOMER) is not None
+    bench.jump(2 * bench.config.evict_after_s)  # the master itself stood still: the wait begins again
     waited_s = 0.0
     while (refused := greets(bench, "s0", NEWCOMER)) is not None and refused.retry_after_s > 0:
         bench.advance(refused.retry_after_s)

@@ -34,6 +34,7 @@ from dips.core.messages import (
     StatusReply,
     StatusRequest,
 )
+from dips.core.net.addresses import parse_address
 from dips.core.net.codec_protobuf import decode, encode
 from dips.core.net.grpc_calls import refused_from
 from dips.core.net.keys import MASTER_DNS_NAME
@@ -41,7 +42,7 @@ from dips.core.observe.tape import read_tape
 from dips.local.authority import Authority, ensure_keys
 from dips.master.config import MasterConfig
 from dips.master.directory import TAPE_NAME, MasterAddress, read_address
-from dips.master.journal import read_records
+from dips.master.journal import Journal, read_records
 from dips.master.page.access import read_page_url
 from dips.master.process import serve
 from dips.master.shell import MasterShell
@@ -142,8 +143,9 @@ class Served:
 
     async def ask(self, method: str, body: Any, name: str = "") -> bytes:
         async with self.channel(name) as channel:
-            data = body if isinstance(body, bytes) else encode(body)
-            return await channel.unary_unary(f"/dips.v1.{method}")(data, timeout=60)
+            call: Any = channel.unary_unary(f"/dips.v1.{method}")
+            answer: bytes = await call(body if isinstance(body, bytes) else encode(body), timeout=60)
+            return answer
 
     async def refused(self, method: str, body: Any, name: str = "") -> Refused:
         with pytest.raises(grpc.RpcError) as caught:
@@ -178,11 +180,10 @@ async def test_epochs_follow_each_other_at_one_address_and_the_end_is_said(made:
     await master.start()
     assert read_address(master.folder) == master.here == MasterAddress(master.here.address, "demo", os.getpid(), 1)
     assert master.made == [(master.config.to_run_config(), 1, None, 1000.0)]
-    first = master.here.address
-    master.machine.react = lambda event: [
-        WriteJournal(1, "LEAVE", '{"n": 1}', '"kept"') if isinstance(event, Tick) else Reply(event.token, LeaveReply()),  # type: ignore[attr-defined]
-        *([BeginAgain(7, "a slave promised epoch 6")] if isinstance(event, Tick) else []),
-    ]
+    first, page = master.here.address, read_page_url(master.folder)
+    assert page is not None
+    kept = WriteJournal(1, "LEAVE", '{"n": 1}', '"kept"')
+    master.machine.react = lambda event: [kept, BeginAgain(7, "promised")] if isinstance(event, Tick) else []
     master.shell.dispatch(Tick())
     await master.begun()
     assert (master.here.address, master.here.epoch) == (first, 7)
@@ -197,19 +198,31 @@ async def test_epochs_follow_each_other_at_one_address_and_the_end_is_said(made:
     assert [line["number"] for line in master.tape("journaled")] == numbers == [1, 2, 3]
     again = made()
     await again.start()
-    assert (again.here.address, again.here.epoch) == (first, 8), "peers find it again"
+    assert again.here.epoch == 8
+    for address in (first, page.removeprefix("http://").removesuffix("/")):
+        with pytest.raises(OSError, match="in use"):  # held again, so that peers and browsers find it
+            socket.create_server(parse_address(address))
+    with pytest.raises(ConfigError, match="another master"):
+        await made().start()
     await again.end()
-    with socket.create_server(("127.0.0.1", int(first.rpartition(":")[2]))):
-        third = made()
-        await third.start()
-        assert (third.here.address != first, third.here.epoch) == (True, 9)
-        with pytest.raises(ConfigError, match="another master"):
-            await made().start()
-        await third.end()
-        fourth = made(listen=first)
-        with pytest.raises(ConfigError, match="is in use"):
-            await fourth.start()
-    assert read_address(third.folder) is None
+
+
+async def test_a_port_that_is_taken_is_the_operators_error_unless_it_was_only_that_of_the_last_start(
+    made: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for knob, words in (("listen", f"port {port} is in use"), ("page_listen", "page cannot listen")):
+            with pytest.raises(ConfigError, match=words):
+                await made(**{knob: f"127.0.0.1:{port}"}).start()
+        master = made()
+        with contextlib.closing(Journal.open(master.folder, "demo")) as journal:
+            journal.remember_port(port)
+        await master.start()
+        assert parse_address(master.here.address)[1] != port
+        assert f"port {port} of the last start is taken" in caplog.text
+        assert await master.end() == Halt(0, "the test is over")
+    assert read_address(master.folder) is None
 
 
 @pytest.mark.parametrize(
@@ -284,7 +297,7 @@ async def test_certificates_say_who_may_call_and_one_that_is_revoked_ends_open_c
     assert (status.refused_calls, "may not call" in status.refused_call) == (1, True)
     assert [line["code"] for line in master.tape("refused")] == ["IDENTITY"] * 2
     async with master.channel("b") as channel:
-        beats = channel.stream_stream("/dips.v1.Clusters/Heartbeat")(timeout=60)
+        beats: Any = channel.stream_stream("/dips.v1.Clusters/Heartbeat")(timeout=60)
         await beats.write(encode(HeartbeatRequest(caller("b"))))
         assert decode(await beats.read(), HeartbeatReply) == BEAT
         Authority(keys).revoke("b", "stolen")

@@ -18,7 +18,6 @@ from dips.core.messages import (
     Measure,
     Prepare,
     Promised,
-    Ready,
     Refusal,
     SlaveHello,
     SlaveMessage,
@@ -184,16 +183,6 @@ def test_slave_with_a_directory_of_a_run_that_the_master_does_not_know() -> None
     assert "dips master --rebuild" in bench.status().waiting_for
     bench.slaves[0].come_back_without()
     assert bench.join("a").seed
-
-
-def test_loaded_digest_that_differs_from_the_commit_is_not_ready() -> None:
-    bench = Bench().running("a")
-    slave = bench.slaves[0]
-    slave.die()
-    slave.hold.add(Configure)
-    slave.attach()
-    slave.say(Ready(Version(1, 0), b"wrong bytes"))
-    assert "another digest" in bench.status().waiting_for
 
 
 def test_silent_slave_is_given_up_and_may_attach_again() -> None:

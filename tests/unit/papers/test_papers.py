@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.repository import ROOT
 from support.waiting import until
 
 from dips.core.errors import DipsError
@@ -49,16 +48,6 @@ def runner(tmp_path: Path) -> Runner:
     return Runner(tmp_path / "results", True, lambda line: None)
 
 
-@pytest.mark.parametrize("one", SOURCES, ids=lambda one: one.name)
-def test_only_what_starts_processes_and_measures_them_is_measured(one: Source) -> None:
-    if one.kind is Kind.MEASURED:
-        text = (ROOT / "benchmarks" / one.program[0]).read_text()
-        assert "peers.party" in text or "from shaped import" in text, "it starts no processes"
-        assert one.command(quick=True).startswith("python benchmarks/")
-    else:
-        assert one.command(quick=True).startswith(("dips compare", "dips simulate", "dips plan"))
-
-
 def test_a_finding_is_fitted_whatever_its_command(runner: Runner) -> None:
     def both(told: Any) -> list[Finding]:
         return [Finding("Figure 9", "free", 1.0, 1.0), Finding("Figure 9", "chosen", 1.0, 1.0, kind=Kind.FITTED)]
@@ -77,15 +66,6 @@ def test_a_finding_is_fitted_whatever_its_command(runner: Runner) -> None:
 def test_every_section_is_at_a_place_of_its_paper(paper: str) -> None:
     for section in SECTIONS[paper]:
         assert not PAPERS[paper].place(section.place).without
-
-
-def test_a_place_has_either_something_beside_it_or_a_reason() -> None:
-    at = {name: {section.place for section in sections} for name, sections in SECTIONS.items()}
-    for name, paper in PAPERS.items():
-        pictured = {picture.place for source in paper.sources for picture in source.pictures}
-        for place in paper.places:
-            if not place.without and name != "di-ps":
-                assert place.name in at[name] | pictured | {"Figure 12"}, (name, place)
 
 
 def test_an_unknown_place_is_an_error_that_names_it() -> None:
@@ -252,11 +232,6 @@ def test_an_interrupt_ends_the_commands_and_none_begins(tmp_path: Path) -> None:
             running.run([sys.executable, "-c", ""], tmp_path)
 
 
-def test_no_command_keeps_numbers_of_an_earlier_program_in_a_folder_of_its_own() -> None:
-    """bench_goodput keeps cells under --results, and a new program would be told those of the old one."""
-    assert not [one.name for one in SOURCES if "--results" in (*one.files, *one.arguments(False))]
-
-
 def test_an_installed_package_has_no_benchmarks(benchmark: Path, runner: Runner) -> None:
     benchmark.unlink()
     (outcome,) = runner.run([a_source()])
@@ -286,11 +261,3 @@ def test_the_same_results_give_the_same_report(benchmark: Path, runner: Runner) 
     assert "<time>" not in html
     assert "| speed | 2 x | 3 x | 1.50 | measured |" in markdown
     assert "Made by `python benchmarks/bench_own.py`." in markdown
-
-
-def test_groups_of_devices_are_drawn(runner: Runner) -> None:
-    source = next(source for source in PAPERS["spantrain"].sources if source.name.startswith("groups-"))
-    (outcome,) = runner.run([source])
-    assert not outcome.why_not
-    assert sum(group["devices"] for group in outcome.told["groups"]) == 12
-    assert (runner.files(source) / "groups.png").read_bytes().startswith(b"\x89PNG")

@@ -11,7 +11,6 @@ from support.repository import ROOT
 
 from dips import planner
 from dips.cli import main
-from dips.core.errors import ConfigError
 from dips.planner.plan import Plan
 
 FEW = "crosspipe-figure-8"
@@ -60,17 +59,6 @@ def test_sweep_rows_are_those_of_the_command(capsys: pytest.CaptureFixture[str])
     found = said(capsys, "sweep", "--stages", "2,4", "--latency", "0,1", "--bandwidth", "0.5")
     assert isinstance(found, list)
     assert [(row.schedule, row.makespan) for row in rows] == [(row["schedule"], row["makespan"]) for row in found]
-
-
-def test_a_mistake_is_the_same_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.toml is not a file that can be read"):
-        planner.make("nowhere.toml")
-    with pytest.raises(ConfigError, match="-1 seconds are not a valid time for a solver: give 0 to 3600"):
-        planner.make(FEW, seconds=-1)
-    with pytest.raises(ConfigError, match="nan seconds are not a valid time for a solver: give more than 0"):
-        planner.sweep_rows(optimal=True, seconds=float("nan"))
-    with pytest.raises(ConfigError, match="4 devices do not divide into 3 equal sites"):
-        planner.sweep_rows(sites=[3])
 
 
 def test_the_documents_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

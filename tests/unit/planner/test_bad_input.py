@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.plan_command import refused
 from support.repository import ROOT
 
 from dips.cli import main
@@ -21,34 +22,18 @@ EXAMPLE = (ROOT / "examples" / "04-plan-a-schedule" / "sites.toml").read_text()
 LINK = '\n[[links]]\nsender = "{}"\nreceiver = "{}"\nbandwidth_gbps = 99\nlatency_ms = 1\nsource = "a test"\n'
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The sentence."""
-    code = main.run(("plan", *arguments))
-    out, error = capsys.readouterr()
-    assert (code, out) == (2, "")
-    assert error.count("\n") == 1
-    return error
-
-
 # ---- files with sites and links ----
 
 
 @pytest.mark.parametrize(
     ("before", "after", "sentence"),
     [
-        ("bandwidth_gbps = 25", "bandwidth = 25", "[[links]] 1: 'bandwidth' is not a setting; did you mean 'band"),
         ("bandwidth_gbps = 25", 'bandwidth_gbps = "25Gbit"', "[[links]] 1: bandwidth_gbps = '25Gbit': Input should"),
-        ("bandwidth_gbps = 25", "bandwidth_gbps = 0", "bandwidth_gbps = 0: Input should be greater than or"),
         ("bandwidth_gbps = 25", "bandwidth_gbps = 1e-300", "should be greater than or equal to 0.000001"),
-        ("bandwidth_gbps = 25", "bandwidth_gbps = nan", "bandwidth_gbps = nan: Input should be a finite number"),
         ("latency_ms = 12", "latency_ms = inf", "latency_ms = inf: Input should be a finite number"),
         ("latency_ms = 12", "latency_ms = 1e9", "latency_ms = 1000000000.0: Input should be less than or"),
-        ("memory_gib = 80", "memory_gib = nan", "[[sites]] 1: memory_gib = nan: Input should be a finite number"),
-        ("sustained_tflops = 400", "sustained_tflops = 1e-9", "should be greater than or equal to 0.000001"),
-        ("devices = 32", "devices = 0", "[[sites]] 1: devices = 0: Input should be greater than or equal to 1"),
         ("microbatches = 16", "microbatches = 1000000000", "pipeline = 8 x microbatches = 1000000000 are 8000000000"),
         ("microbatches = 16", "microbatches = 8192", "pipeline x microbatches x data = 524288"),
-        ("microbatches = 16", "microbatches = 16.5", "microbatches = 16.5: Input should be a valid integer"),
         ("sequence_tokens = 8192", "sequence_tokens = 1000000000", "one microbatch of stage 0 needs"),
         ('name = "stockholm"', 'name = "stock\\nholm"', "[[sites]] 2: name = 'stock\\nholm': a name is one line of"),
         ('name = "llama3-8b"', 'name = ""', "choose one of crosspipe-m70"),
@@ -86,15 +71,6 @@ def test_two_links_in_different_directions_are_both_used(tmp_path: Path) -> None
     setup = read_setup(file)
     assert setup.link("amsterdam", "stockholm").bandwidth_gbps == 25
     assert setup.link("stockholm", "amsterdam").bandwidth_gbps == 99
-
-
-def test_more_layers_than_anybody_trains_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "sites.toml"
-    numbers = (
-        'name = "x"\nlayers = 1000000000\nhidden = 64\nheads = 8\nmlp_width = 64\nvocabulary = 9\nsource = "a test"'
-    )
-    file.write_text(EXAMPLE.replace('name = "llama3-8b"', numbers, 1))
-    assert "[model]: layers = 1000000000: Input should be less than or equal to 2000" in refused(capsys, str(file))
 
 
 @pytest.mark.parametrize(
@@ -241,10 +217,7 @@ def test_devices_that_do_not_exist_name_the_file(
         (["--latency", "1e9"], "1e+09 is not a number that can be planned with"),
         (["--sites", "0"], "4 devices do not divide into 0 equal sites"),
         (["--seconds", "nan"], "nan seconds are not a valid time for a solver"),
-        (
-            ["--over", "zbh1"],
-            "'zbh1' is not a schedule that 4 stages and 8 microbatches can be compared with: choose one",
-        ),
+        (["--over", "zbh1"], "'zbh1' is not a schedule that 4 stages and 8 microbatches can be compared with: choose"),
     ],
 )
 def test_a_grid_that_cannot_be(capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str) -> None:

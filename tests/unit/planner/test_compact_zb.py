@@ -73,13 +73,6 @@ def test_six_microbatches_over_slow_links(latency: float, bandwidth: float) -> N
     assert cells(schedule, 0)[:6] == ["F0", "F1", "F2", "F3", "F4", "F5"], "section 3.3.1: all six forward passes first"
 
 
-def test_without_delay_it_is_longer_than_zb_h1() -> None:
-    """A last device that runs forward passes first makes all others wait for gradients."""
-    costs = chain((0, 0), (0, 0), (0, 0))
-    assert simulate(compact_zb(4, 6, costs, [6 * ACTIVATION] * 4), costs).makespan_ns == 24 * NS
-    assert simulate(zb_h1(4, 6), costs).makespan_ns == 21 * NS
-
-
 def test_what_the_text_says_of_the_groups_in_figure_6() -> None:
     """FG2: after W2 "the system immediately processes backward propagations #4 and #5 before completing remaining
     weight operations". FG3: "we insert weight update #0 between backward propagation #2 and forward propagation #5,

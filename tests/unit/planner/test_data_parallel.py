@@ -183,13 +183,6 @@ def test_the_solver_is_never_worse_than_the_best_static_schedule(
     assert found.lower_bound_ns <= validate(found.schedule, two).makespan_ns <= validate(zb_v(2, 3), two).makespan_ns
 
 
-def test_stages_that_share_a_network_do_not_end_together() -> None:
-    """ZB-H1 ends all stages late; the solver lets the gradients of some leave while others still compute."""
-    costs = costs_of(straight(3), 0, 3, shared=True)
-    found = optimal("best", straight(3), 4, costs, [4 << 20] * 3, zb_h1(3, 4))
-    assert found.lower_bound_ns < validate(zb_h1(3, 4), costs).makespan_ns
-
-
 # ---- of which size ----
 
 
@@ -262,13 +255,6 @@ def test_pipelines_count_their_exchange_too() -> None:
     with_it, without = (make_plan(problem, sensitivity=False).chosen for problem in (slow, free))
     assert without.sync_ns == 0 < with_it.sync_ns
     assert with_it.iteration_s > without.iteration_s
-
-
-def test_what_a_zero_stage_takes_for_granted_is_said() -> None:
-    assert any(
-        "with zero_stage = 2 the layers of a stage count as equal" in line for line in assumptions(small(zero_stage=2))
-    )
-    assert not any("zero_stage" in line for line in assumptions(small()))
 
 
 def test_loops_wait_for_the_weights_of_both_stages() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.profiled import files
 
 from dips.core.errors import ConfigError
 from dips.planner.cluster import read_setup
 from dips.planner.grouping import Grouping, Measured, Part, group, grouping_json, measured_of
-from dips.planner.validation.spantrain import first_level, second_level, shaken
+from dips.planner.validation.spantrain import shaken
 
 SETTINGS = ("spantrain-figure-5", "spantrain-setting-1", "spantrain-setting-2")
 MESSAGE_BYTES = 125e6
@@ -46,29 +46,7 @@ def measured(
     )
 
 
-def moved(clean: Measured, error: float, seed: int) -> Measured:
-    """Every measurement off by so much at most, up or down."""
-    dice = random.Random(seed)
-    n = len(clean.sites)
-    times_s = [list(row) for row in clean.times_s]
-    for a in range(n):
-        for b in range(a, n):
-            times_s[a][b] = times_s[b][a] = clean.times_s[a][b] * dice.choice((1 - error, 1 + error, 1.0))
-    powers = tuple(power * dice.choice((1 - error, 1 + error, 1.0)) for power in clean.powers)
-    return replace(clean, times_s=tuple(map(tuple, times_s)), powers=powers)
-
-
 # ---- the paper's examples ----
-
-
-def test_figure_5() -> None:
-    found = group(measured_of(read_setup("spantrain-figure-5")))
-    assert sum(found.measured.devices) == 12
-    assert plain(found) == [
-        [[("cloud-1", 2)], [("cloud-2", 2)], [("cloud-3", 2)]],
-        [[("end-1", 1)], [("end-2", 1)]],
-        [[("edge-1", 2)], [("edge-2", 1)], [("edge-3", 1)]],
-    ]
 
 
 def test_the_settings_of_section_4_1() -> None:
@@ -83,28 +61,6 @@ def test_the_settings_of_section_4_1() -> None:
     assert plain(second) == [[cloud, edge, end]]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_five_percent_of_error_does_not_change_the_first_level(name: str) -> None:
-    clean = group(measured_of(read_setup(name)))
-    assert clean.margins[0].level == 1
-    assert clean.margins[0].error > 0.3
-    for seed in range(40):
-        noisy = group(moved(clean.measured, 0.05, seed))
-        assert [one.parts for one in noisy.groups] == [one.parts for one in clean.groups]
-
-
-def test_five_percent_of_error_does_not_change_the_subgroups_of_figure_5() -> None:
-    clean = group(measured_of(read_setup("spantrain-figure-5")))
-    for seed in range(40):
-        assert plain(group(moved(clean.measured, 0.05, seed))) == plain(clean)
-
-
-def test_subgroups_that_errors_can_change_are_told() -> None:
-    """The peak rates of RTX 3090 and 3080 are 19.5 % apart: 5 % of error on both may bring them within 12 %."""
-    level_2 = group(measured_of(read_setup("spantrain-setting-1"))).margins[1]
-    assert (level_2.level, round(level_2.error, 3)) == (2, 0.032)
-
-
 # ---- three cloud regions ----
 
 
@@ -114,19 +70,6 @@ def test_two_near_regions_are_one_group_and_the_far_one_another() -> None:
     assert plain(found) == [[[("virginia", 8), ("ohio", 8)]], [[("singapore", 8)]]]
     assert found.measured.message_bytes == 2048 * 2048 * 2
     assert round(found.measured.times_s[0][1], 4) == round(0.011 + 8.388608e6 * 8 / 1.12e9, 4)
-
-
-@pytest.mark.parametrize("name", [*SETTINGS, "cloud-three-regions"])
-def test_groups_stay_where_no_merge_is_within_what_measurements_are_off(name: str) -> None:
-    """Up or down by 5 % each, or by anything less: the groups stay, and the subgroups where their margin is larger."""
-    clean = group(measured_of(read_setup(name)))
-    first, second = clean.margins
-    assert (first.error > 0.05, second.error > 0.05) == (True, name in ("spantrain-figure-5", "cloud-three-regions"))
-    for seed in range(60):
-        noisy = group(shaken(clean.measured, 0.05 if seed % 2 else 0.05 * random.Random(seed).random(), seed))
-        assert first_level(noisy) == first_level(clean)
-        if second.error > 0.05:
-            assert second_level(noisy) == second_level(clean)
 
 
 def test_a_merge_within_what_measurements_are_off_is_no_surprise() -> None:
@@ -202,11 +145,6 @@ def test_subgroups_by_speed() -> None:
     assert [step.merged for step in one.steps] == [True, False, False, False]
 
 
-def test_the_same_measurements_give_the_same_groups_and_steps() -> None:
-    setup = measured_of(read_setup("spantrain-setting-1"))
-    assert group(setup) == group(setup)
-
-
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_no_error_within_the_margin_changes_anything(data: st.DataObject) -> None:
@@ -223,7 +161,7 @@ def test_no_error_within_the_margin_changes_anything(data: st.DataObject) -> Non
     clean = group(measured(times_s, devices, powers))
     assert sum(one.devices for one in clean.groups) == sum(devices)
     assume(all(margin.error > 0.05 for margin in clean.margins))
-    noisy = group(moved(clean.measured, 0.05, data.draw(st.integers(0, 1000))))
+    noisy = group(shaken(clean.measured, 0.05, data.draw(st.integers(0, 1000))))
     assert plain(noisy) == plain(clean)
 
 
@@ -237,154 +175,21 @@ def test_a_pair_on_the_wrong_side_leaves_no_margin() -> None:
 
 # ---- from files ----
 
-PROBLEM = """
-[model]
-name = "four"
-layers = 4
-hidden = 64
-heads = 2
-mlp_width = 128
-vocabulary = 256
-source = "a test"
-
-[[sites]]
-name = "here"
-devices = 2
-memory_gib = 8
-device = "fast"
-network_gbps = 100
-source = "a test"
-
-[[sites]]
-name = "there"
-devices = 2
-memory_gib = 8
-device = "slow"
-source = "a test"
-
-[[links]]
-sender = "here"
-receiver = "there"
-bandwidth_gbps = 10
-latency_ms = 5
-source = "a test"
-
-[training]
-pipeline = 4
-microbatches = 4
-sequence_tokens = 128
-extra_layers = 1
-source = "a test"
-
-[profile]
-file = "profile.toml"
-source = "a test"
-"""
-
-PROFILE = """
-[measured]
-source = "a test"
-at = 2026-03-01T10:00:00Z
-model = "four"
-layers = 4
-sequence_tokens = 128
-
-[[layers]]
-device = "fast"
-count = 4
-forward_ms = 1
-input_gradient_ms = 2
-weight_gradient_ms = 1
-
-[[layers]]
-device = "slow"
-count = 2
-forward_ms = 2
-input_gradient_ms = 4
-weight_gradient_ms = 2
-
-[[layers]]
-device = "slow"
-layer = 2
-count = 2
-forward_ms = 4
-input_gradient_ms = 8
-weight_gradient_ms = 4
-
-[[links]]
-sender = "here"
-receiver = "there"
-bandwidth_gbps = 2
-latency_ms = 1
-
-[[links]]
-sender = "there"
-receiver = "here"
-bandwidth_gbps = 1
-latency_ms = 3
-"""
-
-
-def problem(folder: Path, *changes: tuple[str, str]) -> Path:
-    text, profile = PROBLEM, PROFILE
-    for before, after in changes:
-        assert (before in text) != (before in profile)
-        text, profile = text.replace(before, after), profile.replace(before, after)
-    (folder / "problem.toml").write_text(text)
-    (folder / "profile.toml").write_text(profile)
-    return folder / "problem.toml"
-
 
 def test_times_and_speeds_of_a_profile(tmp_path: Path) -> None:
-    """A message takes the latency and its bytes over the bandwidth, the mean of both ways. p_c: of each layer the
-    quarter of 1 / its time; the embedding, which takes none, does not count."""
-    found = measured_of(read_setup(problem(tmp_path)))
-    size = 128 * 64 * 2
+    """A message of two sequences takes the latency and its bytes over the bandwidth, the mean of both ways. p_c: of
+    each layer the quarter of 1 / its time: 36, 33, 33 and 75 ms with the embedding and the output, or 90."""
+    found = measured_of(read_setup(files(tmp_path, ('device = "fast"\n', 'device = "fast"\nnetwork_gbps = 100\n'))))
+    size = 2 * 128 * 64 * 2
     assert found.message_bytes == size
-    assert found.times_s[0][1] == found.times_s[1][0] == pytest.approx((0.001 + 0.003 + size * 12e-9) / 2)
+    assert found.times_s[0][1] == found.times_s[1][0] == pytest.approx((0.007 + 0.008 + size * 8 * (2 + 4) / 1e9) / 2)
     assert found.times_s[0][0] == pytest.approx(size * 8 / 100e9)
     assert found.times_s[1][1] == 0
-    assert found.powers == pytest.approx((250, (2 * 125 + 2 * 62.5) / 4))
+    assert found.powers == pytest.approx(((1 / 36 + 2 / 33 + 1 / 75) / 4 * 1e3, 1e3 / 90))
     assert found.power_unit == "layers/s"
-
-
-def test_a_link_that_was_not_measured(tmp_path: Path) -> None:
-    lacks = PROFILE[PROFILE.rindex("[[links]]") :]
-    with pytest.raises(
-        ConfigError, match=r"profile\.toml has not measured the link from there to here .*problem\.toml"
-    ):
-        read_setup(problem(tmp_path, (lacks, "")))
-
-
-def test_a_pair_of_sites_without_a_link(tmp_path: Path) -> None:
-    lacks = PROBLEM[PROBLEM.index("[[links]]") : PROBLEM.index("[training]")]
-    setup = read_setup(problem(tmp_path, (lacks, "")))
-    with pytest.raises(
-        ConfigError,
-        match=r"problem\.toml: no link from here to there, which groups need of every pair of sites: add a table "
-        r'\[\[links\]\] with sender = "here" and receiver = "there"',
-    ):
-        measured_of(setup)
-
-
-def test_a_device_without_a_time(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\[\[sites\]\] 2: device = 'older' was not measured, only fast, slow: run"):
-        read_setup(problem(tmp_path, ('name = "there"\ndevices = 2\nmemory_gib = 8\ndevice = "slow"',
-                                      'name = "there"\ndevices = 2\nmemory_gib = 8\ndevice = "older"')))  # fmt: skip
-    setup = read_setup(problem(tmp_path), profiled=False)
-    with pytest.raises(
-        ConfigError, match=r"\[\[sites\]\] 1: sustained_tflops of here is not given, .*dips profile device .*toml"
-    ):
-        measured_of(setup)
-
-
-def test_a_profile_replaces_what_the_problem_says_of_links(tmp_path: Path) -> None:
-    path = problem(tmp_path)
-    as_said, setup = read_setup(path, profiled=False), read_setup(path)
-    assert measured_of(replace(setup, links=as_said.links)).times_s[0][1] == pytest.approx(
-        0.005 + 128 * 64 * 2 * 0.8e-9
-    )
-    assert measured_of(setup).times_s[0][1] < 0.003
+    # As a layer of its own the embedding does not count.
+    apart = measured_of(read_setup(files(tmp_path, ("microbatches = 4", "extra_layers = 1\nmicrobatches = 4"))))
+    assert apart.powers[0] == pytest.approx((3 / 33 + 1 / 75) / 4 * 1e3)
 
 
 def test_more_devices_than_can_be_compared() -> None:

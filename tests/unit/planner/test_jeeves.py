@@ -16,7 +16,6 @@ from dips.planner.ir import Kind, Schedule
 from dips.planner.schedules.fixed import gpipe, one_f_one_b, zb_h1
 from dips.planner.schedules.greedy import jeeves
 from dips.planner.simulate import simulate
-from dips.planner.sweep import Case
 from dips.planner.validate import peaks, validate
 
 UNIT = 1 << 20
@@ -50,13 +49,6 @@ def test_the_order_it_ran_in_simulates_to_the_same_times() -> None:
         assert [t.schedule for t in fleet.timelines] == found
         if replicas == 1:
             assert fleet.makespan_ns == simulate(found[0], wired).makespan_ns
-
-
-def test_delay_costs_it_less_than_1f1b_in_the_same_memory() -> None:
-    case = Case(4, 8, 2, 1, 0.5, 1)
-    (found,) = jeeves(8, case.costs(), case.limits())
-    timeline = validate(found, case.costs(), case.limits())
-    assert timeline.makespan_ns < simulate(one_f_one_b(4, 8), case.costs()).makespan_ns
 
 
 def test_more_memory_helps_up_to_a_point() -> None:

@@ -262,6 +262,8 @@ def test_what_groups_send_by_hand(
     alone = plain.accelerators.model_copy(update={"per_server": 64})
     one = layer_costs(replace(plain, accelerators=alone), Split(4, 1, 1, 1, 1, 1))
     assert one.forward_s[0] == pytest.approx(layer_work(MODEL, 0, 1000, 1000).forward / 4e12 + 6e-3)
+    spread = layer_costs(replace(plain, accelerators=alone), Split(1, 1, 4, 1, 1, 1))
+    assert spread.forward_s[1] == pytest.approx(layer_work(MODEL, 1, 1000, 1000).forward / 1e12 + 6e-3)
 
 
 def test_what_layers_hold_and_exchange_by_hand(plain: Topology) -> None:
@@ -324,9 +326,13 @@ def test_collectives_and_messages_by_hand(topology: Topology) -> None:
         return [float(one[0]) for one in collective_s(topology, case, ways, sizes)]
 
     assert both(case) == pytest.approx([3 * (0.04 + 1005e-6)] * 2)
-    inside, leaders = 0.01 + 5e-6, 0.08 + 1005e-6
+    inside, leaders = 0.01 + 5e-6, 0.08 + 1005e-6  # of two each
     assert both(case._replace(sharding=Sharding.HSDP)) == pytest.approx([inside, 3 * inside + 2 * leaders])
+    assert both(case._replace(split=SPLIT._replace(data=2))) == pytest.approx([leaders] * 2)
     assert both(case._replace(split=SPLIT._replace(data=1))) == [0, 0]
+    # A replica alone: the ring of its two groups of eight, in a zone.
+    alone = case._replace(split=Split(8, 2, 1, 1, 1, 2))
+    assert both(alone) == pytest.approx([inside] * 2)
     pp = case_of(Outermost.PP, Pipelining.ZBV)
     cost = round(2 * 512 * 8192 * 2 / 6.25), 1_005_000
     rows = np.array([[4] * 8])

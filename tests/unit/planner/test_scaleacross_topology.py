@@ -9,7 +9,6 @@ import pytest
 from support.scaleacross import FILE, read
 
 from dips.core.errors import ConfigError
-from dips.planner.model import read_model
 from dips.planner.scaleacross import traffic
 from dips.planner.scaleacross.topology import Way, read_topology, shipped_topologies
 
@@ -89,23 +88,6 @@ def test_an_unknown_name(tmp_path: Path) -> None:
 
 
 # ---- traffic ----
-
-
-def test_the_formulas_of_section_3_1() -> None:
-    dense = read_model("llama3-8b")
-    assert traffic.message_bytes(dense, 8192, 4, 8, 2) == 2 * (4096 / 8) * (8192 / 2) * 4
-    assert traffic.messages_each_way(11, 25) == 275
-    assert traffic.exchanged_elements(dense, 0, 8, 1) == (4 * 4096**2 + 3 * 4096 * 14336) / 8
-    experts = read_model("mixtral-8x7b")
-    assert traffic.exchanged_elements(experts, 0, 4, 2) == (4 * 4096**2 + 3 * 4096 * 14336 * 8 / 2) / 4
-
-
-def test_collectives_crossings_and_queue_pairs() -> None:
-    assert traffic.collectives(31) == 62
-    assert [traffic.crossings_in_a_loop(c) for c in (1, 2, 3)] == [2, 6, 10]
-    assert [traffic.crossings_in_a_v(c) for c in (1, 2, 3)] == [2, 4, 6]
-    assert traffic.sprayed_bytes_per_s(1e-3) * 8 / 1e9 == pytest.approx(16.777216)
-    assert traffic.sprayed_bytes_per_s(50e-6) * 8 / 1e9 == pytest.approx(335.54432)
 
 
 def test_a_message_is_never_faster_than_its_size_over_the_latency() -> None:

@@ -27,7 +27,7 @@ from dips.planner.scaleacross.iteration import (
     ways_of,
 )
 from dips.planner.scaleacross.report import report_of
-from dips.planner.scaleacross.search import explore, splits
+from dips.planner.scaleacross.search import splits
 from dips.planner.scaleacross.topology import FREE_GBPS, Topology, of_problem
 from dips.planner.scaleacross.traffic import message_bytes
 
@@ -131,23 +131,6 @@ def test_a_search_says_what_it_leaves_over(tmp_path: Path) -> None:
         assert 64 % one.data == 0
 
 
-def test_more_accelerators_in_one_building_are_no_loss(tmp_path: Path) -> None:
-    """Whatever fits the smaller topology has room in the larger one; only the splits that are tried can be others."""
-    few = {"samples": 1, "top": 1, "variations": 0, "microbatches": (1,)}
-
-    def best_s(numbers: tuple[int, ...]) -> float:
-        topology = uneven(tmp_path, numbers)
-        topology = replace(
-            topology,
-            search=topology.search.model_copy(update=few),
-            model=topology.model.model_copy(update={"layers": 8}),
-        )
-        return explore(topology).best[0].printed_s
-
-    assert best_s((16, 16, 16, 24)) <= best_s((16, 16, 16, 16)) * 1.0001
-    assert best_s((32, 32, 32, 40)) < 0.7 * best_s((16, 16, 16, 16))
-
-
 def test_the_slowest_zone_counts_and_that_is_said(tmp_path: Path) -> None:
     slow = {'name = "b2"': 'name = "b2"\nsustained_tflops = 300\nmemory_gib = 96'}
     topology = uneven(tmp_path, (16, 16, 16, 16), **slow)
@@ -247,18 +230,6 @@ def test_gradients_share_the_link_too(tmp_path: Path) -> None:
     assert ring.bytes_per_s == pytest.approx(50e9 / 8 / 6)
     wide = topology.with_bandwidth(1e4)
     assert wide.way(0, 8, 6).bytes_per_s == 800e9 / 8
-
-
-def test_a_search_over_a_problems_file() -> None:
-    """Three regions over slow links: ten times the bandwidth is faster. Nothing is recommended without [network]."""
-    topology = of_problem(read_setup("cloud-three-regions"))
-    assert [zone.accelerators for zone in topology.zones] == [8, 8, 8]
-    few = topology.search.model_copy(update={"samples": 1, "top": 1, "variations": 0, "microbatches": (1,)})
-    topology = replace(topology, search=few)
-    found = report_of(topology, links=True)
-    faster = explore(topology.with_bandwidth(10), links=True)
-    assert faster.best[0].links_s < found.explored.best[0].links_s
-    assert found.advice == ()
 
 
 def test_a_network_that_costs_nothing_stays_free(tmp_path: Path) -> None:

@@ -22,8 +22,6 @@ from dips.planner.spantrain.inside import (
     Rules,
     Stage,
     Team,
-    Tile,
-    data_shares,
     grid_of,
     held_by,
     inside_of,
@@ -58,19 +56,6 @@ def whole(planner: Planner) -> Inside:
 
 
 # ---- the paper's examples ----
-
-
-def test_figure_7b_splits_data_1_to_2() -> None:
-    assert data_shares([1, 2]) == [THIRD, TWO_THIRDS]
-
-
-def test_figure_7c_has_four_unequal_tiles() -> None:
-    assert tiles([1, 2, 2, 4]) == [
-        Tile(THIRD, THIRD),
-        Tile(TWO_THIRDS, THIRD),
-        Tile(THIRD, TWO_THIRDS),
-        Tile(TWO_THIRDS, TWO_THIRDS),
-    ]
 
 
 def test_tiles_follow_the_powers_in_any_order() -> None:

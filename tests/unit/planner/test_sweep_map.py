@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from matplotlib import image
+from support.plan_command import told
 from support.repository import ROOT
 
-from dips.cli import main
 from dips.planner.errors import PlanError
 from dips.planner.sweep import (
     OPTIMAL,
@@ -82,9 +82,7 @@ def test_what_cannot_be_compared_with_is_refused_before_anything_is_computed() -
     grid = [Case(4, 8, 2, 0, 0, 1), Case(4, 9, 2, 0, 0, 1)]
     check_compared(grid, "zb_v", optimal=False)
     check_compared(grid, OPTIMAL[0], optimal=True)
-    with pytest.raises(
-        PlanError, match=r"'interleaved_1f1b' is not a schedule that 4 stages and 9 microbatches can be"
-    ):
+    with pytest.raises(PlanError, match=r"'interleaved_1f1b' is not a schedule that 4 stages and 9 microbatches can"):
         check_compared(grid, "interleaved_1f1b", optimal=False)
     with pytest.raises(PlanError, match="choose one of gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_v, cross_ud/1"):
         check_compared(grid, OPTIMAL[0], optimal=False)
@@ -120,17 +118,11 @@ def test_the_picture_names_each_best_schedule_and_is_the_same_each_time(rows: li
 # ---- the command ----
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main.run(("plan", "sweep", *arguments))
-    out, error = capsys.readouterr()
-    return code, out, error
-
-
 GRID: Sequence[str] = ("--latency", "0,2", "--bandwidth", "0,2")
 
 
 def test_the_map_in_the_terminal_has_the_longest_latency_on_top(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, error = told(capsys, *GRID, "--map")
+    code, out, error = told(capsys, "sweep", *GRID, "--map")
     assert (code, error) == (0, "")
     *lines, last = [line.split() for line in out.splitlines() if line.strip()]
     assert last[0] == "uncalibrated:"
@@ -140,18 +132,18 @@ def test_the_map_in_the_terminal_has_the_longest_latency_on_top(capsys: pytest.C
         ["2", "cross_wave", "1.38x", "cross_ud/1", "1.51x"],
         ["0", "zb_v", "1.29x", "compact_zb", "1.40x"],
     ]
-    whole = told(capsys, *GRID)[1]
+    whole = told(capsys, "sweep", *GRID)[1]
     assert whole.endswith(out)
     assert "activations" in whole
 
 
 def test_out_writes_rows_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "deep" / "map"
-    code, out, _ = told(capsys, *GRID, "--map", "--out", str(folder))
+    code, out, _ = told(capsys, "sweep", *GRID, "--map", "--out", str(folder))
     assert code == 0
     assert {file.name for file in folder.iterdir()} == {"rows.json", "map.svg", "map.png"}
     assert f"wrote {folder / 'map.svg'}" in out
-    code, out, _ = told(capsys, *GRID, "--json", "--out", str(folder))
+    code, out, _ = told(capsys, "sweep", *GRID, "--json", "--out", str(folder))
     assert json.loads(out) == json.loads((folder / "rows.json").read_text())
 
 
@@ -161,7 +153,7 @@ def test_the_documents_picture_is_what_its_command_draws(tmp_path: Path, capsys:
         line for line in text.splitlines() if line.startswith("dips plan sweep") and "--map --out runs/map" in line
     ]
     words = line.removeprefix("dips plan sweep ").replace("runs/map", str(tmp_path)).split()
-    assert told(capsys, *words)[0] == 0
+    assert told(capsys, "sweep", *words)[0] == 0
     drawn, shown = image.imread(tmp_path / "map.png"), image.imread(ROOT / "docs" / "pictures" / "planner-map.png")
     assert drawn.shape == shown.shape
     assert np.abs(drawn - shown).mean() < 0.02  # another matplotlib may draw letters a little otherwise

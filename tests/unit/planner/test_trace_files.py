@@ -4,7 +4,6 @@ pipeline runtime, and timeline.svg and .png are drawings of every kind of schedu
 from __future__ import annotations
 
 import itertools
-import json
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -18,9 +17,11 @@ from matplotlib.colors import to_hex
 from support.planner_grid import STATIC
 from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime, _simulate_comms_compute
 
-from dips.planner.costs import Costs
+from dips.planner.costs import Costs, StageCost, Wire
+from dips.planner.exchange import Exchange
 from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Schedule, straight
+from dips.planner.schedules.fixed import one_f_one_b
 from dips.planner.schedules.greedy import compact_zb, cross_ud, cross_wave, jeeves
 from dips.planner.schedules.optimal import optimal
 from dips.planner.simulate import Timeline, simulate
@@ -93,22 +94,34 @@ def test_torch_loads_the_order_and_its_messages_find_each_other(kind: str, tmp_p
 # ---- trace.json ----
 
 
-@EACH
-def test_a_trace_is_in_chromes_format(kind: str) -> None:
-    """Complete events ("X") have name, category, process, thread, and microseconds; metadata ("M") names processes."""
-    timeline = timeline_of(kind)
-    trace = json.loads(json.dumps(trace_events(timeline), allow_nan=False))
-    assert trace["displayTimeUnit"] in ("ms", "ns")
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert {event["ph"] for event in trace["traceEvents"]} == {"X", "M"}
-    for event in spans:
-        assert {"name", "cat", "ph", "pid", "tid", "ts", "dur"} <= event.keys()
-        assert event["ts"] >= 0
-        assert event["dur"] >= 0
-    named = {event["pid"] for event in trace["traceEvents"] if event["name"] == "process_name"}
-    assert {event["pid"] for event in spans} <= named
-    assert len(spans) == timeline.schedule.n_ops + len(timeline.messages)
-    assert max(event["ts"] + event["dur"] for event in spans if event["cat"] != "message") * 1e3 == timeline.makespan_ns
+def test_a_trace_by_hand() -> None:
+    """Two devices and one microbatch: F, a message of 2 us that arrives 3 us later, F and B, back, B; then gradients of
+    stage 0 over a network. Times are in microseconds."""
+    wires = {(0, 1): Wire(1, 2000, 3000), (1, 0): Wire(2, 2000, 3000)}
+    exchanges = (Exchange(7, 0, 4000, 0, 500), Exchange(8, 0, 0))
+    timeline = simulate(one_f_one_b(2, 1), Costs((StageCost(10_000, 6000, 4000, 1, 1),) * 2, wires, exchanges))
+
+    def span(name: str, cat: str, pid: int, tid: int, ts: float, dur: float, **args: float) -> dict[str, object]:
+        return {"ph": "X", "name": name, "cat": cat, "pid": pid, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+    events = trace_events(timeline, ["a", "b"])["traceEvents"]
+    assert [one for one in events if one["ph"] == "X"] == [
+        span("F0 s0", "F", 0, 0, 0, 10, stage=0, microbatch=0),
+        span("B0 s0", "B", 0, 0, 40, 10, stage=0, microbatch=0),
+        span("F0 s1", "F", 1, 0, 15, 10, stage=1, microbatch=0),
+        span("B0 s1", "B", 1, 0, 25, 10, stage=1, microbatch=0),
+        span("F0 s0", "message", 2, 0, 10, 2, waited_us=0, arrives_us=15),
+        span("B0 s1", "message", 2, 1, 35, 2, waited_us=0, arrives_us=40),
+        span("gradients s0", "exchange", 2, 2, 50, 4, arrives_us=54.5),
+    ]
+    assert [(one["name"], one["pid"], one.get("tid"), one["args"]["name"]) for one in events if one["ph"] == "M"] == [
+        ("process_name", 0, None, "a"),
+        ("process_name", 1, None, "b"),
+        ("process_name", 2, None, "links"),
+        ("thread_name", 2, 0, "0 to 1"),
+        ("thread_name", 2, 1, "1 to 0"),
+        ("thread_name", 2, 2, "between replicas 0"),
+    ]
 
 
 @EACH

@@ -75,9 +75,7 @@ def test_a_deeper_pipeline_has_the_room_that_its_weights_leave() -> None:
     split = divided_so(four, Split(8, 2, 32, 1, 2))
     whole = [max(one.state_bytes(one.uniform())) + min(one.limits(one.uniform())) for one in (four, split)]
     assert whole[0] == pytest.approx(whole[1], rel=1e-6)
-    with pytest.raises(
-        PlanError, match=r"a stage has room for .* microbatches next to its weights and optimizer state"
-    ):
+    with pytest.raises(PlanError, match=r"a stage has room for .* microbatches next to its weights and optimizer"):
         divided_so(four, Split(1, 16, 4, 2, 2))
 
 
@@ -119,6 +117,42 @@ def test_groups_of_sites_carry_both() -> None:
     assert resources == [4, 4, 5, 5]
 
 
+def test_sites_of_one_position_count_as_their_slowest() -> None:
+    """Of dc1 and dc3: the fewest devices for each, the least memory, rate and networks; of links the narrowest with the
+    longest latency; the ring goes over both directions of the link between them."""
+    problem = four_sites()
+    keys = ("devices", "memory_gib", "sustained_tflops", "network_gbps", "network_latency_us")
+    given = (
+        (8, 80.0, 400.0, 100.0, 3.0),
+        (9, 70.0, 300.0, None, 9.0),
+        (7, 90.0, 350.0, 50.0, 7.0),
+        (10, 60.0, 500.0, 40.0, 1.0),
+    )
+    sites = tuple(
+        site.model_copy(update=dict(zip(keys, row, strict=True)))
+        for site, row in zip(problem.setup.sites, given, strict=True)
+    )
+    rates = {("dc1", "dc2"): (10.0, 5.0), ("dc3", "dc4"): (20.0, 6.0), ("dc1", "dc3"): (30.0, 7.0)}
+    links = tuple(
+        link.model_copy(update={"bandwidth_gbps": gbps, "latency_ms": ms})
+        for link in problem.setup.links
+        for gbps, ms in (rates.get((link.sender, link.receiver), (40.0, 1.0)),)
+    )
+    found = regrouped(replace(problem, setup=replace(problem.setup, sites=sites, links=links)), 2)
+    assert [tuple(getattr(site, key) for key in keys) for site in found.setup.sites] == [
+        (14, 80.0, 350.0, 50.0, 7.0),
+        (18, 60.0, 300.0, 40.0, 9.0),
+    ]
+    here, there = (site.name for site in found.setup.sites)
+    link = found.setup.link(here, there)
+    assert (link.bandwidth_gbps, link.latency_ms) == (10.0, 6.0)
+    per_s = 1e9 / 8 / link.oversubscription
+    assert [(ring.members, ring.bytes_per_s, ring.latency_s) for ring in found.rings] == [
+        ((0, 2), 30 * per_s, 0.007),
+        ((1, 3), 40 * per_s, 0.001),
+    ]
+
+
 def test_a_link_between_groups_that_is_missing_is_asked_for() -> None:
     with pytest.raises(PlanError, match="no link from dc1 to dc3"):
         regrouped(four_sites(across=False), 2)
@@ -138,20 +172,3 @@ def test_nothing_possible_says_why() -> None:
 
 
 # ---- CrossPipe's cases of memory and recomputation ----
-
-
-@pytest.mark.parametrize("sites", [2, 4])
-def test_the_cases_of_tables_5_and_6_are_shipped(sites: int) -> None:
-    """Case 2 computes forward passes anew and so holds little; case 3 has twice the room; both twice the batch."""
-    names = [f"crosspipe-m70-{sites}dc{suffix}" for suffix in ("", "-recompute", "-twice")]
-    problems = [Problem(read_setup(name)).with_options(schedules=QUICK) for name in names]
-    assert [p.n_microbatches for p in problems] == [16, 32, 32]
-    assert {len(set(p.site_of)) for p in problems} == {sites}
-    limits = [p.limits(p.uniform())[0] for p in problems]
-    assert limits[2] == 2 * limits[0]
-    stages = [p.costs(p.uniform()).stages[0] for p in problems]
-    assert stages[1].activation < stages[0].activation / 8
-    assert stages[1].d_ns == stages[0].d_ns + stages[0].f_ns
-    assert stages[2] == stages[0]
-    each_s = [make_plan(p, sensitivity=False).chosen.iteration_s / p.n_microbatches for p in problems]
-    assert each_s[2] < min(each_s[:2])

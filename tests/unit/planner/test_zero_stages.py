@@ -8,14 +8,13 @@ from heapq import heappop, heappush
 
 import pytest
 
-from dips.planner.candidates import coordinated, data_parallel, plain
+from dips.planner.candidates import data_parallel, plain
 from dips.planner.cluster import read_setup
 from dips.planner.costs import NS, Costs, Wire, uniform
 from dips.planner.errors import PlanError
 from dips.planner.exchange import ShardExchange, check_shards
 from dips.planner.fleet import simulate_fleet
 from dips.planner.ir import Kind, Op, Schedule, straight, wave
-from dips.planner.plan import make_plan
 from dips.planner.problem import Problem, assumptions
 from dips.planner.schedules.fixed import gpipe, one_f_one_b, zb_h1, zb_v
 from dips.planner.schedules.optimal import optimal
@@ -365,17 +364,6 @@ def with_network(problem: Problem, gbps: float | None) -> Problem:
     return replace(problem, setup=replace(problem.setup, sites=sites))
 
 
-def test_a_fast_network_hides_nearly_all_and_a_slow_one_decides() -> None:
-    once, gradients, all_ = (with_network(small(zero_stage=stage), 16000) for stage in (1, 2, 3))
-    spans_ = [plain(problem, "zb_h1").makespan_ns for problem in (once, gradients, all_)]
-    free = plain(with_network(once, None), "zb_h1").makespan_ns
-    assert free < spans_[1] < spans_[0]  # gradients of one layer at the end, not of a stage
-    assert spans_[2] < 1.05 * free
-    slow = [plain(with_network(problem, 800), "zb_h1").makespan_ns for problem in (once, gradients, all_)]
-    assert slow[0] < slow[1] < slow[2]
-    assert slow[2] > carried_ns(with_network(all_, 800))
-
-
 def test_two_whole_layers_are_in_memory() -> None:
     """Shards alone would be ZeRO's bytes; two layers' weights and gradients are whole at a time."""
     problem = small()
@@ -399,19 +387,3 @@ def test_pipelines_at_each_site_share_the_link_evenly() -> None:
     assert found.link_bytes == {(0, 1): pytest.approx(whole), (1, 0): pytest.approx(whole)}
     assert found.iteration_s > whole / link.bytes_per_s
     assert any("equal share of the link" in line for line in assumptions(problem))
-
-
-def test_fleets_count_them_too() -> None:
-    problem = small(zero_stage=3, microbatches=4)
-    alone_ = plain(problem, "zb_h1")
-    together = coordinated(problem, alone_, 2)
-    assert len(together.timeline.shards) == len(alone_.timeline.shards)
-    assert together.makespan_ns > coordinated(problem.with_training(zero_stage=1), alone_, 2).makespan_ns * 0.9
-
-
-def test_a_plan_with_zero_3() -> None:
-    problem = small(zero_stage=3, microbatches=4).with_options(schedules=["1f1b", "zb_h1", "jeeves", "dp"])
-    plan = make_plan(problem, sensitivity=True)
-    assert {candidate.name for candidate in plan.candidates} >= {"1f1b", "zb_h1", "jeeves"}
-    assert all(candidate.timeline.shards for candidate in plan.candidates)
-    assert plan.chosen.costs.least_ns(0, Kind.F) >= plan.chosen.costs.compute_ns(0, Kind.F)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from random import Random
-
 import numpy as np
 import pytest
 from support.number_learners import LAYOUT as BOWL
@@ -20,7 +17,6 @@ from dips.core.wire import DIFFERENCES, WIRE_DTYPES, Codec, encoded_bytes
 from dips.sim.arithmetic import F32, Stepped
 from dips.sim.content import CLEAN, key_of
 from dips.sim.numbers import FlatVector, NumberModel, Numbers, NumberShard
-from dips.sim.run_plan import make_plan
 from dips.worker.state.effects import Install, InstallMode
 
 CHUNK_BYTES = 1024
@@ -149,14 +145,6 @@ def test_a_vector_is_whole_however_it_is_cut() -> None:
     assert np.array_equal(copy, flat)
 
 
-def test_damage_shows_in_the_checksum_and_spares_the_original() -> None:
-    value = random(64)
-    before = value.copy()
-    damaged = NUMBERS.damaged(value)
-    assert NUMBERS.checksum(damaged) != NUMBERS.checksum(value)
-    assert np.array_equal(value, before)
-
-
 class TestModel:
     def model(self, learner: BowlLearner, spoil: bool = False) -> NumberModel:
         def corrupt(name: str, push: F32, base: F32) -> bool:
@@ -229,13 +217,6 @@ class TestDifferences:
         way = np.abs(learner.theta - base).max()
         assert 0 < error <= way / {Codec.BF16: 250, Codec.INT8: 250, Codec.INT4: 13}[wire]
 
-    def test_it_is_written_the_same_whenever_it_is_sent(self, wire: Codec) -> None:
-        model, _, _ = self.begun()
-        chunk = chunks_of(BOWL.blocks, CHUNK_BYTES)[1]
-        first, again = model.sent(wire).value(chunk), model.sent(wire).value(chunk)
-        assert np.array_equal(first, again)
-        assert not np.shares_memory(first, again)
-
     def test_what_rounding_lost_travels_with_the_next_push(self, wire: Codec) -> None:
         model, learner, base = self.begun()
         trained = learner.theta.copy()
@@ -259,25 +240,3 @@ class TestDifferences:
         model.install("a", Install(InstallMode.REPLACE, reset_inner=False))
         model.snapshot("a", CLEAN)
         assert np.array_equal(self.landed(model, base, wire), base)
-
-    def test_a_push_in_float32_carries_no_residual(self, wire: Codec) -> None:
-        model, learner, _ = self.begun()
-        model.keep_residual(wire)
-        whole = TestModel().whole(model)
-        assert np.array_equal(whole, learner.theta)
-
-    def test_what_is_not_finite_arrives_not_finite(self, wire: Codec) -> None:
-        model, _, base = self.begun(spoil=True)
-        assert not np.isfinite(self.landed(model, base, wire)).any()
-
-    def test_a_push_is_read_wrongly_beside_another_base(self, wire: Codec) -> None:
-        """Why a slave refuses what it has no base for."""
-        model, learner, base = self.begun()
-        wrong = self.landed(model, base + np.float32(1), wire)
-        assert np.abs(wrong - learner.theta).min() > 0.5
-
-
-def test_a_plan_with_checkpoints_has_symbols() -> None:
-    plan = replace(make_plan(Random(0)), checkpoints=True)
-    with pytest.raises(ValueError, match="checkpoints"):
-        replace(plan, arithmetic=NUMBERS)

@@ -66,13 +66,6 @@ def test_a_copy_holds_up_all_that_follows_it(tmp_path: Path) -> None:
     assert world.tally.clusters["b"].seconds[tally.JOIN] > copy_s, "the first version belongs to the join"
 
 
-def test_chunks_are_as_large_as_a_slow_link_allows(tmp_path: Path) -> None:
-    layer_bytes = 500_000_000
-    assert world_of(tmp_path).plan.max_chunk_bytes == layer_bytes
-    slow = world_of(tmp_path, up='up = "0.1 Gbps"').plan
-    assert slow.max_chunk_bytes == layer_bytes / 16, "16 of them take 40 s"
-
-
 def test_a_push_takes_its_connection_slow_start_and_bytes(tmp_path: Path) -> None:
     """A query goes before the chunks, and the last one is acknowledged: a round trip each."""
     far = 'network = "25 Gbps"\nround_trip = "50 ms"'
@@ -91,9 +84,3 @@ def test_a_push_takes_its_connection_slow_start_and_bytes(tmp_path: Path) -> Non
     line_s = 4e9 * 8 / 10e9
     overhead_s = rates.connect_s(0.05, world.plan.config.encrypted) + rates.ramp_s(5e9, 0.05) + 2 * 0.05
     assert taken_s[-1] == pytest.approx(line_s + overhead_s, abs=1e-3)
-
-
-def test_only_what_a_cluster_sends_or_gets_goes_far(tmp_path: Path) -> None:
-    world = world_of(tmp_path, network='network = "25 Gbps"\nround_trip = "50 ms"\nnear_round_trip = "2 ms"')
-    assert world.net.delay_s("a", "s0") == world.net.delay_s("master", "b") == 0.025
-    assert world.net.delay_s("master", "s1") == world.net.delay_s("s0", "s1") == 0.001

@@ -8,14 +8,9 @@ from typing import Any
 import pytest
 
 from dips.core.chunks import Chunk
-from dips.core.layout import Block
-from dips.core.messages import BeginPullRequest, Caller
-from dips.sim.content import HUGE, NAN, SAME, PulledModel, Trained, gram_of, mixed
 from dips.sim.disks import LOST_DATA, LOST_NAMES, TORN_DATA, PowerLossError, SlaveDisk
 from dips.sim.kernel import Kernel, SimulatedProcess
 from dips.sim.network import KEEPALIVE_S, End, Network, Stream, Weather
-from dips.sim.seed_run import SeedRun
-from dips.sim.world import Call
 
 CHUNK = Chunk(0, 0, 1024)
 
@@ -127,31 +122,6 @@ class TestStreams:
         assert pair.down == ["b"]
 
 
-class TestCalls:
-    def asked(self, world: SeedRun, heard: list[Any]) -> Call:
-        cluster = world.clusters["a"]
-        cluster.begin_process()
-        world.masters[0].begin_process()
-        return Call(world, cluster, BeginPullRequest(Caller("sim", 0, "a", None, "-")), 5.0, heard.append)
-
-    def test_an_answer_reaches_who_asked(self) -> None:
-        world = SeedRun(1)
-        heard: list[Any] = []
-        self.asked(world, heard).answered("yes")
-        run(world.kernel, 1.0)
-        assert heard == ["yes"]
-
-    def test_an_answer_to_a_killed_process_reaches_nobody(self) -> None:
-        world = SeedRun(1)
-        heard: list[Any] = []
-        call = self.asked(world, heard)
-        world.clusters["a"].kill()
-        world.clusters["a"].begin_process()
-        call.answered("yes")
-        run(world.kernel, 1.0)
-        assert heard == []
-
-
 class TestDatagrams:
     def arrived(self, weather: Weather, n: int = 300) -> tuple[list[int], set[str]]:
         kernel = Kernel(3)
@@ -162,11 +132,6 @@ class TestDatagrams:
             kernel.at(number * 0.01, None, net.datagram, "a", "b", None, seen.append, number)
         run(kernel)
         return seen, kinds
-
-    def test_fine_weather_loses_nothing(self) -> None:
-        seen, kinds = self.arrived(Weather(delay_s=1e-4))
-        assert seen == list(range(300))
-        assert not kinds
 
     def test_bad_weather_loses_doubles_and_reorders_and_says_so(self) -> None:
         seen, kinds = self.arrived(Weather(loss=0.2, doubled=0.2, late=0.2))
@@ -245,20 +210,3 @@ class TestSlaveDisk:
             disk.allocate("f", 8)
         disk.allocate("f", 8)
         assert disk.errors_seen == 1
-
-
-class TestContent:
-    def test_content_depends_on_all_that_it_came_from(self) -> None:
-        assert mixed(1, 2) == mixed(1, 2)
-        assert len({mixed(1, 2), mixed(2, 1), mixed(1, 2, 0), mixed("1", 2)}) == 4
-
-    def test_a_vector_is_the_same_however_it_is_held(self) -> None:
-        trained = Trained(5)
-        assert PulledModel({(0, 0): trained.value(CHUNK)}).value(CHUNK) == trained.value(CHUNK)
-
-    @pytest.mark.parametrize(("kind", "nonfinite", "norm"), [(NAN, 3, None), (HUGE, 0, 3.0), (SAME, 0, 0.0)])
-    def test_bad_pushes_measure_as_bad(self, kind: int, nonfinite: int, norm: float | None) -> None:
-        measured = gram_of(Block(0, "layer", 0, 8), [Trained(5, kind).value(CHUNK)])
-        assert measured.nonfinite_elems == (nonfinite,)
-        if norm is not None:
-            assert measured.gram[0] >= norm * 0.7 or measured.gram[0] == norm

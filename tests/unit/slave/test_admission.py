@@ -55,6 +55,7 @@ def test_a_push_is_touched_by_its_own_cluster_alone(admission: Admission) -> Non
 def test_every_rank_of_a_cluster_may_touch_its_push_and_no_other(admission: Admission) -> None:
     ranks = [b"r" * 32, b"s" * 32]
     admission.set_keys([*LIST, *(AllowedKey(KeyRole.CLUSTER, "a", key) for key in ranks)])
+    assert [admission.n_keys_above(most) for most in (1, 2, 3)] == [2, 1, 0]
     for key in ranks:
         admission.check(key.hex(), PUSH_A)
         assert "not cluster a's" in refusal_of(admission, key, replace(PUSH_A, push=push_id("b")))

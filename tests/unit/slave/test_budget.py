@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
-import tracemalloc
 
-import numpy as np
 import pytest
 
 from dips.core.chunks import chunks_of
-from dips.core.ids import ClusterId, Incarnation, PushId
 from dips.core.layout import Layout, Parameter
 from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.placement import KEPT_PRODUCTS, table_bytes_needed
 from dips.slave.landing import MOST_COMPANIONS, NEVER, Receipts
-from dips.slave.state.staging import Landing, ShardMap, Slot, StagingTable
+from dips.slave.state.staging import Landing, ShardMap
 
 CHUNK_BYTES = 2 * PIECE_ELEMS * 4
 LAYOUT = Layout(
@@ -36,10 +33,6 @@ def landings(shard: ShardMap) -> list[Landing]:
         for chunk in chunks_of(LAYOUT.blocks, CHUNK_BYTES)
     ]  # fmt: skip
     return [shard.find(header) for header in headers]
-
-
-def push_id(row: int) -> PushId:
-    return PushId(ClusterId(f"c{row}"), Incarnation(1, 1), 1)
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 3, 8, 100])
@@ -113,23 +106,3 @@ def test_a_landing_that_failed_gives_its_places_back() -> None:
     for _ in range(2 * KEPT_PRODUCTS):
         assert len(receipts.companions(MOST_COMPANIONS, landing)) == MOST_COMPANIONS
         receipts.note(MOST_COMPANIONS, landing, 0, NEVER)
-
-
-def test_checksums_of_landed_chunks_take_what_the_formula_says() -> None:
-    layout = Layout((Parameter("w", (1 << 20,), "float32", "w"),))
-    shard, slots = ShardMap(layout.blocks, 1024), 4
-    table = StagingTable(shard)
-    rng = np.random.default_rng(1)
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        for row in range(slots):
-            staging = table.open(Slot(push_id(row), 1, row))
-            for index in range(shard.n_chunks):
-                table.land(
-                    staging, Landing(index, index * 1024, 1024), int(rng.integers(1 << 63, 1 << 64, dtype=np.uint64))
-                )
-        used = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-    assert used <= table_bytes_needed(0, shard.n_chunks, slots, pins=0)

@@ -9,12 +9,12 @@ import pytest
 from support.slave_bench import R2, V0, V1
 from support.slave_wire import LAYOUT, placement_over, prepare_of, push_id, shard_of
 
-from dips.core.chunks import chunks_of, digest_of_array, shard_digest
+from dips.core.chunks import chunks_of
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import SlaveId
 from dips.core.layout import AVERAGED_LAYER, Layout, Parameter
 from dips.core.math import outer_numba, outer_numpy
-from dips.core.math.outer_numpy import PIECE_ELEMS, average_step, gram, outer_step
+from dips.core.math.outer_numpy import PIECE_ELEMS, average_step, outer_step
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.threads import Threads
 from dips.slave import calculation
@@ -41,20 +41,6 @@ def theta_of(slave: str, *slaves: str) -> F32:
     return shard_of(THETA, placement_over(*slaves), slave)
 
 
-def test_prepare_is_the_outer_step_of_the_reference() -> None:
-    memory = memory_of("s0", "s0")
-    out = np.empty_like(THETA)
-    checksums = calculation.prepare(memory, theta_of("s0", "s0"), out, BODY, [2, 0])
-    expected, momentum = np.empty_like(THETA), np.empty_like(THETA)
-    outer_step(
-        THETA, MOMENTUM, np.stack([X, Y]), np.arange(2), np.array([0.3, 0.7], np.float32),
-        0.5, 0.7, 0.8, 0.8, 1.0, expected, momentum, 0, LAYOUT.n_elems,
-    )  # fmt: skip
-    np.testing.assert_array_equal(out, expected)
-    np.testing.assert_array_equal(memory.next_momentum, momentum)
-    assert shard_digest(checksums) == digest_of_array(expected, LAYOUT.blocks, 1024)
-
-
 def test_one_slave_and_three_give_the_same_bits() -> None:
     whole = memory_of("s0", "s0")
     one = np.empty_like(THETA)
@@ -69,14 +55,6 @@ def test_one_slave_and_three_give_the_same_bits() -> None:
         for found in calculation.measure(memory, theta, [2, 0]):
             assert found == grams.pop(found.block)
     assert not grams
-
-
-def test_measure_is_the_gram_of_the_reference_upper_triangle_by_rows() -> None:
-    found = calculation.measure(memory_of("s0", "s0"), THETA, [2, 0])
-    for block, grams in zip(LAYOUT.blocks, found, strict=True):
-        expected, _ = gram(THETA, np.stack([X, Y]), np.arange(2), block.start_elem, block.stop_elem)
-        assert grams.gram == (expected[0, 0], expected[0, 1], expected[1, 1])
-        assert grams.nonfinite_elems == (0, 0)
 
 
 BIG = Layout(

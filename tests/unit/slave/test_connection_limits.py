@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import replace
 
-from dips.slave.connections import QUIET_S, SETTLE_S, ConnectionGuard, ConnectionLimits, Cut, Pressure
-from dips.slave.data_server import DataServer
+from dips.slave.connections import QUIET_S, SETTLE_S, ConnectionLimits, Cut, Pressure
 
 LIMIT = 1000
 CALM = Pressure(memory_bytes=400, limit_bytes=LIMIT, headroom_bytes=200, n_files=10, most_files=1000)
@@ -117,31 +112,3 @@ def test_files_that_stay_short_are_seen_to_every_second() -> None:
     assert keys(guard.look(FILES, {1: 0}, (1,), SETTLE_S)) is None
     assert guard.look(FILES, {1: 0}, (), 1.5 * SETTLE_S) is None
     assert keys(guard.look(FILES, {7: 0}, (), 2.1 * SETTLE_S)) == (7,)
-
-
-# ---- the guard ----
-
-
-@dataclass
-class Counted:
-    """What the guard uses of a data server."""
-
-    endpoint: str
-    traffic_bytes: int = 0
-    refused: list[tuple[str, int]] = field(default_factory=list)
-
-    def refuse_connection(self, sentence: str, n: int) -> None:
-        self.refused.append((sentence, n))
-
-
-def test_each_connection_that_is_cut_counts() -> None:
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        port = listener.getsockname()[1]
-        peers = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(3)]
-        ours = [stack.enter_context(listener.accept()[0]) for _ in peers]
-        data = Counted(f"tcp://127.0.0.1:{port}")
-        guard = ConnectionGuard(cast(DataServer, data), memory_bytes=1 << 30)
-        stack.callback(guard.stop)
-        guard._cut(Cut(tuple(os.fstat(one.fileno()).st_ino for one in ours[:2]), "why"))
-        assert data.refused == [("why", 2)]

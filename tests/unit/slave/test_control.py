@@ -20,7 +20,7 @@ from dips.core.messages import Hello, Promised, Settings, SlaveBeat, SlaveComman
 from dips.core.net.codec_protobuf import encode, from_message, to_message
 from dips.core.net.grpc_calls import REFUSAL_KEY, STATUS_OF_CODE, to_refusal
 from dips.core.net.security import INSECURE
-from dips.protos import slaves_pb2
+from dips.protos import slaves_pb2, slaves_pb2_grpc
 from dips.slave import control as module
 from dips.slave.control import Control
 from dips.slave.data_server import DataServer
@@ -63,10 +63,10 @@ class Stream:
         self._said: asyncio.Queue[object] = asyncio.Queue()
         self.cancelled = False
 
-    def say(self, what: SlaveCommand | BaseException | object) -> None:
+    def say(self, what: object) -> None:
         self._said.put_nowait(to_message(what) if isinstance(what, SlaveCommand) else what)
 
-    async def hear(self, kind: type) -> Any:
+    async def hear(self, kind: type[object]) -> Any:
         async with asyncio.timeout(60):
             while not isinstance((message := await self.heard.get()).body, kind):
                 pass
@@ -166,7 +166,7 @@ async def master(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Master]:
         yield
 
     monkeypatch.setattr(module, "open_channel_aio", channel)
-    monkeypatch.setattr(module.slaves_pb2_grpc, "SlavesStub", lambda channel: SimpleNamespace(Attach=played.attach))
+    monkeypatch.setattr(slaves_pb2_grpc, "SlavesStub", lambda channel: SimpleNamespace(Attach=played.attach))
     control = Control("m:1", INSECURE, cast(SlaveShell, played.shell), cast(DataServer, played.data))
     played.running = asyncio.create_task(control.run())
     try:

@@ -166,26 +166,6 @@ def test_whatever_happens_everybody_has_some_credit_and_somebody_all(steps: list
         assert MOST in found
 
 
-def test_a_thousand_peers_cost_a_look_at_each_and_not_at_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """I15: whoever opens many connections and pulls through all of them must not keep the data thread busy."""
-    pace = Credits[int](MOST)
-    for now_s in (0.0, 2.5, 4.0, 5.5):
-        for key in range(MAX_STREAMS - 1):
-            pace.note_landed(key, MIB, now_s)
-    looks: list[int] = []
-    fastest = Credits._fastest
-
-    def looking(self: Credits[int]) -> float:
-        looks.append(self.n_streams)
-        return fastest(self)
-
-    monkeypatch.setattr(Credits, "_fastest", looking)
-    pace.note_landed(0, MIB, 7.0)  # an interval ends
-    pace.note_landed(MAX_STREAMS, MIB, 7.0)  # one more comes
-    assert pace.n_streams == MAX_STREAMS
-    assert 0 < sum(looks) <= 4 * MAX_STREAMS
-
-
 # ---- how many at full rate ----
 
 

@@ -269,15 +269,6 @@ def test_the_beat_shows_open_stagings(port: Port) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.binary(max_size=200), max_size=4))
-def test_any_frames_get_one_answer_and_change_nothing(frames: list[bytes]) -> None:
-    port = Port()
-    answer = port.port.answer([memoryview(frame) for frame in frames])
-    assert answer.header.op is DataOp.REFUSED
-    assert not port.staging.any()
-
-
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_damaged_message_never_lands_wrong_bytes(data: st.DataObject) -> None:
     """Bits flipped anywhere in header and payload are seen, and nothing counts as landed."""

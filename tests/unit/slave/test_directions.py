@@ -91,11 +91,3 @@ def test_what_is_kept_is_a_copy_and_the_oldest_leaves() -> None:
     known = matrix(directions(memory, V0, theta, [0], [V0]), 1)
     assert known[0, 0] == pytest.approx(float(first @ first), rel=1e-5), "the first copy is still there"
     assert np.isnan(directions(memory, Version(1, KEPT_VERSIONS), theta, [0], [V0])).all()
-
-
-def test_the_same_arguments_give_the_same_bits() -> None:
-    theta, staging = vectors(2, 5000), vectors(2, 5000)
-    memory = memory_of(staging)
-    keep(memory, V0, theta[0])
-    one = directions(memory, V1, theta[1], [1, 0], [V0, V0])
-    assert one == directions(memory, V1, theta[1].copy(), [1, 0], [V0, V0])

@@ -6,7 +6,6 @@ import errno
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,7 @@ from dips.core.errors import LocalProtocolError, RefusalCode, Refused
 from dips.core.ids import RoundId, Version
 from dips.core.messages import SnapshotInfo
 from dips.core.placement import file_bytes_needed, memory_bytes_needed, shard_bytes_needed
-from dips.slave.memory import MemoryFiles, ShardMemory, ThetaBuffer, bytes_of
+from dips.slave.memory import MemoryFiles, ShardMemory, ThetaBuffer
 
 BLOCKS = LAYOUT.blocks
 N = LAYOUT.n_elems
@@ -93,14 +92,6 @@ def test_more_pins_than_memory_refuse_the_round_and_not_the_readers() -> None:
     assert (memory.readable()[Version(1, 0)].theta == 0).all()
 
 
-def test_a_pin_of_a_version_that_left_brings_nothing_back() -> None:
-    memory = make(pins=2)
-    for v in range(4):
-        publish(memory, v)
-    memory.pin([Version(1, 0), Version(9, 9)])
-    assert sorted(memory.readable()) == [Version(1, 2), Version(1, 3)]
-
-
 def test_a_buffer_that_left_waits_for_the_data_port() -> None:
     memory = make()
     first = publish(memory, 0)
@@ -141,13 +132,6 @@ def test_a_second_shadow_is_a_bug() -> None:
     memory.take()
     with pytest.raises(LocalProtocolError, match="second shadow"):
         memory.take()
-
-
-def test_spans_cover_the_memory_in_block_order() -> None:
-    spans = make().spans()
-    assert [block.block_id for block, _, _ in spans] == [block.block_id for block in BLOCKS]
-    assert [start for _, start, _ in spans] == [0, *(stop for _, _, stop in spans[:-1])]
-    assert spans[-1][2] == N
 
 
 # ---- in files ----
@@ -206,13 +190,6 @@ def test_a_slave_without_blocks_works(tmp_path: Path, which: str) -> None:
     for v in range(3):
         publish(memory, v)
     assert memory.n_bytes == 0
-
-
-def test_bytes_of_is_the_memory_itself_also_when_empty() -> None:
-    array = np.arange(3, dtype=np.float32)
-    bytes_of(array)[:4] = b"\0\0\x80\x3f"
-    assert array[0] == 1.0
-    assert len(bytes_of(np.empty(0, np.float32))) == 0
 
 
 @settings(max_examples=100, deadline=None)

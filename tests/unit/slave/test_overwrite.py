@@ -97,20 +97,12 @@ def test_whole_sectors_of_whole_pages_go_straight_to_the_device(
     assert (sorted(writes.direct), writes.plain) == ([SECTOR_BYTES, PIECE, PIECE], [700 - SECTOR_BYTES])
 
 
-def test_unless_it_is_wished_for_nothing_goes_straight(
-    tmp_path: Path, pages: memoryview, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("at", "skipped", "straight"), [(4096, 12, True), (4100, 0, True), (4096, 0, False)])
+def test_what_does_not_begin_with_a_page_or_a_sector_or_is_not_wished_so_goes_through_the_page_cache(
+    tmp_path: Path, pages: memoryview, monkeypatch: pytest.MonkeyPatch, at: int, skipped: int, straight: bool
 ) -> None:
     path, writes = file_of(tmp_path, 1 << 16), Writes(monkeypatch)
-    overwrite(path, 4096, pages[: 2 * PIECE])
-    assert (writes.direct, writes.plain) == ([], [PIECE, PIECE])
-
-
-@pytest.mark.parametrize(("at", "skipped"), [(4096, 12), (4100, 0)])
-def test_what_does_not_begin_with_a_page_or_a_sector_goes_through_the_page_cache(
-    tmp_path: Path, pages: memoryview, monkeypatch: pytest.MonkeyPatch, at: int, skipped: int
-) -> None:
-    path, writes = file_of(tmp_path, 1 << 16), Writes(monkeypatch)
-    overwrite(path, at, pages[skipped : skipped + 2 * PIECE], straight=True)
+    overwrite(path, at, pages[skipped : skipped + 2 * PIECE], straight=straight)
     assert (writes.direct, writes.plain) == ([], [PIECE, PIECE])
 
 

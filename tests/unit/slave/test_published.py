@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.published_shard import BLOCKS, CHUNK_BYTES, PUSHES, Shard, memory_of, vector
+from support.published_shard import BLOCKS, CHUNK_BYTES, PUSHES, Shard, vector
 from support.slave_wire import LAYOUT, prepare_of
 
 from dips.core.chunks import chunks_of, digest_of_array
@@ -63,15 +63,6 @@ def test_a_version_is_the_references_rounded_step(pull_wire: str) -> None:
         assert shard.memory.current.info.digest == digest_of_array(out, BLOCKS, CHUNK_BYTES)
 
 
-def test_threads_change_no_bit() -> None:
-    one, four = Shard("int8"), Shard("int8", n_threads=4)
-    for _ in range(3):
-        one.next()
-        four.next()
-        assert one.theta.tobytes() == four.theta.tobytes()
-        assert one.memory.residual.data.tobytes() == four.memory.residual.data.tobytes()
-
-
 def test_a_difference_that_overflows_is_refused() -> None:
     shard = Shard("int8")
     shard.theta[:3] = -3e38
@@ -99,13 +90,6 @@ def test_exactly_the_stated_memory_is_enough(pull_wire: str, pins: int) -> None:
     lacking = shard_bytes_needed(sizes, CHUNK_BYTES, 2, 0, pull_wire=pull_wire) - 1
     with pytest.raises(Refused, match="raise this slave's memory_bytes"):
         ShardMemory(BLOCKS, CHUNK_BYTES, 2, lacking, pull_wire=pull_wire)
-
-
-def test_with_float32_nothing_is_kept_in_addition() -> None:
-    memory = memory_of("float32")
-    assert sorted(memory.bytes_by_use()) == ["momentum", "staging", "theta"]
-    assert memory.residual.data.size == memory.next_residual.data.size == 0
-    assert memory.take().difference is None
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
@@ -149,23 +133,6 @@ def test_the_residual_comes_back_from_the_disk_and_zeros_where_there_is_none(tmp
     residual.fill(7)
     again.load(other, theta, momentum, residual)
     assert not residual.any()
-
-
-def test_a_flipped_bit_of_the_residual_is_found(tmp_path: Path) -> None:
-    shard = Shard("int8")
-    shard.next()
-    memory = shard.memory
-    assert memory.current is not None
-    assert memory.current.info is not None
-    ring = ring_at(tmp_path)
-    ring.make(LAYOUT.n_elems, memory.residual.data.size)
-    ring.write_shadow(memory.current.info, shard.theta, memory.momentum, memory.residual.data)
-    (file,) = (path for path in tmp_path.glob("ring-*") if path.read_bytes()[:8].strip(b"\0"))
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 1
-    file.write_bytes(data)
-    problems = Ring(LocalDisk(tmp_path), "run", "s0", 2).scan()
-    assert any("residual" in problem for problem in problems)
 
 
 def test_a_shard_that_moves_has_a_residual_of_zeros(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,10 @@ from dips.core.math.outer_numpy import PIECE_ELEMS
 from dips.core.messages import SnapshotInfo
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec
-from dips.slave.calculation import chunk_checksums, measure
+from dips.slave.calculation import chunk_checksums
 from dips.slave.data_port import DataPort
 from dips.slave.landing import MOST_COMPANIONS, KnownReceipts
-from dips.slave.memory import ShardMemory, ThetaBuffer
+from dips.slave.memory import ThetaBuffer
 from dips.slave.state.staging import ShardMap, Slot
 
 CHUNK_BYTES = 2 * PIECE_ELEMS * 4
@@ -32,7 +31,6 @@ LAYOUT = Layout(
 """Blocks of 6, 1 and 1 pieces, in 3, 1 and 1 chunks."""
 
 BLOCKS = LAYOUT.blocks
-CHUNKS = chunks_of(BLOCKS, CHUNK_BYTES)
 V0, V1 = Version(1, 0), Version(1, 1)
 RNG = np.random.default_rng(3)
 THETA = {version: RNG.standard_normal(LAYOUT.n_elems).astype(np.float32) for version in (V0, V1)}
@@ -193,16 +191,6 @@ def test_without_a_version_pushes_land_unmeasured_and_their_bad_elements_are_cou
     assert known.bad(0).tolist() == [2, 0, 0, 0, 1]
 
 
-def test_bad_elements_are_counted_where_sums_are_taken() -> None:
-    port = Port()
-    values = [VALUES[0].copy()]
-    values[0][3] = np.nan
-    port.put(0, values=values)
-    known = port.known()
-    assert known.bad(0).tolist() == [1, 0, 0, 0, 0]
-    assert np.isnan(known.squared(0)[0][0])
-
-
 @pytest.mark.parametrize("chunk_bytes", [1024, PIECE_ELEMS * 4 - 4])
 def test_chunks_that_cut_pieces_are_landed_unmeasured(chunk_bytes: int) -> None:
     port = Port(chunk_bytes)
@@ -220,43 +208,3 @@ def test_products_are_left_to_a_later_pass_when_many_pushes_are_here() -> None:
     assert known.squared(last)[1].all()
     assert all(known.products(last, other) is None for other in range(last))
     assert all(known.products(last - 1, other) is not None for other in range(last - 1))
-
-
-def test_a_damaged_chunk_leaves_nothing_known() -> None:
-    port = Port()
-    chunk = CHUNKS[0]
-    payload = VALUES[0].view(np.uint8)[: chunk.length_bytes].tobytes()
-    header = DataHeader(
-        "run", 1, DataOp.PUT_CHUNK, 1, push=push_id(0), attempt=1, block=0, offset_bytes=0,
-        length_bytes=chunk.length_bytes, codec=Codec.F32, checksum=checksum(payload),
-    )  # fmt: skip
-    damaged = bytearray(payload)
-    damaged[9] ^= 4
-    answer = port.port.answer([memoryview(header.encode()), memoryview(bytes(damaged))])
-    assert answer.header.op is DataOp.REFUSED
-    assert not port.known().squared(0)[1].any()
-    same = port.port.answer([memoryview(replace(header, request=2).encode()), memoryview(payload)])
-    assert same.header.op is DataOp.ACK
-    assert port.staging[0, : chunk.length_bytes // 4].tobytes() == payload
-
-
-@pytest.mark.parametrize("flips", [False, True])
-def test_measure_gives_the_same_bits_whether_sums_were_taken_on_receipt_or_not(flips: bool) -> None:
-    """Three pushes; with a flip in the middle of the second one, some sums are known and some are computed."""
-    memory = ShardMemory(BLOCKS, CHUNK_BYTES, len(VALUES), 100 * LAYOUT.n_elems)
-    port = Port()
-    port.staging = memory.staging
-    port.port.set_memory(memory.map, memory.staging)
-    port.serve(V1 if flips else V0)
-    for row in range(3):
-        port.port.open(Slot(push_id(row), 1, row, opening=1))
-    port.put(0)
-    port.put(1, only=[0, 3])
-    port.serve(V0)
-    port.put(1)
-    port.put(2)
-    known = port.known()
-    assert known.squared(2)[1].all()
-    assert known.squared(0)[1].all() != flips
-    rows = [2, 0, 1]
-    assert measure(memory, THETA[V0], rows, known) == measure(memory, THETA[V0], rows)

@@ -120,14 +120,3 @@ def test_room_for_a_whole_ring_is_asked_for_first() -> None:
         ring.begin_stream(NEW, 5000)
     assert refused.value.code is RefusalCode.DISK
     assert len(disk.log) == steps, "nothing was touched"
-
-
-def test_a_disk_that_fails_refuses() -> None:
-    disk = CrashDisk()
-    ring = ring_on(disk)
-    start(ring)
-    opened = ring.begin_stream(NEW, 4)
-    disk.fail_next = OSError(5, "input/output error")
-    with pytest.raises(Refused) as refused:
-        opened.write(bytes_of(arrays(4, 9)[0]))
-    assert refused.value.code is RefusalCode.DISK

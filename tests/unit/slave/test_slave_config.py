@@ -18,16 +18,6 @@ def read(**knobs: Any) -> SlaveConfig:
     return load(SlaveConfig, "slave", environment={}, overrides=GIVEN | knobs).value
 
 
-def test_defaults_bind_loopback_and_let_the_system_choose_the_port() -> None:
-    config = read()
-    assert (config.data_host, config.data_port, config.advertise) == ("127.0.0.1", 0, "")
-    assert (config.memory_bytes, config.snapshots_kept, config.directory) == (1 << 30, 3, Path("d"))
-
-
-def test_sizes_are_written_with_units() -> None:
-    assert read(memory_bytes="2 GiB").memory_bytes == 2 << 30
-
-
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [

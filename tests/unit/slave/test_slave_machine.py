@@ -57,6 +57,7 @@ from dips.core.messages import (
     Welcome,
 )
 from dips.core.placement import shard_bytes_needed
+from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import Codec
 from dips.slave.state import effects, events
 from dips.slave.state.shard import ShardPhase
@@ -266,12 +267,14 @@ def test_an_impossible_configure_is_refused(body: Any, code: RefusalCode, words:
 
 def test_a_model_too_big_for_the_stated_memory_is_refused_before_anything_is_made() -> None:
     needed = shard_bytes_needed([block.n_elems for block in LAYOUT.blocks], Settings().chunk_bytes, 4, 2)
-    bench = SlaveBench(memory_bytes=needed - 1)
-    bench.attach()
-    (refused,) = said(bench.command(configure(pinned_versions=2)))
-    assert isinstance(refused, ConfigureRefused)
-    assert refused.refusal.code is RefusalCode.MEMORY
-    assert f"need {needed} bytes" in refused.refusal.sentence
+    for memory_bytes in (needed, needed - 1):
+        bench = SlaveBench(memory_bytes=memory_bytes)
+        bench.attach()
+        out = bench.command(configure(pinned_versions=2))
+        assert len(runs(out, Configure)) == (memory_bytes == needed)
+        assert [answer.refusal.code for answer in said(out) if isinstance(answer, ConfigureRefused)] == (
+            [RefusalCode.MEMORY] if memory_bytes < needed else []
+        )
 
 
 def test_another_layout_than_its_hash_is_refused() -> None:
@@ -284,15 +287,24 @@ def test_another_layout_than_its_hash_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [Settings(chunk_bytes=1 << 21), Settings(chunk_bytes=1022), Settings(window_chunks=500)]
+    ("settings", "right"),
+    [
+        (Settings(chunk_bytes=1 << 20), True),
+        (Settings(chunk_bytes=(1 << 20) + 4), False),
+        (Settings(chunk_bytes=1024), True),
+        (Settings(chunk_bytes=1020), False),
+        (Settings(chunk_bytes=1026), False),
+        (Settings(window_chunks=MAX_WINDOW_CHUNKS + 1), False),
+    ],
 )
-def test_settings_that_the_data_port_cannot_serve_are_refused(settings: Settings) -> None:
-    bench = SlaveBench()
-    bench.link()
-    bench.welcome(settings=settings)
-    (refused,) = said(bench.command(configure()))
-    assert isinstance(refused, ConfigureRefused)
-    assert refused.refusal.code is RefusalCode.CONFIG
+def test_settings_that_the_data_port_cannot_serve_are_refused(settings: Settings, right: bool) -> None:
+    bench = SlaveBench(settings=settings)
+    bench.attach()
+    out = bench.command(configure())
+    assert bool(runs(out, Configure)) is right
+    assert [answer.refusal.code for answer in said(out) if isinstance(answer, ConfigureRefused)] == (
+        [] if right else [RefusalCode.CONFIG]
+    )
 
 
 def test_a_load_that_fails_leaves_an_empty_slave_that_can_be_configured_again() -> None:

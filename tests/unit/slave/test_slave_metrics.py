@@ -11,8 +11,6 @@ from dips.core.clock import ManualClock
 from dips.core.errors import RefusalCode, Refused
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import SlaveBeat
-from dips.core.threads import Threads
-from dips.slave.calculation import memory_bytes_per_s
 from dips.slave.data_port import Figures
 from dips.slave.memory import ShardMemory
 from dips.slave.metrics import METRICS, PREFIX, Collector, Counts, DiskSizes, MetricsMoment, disk_free_bytes
@@ -110,7 +108,3 @@ def test_a_disk_that_does_not_answer_has_no_sample(bench: SlaveBench, counts: Co
     assert disk_free_bytes(tmp_path) is not None
     gone = DiskSizes(1, 1, disk_free_bytes(tmp_path / "gone"), 0)
     assert ("disk_free_bytes",) not in scraped(look(bench.state, None, counts), gone)
-
-
-def test_the_speed_of_memory_is_one_that_a_machine_can_have() -> None:
-    assert 1e8 < memory_bytes_per_s(Threads(1), 1 << 20) < 1e13

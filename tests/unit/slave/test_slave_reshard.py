@@ -153,6 +153,14 @@ def test_a_move_that_cannot_be_is_refused_before_anything_is_done(
     assert ready.phase is ShardPhase.READY
 
 
+def test_a_move_in_chunks_that_the_data_port_cannot_serve_is_refused() -> None:
+    bench = SlaveBench(settings=Settings(chunk_bytes=1022))
+    bench.attach()
+    (refused,) = said(bench.command(move(sources=spec(ELSEWHERE))))
+    assert isinstance(refused, RoundRefused)
+    assert refused.refusal.code is RefusalCode.CONFIG
+
+
 def test_an_abort_ends_a_move_under_way_and_frees_its_file(ready: SlaveBench) -> None:
     ready.command(move())
     out = ready.command(AbortRound(R2, "the operator took it back"))

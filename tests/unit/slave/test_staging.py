@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,16 +82,6 @@ def refusal(table: StagingTable, header: DataHeader, payload_bytes: int | None =
     return caught.value
 
 
-def test_every_chunk_has_its_own_place_without_gaps() -> None:
-    shard = ShardMap(BLOCKS, CHUNK_BYTES)
-    places = [shard.find(put(chunk)) for chunk in CHUNKS]
-    assert [place.index for place in places] == list(range(len(CHUNKS)))
-    ends = [place.start_byte + place.length_bytes for place in places]
-    assert [place.start_byte for place in places] == [0, *ends[:-1]]
-    assert ends[-1] == shard.n_bytes == len(DATA)
-    assert shard.n_chunks == len(CHUNKS)
-
-
 @pytest.mark.parametrize("make", [StagingTable, arrays])
 @given(data=st.data())
 def test_any_order_and_any_duplicates_end_in_the_same_digest(
@@ -132,29 +121,6 @@ def test_one_answer_names_at_most_max_missing_chunks() -> None:
     big = [Block(0, "l", 0, 256 * (MAX_MISSING + 5))]
     table = StagingTable(ShardMap(big, CHUNK_BYTES))
     assert len(table.missing(table.open(Slot(A, 1, 0)))) == MAX_MISSING
-
-
-@pytest.mark.parametrize(
-    ("change", "code", "words"),
-    [
-        ({"push": B}, RefusalCode.UNKNOWN_PUSH, "ask the master for a ticket"),
-        ({"attempt": 2}, RefusalCode.UNKNOWN_PUSH, "attempt 2"),
-        ({"block": 1}, RefusalCode.CHUNK, "does not hold the block"),
-        ({"block": 99}, RefusalCode.CHUNK, "does not hold the block"),
-        ({"offset_bytes": 4}, RefusalCode.CHUNK, "multiple of 1024"),
-        ({"offset_bytes": 1024 * 1024}, RefusalCode.CHUNK, "below the block's"),
-        ({"offset_bytes": 2**63}, RefusalCode.CHUNK, "below the block's"),
-        ({"length_bytes": 1020}, RefusalCode.CHUNK, "this chunk has 1024"),
-        ({"length_bytes": 2**62}, RefusalCode.CHUNK, "this chunk has 1024"),
-        ({"codec": Codec.NONE}, RefusalCode.CHUNK, "F32"),
-    ],
-)
-def test_a_wrong_header_is_refused_with_its_reason(
-    table: StagingTable, change: dict[str, object], code: RefusalCode, words: str
-) -> None:
-    refused = refusal(table, replace(put(CHUNKS[0]), **change))  # type: ignore[arg-type]
-    assert refused.code is code
-    assert words in refused.sentence
 
 
 def test_an_early_chunk_is_invited_again_but_a_replaced_attempt_is_not(table: StagingTable) -> None:

@@ -59,23 +59,6 @@ def test_it_steps_as_the_trainer_does_to_the_bit(config: TrainConfig, text: Shar
     assert np.array_equal(vector(learner), theirs)
 
 
-@pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])
-def test_a_reset_forgets_the_state_of_all_optimizers(
-    config: TrainConfig, text: SharedText, inner_optimizer: str
-) -> None:
-    config = config.model_copy(update={"inner_optimizer": inner_optimizer})
-    inner, learner = InnerTrainer(config), ByteLearner(config, text, TOTAL)
-    (rows,) = batches(text, 1)
-    rate = schedule_of(config, TOTAL).at(0)
-    assert learner.step(rows, 0) == inner_step(
-        inner.model, inner.optimizers, make_batch(text.training, rows), rate, config.grad_clip
-    )
-    assert len(learner._optimizers) == (1 if inner_optimizer == "adamw" else 2)
-    assert all(optimizer.state for optimizer in learner._optimizers)
-    learner.reset_inner_optimizer()
-    assert not any(optimizer.state for optimizer in learner._optimizers)
-
-
 def test_the_rate_follows_the_runs_progress(config: TrainConfig, text: SharedText) -> None:
     rows = batches(text, 1)[0]
     moved = []

@@ -133,13 +133,7 @@ def train(tmp_path: Path) -> TrainConfig:
     return TrainConfig(data=(folder,), heldout_fraction=0.2, device="cpu", **knobs)
 
 
-def test_it_trains_until_the_driver_is_done_and_leaves(driver: type[ScriptedDriver], train: TrainConfig) -> None:
-    assert run(train, CLIENT) == 0
-    assert len(driver.last.steps) == driver.end_after
-    assert driver.last.closed == ["finished"]
-
-
-def test_the_tape_has_a_step_before_what_the_driver_writes_of_it(
+def test_one_run_claims_what_it_trained_on_and_its_tape_tells_of_it(
     driver: type[ScriptedDriver], train: TrainConfig, tmp_path: Path
 ) -> None:
     """In its last step the driver leaves the run, which ends a tape."""
@@ -148,16 +142,10 @@ def test_the_tape_has_a_step_before_what_the_driver_writes_of_it(
         if len(scripted.steps) == scripted.end_after:
             scripted.tape.write("left", "cause", reason="finished")
 
-    driver.at_step = staticmethod(leaves)
-    tape = tmp_path / "tape"
-    run(train, CLIENT.model_copy(update={"tape": tape}))
-    kinds = [(record["kind"], record.get("tokens")) for record in read_tape(tape)]
-    assert kinds[-2:] == [("step", driver.end_after * train.step_tokens), ("left", None)]
-
-
-def test_steps_claim_exactly_what_they_trained_on(driver: type[ScriptedDriver], train: TrainConfig) -> None:
-    driver.end_after = 40
-    run(train, CLIENT)
+    driver.end_after, driver.at_step = 40, staticmethod(leaves)
+    assert run(train, CLIENT.model_copy(update={"tape": tmp_path / "tape"})) == 0
+    assert (len(driver.last.steps), driver.last.closed) == (40, ["finished"])
+    assert driver.last.boundaries == 40 + len(driver.last.wanted), "each may become a checkpoint"
     seen: Counter[tuple[int, int]] = Counter()
     for tokens, ranges, loss in driver.last.steps:
         assert tokens == sum(part.tokens for part in ranges) == train.step_tokens
@@ -166,6 +154,13 @@ def test_steps_claim_exactly_what_they_trained_on(driver: type[ScriptedDriver], 
     lent = {(part.chunk, token) for part in driver.last.lent for token in range(part.begin_tokens, part.end_tokens)}
     assert set(seen.values()) == {1}
     assert set(seen) <= lent
+    *records, left = read_tape(tmp_path / "tape")
+    assert left["kind"] == "left"
+    steps = [record for record in records if record["kind"] == "step"]
+    assert [record["tokens"] for record in steps] == [n * train.step_tokens for n in range(2, 41, 2)]
+    losses = [loss for _, _, loss in driver.last.steps]
+    assert steps[0]["loss"] == pytest.approx((losses[0] + losses[1]) / 2)
+    assert (steps[0]["version"], steps[0]["cause"]) == ("1:4", "cause")
 
 
 def test_it_leases_enough_to_mix_chunks_and_for_the_steps_to_come(
@@ -300,18 +295,6 @@ def test_the_wait_of_a_slower_cluster_comes_before_the_driver_hears_of_the_step(
     assert all(timeout_s > 0 for _, timeout_s in waits)
 
 
-def test_the_tape_tells_loss_over_the_tokens_of_the_run(
-    driver: type[ScriptedDriver], train: TrainConfig, tmp_path: Path
-) -> None:
-    run(train, CLIENT.model_copy(update={"tape": tmp_path / "tape"}))
-    records = [record for record in read_tape(tmp_path / "tape") if record["kind"] == "step"]
-    assert [record["tokens"] for record in records] == [2 * 32, 4 * 32, 6 * 32]
-    losses = [loss for _, _, loss in driver.last.steps]
-    assert records[0]["loss"] == pytest.approx((losses[0] + losses[1]) / 2)
-    assert records[0]["version"] == "1:4"
-    assert records[0]["cause"] == "cause"
-
-
 def test_the_learning_rate_goes_by_the_runs_tokens(
     driver: type[ScriptedDriver], train: TrainConfig, tmp_path: Path
 ) -> None:
@@ -354,9 +337,13 @@ def test_a_rank_that_is_alone_says_whether_a_person_must_act(
 
 
 def test_without_a_master_it_trains_for_so_many_steps(train: TrainConfig, tmp_path: Path) -> None:
-    tape = tmp_path / "tape"
-    assert run(train.model_copy(update={"steps": 10, "warmup_tokens": 0}), ClientConfig(tape=tape)) == 0
-    records = list(read_tape(tape))
+    """And again to the bit."""
+    records, again = [], []
+    for name, into in (("one", records), ("two", again)):
+        tape = tmp_path / name
+        assert run(train.model_copy(update={"steps": 10, "warmup_tokens": 0}), ClientConfig(tape=tape)) == 0
+        into += read_tape(tape)
+    assert [record["loss"] for record in records] == [record["loss"] for record in again]
     steps = [record for record in records if record["kind"] == "step"]
     assert [record["steps"] for record in steps] == [2, 4, 6, 8, 10]
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
@@ -365,25 +352,12 @@ def test_without_a_master_it_trains_for_so_many_steps(train: TrainConfig, tmp_pa
     assert records[-1]["loss"] < math.log(256)
 
 
-def test_training_alone_can_be_repeated_to_the_bit(train: TrainConfig, tmp_path: Path) -> None:
-    losses = []
-    for name in ("one", "two"):
-        run(train.model_copy(update={"steps": 6}), ClientConfig(tape=tmp_path / name))
-        losses.append([record["loss"] for record in read_tape(tmp_path / name)])
-    assert losses[0] == losses[1]
-
-
 def test_without_a_master_and_steps_both_remedies_are_named(train: TrainConfig) -> None:
     with pytest.raises(ConfigError, match=r"--master HOST:PORT .* or --steps N"):
         run(train, ClientConfig())
 
 
 # ---- checkpoints ----
-
-
-def test_every_step_boundary_may_become_a_checkpoint(driver: type[ScriptedDriver], train: TrainConfig) -> None:
-    run(train, CLIENT)
-    assert driver.last.boundaries == driver.end_after + len(driver.last.wanted)
 
 
 def test_a_resumed_loop_makes_the_batches_that_were_to_come(driver: type[ScriptedDriver], train: TrainConfig) -> None:

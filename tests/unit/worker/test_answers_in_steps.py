@@ -9,7 +9,7 @@ import pytest
 from support.cluster_bench import DIGESTS, SETTINGS, TICKET, ClusterBench, session_config
 
 from dips.core.errors import RefusalCode, Refused
-from dips.core.ids import RoundId
+from dips.core.ids import RoundId, Version
 from dips.core.messages import (
     Admitted,
     AwaitVerdictReply,
@@ -62,7 +62,9 @@ def in_step(life: ClusterBench, event: Event) -> None:
 
 def to_admitted(life: ClusterBench) -> None:
     in_step(life, Done(life.job(BeginPushRequest)[0], BeginPushReply(TICKET)))
-    in_step(life, Done(life.job(SendPush)[0], DIGESTS, 0.2))
+    sending = life.job(SendPush)[0]
+    assert not life.session.may_take_in_step(Done(sending + 1, DIGESTS, 0.2)), "a transfer that was given up"
+    in_step(life, Done(sending, DIGESTS, 0.2))
     in_step(life, Done(life.job(FinishPushRequest)[0], FinishPushReply(Admitted(RoundId(1, 1), 1.0))))
 
 
@@ -78,8 +80,10 @@ def grant(life: ClusterBench) -> BeginPullReply:
 
 def test_a_whole_exchange_goes_on_during_one_step_and_the_install_waits_for_its_end(life: ClusterBench) -> None:
     to_admitted(life)
-    verdict = life.verdict(VerdictKind.APPLIED)
-    in_step(life, Done(life.job(AwaitVerdictRequest)[0], AwaitVerdictReply(verdict)))
+    verdict, job = life.verdict(VerdictKind.APPLIED), life.job(AwaitVerdictRequest)[0]
+    other = replace(verdict, push=replace(verdict.push, seq=9))
+    assert not life.session.may_take_in_step(Done(job, AwaitVerdictReply(other)))
+    in_step(life, Done(job, AwaitVerdictReply(verdict)))
     in_step(life, Done(life.job(BeginPullRequest)[0], grant(life)))
     there = Done(life.job(PullGrant)[0], None, 0.2)
     assert not life.session.may_take_in_step(there)
@@ -116,13 +120,24 @@ def test_all_else_waits_for_the_end_of_the_step(life: ClusterBench, event: Calla
     assert not life.session.may_take_in_step(event(life.job(BeginPushRequest)[0]))
 
 
-def test_a_heartbeat_and_the_answers_of_a_cluster_that_leaves_wait(life: ClusterBench) -> None:
+@pytest.mark.parametrize(
+    "happens",
+    [
+        lambda life: life.beat(donate=Version(1, 4)),
+        lambda life: life.beat(stop=True),
+        lambda life: life.say(StopWanted("enough")),
+    ],
+    ids=["asked to donate", "drained", "leaves"],
+)
+def test_a_heartbeat_waits_and_so_does_an_answer_once_more_is_under_way(
+    life: ClusterBench, happens: Callable[[ClusterBench], object]
+) -> None:
     incarnation = life.session.shared.terms.incarnation
     assert incarnation is not None
     assert not life.session.may_take_in_step(Beat(incarnation, Refused(RefusalCode.FENCED, "evicted")))
     ticket = Done(life.job(BeginPushRequest)[0], BeginPushReply(TICKET))
     assert life.session.may_take_in_step(ticket)
-    life.say(StopWanted("enough"))
+    happens(life)
     assert not life.session.may_take_in_step(ticket)
 
 

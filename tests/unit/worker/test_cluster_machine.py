@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 import pytest
-from support.cluster_bench import LEASED, SETTINGS, TK_MAX, TOKENS, ClusterBench, phase_of, session_config
+from support.cluster_bench import LEASED, SETTINGS, TK_MAX, ClusterBench, phase_of, session_config
 
 from dips.core.errors import (
     NAME_TAKEN_EXIT,
@@ -14,7 +14,6 @@ from dips.core.errors import (
     LocalProtocolError,
     RefusalCode,
     Refused,
-    RetryLater,
 )
 from dips.core.ids import Incarnation, RoundId, Version
 from dips.core.messages import (
@@ -149,17 +148,6 @@ def test_a_cluster_that_waits_may_be_told_to_join_again_as_seed() -> None:
     assert life.asked(BeginPushRequest).base is None
 
 
-def test_an_unknown_master_is_tried_for_a_bounded_time() -> None:
-    life = ClusterBench(session_config(connect_wait_s=5.0))
-    life.say(Started())
-    while not life.finished:
-        life.fail(JoinRequest)
-        assert life.now_s < 10
-        life.pass_s(3.0)  # longer than any pause so far
-    assert isinstance(life.finished.error, RetryLater)
-    assert "5 s" in str(life.finished.error)
-
-
 @pytest.mark.parametrize(
     "code",
     [RefusalCode.LAYOUT, RefusalCode.RUN_ID, RefusalCode.PROTOCOL_VERSION, RefusalCode.DATA_PLAN, RefusalCode.FENCED],
@@ -190,24 +178,6 @@ def test_joining_a_run_that_has_ended_is_no_failure() -> None:
     assert life.finished is not None
     assert life.finished.error is None
     assert life.take(Log) == Log(logging.WARNING, "join", "this cluster cannot join: refused: STOPPING", "a/join")
-
-
-@pytest.mark.parametrize(
-    ("expectation", "sentence"),
-    [
-        ({"expect_outer_lr": 0.1}, "outer_lr = 0.1, the run's is 0.7"),
-        ({"expect_outer_momentum": 0.5}, "outer_momentum"),
-        ({"expect_sync_every": 99}, "sync_every = 99, the run's is 4"),
-    ],
-)
-def test_settings_that_differ_from_the_runs_are_refused_at_join(expectation: dict[str, float], sentence: str) -> None:
-    life = ClusterBench(session_config(**expectation))
-    life.say(Started())
-    life.join()
-    life.left()
-    assert life.finished is not None
-    assert isinstance(life.finished.error, ConfigError)
-    assert sentence in str(life.finished.error)
 
 
 def test_a_master_of_another_protocol_is_left() -> None:
@@ -325,16 +295,6 @@ def test_an_incomplete_push_is_completed_with_the_same_ticket(life: ClusterBench
     life.admitted()
 
 
-def test_a_failed_pull_is_asked_for_again_and_its_pin_released(life: ClusterBench) -> None:
-    life.awaiting()
-    life.decide(VerdictKind.APPLIED)
-    life.grant()
-    life.say(Failed(life.job(PullGrant)[0], "version gone"))
-    assert life.asked(FinishPullRequest).pin_id == 7
-    life.pass_s(0.5)
-    assert life.pulled().mode is InstallMode.REPLACE
-
-
 def test_a_version_that_is_gone_is_replaced_by_the_newest(life: ClusterBench) -> None:
     life.awaiting()
     life.decide(VerdictKind.APPLIED)
@@ -432,6 +392,7 @@ def test_a_lease_that_is_not_there_yet_is_asked_for_again() -> None:
     life.begin()
     life.say(LeaseWanted(500))
     life.answer(LeaseDataRequest, LeaseDataReply(()))
+    assert (life.asks(LeaseDataRequest), life.session.waiting_for()) == (False, "all data is leased")
     life.pass_s(0.5)
     life.answer(LeaseDataRequest, LeaseDataReply((DataRange(3, 0, 1, 0, 1024),)))
     assert len(life.session.take_leased()) == 1
@@ -455,18 +416,6 @@ def test_a_step_must_account_for_its_tokens() -> None:
     with pytest.raises(LocalProtocolError, match="does not hold"):
         life.say(Stepped(10, (DataRange(9, 0, 0, 0, 10),)))
     assert life.session.shared.work.tokens == 0
-
-
-def test_a_push_is_near_before_the_step_that_makes_it_due(life: ClusterBench) -> None:
-    life.train(life.local_steps - 2)
-    assert not life.session.push_is_near
-    assert life.session.steps_to_push == 2
-    life.train(1)
-    assert life.session.push_is_near
-    life.train(1)
-    assert life.asked(BeginPushRequest).steps == life.local_steps
-    assert not life.session.push_is_near
-    assert life.session.steps_to_push == 1, "while a push is under way every step may matter"
 
 
 def test_local_steps_follow_the_masters_word(life: ClusterBench) -> None:
@@ -574,22 +523,6 @@ def test_every_record_names_its_cause(life: ClusterBench) -> None:
 def said(life: ClusterBench) -> dict[str, str]:
     """The newest sentence of each key."""
     return {effect.key: effect.sentence for effect in life.every if isinstance(effect, Log)}
-
-
-def test_leaving_pushes_the_last_steps_and_waits_for_their_verdict(life: ClusterBench) -> None:
-    life.train(3)
-    life.say(StopWanted("the training loop has ended"))
-    assert life.waits
-    push = life.asked(BeginPushRequest)
-    assert (push.steps, push.tokens) == (3, 3 * TOKENS)
-    life.sent(life.ticket())
-    life.admitted()
-    assert not life.asks(LeaveRequest)
-    life.decide(VerdictKind.APPLIED)
-    life.left()
-    assert not life.asks(BeginPullRequest), "the model stays this cluster's own"
-    assert "once 3 steps with 300 tokens are pushed" in said(life)["leave"]
-    assert "lost" not in said(life)
 
 
 @pytest.mark.parametrize("stage", ["begun", "sending", "sent", "admitted"])

@@ -81,6 +81,8 @@ def test_once_taken_the_work_is_dropped_and_the_leases_are_settled_anew(life: Le
     assert life.waits
     assert life.session.shared.work.tokens == 0
     assert not life.asks(ReturnDataRequest), "the rollback freed every lease"
+    told = [e for e in life.every if isinstance(e, Record)][-1]
+    assert (told.kind, told.fields["push"], told.fields["verdict"]) == ("verdict", str(push), "APPLIED")
     assert life.grant().at_least == NEW
     assert life.pull_ends().mode is InstallMode.REPLACE
     assert phase_of(life) is SessionPhase.JOINING, "what it held is not lent to it any more"

@@ -21,7 +21,7 @@ from dips.core.messages import (
     VerdictKind,
 )
 from dips.worker.state.cluster import ClusterMachine
-from dips.worker.state.effects import Delayed, Done, InstallMode, PushRecord, Run, Started
+from dips.worker.state.effects import Cancel, Delayed, Done, InstallMode, PushRecord, Run, Started
 from dips.worker.state.shared import SessionConfig, SessionPhase
 
 
@@ -284,6 +284,7 @@ def test_a_record_that_comes_too_late_begins_nothing(
     life = durable
     job, _ = begun(life)
     meanwhile(life)
+    assert not life.has(Cancel), "a record is still written"
     life.say(Done(job))
     assert not life.asks(BeginPushRequest)
 

@@ -115,6 +115,7 @@ def test_rounds_of_pushes_that_are_applied(run: RunInMemory, tmp_path: Path) -> 
     assert [request.pin_id for request in run.released] == [1, 2, 3]
     assert (shell.done, shell.exit_reason) == (True, "the training loop has ended")
     assert [leave.reason for leave in run.leaves] == [shell.exit_reason]
+    assert run.closed == [run.address]
     step_without_change(shell)
     assert shell.steps == 8, "nothing counts after the end"
 
@@ -379,7 +380,8 @@ def refuses(method: str, code: RefusalCode) -> Callable[[str, Any], None]:
     ("knobs", "change", "error", "said", "leaves"),
     [
         ({}, {"hook": refuses("Join", RefusalCode.LAYOUT)}, Refused, "no Join", 0),
-        ({"outer_lr": 0.123}, {}, ConfigError, "outer_lr", 1),
+        ({"outer_lr": 0.123}, {}, ConfigError, "outer_lr = 0.123, the run's is 0.7", 1),
+        ({"outer_momentum": 0.5}, {}, ConfigError, "outer_momentum", 1),
         ({"sync_every": 5}, {}, ConfigError, "sync_every", 1),
         ({"connect_wait_s": 3.0}, {"is_up": False}, RetryLater, "3 s", 0),
     ],

@@ -16,7 +16,7 @@ from dips.core.layout import Layout, Parameter
 from dips.core.math import wire_numpy
 from dips.core.net.payloads import Difference, Differences, Parameters, Places, SharedLock, kernels
 from dips.core.wire import Codec, encoded_bytes
-from dips.worker.config import ClientConfig, wire_of
+from dips.worker.config import ClientConfig
 from dips.worker.vectors import Vectors, chunk_spans
 
 F32 = NDArray[np.float32]
@@ -111,14 +111,6 @@ def test_without_numba_differences_are_refused_with_a_remedy(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "numba", None)
     with pytest.raises(ConfigError, match=r"need numba.*dips-training\[worker\]"):
         kernels()
-
-
-@pytest.mark.parametrize(
-    ("name", "codec"),
-    [("float32", Codec.F32), ("bfloat16", Codec.BF16), ("int8", Codec.INT8), ("int4", Codec.INT4)],
-)
-def test_wire_types_by_name(name: str, codec: Codec) -> None:
-    assert wire_of(ClientConfig(wire_dtype=name)) is codec
 
 
 def test_an_unknown_wire_type_is_refused_by_name() -> None:

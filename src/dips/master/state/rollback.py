@@ -114,7 +114,6 @@ def adopted(current: Ledger, commit: CommitInfo, epoch: int, changes: OperatorCh
     changes: what the operator changed in `current` since this process began.
     """
     ledger = _merged(current, commit, epoch, (), changes)
-    ledger.commit = commit
     fork = current.commit
     if fork is not None and fork.version == commit.version and fork.commit_hash != commit.commit_hash:
         # The journal decided these pushes in a round that the slaves did not make: they are in no version.

@@ -9,11 +9,10 @@ from __future__ import annotations
 import base64
 import json
 import struct
-import types
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, fields
 from enum import Enum
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from dips.core.errors import ConfigError, DipsError, FatalError, RefusalCode, Refused, RemoteProtocolError, RetryLater
 from dips.core.messages import DataRange
@@ -172,8 +171,6 @@ def _written(value: Any) -> Any:
 
 
 def _read(value: Any, kind: Any) -> Any:
-    if get_origin(kind) in (Union, types.UnionType):
-        return None if value is None else _read(value, next(k for k in get_args(kind) if k is not types.NoneType))
     if get_origin(kind) is tuple:
         return tuple(_range(*numbers) for numbers in value)
     if kind in CODECS:

@@ -1,7 +1,9 @@
-"""dips.DiLoCo on two ranks of one cluster, which are threads here: one run, one push of both shares, one version."""
+"""dips.DiLoCo in one process, and on two ranks of one cluster, which are threads here, against a run in memory."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,7 @@ from support.run_in_memory import Failure, RunInMemory, in_memory
 from support.trainer_models import Model, same_cut
 
 import dips
-from dips.core.errors import DipsError, RefusalCode
+from dips.core.errors import TERMINATED, DipsError, RefusalCode
 from dips.core.ids import Version
 from dips.core.messages import VerdictKind
 from dips.core.observe.tape import read_tape
@@ -168,6 +170,12 @@ def test_ranks_go_on_from_their_checkpoint_to_the_bit(
     run.fence, run.version = 0, Version(1, 0)
     assert together(monkeypatch, 2, one) == [(after(3), 3, True)] * 2
     assert [push.steps for push in run.pushes] == [3, 3]
+    run.verdicts.clear()
+    run.fence, run.version = 0, Version(1, 0)
+    monkeypatch.setattr("dips.worker.loop.ranks_here", lambda group, cut: None)
+    alone = Loop(run, 0, replicas=False, checkpoint_dir=folder, checkpoint_every_s=0.0, resume=True)
+    with alone.sync as sync:  # one process goes on from what several ranks have written
+        assert (flat(alone.model).tobytes(), sync.steps) == (after(3), 3)
 
 
 def test_a_leader_that_cannot_join_ends_all_ranks_with_its_error(
@@ -184,3 +192,97 @@ def test_a_leader_that_cannot_join_ends_all_ranks_with_its_error(
             raise AssertionError("nobody trains")
 
     assert together(monkeypatch, 2, one) == ["Refused: another shape"] * 2
+
+
+def test_ranks_that_shared_the_model_out_by_other_chunks_must_be_started_again(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one(rank: int) -> None:
+        loop = Loop(run, rank)
+        with loop.sync:
+            loop.steps(3)
+            if rank == 0:
+                run.restart()
+                run.settings = replace(run.settings, chunk_bytes=2048)
+                run.passes(0.0)
+            loop.steps(3)
+
+    told = together(monkeypatch, 2, one)
+    assert len(set(told)) == 1
+    assert str(told[0]).startswith("ConfigError: the master's chunk_bytes was 4096 and is 2048 now")
+
+
+def test_a_sigterm_of_one_rank_ends_all_after_the_same_step_with_all_their_work(
+    run: RunInMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one(rank: int) -> tuple[object, int]:
+        loop = Loop(run, rank)
+
+        def trains() -> None:
+            with loop.sync as sync:
+                loop.steps(1)
+                sync._sigterm.caught = rank == 1  # as the handler does, which the main thread alone can have
+                loop.steps(5)
+
+        with pytest.raises(SystemExit) as ended:
+            trains()
+        return ended.value.code, loop.sync.steps
+
+    told = together(monkeypatch, 2, one)
+    steps = sum(push.steps for push in run.pushes)
+    assert told == [(TERMINATED, steps)] * 2
+    assert (0 < steps < 6, [leave.reason for leave in run.leaves]) == (True, ["SIGTERM"])
+
+
+# ---- one process ----
+
+
+@pytest.mark.parametrize(
+    ("how", "raised", "pushed", "reason"),
+    [
+        ("ends", None, [2], "the training loop has ended"),
+        ("fails", ValueError, [], "ValueError: no"),
+        ("ctrl-C between steps", KeyboardInterrupt, [2], "KeyboardInterrupt"),
+        ("ctrl-C in a step", KeyboardInterrupt, [], "KeyboardInterrupt"),
+        ("SIGTERM, asks done", SystemExit, [2], "SIGTERM"),
+        ("SIGTERM, never asks", SystemExit, [3], "SIGTERM"),
+    ],
+)
+def test_how_a_loop_ends_decides_what_becomes_of_its_last_steps(
+    run: RunInMemory, how: str, raised: type[BaseException] | None, pushed: list[int], reason: str
+) -> None:
+    loop = Loop(run, 0, replicas=False, steps=2 if how == "ends" else None)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def trains() -> None:
+        with loop.sync as sync:
+            loop.steps(2)
+            match how:
+                case "ends":
+                    assert sync.done
+                case "fails":
+                    raise ValueError("no")
+                case "ctrl-C between steps":
+                    interrupt()
+                case "ctrl-C in a step":
+                    loop.optimizer.register_step_pre_hook(interrupt)
+                    loop.steps(1)
+                case _:
+                    for _ in range(2):  # as launchers do, to a group and to each process
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    if how == "SIGTERM, asks done":
+                        assert sync.done
+                    else:
+                        loop.steps(1)
+                        raise AssertionError("it goes on")
+
+    if raised is None:
+        trains()
+    else:
+        with pytest.raises(raised) as ended:
+            trains()
+        assert getattr(ended.value, "code", TERMINATED) == TERMINATED
+    assert ([push.steps for push in run.pushes], [leave.reason for leave in run.leaves]) == (pushed, [reason])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

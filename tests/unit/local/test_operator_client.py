@@ -1,0 +1,121 @@
+"""The operator's requests as the master gets them, and what a person reads when they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from support.run_status import run_status
+
+from dips.core.errors import RefusalCode, Refused, RetryLater
+from dips.core.messages import (
+    DrainRequest,
+    EvictRequest,
+    ExtendRequest,
+    OperatorReply,
+    OperatorRequest,
+    ReshardRequest,
+    StatusRequest,
+)
+from dips.core.net import codec_protobuf
+from dips.core.net.security import INSECURE
+from dips.local import operator_client
+from dips.local.operator_client import OperatorClient
+
+
+class Failed(grpc.RpcError):
+    """A call that fails with a status of gRPC itself."""
+
+    def __init__(self, status: grpc.StatusCode) -> None:
+        super().__init__()
+        self.status = status
+
+    def code(self) -> grpc.StatusCode:
+        return self.status
+
+    def details(self) -> str:
+        return "as gRPC says"
+
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
+
+class Channel:
+    """In place of a channel of gRPC: notes each call as (method, request, limit)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object, float]] = []
+        self.closed = False
+        self.fails: grpc.StatusCode | None = None
+
+    def unary_unary(self, path: str, **_: object) -> Callable[..., Any]:
+        method = path.rpartition("/")[2]
+
+        def call(message: Any, timeout: float) -> Any:
+            self.calls.append((method, message, timeout))
+            if self.fails is not None:
+                raise Failed(self.fails)
+            return codec_protobuf.to_message(run_status() if method == "Status" else OperatorReply(f"{method}: yes"))
+
+        return call
+
+    def unary_stream(self, path: str, **_: object) -> None:
+        """Nothing here watches."""
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def channel(monkeypatch: pytest.MonkeyPatch) -> Channel:
+    channel = Channel()
+    monkeypatch.setattr(operator_client, "open_channel", lambda address, security: channel)
+    monkeypatch.setattr(operator_client, "why_not_let_in", lambda address, security: "")
+    return channel
+
+
+def test_each_request_is_sent_as_it_was_meant(channel: Channel) -> None:
+    with OperatorClient("h:1", "mine", 7.0, security=INSECURE) as operator:
+        assert str(operator.status()) == str(run_status()), "NaN is no equal of itself"
+        said = [
+            operator.pause("p"),
+            operator.resume("r"),
+            operator.stop("s"),
+            operator.evict("b", "e"),
+            operator.drain("b", "d"),
+            operator.reshard(["s2"], ["s0"], "m"),
+            operator.take_back_reshard(),
+            operator.extend(5, True, "x"),
+        ]
+        assert not channel.closed
+    assert channel.closed
+    names = ["Pause", "Resume", "Stop", "Evict", "Drain", "Reshard", "Reshard", "Extend"]
+    assert said == [f"{name}: yes" for name in names]
+    wanted = [
+        StatusRequest("mine"),
+        *(OperatorRequest("mine", reason) for reason in "prs"),
+        EvictRequest("mine", "b", "e"),
+        DrainRequest("mine", "b", "d"),
+        ReshardRequest("mine", ("s2",), ("s0",), False, "m"),
+        ReshardRequest("mine", cancel=True),
+        ExtendRequest("mine", 5, True, "x"),
+    ]
+    assert channel.calls == [
+        (name, codec_protobuf.to_message(one), 7.0) for name, one in zip(["Status", *names], wanted, strict=True)
+    ]
+
+
+def test_a_master_that_cannot_be_asked_is_told(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = OperatorClient("h:1", security=INSECURE)
+    channel.fails = grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(RetryLater, match="the master at h:1 does not answer: start it"):
+        operator.status()
+    monkeypatch.setattr(operator_client, "why_not_let_in", lambda address, security: "it is another authority")
+    with pytest.raises(Refused, match="it is another authority") as refused:
+        operator.stop("")
+    assert refused.value.code is RefusalCode.IDENTITY
+    channel.fails = grpc.StatusCode.PERMISSION_DENIED
+    with pytest.raises(Refused, match="PERMISSION_DENIED"):
+        operator.status()

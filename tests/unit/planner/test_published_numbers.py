@@ -1,0 +1,58 @@
+"""What `dips plan validate` computes of each paper, where that takes seconds: as docs/papers/ shows it, to the last
+digit there. tests/slow/unit/test_validation.py has all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+import pytest
+from support.papers import not_on_the_page
+
+from dips.planner.errors import PlanError
+from dips.planner.validation import all_checks
+from dips.planner.validation.checks import PaperCheck, holds, ordering, within
+from dips.planner.validation.spantrain import figure_5, figure_6, figure_7, regions, section_4
+from dips.planner.validation.spantrain_adapter import section_4_4
+
+
+def first(paper: str, count: int) -> Callable[[], Iterator[PaperCheck]]:
+    return lambda: islice(all_checks(paper), count)
+
+
+@pytest.mark.parametrize(
+    ("paper", "made", "count"),
+    [
+        ("crosspipe", first("crosspipe", 999), 95),
+        ("jeeves", first("jeeves", 5), 5),
+        ("scaleacross", first("scaleacross", 26), 26),
+        ("spantrain", figure_5, 7),
+        ("spantrain", regions, 10),
+        ("spantrain", figure_6, 6),
+        ("spantrain", figure_7, 2),
+        ("spantrain", section_4, 17),
+        ("spantrain", section_4_4, 8),
+    ],
+)
+def test_numbers_are_those_of_the_page(paper: str, made: Callable[[], Iterator[PaperCheck]], count: int) -> None:
+    found = list(made())
+    assert list(not_on_the_page(paper, found)) == []
+    assert len(found) == count
+    assert not any(check.missed for check in found)
+
+
+def test_a_miss_is_a_miss() -> None:
+    assert not within("a", "b", 100.0, 115.9, 0.16).missed
+    assert within("a", "b", 100.0, 116.1, 0.16).missed
+    assert within("a", "b", 100.0, 83.9, 0.16).missed
+    assert holds("a", "b", False).missed
+    assert not holds("a", "b", True).missed
+    assert not PaperCheck("a", "b", 3.0, 2.0, 1.0).missed
+    assert PaperCheck("a", "b", 3.0, 2.0).error == pytest.approx(-1 / 3)
+    check = PaperCheck("a", "b", 0.367, 0.303, 0.29, 0.37, percent=True)
+    assert check.cells() == ("b", "36.7%", "30.3%", "-6.4 points", "29.0% to 37.0%", "ok")
+    assert PaperCheck("a", "b", None, 0.1, percent=True).cells() == ("b", "", "10.0%", "", "", "")
+    other_way = ordering("a", "b", False)
+    assert (other_way.what, other_way.ours, other_way.missed) == ("b: DOES NOT HOLD", 0.0, False)
+    with pytest.raises(PlanError, match="'dapple' is unknown"):
+        next(all_checks("dapple"))

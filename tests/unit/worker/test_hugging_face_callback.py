@@ -1,0 +1,169 @@
+"""The callback for Hugging Face's Trainer, called in the Trainer's order, against a run in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.run_for_workers import FlatModel
+from support.run_in_memory import RunInMemory, in_memory
+from support.trainer_models import Model, same_cut
+
+from dips.core.errors import ConfigError
+from dips.core.ids import Version
+from dips.worker.integrations.hugging_face import HuggingFaceCallback
+
+ARGUMENTS: dict[str, Any] = {
+    "world_size": 1, "average_tokens_across_devices": True, "torch_compile": False, "save_strategy": "steps",
+    "save_only_model": False, "deepspeed": None, "fsdp": None, "load_best_model_at_end": False,
+}  # fmt: skip
+
+
+class Losing(Model):
+    """Its loss is the mean of its input."""
+
+    def forward(self, input_ids: torch.Tensor, **given: Any) -> Any:
+        first = next(self.parameters())
+        return SimpleNamespace(loss=input_ids.float().mean() + 0 * first.sum())
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunInMemory]:
+    monkeypatch.setattr("dips.worker.torch_model.Layout", same_cut)
+    run = in_memory(monkeypatch, RunInMemory(theta=FlatModel(7).theta))
+    yield run
+    run.close()
+
+
+class Trainer:
+    """Calls its callback as transformers does."""
+
+    def __init__(self, run: RunInMemory, folder: Path, step: int = 0, **changes: Any) -> None:
+        given = {"master": run.address, "cluster_id": "a", "insecure": True, **changes.pop("loop", {})}
+        self.callback = HuggingFaceCallback(**given)
+        self.arguments: Any = SimpleNamespace(**{**ARGUMENTS, "output_dir": str(folder), **changes})
+        self.state: Any = SimpleNamespace(global_step=step)
+        self.control: Any = SimpleNamespace(should_training_stop=False, should_save=False)
+        self.model = Losing(1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.run = run
+
+    def tell(self, event: str, **more: Any) -> None:
+        given = {"model": self.model, "optimizer": self.optimizer, **more}
+        getattr(self.callback, f"on_{event}")(self.arguments, self.state, self.control, **given)
+
+    def step(self, *batches: torch.Tensor, items: int | None = None, saves: bool = False) -> None:
+        for batch in batches:
+            given = {} if items is None else {"num_items_in_batch": items}
+            self.model(input_ids=batch, **given).loss.backward()
+        self.tell("pre_optimizer_step")
+        self.optimizer.step()
+        self.state.global_step += 1
+        self.control.should_save = saves
+        self.tell("step_end")
+
+
+def batch(value: float, tokens: int = 6) -> torch.Tensor:
+    return torch.full((2, tokens // 2), value)
+
+
+def labels(folder: Path) -> list[str]:
+    files = sorted((folder / "dips").glob("checkpoint-*.json"))
+    return [json.loads(path.read_text())["body"]["content"]["label"] for path in files]
+
+
+def test_tokens_and_losses_of_accumulated_batches_are_one_steps_and_saves_are_labelled(
+    run: RunInMemory, tmp_path: Path
+) -> None:
+    trainer = Trainer(run, tmp_path)
+    trainer.tell("train_begin")
+    sync = trainer.callback.sync
+    assert sync is not None
+    trainer.step(batch(1.0), batch(4.0, tokens=10))
+    trainer.model.eval()
+    trainer.model(input_ids=batch(99.0))  # an evaluation counts nothing
+    trainer.model.train()
+    trainer.step(batch(2.5), saves=True)
+    trainer.tell("save")
+    trainer.step(batch(1.0), batch(1.5), items=4)  # shares of one loss, which add up
+    trainer.tell("log", logs={"loss": 77.0})
+    trainer.step(batch(2.5))
+    assert (sync.version, sync.steps) == (Version(1, 1), 4)
+    (push,) = run.pushes
+    assert (push.steps, push.tokens, push.mean_loss) == (4, 16 + 6 + 12 + 6, 2.5)
+    assert labels(tmp_path) == ["step 2"]
+    run.stop = True
+    run.passes(0.0)
+    trainer.step(batch(2.5))
+    assert trainer.control.should_training_stop
+    trainer.tell("train_end")
+    assert (trainer.callback.sync, len(run.leaves)) == (None, 1)
+    assert not trainer.model._forward_hooks
+    assert not trainer.model._forward_pre_hooks
+
+
+def test_a_training_that_resumes_goes_on_from_the_checkpoint_of_its_step(run: RunInMemory, tmp_path: Path) -> None:
+    first = Trainer(run, tmp_path)
+    first.tell("train_begin")
+    for saves in (True, True, False):
+        first.step(batch(1.0), saves=saves)
+    first.callback.close()
+    (saved,) = run.pushes
+    run.verdicts.clear()
+    run.fence, run.version = 0, Version(1, 0)
+    again = Trainer(run, tmp_path, step=1)
+    again.tell("train_begin")
+    assert again.callback.sync is not None
+    again.step(batch(1.0))
+    again.tell("train_end")
+    assert (saved.steps, run.pushes[-1].steps, run.joins[-1].caller.incarnation is not None) == (3, 2, True)
+
+
+def test_without_a_master_nothing_is_done(run: RunInMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DIPS_MASTER", raising=False)
+    trainer = Trainer(run, tmp_path, loop={"master": ""})
+    trainer.tell("train_begin")
+    trainer.step(batch(1.0), saves=True)
+    trainer.tell("train_end")
+    assert (trainer.callback.sync, run.joins) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"deepspeed": "x"}, "DeepSpeed"),
+        ({"fsdp": "full_shard"}, "FSDP2 has not cut"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end"),
+        ({"torch_compile": True}, "tokens_per_step="),
+        ({"loop": {"steps": 3}}, "steps is set by your trainer"),
+        ({"loop": {"tokens_per_step": 0}}, "at least 1"),
+    ],
+)
+def test_what_a_trainer_cannot_share_is_refused(
+    run: RunInMemory, tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Trainer(run, tmp_path, **changes).tell("train_begin")
+    assert run.joins == []
+
+
+def test_a_step_whose_tokens_are_unknown_is_refused_and_fixed_ones_are_counted(
+    run: RunInMemory, tmp_path: Path
+) -> None:
+    fixed = Trainer(run, tmp_path, loop={"tokens_per_step": 50}, save_strategy="no", torch_compile=True)
+    fixed.tell("train_begin")
+    fixed.tell("log", logs={"loss": 3.5})
+    fixed.step(batch(1.0))
+    fixed.tell("train_end")
+    assert (run.pushes[0].tokens, run.pushes[0].mean_loss) == (50, 3.5)
+    assert not (tmp_path / "dips").exists()
+    trainer = Trainer(run, tmp_path)
+    trainer.tell("train_begin")
+    with pytest.raises(ConfigError, match="give tokens_per_step="):
+        trainer.step()
+    trainer.callback.close()

@@ -1,0 +1,125 @@
+"""The callback for Lightning's Trainer, called in the Trainer's order, against a run in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from support.run_for_workers import FlatModel
+from support.run_in_memory import RunInMemory, in_memory
+from support.trainer_models import Model, same_cut
+
+from dips.core.errors import TERMINATED, ConfigError
+from dips.core.ids import Version
+from dips.worker.integrations.lightning import LightningCallback
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunInMemory]:
+    monkeypatch.setattr("dips.worker.torch_model.Layout", same_cut)
+    run = in_memory(monkeypatch, RunInMemory(theta=FlatModel(7).theta))
+    yield run
+    run.close()
+
+
+class Trainer:
+    """Calls its callback as Lightning does. changes: of the Trainer's own attributes."""
+
+    def __init__(self, run: RunInMemory, folder: Path, loop: dict[str, Any] | None = None, **changes: Any) -> None:
+        given: dict[str, Any] = {"master": run.address, "cluster_id": "a", "insecure": True, **(loop or {})}
+        self.callback = LightningCallback(**given)
+        self.model = Model(1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        strategy = SingleDeviceStrategy("cpu")
+        self.own: Any = SimpleNamespace(**{
+            "optimizers": [self.optimizer], "strategy": strategy, "min_epochs": None, "min_steps": None,
+            "checkpoint_callbacks": [object()], "default_root_dir": str(folder), "should_stop": False,
+            "global_step": 0, "state": SimpleNamespace(fn=TrainerFn.FITTING), **changes,
+        })  # fmt: skip
+
+    def tell(self, event: str, *more: Any) -> None:
+        getattr(self.callback, f"on_{event}")(self.own, self.model, *more)
+
+    def step(self, *losses: float) -> None:
+        """Several batches of 6 tokens for one step."""
+        for number, loss in enumerate(losses):
+            batch = {"input_ids": torch.zeros(2, 3)}
+            self.tell("train_batch_start", batch, number)
+            sum(w.sum() for w in self.model.parameters()).backward()  # type: ignore[union-attr]
+            if number + 1 == len(losses):
+                self.tell("before_optimizer_step", self.optimizer)
+                self.optimizer.step()
+                self.own.global_step += 1
+            self.tell("train_batch_end", {"loss": torch.tensor(loss / len(losses))}, batch, number)
+
+
+def test_batches_of_a_step_count_together_and_a_checkpoint_has_its_label(run: RunInMemory, tmp_path: Path) -> None:
+    trainer = Trainer(run, tmp_path)
+    trainer.tell("train_start")
+    sync = trainer.callback.sync
+    assert sync is not None
+    trainer.step(1.0, 3.0)
+    kept: dict[str, Any] = {}
+    trainer.tell("save_checkpoint", kept)
+    assert (kept, len(list((tmp_path / "dips").glob("*.json")))) == ({"dips_label": "step 1"}, 1)
+    for _ in range(3):
+        trainer.step(2.0)
+    assert (sync.version, sync.steps) == (Version(1, 1), 4)
+    (push,) = run.pushes
+    assert (push.steps, push.tokens, push.mean_loss) == (4, 5 * 6, 2.0)
+    run.stop = True
+    run.passes(0.0)
+    trainer.step(2.0)
+    assert trainer.own.should_stop
+    trainer.tell("train_end")
+    assert (trainer.callback.sync, len(run.leaves)) == (None, 1)
+    run.stop = False
+    for fn, resumes in ((TrainerFn.FITTING, True), (TrainerFn.TESTING, False)):
+        again = Trainer(run, tmp_path, state=SimpleNamespace(fn=fn))
+        again.tell("load_checkpoint", kept)
+        again.tell("train_start")
+        assert (run.joins[-1].caller.incarnation is not None) == resumes
+        again.callback.close()
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_a_sigterm_is_an_exit_code_unless_the_run_let_the_cluster_go(
+    run: RunInMemory, tmp_path: Path, released: bool
+) -> None:
+    trainer = Trainer(run, tmp_path, {"tokens_per_step": 50})
+    trainer.tell("train_start")
+    trainer.step(1.0)
+    if released:
+        run.stop = True
+        run.passes(0.0)
+        trainer.step(1.0)
+    error = SIGTERMException()
+    before = error.code
+    trainer.tell("exception", error)
+    assert error.code == (before if released else TERMINATED)
+    assert (trainer.callback.sync, len(run.leaves)) == (None, 1)
+    assert [push.tokens for push in run.pushes] == ([] if released else [50])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"optimizers": []}, "has 0 optimizers"),
+        ({"strategy": object.__new__(FSDPStrategy)}, "FSDPStrategy"),
+        ({"min_steps": 3}, "min_steps"),
+        ({"min_epochs": 3}, "min_epochs"),
+    ],
+)
+def test_what_a_trainer_cannot_share_is_refused(
+    run: RunInMemory, tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Trainer(run, tmp_path, **changes).tell("train_start")
+    assert run.joins == []
