@@ -47,7 +47,7 @@ class Ended(grpc.RpcError):
     def details(self) -> str:
         return "gone" if self._refusal is None else self._refusal.sentence
 
-    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:  # type: ignore[override]  # plain pairs
         return () if self._refusal is None else ((REFUSAL_KEY, encode(to_refusal(self._refusal))),)
 
 

@@ -145,7 +145,8 @@ class Slave:
     async def _next(self) -> SlaveMessage:
         """What is said next; raises the error that ends the slave instead."""
         said = asyncio.ensure_future(self.heard.get())
-        await asyncio.wait([said, self.shell.ended], return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [said, self.shell.ended]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if said.done():
             return said.result()
         said.cancel()
@@ -261,7 +262,13 @@ async def test_a_later_start_loads_what_was_committed_and_refuses_what_has_anoth
         slave.tell(Commit(R1, V0, b"not its hash", RECORD))
         assert await slave.hear(Flipped) == Flipped(R1, V0)
     digest = digest_of_array(SEED, BLOCKS, CHUNK_BYTES)
-    load = {"load": V0, "load_round": R1, "load_digest": digest, "commit_hash": HASH, "commit_record": RECORD}
+    load: dict[str, Any] = {
+        "load": V0,
+        "load_round": R1,
+        "load_digest": digest,
+        "commit_hash": HASH,
+        "commit_record": RECORD,
+    }
     async with slave_on(tmp_path) as slave:
         assert slave.problems == []
         hello = await slave.join(epoch=2)
@@ -271,7 +278,13 @@ async def test_a_later_start_loads_what_was_committed_and_refuses_what_has_anoth
         np.testing.assert_array_equal(slave.theta(V0), SEED)
         (line,) = slave.tape_says("snapshot_loaded")
         assert (line["version"], line["round"], line["digest"]) == ("1:0", "r1.1", digest.hex())
-        named = {**load, "load": Version(3, 0), "load_round": RoundId(3, 1), "origin": V0, "origin_round": R1}
+        named: dict[str, Any] = {
+            **load,
+            "load": Version(3, 0),
+            "load_round": RoundId(3, 1),
+            "origin": V0,
+            "origin_round": R1,
+        }
         slave.tell(configure_for(PLACEMENT, **named))
         assert await slave.hear(Ready) == Ready(Version(3, 0), digest)
         assert [info.version for info in slave.store.ring.infos()] == [Version(3, 0)]
