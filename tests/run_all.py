@@ -176,19 +176,16 @@ def fork(job: Job, outcome: Outcome, arguments: Sequence[str]) -> tuple[int, int
 
 
 def start(job: Job, outcome: Outcome) -> tuple[int, int]:
-    """Starts a command in a session of its own, with its output in the file; its pid and a pipe that ends with it."""
+    """Starts a command in a process group of its own: its pid, and a pipe that ends with it."""
     mine, its = os.pipe()
     os.set_inheritable(its, True)
     with open(outcome.output, "w") as output:
         command = ["nice", "-n", "19", *job.command] if job.patient else list(job.command)
         process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=[its],
-            start_new_session=True,
+            process_group=0,
         )  # fmt: skip
     os.close(its)
-    if job.patient:
-        with contextlib.suppress(OSError):  # where sessions have shares of their own, nice counts within one only
-            Path(f"/proc/{process.pid}/autogroup").write_text("19")
     process.returncode = 0  # the caller waits for it
     return process.pid, mine
 

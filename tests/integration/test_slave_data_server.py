@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
+from support import hostile
 from support.waiting import NO_LIMIT_S, until
 
 from dips.core.chunks import Buffer as Bytes
@@ -30,7 +31,7 @@ from dips.core.protocol import MAX_WINDOW_CHUNKS
 from dips.core.wire import Codec
 from dips.slave import serve_numba
 from dips.slave.calculation import chunk_checksums
-from dips.slave.data_server import RECEIVE_BATCH, DataServer, LoopName
+from dips.slave.data_server import MOST_FRAMES, RECEIVE_BATCH, DataServer, LoopName
 from dips.slave.memory import ShardMemory, ThetaBuffer
 from dips.slave.state.events import PushStaged
 from dips.slave.state.staging import Slot
@@ -254,6 +255,14 @@ def test_the_last_of_many_messages_is_counted_too(served: Served) -> None:
     for _ in range(n):
         peer.recv_multipart()
     until(lambda: served.server.beat().served_bytes >= n * CHUNKS[0].length_bytes, "the last is counted")
+
+
+def test_messages_of_too_many_frames_are_counted_at_once_though_nothing_else_comes(served: Served) -> None:
+    for number in range(1, 4):
+        with hostile.dealer(served.server.endpoint) as stranger:
+            hostile.many_frames(stranger, MOST_FRAMES + 1)
+            assert hostile.hung_up(stranger)
+        until(lambda n=number: served.server.beat().refused_connections == n, f"{number} of them")  # type: ignore[misc]
 
 
 def ask_for_much(served: Served, peer: zmq.Socket[bytes]) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import json
-import os
 import threading
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +34,10 @@ from dips.core.ids import PushId, RoundId, Version
 from dips.core.math.outer_numpy import outer_step
 from dips.core.messages import (
     Commit,
-    CommitRecord,
     ConfigureRefused,
     Flipped,
     Prepared,
     Ready,
-    SendCommitRecord,
     Settings,
     SlaveHello,
     SnapshotInfo,
@@ -49,7 +45,6 @@ from dips.core.messages import (
 )
 from dips.core.observe.tape import read_tape
 from dips.core.placement import MEMORY_FILES
-from dips.slave import ring
 from dips.slave.config import SlaveConfig
 from dips.slave.disk import LocalDisk
 
@@ -222,72 +217,6 @@ async def test_it_begins_empty_and_takes_donated_parameters(master: MasterForSla
         slave.client.close()
 
 
-async def test_it_hands_out_the_record_of_a_commit_or_says_why_not(
-    master: MasterForSlaves, config: SlaveConfig
-) -> None:
-    async with slave_here(serving(config, master)):
-        slave = await seeded(master, 2)
-        slave.link.send(SendCommitRecord(Version(1, 1), RoundId(1, 2)))
-        assert await slave.link.expect(CommitRecord) == CommitRecord(Version(1, 1), RoundId(1, 2), record_of(1))
-        slave.link.send(SendCommitRecord(Version(1, 7), RoundId(1, 8)))
-        answer = await slave.link.expect(CommitRecord)
-        assert answer.refusal is not None
-        assert answer.refusal.code is RefusalCode.VERSION_GONE
-        push = await slave.push(2)
-        slave.link.send(prepare_of(RoundId(1, 3), Version(1, 2), [push], Version(1, 1)))
-        await slave.link.expect(Prepared)
-        slave.link.send(Commit(RoundId(1, 3), Version(1, 2), b"not the hash", b"{}"))
-        await slave.link.expect(Flipped)
-        slave.link.send(SendCommitRecord(Version(1, 2), RoundId(1, 3)))
-        answer = await slave.link.expect(CommitRecord)
-        assert answer.refusal is not None
-        assert answer.refusal.code is RefusalCode.DIGEST
-        slave.client.close()
-
-
-async def test_a_snapshot_that_breaks_after_hello_is_missing_from_the_next_one(
-    master: MasterForSlaves, config: SlaveConfig
-) -> None:
-    here = serving(config, master)
-    async with slave_here(here):
-        (await seeded(master, 2)).client.close()
-    async with slave_here(here):
-        slave = await meet(master, 2)
-        newest = slave.hello.snapshots[0]
-        path = here.directory / "ring-1.safetensors"
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 4
-        path.write_bytes(data)
-        load: dict[str, Any] = {"load": newest.version, "load_round": newest.round, "load_digest": newest.digest}
-        slave.link.send(configure_for(PLACEMENT, **load))
-        slave.client.close()
-        slave = await meet(master, 2)
-        assert committed(slave.hello.snapshots) == ["1:0"]
-        slave.client.close()
-
-
-async def test_a_full_disk_shows_at_configure_and_ends_when_there_is_room(
-    master: MasterForSlaves, config: SlaveConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ring, "DISK_RETRY_S", 0.05)
-
-    def full(*args: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    async with slave_here(serving(config, master)):
-        slave = await meet(master)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "posix_fallocate", full)
-            slave.link.send(configure_for(PLACEMENT))
-            refused = await slave.link.expect(ConfigureRefused)
-            assert refused.refusal.code is RefusalCode.DISK
-            assert "are free: free space" in refused.refusal.sentence
-        while isinstance(body := await slave.link.any(), ConfigureRefused):
-            pass
-        assert body == Ready(None)
-        slave.client.close()
-
-
 class SlowDisk:
     """Holds back the writes of snapshots until it is told to go on."""
 
@@ -301,21 +230,6 @@ class SlowDisk:
             real(disk, *what)
 
         monkeypatch.setattr(LocalDisk, "overwrite", overwrite)
-
-
-async def test_a_version_that_is_on_the_disk_is_told_without_waiting_for_the_next_beat(
-    late_master: MasterForSlaves, config: SlaveConfig
-) -> None:
-    """The master begins no round while disks are too far behind, as far as it knows."""
-    late_master.settings = replace(late_master.settings, heartbeat_s=10 * NO_LIMIT_S)
-    async with slave_here(serving(config, late_master)):
-        slave, n_beats = await seeded(late_master, 1), 0
-        for v in (1, 2):
-            await slave.step(v)
-            async with asyncio.timeout(NO_LIMIT_S):
-                while (await slave.link.beat(n_beats)).durable != Version(1, v):
-                    n_beats += 1
-        slave.client.close()
 
 
 async def test_async_rounds_run_ahead_of_the_disk_by_one_and_never_write_what_is_being_saved(

@@ -38,6 +38,9 @@ TEST_S = 60.0
 NO_TEST = "no test executes it"
 INTERRUPTED = 2
 EQUIVALENT = TESTS / "mutants_equivalent.txt"
+MOST_FILES = 40
+"""Of tests, for a change: to collect all of them would take the time that there is."""
+
 RECORD_SHARE = 0.6
 """Of the time that --minutes gives."""
 
@@ -181,7 +184,7 @@ class Run:
 
     def __init__(self, wanted: dict[str, int], queues: dict[str, list[Fault]], until_s: float) -> None:
         self._wanted, self._queues, self._until_s = wanted, queues, until_s
-        self._missing = 0
+        self._unrecorded: frozenset[str] = frozenset()
         self._kept = record.Record()
         self._sound: set[str] = set()
         self._unsound: set[str] = set()
@@ -214,9 +217,10 @@ class Run:
             _say(f"recording {len(missing)} of {len(files)} files of tests")
         share_s = (self._until_s - began) * RECORD_SHARE
         has_kernels = any(fault.compiled for fault in faults)
-        self._missing = self._kept.make(warm, files, has_kernels, _say, began + share_s)
-        if self._missing:
-            _say(f"no time to record {self._missing} files: what their tests would see is not known")
+        left_out = self._kept.make(warm, files, has_kernels, _say, began + share_s)
+        self._unrecorded = frozenset(left_out)
+        if left_out:
+            _say(f"no time to record {len(left_out)} files of tests, such as {left_out[0]}")
         if missing:
             _say(f"recorded in {time.monotonic() - began:.0f} s")
         for number in range(max(self._wanted.values())):
@@ -226,7 +230,7 @@ class Run:
         warm.run(self._until_s)
 
     def _next(self, warm: Warm, area: str) -> None:
-        if self._queues[area]:
+        if self._queues[area] and time.monotonic() < self._until_s:
             self._start(warm, self._queues[area].pop(0))
 
     def _start(self, warm: Warm, fault: Fault) -> None:
@@ -237,6 +241,8 @@ class Run:
             return self._end(warm, outcome)
         every = [test for test in self._kept.tests_of(fault, warm.items) if test.name not in self._unsound]
         tests, left_out = _within(every)
+        if not tests and not self._unrecorded.isdisjoint(_files_for([fault])):
+            return  # nobody knows
         if not tests:
             unmet = "runs at import alone" if self._kept.runs_at_import(fault) else ""
             outcome.outcome, outcome.why = ("not reachable", unmet) if unmet else ("survived", NO_TEST)
@@ -365,6 +371,9 @@ def main(given: Sequence[str] | None = None) -> int:
         queues = {"": list(faults)}
         wanted = {"": len(faults)}
         files = _files_for(faults)
+        if asked.changed is not None and len(files) > MOST_FILES:
+            _say(f"of {len(files)} files of tests the nearest {MOST_FILES} are used")
+            del files[MOST_FILES:]
     run = Run(wanted, queues, until_s)
     if files:
         run.collect_and_go(files)

@@ -165,11 +165,11 @@ def _edit_of(tree: ast.Module, fault: Fault) -> _Edit:
 
 def _reached(edit: _Edit) -> tuple[int, int]:
     if edit.operator == "default":
-        body = edit.function.body
-        return body[0].lineno, body[-1].end_lineno or 0
+        whole = edit.function.body
+        return whole[0].lineno, whole[-1].end_lineno or 0
     statement = edit.statement
-    body = getattr(statement, "body", None) or getattr(statement, "cases", None)
-    if not isinstance(body, list) or not body:
+    body = [*getattr(statement, "body", []), *getattr(statement, "cases", [])]
+    if not body:
         return statement.lineno, statement.end_lineno or statement.lineno
     inside = body[0].pattern if isinstance(body[0], ast.match_case) else body[0]
     return statement.lineno, max(statement.lineno, inside.lineno - 1)

@@ -32,8 +32,11 @@ WITH_PROCESSES = {
     )
 }
 """Live runs, whose processes no fault reaches."""
-PYTHON_FORM_S = 10.0
+PYTHON_FORM_S = 3.0
 """A test whose kernels take longer as Python is not used for faults in kernels."""
+
+PYTHON_REST_S, REST_S = 20.0, 200.0
+"""A test that rests for longer while it is recorded is not used."""
 
 Lines = dict[str, int]
 Say = Callable[[str], None]
@@ -46,6 +49,11 @@ def test_files() -> list[str]:
     """Those of tests/unit and tests/integration that start no processes."""
     found = [path for folder in ("unit", "integration") for path in (TESTS / folder).rglob("test_*.py")]
     return sorted(str(path.relative_to(ROOT)) for path in found if path.name not in WITH_PROCESSES)
+
+
+def may_be_python(file: str) -> bool:
+    """In integration tests kernels have threads of their own, which Python code would stop."""
+    return file.startswith("tests/unit/")
 
 
 def belongs(file: str, area: str) -> bool:
@@ -134,25 +142,19 @@ class Record:
         lines = ((1 << fault.last + 1) - 1) ^ ((1 << fault.first) - 1)
         return bool(self.at_import.get(fault.path, 0) & lines)
 
-    def make(self, warm: Warm, files: Sequence[str], as_python: bool, say: Say, until_s: float) -> int:
-        """Records what is missing, the first files first; what dies or rests is said, and is not used. How many files
+    def make(self, warm: Warm, files: Sequence[str], as_python: bool, say: Say, until_s: float) -> list[str]:
+        """Records what is missing, the first files first; what dies or rests is said, and is not used. The files that
         the time was too short for."""
         for file in files:
             if not self.has(file, as_python):
                 self._record(warm, file, as_python, say)
         warm.run(until_s)
-        return sum(not self.has(file, as_python) for file in files)
+        return [file for file in files if not self.has(file, as_python)]
 
     def _record(self, warm: Warm, file: str, as_python: bool, say: Say) -> None:
         names = [name for name in warm.items if name.partition("::")[0] == file]
 
-        def then(end: End) -> None:
-            if end.how != "done" or "tests" not in end.result:
-                say(f"not recorded: {file} ({end.how} at {end.running}) {end.result.get('error', '')}")
-                end.result = {"tests": {}}
-            tests = end.result["tests"]
-            if end.result.get("failed"):
-                say(f"do not pass as they are: {', '.join(end.result['failed'])}")
+        def then(tests: dict[str, Any]) -> None:
             executed = {path for test in tests.values() for path in test["lines"]}
             used = {ROOT / path for path in executed} | helpers_of(file) | {ROOT / file}
             stamps = {str(path.relative_to(ROOT)): stamp(path) for path in sorted(used)}
@@ -161,21 +163,34 @@ class Record:
                 again()
 
         def again() -> None:
-            with_kernels = [name for name, test in self._files[file]["tests"].items() if test["kernels"]]
-            if with_kernels:
-                warm.submit(_recording(warm, with_kernels, True), then_python)
-            else:
-                self._keep(file, {**self._files[file], "python": {}})
+            kernels = [name for name, test in self._files[file]["tests"].items() if test["kernels"]]
+            self._try(warm, kernels if may_be_python(file) else [], True, say, then_python)
 
-        def then_python(end: End) -> None:
-            if end.how != "done":
-                say(f"not recorded as Python: {file} ({end.how} at {end.running}) {end.result.get('error', '')}")
-            self._keep(file, {**self._files[file], "python": end.result.get("tests", {})})
+        def then_python(tests: dict[str, Any]) -> None:
+            self._keep(file, {**self._files[file], "python": tests})
 
         if self.has(file, False):
             again()
         else:
-            warm.submit(_recording(warm, names, False), then)
+            self._try(warm, names, False, say, then)
+
+    def _try(self, warm: Warm, names: Sequence[str], as_python: bool, say: Say, then: Callable[[Any], None]) -> None:
+        """Records the tests; where one ends the child or rests, the others of the file without it."""
+        if not names:
+            return then({})
+
+        def ended(end: End) -> None:
+            if end.how == "done" and "tests" in end.result:
+                if end.result["failed"] and not as_python:
+                    say(f"do not pass as they are: {', '.join(end.result['failed'])}")
+                return then(end.result["tests"])
+            if not as_python:
+                say(f"not recorded ({end.how}): {end.running} {end.result.get('error', '')}")
+            function = end.running.partition("[")[0]
+            others = [name for name in names if name.partition("[")[0] != function]
+            self._try(warm, others if end.running else [], as_python, say, then)
+
+        warm.submit(_recording(warm, names, as_python), ended)
 
     def _keep(self, file: str, record: dict[str, Any]) -> None:
         self._files[file] = record
@@ -258,7 +273,7 @@ def _recording(warm: Warm, names: Sequence[str], as_python: bool) -> Callable[[P
         if names:
             warm.items[names[0]].config.pluginmanager.register(fixtures)
         for name, following in zip(names, [*names[1:], None], strict=True):
-            (folder / "running").write_text(f"{name}\n300")
+            (folder / "running").write_text(f"{name}\n{PYTHON_REST_S if as_python else REST_S}")
             before = [cache.cache_info() for cache in warm.caches]
             kernels["called"] = False
             fixtures.test(name)

@@ -95,9 +95,7 @@ class Warm:
         self._children: list[_Child] = []
         self._functions: dict[tuple[str, int, str], list[FunctionType]] = {}
         self.caches: list[Any] = []
-        memory = Path("/dev/shm")
-        roomy = memory.is_dir() and shutil.disk_usage(memory).free > 4 << 30
-        self._folder = Path(tempfile.mkdtemp(prefix="mutants-", dir=memory if roomy else None))
+        self._folder = Path()
 
     # ---- pytest's hooks ----
 
@@ -115,6 +113,9 @@ class Warm:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.items = {item.nodeid: item for item in session.items}
+        memory = Path("/dev/shm")
+        roomy = memory.is_dir() and shutil.disk_usage(memory).free > 4 << 30
+        self._folder = Path(tempfile.mkdtemp(prefix="mutants-", dir=memory if roomy else None))
         session.config.pluginmanager.register(self.reports)
         try:
             with contextlib.redirect_stdout(sys.__stdout__):
@@ -264,13 +265,12 @@ class Warm:
             if fault is not None and not self.put(fault):
                 _write(folder, {"outcome": "not reachable"})
                 return
-            for index, test in enumerate(tests):
+            for test, following in zip(tests, [*tests[1:], None], strict=True):
                 (folder / "running").write_text(f"{test.name}\n{REST_FACTOR * test.rest_s + REST_MORE_S}")
                 used_s = resource.getrusage(resource.RUSAGE_SELF)
                 limit = int(used_s.ru_utime + used_s.ru_stime + CPU_FACTOR * test.cpu_s + CPU_MORE_S) + 1
                 resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-                following = tests[index + 1] if index + 1 < len(tests) else None
-                self.run_one(test.name, following and following.name)
+                self.run_one(test.name, None if following is None else following.name)
                 if self.reports.failed:
                     _write(folder, {"outcome": "failed", "test": test.name, "why": self.reports.failed[0][-4000:]})
                     return

@@ -19,8 +19,6 @@ from support.ports import own_port
 from support.waiting import until
 
 from dips.core.observe.logs import parse
-from dips.doctor.findings import Grade
-from dips.doctor.network import ListenAddress, check_addresses, check_free, check_name_found, dialled, judge_reached
 from dips.local.log_files import find_logs
 
 RUN = """
@@ -148,21 +146,6 @@ def test_a_taken_port_is_one_sentence_and_nothing_is_made(tmp_path: Path) -> Non
     assert f"FAIL  ports: the master cannot listen at 127.0.0.1:{port}" in doctored.stdout
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ("slavs = 2", "[run]: 'slavs' is not a setting; did you mean 'slaves'?"),
-        ("insecure = true\nkeys_for = ['x y']", "keys_for"),
-    ],
-)
-def test_an_unknown_field_is_one_sentence_and_nothing_is_made(tmp_path: Path, more: str, said: str) -> None:
-    told = dips("up", write(tmp_path, more=more))
-    assert told.returncode == 2
-    (line,) = told.stderr.splitlines()
-    assert said in line
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_key_of_somebody_else_is_one_sentence(told_run: tuple[Path, str, str], tmp_path: Path) -> None:
     file = write(tmp_path)
     (tmp_path / "run").mkdir()
@@ -180,45 +163,3 @@ def test_a_key_of_somebody_else_is_one_sentence(told_run: tuple[Path, str, str],
     (line,) = told.stderr.splitlines()
     assert "holds the keys of cluster a, not of slave s0: take the directory that `dips keys` made for it" in line
     assert sorted(entry.name for entry in (tmp_path / "run").iterdir()) == ["keys", "run.json"]
-
-
-# ---- sockets ----
-
-
-def test_doors_are_tried_by_listening(monkeypatch: pytest.MonkeyPatch) -> None:
-    with taken_port() as port:
-        addresses = [
-            ListenAddress("the master", f"127.0.0.1:{port}", "listen"),
-            ListenAddress("s0", "127.0.0.1:0", "data_port"),
-        ]
-        (found,) = check_addresses(addresses)
-        assert found.grade is Grade.FAIL
-        assert check_free(ListenAddress("x", f"127.0.0.1:{port}", "listen")).grade is Grade.FAIL
-    assert check_free(ListenAddress("x", f"127.0.0.1:{port}", "listen")).grade is Grade.OK
-    assert check_free(ListenAddress("x", "192.0.2.1:4711", "listen")).grade is Grade.FAIL
-    assert check_free(ListenAddress("x", "no-such-host.invalid:4711", "listen")).check == "addresses"
-
-
-def test_a_name_that_no_machine_can_have_is_a_finding() -> None:
-    address = "node1..example:4711"
-    for finding in (
-        check_free(ListenAddress("x", address, "listen")),
-        check_name_found("x", address, "advertise"),
-        judge_reached("x", address, dialled(address), must_listen=True),
-    ):
-        assert finding.grade is Grade.FAIL
-        assert "node1..example" in finding.sentence
-
-
-def test_addresses_are_dialled_and_their_round_trip_is_told() -> None:
-    with taken_port() as port:
-        reached = dialled(f"127.0.0.1:{port}")
-        assert reached.listens
-        assert reached.round_trip_s is not None
-        assert judge_reached("s0", f"127.0.0.1:{port}", reached, must_listen=True).grade is Grade.OK
-    refused = dialled(f"127.0.0.1:{port}")
-    assert (refused.listens, refused.why) == (False, "nothing listens there")
-    assert judge_reached("s0", "h:1", refused, must_listen=True).grade is Grade.FAIL
-    assert judge_reached("s0", "h:1", refused, must_listen=False).grade is Grade.OK
-    assert check_name_found("s0", "no-such-host.invalid:1", "advertise").grade is Grade.FAIL
-    assert check_name_found("s0", "localhost:1", "advertise").grade is Grade.OK

@@ -201,18 +201,6 @@ async def test_a_second_slave_asks_again_while_told_to_and_then_ends_with_a_code
         assert drawn == [store.directory_id] * 2
 
 
-async def test_a_slave_of_another_run_ends_with_three(tmp_path: Path) -> None:
-    async with MasterForSlaves() as master:
-        process = await SlaveProcess.start(slave_config(tmp_path / "s0", master.address))
-        link = await master.accept()
-        await link.hello()
-        link.refuse(Refused(RefusalCode.RUN_ID, "this master serves run 'x': check --run-id"))
-        code, said = await process.wait()
-        assert code == 3
-        assert said.strip().endswith("dips slave s0: this master serves run 'x': check --run-id")
-        assert "Traceback" not in said
-
-
 async def test_a_large_configure_passes_the_stream(tmp_path: Path) -> None:
     """A layout of 20,000 parameters is megabytes of control message; grpc's own limit of 4 MB must not stop it."""
     names = [f"layers.{i}.{'x' * 200}" for i in range(20_000)]

@@ -98,7 +98,7 @@ async def test_a_message_without_an_end_costs_its_sender_the_connection(
 async def test_a_message_of_very_many_frames_ends_all_connections_and_is_counted(port: GuardedPort) -> None:
     before = port.count()["connections"]
     with hostile.dealer(port.endpoint) as peer:
-        peer.sendall(hostile.frame(b"", hostile.MORE) * 70_000 + hostile.frame(b""))
+        hostile.many_frames(peer, 70_000)
         assert hostile.hung_up(peer)
     told(port, "connections", before + 1, "more than")
     await pushes_all(port)

@@ -13,7 +13,7 @@ import pytest
 import zmq
 from support.waiting import NO_LIMIT_S, until
 
-from dips.core.chunks import checksum, chunks_of, shard_digest
+from dips.core.chunks import checksum, chunks_of
 from dips.core.errors import ConfigError
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, Version
 from dips.core.layout import Layout, Parameter
@@ -334,38 +334,6 @@ def test_ten_thousand_readers_come_and_go_and_each_is_answered(end: MakeEnd) -> 
     assert push_id(4) in {event.slot.push for event in compiled.staged}
 
 
-def test_keys_are_compared_and_another_clusters_push_is_refused_with_the_same_words(end: MakeEnd) -> None:
-    answers = []
-    for loop in ("python", "compiled"):
-        one = end(loop, curve=CurvePair.new())
-        owner, rank_1, other, reader = (CurvePair.new() for _ in range(4))
-        one.server.set_allowed(
-            [
-                AllowedKey(KeyRole.CLUSTER, push_id(0).cluster, owner.public),
-                AllowedKey(KeyRole.CLUSTER, push_id(0).cluster, rank_1.public),
-                AllowedKey(KeyRole.CLUSTER, push_id(1).cluster, other.public),
-                AllowedKey(KeyRole.READER, push_id(0).cluster, reader.public),
-            ]
-        )
-        one.settle()
-        peers = [one.peer(pair) for pair in (owner, rank_1, other, reader)]
-        by_turns = [(peers[::-1] if index % 2 else peers, index) for index in range(3)]  # both ranks land chunks
-        answers.append([one.ask(one.put(0, index), peer) for order, index in by_turns for peer in order])
-        answers[-1] += [one.ask(one.get(index), peer) for index in range(3) for peer in peers]
-        left_to_python = one.left_to_python
-        one.server.set_allowed([])
-        one.settle()
-        peers[0].send_multipart(one.get(0))
-        until(lambda one=one: "left the master's list" in one.server.beat().refused_connection, "the reason")  # type: ignore[misc]
-    assert left_to_python == 6, "two refused senders of each chunk"
-    assert answers[0] == answers[1]
-    refusals = {answer[0].refusal.sentence for answer in answers[1] if answer[0].refusal is not None}
-    assert refusals == {
-        f"push {push_id(0)} is not cluster c1's: a cluster sends its own pushes only",
-        f"push {push_id(0)} is not reader c0's: a cluster sends its own pushes only",
-    }
-
-
 @pytest.mark.parametrize("loop", ["python", "compiled"])
 def test_the_ranks_of_a_cluster_are_one_stream_of_a_pull(end: MakeEnd, loop: LoopName) -> None:
     """They take one place of those that run at full rate."""
@@ -517,13 +485,3 @@ def test_a_compiled_loop_that_cannot_be_had_is_refused_by_name() -> None:
     for options in ({"data_threads": 2}, {"checksum": lambda payload: 0}):
         with pytest.raises(ConfigError, match="compiled loop cannot be had"):
             DataServer("127.0.0.1", 0, RUN, 1024, lambda e: None, lambda e: None, loop="compiled", **options)
-
-
-def test_a_digest_is_that_of_the_chunks_as_they_were_sent(end: MakeEnd) -> None:
-    compiled = end("compiled")
-    sums = []
-    for index in range(len(compiled.chunks)):
-        frames = compiled.put(3, index)
-        sums.append(DataHeader.decode(frames[0]).checksum)
-        compiled.ask(frames)
-    assert compiled.staged == [PushStaged(Slot(push_id(3), 1, 3, 1, Codec.INT8, V0), shard_digest(sums))]

@@ -160,12 +160,6 @@ def test_what_pausing_cannot_help_ends_the_move(
     assert (refused.retry_after_s > 0) == (ends_with is RefusalCode.BUSY)
 
 
-def test_other_bits_than_the_list_names_are_never_sealed(moving: Moving, sources: list[Source]) -> None:
-    refused = moving.refused(replace(move_of(sources), momentum_digest=b"x" * 16))
-    assert refused.code is RefusalCode.DIGEST
-    assert "the momentum that were moved" in refused.sentence
-
-
 def test_a_cancelled_move_ends_while_it_waits(moving: Moving, sources: list[Source]) -> None:
     asked = threading.Event()
 

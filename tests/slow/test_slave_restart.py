@@ -229,29 +229,6 @@ async def test_the_tape_tells_the_life_of_a_version(master: MasterForSlaves, con
     assert kinds.index("staged") < kinds.index("prepared") < kinds.index("committed")
 
 
-async def test_a_directory_of_another_run_ends_it_with_one_sentence(
-    master: MasterForSlaves, config: SlaveConfig
-) -> None:
-    process, _, _ = await seeded(master, config)
-    await process.kill()
-    process = await SlaveProcess.start(config.model_copy(update={"run_id": "other"}))
-    code, said = await process.wait()
-    assert code == 2
-    assert "belongs to slave 's0' of run 'run'" in said
-    assert "Traceback" not in said
-
-
-async def test_a_second_slave_on_the_same_directory_ends_with_one_sentence(
-    master: MasterForSlaves, config: SlaveConfig
-) -> None:
-    process, _, _ = await seeded(master, config)
-    code, said = await (await SlaveProcess.start(config)).wait()
-    assert code == 2
-    assert "another slave uses" in said
-    assert "Traceback" not in said
-    assert (await process.end())[0] == TERMINATED
-
-
 async def test_a_port_in_use_ends_it_with_one_sentence(config: SlaveConfig) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -7,6 +7,7 @@ compiled loop runs as twins over a libzmq that checks (support/checked_memory.py
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 from fuzz.mutate import shaken
 from fuzz.wire import sealed
 from support.checked_memory import Memory, Twins, in_guards
@@ -82,7 +84,8 @@ class Links:
         self.changes = 0
 
     def send(self, slave: str, header: bytes, payload: memoryview | None = None, *, copy: bool = False) -> None:
-        self._sockets[slave].sent.append([header, *([] if payload is None else [bytes(payload)])])
+        if not self._sockets[slave].refuses():
+            self._sockets[slave].sent.append([header, *([] if payload is None else [bytes(payload)])])
 
     def reconnect(self, slave: str) -> None:
         self._sockets[slave].inbox.clear()
@@ -104,6 +107,12 @@ class Links:
             (header, *rest), _ = inbox.popleft()
             if len(rest) < 2:
                 yield slave, header, memoryview(rest[0]) if rest else None
+
+
+def full_now_and_then() -> Callable[[], int]:
+    """Of a socket: whether its queue has no room for the next message, which it loses then."""
+    asked = itertools.count(1)
+    return lambda: zmq.EAGAIN if next(asked) % 19 == 0 else 0
 
 
 class End:
@@ -242,6 +251,8 @@ class Transfers:
         plain_sockets = {name: FakeSocket(1 + number) for number, name in enumerate(SLAVES)}
         with self._twins(time, [into[1], self._theta, self._base]) as (libzmq, memory):
             sockets = {name: libzmq.socket() for name in SLAVES}
+            for socket in (*plain_sockets.values(), *sockets.values()):
+                socket.refuses = full_now_and_then()
             plain = End(lambda links: self._carrier(links, time, into[0], compiled=False), plain_sockets, time)
             twin = End(lambda links: self._carrier(links, time, into[1], compiled=True), sockets, time)
             if isinstance(twin.carrier._loop, carry_numba.PushLoop):

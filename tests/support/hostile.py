@@ -78,6 +78,12 @@ def endless_message(endpoint: str, frame_bytes: int, most_bytes: int, pause: Cal
     return sent
 
 
+def many_frames(peer: socket.socket, n: int) -> None:
+    """One message of so many frames; it may be hung up on before all of it is sent."""
+    with contextlib.suppress(ConnectionError):
+        peer.sendall(frame(b"", MORE) * n + frame(b""))
+
+
 def hung_up(peer: socket.socket) -> bool:
     """Wait for the other side's next word; whether it is its end."""
     try:

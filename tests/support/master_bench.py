@@ -89,6 +89,7 @@ from dips.master.state.events import (
 from dips.master.state.master import MasterMachine
 from dips.master.state.shared import RunConfig
 
+WALL_OFFSET_S = 1e6
 TAPE_HEAD = {"wall_s", "monotonic_s", "role", "name", "kind", "cause"}
 HELLO = Hello(1, 1, ("codec-f32",))
 LAYOUT = Layout(
@@ -344,7 +345,7 @@ class Bench:
         """A (new) life of the master, from its newest durable snapshot."""
         self.epoch += 1
         self.by_link.clear()
-        self.state = MasterMachine(self.config, self.epoch, self.snapshot, 0.0)
+        self.state = MasterMachine(self.config, self.epoch, self.snapshot, WALL_OFFSET_S)
         self._carry_out(self.state.start(self.now_s))
 
     def event(self, event: Event) -> None:
@@ -486,6 +487,10 @@ class Bench:
     def recorded(self, kind: str) -> list[dict[str, Any]]:
         """The tape's lines of one kind."""
         return [dict(record.fields) for record in self.records if record.kind == kind]
+
+    @property
+    def wall_s(self) -> float:
+        return self.now_s + WALL_OFFSET_S
 
     def alive(self, name: str) -> bool:
         member = self.state.shared.members.get(name)

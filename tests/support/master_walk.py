@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -26,7 +26,6 @@ from dips.sim.checks import push_of
 from dips.sim.disks import JournalDisk, StoredEntry
 from dips.sim.faults import register, reshard
 from dips.sim.hosts.master import MasterHost
-from dips.sim.kernel import SimulatedProcess
 from dips.sim.run_plan import make_plan
 from dips.sim.seed_run import SeedRun
 from dips.sim.world import MasterProcess, SlaveProcess
@@ -68,9 +67,6 @@ class Walk(SeedRun):
         self.masters = [WalkMaster(self, "master", self.disk)]
         self.n_events = 0
         """Of the master's, up to now."""
-        self.struck_kinds: Counter[str] = Counter()
-        self.records: list[tuple[str, Mapping[str, Any]]] = []
-        """Of the master's tape: kind and fields."""
         self._memory = _Memory()
         self._durable = _Memory()
         self._asked: deque[Any] = deque(maxlen=CALLS_KEPT)
@@ -87,32 +83,28 @@ class Walk(SeedRun):
 
     def walk(self, n_events: int) -> None:
         """Until the master has handled so many events."""
-        with self.seen.watching():
-            self._boot()
-            self.kernel.after(TRAINS_S, None, self._strike)
-            self._until(lambda: bool(self.ended) or self.n_events >= n_events, math.inf)
+        self._boot()
+        self.kernel.after(TRAINS_S, None, self._strike)
+        self._until(lambda: bool(self.ended) or self.n_events >= n_events, math.inf)
 
     def fall_at_entry(self, entry: int, written: int) -> None:
         """Boot without faults; the master dies when it writes this entry of its journal and some seconds have passed.
         written: entries that are durable although it did not live to learn it."""
-        with self.seen.watching():
-            self.master.stops_writing_at = entry
-            self._boot()
-            assert self._until(lambda: self.master.stuck, 60.0), f"the journal has no entry {entry}"
-            self._until(lambda: False, 3.0)
-            self.master.die_with(written)
-            self.restart(self.master, 1.0)
+        self.master.stops_writing_at = entry
+        self._boot()
+        assert self._until(lambda: self.master.stuck, 60.0), f"the journal has no entry {entry}"
+        self._until(lambda: False, 3.0)
+        self.master.die_with(written)
+        self.restart(self.master, 1.0)
 
     def publishes_again(self) -> None:
         """I15: heal; a version is published within two rounds, or checks.violations says why not."""
-        with self.seen.watching():
-            self._heal_and_publish()
+        self._heal_and_publish()
 
     def ends(self) -> None:
         """An operator stops the run; why it ended stands in `ended`."""
-        with self.seen.watching():
-            self._stop()
-            self.judge.finish()
+        self._stop()
+        self.judge.finish()
 
     def _strike(self) -> None:
         if self.healed or self.ended:
@@ -121,7 +113,6 @@ class Walk(SeedRun):
         strike = register.FAULTS.get(kind)
         if self._call_of_an_earlier_process() if strike is None else strike(self):
             self.kernel.note("world", f"fault {kind}")
-            self.struck_kinds[kind] += 1
         self.kernel.after(self.kernel.rng.expovariate(1 / FAULT_EVERY_S), None, self._strike)
 
     def _call_of_an_earlier_process(self) -> bool:
@@ -145,11 +136,6 @@ class Walk(SeedRun):
     def requested(self, request: ClusterRequest) -> None:
         super().requested(request)
         self._asked.append(request)
-
-    def tape(self, role: str, process: SimulatedProcess, kind: str, cause: str, fields: Mapping[str, Any]) -> None:
-        if role == "master":
-            self.records.append((kind, fields))
-        super().tape(role, process, kind, cause, fields)
 
     def manifest(self, slave: SlaveProcess, info: SnapshotInfo, record: bytes) -> None:
         super().manifest(slave, info, record)

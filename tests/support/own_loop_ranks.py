@@ -108,7 +108,7 @@ def main(rank: int, n_ranks: int, folder: Path, master: str, kind: str, steps: i
             while not sync.done:
                 step(net, optimizer, sync.steps)
                 scheduler.step()
-                time.sleep(0.02)
+                time.sleep(0.02)  # so that checkpoints are written between its steps
                 made_here |= set(kept.glob("checkpoint-*.json")) - seen
                 if failpoint and len(made_here) > 1:
                     if failpoint == "step":

@@ -119,7 +119,7 @@ class PageRun:
                     self.status = local.tick() or self.status
                     while not self._asked.empty():
                         self._asked.get()(local)
-                    time.sleep(POLL_S)
+                    time.sleep(POLL_S)  # between two looks
         except BaseException as error:
             self._error = error
         finally:

@@ -15,7 +15,7 @@ SOURCES_OF_DI_PS = {source.name: source for source in SOURCES}
 
 
 def not_on_the_page(paper: str, checks: Iterable[PaperCheck]) -> Iterator[str]:
-    """The rows that docs/papers/PAPER.md does not have with these numbers, to all digits that it shows."""
+    """The rows that a page of docs/papers does not have with these numbers, to all digits that it shows."""
     page = (ROOT / "docs" / "papers" / f"{paper}.md").read_text().splitlines()
     for one in Checks(paper)([check.to_json() for check in checks]):
         published, ours = shown(one.published, one.unit), shown(one.ours, one.unit)

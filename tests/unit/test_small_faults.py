@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from pathlib import Path
+from typing import Any
 
 import pytest
+from mutants import warm
 from mutants.faults import changed_text, faults_of, faulty, faulty_default
 
 PATH = "src/dips/core/some.py"
@@ -91,3 +94,43 @@ def test_a_place_says_where_and_what_and_who_meets_it() -> None:
     assert (fault.place, fault.function) == (f"{PATH}:4:12:comparison", "f.<locals>.g")
     assert (fault.first, fault.last) == (3, 5)
     assert changed_text(text, fault) == "b < 2 -> b <= 2"
+
+
+SOURCE = """
+from functools import lru_cache
+
+class C:
+    @property
+    def more(self):
+        return self.n + 1
+
+def outer(n):
+    def inner(m, by=1):
+        return n * m
+    return inner
+
+@lru_cache
+def cached(n):
+    return n < 2
+"""
+
+
+def test_a_fault_reaches_every_function_that_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "src" / "dips" / "core" / "some.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(SOURCE)
+    monkeypatch.setattr(warm, "ROOT", tmp_path)
+    some: dict[str, Any] = {"__name__": "some"}
+    exec(compile(SOURCE, str(path), "exec", dont_inherit=True), some)
+    thing, cached = some["C"](), some["cached"]
+    thing.n = 2
+    parent = warm.Warm(lambda _: None, 1)
+    parent.look_at_functions([])
+
+    def seen() -> list[object]:
+        return [thing.more, some["outer"](2)(6), cached(2)]
+
+    assert seen() == [3, 12, False]
+    faults = [fault for fault in faults_of(PATH, SOURCE) if fault.operator in ("arithmetic", "comparison")]
+    assert all(parent.put(fault) for fault in faults)
+    assert seen() == [1, 0, True]

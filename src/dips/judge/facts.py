@@ -251,7 +251,6 @@ class History:
     unproven: list[tuple[Decision, int]] = field(default_factory=list)
     """Records that some tape does not cover, and how many rollbacks and adoptions the run had by then."""
     went_back: int = 0
-    leased: bool | None = None
     judging: Judging = field(default_factory=Judging)
 
     def __post_init__(self) -> None:

@@ -649,6 +649,7 @@ class DataServer:
                 frames.append(frame)
             elif n_frames > MOST_FRAMES:
                 self._port.refuse_connection(f"a message of more than {MOST_FRAMES} frames: all connections are closed")
+                self._counters_moved = True
                 self._drop_peers()
                 return None
         noted = self._delivered

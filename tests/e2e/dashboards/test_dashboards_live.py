@@ -34,9 +34,6 @@ pytestmark = [
 MONITORED = ("s1", "a")
 """Scraped by a ServiceMonitor in TLS, and by a PodMonitor in the clear."""
 
-STORY_S = 480.0
-"""For the whole story on a busy machine; on a quiet one it takes a minute and a half."""
-
 CUT_S = 4.0
 """Longer than it takes to be evicted (2.5 s): whoever was cut off is refused at first when it is back."""
 

@@ -10,7 +10,7 @@ import pytest
 from support.compare_records import record
 
 from dips.compare import jobs as compare_jobs
-from dips.compare.jobs import ComparisonJob, Results, jobs_of, program_digest, text_digest
+from dips.compare.jobs import ComparisonJob, Results, jobs_of, program_digest
 from dips.compare.setup import load_setup
 from dips.core.errors import ConfigError
 
@@ -83,13 +83,6 @@ def test_a_set_ups_name_and_words_are_not_its_content() -> None:
     assert replace(JOB, setup=SETUP.model_copy(update={"name": "mine"})).digest() == JOB.digest()
     assert replace(JOB, variant="gaps-40").digest() == JOB.digest()
     assert replace(JOB, method="dynamic").digest() != JOB.digest()
-
-
-def test_text_is_told_apart_by_what_it_says(text: Path) -> None:
-    first = text_digest(SETUP, [text])
-    assert text_digest(SETUP, [text]) == first
-    (text / "7.txt").write_text("other\n" * 100)
-    assert text_digest(SETUP, [text]) != first
 
 
 def test_what_computes_a_run_is_in_its_digest_and_what_only_shows_it_is_not() -> None:

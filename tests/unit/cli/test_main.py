@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from support.repository import ROOT
 from dips.cli import main
 from dips.cli import place as command_place
 from dips.cli.demo import own_model
-from dips.core.errors import FatalError, RefusalCode, Refused, RetryLater
+from dips.core.errors import TERMINATED, FatalError, RefusalCode, Refused, RetryLater
 from dips.local import operator_client
 
 
@@ -50,10 +52,20 @@ def test_help_is_asked_for_in_three_ways(words: list[str], capsys: pytest.Captur
     assert f"Usage: dips {' '.join(words)} " in text
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = told(capsys, "--version")
-    assert code == 0
-    assert out.startswith("dips 0.")
+def test_the_process_ends_with_the_commands_code_and_unwinds_when_it_is_asked_to_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers: dict[int, Callable[[int, None], None]] = {}
+    monkeypatch.setattr("signal.signal", handlers.__setitem__)
+    for words, code in ((["--version"], 0), (["nonsense"], 2)):
+        monkeypatch.setattr(sys, "argv", ["dips", *words])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        assert ended.value.code == code
+    assert capsys.readouterr().out.startswith("dips 0.")
+    with pytest.raises(SystemExit) as ended:
+        handlers[signal.SIGTERM](signal.SIGTERM, None)
+    assert ended.value.code == TERMINATED
 
 
 @pytest.mark.parametrize(

@@ -130,9 +130,3 @@ def test_a_loss_that_is_not_finite_ends_it_as_diverged() -> None:
     record = ran(small(), learner)
     assert (record.ended, record.loss, record.rounds) == ("diverged", None, 4)
     assert len(learner.rows) == 5
-
-
-def test_a_held_out_loss_that_is_not_finite_is_diverged_too() -> None:
-    record = run_data_parallel(small(), 1, Counter(), lambda flat: math.nan)
-    assert (record.ended, record.loss) == ("diverged", None)
-    assert {point.loss for point in record.curve} == {None}

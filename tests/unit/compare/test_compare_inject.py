@@ -77,11 +77,6 @@ def test_another_seed_or_push_spoils_otherwise(kind: str) -> None:
         assert not np.array_equal(first, other, equal_nan=True)
 
 
-def test_base_is_never_touched() -> None:
-    for kind in KINDS:
-        assert np.array_equal(spoilt(kind)[2], vectors()[1])
-
-
 def test_what_names_no_push_is_refused() -> None:
     with pytest.raises(ConfigError, match="choose one of nan, x30, flip, noise"):
         Injection("zero")

@@ -30,17 +30,3 @@ def test_lines_say_what_runs_and_how_long_it_will_take() -> None:
         clock.advance(1.0)
         shown.ended(0)
     assert out.getvalue().splitlines()[1] == "        21 s  done: dp, seed 1"
-
-
-def test_more_tokens_than_wanted_are_the_whole() -> None:
-    clock = ManualClock()
-    shown, _ = progress(clock, terminal=False)
-    shown.began(0)
-    assert shown.left_s() is None
-    clock.advance(10.0)
-    shown.moved(0, 1500, 1.0)
-    assert shown.left_s() == 10.0
-    shown.began(1)
-    shown.ended(0)
-    shown.ended(1)
-    assert shown.left_s() == 0.0

@@ -88,19 +88,6 @@ def test_with_injection_flags_are_counted_and_the_clean_run_stands_beside() -> N
     assert any(sentence.startswith("bad out: excluded spoilt pushes") for sentence in readings(found))
 
 
-def test_alarms_are_told_by_what_they_are_about() -> None:
-    astray = ("direction of b", "cluster b pushes in another direction than the others: its usual cosine is -0.2.")
-    kept_out = ("quarantine of b", "cluster b is in quarantine after 3 rejections (last: NaN): it pulls")
-    records = [
-        record("dips", 1, alarms=((30.0, *astray), (40.0, *kept_out))),
-        record("dips", 2, alarms=((20.0, *astray),)),
-        record("paper", 1, alarms=((50.0, *kept_out),)),
-    ]
-    (told,) = [sentence for sentence in readings(comparison(records)) if sentence.startswith("Alarms")]
-    assert told == "Alarms: direction of b (dips at 20 s); quarantine of b (dips at 40 s, paper at 50 s)."
-    assert not [sentence for sentence in readings(comparison(THREE)) if "larm" in sentence]
-
-
 @pytest.fixture
 def plain() -> dict[str, Any]:
     found = comparison([*THREE, record("async", 1, None)])

@@ -80,13 +80,6 @@ def test_differences_are_of_the_seeds_that_both_have() -> None:
     assert seed_noise({"dp": found["dp"]}) is None
 
 
-def test_a_record_survives_its_file() -> None:
-    first = record(
-        alarms=((12.0, "direction of b", "cluster b: far off"),), waited_s={"a": 1.5}, cluster_steps={"a": 8}
-    )
-    assert RunRecord.from_json(json.loads(json.dumps(first.to_json()))) == first
-
-
 def test_a_record_with_numbers_that_are_none_is_still_json() -> None:
     lost = record(loss=math.inf, judged=(committed(1, push("a", 1, norm=math.nan)),))
     plain = json.dumps(lost.to_json(), allow_nan=False)

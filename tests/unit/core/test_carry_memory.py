@@ -28,7 +28,7 @@ def test_right_answers_and_hostile_ones(kind: str) -> None:
     transfers.run(n_hostile=0)
     assert transfers.n_done == 1
     transfers.run(n_hostile=100)
-    assert transfers.n_answers > 60
+    assert transfers.n_answers > 50
 
 
 def every_answer(columns: object, lane: int, texts: object, scratch: object, numbers: object) -> int:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -220,13 +217,6 @@ def test_installing_twice_does_not_give_turns_back() -> None:
     assert failpoints.hits() == {PLACE: 0}
 
 
-def test_an_environment_without_failpoints_arms_nothing_and_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    install("master", {})
-    install("master", {"DIPS_FAILPOINTS": "  "})
-    assert failpoints.hits() == {}
-    assert caplog.text == ""
-
-
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
@@ -240,29 +230,3 @@ def test_an_environment_without_failpoints_arms_nothing_and_is_silent(caplog: py
 def test_a_wrong_environment_is_refused(environment: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         install("master", environment)
-
-
-# ---- the end of a process ----
-
-_DIE = """
-import sys
-from dips.core.observe.failpoints import failpoint, install
-install("master")
-failpoint("master.journal.before_commit")
-print("alive", flush=True)
-failpoint("master.journal.before_commit")
-print("not reached", flush=True)
-"""
-
-
-@pytest.mark.parametrize(("action", "code"), [("crash", CRASH_EXIT_CODE), ("crash(7)", 7), ("kill", -signal.SIGKILL)])
-def test_a_process_dies_at_once_and_leaves_a_line(tmp_path: Path, action: str, code: int) -> None:
-    log = tmp_path / "fired"
-    environment = {**ENABLED, "DIPS_FAILPOINTS": f"{PLACE}=1*off->{action}", "DIPS_FAILPOINT_LOG": str(log)}
-    done = subprocess.run(
-        [sys.executable, "-c", _DIE], env=environment, capture_output=True, text=True, check=False, timeout=100
-    )
-    assert (done.returncode, done.stdout) == (code, "alive\n"), done.stderr
-    assert "failpoints are armed" in done.stderr
-    [line] = read_log(log.read_text())
-    assert (line.name, line.action) == (PLACE, action.partition("(")[0])

@@ -10,7 +10,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509 import load_pem_x509_certificate
@@ -109,11 +111,6 @@ def test_a_certificate_of_another_authority_is_refused(made: Path, identity: Pat
     assert "was signed by none of the authorities" in refused(identity)
 
 
-def test_an_authoritys_own_certificate_is_no_identity(made: Path, identity: Path) -> None:
-    shutil.copy(made / "ours" / "ca" / "ca.crt", identity / "tls.crt")
-    assert "not a certificate of a process of dips" in refused(identity)
-
-
 @pytest.mark.parametrize(("began_days_ago", "words"), [(398, "expired on"), (-2, "does not hold before")])
 def test_a_certificate_out_of_its_time_is_refused(tmp_path: Path, began_days_ago: int, words: str) -> None:
     Authority.create(tmp_path / "keys", NOW - timedelta(days=500))
@@ -148,6 +145,8 @@ def test_renewed_keys_are_seen_and_bad_ones_change_nothing(made: Path, identity:
     assert reloaded(first) is first  # keys, but another process's
     shutil.copytree(made / "ours" / "a", identity, dirs_exist_ok=True)
     assert reloaded(first) == first
+    (identity / "tls.crt").unlink()
+    assert UsedKeys(first).renewed is False
     assert not UsedKeys(INSECURE).renewed
 
 
@@ -166,6 +165,30 @@ def test_a_list_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match="is not a list of revoked certificates"):
         read_revoked(file)
+
+
+def certificate_for(*uris: str) -> bytes:
+    """Signed by itself, for these holders."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 7, NOW, NOW + timedelta(days=1))
+    names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri) for uri in uris])
+    return builder.add_extension(names, critical=False).sign(key, hashes.SHA256()).public_bytes(Encoding.DER)
+
+
+def test_a_certificate_names_its_holder_in_one_uri() -> None:
+    found = keys.parse_certificate(certificate_for("dips://slave/s0"), "its")
+    assert (found.role, found.name, found.serial) == (Role.SLAVE, "s0", 7)
+    for uris in (
+        ("dips://slave/s0", "dips://master/m"),
+        ("https://slave/s0",),
+        ("dips://slave/s0?as=m",),
+        ("dips://slave/s0#m",),
+        ("dips://nobody/s0",),
+        ("dips://slave/../m",),
+        (),
+    ):
+        with pytest.raises(ConfigError, match="its is not a certificate of a process of dips"):
+            keys.parse_certificate(certificate_for(*uris), "its")
 
 
 @pytest.mark.parametrize("name", ["ca.crt", "tls.crt"])

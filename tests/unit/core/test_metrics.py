@@ -57,14 +57,16 @@ def test_what_is_not_on_the_list_cannot_be_exported(name: str, labels: tuple[str
 
 def test_what_is_counted_is_shown_without_the_times_of_creation() -> None:
     counted = Instruments("x_", SPECS)
-    things, work = counted.counter("things_total", "old"), counted.histogram("work_seconds")
+    things, work = counted.counter("things_total", "old"), counted.histogram("work_seconds", "idle")
     things.labels("new").inc(2)
     for seconds in (0.0005, 0.001, 0.02, 5.0, 5000.0):
         work.labels("all").observe(seconds)
     families = made(Families("x_", SPECS, counted))
     assert list(families) == ["x_level", "x_things", "x_work_seconds", "x_state"]
     assert values(families["x_things"]) == {("old",): 0.0, ("new",): 2.0}
-    samples = {(s.name, s.labels.get("le")): s.value for s in families["x_work_seconds"].samples}
+    found = families["x_work_seconds"].samples
+    assert {s.labels["kind"]: s.value for s in found if s.name.endswith("_count")} == {"idle": 0.0, "all": 5.0}
+    samples = {(s.name, s.labels.get("le")): s.value for s in found if s.labels["kind"] == "all"}
     assert samples["x_work_seconds_bucket", "0.001"] == 2
     assert samples["x_work_seconds_bucket", "0.03"] == 3
     assert samples["x_work_seconds_bucket", "1000.0"] == 4

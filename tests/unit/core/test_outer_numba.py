@@ -3,9 +3,7 @@ placement."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,10 +17,8 @@ from support.numerics import F32, Shard, assert_same_bits, random_slots
 from dips.core.allocator import zeros
 from dips.core.chunks import checksum
 from dips.core.math import outer_numba, outer_numpy
-from dips.core.math.landing_numba import land_chunk
 from dips.core.math.outer_numba import TILE_ELEMS, VECTOR_ELEMS
-from dips.core.math.outer_numpy import LANES, PIECE_ELEMS, n_pieces
-from dips.core.wire import Codec
+from dips.core.math.outer_numpy import LANES, PIECE_ELEMS
 
 SIZES = [
     *(1, 2, LANES - 1, LANES + 1, 4 * VECTOR_ELEMS, TILE_ELEMS - 1, TILE_ELEMS, 3 * TILE_ELEMS + 77),
@@ -207,47 +203,6 @@ def test_the_step_may_overwrite_its_inputs() -> None:
     outer_numba.outer_step(*arguments, shard.theta, shard.momentum, 0, len(theta))
     assert_same_bits(shard.theta, theta)
     assert_same_bits(shard.momentum, momentum)
-
-
-@pytest.mark.parametrize("pieces", [2, 3, 7])
-def test_threads_that_share_a_range_change_no_bit(pieces: int) -> None:
-    n_elems = 50_021
-    shard = Shard.random(7, n_elems, slots=5)
-    slots, weights = random_slots(7, 5, 5)
-    arguments = (shard.theta, shard.momentum, shard.staging, slots, weights, 0.4, 0.7, 0.8, 0.8, 1.0)
-    whole, split = shard.outputs(), shard.outputs()
-    outer_numba.outer_step(*arguments, *whole, 0, n_elems)
-    edges = np.linspace(0, n_elems, pieces + 1).astype(int).tolist()
-    with ThreadPoolExecutor(pieces) as pool:
-        parts = itertools.pairwise(edges)
-        list(pool.map(lambda part: outer_numba.outer_step(*arguments, *split, *part), parts))
-    assert_same_bits(split[0], whole[0])
-    assert_same_bits(split[1], whole[1])
-
-
-@pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])
-@pytest.mark.parametrize("n_elems", SIZES)
-def test_products_equal_the_reference(n_elems: int, special: bool) -> None:
-    shard = Shard.random(n_elems, n_elems, slots=2, special=special)
-    theta, (x, y) = shard.theta, shard.staging
-    found, expected = np.full((2, n_pieces(n_elems)), 77.0)
-    outer_numba.products(theta, x, y, found)
-    outer_numpy.products(theta, x, y, expected)
-    assert_same_bits(found, expected)
-
-
-def test_pieces_measured_one_by_one_make_the_gram_of_the_block() -> None:
-    """What a slave takes on receipt, chunk by chunk in any order, is what a pass over all gives, to the bit."""
-    n_elems = 5 * PIECE_ELEMS + 333
-    shard = Shard.random(11, n_elems, slots=2)
-    squared, mixed = np.zeros((2, n_pieces(n_elems)))
-    for piece in np.random.default_rng(0).permutation(len(squared)).tolist():
-        part = slice(piece * PIECE_ELEMS, min((piece + 1) * PIECE_ELEMS, n_elems))
-        theta, (x, y) = shard.theta[part], shard.staging[:, part].copy()
-        land_chunk(Codec.F32, np.empty_like(x), x.tobytes(), None, theta, squared[piece : piece + 1])
-        outer_numba.products(theta, x, y, mixed[piece : piece + 1])
-    gram, _ = outer_numba.gram(shard.theta, shard.staging, np.arange(2), 0, n_elems)
-    assert (outer_numpy.total(squared), outer_numpy.total(mixed)) == (gram[0, 0], gram[0, 1])
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["normal", "special"])

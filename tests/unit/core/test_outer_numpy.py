@@ -317,9 +317,3 @@ def test_what_all_have_alike_stays_as_it_is_to_the_bit() -> None:
     for _ in range(50):
         new = averaged(new, rows, [0.3, 0.3, 0.4], 0.7)
     assert new.tobytes() == theta.tobytes()
-
-
-def test_a_non_finite_buffer_is_counted() -> None:
-    theta = np.ones(3, np.float32)
-    new = averaged(theta, np.array([[1.0, np.nan, 2.0], [1.0, 1.0, np.inf]], np.float32), [0.5, 0.5], 1.0)
-    assert np.isfinite(new).tolist() == [True, False, False]

@@ -12,7 +12,7 @@ from dips.core.ids import RoundId, SlaveId
 from dips.core.layout import Layout, Parameter
 from dips.core.messages import BlockGram, Measured
 from dips.core.net.codec_protobuf import encode
-from dips.core.placement import Placement, check_measured, place, shard_bytes_needed
+from dips.core.placement import Placement, check_measured, memory_bytes_needed, place, shard_bytes_needed
 
 PLENTY = 1 << 40
 CHUNK_BYTES = 1024
@@ -69,6 +69,12 @@ def test_another_slave_or_another_deal_is_another_hash() -> None:
         Placement((*names, SlaveId("c")), (0, 1)),
     ]
     assert len({placement.placement_hash for placement in placements}) == 4
+
+
+def test_memory_is_20_bytes_an_element_and_4_for_each_slot_and_pin() -> None:
+    """As docs/capacity.md says to operators; what is kept in files counts for them alone."""
+    assert memory_bytes_needed(1000, staging_slots=0, pins=0) == 20_000
+    assert memory_bytes_needed(1000, staging_slots=4, pins=6) == 60_000
 
 
 def test_a_model_fits_exactly() -> None:

@@ -265,9 +265,13 @@ def test_configuring_twice_does_not_say_everything_twice(
     root: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure_logging("a", "b")
-    configure_logging("c", "d")
-    root.info("once")
-    assert capsys.readouterr().err.count("once") == 1
+    configure_logging("c", "d", "WARNING")
+    root.info("not this")
+    root.warning("%d of %d", 1, 2)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.endswith("Z W c d: 1 of 2\n")
+    assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("level", ["", "LOUD", "info "])

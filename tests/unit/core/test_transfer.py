@@ -193,6 +193,26 @@ def test_a_clean_push_asks_first_and_then_sends_each_chunk_once() -> None:
     assert transfer.reconnects == 0
 
 
+def test_a_slave_that_names_only_some_missing_chunks_is_asked_again() -> None:
+    transfer = push()
+    first = next(a for a in transfer.actions(0.0) if isinstance(a, SlaveRequest) and a.slave == "s1")
+    some = [MissingChunk(c.block_id, c.offset_bytes) for c in shares()["s1"][:2]]
+    transfer.missing("s1", first.request, some, False, 0.1)
+    asks = [a for a in transfer.actions(0.1) if isinstance(a, SlaveRequest)]
+    assert [a.chunk for a in asks] == shares()["s1"][:2]
+    for ask in asks:
+        transfer.acked("s1", ask.request, False, 0.2)
+    assert [a.chunk for a in transfer.actions(0.2) if isinstance(a, SlaveRequest) and a.slave == "s1"] == [None]
+
+
+@pytest.mark.parametrize("place", [(1, 0), (4, 7), (9, 0)])
+def test_missing_chunks_of_another_layout_fail_the_push(place: tuple[int, int]) -> None:
+    transfer = push()
+    first = next(a for a in transfer.actions(0.0) if isinstance(a, SlaveRequest) and a.slave == "s0")
+    transfer.missing("s0", first.request, [MissingChunk(4, 0), MissingChunk(*place)], False, 0.1)
+    assert "another layout" in transfer.failure
+
+
 def test_a_clean_pull_fetches_each_chunk_once() -> None:
     network = Network(pull())
     network.run()
@@ -271,30 +291,31 @@ def test_the_first_chunk_of_a_slow_link_is_waited_for() -> None:
     assert transfer.reconnects == 0
 
 
-def test_a_push_that_is_not_open_yet_is_waited_for() -> None:
+@pytest.mark.parametrize("opens_at_s", [0.7, 1e9])
+def test_a_push_that_is_not_open_yet_is_waited_for_but_not_for_ever(opens_at_s: float) -> None:
     network = Network(push())
     unknown = Refusal(RefusalCode.UNKNOWN_PUSH, "no staging is open", 0.2)
-    network.refuse = lambda ask, now_s: unknown if now_s < 0.7 else None
+    network.refuse = lambda ask, now_s: unknown if now_s < opens_at_s else None
     network.run()
-    assert network.transfer.done
-    assert sum(a.chunk is not None for a in network.asks) == 15
+    if opens_at_s < 1:
+        assert network.transfer.done
+        assert sum(a.chunk is not None for a in network.asks) == 15
+    else:
+        assert "no staging is open" in network.transfer.failure
+        assert 5 < network.now_s < 8
 
 
-def test_a_push_that_stays_unknown_is_for_the_master_to_settle() -> None:
-    network = Network(push())
-    network.refuse = lambda ask, now_s: Refusal(RefusalCode.UNKNOWN_PUSH, "no staging is open", 0.2)
-    network.run()
-    assert "no staging is open" in network.transfer.failure
-    assert 5 < network.now_s < 8
-
-
-@pytest.mark.parametrize("code", [RefusalCode.VERSION_GONE, RefusalCode.STALE_EPOCH, RefusalCode.RUN_ID])
+@pytest.mark.parametrize(
+    "code", [RefusalCode.VERSION_GONE, RefusalCode.STALE_EPOCH, RefusalCode.RUN_ID, RefusalCode.BASE_GONE]
+)
 def test_what_only_the_master_can_settle_fails_at_once(code: RefusalCode) -> None:
-    network = Network(pull())
+    transfer = push()
+    network = Network(transfer if code is RefusalCode.BASE_GONE else pull())
     network.refuse = lambda ask, now_s: Refusal(code, "not here")
     network.run()
     assert "not here" in network.transfer.failure
     assert network.transfer.refusal is code
+    assert transfer.base_gone == (code is RefusalCode.BASE_GONE)
     assert network.now_s < 1
 
 
@@ -313,15 +334,6 @@ def test_a_chunk_that_a_pull_was_refused_is_asked_for_again() -> None:
     network.run()
     assert network.transfer.done
     assert network.now_s < 5.0
-
-
-def test_a_push_whose_base_is_gone_fails_at_once_and_says_so() -> None:
-    network = Network(push())
-    network.refuse = lambda ask, now_s: Refusal(RefusalCode.BASE_GONE, "no such version here")
-    network.run()
-    assert "no such version here" in network.transfer.failure
-    assert network.transfer.base_gone
-    assert network.now_s < 1
 
 
 def test_a_share_with_another_digest_is_fetched_again_and_then_refused() -> None:

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.api_stand_in import StandIn, write_kubeconfig
@@ -507,3 +508,45 @@ def test_supervise_ends_the_pod_of_a_slave_that_the_master_misses(
     assert asked == [("h:1", "small")] * 2
     assert pauses_s == [7.0] * 4
     assert "slave s1: pod small-slave-1 is ended" in capsys.readouterr().err
+
+
+def test_the_commands_of_an_operator(
+    here: StandIn, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    master, asked = Master(["s0", "s1"], ["a"]), list[tuple[Any, ...]]()
+
+    def client(*given: object, security: object) -> Master:
+        asked.append((*given, str(security)))
+        return master
+
+    def told(*words: object, code: int = 0) -> list[str]:
+        assert deploy(*words) == code
+        return capsys.readouterr().out.splitlines()
+
+    monkeypatch.setattr("dips.cli.deploy.OperatorClient", client)
+    monkeypatch.setattr("dips.deploy.rollout.POLL_S", 0.0)
+    applied = told("apply", small, *APPLY)
+    assert applied[0] == "run small: master and 2 slaves at here (context here)"
+    assert applied[-1] == f"run small: {len(here.writes)} objects were changed"
+    small.write_text(small.read_text().replace("slaves = 2", "slaves = 3"))
+    assert told("plan", small, "--offline")[-1].startswith("keys are missing (s2): dips keys add")
+    with_keys(small)
+    assert told("scale", small, "--yes")[-1] == (
+        f"run small: 2 slaves were, 3 are; `dips deploy apply {small}` does the rest"
+    )
+    here.one("Job", "small-cluster-a")["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    assert told("drain", small, "a", "--reason", "x", "--master", "h:1") == []
+    assert master.asked == ["add s2 remove  with None pods", "drain a"]
+    assert {one[:2] for one in asked} == {("192.0.2.7:30400", "small"), ("h:1", "small")}
+    assert all("operator" in one[2] for one in asked)
+    here.broken = lambda one: one.get("status", {}).update(readyReplicas=1) if one["kind"] == "StatefulSet" else None
+    here.broken(here.one("StatefulSet", "small-slave"))
+    assert "StatefulSet small-slave waiting 1 of 3 pods ready" in [
+        " ".join(line.split()[1:]) for line in told("status", small, code=4)
+    ]
+    rendered = told("render", small, "--output", tmp_path / "out")
+    assert set(rendered) == {str(path) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    for more in ([], ["--move"]):
+        assert ("pods/exec" in "".join(told("rights", small, *more))) is bool(more)
+    assert told("delete", small, "--yes", "--delete-volumes")[0].startswith("- ")
+    assert told("delete", small, "--yes") == ["nothing of it is there"]

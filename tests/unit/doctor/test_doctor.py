@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
+import socket
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,10 +20,11 @@ from dips.cli import doctor as command_doctor
 from dips.cli import main
 from dips.core.errors import ConfigError
 from dips.core.messages import SlaveStatus, StatusReply
+from dips.core.net.keys import load_identity
 from dips.core.net.security import INSECURE, Role
 from dips.doctor import host, joining, local, network
 from dips.doctor.findings import Check, Finding, Grade, examined, fail, ok, warn
-from dips.doctor.network import check_identities
+from dips.doctor.network import ListenAddress, check_addresses, check_identities
 from dips.local.authority import WantedIdentity, ensure_keys
 from dips.local.run_directory import UP, Mark, claim
 from dips.local.run_file import read_run_file
@@ -435,6 +438,77 @@ def test_a_site_s_buffers_are_judged_by_its_link_and_the_longest_measured_round_
         assert ("give --link" in found[0].remedy) == (link_bits_per_s is None)
 
 
+REACHED = {
+    "tcp://10.1.2.3:1": network.Reached(0.02, True),
+    "tcp://10.1.2.3:2": network.Reached(None, False, "no answer"),
+    "tcp://10.1.2.3:3": network.Reached(0.02, False),
+}
+SLAVES = (
+    SlaveStatus("s0", None, True, data_endpoint="tcp://10.1.2.3:1"),
+    SlaveStatus("s1", None, True, data_endpoint="tcp://10.1.2.3:2"),
+    SlaveStatus("s2", None, True, data_endpoint="tcp://10.1.2.3:3"),
+    SlaveStatus("s3", None, False, data_endpoint="tcp://10.1.2.3:1"),
+    SlaveStatus("s4", None, True, data_endpoint=""),
+    SlaveStatus("s5", None, True, data_endpoint="tcp://127.0.0.1:1"),
+)
+
+
+def joined(
+    monkeypatch: pytest.MonkeyPatch, status: StatusReply, let_in: str = "", keys: Path | None = None
+) -> list[str]:
+    """All findings of a look at a master elsewhere but those of the machine, and whether it was asked for anything."""
+
+    class Client:
+        def __init__(self, address: str, call_s: float, *, security: object) -> None:
+            assert address == "10.1.2.3:9"
+
+        def __enter__(self) -> Client:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def status(self) -> StatusReply:
+            return status
+
+    monkeypatch.setattr(joining, "OperatorClient", Client)
+    monkeypatch.setattr(joining, "why_not_let_in", lambda master, security: let_in)
+    monkeypatch.setattr(joining, "is_elsewhere", lambda address: "127.0.0.1" not in address)
+    monkeypatch.setattr(network, "dialled", lambda endpoint: REACHED.get(endpoint, network.Reached(0.01, True)))
+    security = INSECURE if keys is None else load_identity(keys)
+    found = examined(joining.checks("10.1.2.3:9", security, None, FACTS))
+    return [str(one) for one in found if one.check in ("keys", "master", "slaves")]
+
+
+EMPTY = StatusReply("r", 1, None, 0, 0, "idle", None, 0.0, 0.0, "")
+
+
+def test_what_a_joining_cluster_would_meet_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = joined(monkeypatch, dataclasses.replace(EMPTY, slaves=SLAVES))
+    assert told[0].startswith("WARN  keys: the run has no keys")
+    assert told[1] == "OK    master: run r accepts these keys: no version yet, 6 slaves"
+    slaves = told[2:]
+    assert [one.partition(" ")[0] for one in slaves] == ["OK", "FAIL", "FAIL", "WARN", "WARN", "FAIL"]
+    assert "slave s0 at tcp://10.1.2.3:1 answers" in slaves[0]
+    assert slaves[0].endswith("its keys are tried once a version is published")
+    assert "slave s1 at tcp://10.1.2.3:2 cannot be reached from here: no answer" in slaves[1]
+    assert "cannot be reached from here: nothing listens there" in slaves[2]
+    assert "slave s3 is away" in slaves[3]
+    assert "s5" in slaves[5]
+
+
+def test_a_run_that_cannot_be_joined_is_told(monkeypatch: pytest.MonkeyPatch, keys: Path) -> None:
+    ended = dataclasses.replace(EMPTY, stopping=True)
+    of_cluster = joined(monkeypatch, ended, keys=keys / "a")
+    assert [one.split(":")[0] for one in of_cluster] == ["OK    keys", "OK    master", "FAIL  master", "WARN  slaves"]
+    assert "run r has ended" in of_cluster[2]
+    assert "no slave has attached" in of_cluster[3]
+    of_operator = joined(monkeypatch, EMPTY, "another authority", keys / "me")
+    assert [one.split(":")[0] for one in of_operator] == ["OK    keys", "WARN  keys", "FAIL  master", "WARN  slaves"]
+    assert "may look but not train" in of_operator[1]
+    assert of_operator[2] == "FAIL  master: another authority"
+
+
 @pytest.mark.parametrize(
     ("environment", "rank"),
     [
@@ -466,3 +540,51 @@ def test_each_rank_says_what_it_does_not_reach_and_one_says_the_rest(
     ]
     assert said["0"][2].startswith("1 OK, 0 WARN, 1 FAIL")
     assert said["1"] == ["FAIL  slaves: rank 1: slave s1 cannot be reached: open the way"]
+
+
+# ---- sockets ----
+
+
+@contextlib.contextmanager
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_addresses_are_tried_by_listening() -> None:
+    with taken_port() as port:
+        addresses = [
+            ListenAddress("the master", f"127.0.0.1:{port}", "listen"),
+            ListenAddress("s0", "127.0.0.1:0", "data_port"),
+        ]
+        (found,) = check_addresses(addresses)
+        assert found.grade is FAIL
+        assert network.check_free(ListenAddress("x", f"127.0.0.1:{port}", "listen")).grade is FAIL
+    assert network.check_free(ListenAddress("x", f"127.0.0.1:{port}", "listen")).grade is OK
+    assert network.check_free(ListenAddress("x", "192.0.2.1:4711", "listen")).grade is FAIL
+    assert network.check_free(ListenAddress("x", "no-such-host.invalid:4711", "listen")).check == "addresses"
+
+
+def test_a_name_that_no_machine_can_have_is_a_finding() -> None:
+    address = "node1..example:4711"
+    for finding in (
+        network.check_free(ListenAddress("x", address, "listen")),
+        network.check_name_found("x", address, "advertise"),
+        network.judge_reached("x", address, network.dialled(address), must_listen=True),
+    ):
+        assert finding.grade is FAIL
+        assert "node1..example" in finding.sentence
+
+
+def test_addresses_are_dialled_and_their_round_trip_is_told() -> None:
+    with taken_port() as port:
+        reached = network.dialled(f"127.0.0.1:{port}")
+        assert reached.listens
+        assert reached.round_trip_s is not None
+        assert network.judge_reached("s0", f"127.0.0.1:{port}", reached, must_listen=True).grade is OK
+    refused = network.dialled(f"127.0.0.1:{port}")
+    assert (refused.listens, refused.why) == (False, "nothing listens there")
+    assert network.judge_reached("s0", "h:1", refused, must_listen=True).grade is FAIL
+    assert network.judge_reached("s0", "h:1", refused, must_listen=False).grade is OK
+    assert network.check_name_found("s0", "no-such-host.invalid:1", "advertise").grade is FAIL
+    assert network.check_name_found("s0", "localhost:1", "advertise").grade is OK

@@ -154,6 +154,22 @@ def test_what_was_published_is_never_decided_again(lost: Callable[[Checker], obj
     assert once_more(None, lost, published=True) >= {"I1", "I6"}
 
 
+def test_a_version_that_was_adopted_from_another_round_replaces_the_one_of_its_name() -> None:
+    script = Script()
+    script.start_master()
+    script.join("a")
+    script.commit(script.push("a"))
+    script.commit(script.push("a"))
+    checker = Checker()
+    for step in script.steps[: script.steps.index(nth(script.steps, "journal", "COMMIT", 1)) + 1]:
+        assert feed(checker, step) == []
+    checker.lost_journal({(1, 0), (1, 1)})
+    held = {"version": "1:1", "round": "r1.9", "digest": "0" * 32}
+    assert [v.invariant for v in feed(copy.deepcopy(checker), Step("slave", "s0", "configured", held))] == ["I1", "I2"]
+    assert feed(checker, Step("journal", "", "ADOPT", {"epoch": 2, "round": [1, 9], "version": [1, 1]})) == []
+    assert feed(checker, Step("slave", "s0", "configured", held)) == []
+
+
 # ---- what is not ----
 
 
@@ -289,6 +305,18 @@ def without_manifests(then: Change) -> Change:
     return change
 
 
+def told_at_the_end(digests: dict[str, str]) -> Change:
+    """A cluster's last push_sent line is read after the journal."""
+
+    def change(steps: list[Step]) -> None:
+        sent = nth(steps, "worker", "push_sent", -1)
+        steps.remove(sent)
+        sent.fields["digest_of_slave"] |= digests
+        steps.append(sent)
+
+    return change
+
+
 ANOTHER = "f" * 32
 
 BROKEN = [
@@ -325,6 +353,9 @@ BROKEN = [
     ("I9", set_field("slave", "staged", "digest", ANOTHER), "but its cluster sent"),
     ("I10", in_participant("base", [1, -9]), "12 versions old: at most 8 are allowed"),
     ("I10", in_participant("base", [0, 3]), "into timeline 1"),
+    ("I10", in_participant("base", None), "which has no base version"),
+    ("I10", in_participant("base", [1, 99]), "newer than 1:3"),
+    ("I9", told_at_the_end({"s1": ANOTHER}), "on slave s1, but its cluster sent ffffffffffff"),
     ("I11", set_field("journal", "COMMIT", "tokens", 7), "says 7 tokens, but there were"),
     ("I12", leases(lambda rows: rows.pop(0)), "in no state"),
     ("I12", leases(lambda rows: rows.insert(1, rows[0])), "in two states"),
@@ -413,6 +444,19 @@ def test_a_rollback_must_name_the_pushes_that_it_takes_back() -> None:
 def test_a_rollback_that_is_none_is_seen(name: str, field: str, value: Any, sentence: str) -> None:
     found = broken_by(rolled_back_run(), set_field("journal", "ROLLBACK", field, value))
     assert any(re.search(sentence, said) for said in found.get(name, ())), found
+
+
+def test_a_rollback_to_the_newest_version_loses_nothing() -> None:
+    script = Script()
+    script.start_master()
+    script.join("a")
+    script.commit(script.push("a"))
+    script.commit(script.push("a"))
+    script.start_master()
+    script.roll_back((1, 1), [])
+    assert nth(script.steps, "journal", "ROLLBACK").fields["lost_tokens"] == 0
+    assert check(script.steps).violations == []
+    assert "I11" in broken_by(script, set_field("journal", "ROLLBACK", "lost_tokens", 1))
 
 
 def test_data_of_a_version_that_was_given_up_may_be_applied_again() -> None:

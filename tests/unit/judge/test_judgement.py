@@ -155,8 +155,8 @@ def test_sayings_of_a_slave_that_differ_are_no_evidence() -> None:
     gram = record["judgement"]["inputs"]["gram"]
     other = [repr(2.0 * float(text)) for text in gram]
     bad = record["judgement"]["inputs"]["nonfinite_elems"]
-    judging.measured("s0", (1, 1), other, bad)
-    assert "but the slaves measured" in (judging.judge(record, ["s0"]) or [""])[0]
+    judging.measured("s0", (1, 1), [*gram[:-1], other[-1]], bad)
+    assert f"entry {len(gram) - 1} of its Gram matrix" in (judging.judge(record, ["s0"]) or [""])[0]
     judging.measured("s0", (1, 1), other, bad)
     judging.measured("s0", (1, 1), gram, bad)
     assert judging.judge(record, ["s0"]) == []
@@ -172,6 +172,33 @@ def test_slaves_that_measured_another_number_of_pushes_are_named() -> None:
         (wrong,) = judging.judge(record, ["s0"]) or [""]
         judging.moved("VOID", None, None)
         assert ("another number of pushes" if more_bad != [1] else "elements that are not finite") in wrong
+
+
+CHANGED_STATE: dict[str, Any] = {
+    **{name: lambda value: value + 1 for name in ("accepted", "steps", "flags_in_a_row", "score_rejections_in_a_row")},
+    **{name: lambda value: value * 1.001 for name in ("mean", "variance", "mean_tokens")},
+    "quarantined": lambda value: not value,
+    "no mean_tokens": lambda value: None,
+    **{name: lambda values: [*values[:-1], values[-1] + 0.01] for name in ("norms", "scores", "merged_norms")},
+    **{f"fewer {name}": lambda values: values[:-1] for name in ("norms", "scores", "merged_norms")},
+    "voids_in_a_row": lambda value: value + 1,
+}
+
+
+@pytest.mark.parametrize("what", CHANGED_STATE)
+def test_every_number_of_the_detector_is_compared_with_what_follows_from_the_records(what: str) -> None:
+    run, judging = Run(PenaltyConfig(warm_up_pushes=2), 8), Judging()
+    for _ in range(30):
+        assert feed(judging, run.record()) == []
+    state = run.state.to_json()
+    assert judging.ledger(json.loads(json.dumps(state))) == []
+    name, change = what.removeprefix("fewer ").removeprefix("no "), CHANGED_STATE[what]
+    part = state if name in state else state["clusters"][sorted(state["clusters"])[-1]]
+    part[name] = change(part[name])
+    (wrong,) = judging.ledger(state) or [""]
+    assert "does not follow from the rounds before" in wrong
+    del state["clusters"]["a"]
+    assert "it has clusters b, c, d, not " in (judging.ledger(state) or [""])[0]
 
 
 def test_a_run_that_goes_back_remembers_what_it_did_there() -> None:

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dips.core.chunks import digest_of_array
+from dips.core.chunks import chunks_of, digest_of_array
 from dips.core.errors import ConfigError
 from dips.core.ids import ClusterId, Incarnation, PushId, RoundId, SlaveId, Version
 from dips.core.layout import Layout, Parameter
-from dips.core.math import outer_numpy
 from dips.core.messages import Prepare, SnapshotInfo, StagedPush
 from dips.core.placement import Placement
+from dips.core.wire import WIRE_DTYPES
 from dips.judge.records import RunRecords, TapeLine
 from dips.judge.replay import replay_run
 from dips.judge.verify import check_records
@@ -27,32 +27,43 @@ from dips.master.state.penalty import judge
 from dips.master.state.penalty_types import DetectorState, JudgeInputs, Participant, PenaltyConfig
 from dips.master.state.records import OuterStep, outer_step_of, seed_step
 from dips.master.state.rounds import judgement_to_json
+from dips.sim.arithmetic import Stepped
+from dips.sim.numbers import NumberShard
 from dips.slave.push_evidence import PushEvidence, checksum
 
 F32 = NDArray[np.float32]
 
 CHUNK_BYTES = 1024
-LAYOUT = Layout(tuple(Parameter(f"layers.{i}.w", (24, 16), "float32", f"layers.{i}") for i in range(3)))
+TRAINED = tuple(Parameter(f"layers.{i}.w", (24, 16), "float32", f"layers.{i}") for i in range(3))
+AVERAGED = Parameter("mean", (40,), "float32", "mean", averaged=True)
 SLAVES = (SlaveId("s0"), SlaveId("s1"))
-PLACEMENT = Placement(SLAVES, (0, 1, 0))
+PLACEMENT = Placement(SLAVES, (0, 1, 0, 1))
 CONFIG = PenaltyConfig(clip_norm=0.5)
 
 
 class Recorded:
-    """A run of two slaves, written as they and the master write it: a seed, and rounds of clusters a and b."""
+    """A run of two slaves, computed and written as they and the master do it: a seed, and rounds of a and b."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, pull_wire: str = "float32") -> None:
         self.directory = directory
+        self._pull_wire = WIRE_DTYPES[pull_wire]
+        averaged = (AVERAGED,) if pull_wire == "float32" else ()
+        self.layout = Layout((*TRAINED, *averaged))
+        self.placement = Placement(SLAVES, PLACEMENT.slave_of_block[: len(self.layout.blocks)])
+        self.n_trained = sum(block.n_elems for block in self.layout.blocks if not block.averaged)
         self.records = RunRecords(directory)
-        ledger = Ledger("test", layout=LAYOUT, slaves=dict.fromkeys(SLAVES, 1 << 20), placement=PLACEMENT)
+        ledger = Ledger("test", layout=self.layout, slaves=dict.fromkeys(SLAVES, 1 << 20), placement=self.placement)
         self.records.ledger = json.loads(ledger.to_json())
         self._rng = np.random.default_rng(7)
-        self._theta: dict[SlaveId, F32] = {}
-        self._momentum: dict[SlaveId, F32] = {}
+        self._state: dict[SlaveId, Stepped] = {}
+        self._shards = {
+            slave: NumberShard(self.placement.blocks_of(slave, self.layout), CHUNK_BYTES, 2, pull_wire)
+            for slave in SLAVES
+        }
         self._detector = DetectorState.empty()
         self._writers = {slave: self._writer(slave) for slave in SLAVES}
         self._n = 0
-        n = sum(block.n_elems for block in LAYOUT.blocks)
+        n = sum(block.n_elems for block in self.layout.blocks)
         self._commit(None, {"a": self._rng.standard_normal(n).astype(np.float32)}, {"a": 0}, seed_step(0.7), None)
 
     def _writer(self, slave: SlaveId) -> PushEvidence:
@@ -65,30 +76,31 @@ class Recorded:
         pushed = {
             name: (theta - 0.02 * self._rng.standard_normal(len(theta))).astype(np.float32) for name in sorted(tokens)
         }
-        ways = {name: (theta - push).astype(np.float64) for name, push in pushed.items()}
+        ways = {name: (theta - push)[: self.n_trained].astype(np.float64) for name, push in pushed.items()}
         gram = tuple(tuple(float(a @ b) for b in ways.values()) for a in ways.values())
         pushes = tuple(Participant(name, float(tokens[name]), 0, 16) for name in ways)
         judged = judge(self._detector, CONFIG, pushes, gram, frozenset(tokens), 0.0)
-        said = self._detector if self._n == 1 else None
-        inputs = JudgeInputs(CONFIG, 0.7, pushes, gram, tuple(sorted(tokens)), (), (), 0.0, said)
+        state = self._detector if self._n == 1 else None
+        inputs = JudgeInputs(CONFIG, 0.7, pushes, gram, tuple(sorted(tokens)), (), (), 0.0, state)
         before = Version(1, self._n - 1)
         step = outer_step_of(CONFIG, 0.7, judged.scale, judged.rho, before)
         self._detector = judged.next_state_if_committed
         self.records.ledger = {**(self.records.ledger or {}), "detector": self._detector.to_json()}
-        self._commit(before, pushed, tokens, step, (judged.weights, judgement_to_json(judged, step, inputs)))
+        said = judgement_to_json(judged, step, inputs)
+        self._commit(before, pushed, tokens, step, (judged.weights, said), judged.rho)
 
     def _whole(self) -> F32:
         parts = {}
         for slave in SLAVES:
             start = 0
-            for block in PLACEMENT.blocks_of(slave, LAYOUT):
-                parts[block.block_id] = self._theta[slave][start : start + block.n_elems]
+            for block in self.placement.blocks_of(slave, self.layout):
+                parts[block.block_id] = self._state[slave].theta[start : start + block.n_elems]
                 start += block.n_elems
         return np.concatenate([parts[number] for number in sorted(parts)])
 
     def _share(self, slave: SlaveId, values: F32) -> F32:
-        edges = np.cumsum([0, *(block.n_elems for block in LAYOUT.blocks)])
-        blocks = PLACEMENT.blocks_of(slave, LAYOUT)
+        edges = np.cumsum([0, *(block.n_elems for block in self.layout.blocks)])
+        blocks = self.placement.blocks_of(slave, self.layout)
         return np.concatenate([values[edges[b.block_id] : edges[b.block_id + 1]] for b in blocks])
 
     def _commit(
@@ -98,18 +110,19 @@ class Recorded:
         tokens: dict[str, int],
         step: OuterStep,
         judged: tuple[tuple[float, ...], dict[str, Any] | None] | None,
+        rho: float = 1.0,
     ) -> None:
         self._n += 1
         weights, judgement = judged or ((1.0,), None)
         ids = [PushId(ClusterId(name), Incarnation(1, 1), self._n) for name in pushed]
         accepted = tuple(StagedPush(push, 1) for push in ids)
         version, round_id = Version(1, self._n - 1), RoundId(1, self._n)
-        body = Prepare(round_id, before, version, accepted, weights, **vars(step))
+        body = Prepare(round_id, before, version, accepted, weights, **vars(step), averaged_share=rho)
         digests = {slave: self._prepare(slave, body, pushed).hex() for slave in SLAVES}
         for push in ids:
             self._tape("master", "m", "ticket", push=str(push), wire="F32")
             for slave in SLAVES:
-                share, blocks = self._share(slave, pushed[push.cluster]), PLACEMENT.blocks_of(slave, LAYOUT)
+                share, blocks = self._share(slave, pushed[push.cluster]), self.placement.blocks_of(slave, self.layout)
                 said = digest_of_array(share, blocks, CHUNK_BYTES).hex()
                 self._tape("slave", slave, "staged", push=str(push), digest=said)
         self.records.journal.append(
@@ -148,14 +161,14 @@ class Recorded:
 
     def move(self, placement: Placement) -> None:
         """A RESHARD: every block to the slave that the new placement says."""
-        edges, whole = np.cumsum([0, *(block.n_elems for block in LAYOUT.blocks)]), self._whole()
+        edges, whole = np.cumsum([0, *(block.n_elems for block in self.layout.blocks)]), self._whole()
         digests = {}
         for slave in placement.slaves:
-            blocks = placement.blocks_of(slave, LAYOUT)
+            blocks = placement.blocks_of(slave, self.layout)
             share = np.concatenate([whole[edges[b.block_id] : edges[b.block_id + 1]] for b in blocks])
             digests[str(slave)] = digest_of_array(share, blocks, CHUNK_BYTES).hex()
         before, after = (
-            {"slaves": [*item.slaves], "slave_of_block": [*item.slave_of_block]} for item in (PLACEMENT, placement)
+            {"slaves": [*item.slaves], "slave_of_block": [*item.slave_of_block]} for item in (self.placement, placement)
         )
         said = {"placement_before": before, "placement": after}
         self._record("RESHARD", (1, self._n), from_version=[1, self._n - 1], digests=digests, **said)
@@ -165,29 +178,25 @@ class Recorded:
         self.records.journal.append({**said, **fields})
 
     def adopt(self) -> None:
-        """Of a version that no journal here knows; one round goes on from it."""
+        """Of a version that no journal here knows; two rounds go on from it."""
         self._record("ADOPT", (2, 9), digests={})
-        theta = self._whole()
         self._n = 10
-        self._commit(Version(2, 9), {"a": theta}, {"a": 100}, seed_step(0.7), None)
-        self.records.journal[-1]["version"] = [2, 10]
+        for v in (9, 10):
+            self._commit(Version(2, v), {"a": self._whole()}, {"a": 100}, seed_step(0.7), None)
+            self.records.journal[-1]["version"] = [2, v + 1]
 
     def _prepare(self, slave: SlaveId, body: Prepare, pushed: dict[str, F32]) -> bytes:
-        rows = np.stack([self._share(slave, push) for push in pushed.values()])
-        n = rows.shape[1]
-        theta, momentum = np.empty(n, np.float32), np.empty(n, np.float32)
-        if body.from_version is None:
-            outer_numpy.seed_step(rows, 0, theta, momentum, 0, n)
-        else:
-            outer_numpy.outer_step(
-                self._theta[slave], self._momentum[slave], rows, np.arange(len(rows)),
-                np.asarray(body.weights, np.float32), body.scale, body.outer_lr, body.momentum_decay,
-                body.momentum_lookahead, body.gradient_weight, theta, momentum, 0, n,
-            )  # fmt: skip
-        self._theta[slave], self._momentum[slave] = theta, momentum
-        digest = digest_of_array(theta, PLACEMENT.blocks_of(slave, LAYOUT), CHUNK_BYTES)
-        info = SnapshotInfo(body.to_version, body.round, b"l" * 32, PLACEMENT.placement_hash, digest, True)
-        self._writers[slave].write(body, info, list(rows), CHUNK_BYTES)
+        rows, shard = [self._share(slave, push) for push in pushed.values()], self._shards[slave]
+        blocks = self.placement.blocks_of(slave, self.layout)
+        for slot, row in enumerate(rows):
+            start = 0
+            for index, chunk in enumerate(chunks_of(blocks, CHUNK_BYTES)):
+                shard.land(slot, index, row[start : start + chunk.length_bytes // 4])
+                start += chunk.length_bytes // 4
+        self._state[slave] = shard.prepare(self._state.get(slave), range(len(rows)), body)
+        digest = digest_of_array(self._state[slave].theta, blocks, CHUNK_BYTES)
+        info = SnapshotInfo(body.to_version, body.round, b"l" * 32, self.placement.placement_hash, digest, True)
+        self._writers[slave].write(body, info, rows, CHUNK_BYTES, self._pull_wire)
         return digest
 
 
@@ -207,8 +216,17 @@ def test_versions_norms_and_the_numbers_of_the_step_are_what_the_records_say(run
     assert [v for v in check_records(run.records).violations if v.invariant == "I18"] == []
 
 
+@pytest.mark.parametrize("pull_wire", ["bfloat16", "int8", "int4"])
+def test_versions_that_were_rounded_for_their_readers_are_computed_again(tmp_path: Path, pull_wire: str) -> None:
+    run = Recorded(tmp_path, pull_wire)
+    for _ in range(3):
+        run.round(a=100, b=300)
+    replayed = replay_run(run.directory, run.records)
+    assert (replayed.wrong, replayed.misjudged, replayed.skipped, replayed.versions) == ([], [], [], 4)
+
+
 def test_a_run_that_moved_its_blocks_and_went_back_is_computed_again(run: Recorded) -> None:
-    run.move(Placement(SLAVES, (0, 0, 1)))
+    run.move(Placement(SLAVES, (0, 0, 1, 0)))
     run.go_back(2, (2, 2))
     replayed = replay_run(run.directory, run.records)
     assert (replayed.wrong, replayed.skipped, replayed.versions, replayed.shards) == ([], [], 6, 12)
@@ -220,7 +238,10 @@ def test_a_run_that_moved_its_blocks_and_went_back_is_computed_again(run: Record
 def test_what_follows_a_version_that_the_journal_does_not_know_is_skipped_and_not_missing(run: Recorded) -> None:
     run.adopt()
     replayed = replay_run(run.directory, run.records)
-    assert [said.split(":", 2)[-1] for said in replayed.skipped] == [" version 2:9 was not computed"] * 2
+    assert [said.rpartition(": ")[-1] for said in replayed.skipped] == [
+        *["version 2:9 was not computed"] * 2,
+        *["version 2:10 was not computed"] * 2,
+    ]
     assert (replayed.missing, replayed.wrong, replayed.versions) == ([], [], 4)
 
 
@@ -238,13 +259,19 @@ def test_a_push_that_was_staged_otherwise_is_named_unless_it_came_as_a_differenc
 def test_what_is_gone_is_missing_and_what_was_made_of_it(run: Recorded) -> None:
     pushes = run.directory / "s1" / "pushes"
     (pushes / "round-r1.3.json").unlink()
+    run.move(PLACEMENT)
     replayed = replay_run(run.directory, run.records)
-    on_s1 = [
-        "version 1:2 on slave s1: round-r1.3.json is missing",
-        "version 1:3 on slave s1: version 1:2 was not computed",
-    ]
-    assert replayed.missing == replayed.skipped == on_s1
+    assert (
+        replayed.missing
+        == replayed.skipped
+        == [
+            "version 1:2 on slave s1: round-r1.3.json is missing",
+            "version 1:3 on slave s1: version 1:2 was not computed",
+            "the RESHARD of version 1:4 (round r1.94): version 1:3 was not computed on slave s1",
+        ]
+    )
     assert (replayed.versions, replayed.shards, replayed.judged) == (2, 6, 1)
+    del run.records.journal[-1]
     shutil.rmtree(pushes)
     replayed = replay_run(run.directory, run.records)
     assert replayed.missing == replayed.skipped == ["slave s1 recorded no pushes"]
@@ -291,6 +318,10 @@ MISJUDGED = {
     "the merged norm": (in_journal(numbers("merged_norm", "0.51")), "has merged norm 0.51, but weights and pushes"),
     "weights": (in_journal(numbers("weights", "0.5", "0.5")), "weights [0.25, 0.75], not [0.5, 0.5] as the COMMIT"),
     "the rate": (in_journal(lambda r: r["judgement"]["outer_step"].update(outer_lr="0.5")), "outer_lr 0.7, not 0.5"),
+    "a slave's share of averaged blocks": (
+        on_slave(lambda r: r.update(averaged_share=0.5)),
+        "averaged_share 0.5, not 1.0",
+    ),
     "a slave's scale": (on_slave(lambda r: r.update(scale=2.0)), "was made with scale 2.0, not "),
     "a slave's weights": (on_slave(lambda r: r["accepted"][0].update(weight=0.3)), "weights [0.3, 0.75], not [0.25"),
     "a slave's base": (on_slave(lambda r: r.update(to_version="1:7")), "was made from 1:0 to 1:7, not as"),

@@ -143,24 +143,6 @@ def add_to(tape: Path, text: str) -> None:
     tape.write_text(tape.read_text() + text)
 
 
-@pytest.mark.parametrize(
-    ("remove", "note", "result"),
-    [
-        ("tapes", "the tape of cluster a is missing", {"I3": "unproven"}),
-        ("slaves/s0", "the tape of slave s0 is missing", {"I4": "ok"}),
-        ("master/test.tape.jsonl", "the tape of the master is missing", {"I4": "unproven", "I6": "ok"}),
-    ],
-)
-def test_missing_tapes_are_said(run: Path, remove: str, note: str, result: dict[str, str]) -> None:
-    for path in [run / remove] if (run / remove).is_file() else list((run / remove).iterdir()):
-        path.unlink()
-    report = verify_run(run)
-    assert any(sentence.startswith(note) for sentence in report.unproven)
-    assert not report.violations
-    assert report.exit_code == EXIT_BROKEN
-    assert result.items() <= {row.invariant: row.result for row in report.rows}.items()
-
-
 def test_a_tape_that_never_was_here_is_named_by_who_asks(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "tapes" / "a.tape.jsonl").unlink()
     code, out, _ = told(capsys, "verify", run)

@@ -102,6 +102,7 @@ def test_values_are_shown_in_short() -> None:
         ("r1.22", "Did you mean r1.2"),
         ("1:11", "Did you mean"),
         ("a/1.1#9", "Did you mean"),
+        ("a/1.1", "a/1.1#1"),
         ("s7", "Did you mean"),
         ("nobody", "The run has a, b, s0, s1."),
     ],

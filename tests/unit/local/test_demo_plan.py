@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -82,19 +81,6 @@ def test_a_machine_that_is_too_busy_to_be_measured_trains_on_the_fewest_tokens(
     progress = PlainProgress(Console(file=out, width=200), ManualClock())
     assert demo._choose_length(DemoOptions(minutes=3.0), [], progress) == LEAST_TOKENS
     assert "could not be measured in 300 s: training on 1M tokens, however long that takes" in out.getvalue()
-
-
-def test_a_slow_measurement_says_that_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "TELL_EVERY_S", 0.05)
-    monkeypatch.setattr(demo, "_ENDS_WITHIN_S", 0.2)
-    said: list[str] = []
-    trainer = subprocess.Popen(["sleep", "60"], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with pytest.raises(demo.NotMeasured, match=r"could not be measured in 0\.2 s"):
-        demo._speed(trainer, said.append)
-    trainer.kill()
-    trainer.communicate()
-    assert said
-    assert set(said) == {"still waiting for the measurement (0 s)"}
 
 
 def test_the_duration_in_words() -> None:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import itertools
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dips.core.clock import ManualClock
 from dips.core.errors import NAME_TAKEN_EXIT, ConfigError, FatalError, Refused
-from dips.local.supervisor import ChildEvent, ChildSpec, FailureCount, ProcessSupervisor, RestartPolicy, StopStage
+from dips.local.supervisor import (
+    ChildEvent,
+    ChildSpec,
+    FailureCount,
+    ProcessSupervisor,
+    RestartPolicy,
+    StopStage,
+    how_it_ended,
+    log_tail,
+)
 
 POLICY = RestartPolicy(first_delay_s=0.5, max_delay_s=3.0, quick_s=20.0, quick_failures_max=5)
 
@@ -184,6 +194,39 @@ def test_nothing_is_started_again_once_the_run_is_over(clock: ManualClock, tmp_p
     assert [(event.name, event.kind, event.pid) for event in events[2:]] == [
         ("a", "failed", 101), ("a", "ended", 101), ("b", "ended", 102),
     ]  # fmt: skip
+
+
+def test_what_waits_for_its_next_start_is_not_started_after_a_stop(clock: ManualClock, tmp_path: Path) -> None:
+    Played.lives = {"a": [(1.0, -15)], "once": [(1.0, 9)]}
+    supervisor = ProcessSupervisor(clock, lambda event: None, POLICY)
+    supervisor.start(spec(tmp_path, "a"))
+    supervisor.start(replace(spec(tmp_path, "once"), restart=False))
+    clock.advance(1.0)
+    supervisor.poll()
+    assert [supervisor.exit_code(name) for name in ("a", "once")] == [None, 9]
+    supervisor.stop()
+    clock.advance(60.0)
+    supervisor.poll()
+    assert (supervisor.starts("a"), supervisor.starts("once")) == (1, 1)
+    supervisor.terminate("unknown")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (70, "ended with exit code 70"),
+        (-9, "was ended by SIGKILL"),
+        (143, "was ended by SIGTERM (exit code 143)"),
+        (130, "was ended by SIGINT (exit code 130)"),
+    ],
+)
+def test_how_a_process_ended_in_words(tmp_path: Path, code: int, words: str) -> None:
+    assert how_it_ended(code) == words
+    log = tmp_path / "long.log"
+    log.write_text("".join(f"line {i}\n" for i in range(10_000)))
+    assert log_tail(log, lines=2) == "  line 9998\n  line 9999"
+    assert len(log_tail(log).splitlines()) == 12
+    assert "no log" in log_tail(tmp_path / "none.log")
 
 
 def test_whoever_waits_for_a_slow_end_is_told_for_what(clock: ManualClock, tmp_path: Path) -> None:

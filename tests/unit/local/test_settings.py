@@ -33,17 +33,13 @@ def test_the_short_variables_say_where_and_who(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_command_line_wins_over_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert role_settings(SlaveConfig, "slave", None, GIVEN).provenance["master"] == "default"
     monkeypatch.setenv("DIPS_MASTER", "127.0.0.1:5")
     monkeypatch.setenv("DIPS_SLAVE_SNAPSHOTS_KEPT", "5")
     file = tmp_path / "slave.toml"
     file.write_text('[slave]\nmaster = "127.0.0.1:6"\nsnapshots_kept = 6\ndata_port = 6\nmemory_bytes = "6 MB"\n')
-    given = {**GIVEN, "master": "127.0.0.1:4", "data_port": "4"}
-    loaded = role_settings(SlaveConfig, "slave", file, given)
+    loaded = role_settings(SlaveConfig, "slave", file, {**GIVEN, "master": "127.0.0.1:4", "data_port": "4"})
     slave = loaded.value
     assert (slave.master, slave.data_port, slave.snapshots_kept) == ("127.0.0.1:4", 4, 5)
     assert slave.memory_bytes == 6_000_000
     assert "snapshots_kept  = 5  (environment DIPS_SLAVE_SNAPSHOTS_KEPT)" in loaded.describe()
-
-
-def test_without_any_of_them_there_is_the_default() -> None:
-    assert role_settings(SlaveConfig, "slave", None, GIVEN).provenance["master"] == "default"

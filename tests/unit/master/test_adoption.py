@@ -62,6 +62,7 @@ def test_old_journal_is_replaced_by_what_the_slaves_hold() -> None:
     assert asked(bench) == [("s0", V2)]
     (record,) = bench.entries("ADOPT")
     assert (record["version"], record["from_version"], record["tokens"]) == ([1, 2], [1, 1], 400)
+    assert record["wall_s"] == bench.wall_s
     assert bench.recorded("adopted")[0]["version"] == "1:2"
     assert any("took over version 1:2" in str(alarm["sentence"]) for alarm in bench.recorded("alarm"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,18 @@ from dips.core.protocol import MAX_LEASED_CHUNKS
 from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE, SETTLED, IntervalMap, LeaseTable, TokenState
 
 FOUR_CHUNKS = DataPlan(DataMode.LEASED, b"x", 400, 100)
+
+
+@given(st.lists(st.tuples(st.integers(0, 59), st.integers(1, 20), st.integers(0, 3)), max_size=40))
+def test_interval_map_equals_a_plain_list(puts: list[tuple[int, int, int]]) -> None:
+    line, plain = IntervalMap(60, 0), [0] * 60
+    for begin, length, value in puts:
+        end = min(60, begin + length)
+        line.put(begin, end, value)
+        plain[begin:end] = [value] * (end - begin)
+    assert [value for begin, end, value in line for _ in range(begin, end)] == plain
+    assert all(left[2] != right[2] for left, right in itertools.pairwise(line)), "equal neighbours are one"
+    assert [v for b, e, v in line.over(10, 50) for _ in range(b, e)] == plain[10:50]
 
 
 @pytest.mark.parametrize(("begin", "end"), [(5, 5), (-1, 3), (0, 61), (9, 4)])

@@ -39,16 +39,6 @@ from dips.core.net.codec_protobuf import encode
 from dips.master.state.events import Pause, Stop
 
 
-def test_join_waits_for_all_slaves() -> None:
-    bench = Bench(n_slaves=2)
-    bench.slaves[0].attach()
-    with refused_with(RefusalCode.BUSY) as refused:
-        bench.join("a")
-    assert "1 of 2" in str(refused.value)
-    bench.slaves[1].attach()
-    assert bench.join("a").incarnation == Incarnation(1, 1)
-
-
 @pytest.mark.parametrize(
     ("changes", "code", "word"),
     [
@@ -455,6 +445,7 @@ def test_whatever_happens_in_a_round_its_pushes_are_counted_once(kind: type, the
     status = bench.status()
     assert (status.published, status.tokens) == (Version(1, 1), 200)
     assert [c.pushes_applied for c in status.clusters][:2] == [1, 1]
+    assert {bench.state.shared.ledger.detector.of(name).steps for name in "ab"} == {16}, "as many as each made"
     assert bench.alive("b") == (then not in ("evict", "leave"))
 
 

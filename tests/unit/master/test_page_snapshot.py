@@ -79,10 +79,10 @@ def test_every_field_of_a_run_that_trains() -> None:
     assert (state["links"][0], len(state["links"])) == (link, 4)
     assert state["recent_rounds"][1:] == [
         {"id": "r1.2", "outcome": "commit", "reason": "", "version": "1:1", "accepted": ["a"], "excluded": []}
-        | {"kappa": 1.0, "rho": 0.5, "norm": 0.5, "tokens": 100, "at": 1008.0},
+        | {"kappa": 1.0, "rho": 0.5, "norm": 0.5, "tokens": 100, "at": 1001008.0},
         {"id": "r1.3", "outcome": "void", "reason": "no push was accepted (b: 3 elements are not finite)"}
         | {"version": None, "accepted": [], "excluded": ["b"], "kappa": None, "rho": None, "norm": None}
-        | {"tokens": 100, "at": 1013.0},
+        | {"tokens": 100, "at": 1001013.0},
     ]
     assert state["rounds"] == {"committed": 2, "merged": 0, "void": 1, "aborted": 0}
     assert (state["version"], state["since_publish_s"], state["tokens"], state["left_s"]) == ("1:1", 5.5, 100, 90.0)

@@ -75,7 +75,7 @@ def test_a_slave_is_added_and_the_run_goes_on(bench: ReshardBench) -> None:
     (record,) = bench.entries("RESHARD")
     assert record["placement_before"]["slaves"] == ["s0", "s1"]
     assert record["placement"]["slaves"] == ["s0", "s1", "s2"]
-    assert sorted(record["digests"]) == ["s0", "s1", "s2"]
+    assert (sorted(record["digests"]), record["wall_s"]) == (["s0", "s1", "s2"], bench.wall_s)
     train(bench)
 
 

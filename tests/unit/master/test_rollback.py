@@ -52,7 +52,7 @@ def test_run_goes_back_to_the_newest_version_that_all_slaves_hold() -> None:
     (record,) = bench.entries("ROLLBACK")
     assert (record["version"], record["from_version"], record["origin"]) == ([2, 1], [1, 2], [1, 1])
     assert (record["tokens"], record["lost_tokens"], record["donor"], record["participants"]) == (100, 100, None, [])
-    assert [push[-1] for push in record["rolled_back"]] == [3]
+    assert ([push[-1] for push in record["rolled_back"]], record["wall_s"]) == ([3], bench.wall_s)
     (told,) = bench.recorded("rolled_back")
     assert told == {"version": "2:1", "origin": "1:1", "donor": None, "lost_tokens": 100}
     assert any("ROLLBACK" in str(alarm["sentence"]) for alarm in bench.recorded("alarm"))

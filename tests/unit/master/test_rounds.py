@@ -160,6 +160,18 @@ def test_void_rounds_count_for_quarantine_also_over_a_restart() -> None:
     assert bench.status().clusters[0].quarantined
 
 
+def test_excluded_cluster_resets_its_inner_optimizer_once_it_is_in_quarantine() -> None:
+    bench = Bench().running("a", "b", "c")
+    bench.norms["b"] = 30.0
+    for n in range(3):
+        for name in "abc":
+            bench.push(name)
+        verdict = bench.verdict("b")
+        assert (verdict.kind, verdict.reset_inner_optimizer) == (VerdictKind.EXCLUDED, n == 2)
+        for name in "abc":
+            bench.pull(name)
+
+
 def test_seed_that_is_not_finite_is_aborted_and_can_come_again() -> None:
     bench = Bench()
     bench.attach_all()
@@ -251,7 +263,7 @@ def test_commit_record_holds_what_made_the_version_and_where_it_comes_from() -> 
     assert record["participants"][0]["ranges"] == [[1, 0, 0, 0, 100]]
     assert record["participants"][0]["verdict"] == "APPLIED"
     assert record["ledger"]["tokens"] == 100
-    assert set(record["digests"]) == {"s0", "s1"}
+    assert (set(record["digests"]), record["wall_s"]) == ({"s0", "s1"}, bench.wall_s)
     seed, first = bench.entries("COMMIT")
     assert (seed["from_version"], seed["tokens"]) == (None, 0)
     assert (first["from_version"], first["tokens"], first["s_max"]) == ([1, 0], 100, 8)

@@ -219,7 +219,7 @@ async def test_a_port_that_is_taken_is_the_operators_error_unless_it_was_only_th
         with contextlib.closing(Journal.open(master.folder, "demo")) as journal:
             journal.remember_port(port)
         await master.start()
-        assert parse_address(master.here.address)[1] != port
+        assert (parse_address(master.here.address)[1] != port, master.here.epoch) == (True, 1)
         assert f"port {port} of the last start is taken" in caplog.text
         assert await master.end() == Halt(0, "the test is over")
     assert read_address(master.folder) is None

@@ -126,6 +126,14 @@ def test_batches_within_a_factor_of_ten_and_longer_pushes_are_nothing_unusual() 
     assert not alarms(bench)
 
 
+def test_small_counts_are_told_once_a_cluster_has_counted_too_little_on_the_whole() -> None:
+    bench = Bench(grace_s=0.0).running("a", "b")
+    told(bench, b=100.0)
+    for tokens, alarmed in ((320, False), (64, False), (64, True)):  # 20, 12 and 9.3 a step on the whole
+        rounds(bench, 1, a=tokens)
+        assert bool(standing(bench)) is alarmed
+
+
 def test_one_short_batch_of_another_cluster_says_nothing() -> None:
     """Found by simulation: a push of a single step, an epoch's last one."""
     bench = Bench().running("a")
@@ -194,14 +202,6 @@ def test_the_operator_takes_the_end_of_a_run_back_and_a_restart_keeps_that() -> 
     assert bench.status().stopping
 
 
-def test_a_limit_that_is_changed_in_the_settings_counts_for_more_than_one_that_was_moved() -> None:
-    bench = at_the_end()
-    bench.operate(ExtendRequest("", 1000))
-    bench.config = Bench(settings=Settings(tk_max_tokens=400)).config
-    bench.restart()
-    assert bench.status().tk_max_tokens == 400
-
-
 def test_a_run_that_ended_goes_on_when_it_is_started_with_a_larger_limit() -> None:
     bench = at_the_end()
     bench.restart()
@@ -213,6 +213,10 @@ def test_a_run_that_ended_goes_on_when_it_is_started_with_a_larger_limit() -> No
     assert not bench.status().stopping
     assert bench.entries("EXTEND")[0]["tk_max_tokens"] == 500
     bench.join("a")
+    bench.operate(ExtendRequest("", 1000))
+    bench.config = Bench(settings=Settings(tk_max_tokens=400)).config
+    bench.restart()
+    assert bench.status().tk_max_tokens == 400, "what was changed in the settings counts for more than what was moved"
 
 
 def test_a_stop_is_taken_back_before_and_after_it_took_effect() -> None:

@@ -86,24 +86,10 @@ def test_many_senders_share_what_the_receiver_takes_in() -> None:
     assert sorted(wire.run().values()) == [near(0.008), near(0.016), near(0.024)]
 
 
-def test_a_slow_sender_does_not_keep_a_fast_receiver_from_others() -> None:
-    wire = Wire({"slow": ProcessRates(up_bits_per_s=MBIT), "s": ProcessRates(down_bits_per_s=8 * MBIT)})
-    wire.send("slow", "slow", "s")
-    wire.send("fast", "fast", "s")
-    assert wire.run() == {"slow": near(0.008), "fast": near(0.002)}
-
-
 def test_a_small_model_can_stand_for_a_large_one() -> None:
     wire = Wire({"a": ProcessRates(up_bits_per_s=MBIT)}, wire_factor=1000.0)
     wire.send("large", "a", "s")
     assert wire.run() == {"large": near(8.0)}
-
-
-def test_messages_without_a_size_wait_for_nobody() -> None:
-    wire = Wire({"a": ProcessRates(MBIT, MBIT)})
-    wire.send("chunk", "a", "s")
-    wire.send("question", "a", "s", size_bytes=0)
-    assert wire.run() == {"chunk": near(0.008), "question": near(0.0)}
 
 
 def test_what_is_lost_takes_nothing_of_the_link() -> None:
@@ -144,16 +130,6 @@ def test_a_transfer_in_pieces_takes_as_long_as_its_slower_link(kilobytes: list[i
     ended_s, total = max(wire.run().values()), sum(kilobytes) * 0.008
     slower, faster = min(up, down), max(up, down)
     assert total / slower - 1e-4 <= ended_s <= total / slower + max(kilobytes) * 0.008 / faster + 1e-3
-
-
-def test_without_rates_a_size_changes_no_time_and_draws_no_chance() -> None:
-    sized, bare = Wire(None), Wire(None)
-    for wire, size_bytes in ((sized, KB), (bare, 0)):
-        wire.net.weather.delay_s = 0.01
-        for name in ("one", "two", "three"):
-            wire.send(name, "a", "s", size_bytes)
-    assert sized.run() == bare.run()
-    assert sized.kernel.rng.random() == bare.kernel.rng.random()
 
 
 # ---- the ring ----

@@ -7,7 +7,7 @@ import pytest
 from support.number_learners import LAYOUT as BOWL
 from support.number_learners import BowlLearner
 
-from dips.core.chunks import chunks_of, digest_of_array
+from dips.core.chunks import chunks_of
 from dips.core.errors import RefusalCode, Refused
 from dips.core.ids import RoundId, Version
 from dips.core.layout import Layout, Parameter
@@ -95,20 +95,6 @@ class TestShard:
             assert again is not None
             assert again.any()
 
-    def test_what_was_handed_on_is_not_written_again(self) -> None:
-        shard = filled(random(2, N))
-        body = prepare_of(Version(1, 3), (1.0,))
-        first = shard.prepare(Stepped(random(N), random(N, seed=1)), [0], body)
-        copies = [part.copy() for part in first[:2]]
-        shard.prepare(first, [1], body)
-        assert all(np.array_equal(part, copy) for part, copy in zip(first[:2], copies, strict=True))
-
-    def test_the_seed_becomes_a_version_as_it_is(self) -> None:
-        rows = random(1, N)
-        theta, momentum, *_ = filled(rows).prepare(None, [0], prepare_of(None, (1.0,)))
-        assert np.array_equal(theta, rows[0])
-        assert not momentum.any()
-
     def test_a_merge_that_overflows_is_refused(self) -> None:
         shard = filled(np.full((1, N), 3e38, np.float32))
         with pytest.raises(Refused) as refused:
@@ -128,13 +114,6 @@ class TestShard:
             assert np.array_equal(found.gram, [gram[0, 0], gram[0, 1], gram[1, 1]], equal_nan=True)
             assert found.nonfinite_elems == tuple(bad)
             start += block.n_elems
-
-    def test_chunks_and_digest_are_those_of_the_whole(self) -> None:
-        theta, shard = random(N), filled(random(1, N))
-        chunks = chunks_of(MINE, CHUNK_BYTES)
-        assert np.array_equal(np.concatenate([shard.chunk(theta, i) for i in range(len(chunks))]), theta)
-        assert shard.digest(theta) == digest_of_array(theta, MINE, CHUNK_BYTES)
-        assert shard.to_array(shard.from_array(theta)) is theta
 
 
 def test_a_vector_is_whole_however_it_is_cut() -> None:
@@ -230,13 +209,3 @@ class TestDifferences:
         second = self.landed(model, first, wire)
         lost, left = np.abs(first - trained).max(), np.abs(second - trained).max()
         assert left < lost / 5
-
-    def test_a_residual_that_is_cleared_travels_no_more(self, wire: Codec) -> None:
-        model, _, base = self.begun()
-        model.keep_residual(wire)
-        model.clear_residual()
-        assert model.residual_mark == 0
-        TestModel().fetched(model, base)
-        model.install("a", Install(InstallMode.REPLACE, reset_inner=False))
-        model.snapshot("a", CLEAN)
-        assert np.array_equal(self.landed(model, base, wire), base)

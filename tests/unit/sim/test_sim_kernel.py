@@ -157,14 +157,6 @@ class TestSlaveDisk:
             survivors.add(("new" in disk.names(), *lost))
         assert survivors == {(True,), (True, LOST_DATA), (True, TORN_DATA), (False, LOST_NAMES)}
 
-    def test_nothing_is_lost_that_was_synced_and_nothing_is_counted(self) -> None:
-        disk = SlaveDisk("s")
-        disk.create("f", b"x")
-        disk.sync("f")
-        disk.sync_names()
-        assert not disk.dirty
-        assert disk.crash(Random(1)) == []
-
     def test_power_fails_only_when_something_is_not_synced_if_told_so(self) -> None:
         disk = SlaveDisk("s")
         disk.dies_dirty = 1
@@ -184,13 +176,6 @@ class TestSlaveDisk:
             found.add(disk.open("f").read())
         assert {b"\0" * 8, b"AAAABBBB"} < found
 
-    def test_power_fails_between_the_steps_that_it_was_told(self) -> None:
-        disk = SlaveDisk("s")
-        disk.dies_in = 2
-        disk.create("f", b"x")
-        with pytest.raises(PowerLossError):
-            disk.sync("f")
-
     def test_a_copy_is_what_was_durable(self) -> None:
         disk = SlaveDisk("s")
         disk.create("f", b"x")
@@ -202,11 +187,3 @@ class TestSlaveDisk:
         assert disk.names() == []
         disk.put_back(copy)
         assert disk.open("f").read() == b"x"
-
-    def test_errors_are_spent_and_counted(self) -> None:
-        disk = SlaveDisk("s")
-        disk.write_errors = 1
-        with pytest.raises(OSError, match="no space"):
-            disk.allocate("f", 8)
-        disk.allocate("f", 8)
-        assert disk.errors_seen == 1

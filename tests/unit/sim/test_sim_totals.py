@@ -46,10 +46,6 @@ def test_a_violation_is_named_with_its_seed_and_how_to_see_its_story() -> None:
     assert said == ["seed 1: I7: a push is lost\n    its event history: python -m dips.sim.seeds --seed 1 --trace"]
 
 
-def test_few_seeds_need_not_show_everything() -> None:
-    assert complaints(totals_of(1, outcome_with())) == []
-
-
 def test_a_fault_that_never_fired_is_a_failure() -> None:
     said = complaints(totals_of(SEEDS_FOR_FAULTS, outcome_with(counts=all_fired(but="crash_master"))))
     assert said == [f"fault crash_master never fired ({SEEDS_FOR_FAULTS} were planned)"]

@@ -128,13 +128,6 @@ def test_sums_with_an_older_version_are_not_known() -> None:
     np.testing.assert_array_equal(found[0][found[1]], sums(V1, VALUES[0], VALUES[1])[found[1]])
 
 
-def test_telling_the_same_version_again_forgets_nothing() -> None:
-    port = Port()
-    port.put(0)
-    port.serve(V0)
-    assert port.known().squared(0)[1].all()
-
-
 def test_products_of_another_pair_that_lands_while_they_are_read_are_not_taken_for_these() -> None:
     """MEASURE of pushes 0 and 1 begins after a flip, and the place of their products goes to 2 and 3 meanwhile."""
     port = Port()

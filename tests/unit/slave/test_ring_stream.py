@@ -102,15 +102,6 @@ def test_nothing_else_takes_the_place_of_a_stream_or_of_what_it_sealed() -> None
     ring.write_shadow(other, *arrays(4, 1))
 
 
-def test_a_stream_that_is_dropped_is_free_space() -> None:
-    ring = ring_on(CrashDisk())
-    start(ring)
-    ring.begin_stream(NEW, 4).write(bytes_of(arrays(4, 9)[0]))
-    ring.drop_stream()
-    stream(ring, 4)
-    assert ring.infos()[0] == NEW
-
-
 def test_room_for_a_whole_ring_is_asked_for_first() -> None:
     disk = CrashDisk()
     ring = ring_on(disk)

@@ -35,6 +35,7 @@ from dips.core.messages import (
     ListShard,
     Measure,
     Measured,
+    MoveBlocks,
     Prepared,
     Promised,
     Ready,
@@ -118,7 +119,7 @@ class Slave:
         self.store = SnapshotStore(directory, RUN, "s0", 3)
         self.problems = self.store.scan()
         self.tape_file = directory.parent / "s0.tape.jsonl"
-        self.data = Data(lambda staged: self.shell.handle(staged))
+        self.data = Data(lambda staged: self.shell.handle_soon(staged))
         state = SlaveMachine(
             RUN, "s0", "tcp://127.0.0.1:1", 1 << 20, 1 << 20, self.store.promise.epoch, self.store.ring.infos(), b"k"
         )
@@ -241,10 +242,15 @@ async def test_a_round_measures_computes_keeps_evidence_and_serves_what_the_refe
         assert jobs == {"load": 1, "prepare": 2, "commit": 2, "measure": 1, "list": 1}
         slave.tell(SendCommitRecord(V1, R2))
         assert await slave.hear(CommitRecord) == CommitRecord(V1, R2, RECORD)
-        slave.tell(SendCommitRecord(V2, R3))
-        refusal = (await slave.hear(CommitRecord)).refusal
-        assert refusal is not None
-        assert refusal.code is RefusalCode.VERSION_GONE
+        slave.tell(prepare_of(R3, V2, [A], V1))
+        await slave.hear(Prepared)
+        slave.tell(Commit(R3, V2, b"not its hash", RECORD))
+        await slave.hear(Flipped)
+        for asked, code in (((V2, R3), RefusalCode.DIGEST), ((V2, R2), RefusalCode.VERSION_GONE)):
+            slave.tell(SendCommitRecord(*asked))
+            refusal = (await slave.hear(CommitRecord)).refusal
+            assert refusal is not None
+            assert refusal.code is code
         slave.tell(StopSlave("the run is over"))
         assert await slave.shell.ended == "the run is over"
 
@@ -269,6 +275,15 @@ async def test_a_later_start_loads_what_was_committed_and_refuses_what_has_anoth
         slave.tell(configure_for(PLACEMENT, **named))
         assert await slave.hear(Ready) == Ready(Version(3, 0), digest)
         assert [info.version for info in slave.store.ring.infos()] == [Version(3, 0)]
+    async with slave_on(tmp_path) as slave:
+        await slave.join(epoch=3)
+        with (tmp_path / "s0" / "ring-0.safetensors").open("r+b") as file:  # it breaks after hello
+            file.seek(-1, 2)
+            file.write(b"?")
+        slave.tell(configure_for(PLACEMENT, **named))
+        assert (await slave.hear(ConfigureRefused)).refusal.code is RefusalCode.DISK
+        assert slave.store.ring.infos() == ()
+        assert len(slave.closed) == 1, "the next hello lacks it"
 
 
 async def test_a_round_that_was_given_up_leaves_no_shadow_in_memory_or_on_the_disk(tmp_path: Path) -> None:
@@ -286,6 +301,20 @@ async def test_a_round_that_was_given_up_leaves_no_shadow_in_memory_or_on_the_di
         await slave.round(RoundId(1, 4), V1, V0, A)
         slave.tell(CloseStaging(A))
         assert slave.data.port.beat().staging_open == 1
+
+
+async def test_a_move_of_blocks_is_sealed_on_the_disk_and_leaves_it_when_it_is_given_up(tmp_path: Path) -> None:
+    async with slave_on(tmp_path) as slave:
+        await slave.seeded()
+        here = configure_for(PLACEMENT).placement
+        digests = (digest_of_array(of, BLOCKS, CHUNK_BYTES) for of in (SEED, np.zeros_like(SEED)))
+        slave.tell(MoveBlocks(R2, V0, V1, LAYOUT, LAYOUT.layout_hash, here, here, 4, 2, *digests))
+        assert await slave.hear(Prepared) == Prepared(R2, digest_of_array(SEED, BLOCKS, CHUNK_BYTES))
+        assert [info.version for info in slave.store.ring.infos()] == [V1, V0]
+        slave.tell(AbortRound(R2, "the operator took it back"))
+        slave.tell(SendCommitRecord(V0, R1))  # by the same thread of the disk
+        assert (await slave.hear(CommitRecord)).record == RECORD
+        assert [info.version for info in slave.store.ring.infos()] == [V0]
 
 
 async def test_versions_stay_readable_while_they_are_retained_and_until_the_port_has_left_them(tmp_path: Path) -> None:

@@ -315,6 +315,9 @@ def test_the_current_one_stays_even_if_it_is_not_the_newest(tmp_path: Path) -> N
             write(store, v, commit=False)
             store.ring.drop_shadow(info(v))
         assert [found.version.v for found in store.ring.infos()] == [9, 7]
+        for v in (12, 13):
+            assert store.ring.tidy(write(store, v)) == []
+        assert [found.version.v for found in store.ring.infos()] == [13, 12, 9]
 
 
 def test_a_file_of_an_open_round_is_not_overwritten(tmp_path: Path) -> None:
@@ -329,6 +332,14 @@ def test_a_file_of_an_open_round_is_not_overwritten(tmp_path: Path) -> None:
         assert shadow in store.ring.infos()
         store.ring.drop_shadow(shadow)
         store.ring.write_shadow(info(9), *arrays(9))
+
+
+def test_a_shadow_that_is_written_again_takes_its_own_file(store: SnapshotStore) -> None:
+    committed = write(store, 0)
+    for _ in range(2):
+        shadow = write(store, 1, commit=False)
+        store.ring.close_round()
+        assert store.ring.infos() == (shadow, committed)
 
 
 def test_fewer_snapshots_kept_give_the_room_back_when_nothing_kept_stands_there(tmp_path: Path) -> None:

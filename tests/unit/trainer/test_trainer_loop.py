@@ -338,7 +338,8 @@ def test_a_rank_that_is_alone_says_whether_a_person_must_act(
 
 def test_without_a_master_it_trains_for_so_many_steps(train: TrainConfig, tmp_path: Path) -> None:
     """And again to the bit."""
-    records, again = [], []
+    records: list[dict[str, Any]] = []
+    again: list[dict[str, Any]] = []
     for name, into in (("one", records), ("two", again)):
         tape = tmp_path / name
         assert run(train.model_copy(update={"steps": 10, "warmup_tokens": 0}), ClientConfig(tape=tape)) == 0

@@ -34,7 +34,6 @@ T = TypeVar("T")
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunInMemory]:
     monkeypatch.setattr("dips.worker.torch_model.Layout", same_cut)
     monkeypatch.setattr("dips.worker.parallel.agreement.Layout", same_cut)
-    monkeypatch.setattr("dips.worker.parallel.rank_checkpoints.SystemClock", lambda: run.clock, raising=False)
     run = in_memory(monkeypatch, RunInMemory(theta=BASE))
     yield run
     run.close()

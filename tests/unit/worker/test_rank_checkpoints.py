@@ -6,7 +6,7 @@ import errno
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +44,15 @@ from dips.worker.torch_state import HasState
 from dips.worker.vectors import Vectors
 
 CHUNK_BYTES = 32
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models wait for each other's threads longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Net(torch.nn.Module):
@@ -144,6 +153,22 @@ def test_what_was_captured_does_not_change_while_training_goes_on(tmp_path: Path
     before = [shard.tensor.clone() for shard in shards]
     loop.step()
     assert all(torch.equal(shard.tensor, old) for shard, old in zip(shards, before, strict=True))
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a number that is no tensor for each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["seen"] = self.state[parameter].get("seen", 0) + 1
+
+
+def test_numbers_that_an_optimizer_keeps_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim, "Counts", Counts, raising=False)
+    before, after = Loop(3, "Counts"), Loop(0, "Counts")
+    state, saved = saved_in_one_file(before.state(), tmp_path)
+    after.state().restore(state, saved)
+    assert [dict(kept) for kept in after.optimizer.state.values()] == [{"seen": 3}] * 6
 
 
 class Factored(torch.optim.SGD):

@@ -319,9 +319,7 @@ def one_state_for_each_token(history: History, fact: Fact) -> Sentences:
         return None
     table = ledger.get("leases")
     if table is None:
-        history.leased = bool(history.leased)
         return None
-    history.leased = True
     where = f"the lease table of {say_version(fact.version())} on {fact}"
     wrong = _covers(ledger, table, where)
     applied = sum(end - begin for _, begin, end, state, *_ in table["holdings"] if state == "applied")

@@ -192,6 +192,7 @@ def test_an_exchange_goes_on_during_a_step_and_installs_after_it(run: RunInMemor
     run.settings = replace(run.settings, overlap="full")
     model = FlatModel(1)
     with shell_of(run, model) as shell:
+        assert shell._session.config.answers_in_steps
         held_push(run, shell, model)
         assert (shell.phase, run.verdicts) == ("TRANSFERRING", {})
         installs = model.installs
