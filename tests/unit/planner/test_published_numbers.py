@@ -25,7 +25,7 @@ def first(paper: str, count: int) -> Callable[[], Iterator[PaperCheck]]:
     [
         ("crosspipe", first("crosspipe", 999), 95),
         ("jeeves", first("jeeves", 5), 5),
-        ("scaleacross", first("scaleacross", 26), 26),
+        ("scaleacross", first("scaleacross", 38), 38),
         ("spantrain", figure_5, 7),
         ("spantrain", regions, 10),
         ("spantrain", figure_6, 6),
