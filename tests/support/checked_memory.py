@@ -274,11 +274,14 @@ def _intrinsics(memory: Memory) -> dict[Any, Callable[..., Any]]:
             raise Outside(f"a vector of {lanes} elements at {index} of {len(array)}")
         return slice(index, index + lanes)
 
+    def flat(array: NDArray[Any]) -> NDArray[Any]:
+        return array.reshape(-1) if isinstance(array, np.ndarray) else array
+
     def load(array: NDArray[Any], index: int) -> NDArray[Any]:
-        return array[vector(array, index)].copy()
+        return flat(array)[vector(flat(array), index)].copy()
 
     def store(array: NDArray[Any], index: int, value: NDArray[Any]) -> None:
-        array[vector(array, index)] = value
+        flat(array)[vector(flat(array), index)] = value
 
     def stream(array: NDArray[Any], index: int, value: NDArray[Any]) -> None:
         assert (memory.of_array(array) + index * array.itemsize) % simd_numba.VECTOR_BYTES == 0, "not aligned"
