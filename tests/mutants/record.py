@@ -12,7 +12,7 @@ import json
 import re
 import signal
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ WITH_PROCESSES = {
     )
 }
 """Live runs, whose processes no fault reaches."""
-PYTHON_FORM_S = 3.0
-"""A test whose kernels take longer as Python is not used for faults in kernels."""
+PYTHON_FORM_S, PYTHON_FILE_S = 3.0, 60.0
+"""A test whose kernels take longer as Python is not used for faults in kernels, nor what remains of its file then."""
 
 PYTHON_REST_S, REST_S = 20.0, 200.0
 """A test that rests for longer while it is recorded is not used."""
@@ -164,7 +164,7 @@ class Record:
 
         def again() -> None:
             kernels = [name for name, test in self._files[file]["tests"].items() if test["kernels"]]
-            self._try(warm, kernels if may_be_python(file) else [], True, say, then_python)
+            self._try(warm, _in_turns(kernels) if may_be_python(file) else [], True, say, then_python)
 
         def then_python(tests: dict[str, Any]) -> None:
             self._keep(file, {**self._files[file], "python": tests})
@@ -200,6 +200,17 @@ class Record:
 
     def _path(self, file: str) -> Path:
         return self._folder / "record" / f"{file.replace('/', '+')}.json"
+
+
+def _in_turns(names: Iterable[str]) -> list[str]:
+    """The first case of each test function, then the second of each."""
+    seen: Counter[str] = Counter()
+    numbered = []
+    for name in names:
+        function = name.partition("[")[0]
+        numbered.append((seen[function], name))
+        seen[function] += 1
+    return [name for _, name in sorted(numbered, key=lambda pair: pair[0])]
 
 
 # ---- in a child ----
@@ -273,6 +284,8 @@ def _recording(warm: Warm, names: Sequence[str], as_python: bool) -> Callable[[P
         if names:
             warm.items[names[0]].config.pluginmanager.register(fixtures)
         for name, following in zip(names, [*names[1:], None], strict=True):
+            if as_python and time.process_time() > PYTHON_FILE_S:
+                break
             (folder / "running").write_text(f"{name}\n{PYTHON_REST_S if as_python else REST_S}")
             before = [cache.cache_info() for cache in warm.caches]
             kernels["called"] = False
