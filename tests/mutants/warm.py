@@ -100,13 +100,6 @@ class Warm:
 
     # ---- pytest's hooks ----
 
-    def pytest_collection(self) -> None:
-        """After the first conftest has chosen its profile: a machine that is busy makes no example fail."""
-        from hypothesis import settings  # pytest wants to be the first that imports it
-
-        settings.register_profile("patient", settings.get_profile("same"), deadline=None)
-        settings.load_profile("patient")
-
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self.broken_files.append(report.nodeid)
