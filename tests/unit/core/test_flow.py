@@ -203,7 +203,7 @@ def test_the_rules_that_comparisons_use() -> None:
     assert window_left(one_by_one, 1)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["send", "answer", "lost", "done"]))))
 def test_whatever_happens_counts_stay_true(steps: list[tuple[str, str]]) -> None:
     """Once all is answered, lost or done, both slaves may be sent to again."""

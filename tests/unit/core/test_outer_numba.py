@@ -117,7 +117,7 @@ def test_their_source_in_the_interpreter_equals_the_reference_and_reads_and_writ
     a_seed_is_the_reference(special, 100, twin)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32 - 1),
     k=st.integers(1, 11),
@@ -136,7 +136,7 @@ def test_kernels_equal_the_reference_anywhere(
     both_grams(shard, k, start, stop)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32 - 1),
     k=st.integers(1, 5),
@@ -168,7 +168,6 @@ def test_edges_of_chunks_that_do_not_fit_are_refused() -> None:
                 )
 
 
-@settings(deadline=None)
 @given(values=st.lists(st.floats(width=32), min_size=1, max_size=80), seed=st.integers(0, 2**20))
 def test_any_float32_values(values: list[float], seed: int) -> None:
     """Bit patterns that hypothesis thinks of: each array is a shuffle of them."""

@@ -40,7 +40,7 @@ def loads(layout: Layout, placement: Placement) -> list[int]:
     return [sum(block.n_elems for block in placement.blocks_of(slave, layout)) for slave in placement.slaves]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 5000), min_size=8, max_size=60),
     st.sets(st.integers(0, 7), min_size=1, max_size=8),

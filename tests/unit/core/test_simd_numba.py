@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.core.math.simd_numba import (
@@ -77,7 +77,6 @@ def test_threads_that_count_at_once_lose_nothing() -> None:
     assert counted(address(place), 1) == 3 * 4 * 20_000, "the value before"
 
 
-@settings(deadline=None)  # the first call loads compiled code
 @given(a=st.integers(0, 2**64 - 1), b=st.integers(0, 2**64 - 1))
 def test_both_halves_of_the_product_are_folded(a: int, b: int) -> None:
     assert folded(np.uint64(a), np.uint64(b)) == (a * b >> 64) ^ (a * b & (2**64 - 1))  # type: ignore[arg-type]

@@ -223,7 +223,7 @@ def test_a_clean_pull_fetches_each_chunk_once() -> None:
     assert 0 < network.most_in_flight < (SETTINGS.window_chunks + 1) * CHUNK
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.booleans(), st.integers(0, 2**32), st.floats(0, 0.3), st.floats(0, 0.5), st.floats(0, 0.5))
 def test_a_bad_network_only_delays(pushing: bool, seed: int, loss: float, doubling: float, jitter_s: float) -> None:
     """One attempt may give up (two silences in a row); the attempts together get there and lose nothing."""

@@ -213,7 +213,7 @@ def owners_of(n_ranks: int) -> st.SearchStrategy[list[int]]:
 clusters = st.integers(1, 4).flatmap(lambda n_ranks: st.tuples(st.just(n_ranks), owners_of(n_ranks)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(clusters, st.integers(1, 3), st.integers(0, 2**32), st.booleans())
 def test_each_rank_sends_its_chunks_once_and_together_they_are_staged(
     cluster: tuple[int, list[int]], n_slaves: int, seed: int, arrays: bool
@@ -233,7 +233,7 @@ def test_each_rank_sends_its_chunks_once_and_together_they_are_staged(
         assert staging.digest() == digest
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     clusters, st.integers(1, 3), st.integers(0, 2**32), st.floats(0, 0.3), st.booleans(),
     st.lists(st.tuples(st.floats(0, 5), st.integers(0, 2)), max_size=3),
@@ -256,7 +256,7 @@ def test_losses_and_slaves_that_forget_only_delay(
         assert set(world.sent[rank]) == set(share.chunks(LAYOUT, CHUNK_BYTES)), f"rank {rank}"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(clusters, st.integers(1, 3), st.data())
 def test_a_later_attempt_sends_only_what_is_missing(
     cluster: tuple[int, list[int]], n_slaves: int, data: st.DataObject
@@ -331,7 +331,7 @@ def test_chunks_of_others_in_an_answer_are_left_to_them() -> None:
 # ---- pulls, digests, order ----
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(clusters, st.integers(1, 3))
 def test_a_pull_of_shares_gives_all_checksums_and_leaves_digests_to_their_owner(
     cluster: tuple[int, list[int]], n_slaves: int

@@ -81,7 +81,7 @@ def test_its_source_in_the_interpreter_equals_the_reference_and_reads_and_writes
         published_twice(codec, version + now, base, lost, twin)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     values=st.lists(st.floats(width=32), min_size=1, max_size=150),
     seed=st.integers(0, 2**20),

@@ -134,7 +134,7 @@ def sendable(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@settings(max_examples=int(os.environ.get("DIPS_TEST_MESSAGES", "15")), deadline=None)
+@settings(max_examples=int(os.environ.get("DIPS_TEST_MESSAGES", "15")))
 @given(data=st.data())
 def test_no_message_ends_the_master(phase: str, data: st.DataObject) -> None:
     bench = in_phase(phase)

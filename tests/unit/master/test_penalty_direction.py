@@ -125,7 +125,7 @@ def test_directions_must_fit() -> None:
 FLOATS = st.floats(-100.0, 100.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     pushes=st.dictionaries(
         st.sampled_from("abcd"),

@@ -43,7 +43,7 @@ def every_float(state: DetectorState) -> list[float]:
 HUGE = {name: Push(vector=[0.0, 0.0, 0.0, 1.0], tokens=1e308) for name in "ab"}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rounds=ROUNDS, config=CONFIGS)
 @example(rounds=[HUGE], config=PenaltyConfig.of("safe"))
 def test_whatever_is_pushed_the_outcome_is_sound(rounds: list[dict[str, Push]], config: PenaltyConfig) -> None:
@@ -70,7 +70,7 @@ def test_whatever_is_pushed_the_outcome_is_sound(rounds: list[dict[str, Push]], 
         )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rounds=ROUNDS, config=CONFIGS)
 def test_memory_survives_json_to_the_bit_and_judges_the_same(
     rounds: list[dict[str, Push]], config: PenaltyConfig

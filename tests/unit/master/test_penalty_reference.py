@@ -118,7 +118,7 @@ KINDS = st.sampled_from(["", "", "", "", *LEVELS, *IMPOSSIBLE, "double", "half",
 HISTORIES = st.lists(st.dictionaries(st.sampled_from(CLUSTERS), KINDS, min_size=1), min_size=1, max_size=30)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**16), warm_up=st.integers(0, 12), history=HISTORIES)
 def test_any_history_is_judged_as_the_reference_judges_it(
     seed: int, warm_up: int, history: list[dict[str, str]]
@@ -130,7 +130,7 @@ def test_any_history_is_judged_as_the_reference_judges_it(
         both.round(kinds)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**16), fall=st.floats(0.8, 0.97))
 def test_falling_norms_are_never_flagged(seed: int, fall: float) -> None:
     both, level = Both(seed), 5.0
@@ -139,7 +139,7 @@ def test_falling_norms_are_never_flagged(seed: int, fall: float) -> None:
         level *= fall
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**16))
 def test_a_level_shift_of_one_cluster_is_learnt_after_eight_rejections(seed: int) -> None:
     both = Both(seed)
@@ -152,7 +152,7 @@ def test_a_level_shift_of_one_cluster_is_learnt_after_eight_rejections(seed: int
     assert both.master.state.of("a").mean == pytest.approx(3.0, rel=0.05)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**16), kind=st.sampled_from(IMPOSSIBLE), known=st.integers(0, 12))
 def test_what_is_impossible_is_rejected_at_any_time_and_leaves_no_trace(seed: int, kind: str, known: int) -> None:
     both = Both(seed)
@@ -169,7 +169,7 @@ def test_what_is_impossible_is_rejected_at_any_time_and_leaves_no_trace(seed: in
     assert len(both.master.state.norms) == min(64, len(before.norms) + 2)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**16), kind=st.sampled_from(["times30", "nan", "inf"]))
 def test_all_flagged_is_void_and_the_third_time_in_a_row_clears_what_is_shared(seed: int, kind: str) -> None:
     both = Both(seed)
@@ -185,7 +185,7 @@ def test_all_flagged_is_void_and_the_third_time_in_a_row_clears_what_is_shared(s
     assert both.all().accepted == tuple(CLUSTERS), "what each cluster remembers of itself stands"
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**16), level=st.sampled_from([0.2, 3.0]))
 def test_a_cluster_that_returns_after_a_change_of_regime_is_let_in_again(seed: int, level: float) -> None:
     """The others fell, or rose, while it was away; it is rejected at most eight times and then never."""
@@ -199,7 +199,7 @@ def test_a_cluster_that_returns_after_a_change_of_regime_is_let_in_again(seed: i
     assert all(accepted[accepted.index(True) :])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**16))
 def test_thirtyfold_from_the_first_push_is_rejected_once_three_norms_are_known(seed: int) -> None:
     together = Both(seed)
@@ -213,7 +213,7 @@ def test_thirtyfold_from_the_first_push_is_rejected_once_three_norms_are_known(s
     assert alone.master.state.quarantined == {"a"}
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**16))
 def test_thirtyfold_before_three_norms_are_known_does_not_lock_the_good_out(seed: int) -> None:
     """A median of two says nothing, so the first ones pass; as soon as good norms are the most, the gate holds."""
@@ -224,7 +224,7 @@ def test_thirtyfold_before_three_norms_are_known_does_not_lock_the_good_out(seed
     assert "a" not in both.round({"a": "times30", "b": "", "c": "", "d": ""}).accepted
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**16), greed=st.floats(0.5, 0.999))
 def test_a_ratchet_cannot_open_the_threshold(seed: int, greed: float) -> None:
     """A cluster that pushes as much as it gets away with: tau stays within beta^2, and thirtyfold never passes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.master_bench import Bench
 
@@ -136,7 +136,6 @@ def test_a_beat_without_traffic_and_a_restarted_slave_measure_nothing() -> None:
     assert scheduler.speed("s0", Way.PULL) == 1.0
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from(Way), st.floats(0, 50), st.integers(1, 9)), max_size=12),
     st.lists(st.integers(1, 4), min_size=1, max_size=5),

@@ -49,7 +49,7 @@ def test_a_message_takes_the_integral_of_the_bandwidth() -> None:
     assert [channel.rate_at(t) for t in (0, 99, 100, 250, 10**12)] == [WHOLE, WHOLE, WHOLE // 2, 0, 2 * WHOLE]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 3)), min_size=1, max_size=6), st.integers(0, 200))
 def test_integration_agrees_with_counting_nanoseconds(steps: list[tuple[int, int]], start: int) -> None:
     times = (0, *itertools.accumulate(length for length, _ in steps))
@@ -145,7 +145,7 @@ def test_exchanges_of_replicas_count() -> None:
         assert play(pipeline, pipeline.whole, begin_ns=99).span_ns == simulate(schedule, timed).makespan_ns
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.sampled_from(NAMES),
     st.integers(2, 4),

@@ -78,7 +78,7 @@ def of(timeline: Timeline, late_ns: Callable[[int], int] = lambda ns: ns) -> Mea
 # ---- the fit ----
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.sampled_from(("1f1b", "gpipe", "zb_h1", "zb_v", "cross_ud/1", "interleaved_1f1b")),
     st.sampled_from((2, 4)),
@@ -98,7 +98,7 @@ def test_overheads_are_found_again(
     assert fit.error < 1e-4
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.sampled_from(("1f1b", "zb_h1", "zb_v", "cross_ud/1")),
     st.sampled_from((8, 16, 32)),

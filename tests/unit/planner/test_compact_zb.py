@@ -116,7 +116,7 @@ def ready_ns(timeline: Timeline, costs: Costs) -> dict[Op, int]:
     return found
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(1, 5),
     st.integers(1, 7),

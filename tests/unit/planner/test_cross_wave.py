@@ -29,7 +29,7 @@ def test_memory_for_less_is_refused() -> None:
         cross_wave(2, 2, uniform(4, 2, activation=UNIT), [UNIT - 1, UNIT])
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.integers(1, 5),
     st.integers(1, 8),

@@ -67,7 +67,7 @@ def test_a_backward_pass_goes_first() -> None:
     assert kinds == [Kind.F, Kind.B] * 6
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.integers(1, 5),
     st.integers(1, 7),

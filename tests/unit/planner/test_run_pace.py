@@ -41,7 +41,7 @@ def test_every_schedule_runs_as_it_was_simulated(tmp_path: Path, name: str, late
     assert_as_simulated(tmp_path, source)
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(sorted(STATIC)),
     st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=8, max_size=8),

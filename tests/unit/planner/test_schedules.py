@@ -168,7 +168,7 @@ def test_without_delay_the_greedy_is_as_good_as_zb_h1(parts: int) -> None:
     assert validate(schedule, case.costs(), case.limits()).makespan_ns == 27 * NS
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(1, 6),
     st.integers(1, 8),

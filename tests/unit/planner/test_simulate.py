@@ -32,7 +32,7 @@ def test_static_schedules(name: str, latency: float, bandwidth: float, sites: in
     assert_the_same(make(4, 12), case.costs(chunks, wraps=name == "interleaved_1f1b"))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.sampled_from(sorted(STATIC)),
     st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=8, max_size=8),

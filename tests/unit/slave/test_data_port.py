@@ -263,7 +263,7 @@ def test_the_beat_shows_open_stagings(port: Port) -> None:
     assert port.port.beat().staging_open == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_damaged_message_never_lands_wrong_bytes(data: st.DataObject) -> None:
     """Bits flipped anywhere in header and payload are seen, and nothing counts as landed."""

@@ -192,7 +192,7 @@ def test_a_slave_without_blocks_works(tmp_path: Path, which: str) -> None:
     assert memory.n_bytes == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["publish", "pin", "drop"]), st.sets(st.integers(0, 12), max_size=3)), max_size=25

@@ -407,7 +407,7 @@ _COMMANDS: list[CommandBody] = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, len(_COMMANDS) + 4), max_size=40))
 def test_no_sequence_of_commands_and_completions_breaks_the_machine(steps: list[int]) -> None:
     """The shard's arrows and the bench's invariants hold whatever comes; the version only ever goes forward."""

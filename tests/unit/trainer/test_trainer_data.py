@@ -163,7 +163,7 @@ RANGES = st.lists(
 SOURCE = text()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(RANGES, st.integers(1, 5), st.integers(1, 40), st.integers(0, 6))
 def test_every_leased_token_is_in_exactly_one_batch(
     leased: list[DataRange], batch_size: int, sequence_tokens: int, later: int

@@ -51,7 +51,7 @@ def laid_out(sizes: Sequence[int], per_layer: int, block_elems: int) -> Layout:
     block_elems=st.sampled_from([1, 64, 300, 5000]),
     chunk_bytes=st.sampled_from([256, 1024, 1540, 1 << 16]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_chunks_of_arrays_and_of_what_was_copied_otherwise_have_the_vectors_checksums(
     sizes: list[int], others: set[int], per_layer: int, block_elems: int, chunk_bytes: int
 ) -> None:
@@ -76,7 +76,7 @@ def test_chunks_of_arrays_and_of_what_was_copied_otherwise_have_the_vectors_chec
     block_elems=st.sampled_from([64, 300, 5000]),
     chunk_bytes=st.sampled_from([256, 1024, 1 << 16]),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_chunk_of_which_a_part_comes_later_has_no_checksum_yet(
     sizes: list[int], late: int, block_elems: int, chunk_bytes: int
 ) -> None:

@@ -60,7 +60,7 @@ def moves_of(layout: Layout, held: Held, shares: Sequence[Share], copies: Copies
     return moves
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(clusters(), st.integers(2, 60))
 def test_shares_are_collected_and_spread_to_the_bit(cluster: tuple[Layout, Held], bucket_elems: int) -> None:
     layout, held = cluster

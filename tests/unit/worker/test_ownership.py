@@ -64,7 +64,7 @@ def greatest(layout: Layout, n_ranks: int) -> float:
     return 1.1 * layout.n_elems / n_ranks + max(block.n_elems for block in layout.blocks) + 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(clusters())
 def test_every_element_has_one_owner_and_no_share_is_large(cluster: tuple[Layout, Held]) -> None:
     layout, held = cluster
@@ -76,7 +76,7 @@ def test_every_element_has_one_owner_and_no_share_is_large(cluster: tuple[Layout
         assert (share.starts[1:] > share.stops[:-1]).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(clusters())
 def test_each_owned_element_comes_once_from_a_holder(cluster: tuple[Layout, Held]) -> None:
     layout, held = cluster
@@ -103,7 +103,7 @@ def test_each_owned_element_comes_once_from_a_holder(cluster: tuple[Layout, Held
     assert (came == 1).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(clusters())
 def test_each_held_element_comes_once_from_its_owner(cluster: tuple[Layout, Held]) -> None:
     layout, held = cluster

@@ -66,7 +66,7 @@ sessions = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sessions)
 def test_a_session_comes_back_through_json(saved: SavedSession) -> None:
     assert SavedSession.from_json(json.loads(json.dumps(saved.to_json(), allow_nan=False))) == saved

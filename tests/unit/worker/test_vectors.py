@@ -189,7 +189,7 @@ def test_a_rebase_is_plain_arithmetic_to_the_bit(mode: InstallMode) -> None:
     assert vectors.base.tobytes() == pulled.tobytes()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans()), min_size=1, max_size=8))
 def test_rounds_of_any_kind_agree_with_plain_copies(rounds: list[tuple[int, int, bool]]) -> None:
     """Steps before the landing and while it lasts; whether the push was dropped. Never more than three vectors."""

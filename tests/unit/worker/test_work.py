@@ -248,7 +248,7 @@ class RandomLife(ClusterBench):
         return [r for request in waiting if isinstance(request, ReturnDataRequest) for r in request.ranges]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 59), min_size=20, max_size=120))
 def test_no_order_of_events_loses_a_range(script: list[int]) -> None:
     life = RandomLife()
