@@ -478,6 +478,8 @@ def main(arguments: Sequence[str]) -> int:
         tree = tree_hash()
         KEPT.mkdir(exist_ok=True)
         os.environ.setdefault(SEEN_LOG, str(KEPT / f"seen-{tree}.log"))
+        # tests/sitecustomize.py begins the notes of every process.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
         if not pytest_arguments:
             passed = Passed(KEPT / f"passed-{tree}")
         jobs = jobs_of(options, tree, passed)
