@@ -38,6 +38,9 @@ TEST_S = 60.0
 NO_TEST = "no test executes it"
 INTERRUPTED = 2
 EQUIVALENT = TESTS / "mutants_equivalent.txt"
+MOST_EXCLUDED = 8 / 240
+"""Of a sample: where more would be equivalent, somebody calls survivors so."""
+
 MOST_FILES = 40
 """Of tests, for a change: to collect all of them would take the time that there is."""
 
@@ -401,6 +404,10 @@ def _tell(run: Run, asked: argparse.Namespace, then: dict[str, str]) -> int:
     counted = [outcome for outcome in outcomes if outcome.outcome in ("killed", "survived")]
     killed = sum(outcome.outcome == "killed" for outcome in counted)
     print(f"{killed} of {len(counted)} killed, {100 * killed / max(1, len(counted)):.0f} %")
+    excluded = sum(outcome.outcome == "excluded" for outcome in outcomes)
+    if asked.sample is not None and excluded > math.ceil(MOST_EXCLUDED * asked.sample):
+        print(f"{excluded} of {asked.sample} are excluded in {EQUIVALENT.name}: too many", file=sys.stderr)
+        return 1
     return 130 if run.interrupted else 0
 
 
