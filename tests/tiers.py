@@ -21,7 +21,6 @@ LANDING = (
     "tests/integration/test_trainer_run.py",
     "tests/integration/test_worker_client.py",
     "tests/faults/test_corruptions.py",
-    "tests/faults/test_fault_disks.py",
     "tests/faults/test_fault_network.py",
     "tests/faults/test_kills.py",
     "tests/slow/test_encrypted_run.py",

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from support import live
+
 from dips.core.clock import SystemClock
 from dips.core.messages import StatusReply
 from dips.core.net.keys import load_identity
@@ -73,6 +75,8 @@ class PageRun:
         self.status: StatusReply | None = None
 
     def __enter__(self) -> PageRun:
+        self._live = live.run(live.HEAVY)
+        self._live.__enter__()
         self._thread.start()
         self._started.wait()
         self.check()
@@ -83,6 +87,7 @@ class PageRun:
     ) -> None:
         self._end.set()
         self._thread.join()
+        self._live.__exit__(kind, error, trace)
 
     def check(self) -> None:
         """Raise what ended the run, if something did."""

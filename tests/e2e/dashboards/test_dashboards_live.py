@@ -28,7 +28,6 @@ from dips.deploy.rollout import stages
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason=WHY_NOT),
-    pytest.mark.xdist_group("dashboards"),
 ]
 
 MONITORED = ("s1", "a")
