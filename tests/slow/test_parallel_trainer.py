@@ -165,4 +165,3 @@ def test_other_ranks_make_the_same_steps_after_a_kill(
 ) -> None:
     rounding = ROUNDING if before or after else 0.0
     check_resumption(processes, address, tmp_path, before, after, rounding=rounding)
-    assert "enough of them" in processes.log("a"), "a checkpoint that fails is said"

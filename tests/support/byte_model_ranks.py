@@ -60,6 +60,7 @@ def check_resumption(
     processes.until("a", lambda: len(processes.records("a", "checkpoint")) == LAST)
     made = len(processes.records("a", "step"))
     processes.until("a", lambda: len(processes.records("a", "step")) >= made + 20)
+    processes.until("a", lambda: "enough of them" in processes.log("a"))  # a checkpoint that fails is said
     kill_ranks(processes)
     first = _lives(processes)[0]
 
