@@ -204,8 +204,8 @@ class Run:
         self._selector = selectors.DefaultSelector()
         self._live: dict[int, tuple[Outcome, int, bytearray]] = {}
         # Tests make sockets in their folders: the paths must stay short.
-        self._disk = Path(tempfile.mkdtemp(prefix="dips-"))
-        self._memory = self._disk if not MEMORY.is_dir() else Path(tempfile.mkdtemp(prefix="dips-", dir=MEMORY))
+        self._disk = Path(tempfile.mkdtemp(prefix="tests-"))
+        self._memory = self._disk if not MEMORY.is_dir() else Path(tempfile.mkdtemp(prefix="tests-", dir=MEMORY))
 
     def go(self) -> None:
         """Runs all; a first ctrl-C ends what runs, and starts nothing more."""

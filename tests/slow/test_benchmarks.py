@@ -29,7 +29,7 @@ SMALL: dict[str, tuple[tuple[str, ...], str]] = {
     "ablation": (("--quick", "--rows", "receipts", "--streams", "1", "2"), "push_s"),
     "adapter": (("--pipelines", "12"), "observation_us"),
     "calibration": (("--quick", "--repeats", "2", "--operation-ms", "20"), "measured_s"),
-    "checkpoint": (("--quick",), "median_s"),
+    "checkpoint": (("--quick",), "write_s"),
     "ends": (("--quick",), "cpu_s_per_gb"),
     "exchange": (("--quick",), "exchange_s"),
     "goodput": (("--quick", "--systems", "plain,dips", "--conditions", "a"), "share"),
@@ -43,7 +43,7 @@ SMALL: dict[str, tuple[tuple[str, ...], str]] = {
     "scaling": (("--quick", "--kinds", "even"), "share_of_ideal"),
     "schedule": (("--quick",), "mean"),
     "shared_stage": (("--repeats", "1", "--row-ms", "1"), "median_s"),
-    "simulation": (("--quick",), "real"),
+    "simulation": (("--quick",), "efficiency"),
     "snapshot": (("--quick",), "prepare_s"),
     "storm": (("--quick",), "calls"),
     "sync": (("--quick", "--peers", "tcp,plain", "--only-async"), "best_s"),
@@ -122,7 +122,7 @@ def _goodput(found: dict[str, Any], folder: Path) -> None:
     again = bench("goodput", *SMALL["goodput"][0], "--results", folder, "--figure", folder / "shares.png")
     assert (again.returncode, again.stderr) == (0, ""), "what was measured is kept"
     assert (folder / "shares.png").read_bytes().startswith(b"\x89PNG")
-    other = bench("goodput", *SMALL["goodput"][0], "--results", folder, "--inner-steps", 16)
+    other = bench("goodput", *SMALL["goodput"][0], "--results", folder, "--inner-steps", 12)
     assert other.returncode == 1
     assert "delete it" in other.stderr
 
