@@ -81,6 +81,8 @@ class Outcome:
     output: Path
     folder: Path
     running: str = ""
+    ended: bool = False
+    """Whether pytest came to its end: a child that a test ends with exit code 0 has passed nothing."""
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     failed: list[str] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
@@ -104,6 +106,9 @@ class Teller:
         if report.skipped and not xfailed:
             why = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
             self._tell("skipped", report.nodeid, str(why).removeprefix("Skipped: "))
+
+    def pytest_sessionfinish(self) -> None:
+        self._tell("ended")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -301,6 +306,8 @@ def heard(outcome: Outcome, words: Sequence[object]) -> None:
                 outcome.failed.append(test)
         case ["skipped", str(test), str(why)]:
             outcome.skipped.append((test, why))
+        case ["ended"]:
+            outcome.ended = True
 
 
 def judge(outcome: Outcome) -> None:
@@ -313,9 +320,9 @@ def judge(outcome: Outcome) -> None:
     elif code is not None and code < 0:
         outcome.counts["failed"] += 1
         outcome.failed.append(f"{outcome.running or outcome.job.name} (its process died: {signal.Signals(-code).name})")
-    elif code not in (0, 1, NO_TESTS):
+    elif code not in (0, 1, NO_TESTS) or not outcome.ended or (code == 1 and not outcome.failed):
         outcome.counts["failed"] += 1
-        outcome.failed.append(f"{outcome.running or outcome.job.name} (pytest's exit code {code})")
+        outcome.failed.append(f"{outcome.running or outcome.job.name} (its process ended with exit code {code})")
 
 
 class Passed:
