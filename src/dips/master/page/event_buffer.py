@@ -33,6 +33,9 @@ MAX_CONNECTIONS = 256
 SILENT_S = 15.0
 """A connection that has not sent a whole request by then is closed."""
 
+WAIT_S = 5.0
+"""A stream without a sample for this long sends a sign: the page sees that it is alive, the master that it is open."""
+
 WRITE_S = 20.0
 """A stream whose reader takes nothing for this long is ended; the browser connects again."""
 

@@ -7,9 +7,11 @@ content of a request, never let another site read or frame it, and change nothin
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -22,7 +24,7 @@ from dips.core.errors import RefusalCode, Refused
 from dips.core.messages import OperatorReply, OperatorRequest
 from dips.core.observe.logs import ChangeLogger
 from dips.master.page.access import LINK_PARAMETER, PageAccess, Visitor
-from dips.master.page.event_buffer import MAX_STREAMS, WRITE_S
+from dips.master.page.event_buffer import MAX_STREAMS, WAIT_S, WRITE_S
 from dips.master.page.history import cut
 from dips.master.page.snapshot import Hub
 from dips.master.shell import MasterShell
@@ -176,6 +178,7 @@ class PageApplication:
         self.hub.steers = self.steering is not None
         self.silent: set[object] = set()
         """Connections without a request yet; the server closes them after a time."""
+        self._index_policy = _policy_of(self.files["index.html"])
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._guarded], client_max_size=1024)
@@ -256,7 +259,9 @@ class PageApplication:
         return web.Response(text="ok\n")
 
     async def _index(self, request: web.Request) -> web.Response:
-        return _sent(self.files["index.html"])
+        response = _sent(self.files["index.html"])
+        response.headers["Content-Security-Policy"] = self._index_policy
+        return response
 
     async def _icon(self, request: web.Request) -> web.Response:
         return _sent(self.files["icon.svg"])
@@ -275,7 +280,7 @@ class PageApplication:
         return web.Response(text=self.hub.full(), content_type="application/json")
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: `run` for each sample, `ended` once."""
+        """Server-sent events: `run` for each sample, `waiting` while there is none, `ended` once."""
         if self._streams >= MAX_STREAMS:
             return web.Response(status=503, text=f"503: {MAX_STREAMS} pages are open already; close one\n")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
@@ -286,7 +291,10 @@ class PageApplication:
             await response.write(f"retry: {RETRY_MS}\n\n".encode())
             await self._follow(request, response)
         except (ConnectionError, TimeoutError):
-            pass  # the viewer has gone or no longer reads: a browser connects again by itself
+            # The viewer has gone or no longer reads: a browser connects again by itself. Without this, aiohttp would
+            # wait, without a limit, until the rest was read.
+            if request.transport is not None:
+                request.transport.abort()
         finally:
             self._streams -= 1
         return response
@@ -314,7 +322,11 @@ class PageApplication:
     async def _follow(self, request: web.Request, response: web.StreamResponse) -> None:
         number = 0
         while True:
-            await self.hub.after(number)
+            try:
+                async with asyncio.timeout(WAIT_S):
+                    await self.hub.after(number)
+            except TimeoutError:
+                await _write(response, "waiting", "for the master")
             if self.hub.number > number:
                 message, number = self.hub.message_after(number), self.hub.number
                 await _write(response, "run", message)
@@ -336,6 +348,13 @@ async def _write(response: web.StreamResponse, kind: str, data: str) -> None:
 def _sent(file: StaticFile, status: int = 200) -> web.Response:
     headers = {"Content-Type": file.content_type, "ETag": f'"{file.tag}"', "Cache-Control": "no-cache"}
     return web.Response(status=status, body=file.body, headers=headers)
+
+
+def _policy_of(page: StaticFile) -> str:
+    """The policy for a page with scripts in its text: exactly these are allowed, by their hashes."""
+    scripts = re.findall(rb"<script>(.*?)</script>", page.body, re.DOTALL)
+    hashes = "".join(f" 'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'" for script in scripts)
+    return HEADERS["Content-Security-Policy"].replace("script-src 'self'", f"script-src 'self'{hashes}")
 
 
 def _add_headers(response: web.StreamResponse) -> None:

@@ -36,8 +36,8 @@ const filled = new WeakMap();
 export function fill(cell, key, make) {
   const text = JSON.stringify(key);
   if (filled.get(cell) === text) return;
-  filled.set(cell, text);
   cell.replaceChildren(...[make()].flat().filter((child) => child !== null && child !== undefined));
+  filled.set(cell, text);
 }
 
 /** Keep one row for each item, in their order; a row stays the same element while its item stays. */

@@ -146,8 +146,8 @@ function showEvents() {
   byId("events-empty").hidden = newest.length > 0;
   const key = `${all} ${shown[0]?.seq} ${newest.length}`;
   if (key === shownEvents) return;
-  shownEvents = key;
   byId("events").replaceChildren(...shown.map(line));
+  shownEvents = key;
 }
 
 function line(event) {

@@ -9,8 +9,11 @@ import { span } from "./format.js";
 
 const LOST_AFTER_MS = 4500;
 const COUNT_EVERY_MS = 250;
+const SILENT_MS = 15000; // three times the master's WAIT_S: a stream that is silent for longer is dead
+const AGAIN_MS = 2000;
 
 let state = null, receivedAt = 0, ended = "", wasLost = false;
+let stream = null, lastSign = 0; // lastSign: when the stream last gave a sign, or began
 
 prepareTiles();
 prepareTables();
@@ -19,20 +22,38 @@ prepareLanes();
 prepareSteering();
 listen();
 setInterval(tick, COUNT_EVERY_MS);
+setInterval(watch, COUNT_EVERY_MS);
+window.started = true; // index.html looks for it
 
 function listen() {
-  const stream = new EventSource("/events");
-  stream.addEventListener("run", (event) => take(JSON.parse(event.data)));
-  stream.addEventListener("ended", (event) => { ended = event.data; });
-  stream.addEventListener("error", () => {
+  const now = new EventSource("/events");
+  const alive = () => { lastSign = performance.now(); };
+  stream = now;
+  alive();
+  for (const sign of ["open", "waiting"]) now.addEventListener(sign, alive);
+  now.addEventListener("run", (event) => { alive(); take(JSON.parse(event.data)); });
+  now.addEventListener("ended", (event) => { ended = event.data; });
+  now.addEventListener("error", () => {
     // Refused, not cut: the browser does not connect again by itself.
-    if (stream.readyState === EventSource.CLOSED) setTimeout(again, 2000);
+    if (now.readyState === EventSource.CLOSED) leave();
   });
+}
+
+function leave() {
+  stream.close();
+  stream = null;
+  setTimeout(again, AGAIN_MS);
+}
+
+/** A connection that hangs gives no error, and the browser waits for it for ever. */
+function watch() {
+  if (stream !== null && performance.now() - lastSign > SILENT_MS) leave();
 }
 
 async function again() {
   try {
-    const answer = await fetch("/snapshot.json", { cache: "no-store" });
+    // HEAD: a body that is never read would keep one of the few connections that a browser makes.
+    const answer = await fetch("/", { method: "HEAD", cache: "no-store", signal: AbortSignal.timeout(SILENT_MS) });
     if (answer.status === 401) { location.reload(); return; }
   } catch { /* no answer: the next try shows */ }
   listen();
@@ -42,14 +63,19 @@ function take(message) {
   state = message.state;
   receivedAt = performance.now();
   ended = "";
-  addHistory(message.history);
-  addEvents(message.events, message.rounds, message.full);
-  showTiles(state);
-  showSteering(state);
-  showTables(state, kept.rounds);
-  showLanes(state, message.now);
-  showCharts();
-  tick();
+  part(() => addHistory(message.history));
+  part(() => addEvents(message.events, message.rounds, message.full));
+  part(() => showTiles(state));
+  part(() => showSteering(state));
+  part(() => showTables(state, kept.rounds));
+  part(() => showLanes(state, message.now));
+  part(showCharts);
+  part(tick);
+}
+
+/** A part that fails must not leave the others empty. */
+function part(show) {
+  try { show(); } catch (error) { reportError(error); }
 }
 
 function tick() {

@@ -2,6 +2,8 @@
 
 import { byId, say } from "./dom.js";
 
+const ANSWER_MS = 20000; // the master answers within 10 s, or says that it cannot
+
 export function prepareSteering() {
   byId("pause").addEventListener("click", () => {
     byId("reason").value = "";
@@ -34,6 +36,7 @@ async function ask(action, reason) {
   try {
     const answer = await fetch("/steer", {
       method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ action, reason }),
+      signal: AbortSignal.timeout(ANSWER_MS),
     });
     const text = answer.headers.get("Content-Type")?.startsWith("application/json") ? (await answer.json()).sentence : await answer.text();
     say(byId("steered"), text);

@@ -1,0 +1,60 @@
+"""The status page's stream of events where there is nothing to send, and where its reader takes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from aiohttp.test_utils import TestServer
+
+from dips.core.net.security import INSECURE
+from dips.master.access import Access
+from dips.master.page import web
+from dips.master.page.access import PageAccess
+from dips.master.page.event_buffer import EventBuffer
+from dips.master.page.history import HeldoutTail
+from dips.master.page.snapshot import Hub
+
+ASK = b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+class LongMessages(Hub):
+    """Messages that fill every buffer between the master and a reader."""
+
+    def message_after(self, number: int) -> str:
+        return "x" * (64 << 20)
+
+
+def served(hub: Hub) -> TestServer:
+    gate = PageAccess(Access(INSECURE, None), "no token", 1)
+    return TestServer(web.PageApplication(hub, gate, web.static_files()).application())
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():  # noqa: ASYNC110 - aiohttp has no event for it
+        await asyncio.sleep(0)
+
+
+async def test_a_stream_without_samples_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "WAIT_S", 0.01)
+    async with served(Hub(EventBuffer(), HeldoutTail(None))) as server:
+        reader, writer = await asyncio.open_connection(server.host, server.port)
+        writer.write(ASK)
+        for _ in range(2):
+            await reader.readuntil(b"event: waiting\ndata: ")
+        writer.close()
+
+
+async def test_the_connection_of_a_reader_that_takes_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "WRITE_S", 0.01)
+    hub = LongMessages(EventBuffer(), HeldoutTail(None))
+    hub.number = 1
+    async with served(hub) as server:
+        _, writer = await asyncio.open_connection(server.host, server.port, limit=1)  # it stops to read at once
+        try:
+            writer.write(ASK)
+            await until(lambda: bool(server.handler and server.handler.connections))
+            await until(lambda: not (server.handler and server.handler.connections))
+        finally:
+            writer.transport.abort()  # else the server's end waits for it
