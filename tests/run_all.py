@@ -69,7 +69,7 @@ class Job:
     arguments: Sequence[str] = ()
     command: Sequence[str] = ()
     patient: bool = False
-    """It computes and waits for nobody: it gets the processors that others leave (nice)."""
+    """It only computes: it gets the processors that others leave (nice)."""
 
 
 @dataclass
@@ -229,7 +229,7 @@ class Run:
                 shutil.rmtree(self._disk, ignore_errors=True)
 
     def begin(self, *, commands_only: bool = False) -> None:
-        """Starts the longest jobs for which there is a place: at_once, and one more for what waits for nobody."""
+        """Starts the longest jobs for which there is a place: at_once, and one more for what only computes."""
         for job in [] if self.stopped else self.left[::-1]:
             patient = sum(outcome.job.patient for outcome, _, _ in self._live.values())
             places = self.at_once - (len(self._live) - patient)

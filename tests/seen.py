@@ -1,7 +1,7 @@
 """python tests/seen.py LOG: which refusals and transitions no test saw, of all that `.ci/run` noted in LOG.
 
 DIPS_SEEN_LOG=LOG makes every process of the tests note what it sees (support/seen_notes.py). A refusal that no test
-raises in any tier is one that nobody knows to be right: it gets a test, or it goes, its number reserved. The same
+raises in any tier is one that was never checked: it gets a test, or it goes, its number reserved. The same
 holds for transitions, of which every table says that they happen. Exit code 1 names them.
 """
 

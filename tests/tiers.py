@@ -37,7 +37,7 @@ NO_TIER = ("tests/e2e",)
 """The commands below run them."""
 
 COMPUTES = ("tests/unit/", "tests/slow/unit/", "tests/repository/")
-"""These files wait for nobody: in the landing and long tier they get the processors that live runs leave."""
+"""These files only compute: in the landing and long tier they get the processors that live runs leave."""
 
 ON_DISK = "tests/unit/master/test_journal.py"
 """The unit tests that write on the disk, and not in memory, on every machine."""
@@ -66,7 +66,7 @@ COMMANDS: dict[str, dict[str, tuple[str, ...]]] = {
 """Name -> command."""
 
 PATIENT = ("300 simulated", "500 frozen", "every state", "1000 simulated", "ten days")
-"""How the names of commands begin that compute, and wait for nobody."""
+"""How the names of commands begin that only compute."""
 
 MAY_SKIP = ("CUDA", "kernel was built without")
 """Words in the reasons of tests that a machine may leave out, since it cannot have what they need."""

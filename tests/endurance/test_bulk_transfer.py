@@ -90,7 +90,7 @@ def test_what_is_pushed_is_there_once_and_comes_back(
         took_s["pull"] = time.perf_counter() - began_s
     assert pull.done, pull.failure
     assert bulk.wrong_elems(flat) == 0
-    assert connects == [SLAVE, SLAVE], "nothing was lost on the way, so nobody had to connect anew"
+    assert connects == [SLAVE, SLAVE], "nothing was lost on the way, so no process had to connect again"
     with capsys.disabled():
         rates = ", ".join(
             f"{name} {bulk.n_bytes / each_s / 1e9:.3f} GB/s, {bulk.n_chunks / each_s:.0f} chunks/s"

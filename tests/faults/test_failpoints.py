@@ -26,7 +26,7 @@ def test_one_run_reaches_every_failpoint(fork_server: ForkServer, tmp_path: Path
             run.may_die.add("b")
             run.until(lambda trigger=trigger, fault=fault: tried(lambda: trigger(run, fault)), method)  # type: ignore[misc]
             run.until(lambda: tried(lambda: OF_METHOD["Resume"](run, fault)), "it is not paused")  # noqa: B023
-            run.until(lambda: run.everyone_is_back({}), f"everybody is back after {method}")
+            run.until(lambda: run.everyone_is_back({}), f"every process is back after {method}")
             run.healed("b")
         run.stop()
     reached = {line.split()[0] for name in NAMES for line in run.fired(name)}

@@ -25,7 +25,7 @@ from dips.master.directory import ADDRESS_NAME, LOCK_NAME, TAPE_NAME
 from dips.slave.push_evidence import DIRECTORY
 
 FULL_S = 1.5
-"""How long a disk stays full after somebody felt it."""
+"""How long a disk stays full after a process noticed it."""
 
 BAD_S = 2.5
 """How long a disk fails or is slow; a round's time-out is 4 s."""
@@ -80,14 +80,15 @@ def healed(run: FaultRun, kind: str, began_s: float, versions: int = 0) -> None:
     TALLY.judged(run.judged(may_skip=kind.startswith("backup restored, master")))
 
 
-class Ear:
-    """What a process says from now on."""
+class NewLines:
+    """The lines of a process's log from now on."""
 
     def __init__(self, run: FaultRun, name: str) -> None:
         self._log = run.log_path(name)
         self._from = self._log.stat().st_size
 
-    def heard(self, *words: str) -> bool:
+    def have(self, *words: str) -> bool:
+        """Whether one of these words is in them. Fails on a stack trace."""
         text = self._log.read_bytes()[self._from :].decode(errors="replace")
         assert "Traceback" not in text, f"a stack trace for a disk that fails: {text[-3000:]}"
         return any(word in text for word in words)
@@ -107,14 +108,14 @@ def test_a_run_survives_full_disks_of_every_role(fork_server: ForkServer, tmp_pa
         with FaultRun(directory, fork_server) as run:
             run.began()
             for name, place in places.items():
-                ear, began_s = Ear(run, name), time.time()
+                lines, began_s = NewLines(run, name), time.time()
                 run.may_die.add(name)
                 ballast = fill(place)
-                run.until(partial(ear.heard, *NO_ROOM), f"{name} did not notice its full disk")
+                run.until(partial(lines.have, *NO_ROOM), f"{name} did not notice its full disk")
                 run.wait(FULL_S)
                 ballast.unlink()
                 healed(run, f"disk full, {role_of(name)}", began_s)
-                ear.heard()
+                lines.have()
             run.stop()
         whole(directory)
 
@@ -274,7 +275,7 @@ def backup(run: FaultRun, names: Sequence[str], where: Path) -> None:
         shutil.copytree(run.place(name), where / name, ignore=lambda _, files: EVIDENCE & set(files))
     for name in names:
         run.release(name)
-    run.until(lambda: run.everyone_is_back({}), "not everybody came back after the backup")
+    run.until(lambda: run.everyone_is_back({}), "not every process came back after the backup")
     run.healed()
 
 

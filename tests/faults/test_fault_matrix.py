@@ -1,6 +1,6 @@
 """Every failpoint with every harm, in runs of one master, two slaves and three clusters, one harm after the other.
 
-After each harm everybody is back, and a version is published in the first or second round from then. After some of
+After each harm every process is back, and a version is published in the first or second round from then. After some of
 them, and at the end, `dips verify --replay` of the run has nothing to say: every promise holds, every version is made
 again bit for bit from the seed and the pushes that the journal says were applied, and tokens add up. A planned harm
 that never happens fails.

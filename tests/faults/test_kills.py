@@ -34,7 +34,7 @@ def test_a_run_survives_its_kills(seed: int, fork_server: ForkServer, tmp_path: 
     order = rng.sample(NAMES, len(NAMES))
     with FaultRun(directory, fork_server, keys=keys) as run:
         run.began()
-        for name in order:  # everybody dies
+        for name in order:  # every process dies
             victims = {name, rng.choice(NAMES)} if rng.random() < TWO_SHARE else {name}
             run.wait(rng.uniform(0.0, MOMENT_S))
             before, killed_s = run.incarnations(), time.time()

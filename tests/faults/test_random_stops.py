@@ -1,7 +1,7 @@
 """Random processes of a run stand still for random times (SIGSTOP, SIGCONT), over and over: to find races on purpose.
 
-Some stops are shorter than every time-out, some longer than it takes to be evicted; often two fall together. Nobody may
-end, versions go on being published, and `dips verify --replay` has nothing to say. STOP_SEED repeats a run's stops.
+Some stops are shorter than every time-out, some longer than it takes to be evicted; often two fall together. No
+process may end, versions go on being published, and `dips verify --replay` finds nothing. STOP_SEED repeats the stops.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_a_run_survives_random_stops(number: int, fork_server: ForkServer, tmp_p
             names = rng.sample(NAMES, 2 if rng.random() < TWO_SHARE else 1)
             stop(run, names, rng.uniform(*rng.choice(STOPS_S)))
             run.wait(rng.uniform(0.0, PAUSE_S))
-        run.until(lambda: run.everyone_is_back({}), "everybody is back")
+        run.until(lambda: run.everyone_is_back({}), "every process is back")
         run.until_versions(2)
         run.stop()
     done = dips("verify", "--replay", directory)

@@ -219,7 +219,7 @@ def _journal_file(folder: Path) -> Path:
 
 
 def journal() -> Target:
-    """The file as a whole: opened, begun anew, its newest ledger and its records read."""
+    """The file as a whole: opened, begun again, its newest ledger and its records read."""
 
     def feed(data: bytes) -> str:
         folder = fresh("journal")

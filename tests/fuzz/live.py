@@ -149,7 +149,7 @@ def _may_be_given(incarnation: Incarnation, known: Incarnation | None) -> bool:
 
 
 def wrong_role(scene: Scene) -> None:
-    """A slave's stream under the name of one that nobody knows, and of another run."""
+    """A slave's stream under an unknown name, and of another run."""
     with _channel(scene) as channel:
         for name, run_id in (("s9", "test"), ("a", "test"), ("s0", "other")):
             caller = Caller(run_id, 0, name, None, "x")
@@ -184,7 +184,7 @@ def garbage_at_the_master(scene: Scene) -> None:
 
 
 def slow_loris(scene: Scene) -> None:
-    """Greetings byte by byte, on both ports, while everybody else is served."""
+    """Greetings byte by byte, on both ports, while all others are served."""
     greetings = {scene.run.address: hostile.HTTP2_PREFACE, scene.endpoint: hostile.GREETING}
     peers = [(hostile.connect(where), words) for where, words in greetings.items() for _ in range(20)]
     for n in range(20):

@@ -298,7 +298,7 @@ def test_differences_are_those_of_the_reference(
 
 
 class Snapshot:
-    """A snapshot of `source` that is written only as far as somebody waits for it."""
+    """A snapshot of `source` that is written only as far as a reader waits for it."""
 
     def __init__(self, source: np.ndarray) -> None:
         self.vector, self._source = np.zeros_like(source), source

@@ -10,7 +10,7 @@ from dips.core.net.zmq_sockets import Outgoing
 
 
 def given_up(memory: bytearray) -> bool:
-    """Whether nobody refers to its bytes any more; pyzmq's collector, a thread, has the last word."""
+    """Whether nothing refers to its bytes now; pyzmq's collector, a thread, releases them last."""
 
     def is_free() -> bool:
         try:
@@ -19,7 +19,7 @@ def given_up(memory: bytearray) -> bool:
             return False
         return True
 
-    until(is_free, "nobody refers to the bytes")
+    until(is_free, "nothing refers to the bytes")
     return True
 
 

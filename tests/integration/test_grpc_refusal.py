@@ -109,7 +109,7 @@ async def test_a_deadline_that_passes_is_tried_again(stub: operator_pb2_grpc.Ope
 
 async def test_nobody_there_is_tried_again() -> None:
     with socket.socket() as taken:
-        # Bound but not listening: nobody else can take the port, and nobody answers.
+        # Bound but not listening: no other process can take the port, and none answers.
         taken.bind(("127.0.0.1", 0))
         async with grpc.aio.insecure_channel(f"127.0.0.1:{taken.getsockname()[1]}") as channel:
             with pytest.raises(grpc.RpcError) as caught:

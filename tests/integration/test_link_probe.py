@@ -66,7 +66,7 @@ def test_the_command_writes_and_completes_a_profile(
 def test_a_peer_that_speaks_something_else_is_left_and_the_next_one_answered(port: int, said: bytes) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=NO_LIMIT_S) as peer:
         peer.sendall(said)
-        with contextlib.suppress(OSError):  # closed by the other end already, with bytes that nobody read
+        with contextlib.suppress(OSError):  # closed by the other end already, with bytes that were not read
             peer.shutdown(socket.SHUT_WR)
             assert peer.recv(len(ANSWER)) == b""
     assert len(probe("127.0.0.1", port, 1000, rounds=1, warm_up=0)[0].small_ns) == 1

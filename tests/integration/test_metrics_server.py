@@ -146,7 +146,7 @@ def test_a_loop_makes_its_snapshot_itself_and_one_that_stands_still_shows_as_503
         assert b"event loop did not answer for 0.2 s" in refused.value.read()
         release.set()
         assert "one 1.0" in read(server.address)
-        assert len(made_on) == 2  # the snapshot that nobody waited for any more was not made
+        assert len(made_on) == 2  # the snapshot whose reader had gone was not made
     finally:
         release.set()
         loop.call_soon_threadsafe(loop.stop)

@@ -78,7 +78,7 @@ def written(client: ClusterShell) -> bool:
 
 
 def die(client: ClusterShell) -> None:
-    """As after SIGKILL: nobody says good-bye, threads and locks are gone."""
+    """As after SIGKILL: no message says that it ends, threads and locks are gone."""
     client._finished = Finished("killed")
     client.close()
 

@@ -30,7 +30,7 @@ OTHER_SUM: dict[type[ast.operator], type[ast.operator]] = {
 OTHER_UNIT = {8: 1, 60: 1, 100: 1, 1000: 1, 1024: 1000, 3600: 60, 10**6: 1000, 10**9: 10**6, 1e-3: 1.0, 1e-6: 1e-3}
 OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
 IN_ORDER = {"isinstance", "issubclass", "getattr", "hasattr", "setattr", "cast", "range", "zip", "super"}
-"""Calls whose arguments nobody swaps by mistake, or not without an error at once."""
+"""Calls whose arguments are not swapped by mistake, or not without an error at once."""
 
 LOGS = {"debug", "info", "warning", "error", "exception", "critical", "warn", "log"}
 

@@ -172,7 +172,7 @@ class Warm:
         child.then(End(child.how, told, running, usage.ru_utime + usage.ru_stime))
 
     def _rests_too_long(self, child: _Child) -> bool:
-        """Neither computes nor waits for a processor, as at a lock that nobody frees."""
+        """Neither computes nor waits for a processor, as at a lock that is never freed."""
         name, _, limit = _text(child.folder / "running").partition("\n")
         if not limit:
             return False

@@ -148,7 +148,7 @@ class Ranks:
         return isinstance(self.job, OpenTransfer)
 
     def job_ids(self) -> set[int]:
-        """Numbers of jobs that somebody still knows."""
+        """Numbers of jobs that a rank still knows."""
         jobs = [self.job, *self.carries, *(order for orders in self.orders for order in orders)]
         return {job.id for job in jobs if job is not None} | {end.job for end in (*self.said, *self.ends)}
 

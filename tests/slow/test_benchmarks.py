@@ -141,7 +141,7 @@ def _simulation(found: dict[str, Any], folder: Path) -> None:
 
 
 def _storm(found: dict[str, Any], folder: Path) -> None:
-    """Nobody is lost, and nothing fails."""
+    """No process is lost, and nothing fails."""
     rows = dict(zip(("joins", "garbage", "link"), found["results"], strict=True))
     assert all(row["failed_calls"] == 0 for row in rows.values()), rows
     assert rows["joins"]["joined"] == rows["joins"]["alive_at_the_end"] == 20

@@ -363,7 +363,7 @@ class OwnParameters:
         self.flat[:] = flat
 
     def reset_inner_optimizer(self) -> None:
-        raise AssertionError("nobody asked for it")
+        raise AssertionError("this was not asked for")
 
 
 class Rank:

@@ -69,7 +69,7 @@ class DoorClock:
 
 @pytest.fixture
 def door_clock(port: KeyedPort, monkeypatch: pytest.MonkeyPatch) -> DoorClock:
-    """So that nobody waits for the time that a handshake may take."""
+    """So that no test waits for the time that a handshake may take."""
     monkeypatch.setattr(data_server, "LOOK_AGAIN_MS", 20)
     return DoorClock(port)
 
@@ -161,14 +161,14 @@ def test_a_reader_pulls_and_pushes_nothing(port: KeyedPort) -> None:
 
 
 def test_an_open_connection_ends_when_its_key_leaves_the_list(port: KeyedPort) -> None:
-    """And nobody else's."""
+    """And those of no other."""
     a, b = cluster(port, "a"), cluster(port, "b")
     port.allow(a, b)
     with fresh_context() as context:
         of_a, of_b = (_dealer(context, port, who) for who in (a, b))
         for dealer in (of_a, of_b):
             assert _asked(dealer) is DataOp.CHUNK
-        of_a.send(GET)  # its answer must come: nobody else's connection is touched
+        of_a.send(GET)  # its answer must come: no other connection is touched
         port.allow(a)
         of_b.send(GET)
         until(lambda: "left the master's list" in port.server.beat().refused_connection, "the data port counts it")
@@ -320,7 +320,7 @@ def test_parameters_are_pushed_and_pulled_over_ipv6(host: str, way: str) -> None
 
 
 def _stranger(port: KeyedPort) -> socket.socket:
-    """Somebody who speaks another protocol, and stays."""
+    """A client that speaks another protocol, and stays."""
     stranger = socket.create_connection(("127.0.0.1", port.port))
     stranger.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 4)
     return stranger

@@ -31,7 +31,7 @@ A, B = "cluster-alpha", "cluster-beta"
 
 
 class TappedRun(WholeRun):
-    """A tap before the master and before each slave's data port; everybody goes through them."""
+    """A tap before the master and before each slave's data port; all traffic goes through them."""
 
     def start_master(self) -> None:
         super().start_master()
@@ -127,7 +127,7 @@ def test_a_run_with_keys_hides_everything_and_turns_away_foreign_and_revoked_key
 
 
 def a_foreign_key_is_turned_away(run: WholeRun) -> None:
-    """Its owner would first have to learn the slave's key, which the master tells to nobody who has not joined."""
+    """Its owner would first have to learn the slave's key, which the master tells only to clusters that have joined."""
     (slave,), stranger = addresses(run), CurvePair.new()
     until(lambda: answer_to(stranger, slave) is Failure.KEY, "it was let in")
     words = f"data key {stranger.public.hex()[:8]}, which is not on the master's list"

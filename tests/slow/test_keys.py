@@ -128,7 +128,7 @@ def test_a_lapsed_certificate_is_told_before_anybody_is_dialled_and_refused_if_i
 
 
 def status_with(run: WholeRun, identity: Identity) -> object:
-    """A call by somebody who checks nothing of his own."""
+    """A call by a client that checks nothing itself."""
     credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
     options = [("grpc.ssl_target_name_override", MASTER_DNS_NAME)]
     with grpc.secure_channel(run.address, credentials, options=options) as channel:
@@ -188,7 +188,7 @@ def test_a_revoked_operator_is_refused_with_the_reason(run: WholeRun, capsys: py
 
 
 def test_keys_and_authority_are_replaced_while_the_run_goes_on(run: WholeRun) -> None:
-    """Nobody is started anew, evicted or turned away, and at the end nothing that the old authority signed counts."""
+    """No process is restarted, evicted or turned away, and at the end nothing that the old authority signed counts."""
     authority = Authority(keys_of(run, "."))
     old = load_identity(keys_of(run, "operator"))
     before = run.status()

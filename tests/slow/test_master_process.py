@@ -136,7 +136,7 @@ def test_a_signal_ends_the_master_cleanly(start: Start, tmp_path: Path, number: 
     master = start()
     here = master.started()
     assert master.signal(number) == 128 + number
-    assert read_address(tmp_path / "run") is None, "nobody is sent to a master that is gone"
+    assert read_address(tmp_path / "run") is None, "no process is sent to a master that is gone"
     kinds = [(line["kind"], line.get("exit_code")) for line in read_tape(tmp_path / "run" / TAPE_NAME)]
     assert kinds == [("journaled", None), ("master-started", None), ("master-ended", 128 + number)]
     assert number.name in master.log
@@ -150,7 +150,7 @@ def test_a_held_call_is_told_why_it_ends_when_the_master_is_stopped(start: Start
         beat = to_message(HeartbeatRequest(caller()))
         replies = clusters_pb2_grpc.ClustersStub(channel).Heartbeat(iter([beat]), timeout=NO_LIMIT_S)
         with leaving(master.started().address) as leave_for:
-            leave_for("now the beat, which nobody answers, has arrived too")
+            leave_for("now the beat, which is not answered, has arrived too")
         assert master.signal(signal.SIGTERM) == TERMINATED
         with pytest.raises(grpc.RpcError) as caught:
             next(replies)

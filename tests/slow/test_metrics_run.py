@@ -30,7 +30,7 @@ ABSENT = {
     "dips_worker_link_refusals_total",
     "dips_master_refused_calls_total",
     "dips_worker_refused_calls_total",
-    "dips_slave_refused_messages_total",  # nobody need be refused
+    "dips_slave_refused_messages_total",  # a run without refusals is possible
     "dips_master_push_landed_bytes",  # while a push is open
     "dips_worker_rank_bytes_total",
     "dips_worker_rank_transfer_seconds",  # of clusters of several ranks

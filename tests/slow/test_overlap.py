@@ -159,7 +159,7 @@ def test_a_checkpoint_in_the_middle_of_an_exchange_goes_on_in_another_process(
     later = model.theta.copy()
     client.checkpoint_if_due()
     until(lambda: checkpoints(tmp_path) == 1, "no checkpoint is written")
-    client._finished = Finished("killed")  # as after SIGKILL: nobody says good-bye
+    client._finished = Finished("killed")  # as after SIGKILL: no message says that it ends
     client.close()
 
     fake.hook = lambda method, request: fake.publish(other) if method == "BeginPull" else None

@@ -63,7 +63,7 @@ def test_a_run_of_ranks(
         b = start(server, run, "b", stays, wires[1], number=1, spoil=41)
         run.wait_for_version(4)
         run.kill("s1")
-        until(lambda: "s1" in run.status().waiting_slaves, "nobody noticed")
+        until(lambda: "s1" in run.status().waiting_slaves, "the master notices it")
         run.start_slave("s1")
         until(lambda: "EXCLUDED" in verdicts(run, "b"), f"NaN went unnoticed: {b.logs()}")
         run.wait_for_version(run.version() + 3)
@@ -88,7 +88,7 @@ def test_a_run_of_ranks(
         assert not lost or overlap != "none", "steps during the last exchange alone are lost"
         assert stopped[0]["resets"] >= 1, "the inner optimizers' state was of the parameters that were dropped"
         modes = Counter(event["mode"] for name in "ab" for event in tape(run, name) if event["kind"] == "installed")
-        assert overlap == "none" or modes["REBASE_FROM_PUSH"], f"nobody trained through an exchange: {modes}"
+        assert overlap == "none" or modes["REBASE_FROM_PUSH"], f"no cluster trained through an exchange: {modes}"
         for name, wire in zip("ab", wires, strict=True):
             pushes = [event for event in tape(run, name) if event["kind"] == "push_sent" and event["base"] != "None"]
             assert pushes[-1]["wire"] == WIRES[wire]

@@ -63,4 +63,4 @@ def test_every_rank_says_one_sentence_and_ends(
     assert all("its parameters are as they were" in of for of in lines)
     assert not any("Traceback" in line for of in lines for line in of)
     assert run.status().published is None, "nothing was sent"
-    assert not run.status().clusters, "nobody joined"
+    assert not run.status().clusters, "no cluster joined"

@@ -112,7 +112,7 @@ def test_a_wrong_use_is_one_sentence_of_each_rank(tmp_path: Path, parallel: str,
 
 
 def rank_of_two(rank: int, port: int, log: Path, **added: str) -> contextlib.AbstractContextManager[Any]:
-    """As torchrun starts it, and nobody who would end it when the other one ends."""
+    """As torchrun starts it, but nothing ends it when the other one ends."""
     place = {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
     place["MASTER_PORT"] = str(port)
     return dips_started("train", "--steps", 1, "--parallel", "data=2", "--device", "cpu", log=log, **place, **added)

@@ -61,7 +61,7 @@ def test_slaves_are_added_and_removed_while_clusters_train(tmp_path: Path) -> No
         clusters = [run.cluster("a", 1, step_s=0.004), run.cluster("b", 2, step_s=0.006)]
         run.wait_for_version(2)
         assert "start slave s2 now" in reshard(run, add=("s2",))
-        until(lambda: "slave s2 has yet to attach" in run.status().reshard, "nobody waits for s2")
+        until(lambda: "slave s2 has yet to attach" in run.status().reshard, "the wait for s2")
         version = run.version()
         run.wait_for_version(version + 2)  # rounds go on meanwhile
         run.start_slave("s2")

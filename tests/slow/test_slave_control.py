@@ -77,7 +77,7 @@ async def test_it_dials_until_there_is_a_master_and_again_when_it_is_back(tmp_pa
         await first.stop()
 
         second = MasterForSlaves()
-        await asyncio.sleep(0.3)  # the slave's first tries find nobody; where they come later, this test asks less
+        await asyncio.sleep(0.3)  # the slave's first tries find no master; where they come later, this test asks less
         await second.start(port)
         link = await second.accept()
         assert (await link.hello()).promised_epoch == 1

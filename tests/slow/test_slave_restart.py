@@ -148,7 +148,7 @@ async def test_killed_between_prepare_and_commit_the_shadow_is_promoted(
 
 
 async def _uninterrupted(directory: Path) -> bytes:
-    """The digest of the third version when nobody is killed: momentum must have come back to the bit too."""
+    """The digest of the third version when no process is killed: momentum must have come back to the bit too."""
     async with MasterForSlaves() as master:
         config = slave_config(directory / "unkilled", master.address)
         process, link, endpoint = await seeded(master, config)

@@ -89,7 +89,7 @@ def _group(kind: str) -> str:
 
 
 class StandIn:
-    """One stand-in. objects: by (namespace, kind, name). unknown_kinds: of definitions that nobody installed."""
+    """One stand-in. objects: by (namespace, kind, name). unknown_kinds: of definitions that are not installed."""
 
     def __init__(self, version: str = "1.31") -> None:
         self.version = version

@@ -1,4 +1,4 @@
-"""A TCP relay that lets everything pass and keeps a copy: what somebody on the way would see."""
+"""A TCP relay that lets everything pass and keeps a copy: what a listener on the way would see."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ByteTap:
             try:
                 far = socket.create_connection(self._target)
             except OSError:
-                near.close()  # nobody listens there (any more), as the client would find
+                near.close()  # nothing listens there now, as the client would find
                 continue
             with self._lock:
                 self._connections += [near, far]

@@ -370,7 +370,7 @@ def _intrinsics(memory: Memory) -> dict[Any, Callable[..., Any]]:
 
 
 class Guarded:
-    """A buffer of n_bytes between two pages that nobody may touch: ends at the second, or begins behind the first."""
+    """A buffer of n_bytes between two forbidden pages: ends at the second, or begins behind the first."""
 
     def __init__(self, n_bytes: int, *, at_end: bool = True, writable: bool = True) -> None:
         page = mmap.PAGESIZE

@@ -1,7 +1,7 @@
 """libzmq as the twins of compiled code call it (support/checked_memory.py): in this process, one call after the other.
 
 Each address is checked. A message is what zmq.h says: it is initialised, received into or sent, and closed. Raises
-Misused for one that is used before or after, that is initialised over its bytes, or that nobody closed; a payload that
+Misused for one that is used before or after, that is initialised over its bytes, or that was not closed; a payload that
 was closed or sent may not be read any more.
 """
 
@@ -118,7 +118,7 @@ class CheckedZmq:
     def zmq_msg_init_data(self, place: int, data: int, n_bytes: int, free: int, hint: int) -> int:
         """The free function is FREED: it counts at `hint`, when the message was sent or closed."""
         if free != zmq_numba.FREED:
-            raise Misused("zmq_msg_init_data without FREED: nobody learns when the bytes are free")
+            raise Misused("zmq_msg_init_data without FREED: nothing says when the bytes are free")
         self.memory.check(hint, 8, write=True)
         return self._new(place, np.frombuffer(self.memory.read(data, n_bytes), np.uint8), writable=False, hint=hint)
 

@@ -97,5 +97,5 @@ def filled(expr: str, run: str, interval: str) -> str:
     values = {"$run": run, "$cluster": ".*", "$slave": ".*", "$__rate_interval": interval}
     for name, value in values.items():
         expr = expr.replace(name, value)
-    assert "$" not in expr, f"a variable that nobody fills: {expr}"
+    assert "$" not in expr, f"a variable that is not filled: {expr}"
     return expr

@@ -37,7 +37,7 @@ class Block:
 
     @property
     def not_run(self) -> str:
-        """Why nobody runs it; empty when it is run."""
+        """Why it is not run; empty when it is."""
         return self.note.removeprefix("not run:").strip() if self.note.startswith("not run:") else ""
 
     def __str__(self) -> str:

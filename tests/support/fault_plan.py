@@ -324,7 +324,7 @@ def _undone(run: FaultRun, fault: Fault) -> bool:
 
 
 def _taken_back(run: FaultRun) -> bool:
-    """Whether no slave is waited for any more; the master refuses to take back what nobody asked for."""
+    """Whether no slave is waited for any more; the master refuses to take back what was not asked for."""
     try:
         with run.operator() as client:
             client.take_back_reshard()

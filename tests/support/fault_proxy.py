@@ -83,7 +83,7 @@ class NetFault:
 
 @dataclass(eq=False)
 class _Link:
-    """One connection of a client, and ours to the server. Sockets are closed once nobody waits for them any more: a
+    """One connection of a client, and ours to the server. Sockets are closed once no thread waits for them: a
     descriptor that is closed under the event loop may be another connection's at once."""
 
     client: socket.socket
@@ -185,7 +185,7 @@ class FaultProxy:
                 self._spawn(self._carry(client))
 
     async def _dial(self) -> socket.socket:
-        """Raises OSError when nobody listens."""
+        """Raises OSError when nothing listens."""
         server = socket.socket()
         server.setblocking(False)
         try:

@@ -247,7 +247,7 @@ class FaultRun:
     # ---- what goes on ----
 
     def tend(self) -> None:
-        """Start again what died and may, let go on what stood still long enough. Nobody else may end."""
+        """Start again what died and may, let go on what stood still long enough. No other may end."""
         for name, child in list(self.children.items()):
             self._wake(name, child)
             code = child.poll()
@@ -335,24 +335,24 @@ class FaultRun:
     # ---- after a harm ----
 
     def began(self) -> None:
-        """Wait until everybody is there and a version is published."""
-        self.until(lambda: self.everyone_is_back({}), "not everybody came")
+        """Wait until every process is there and a version is published."""
+        self.until(lambda: self.everyone_is_back({}), "not every process came")
         self.until(lambda: self._tape.published_since(0.0), "nothing was published")
 
     def recovered(
         self, fired_s: float, away: Mapping[str, Incarnation | None], also: Callable[[], bool] = lambda: True
     ) -> str:
-        """Wait until everybody is back and a version was published since; the phase in which it fired. `also`: asked
-        again and again until it is true, before the run counts as healed."""
-        self.until(lambda: also() and self.everyone_is_back(away), "not everybody came back")
+        """Waits until every process is back and a version was published since; returns the phase in which the fault
+        struck. `also`: asked until it is true, before the run counts as healed."""
+        self.until(lambda: also() and self.everyone_is_back(away), "not every process came back")
         healed_s = time.time()
-        self.until(lambda: self._tape.published_since(healed_s), "nothing was published after everybody was back")
+        self.until(lambda: self._tape.published_since(healed_s), "nothing was published after every process was back")
         rounds = self._tape.rounds_until_published(healed_s)
         assert rounds <= ROUNDS_TO_HEAL, f"{rounds} rounds until a version was published: {self.where_it_stands()}"
         return self._tape.phase_at(fired_s)
 
     def healed(self, *slow: str) -> None:
-        """From now on nobody ends by itself; `slow`: but for these, which may still be on their way to their end."""
+        """From now on no process ends by itself; `slow`: but for these, which may still be about to end."""
         self.may_die = set(slow)
         self.ending.clear()
 
@@ -375,7 +375,7 @@ class FaultRun:
         return self._tape.phase_at(time.time())
 
     def judged(self, may_skip: bool = False) -> int:
-        """`dips verify --replay`, on the run as it is: every promise holds, and every version made anew from its seed
+        """`dips verify --replay`, on the run as it is: every promise holds, and every version made again from its seed
         and the pushes has the same bits. Returns how many versions were. may_skip: the journal was put back, so that
         there are versions that it cannot lead to."""
         report = verify_run(self.directory, replay=True)
@@ -383,7 +383,7 @@ class FaultRun:
         assert report.ok, f"dips verify: {report.verdict}; {said}; {report.unproven}"
         assert report.replayed is not None
         skipped = report.replayed.skipped
-        assert may_skip or not skipped, f"versions that were not made anew: {'; '.join(skipped[:3])}"
+        assert may_skip or not skipped, f"versions that were not made again: {'; '.join(skipped[:3])}"
         return report.replayed.versions
 
     def stop(self) -> None:
@@ -502,7 +502,7 @@ class Tally:
             self.fell[kind, phase] += 1
 
     def judged(self, versions: int) -> None:
-        """One `dips verify --replay`, which made so many versions anew."""
+        """One `dips verify --replay`, which made so many versions again."""
         with self._lock:
             self.judgements += 1
             self.versions += versions
@@ -524,7 +524,7 @@ class Tally:
         kinds = sorted({kind for kind, _ in self.fell} | set(self.others))
         width = max(map(len, kinds), default=4)
         yield f"{self.fired} faults fired and survived; {self.judgements} times judged by dips verify --replay, which "
-        yield f"made {self.versions} versions anew, bit for bit"
+        yield f"made {self.versions} versions again, bit for bit"
         yield ""
         yield f"{'fault':<{width}} {'outside':>8} " + " ".join(f"{phase:>8}" for phase in PHASES)
         for kind in kinds:

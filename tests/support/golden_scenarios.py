@@ -400,7 +400,7 @@ def rebuild() -> Transcript:
     bench.start_master()
     with contextlib.suppress(Refused):
         bench.slaves[0].attach()
-    bench.say("the process begins anew with a newer epoch")
+    bench.say("the process begins again with a newer epoch")
     assert bench.began_again is not None
     bench.epoch = bench.began_again.at_least - 1
     bench.restart()
@@ -466,7 +466,7 @@ def pause_outlives_the_master() -> Transcript:
 def stop() -> Transcript:
     bench = standing("a")
     bench.push("a")
-    bench.say("the operator stops the run: the last version is pulled, the cluster leaves, everybody ends")
+    bench.say("the operator stops the run: the last version is pulled, the cluster leaves, every process ends")
     bench.operate(Stop(OperatorRequest("", "enough")))
     bench.pull("a")
     bench.beat("a")

@@ -1,4 +1,4 @@
-"""A worker's compiled loops over real sockets, between pages that nobody may touch, while slaves answer hostile bytes.
+"""A worker's compiled loops over real sockets, between forbidden pages, while slaves answer hostile bytes.
 
 Everything that the loops read or write lies there: columns, tables, room to work, vectors, and the frames that arrive,
 since inproc hands frames over without a copy. For a process of its own, which an access outside ends.
@@ -93,7 +93,7 @@ class Wire:
         self._frames = [(room, given_back) for room, given_back in self._frames if not given_back[0]]
 
     def close(self) -> int:
-        """Returns how many frames nobody closed."""
+        """Returns how many frames were not closed."""
         self._context.destroy(linger=0)
         return sum(not given_back[0] for _, given_back in self._frames)
 

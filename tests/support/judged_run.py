@@ -32,7 +32,7 @@ class JudgedRun(WholeRun):
         assert report.ok, f"dips verify: {report.verdict}; {said}; {report.unproven}"
         assert report.replayed is not None
         assert report.replayed.versions > 0
-        assert not report.replayed.skipped, f"versions that were not made anew: {report.replayed.skipped[:3]}"
+        assert not report.replayed.skipped, f"versions that were not made again: {report.replayed.skipped[:3]}"
         pushes = [tuple(part["push"]) for part in self.applied()]
         assert len(set(pushes)) == len(pushes), "a push was applied twice"
         counted = sum(part["tokens"] for part in self.applied())

@@ -51,7 +51,7 @@ def _tokens(weight: int) -> list[int]:
         PLACE.mkdir(mode=0o777, exist_ok=True)
         gate = _opened("gate")
         try:
-            fcntl.flock(gate, fcntl.LOCK_EX)  # one at a time takes, so that nobody waits with half of what it needs
+            fcntl.flock(gate, fcntl.LOCK_EX)  # one at a time takes, so that none waits with half of what it needs
             places = [f"processor-{number}" for number in range(len(os.sched_getaffinity(0)))]
             taken: dict[str, int] = {}
             while len(taken) < min(weight, len(places)):

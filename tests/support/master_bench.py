@@ -246,7 +246,7 @@ class BenchSlave:
         self.say(Measured(body.round, grams, self._directions(names)))
 
     def _directions(self, names: Sequence[str]) -> tuple[float, ...]:
-        """Everybody's base is the current version; each slave holds an equal part."""
+        """Every cluster's base is the current version; each slave holds an equal part."""
         ways = self.bench.ways
         if not ways:
             return ()
@@ -452,7 +452,7 @@ class Bench:
         return Caller(self.run_id, self.epoch, name, self.clusters[name].join.incarnation, f"c-{name}")
 
     def key_of(self, name: str) -> bytes:
-        """Everybody's own data key, where the run uses them."""
+        """The data key of each process, where the run uses them."""
         return name.encode().ljust(32, b".") if self.config.encrypted else b""
 
     def attach_all(self) -> None:

@@ -99,7 +99,7 @@ class PageRun:
         self._asked.put(lambda local: _killed(local, name))
 
     def stop_master(self, for_s: float) -> None:
-        """SIGSTOP, and SIGCONT after a while: nobody answers meanwhile."""
+        """SIGSTOP, and SIGCONT after a while: the master does not answer meanwhile."""
         pid = self._plan_pid()
         self._asked.put(lambda local: _stopped(pid, for_s))
 

@@ -101,7 +101,7 @@ class Straightforward:
         return outcome
 
     def _ways(self, pushes: dict[str, dict[str, Any]]) -> dict[str, Way]:
-        """Everybody's base is the current version."""
+        """Every cluster's base is the current version."""
         vectors = {name: [float(x) for x in push["vector"]] for name, push in pushes.items()}
         return {name: (vector, [0.0] * len(vector), pushes[name]["tokens"]) for name, vector in vectors.items()}
 

@@ -71,7 +71,7 @@ def _check_greedy(found: Mapping[str, SweepRow]) -> None:
 
 
 def _check_waves(found: Mapping[str, SweepRow]) -> None:
-    """ZB-V needs no more memory than 1F1B, and without delay nobody is faster."""
+    """ZB-V needs no more memory than 1F1B, and without delay no schedule is faster."""
     row = found["zb_v"]
     assert row.peak_activations <= row.n_pp, row
     if not row.latency and not row.bandwidth:

@@ -310,7 +310,7 @@ class RunForWorkers:
             self._server = None
 
     def restart(self) -> None:
-        """Come back in the next epoch: everybody must join again."""
+        """Come back in the next epoch: every cluster must join again."""
         self.down()
         self.epoch += 1
         self.up()

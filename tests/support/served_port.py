@@ -2,7 +2,7 @@
 
 Behind it the loop runs in one of two ways, in both of which no access outside its buffers goes unnoticed: as twins over
 a libzmq that checks (support/checked_zmq.py), or compiled, with real sockets, where everything that it reads or writes
-lies between pages that nobody may touch; the latter in a process of its own.
+lies between pages that must not be touched; the latter in a process of its own.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class TwinLoop(BehindLoop):
 
     @property
     def n_open(self) -> int:
-        """Messages that nobody closed."""
+        """Messages that were not closed."""
         return self._zmq.n_open
 
     def put_in(self, frames: Sequence[bytes]) -> None:
@@ -322,7 +322,7 @@ def flip_every_bit(chunk_bytes: int) -> None:
 
 
 def send_hostile(chunk_bytes: int, seed: int, n: int, each: int = 2000) -> None:
-    """n hostile messages to the compiled loop, which begins anew after each so many."""
+    """n hostile messages to the compiled loop, which begins again after each so many."""
     traffic, rng = Traffic(chunk_bytes), random.Random(seed)
     both = Both(traffic, GuardedLoop)
     for first in range(0, n, each):

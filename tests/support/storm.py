@@ -97,7 +97,7 @@ def play(local: LocalRun, kills: Iterable[Kill], tokens: int, tell: Callable[[st
     while not local.finished:
         status = local.tick()
         if status is not None and not (status.stopping or status.stopped):
-            if status.tokens:  # before the first round nobody has come, and it is no fault
+            if status.tokens:  # before the first round no cluster has come, and it is no fault
                 seen += 1
                 live.update(cluster.cluster_id for cluster in status.clusters if cluster.alive)
             share = status.tokens / tokens

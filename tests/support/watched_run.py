@@ -203,7 +203,7 @@ class WatchedRun:
                 [slave.alive and slave.phase == "READY" for slave in status.slaves] == [True] * len(SLAVES)
                 and {item.cluster_id for item in status.clusters if item.alive} == {*CLUSTERS, WAYWARD}
             ),
-            "everybody's return",
+            "the return of every process",
         )
 
     def stray(self, way: str) -> None:
@@ -233,7 +233,7 @@ class WatchedRun:
         self.stray("")
 
     def pause(self) -> None:
-        """An operator pauses the run for a while; before, somebody with a cluster's keys tries to, and is refused."""
+        """An operator pauses the run for a while; before, a client with a cluster's keys tries to, and is refused."""
         address = f"127.0.0.1:{self.ports['master']}"
         for keys, code in (("a", 3), ("me", 0)):
             asked = _dips("pause", address, "--keys", self.folder / "keys" / keys, "--reason", "a look")

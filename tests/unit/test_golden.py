@@ -1,6 +1,6 @@
 """Golden transcripts: a change of the protocol shows as a change of text in tests/golden.
 
-`DIPS_REWRITE_GOLDEN=1 pytest tests/unit/test_golden.py` writes them anew; then read the difference.
+`DIPS_REWRITE_GOLDEN=1 pytest tests/unit/test_golden.py` writes them again; then read the difference.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from stack import (
 BUILD_S = 1500.0
 FIRST_VERSION_S = 300.0
 BACK_S = 120.0
-"""How long a harmed run may need to publish again, and everybody to be back."""
+"""How long a harmed run may need to publish again, and every process to be back."""
 
 GROWS = 2
 """Versions: one round could have been under way already."""
@@ -175,7 +175,7 @@ def _push_rates(stack: Stack) -> dict[str, float]:
 
 
 def kill(stack: Stack, report: Report, service: str) -> None:
-    """`docker kill`, which compose's restart policy respects as somebody's wish, and `up -d`."""
+    """`docker kill`, which compose's restart policy respects as an operator's wish, and `up -d`."""
     before, begin_s = stack.version(), time.monotonic()
     command("docker", "kill", stack.container(service))
     if stack.state(service)["Running"]:
@@ -205,7 +205,7 @@ def kill_watchers(stack: Stack, report: Report) -> None:
 
 
 def restart_by_policy(stack: Stack, report: Report) -> None:
-    """A process that dies by itself is started again by its restart policy, with nobody's help."""
+    """A process that dies by itself is started again by its restart policy, without help."""
     for service in ("slave-1", "cluster-c"):
         before, begin_s = stack.version(), time.monotonic()
         restarts = stack.state(service)["RestartCount"]
@@ -348,7 +348,7 @@ def _heldout_on_page(stack: Stack, ports: Mapping[str, str]) -> int:
 
 
 def end(stack: Stack, report: Report, records: Path) -> None:
-    """The operator asks and stops; everybody ends by itself; the records prove the promises."""
+    """The operator asks and stops; every process ends by itself; the records prove the promises."""
     live = [cluster["cluster_id"] for cluster in _clusters(stack)]
     report.check({*CLUSTERS, RANKS} <= set(live), f"`operator status` shows {', '.join(live)}")
     before = stack.version()

@@ -1,4 +1,4 @@
-"""The status page of a real run in a real browser: what it shows, that it lives, and that everybody can use it."""
+"""The status page of a real run in a real browser: what it shows, that it lives, and that every reader can use it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def probe(page: Any, name: str, argument: object = None) -> Any:
 
 @dataclass
 class Seen:
-    """What all pages of the test did that nobody should."""
+    """What all pages of the test did and should not."""
 
     complaints: list[str] = field(default_factory=list)
     hosts: set[str] = field(default_factory=set)
@@ -156,7 +156,7 @@ def test_the_page_shows_the_run(opened: Open, run: PageRun) -> None:
     until(page, "document.querySelectorAll('#rounds-table tbody tr').length >= 3")
     until(page, "document.querySelectorAll('#links-table tbody tr').length === 3")
     page.wait_for_selector("#loss-chart canvas")
-    for axis in ("#by-time", "#by-tokens"):  # the chart is made anew
+    for axis in ("#by-time", "#by-tokens"):  # the chart is made again
         page.click(axis)
         assert page.evaluate("document.querySelector('#loss-chart canvas').clientHeight") > 100
     assert page.inner_text("h1").split() == ["Di-PS", "atlas"]

@@ -81,7 +81,7 @@ def test_overheads_go_from_a_run_into_later_plans(
 def test_a_run_may_be_fitted_again_from_a_calibrated_plan(
     problem: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Overheads that a plan has already are fitted anew, not on top; what the profile has of links and dates stays."""
+    """Overheads that a plan has already are fitted again, not on top; what the profile has of links and dates stays."""
     profile = tmp_path / "profile.toml"
     problem.write_text(PROBLEM + '\n[profile]\noperation_us = 9\nsend_us = 9\nerror = 0.1\nsource = "a guess"\n')
     assert told(capsys, problem, "--out", tmp_path / "plan", "--no-sensitivity")[0] == 0

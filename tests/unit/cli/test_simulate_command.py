@@ -57,7 +57,7 @@ def test_the_picture_stacks_those_who_take_part(tmp_path: Path) -> None:
     report = simulate(load_scenario(write_setup(tmp_path), hours=1))
     _, stacks = stacked(report)
     assert max(stacks["a"]) == 8
-    assert stacks["a"][0] == 0, "nobody has joined at the beginning"
+    assert stacks["a"][0] == 0, "no cluster has joined at the beginning"
     assert stacks["b"][-1] == 4
     picture = tmp_path / "resources.png"
     draw_resources(picture, report)

@@ -44,7 +44,7 @@ class Counter:
         self.flat[:] = flat
 
     def reset_inner_optimizer(self) -> None:
-        raise AssertionError("nobody spoils anything here")
+        raise AssertionError("nothing is spoiled here")
 
     def step(self, ranges: Sequence[DataRange], progress_tokens: int) -> float:
         self.rows.append(tuple(ranges))

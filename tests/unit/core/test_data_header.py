@@ -1,4 +1,4 @@
-"""The data header: round trips, and refusals of what nobody may act on."""
+"""The data header: round trips, and refusals of what no process may act on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failpoints do what they are told, as often as they are told, and nothing when nobody armed them."""
+"""Failpoints do what their terms say, as often as these say, and nothing when they are not armed."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_an_arrow_is_hit_before_the_phase_changes() -> None:
         machine.forget(look)
     assert seen == [RoundPhase.IDLE, RoundPhase.WINDOW]
     phase.move("push admitted", RoundPhase.WINDOW, 3.0)
-    assert len(seen) == 2, "nobody looks any more"
+    assert len(seen) == 2, "they are not looked at again"
 
 
 # ---- the environment ----

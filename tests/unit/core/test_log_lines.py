@@ -1,4 +1,4 @@
-"""Both forms of a log line say the same, can be read back, and let nobody write in another's name."""
+"""Both forms of a log line say the same, can be read back, and let no process write in another's name."""
 
 from __future__ import annotations
 

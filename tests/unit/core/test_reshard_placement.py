@@ -1,4 +1,4 @@
-"""A placed model is dealt anew: whole, within memory, evenly, and with few blocks moved."""
+"""A placed model is dealt again: whole, within memory, evenly, and with few blocks moved."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def shares() -> dict[str, list[Chunk]]:
 
 
 def sum_of(chunk: Chunk) -> int:
-    """A chunk's checksum, as everybody would compute it."""
+    """A chunk's checksum, as both ends compute it."""
     return hash((chunk.block_id, chunk.offset_bytes)) & 0xFFFF
 
 

@@ -1,4 +1,4 @@
-"""What an error that nobody catches leaves behind: one sentence for ours, a stack trace for all else."""
+"""What an error that is not caught leaves behind: one sentence for ours, a stack trace for all else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def former(monkeypatch: pytest.MonkeyPatch) -> list[Hooked]:
 
 
 def leave_uncaught(error: BaseException) -> None:
-    """As the interpreter does with what nobody caught."""
+    """As the interpreter does with what was not caught."""
     try:
         raise error
     except BaseException as caught:

@@ -394,7 +394,7 @@ def test_more_slaves_get_keys_and_are_announced_before_their_pods(here: StandIn,
     before = settings(here)
     master = Master(["s0", "s1"], watch=lambda: (replicas(here), settings(here)["s0.toml"] == before["s0.toml"]))
     assert site_of(small, master).scale() == (2, 3)
-    # Whoever runs keeps its settings: started anew in the middle, it must find room for all that it holds.
+    # Whoever runs keeps its settings: started again in the middle, it must find room for all that it holds.
     assert master.asked == ["add s2 remove  with (2, True) pods"]
     assert 'slave_id = "s2"' in settings(here)["s2.toml"]
     assert replicas(here) == 3

@@ -19,7 +19,7 @@ from dips.deploy.render import write_folders
 FOLDER = ROOT / "deploy" / "kubernetes" / "base"
 GOLDEN = ROOT / "tests" / "golden" / "deploy" / "everything.txt"
 COMMITTED = ("namespace", "servers", "cluster-job", "cluster-torchrun")
-"""Folders of the base that overlays build on; `dips deploy render` writes the others when somebody needs them."""
+"""Folders of the base that overlays build on; `dips deploy render` writes the others when they are needed."""
 
 SERVERS = f"""slaves = 3
 digests = ["slave=sha256:{"0123456789abcdef" * 4}"]

@@ -97,7 +97,7 @@ def test_rights_on_pods_are_needed_to_give_them_to_the_supervisor(
 
 
 def test_what_is_left_of_kinds_that_are_not_used_needs_no_right(here: StandIn, small: Path) -> None:
-    """JobSet and monitors: whoever may not list them is refused with 403, also where nobody installed them."""
+    """JobSet and monitors: whoever may not list them is refused with 403, also where they are not installed."""
     small.write_text(small.read_text().replace("slaves = 2", "slaves = 2\nservice_monitor = false"))
     here.unknown_kinds = {"JobSet", *MONITORS}
     here.rights = granted(small)

@@ -90,7 +90,7 @@ S0, S1 = (replace(STUCK, waiting_code="measure", waiting_slaves=(f"s{n}",)) for 
 @pytest.mark.parametrize(
     ("seen", "ended_s"),
     [
-        # One that comes back begins anew, as do all in a master's new life.
+        # One that comes back begins again, as do all after the master's restart.
         ([(0, AWAY), (100, STATUS), (130, AWAY), (240, AWAY), (250, AWAY)], [250]),
         ([(0, AWAY), (200, replace(AWAY, epoch=2)), (330, replace(AWAY, epoch=2))], [330]),
         # Aborted rounds between do not make it innocent, and a committed one does.

@@ -20,7 +20,7 @@ from dips.doctor import network
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """A stand-in that is the context `here`; nobody answers at the servers' addresses yet."""
+    """A stand-in that is the context `here`; nothing answers at the servers' addresses yet."""
     monkeypatch.setattr(network, "dialled", lambda address: network.Reached(None, False, "no answer"))
     with StandIn() as stand_in:
         write_kubeconfig(tmp_path / "kubeconfig", {"here": stand_in.url})

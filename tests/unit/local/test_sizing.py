@@ -191,7 +191,7 @@ class CopiedParameters:
         assert flat.size == 4
 
     def reset_inner_optimizer(self) -> None:
-        raise AssertionError("nobody asks for it")
+        raise AssertionError("this is not asked for")
 
 
 def test_the_page_has_what_the_command_prints_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:

@@ -207,7 +207,7 @@ def test_bases_and_pulls_share_what_may_be_kept_and_the_oldest_gives_way() -> No
 
 
 def test_a_base_that_is_only_trained_on_gives_way_to_what_is_being_read() -> None:
-    """Without it the next push is longer; without what is read, a slow reader begins anew, again and again."""
+    """Without it the next push is longer; without what is read, a slow reader begins again and again."""
     bench = bench_of("a", "b", pinned_versions=1)
     bench.ask(BeginPullRequest(Caller("", 0, "reader"), reader=True))
     bench.push("b", wire=Codec.INT8)

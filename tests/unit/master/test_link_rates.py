@@ -27,7 +27,7 @@ def test_a_push_counts_the_blocks_of_its_slave_from_ticket_to_staged() -> None:
 
 def test_a_pull_is_divided_among_the_slaves_by_what_they_hold() -> None:
     rates = LinkRates()
-    rates.pull_ended("a", 1.0)  # nobody knows since when
+    rates.pull_ended("a", 1.0)  # it is not known since when
     rates.pull_began("a", Codec.F32, 1, 1.0)
     rates.pull_ended("a", 5.0)
     links = rates.links(["a"], LAYOUT, PLACEMENT, 5.0)

@@ -113,7 +113,7 @@ async def test_the_state_is_told_once_that_a_caller_hung_up(bench: Bench) -> Non
         await task
     assert bench.machine.of(CallGone) == [CallGone(token)]
     bench.reacts(lambda event: [Reply(token, DONE)] if isinstance(event, Tick) else [])
-    bench.executor.dispatch(Tick())  # a reply to nobody is dropped
+    bench.executor.dispatch(Tick())  # a reply without a caller is dropped
     assert not bench.executor.outcome.done()
 
 

@@ -215,7 +215,7 @@ def test_crash_of_all_loses_what_no_disk_had() -> None:
 
 
 def test_a_cluster_that_is_drained_before_it_seeded_the_run_passes_that_on() -> None:
-    """It may begin no push, and was told again and again to join and seed: nobody else ever did."""
+    """It may begin no push, and was asked repeatedly to join and seed: no other cluster ever did."""
     bench = Bench()
     bench.attach_all()
     assert bench.join("a").seed

@@ -355,12 +355,12 @@ def test_the_rate_is_that_of_the_last_rounds_and_survives_a_rollback() -> None:
 
 
 def test_the_ear_hears_what_the_tape_writes_and_a_restart_reads_it_again(tmp_path: Path) -> None:
-    ear, path = EventBuffer(), tmp_path / "tape.jsonl"
-    with BufferedTape(path, "master", "run", ManualClock(), ear) as tape:
+    buffer, path = EventBuffer(), tmp_path / "tape.jsonl"
+    with BufferedTape(path, "master", "run", ManualClock(), buffer) as tape:
         tape.write("join", "-", cluster="a", incarnation="1.1")
-    [(_, kind, fields)] = ear.take()
+    [(_, kind, fields)] = buffer.take()
     assert (kind, fields["cluster"]) == ("join", "a")
-    assert ear.take() == []
+    assert buffer.take() == []
     with path.open("ab") as file:
         file.write(b'not json\n{"kind": "no time"}\n{"wall_s": 1, "kind": "torn')
     assert [(kind, fields["cluster"]) for _, kind, fields in earlier_events(path)] == [("join", "a")]
@@ -399,10 +399,10 @@ def test_the_evaluators_tape_is_read_along(tmp_path: Path) -> None:
 
 
 async def test_a_page_that_keeps_up_gets_what_is_new_and_another_gets_all(tmp_path: Path) -> None:
-    bench, ear = Bench().running("a", "b"), EventBuffer()
-    hub = Hub(ear, HeldoutTail(None), [(1.0, "alarm", {"sentence": "of an earlier life"})])
+    bench, buffer = Bench().running("a", "b"), EventBuffer()
+    hub = Hub(buffer, HeldoutTail(None), [(1.0, "alarm", {"sentence": "of an earlier life"})])
     assert hub.number == 0
-    ear.add(2.0, "join", {"cluster": "a", "incarnation": "1.1"})
+    buffer.add(2.0, "join", {"cluster": "a", "incarnation": "1.1"})
     hub.take(bench.state.look(), 2.0, 0.0)
     first = json.loads(hub.message_after(0))
     assert first["full"]

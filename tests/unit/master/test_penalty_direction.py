@@ -43,7 +43,7 @@ class Course:
         return [self.agreement * a + rest * b for a, b in zip(self.common, own, strict=True)]
 
     def round(self, who: str, bad: dict[str, str] | None = None, stale: float = 0.0) -> None:
-        """One round; stale: how far the model went since everybody's base, along what was merged last."""
+        """One round; stale: how far the model went since every cluster's base, along what was merged last."""
         turned = self.direction()
         self.common = [0.98 * a + 0.2 * b for a, b in zip(self.common, turned, strict=True)]
         since = [stale * x for x in self.moved]

@@ -65,7 +65,7 @@ def train(bench: ReshardBench) -> None:
 def test_a_slave_is_added_and_the_run_goes_on(bench: ReshardBench) -> None:
     assert "start slave s2 now" in bench.reshard(add=("s2",))
     assert "slave s2 has yet to attach" in bench.status().reshard
-    train(bench)  # waiting stops nobody
+    train(bench)  # waiting stops no cluster
     tokens, version = bench.status().tokens, bench.status().published
     bench.new_slave("s2")
     status = bench.status()
@@ -259,7 +259,7 @@ def test_a_master_that_dies_before_the_record_begins_again(bench: ReshardBench, 
     bench.new_slave("s2")
     bench.hold_journal = False
     bench.slave("s1").hold.clear()
-    assert not any(slave.configure and slave.configure.load == V2 for slave in bench.slaves), "nobody heard of it"
+    assert not any(slave.configure and slave.configure.load == V2 for slave in bench.slaves), "no slave was informed"
     bench.restart()
     bench.advance(2.0)
     assert bench.placed() == ("s0", "s1", "s2")

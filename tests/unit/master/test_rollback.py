@@ -158,7 +158,7 @@ def test_rollback_that_is_not_durable_never_happened() -> None:
     bench.hold_journal = True
     bench.slaves[0].come_back_without(V2)
     assert bench.journal[-1].kind == "ROLLBACK"
-    assert all(configure.origin is None for configure in configures(bench, 0)), "nobody heard of it"
+    assert all(configure.origin is None for configure in configures(bench, 0)), "no slave was informed"
     bench.hold_journal = False
     bench.restart()
     assert bench.status().published == Version(2, 1)

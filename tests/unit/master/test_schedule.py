@@ -48,7 +48,7 @@ def test_in_each_step_clusters_are_spread_evenly_over_slaves(n_slaves: int, clus
 
 
 def test_a_transfer_begins_where_no_other_began() -> None:
-    """Slots 0 and 4 would meet at slave 0; those that are over are in nobody's way."""
+    """Slots 0 and 4 would meet at slave 0; those that are over disturb no other."""
     placement = placement_of(1, 1, 1, 1)
     scheduler = TransferScheduler()
     starts = [visits(scheduler.begin(request(c), placement), placement)[0] for c in (0, 0, 4, 8)]

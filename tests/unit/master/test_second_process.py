@@ -85,7 +85,7 @@ def test_a_process_that_hangs_is_evicted_and_its_successor_has_waited_so_long() 
     bench.advance(10 * evict_after_s)
     assert refusal_of_join(bench).retry_after_s > 0, "who asks again much later waits from the start"
     bench.jump(2 * evict_after_s)
-    assert refusal_of_join(bench).retry_after_s > 0, "a master that stood still gives everybody time to beat"
+    assert refusal_of_join(bench).retry_after_s > 0, "a master that stood still gives every process time to beat"
     bench.silent.add("a")
     bench.advance(evict_after_s)
     assert refusal_of_join(bench).retry_after_s >= 0

@@ -95,7 +95,7 @@ def test_one_that_pushes_is_not_if_its_last_push_took_longer_than_the_window_is_
     later(bench, 20)
     bench.begin_push("b")
     bench.push("a")
-    assert open_window(bench), "nobody knows how long it takes"
+    assert open_window(bench), "it is not known how long it takes"
     bench = round_over("a", "b")
     later(bench, 20)
     bench.beat("b", steps_per_s=1.0, push_s=12.0)

@@ -46,7 +46,7 @@ def planned(*schedules: str, file: str = FILE) -> Plan:
 
 
 def running_of(plan: Plan, **options: object) -> Running:
-    """As it is read back; options: those with which it is planned anew."""
+    """As it is read back; options: those with which it is planned again."""
     running = read_running(json.dumps(plan_json(plan)), "plan.json")
     return replace(running, problem=running.problem.with_options(**options)) if options else running
 

@@ -21,7 +21,7 @@ tokens_per_s = [10, 20.0, 15.0]
 
 
 def test_the_fast_center_wins_over_the_biggest_cluster() -> None:
-    """Cluster 0 makes most tokens, but site 1 reaches everybody well."""
+    """Cluster 0 makes most tokens, but site 1 reaches all clusters well."""
     choice = choose_server_site([[10, 1, 1], [8, 10, 8], [1, 1, 10]], [5, 3, 3])
     assert choice.demand == (56.0, 94.0, 38.0)
     assert choice.index == 1

@@ -71,7 +71,7 @@ def test_the_report_counts_what_was_seen_and_lists_what_never_was() -> None:
 
 def test_every_module_of_the_product_that_refuses_is_counted() -> None:
     # The simulator's hosts refuse in the place of real ones; refusals of a peer are only passed on, also what a master
-    # would say that lets nobody in without keys. In protos, the generator only writes one.
+    # would say that lets no process in without keys. In protos, the generator only writes one.
     passed_on = ["dips.core.net.grpc_calls", "dips.worker.control"]
     found = [
         ".".join(("dips", *path.relative_to(SOURCE).with_suffix("").parts))

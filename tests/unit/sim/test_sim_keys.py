@@ -1,4 +1,4 @@
-"""Simulated runs whose data flow has keys: every fault, and nobody who belongs there stays locked out."""
+"""Simulated runs whose data flow has keys: every fault, and no process of the run stays locked out."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ def test_runs_with_keys_and_faults_keep_their_promises(monkeypatch: pytest.Monke
         assert outcome.violations == (), f"seed {seed}"
         assert outcome.published > 1
     assert answers["served"] > 0
-    assert answers["turned away"] > 0, "else nobody was ever too early, evicted or of another life"
+    assert answers["turned away"] > 0, "else no process was ever too early, evicted or of another life"
     assert answers["refused"] == 0, "no honest cluster touches another one's push"

@@ -23,7 +23,7 @@ def outcome_with(violations: tuple[str, ...] = (), counts: RunCounts | None = No
 
 
 def all_fired(but: str = "") -> RunCounts:
-    """Every kind was planned and struck, and somebody was killed in every phase of the round."""
+    """Every kind was planned and struck, and a process was killed in every phase of the round."""
     counts = RunCounts()
     for name in register.names():
         counts.planned[name] += 1

@@ -1,4 +1,4 @@
-"""Which connections are cut when memory or files run out: those that bring and deliver nothing, and nobody too soon."""
+"""Which connections are cut when memory or files run out: those that bring and deliver nothing, and none too soon."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_everybody_is_cut_when_nobody_stands_out_but_only_once_the_first_cut_had
 
 
 def cut_all(guard: ConnectionLimits) -> None:
-    """Nobody stands out at 0 s, nor in the next look."""
+    """No connection stands out at 0 s, nor in the next look."""
     assert guard.look(OVER, {1: 0}, (), -0.05) is None
     assert keys(guard.look(OVER, {1: 0}, (), 0.0)) is None
 
 
 def test_one_that_fills_the_memory_between_two_looks_is_found_in_the_next() -> None:
-    """From far below the budget to above it: when the watch begins, nobody has brought anything yet."""
+    """From far below the budget to above it: when the watch begins, no connection has brought anything yet."""
     guard = ConnectionLimits()
     assert guard.look(OVER, {1: 10**8, 2: 300}, (), 0.0) is None
     assert keys(guard.look(OVER, {1: 2 * 10**8, 2: 300}, (), 0.05)) == (1,)

@@ -1,4 +1,4 @@
-"""How many requests each sender may have unanswered: who goes first, who is held back, and that nobody starves."""
+"""How many requests each sender may have unanswered: which goes first, which is held back, and that none starves."""
 
 from __future__ import annotations
 

@@ -331,7 +331,7 @@ def test_the_same_chunk_is_not_landed_twice_at_a_time(port: Port) -> None:
 
 @pytest.mark.parametrize("codec", [Codec.F32, Codec.INT8])
 def test_damaged_bytes_in_the_row_count_for_nothing_and_the_right_ones_overwrite_them(codec: Codec) -> None:
-    """Bytes are copied while their checksum is taken, so a damaged chunk leaves its mark; nobody may believe it."""
+    """Bytes are copied while their checksum is taken, so a damaged chunk leaves its mark; no process may trust it."""
     layout = Layout((Parameter("w", (2 * PIECE_ELEMS,), "float32", "w"),))
     port = Port(layout.blocks, 4 * PIECE_ELEMS)
     theta = port.buffer.theta

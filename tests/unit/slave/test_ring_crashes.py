@@ -86,7 +86,7 @@ class Life:
 
 
 def rounds(life: Life) -> None:
-    """Five versions on three files, with a round that was aborted and one that nobody decided."""
+    """Five versions on three files, with a round that was aborted and one that was not decided."""
     life.configure()
     for v in range(3):
         life.step(info(v))

@@ -66,7 +66,7 @@ def test_what_the_data_port_counted_and_sizes(bench: SlaveBench, counts: Counts)
     assert (found["staged_bytes_total",], found["served_bytes_total",]) == (100, 200)
     assert (found["staging_open",], found["refused_connections_total",]) == (1, 4)
     assert found["refused_messages_total", "BUSY"] == 3
-    assert found["refused_messages_total", "CHUNK"] == 0, "there before the first one, or nobody sees it rise"
+    assert found["refused_messages_total", "CHUNK"] == 0, "there before the first one, else its rise is not seen"
     assert (found["cluster_staged_bytes_total", "a"], found["cluster_staged_bytes_total", "b"]) == (60, 40)
     assert (found["resident_bytes",], found["budget_bytes",], found["disk_free_bytes",]) == (1000, 5000, 7000)
     assert found["memory_limit_bytes",] == 1 << 20

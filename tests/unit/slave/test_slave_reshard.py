@@ -67,7 +67,7 @@ def moved(bench: SlaveBench) -> list[effects.Effect]:
 
 
 def phase_of(bench: SlaveBench) -> ShardPhase:
-    """Read anew: a type checker holds a property for what it was found to be before."""
+    """Read again: a type checker holds a property for what it was found to be before."""
     return bench.phase
 
 
@@ -176,7 +176,7 @@ def test_a_new_master_ends_a_move_under_way(ready: SlaveBench) -> None:
     ready.link()
     out = ready.welcome(epoch=2)
     assert only(out, effects.CancelMove) == [effects.CancelMove(ready.job())]
-    assert said(ready.failed(FULL)) == [], "nobody who hears it asked for it"
+    assert said(ready.failed(FULL)) == [], "no receiver asked for it"
 
 
 def test_a_later_round_and_another_configure_free_the_file(ready: SlaveBench) -> None:

@@ -187,7 +187,7 @@ def test_a_master_that_lends_little_is_asked_again(driver: type[ScriptedDriver],
 def test_what_a_new_join_took_away_during_a_lease_is_not_trained_on(
     driver: type[ScriptedDriver], train: TrainConfig
 ) -> None:
-    """The master was restarted while this cluster waited for data: what it held may be somebody else's now."""
+    """The master was restarted while this cluster waited for data: what it held may be another cluster's now."""
 
     def joins_again(scripted: ScriptedDriver) -> None:
         lend = scripted.lease

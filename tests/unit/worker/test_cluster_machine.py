@@ -97,7 +97,7 @@ def test_the_first_cluster_seeds_with_no_work_and_pulls_what_became_of_it() -> N
     life.sent(life.ticket())
     life.admitted()
     life.pass_s(1000)
-    assert life.waits, "nobody trains on parameters that are not published"
+    assert life.waits, "no cluster trains on parameters that are not published"
     life.published = Version(1, 0)
     verdict = replace(life.verdict(VerdictKind.APPLIED), version=Version(1, 0))
     life.answer(AwaitVerdictRequest, AwaitVerdictReply(verdict))

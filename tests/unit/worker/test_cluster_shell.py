@@ -437,7 +437,7 @@ def test_leased_data_is_lent_counted_and_pushed_by_name(run: RunInMemory) -> Non
 
 
 def die(shell: ClusterShell) -> None:
-    """As after SIGKILL: nobody says good-bye, threads and locks are gone."""
+    """As after SIGKILL: no message says that it ends, threads and locks are gone."""
     shell._finished = Finished("killed")
     shell.close()
 
@@ -514,7 +514,7 @@ def test_resuming_takes_the_newest_whole_one_or_none(run: RunInMemory, kept: dic
     model = FlatModel(1)
     with pytest.raises(ConfigError, match="one is required"):
         shell_of(run, model, **kept, resume_required=True).__enter__()
-    assert run.joins == [], "nobody was asked"
+    assert run.joins == [], "the master was not asked"
     shell = shell_of(run, model, **kept)
     shell.start()
     thetas = []

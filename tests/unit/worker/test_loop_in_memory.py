@@ -188,7 +188,7 @@ def test_a_leader_that_cannot_join_ends_all_ranks_with_its_error(
 
     def one(rank: int) -> None:
         with Loop(run, rank).sync:
-            raise AssertionError("nobody trains")
+            raise AssertionError("no cluster trains")
 
     assert together(monkeypatch, 2, one) == ["Refused: another shape"] * 2
 

@@ -144,7 +144,7 @@ def test_ranks_meet_when_a_push_is_due_and_else_about_once_a_second(
 @pytest.mark.parametrize(
     ("moved_s", "taken_s", "late"),
     [
-        ({}, 100.0, ()),  # nobody is done: nobody is late
+        ({}, 100.0, ()),  # no rank is done: none is late
         ({0: 10.0}, 100.0, ()),  # most are not done
         ({0: 10.0, 1: 12.0}, 13.0, ()),
         ({0: 10.0, 1: 12.0}, 17.0, (2, 3)),

@@ -108,7 +108,7 @@ def test_trained_ranges_that_are_not_lent_any_more_count_as_stale(life: LeasedCl
     life.reborn()
     life.join(kept=(life.span(200, 100_000),))
     assert life.phase is SessionPhase.PULLING
-    assert not life.asks(ReturnDataRequest), "they are somebody else's"
+    assert not life.asks(ReturnDataRequest), "they are another cluster's"
     assert life.pulled().mode is InstallMode.REPLACE
     assert life.session.shared.work.tokens == 0
     assert not life.session.shared.work.lost

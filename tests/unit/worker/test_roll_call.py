@@ -69,7 +69,7 @@ def test_ranks_with_other_groups_say_the_same(rank: int) -> None:
     )
     with pytest.raises(ConfigError, match=why):
         wait_for_ranks(time.store, rank, of_world[rank], time.now, time.pause)
-    assert time.now_s < WORD_S, "nobody is waited for any longer"
+    assert time.now_s < WORD_S, "no rank is waited for now"
 
 
 def test_a_rank_that_cannot_enter_tells_the_others() -> None:

@@ -21,7 +21,7 @@ MEASURED = replace(SETTINGS, verdict_wait_measured=True)
 """verdict_wait_s stays the most."""
 
 
-# ---- times that nobody need set ----
+# ---- times that need no setting ----
 
 
 def test_the_defaults_follow_from_a_heartbeat_of_two_seconds_and_a_round_of_thirty() -> None:

@@ -39,7 +39,7 @@ def transfer(request: pytest.FixtureRequest) -> Transfer:
 
 
 def asked(transfer: Transfer, now_s: float) -> tuple[list[str], list[str]]:
-    """The slaves that are to be connected anew, and those that something is asked of."""
+    """The slaves that are to be connected again, and those that something is asked of."""
     actions = transfer.actions(now_s)
     again = [action.slave for action in actions if isinstance(action, Reconnect)]
     return again, sorted({action.slave for action in actions if isinstance(action, SlaveRequest)})

@@ -41,7 +41,7 @@ class Flat:
 
 
 class Streaming(Flat):
-    """Its snapshots are copied only when somebody waits for them, and then as far as asked."""
+    """Its snapshots are copied only when a reader waits for them, and then as far as asked."""
 
     def __init__(self, theta: F32) -> None:
         super().__init__(theta)

@@ -171,7 +171,7 @@ def test_links_add_up_over_transfers_and_forget_slaves_of_an_earlier_placement(c
     assert found["link_reconnects_total", "s1"] == 2
     assert not [key for key in found if key[0].startswith("rank_")], "this process is alone"
     assert found["link_refusals_total", "s1", "BUSY"] == 4
-    assert found["link_refusals_total", "s1", "CHUNK"] == 0, "there before the first one, or nobody sees it rise"
+    assert found["link_refusals_total", "s1", "CHUNK"] == 0, "there before the first one, else its rise is not seen"
     links.begin(TransferDirection.PULL, Codec.F32, ["s1"], 20.0).tell({"s1": SlaveProgress(50, 0, 0, {}, None)}, 21.0)
     assert set(links.view) == {"s1"}
 
